@@ -2,10 +2,11 @@
 
     python benchmarks/attention_share.py [--shape glm-4.7-flash:8] [--input-len 1024 8192 32768] [--repeats 3]
 
-Each length is one sequence of random tokens, computed in steps as the engine computes them; then 32 tokens are decoded
-behind it. Operations are timed as they are called, which a prompt's are one by one. Attention's GFLOP/s count the two
-products of each query with every key that it sees. A decode step is recorded and runs as one call, so its attention is
-the difference to a step behind 16 tokens. Medians of the repeats.
+Each length is one sequence of random tokens, computed in steps as the engine computes them; then 32
+tokens are decoded behind it. Operations are timed as they are called, which a prompt's are one by
+one. Attention's GFLOP/s count the two products of each query with every key that it sees. A decode
+step is recorded and runs as one call, so its attention is the difference to a step behind 16
+tokens. Medians of the repeats.
 """
 
 from __future__ import annotations
@@ -68,19 +69,25 @@ def run(engine: Engine, clock: Clock, prompt: list[int]) -> Run:
 
 
 def flops(model: ModelConfig, num_keys: int) -> float:
-    """Of attention over `num_keys` keys of one query, in all layers; a window is not taken into account."""
+    """Of attention over `num_keys` keys of one query, in all layers; a window is not taken into
+    account.
+    """
     total = 0.0
     for layer in model.layers:
         mixer = layer.mixer
         if isinstance(mixer, AttentionConfig):
             total += 2.0 * mixer.num_heads * (mixer.k_dim + mixer.v_dim) * num_keys
-        elif isinstance(mixer, LatentConfig):  # a latent is the key, and all but its rotated channels are the value
+        elif isinstance(
+            mixer, LatentConfig
+        ):  # a latent is the key, and all but its rotated channels are the value
             total += 2.0 * mixer.num_heads * (mixer.rotated + 2 * mixer.latent) * num_keys
     return total
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="glm-4.7-flash:8")
     parser.add_argument("--input-len", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=3)
@@ -112,9 +119,21 @@ def main() -> None:
 
     repeated(SHORT)  # warms up
     base = repeated(SHORT).step
-    print(f"{cpu_name()}, {asked.shape}, weights {config.weight_format}, cache {asked.kv_cache_dtype}: a decode step")
+    print(
+        f"{cpu_name()}, {asked.shape}, weights {config.weight_format}, cache {asked.kv_cache_dtype}: a decode step"
+    )
     print(f"behind {SHORT} tokens {base * 1e3:.2f} ms")
-    rows = [["tokens", "prefill tokens/s", *OPERATIONS, "GFLOP/s", "decode ms", "attention of it", "GFLOP/s"]]
+    rows = [
+        [
+            "tokens",
+            "prefill tokens/s",
+            *OPERATIONS,
+            "GFLOP/s",
+            "decode ms",
+            "attention of it",
+            "GFLOP/s",
+        ]
+    ]
     for length in asked.input_len:
         found = repeated(length)
         speed = flops(model, length * (length + 1) // 2) / found.shares["attention"] / 1e9
@@ -122,7 +141,9 @@ def main() -> None:
         behind = found.step - base
         decoding = flops(model, length) / behind / 1e9
         decoded = [f"{found.step * 1e3:.2f}", f"{behind / found.step:.0%}", f"{decoding:.0f}"]
-        rows.append([f"{length:,}", f"{length / found.prefill:.0f}", *shares, f"{speed:.0f}", *decoded])
+        rows.append(
+            [f"{length:,}", f"{length / found.prefill:.0f}", *shares, f"{speed:.0f}", *decoded]
+        )
     print(markdown(rows, num_left=0))
 
 

@@ -1,8 +1,10 @@
-"""What reading a stream costs the load of `freight bench serving`, per event, beside httpx2's `aiter_lines`.
+"""What reading a stream costs the load of `freight bench serving`, per event, beside httpx2's
+`aiter_lines`.
 
     python benchmarks/client_cost.py
 
-Processor time of the client alone: the server is another process. Rounds alternate the clients and the event loops.
+Processor time of the client alone: the server is another process. Rounds alternate the clients and
+the event loops.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ async def serve() -> None:
 
 async def ours(url: str) -> int:
     prompts, target = Listed([Ask("hello", EVENTS)]), Target(Address.parse(url), "x")
-    answers = await run_level(target, prompts, Level(concurrency=STREAMS), Amount(requests=REQUESTS), 0)
+    answers = await run_level(
+        target, prompts, Level(concurrency=STREAMS), Amount(requests=REQUESTS), 0
+    )
     assert not any(answer.error for answer in answers), answers[0].message
     return sum(len(answer.times) for answer in answers)
 
@@ -76,22 +80,33 @@ async def theirs(url: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("role", nargs="?", choices=("serve",), help=argparse.SUPPRESS)  # the server's process
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "role", nargs="?", choices=("serve",), help=argparse.SUPPRESS
+    )  # the server's process
     if parser.parse_args().role:
         asyncio.run(serve())
         return
     clients: dict[str, Callable[[str], Awaitable[int]]] = {"freight": ours, "httpx2": theirs}
-    with subprocess.Popen([sys.executable, __file__, "serve"], stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        [sys.executable, __file__, "serve"], stdout=subprocess.PIPE, text=True
+    ) as server:
         assert server.stdout is not None
         url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
         for _ in range(ROUNDS):
             for name, client in clients.items():
-                for loop, factory in (("uvloop", uvloop.new_event_loop), ("asyncio", asyncio.new_event_loop)):
+                for loop, factory in (
+                    ("uvloop", uvloop.new_event_loop),
+                    ("asyncio", asyncio.new_event_loop),
+                ):
                     begin = time.process_time()
                     with asyncio.Runner(loop_factory=factory) as runner:
                         count = runner.run(client(url))
-                    print(f"{name:8} {loop:8} {(time.process_time() - begin) / count * 1e6:6.1f} us per event")
+                    print(
+                        f"{name:8} {loop:8} {(time.process_time() - begin) / count * 1e6:6.1f} us per event"
+                    )
         server.terminate()
 
 

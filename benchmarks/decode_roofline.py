@@ -1,10 +1,12 @@
-"""How near decoding on a CPU comes to the speed of its memory: each step lies between two readings of memory.
+"""How near decoding on a CPU comes to the speed of its memory: each step lies between two readings
+of memory.
 
     python benchmarks/decode_roofline.py [--shape llama-1b] [--batch-size 1] [--input-len 128] [--steps 300] [--bf16]
 
-A step's fraction is what it reads, the weights once and each sequence's keys and values, by the time that reading as
-many bytes took right before and after it. (`freight bench latency` reads only before and after a whole run, and takes
-the best of three.) 1.0 is a step in which nothing but reading takes time.
+A step's fraction is what it reads, the weights once and each sequence's keys and values, by the
+time that reading as many bytes took right before and after it. (`freight bench latency` reads only
+before and after a whole run, and takes the best of three.) 1.0 is a step in which nothing but
+reading takes time.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ WARM_UP = 4  # steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="llama-1b")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--bf16", action="store_true", help="weights and cache in 16 bits instead of FP8")
+    parser.add_argument(
+        "--bf16", action="store_true", help="weights and cache in 16 bits instead of FP8"
+    )
     asked = parser.parse_args()
     generated = asked.steps + WARM_UP + 2
     args = EngineArgs(
@@ -70,10 +76,14 @@ def main() -> None:
         before = after
     fractions, seconds, speeds = fractions[WARM_UP:], seconds[WARM_UP:], speeds[WARM_UP:]
     low, high, _ = interval(fractions)
-    print(f"{cpu_name()}, {engine.runner.model.config.num_layers} layers of {asked.shape}, batch {asked.batch_size}")
+    print(
+        f"{cpu_name()}, {engine.runner.model.config.num_layers} layers of {asked.shape}, batch {asked.batch_size}"
+    )
     print(f"{len(fractions)} steps, median {statistics.median(seconds) * 1e3:.2f} ms")
     print(f"memory: {statistics.median(speeds) / 1e9:.1f} GB/s")
-    print(f"fraction of the bandwidth: {statistics.median(fractions):.3f} ({low:.3f} to {high:.3f})")
+    print(
+        f"fraction of the bandwidth: {statistics.median(fractions):.3f} ({low:.3f} to {high:.3f})"
+    )
 
 
 if __name__ == "__main__":

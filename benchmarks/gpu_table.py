@@ -1,14 +1,16 @@
-"""Fill the GPU table of docs/benchmarks.md: run the benchmarks it stands on; print aims, what was found, what binds.
+"""Fill the GPU table of docs/benchmarks.md: run the benchmarks it stands on; print aims, what was
+found, what binds.
 
 From the root of the repository, on a machine with a GPU; the package may run from source:
 
     PYTHONPATH=src python benchmarks/gpu_table.py --output FOLDER
 
-Every command runs in a process of its own. A row goes into FOLDER/rows.jsonl as soon as it is printed, what else a
-command says into FOLDER/log, and the table into FOLDER/table.md after each command. A row that fails, that ends its
-process or that takes longer than its limit costs itself alone: the command goes on behind it. Run again with the same
-folder, what is there is not measured again. Where `ncu` is installed, it reads counters of the kernels that miss a
-goal. Needs the standard library and `freight.bench.goals`, which loads no torch.
+Every command runs in a process of its own. A row goes into FOLDER/rows.jsonl as soon as it is
+printed, what else a command says into FOLDER/log, and the table into FOLDER/table.md after each
+command. A row that fails, that ends its process or that takes longer than its limit costs itself
+alone: the command goes on behind it. Run again with the same folder, what is there is not measured
+again. Where `ncu` is installed, it reads counters of the kernels that miss a goal. Needs the
+standard library and `freight.bench.goals`, which loads no torch.
 """
 
 from __future__ import annotations
@@ -36,9 +38,31 @@ FREIGHT = (sys.executable, "-m", "freight", "bench")
 FP8 = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
 STATIC = (*FP8, "--kv-scales", "unit")
 BF16 = ("--dtype", "bfloat16")
-BIG = ("--device", "cuda", "--batch-size", "64", "--input-len", "2048", "--output-len", "256", "--repeats", "1")
+BIG = (
+    "--device",
+    "cuda",
+    "--batch-size",
+    "64",
+    "--input-len",
+    "2048",
+    "--output-len",
+    "256",
+    "--repeats",
+    "1",
+)
 ALONE = ("--device", "cuda", "--batch-size", "1", "--input-len", "128", "--output-len", "65")
-SHORT = ("--device", "cuda", "--batch-size", "1", "--input-len", "512", "--output-len", "17", "--repeats", "1")
+SHORT = (
+    "--device",
+    "cuda",
+    "--batch-size",
+    "1",
+    "--input-len",
+    "512",
+    "--output-len",
+    "17",
+    "--repeats",
+    "1",
+)
 KERNELS = "kernels"
 START_UP = 120.0  # seconds that a process may take until its first row beyond that row's own limit
 
@@ -69,11 +93,17 @@ COUNTERS = {
     "issue_active": "sm__issue_active.avg.pct_of_peak_sustained_elapsed",
     "dram": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
 }
-OUR_KERNELS = {"attention": "^(decode|prefill)_kernel", "rotate_store": "^rotate_store", "linear": "^matmul_kernel"}
+OUR_KERNELS = {
+    "attention": "^(decode|prefill)_kernel",
+    "rotate_store": "^rotate_store",
+    "linear": "^matmul_kernel",
+}
 
 
 class Folder:
-    """The results: a line for each row, `{"command", "row"}`, and `{"command", "done"}` for a finished command."""
+    """The results: a line for each row, `{"command", "row"}`, and `{"command", "done"}` for a
+    finished command.
+    """
 
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -112,13 +142,17 @@ class Folder:
 
 
 def lines_of(words: Sequence[str], limit: float, log: Path, ended: list[str]) -> Generator[str]:
-    """The lines that a process prints, as they come; at its end, why it failed goes to `ended`, if it did.
+    """The lines that a process prints, as they come; at its end, why it failed goes to `ended`, if
+    it did.
 
-    It is ended, with all that it started, when it prints nothing for `limit` seconds, at the start for START_UP more.
+    It is ended, with all that it started, when it prints nothing for `limit` seconds, at the start
+    for START_UP more.
     """
     with log.open("a") as errors:
         print(f"\n$ {' '.join(words)}", file=errors, flush=True)
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
     assert process.stdout is not None
     lines: queue.Queue[str | None] = queue.Queue()
     reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
@@ -167,7 +201,13 @@ def rows_of(lines: Iterator[str]) -> Iterator[Row]:
 def run_once(name: str, command: Command, folder: Folder) -> None:
     """A command of one row."""
     ended: list[str] = []
-    rows = list(rows_of(lines_of([*FREIGHT, *command.words, "--json"], command.limit, folder.path / "log", ended)))
+    rows = list(
+        rows_of(
+            lines_of(
+                [*FREIGHT, *command.words, "--json"], command.limit, folder.path / "log", ended
+            )
+        )
+    )
     if rows and not ended:
         folder.write(name, rows[-1])
         folder.write(name, None)
@@ -176,7 +216,9 @@ def run_once(name: str, command: Command, folder: Folder) -> None:
 
 
 def run_kernels(command: Command, folder: Folder) -> None:
-    """All rows of `freight bench kernels`; it starts again behind a row that ended it, or that took too long."""
+    """All rows of `freight bench kernels`; it starts again behind a row that ended it, or that took
+    too long.
+    """
     in_vain = 0
     while in_vain < 2:
         ended: list[str] = []
@@ -190,7 +232,9 @@ def run_kernels(command: Command, folder: Folder) -> None:
             return
         found = folder.results.get(KERNELS, [])[before:]
         in_vain = 0 if any("error" not in row for row in found) else in_vain + 1
-        if not found or "error" not in found[-1]:  # the row after the last did it, and could not say so
+        if (
+            not found or "error" not in found[-1]
+        ):  # the row after the last did it, and could not say so
             unnamed = {"kernel": "?", "kernels": "?", "what": "unknown", "error": ended[0]}
             folder.write(KERNELS, {"case": folder.last_case() + 1} | unnamed)
 
@@ -207,12 +251,30 @@ def count(folder: Folder, ncu: str, limit: float) -> None:
         if not missed or "issue_active" in row or row["kernel"] not in OUR_KERNELS:
             continue
         log, report, ended = folder.path / "log", folder.path / "counters.csv", list[str]()
-        words = (ncu, "--clock-control", "none", "--csv", "--page", "raw", "--log-file", str(report))
+        words = (
+            ncu,
+            "--clock-control",
+            "none",
+            "--csv",
+            "--page",
+            "raw",
+            "--log-file",
+            str(report),
+        )
         words += ("-k", f"regex:{OUR_KERNELS[row['kernel']]}", "-c", "1", "--kill", "yes")
-        words += ("--metrics", ",".join(COUNTERS.values()), *FREIGHT, *COMMANDS[KERNELS].words, "--seconds", "0")
+        words += (
+            "--metrics",
+            ",".join(COUNTERS.values()),
+            *FREIGHT,
+            *COMMANDS[KERNELS].words,
+            "--seconds",
+            "0",
+        )
         report.unlink(missing_ok=True)
         every = lines_of([*words, "--json", "--after", str(row["case"] - 1)], limit, log, ended)
-        for _ in zip(range(2), every, strict=False):  # ncu ends it after one kernel, or this after a row or two
+        for _ in zip(
+            range(2), every, strict=False
+        ):  # ncu ends it after one kernel, or this after a row or two
             pass
         every.close()
         counters = counters_of(report.read_text()) if report.exists() else {}
@@ -232,11 +294,23 @@ def counters_of(report: str) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    made.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="of results; continued if it exists")
-    made.add_argument("--only", action="append", choices=sorted(COMMANDS), metavar="NAME", help="may be repeated")
-    made.add_argument("--stop-after", type=float, metavar="SECONDS", help="begin no command later than this")
+    made.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="of results; continued if it exists",
+    )
+    made.add_argument(
+        "--only", action="append", choices=sorted(COMMANDS), metavar="NAME", help="may be repeated"
+    )
+    made.add_argument(
+        "--stop-after", type=float, metavar="SECONDS", help="begin no command later than this"
+    )
     args = made.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM; run again to go on"))  # with what runs
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM; run again to go on")
+    )  # with what runs
     folder, begin = Folder(args.output), time.monotonic()
     for name, command in COMMANDS.items():
         if (args.only and name not in args.only) or name in folder.done:

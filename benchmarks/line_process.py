@@ -1,4 +1,6 @@
-"""A process of a benchmark's own that is told lines and answers with lines: `shared_cores.py`, `two_checkouts.py`."""
+"""A process of a benchmark's own that is told lines and answers with lines: `shared_cores.py`,
+`two_checkouts.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 
 
 class LineProcess:
-    """`command` in the environment `env`, once it has answered "ready". Raises SystemExit, which calls it `name`, if it
-    does not."""
+    """`command` in the environment `env`, once it has answered "ready". Raises SystemExit, which
+    calls it `name`, if it does not."""
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
         pipe = subprocess.PIPE

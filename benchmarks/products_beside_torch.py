@@ -1,10 +1,11 @@
-"""Freight's matrix products beside torch's (oneDNN's) on a CPU, in turns: the linear layers of a model's shape.
+"""Freight's matrix products beside torch's (oneDNN's) on a CPU, in turns: the linear layers of a
+model's shape.
 
     python benchmarks/products_beside_torch.py --rows 512 --rows 1 [--shape llama-1b] [--rounds 20] [--threads 2]
 
-One call is the products of every layer, each with weights of its own, as in a forward pass. In a round each kind is
-timed once, a round begins with another kind than the last, and ratios are taken within a round. *packed* weights are
-those that oneDNN reorders beforehand for that number of rows.
+One call is the products of every layer, each with weights of its own, as in a forward pass. In a
+round each kind is timed once, a round begins with another kind than the last, and ratios are taken
+within a round. *packed* weights are those that oneDNN reorders beforehand for that number of rows.
 """
 
 from __future__ import annotations
@@ -39,9 +40,15 @@ def shapes_of(config: Mapping[str, int]) -> list[tuple[int, int]]:
 def calls(weights: list[Tensor], rows: int) -> Iterator[tuple[str, Call]]:
     """Each kind by name."""
     kernels = select_kernels("auto", "cpu")
-    inputs = {width: torch.randn(rows, width).bfloat16() for width in {weight.shape[1] for weight in weights}}
+    inputs = {
+        width: torch.randn(rows, width).bfloat16()
+        for width in {weight.shape[1] for weight in weights}
+    }
     xs = [inputs[weight.shape[1]] for weight in weights]
-    for name, activations in (("Freight FP8", Activations.PLAIN), ("Freight FP8, W8A8", Activations.DYNAMIC)):
+    for name, activations in (
+        ("Freight FP8", Activations.PLAIN),
+        ("Freight FP8, W8A8", Activations.DYNAMIC),
+    ):
         coded = [quantize_rows(weight.float(), Format.E4M3FN) for weight in weights]
         packed = [kernels.pack(Weight(data, scale, activations)) for data, scale in coded]
         yield name, lambda own=packed: _each(lambda x, one: kernels.linear(x, one, None), xs, own)
@@ -50,10 +57,15 @@ def calls(weights: list[Tensor], rows: int) -> Iterator[tuple[str, Call]]:
     yield "torch BF16", lambda: _each(torch.nn.functional.linear, xs, weights)
     ordered = [torch.ops.mkldnn._reorder_linear_weight(weight, rows) for weight in weights]
     linear = torch.ops.mkldnn._linear_pointwise
-    yield "torch BF16, packed", lambda: _each(lambda x, one: linear(x, one, None, "none", [], ""), xs, ordered)
+    yield (
+        "torch BF16, packed",
+        lambda: _each(lambda x, one: linear(x, one, None, "none", [], ""), xs, ordered),
+    )
 
 
-def _each(product: Callable[[Tensor, Tensor], Tensor], xs: list[Tensor], weights: list[Tensor]) -> None:
+def _each(
+    product: Callable[[Tensor, Tensor], Tensor], xs: list[Tensor], weights: list[Tensor]
+) -> None:
     for x, weight in zip(xs, weights, strict=True):
         product(x, weight)
 
@@ -72,7 +84,9 @@ def rounds(kinds: list[tuple[str, Call]], count: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, action="append", required=True)
     parser.add_argument("--shape", default="llama-1b")
     parser.add_argument("--rounds", type=int, default=20)
@@ -84,18 +98,27 @@ def main() -> None:
     operations = 2 * sum(out * width for out, width in shapes)
     torch.manual_seed(0)
     weights = [(torch.randn(shape) / shape[1] ** 0.5).bfloat16() for shape in shapes]
-    print(f"{cpu_name()}, {args.threads} threads, {select_kernels('auto', 'cpu').name}, torch {torch.__version__}")
+    print(
+        f"{cpu_name()}, {args.threads} threads, {select_kernels('auto', 'cpu').name}, torch {torch.__version__}"
+    )
     print(f"{args.shape}, {config['num_hidden_layers']} layers, {args.rounds} rounds\n")
-    print("| rows | | ms | GFLOP/s | speed, packed torch = 1 | interval |\n|---:|---|---:|---:|---:|---|")
+    print(
+        "| rows | | ms | GFLOP/s | speed, packed torch = 1 | interval |\n|---:|---|---:|---:|---:|---|"
+    )
     with torch.inference_mode():
         for rows in args.rows:
             seconds = rounds(list(calls(weights, rows)), args.rounds)
             for name, own in seconds.items():
                 median = statistics.median(own)
-                ratios = [other / one for one, other in zip(own, seconds["torch BF16, packed"], strict=True)]
+                ratios = [
+                    other / one
+                    for one, other in zip(own, seconds["torch BF16, packed"], strict=True)
+                ]
                 low, high, _ = interval(ratios)
                 rate, speed = operations * rows / median / 1e9, statistics.median(ratios)
-                print(f"| {rows} | {name} | {median * 1e3:.1f} | {rate:.0f} | {speed:.2f} | {low:.2f} to {high:.2f} |")
+                print(
+                    f"| {rows} | {name} | {median * 1e3:.1f} | {rate:.0f} | {speed:.2f} | {low:.2f} to {high:.2f} |"
+                )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Whether two checkouts of Freight compute the same bits: logits and tokens of every tiny family that the tests make.
+"""Whether two checkouts of Freight compute the same bits: logits and tokens of every tiny family
+that the tests make.
 
     ENV/bin/python benchmarks/same_bits.py run OLD before.json
     .venv/bin/python benchmarks/same_bits.py run . after.json
     .venv/bin/python benchmarks/same_bits.py compare before.json after.json
 
-`run` takes a checkout with its kernels compiled, and an interpreter that has its dependencies: its sources and the
-families of its tests/parity come first on the path. For each build of the CPU kernels that the processor runs, each
-family and each format of the cache it writes two digests: of the logits of one long prompt, and of what a batch of
-requests generates in chunks, greedy and drawn, with log-probabilities. `--only WORD` takes the families that have that
-word in their name, and `--builds` some of the builds. `compare` counts the cases of both files that differ, prints
+`run` takes a checkout with its kernels compiled, and an interpreter that has its dependencies: its
+sources and the families of its tests/parity come first on the path. For each build of the CPU
+kernels that the processor runs, each family and each format of the cache it writes two digests: of
+the logits of one long prompt, and of what a batch of requests generates in chunks, greedy and
+drawn, with log-probabilities. `--only WORD` takes the families that have that word in their name,
+and `--builds` some of the builds. `compare` counts the cases of both files that differ, prints
 their names and ends with 1 if there are any.
 """
 
@@ -34,7 +36,11 @@ CACHES: dict[str, dict[str, Any]] = {
     "fp8 unit": {"kv_cache_dtype": "fp8", "kv_scales": "unit"},
     "e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "int8": {"kv_cache_dtype": "int8"},
-    "fp8 token, fp8 weights": {"kv_cache_dtype": "fp8", "kv_scales": "dynamic", "quantization": "fp8"},
+    "fp8 token, fp8 weights": {
+        "kv_cache_dtype": "fp8",
+        "kv_scales": "dynamic",
+        "quantization": "fp8",
+    },
 }
 PROMPTS = (70, 33, 1)  # tokens; the longest is computed in chunks, and is longer than every window
 STEP_TOKENS = 48
@@ -45,8 +51,12 @@ def load_models(checkout: Path) -> tuple[Mapping[str, Any], types.ModuleType]:
     """The families in tests/parity of `checkout`, and the module that makes their models."""
     sys.path.insert(0, str(checkout))
     variants = importlib.import_module("tests.parity.variants")
-    apart = (checkout / "tests" / "parity" / "random_models.py").exists()  # older checkouts have both in one file
-    return variants.VARIANTS, importlib.import_module("tests.parity.random_models") if apart else variants
+    apart = (
+        checkout / "tests" / "parity" / "random_models.py"
+    ).exists()  # older checkouts have both in one file
+    return variants.VARIANTS, importlib.import_module(
+        "tests.parity.random_models"
+    ) if apart else variants
 
 
 def digest(*parts: bytes) -> str:
@@ -73,15 +83,25 @@ def run_case(folder: Path, token_ids: Sequence[int], options: dict[str, Any]) ->
     )  # fmt: skip
     runner = llm.engine.runner
     logits = runner.logits(list(token_ids[:100]), 0, runner.pool.whole)
-    prompts = [{"prompt_token_ids": list(token_ids[index : index + count])} for index, count in enumerate(PROMPTS)]
+    prompts = [
+        {"prompt_token_ids": list(token_ids[index : index + count])}
+        for index, count in enumerate(PROMPTS)
+    ]
     params = [
-        SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, seed=7, logprobs=3, ignore_eos=True)
+        SamplingParams(
+            max_tokens=NEW_TOKENS, temperature=temperature, seed=7, logprobs=3, ignore_eos=True
+        )
         for temperature in (0.0, 0.0, 0.8)
     ]
     answers = [one.outputs[0] for one in llm.generate(prompts, params)]
     plain = [SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)] * len(prompts)
-    repeated = [one.outputs[0] for one in llm.generate(prompts, plain)]  # prefix hits, and steps that are recorded
-    said = [(list(one.token_ids), repr(one.logprobs), one.cumulative_logprob) for one in (*answers, *repeated)]
+    repeated = [
+        one.outputs[0] for one in llm.generate(prompts, plain)
+    ]  # prefix hits, and steps that are recorded
+    said = [
+        (list(one.token_ids), repr(one.logprobs), one.cumulative_logprob)
+        for one in (*answers, *repeated)
+    ]
     nans = bool(torch.isnan(logits).any())
     return {
         "logits": digest(logits.contiguous().numpy().tobytes()) + (" with NaN" if nans else ""),
@@ -103,7 +123,9 @@ def run(checkout: Path, out: Path, only: str, wanted: Sequence[str]) -> None:
 
     import freight
 
-    assert Path(freight.__file__).is_relative_to(checkout), f"{freight.__file__} is not of {checkout}"
+    assert Path(freight.__file__).is_relative_to(checkout), (
+        f"{freight.__file__} is not of {checkout}"
+    )
     from freight.kernels.cpu import library
 
     logging.disable(logging.WARNING)
@@ -138,15 +160,25 @@ def compare(before: Path, after: Path) -> int:
     alone = len(first) + len(second) - 2 * len(both)
     different = [case for case in both if first[case] != second[case]]
     for case in different:
-        kinds = [kind for kind in first[case] | second[case] if first[case].get(kind) != second[case].get(kind)]
-        print(f"{case}: {', '.join(f'{kind} {first[case].get(kind)} {second[case].get(kind)}' for kind in kinds)}")
+        kinds = [
+            kind
+            for kind in first[case] | second[case]
+            if first[case].get(kind) != second[case].get(kind)
+        ]
+        print(
+            f"{case}: {', '.join(f'{kind} {first[case].get(kind)} {second[case].get(kind)}' for kind in kinds)}"
+        )
     refused = sum("refused" in first[case] for case in both)
-    print(f"{len(different)} differ of {len(both)}; refused by both: {refused}; in one file alone: {alone}")
+    print(
+        f"{len(different)} differ of {len(both)}; refused by both: {refused}; in one file alone: {alone}"
+    )
     return 1 if different or not both else 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Whether two checkouts of Freight compute the same bits.")
+    parser = argparse.ArgumentParser(
+        description="Whether two checkouts of Freight compute the same bits."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("run", help="write the digests of a checkout")
     one.add_argument("checkout", type=Path)
@@ -159,7 +191,12 @@ def main() -> int:
     args = parser.parse_args()
     if args.command == "compare":
         return compare(args.before, args.after)
-    run(args.checkout.resolve(), args.out, args.only, [build for build in args.builds.split(",") if build])
+    run(
+        args.checkout.resolve(),
+        args.out,
+        args.only,
+        [build for build in args.builds.split(",") if build],
+    )
     return 0
 
 

@@ -1,11 +1,13 @@
-"""Whether two builds of the CPU kernels compute the same bits in products, of one weight and of experts.
+"""Whether two builds of the CPU kernels compute the same bits in products, of one weight and of
+experts.
 
     python benchmarks/same_products.py OLD.so [NEW.so] [--only "FP8 blocks"]
 
-Both libraries have this checkout's C interface; NEW is the installed build if it is not named. The AMX build with
-emulated tiles (`make test-tiles` leaves it in build/tiles) runs on machines without AMX. Numbers of rows end at many
-places of a tile, of a pair of tiles and of the rows that are computed at once; values are ordinary, or their products
-subnormal, or some infinite or no numbers. Ends with 1 if a case differs.
+Both libraries have this checkout's C interface; NEW is the installed build if it is not named. The
+AMX build with emulated tiles (`make test-tiles` leaves it in build/tiles) runs on machines without
+AMX. Numbers of rows end at many places of a tile, of a pair of tiles and of the rows that are
+computed at once; values are ordinary, or their products subnormal, or some infinite or no numbers.
+Ends with 1 if a case differs.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ from freight.operands.weight import Activations, Weight
 SHAPES = [(1, 32), (17, 64), (33, 96), (48, 160), (130, 224), (260, 320), (129, 1024), (1000, 544)]
 ODD_SHAPES = [(1, 1), (33, 129), (260, 300)]  # not for MXFP4, whose groups have 32 inputs
 ROWS = (1, 3, 4, 5, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 511, 512, 513, 1025)
-DTYPES = (torch.bfloat16, torch.float32)  # the second where activations become FP8, which pairs and tiles take as well
+DTYPES = (
+    torch.bfloat16,
+    torch.float32,
+)  # the second where activations become FP8, which pairs and tiles take as well
 THREADS = 3  # in turns: one, two, three, which is how many bands a task has
 EXPERTS, HIDDEN, INNER, TOP_K = 5, 288, 160, 2
 
@@ -43,11 +48,17 @@ def in_mxfp4(matrix: Tensor) -> Weight:
     blocks = torch.randint(0, 256, (outputs, groups, 16), dtype=torch.uint8)
     blocks[torch.rand(outputs, groups) < 0.1] &= 0x88
     exponent = int(matrix.abs().mean().clamp_min(2.0**-120).log2())
-    scales = torch.randint(125 + exponent, 129 + exponent, (outputs, groups)).clamp(3, 252).to(torch.uint8)
+    scales = (
+        torch.randint(125 + exponent, 129 + exponent, (outputs, groups))
+        .clamp(3, 252)
+        .to(torch.uint8)
+    )
     return Weight(blocks.flatten(1).view(mxfp4.CODES), scales.view(mxfp4.SCALES))
 
 
-def in_fp8(quantize: Callable[[Tensor, Format], tuple[Tensor, Tensor]], activations: Activations) -> Maker:
+def in_fp8(
+    quantize: Callable[[Tensor, Format], tuple[Tensor, Tensor]], activations: Activations
+) -> Maker:
     given = 0.013 if activations is Activations.STATIC else None
     return lambda matrix: Weight(*quantize(matrix, Format.E4M3FN), activations, given)
 
@@ -94,7 +105,10 @@ def products(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
                     count += 1
                     torch.set_num_threads(count % THREADS + 1)
                     bias = torch.randn(shape[0]).to(dtype) if count % 2 else None
-                    found = [kernels.linear(x.to(dtype), one, bias) for kernels, one in zip(sets, packed, strict=True)]
+                    found = [
+                        kernels.linear(x.to(dtype), one, bias)
+                        for kernels, one in zip(sets, packed, strict=True)
+                    ]
                     case = f"{name}, {list(shape)}, {rows} rows, {dtype}, {kind}, bias {bias is not None}"
                     yield case, same_bits(*found)
 
@@ -102,14 +116,23 @@ def products(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
 def experts(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
     """The same of mixtures of experts: of their rows few have many, and one has none."""
     shapes = (2 * INNER, HIDDEN), (HIDDEN, INNER)
-    sides = [[MAKERS[name](matrix_of(shape, "ordinary")) for _ in range(EXPERTS)] for shape in shapes]
+    sides = [
+        [MAKERS[name](matrix_of(shape, "ordinary")) for _ in range(EXPERTS)] for shape in shapes
+    ]
     for dtype in DTYPES:
         biases = [torch.randn(EXPERTS, shape[0]).to(dtype) for shape in shapes]
-        packed = [[kernels.pack_experts(*side) for side in zip(sides, biases, strict=True)] for kernels in sets]
+        packed = [
+            [kernels.pack_experts(*side) for side in zip(sides, biases, strict=True)]
+            for kernels in sets
+        ]
         for rows in ROWS:
             torch.set_num_threads(rows % THREADS + 1)
             x, shares = torch.randn(rows, HIDDEN).to(dtype), torch.rand(rows, TOP_K)
-            ids = torch.stack([torch.randperm(EXPERTS - 1)[:TOP_K] for _ in range(rows)]).sort(-1).values.int()
+            ids = (
+                torch.stack([torch.randperm(EXPERTS - 1)[:TOP_K] for _ in range(rows)])
+                .sort(-1)
+                .values.int()
+            )
             found = [
                 kernels.experts(x, ids, shares, gate_up, down, GatedActivation.SILU)
                 for kernels, (gate_up, down) in zip(sets, packed, strict=True)
@@ -118,13 +141,17 @@ def experts(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path, nargs="?")
     parser.add_argument("--only", default="", help="kinds of weights with this in their name")
     asked = parser.parse_args()
     new = asked.new or path_of(runnable()[0])
-    sets = [CpuKernels(load_file(path, path.stem.removeprefix("freight_"))) for path in (asked.old, new)]
+    sets = [
+        CpuKernels(load_file(path, path.stem.removeprefix("freight_"))) for path in (asked.old, new)
+    ]
     torch.manual_seed(0)
     different = 0
     for name in [name for name in MAKERS if asked.only in name]:
@@ -133,7 +160,10 @@ def main() -> int:
             found = list(cases)
             wrong = [case for case, same in found if not same]
             different += len(wrong)
-            print(f"{what}, {name}: {len(wrong)} differ of {len(found)} ({time.monotonic() - begin:.0f} s)", flush=True)
+            print(
+                f"{what}, {name}: {len(wrong)} differ of {len(found)} ({time.monotonic() - begin:.0f} s)",
+                flush=True,
+            )
             for case in wrong[:5]:
                 print(f"  {case}")
     return 1 if different else 0

@@ -1,10 +1,12 @@
-"""What serving costs: tokens a second of `freight serve` beside `LLM.generate`, with the same prompts in the same run.
+"""What serving costs: tokens a second of `freight serve` beside `LLM.generate`, with the same
+prompts in the same run.
 
-Both engines stay loaded, each in a process of its own, and take turns: the one that is not measured waits and takes no
-time of a core. Every round has prompts of its own, so that no turn finds those of an earlier one in the prefix cache.
-Ratios are taken within a round, because a machine that others use changes its speed between rounds. The client reads
-its streams on the same cores that the server computes on. All prompts of a round begin at once, and every answer has
-the same number of tokens (`ignore_eos`, greedy).
+Both engines stay loaded, each in a process of its own, and take turns: the one that is not measured
+waits and takes no time of a core. Every round has prompts of its own, so that no turn finds those
+of an earlier one in the prefix cache. Ratios are taken within a round, because a machine that
+others use changes its speed between rounds. The client reads its streams on the same cores that the
+server computes on. All prompts of a round begin at once, and every answer has the same number of
+tokens (`ignore_eos`, greedy).
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Turn:
-    """One side in one round. `cpu` in seconds: of the server's first process (0 for offline) and of the client."""
+    """One side in one round. `cpu` in seconds: of the server's first process (0 for offline) and of
+    the client.
+    """
 
     tokens: int
     seconds: float
@@ -84,12 +88,18 @@ class Server:
 
     def turn(self, asks: Sequence[Ask]) -> Turn:
         before, client = _cpu_seconds(self._pid), time.process_time()
-        load = run_level(self.target, Listed(asks), Level(concurrency=len(asks)), Amount(requests=len(asks)), 0)
+        load = run_level(
+            self.target, Listed(asks), Level(concurrency=len(asks)), Amount(requests=len(asks)), 0
+        )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             answers = runner.run(load)
-        failed = [answer for answer in answers if answer.error or answer.num_tokens != answer.wanted]
+        failed = [
+            answer for answer in answers if answer.error or answer.num_tokens != answer.wanted
+        ]
         if failed:
-            raise SystemExit(f"{len(failed)} of {len(answers)} answers are not whole: {failed[0].message}")
+            raise SystemExit(
+                f"{len(failed)} of {len(answers)} answers are not whole: {failed[0].message}"
+            )
         seconds = max(answer.end for answer in answers) - min(answer.start for answer in answers)
         used = _cpu_seconds(self._pid) - before, time.process_time() - client
         return Turn(sum(answer.num_tokens for answer in answers), seconds, *used)
@@ -107,7 +117,9 @@ def _cpu_seconds(pid: int) -> float:
 @contextmanager
 def offline_process(options: Sequence[str]) -> Iterator[Offline]:
     command = [sys.executable, __file__, "--offline", *options]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield Offline(process)  # its input closes at the end, and with it the process
 
 
@@ -142,14 +154,21 @@ def measure(args: argparse.Namespace, options: Sequence[str]) -> list[dict[str, 
         offline_process(options) as offline,
         server_process(options, log) as server,
     ):
-        lengths = Lengths(args.prompt_tokens, args.prompt_tokens), Lengths(args.output_tokens, args.output_tokens)
+        lengths = (
+            Lengths(args.prompt_tokens, args.prompt_tokens),
+            Lengths(args.output_tokens, args.output_tokens),
+        )
         prompts = Ids(offline.vocab_size, *lengths)
         sides: dict[str, Offline | Server] = {"offline": offline, "server": server}
         rows = []
         for streams in args.concurrency:
             turns: dict[str, list[Turn]] = {name: [] for name in sides}
             for number in range(-args.warmup, args.rounds):
-                asks = list(islice(prompts.asks(random.Random(f"{streams} {number}").randrange(2**32)), streams))
+                asks = list(
+                    islice(
+                        prompts.asks(random.Random(f"{streams} {number}").randrange(2**32)), streams
+                    )
+                )
                 for name in sorted(sides, reverse=number % 2 == 0):
                     turn = sides[name].turn(asks)
                     if number >= 0:
@@ -211,7 +230,13 @@ def load(options: Sequence[str]) -> Any:
     from freight.engine.build import start_engine
     from freight.models.open import open_random
 
-    values = dict(zip((name.removeprefix("--").replace("-", "_") for name in options[::2]), options[1::2], strict=True))
+    values = dict(
+        zip(
+            (name.removeprefix("--").replace("-", "_") for name in options[::2]),
+            options[1::2],
+            strict=True,
+        )
+    )
     if "threads" in values:
         values["threads"] = int(values["threads"])
     shape = values.pop("random_weights", None)
@@ -221,7 +246,9 @@ def load(options: Sequence[str]) -> Any:
     def build(args: Any, before_weights: object) -> Any:
         return start_engine(open_random(args, shape))
 
-    with mock.patch.object(llm, "build_engine", build):  # LLM has no option for weights that mean nothing
+    with mock.patch.object(
+        llm, "build_engine", build
+    ):  # LLM has no option for weights that mean nothing
         return llm.LLM(**values)
 
 
@@ -230,12 +257,19 @@ def main() -> None:
         run_offline(sys.argv[2:])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--random-weights", metavar="SHAPE", help="such as llama-1b; without it the demo model")
-    parser.add_argument("--concurrency", type=int, action="append", metavar="STREAMS", help="default: 32 and 1")
+    parser.add_argument(
+        "--random-weights", metavar="SHAPE", help="such as llama-1b; without it the demo model"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, action="append", metavar="STREAMS", help="default: 32 and 1"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument(
-        "--rounds", type=int, default=6, help="fewer than 6 give an interval that covers less than 95 %%"
+        "--rounds",
+        type=int,
+        default=6,
+        help="fewer than 6 give an interval that covers less than 95 %%",
     )
     parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
     parser.add_argument("--kv-cache-dtype", default="fp8")

@@ -1,17 +1,21 @@
-"""How fast engines decode alone and beside each other on the same cores, by how OpenMP's threads wait.
+"""How fast engines decode alone and beside each other on the same cores, by how OpenMP's threads
+wait.
 
     python benchmarks/shared_cores.py --setting GOMP_SPINCOUNT=10000 --setting '' --rounds 24
     python benchmarks/shared_cores.py --setting '' --setting OMP_NUM_THREADS=1 --random-weights llama-1b --seconds 1
 
-A setting is a list of variables with commas between them; '' is what Freight sets by itself. The others are compared
-with the first one. For each setting `--processes` engines stay loaded, each in a process of its own with `--threads`
-threads, started anew every `--restart` rounds. In a round every setting has two turns, in an order that changes from
-round to round: one of its engines decodes alone for `--seconds`, then all of them at once. Engines that have no turn
-wait for a line and take no time of a core. Prompts are computed before the time runs. Ratios are taken within a round;
-their interval is that of order statistics, of at least 95 %. `CPU` is processor time for a step.
+A setting is a list of variables with commas between them; '' is what Freight sets by itself. The
+others are compared with the first one. For each setting `--processes` engines stay loaded, each in
+a process of its own with `--threads` threads, started anew every `--restart` rounds. In a round
+every setting has two turns, in an order that changes from round to round: one of its engines
+decodes alone for `--seconds`, then all of them at once. Engines that have no turn wait for a line
+and take no time of a core. Prompts are computed before the time runs. Ratios are taken within a
+round; their interval is that of order statistics, of at least 95 %. `CPU` is processor time for a
+step.
 
-A turn begins once other programs take less than `--quiet` of all cores, and is repeated if they took more in it; after
-`--patience` seconds the quietest one counts. `others` is the median of their share in the turns that count.
+A turn begins once other programs take less than `--quiet` of all cores, and is repeated if they
+took more in it; after `--patience` seconds the quietest one counts. `others` is the median of their
+share in the turns that count.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ LEAD = 0.05  # seconds from the last answer to the start of the time, so that al
 
 @dataclass(frozen=True)
 class Turn:
-    """Steps a second of all engines of a turn together, processor milliseconds a step, and the share of all cores that
-    other programs took meanwhile."""
+    """Steps a second of all engines of a turn together, processor milliseconds a step, and the
+    share of all cores that other programs took meanwhile."""
 
     rate: float
     cpu: float
@@ -55,7 +59,9 @@ class Work:
 
 
 def work(told: Work) -> None:
-    """In an engine's own process. Of two lines the first asks for prompts, the second has when to begin and to end."""
+    """In an engine's own process. Of two lines the first asks for prompts, the second has when to
+    begin and to end.
+    """
     from freight.bench.drive import greedy, random_prompt
     from freight.config.engine import EngineArgs
     from freight.device import choose_threads, usable_cores
@@ -69,7 +75,9 @@ def work(told: Work) -> None:
         threads=told.threads,
         skip_tokenizer_init=True,
     )
-    engine, _ = start_engine(open_random(args, told.random_weights) if told.random_weights else open_model(args))
+    engine, _ = start_engine(
+        open_random(args, told.random_weights) if told.random_weights else open_model(args)
+    )
     numbers, vocabulary = random.Random(0), engine.runner.model.config.vocab_size
     params, ids = greedy(told.context - PROMPT), [str(index) for index in range(told.batch)]
     with choose_threads(told.threads, usable_cores()):
@@ -116,7 +124,9 @@ def others(begin: float, worked: float, own: float) -> float:
 
 
 def quiet_turn(engines: list[Engine], args: argparse.Namespace) -> Turn:
-    """A turn in which others take less than `--quiet` of the cores, or the quietest one within `--patience` seconds."""
+    """A turn in which others take less than `--quiet` of the cores, or the quietest one within
+    `--patience` seconds.
+    """
     turns: list[Turn] = []
     late = time.monotonic() + args.patience
     while not turns or (turns[-1].others >= args.quiet and time.monotonic() < late):
@@ -153,13 +163,17 @@ def end(running: dict[str, list[Engine]]) -> None:
 def measure(args: argparse.Namespace) -> dict[tuple[str, str], list[Turn]]:
     """Turns by setting and 'alone' or 'together'."""
     told = Work(args.model, args.random_weights, args.threads, args.batch, args.context)
-    found: dict[tuple[str, str], list[Turn]] = {(one, how): [] for one in args.setting for how in ("alone", "together")}
+    found: dict[tuple[str, str], list[Turn]] = {
+        (one, how): [] for one in args.setting for how in ("alone", "together")
+    }
     running: dict[str, list[Engine]] = {}
     order = random.Random(0)
     for number in range(args.rounds):
         if number % args.restart == 0:
             end(running)
-            running = {one: [Engine(one, told) for _ in range(args.processes)] for one in args.setting}
+            running = {
+                one: [Engine(one, told) for _ in range(args.processes)] for one in args.setting
+            }
             for engines in running.values():
                 decode(engines, args.seconds)  # warms up
         for one in order.sample(args.setting, len(args.setting)):
@@ -177,18 +191,27 @@ def table(found: dict[tuple[str, str], list[Turn]], first: str) -> None:
     print("| setting | engines | steps/s | first = 1 | interval | CPU ms/step | others |")
     print("|---|---|---:|---:|---|---:|---:|")
     for (setting, how), turns in found.items():
-        ratios = [turn.rate / other.rate for turn, other in zip(turns, found[first, how], strict=True)]
+        ratios = [
+            turn.rate / other.rate for turn, other in zip(turns, found[first, how], strict=True)
+        ]
         low, high, _ = interval(ratios)
         rate, cpu, share = (
-            statistics.median(getattr(turn, figure) for turn in turns) for figure in ("rate", "cpu", "others")
+            statistics.median(getattr(turn, figure) for turn in turns)
+            for figure in ("rate", "cpu", "others")
         )
         ratio = f"{statistics.median(ratios):.3f} | {low:.3f} to {high:.3f}"
-        print(f"| {setting or 'by itself'} | {how} | {rate:.1f} | {ratio} | {cpu:.2f} | {share:.2f} |")
+        print(
+            f"| {setting or 'by itself'} | {how} | {rate:.1f} | {ratio} | {cpu:.2f} | {share:.2f} |"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setting", action="append", default=[], help="NAME=VALUE,NAME=VALUE; may be repeated")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--setting", action="append", default=[], help="NAME=VALUE,NAME=VALUE; may be repeated"
+    )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--random-weights", metavar="SHAPE")
     parser.add_argument("--threads", type=int, default=2, help="of each engine")

@@ -1,9 +1,11 @@
-"""What each format of states costs, written every 16 tokens as engines do and every token as others do.
+"""What each format of states costs, written every 16 tokens as engines do and every token as others
+do.
 
     python benchmarks/state_formats.py MODEL… [--tokens 8192] [--window 256] [--data FILE] [--every 16 1] [--json]
 
-KL (nats per token) against states in float32, all else in float32 too, on the reference kernels; the default text is
-that which ships with Freight, held out. Each length of a tile is a process of its own, in which STATE_TILE has it.
+KL (nats per token) against states in float32, all else in float32 too, on the reference kernels;
+the default text is that which ships with Freight, held out. Each length of a tile is a process of
+its own, in which STATE_TILE has it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ DATA = Path(__file__).parents[1] / "src" / "freight" / "demo" / "heldout.txt"
 
 
 def measure(model: str, every: int, tokens: int, window: int, data: Path) -> list[dict[str, Any]]:
-    """The runs of `freight evaluate`, with states that are written every `every` tokens. Once in a process."""
+    """The runs of `freight evaluate`, with states that are written every `every` tokens. Once in a
+    process.
+    """
     import freight.operands.tiles as tiles
 
-    tiles.STATE_TILE = every  # the compiled kernels have their own, so only the reference follows it
+    tiles.STATE_TILE = (
+        every  # the compiled kernels have their own, so only the reference follows it
+    )
 
     from freight.config.engine import EngineArgs
     from freight.evaluate.grid import GridArgs, evaluate_grid
@@ -30,32 +36,63 @@ def measure(model: str, every: int, tokens: int, window: int, data: Path) -> lis
     args = EngineArgs(model, dtype="float32", kernels="reference")
     kinds = "bfloat16", "int8", "fp8"
     grid = GridArgs(caches=(), states=kinds, max_tokens=tokens, window=window, speed=False)
-    runs: list[dict[str, Any]] = evaluate_grid(args, [data.read_text(encoding="utf-8")], grid).as_json()["runs"]
+    runs: list[dict[str, Any]] = evaluate_grid(
+        args, [data.read_text(encoding="utf-8")], grid
+    ).as_json()["runs"]
     return runs
 
 
-def in_a_process(model: str, every: int, tokens: int, window: int, data: Path) -> list[dict[str, Any]]:
+def in_a_process(
+    model: str, every: int, tokens: int, window: int, data: Path
+) -> list[dict[str, Any]]:
     """`measure` in a new process."""
-    command = [sys.executable, __file__, model, "--tokens", str(tokens), "--window", str(window), "--data", str(data)]
-    out = subprocess.run([*command, "--json", "--every", str(every)], check=True, capture_output=True, text=True).stdout
+    command = [
+        sys.executable,
+        __file__,
+        model,
+        "--tokens",
+        str(tokens),
+        "--window",
+        str(window),
+        "--data",
+        str(data),
+    ]
+    out = subprocess.run(
+        [*command, "--json", "--every", str(every)], check=True, capture_output=True, text=True
+    ).stdout
     runs: list[dict[str, Any]] = json.loads(out)
     return runs
 
 
 def row(model: str, every: int, run: dict[str, Any]) -> list[str]:
-    interval = "" if run["kl_interval"] is None else " ({:.1e} … {:.1e})".format(*run["kl_interval"])
-    cells = [run["state_dtype"], str(every), f"{run['kl_mean']:.1e}{interval}", f"{1 - run['same_top']:.2%}"]
+    interval = (
+        "" if run["kl_interval"] is None else " ({:.1e} … {:.1e})".format(*run["kl_interval"])
+    )
+    cells = [
+        run["state_dtype"],
+        str(every),
+        f"{run['kl_mean']:.1e}{interval}",
+        f"{1 - run['same_top']:.2%}",
+    ]
     return [Path(model).resolve().name, *cells]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text, the first")
     parser.add_argument("--window", type=int, default=256, help="tokens judged together")
-    parser.add_argument("--data", type=Path, default=DATA, help="text that the model was not trained on")
-    parser.add_argument("--every", type=int, nargs="+", default=[16, 1], help="tokens between writes")
-    parser.add_argument("--json", action="store_true", help="the runs of the first model and the first of --every")
+    parser.add_argument(
+        "--data", type=Path, default=DATA, help="text that the model was not trained on"
+    )
+    parser.add_argument(
+        "--every", type=int, nargs="+", default=[16, 1], help="tokens between writes"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="the runs of the first model and the first of --every"
+    )
     args = parser.parse_args()
     shared = args.tokens, args.window, args.data
     if args.json:

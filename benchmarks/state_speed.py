@@ -1,13 +1,16 @@
-"""A recurrence over states in each format on a CPU, in turns, with states that no cache holds: decoding, and prefill.
+"""A recurrence over states in each format on a CPU, in turns, with states that no cache holds:
+decoding, and prefill.
 
     python benchmarks/state_speed.py [--batch-size 16] [--rows 1024] [--rounds 20] [--threads 2] [--mamba2] [--cpu-time]
 
-The shape is that of a gated delta net of Qwen3.5 (16 key heads, 32 heads of 128 × 128), or with --mamba2 that of
-Nemotron 3 Nano (8 groups, 64 heads of 128 × 64), computed in bfloat16. A step decodes one token of each sequence in so
-many layers that each finds its states in memory. A round is 16 tokens, so it rounds each state once; for every token
-the formats take turns. Ratios are taken within a round, and their interval is that of order statistics, of at least
-95 %. Prefill is the rows of one sequence in one layer. Beside the recurrence stand the other operations of a layer.
-With --cpu-time one thread runs, and its own time counts instead of the clock's: for a machine that is shared.
+The shape is that of a gated delta net of Qwen3.5 (16 key heads, 32 heads of 128 × 128), or with
+--mamba2 that of Nemotron 3 Nano (8 groups, 64 heads of 128 × 64), computed in bfloat16. A step
+decodes one token of each sequence in so many layers that each finds its states in memory. A round
+is 16 tokens, so it rounds each state once; for every token the formats take turns. Ratios are taken
+within a round, and their interval is that of order statistics, of at least 95 %. Prefill is the
+rows of one sequence in one layer. Beside the recurrence stand the other operations of a layer. With
+--cpu-time one thread runs, and its own time counts instead of the clock's: for a machine that is
+shared.
 """
 
 from __future__ import annotations
@@ -88,7 +91,11 @@ class Inputs:
 
         delta = isinstance(mixer, DeltaNetConfig)
         if isinstance(mixer, DeltaNetConfig):
-            keys, values, group = mixer.key_heads * mixer.k_dim, mixer.heads * mixer.v_dim, mixer.v_dim
+            keys, values, group = (
+                mixer.key_heads * mixer.k_dim,
+                mixer.heads * mixer.v_dim,
+                mixer.v_dim,
+            )
         else:
             keys, values = mixer.groups * mixer.state_size, mixer.heads * mixer.head_dim
             group = values // mixer.norm_groups
@@ -98,22 +105,38 @@ class Inputs:
             normal(rows, values),
             normal(rows, mixer.heads),
             normal(rows, mixer.heads) if delta else None,
-            torch.stack((torch.zeros(mixer.heads), torch.full((mixer.heads,), -3.0), torch.ones(mixer.heads))),
+            torch.stack(
+                (
+                    torch.zeros(mixer.heads),
+                    torch.full((mixer.heads,), -3.0),
+                    torch.ones(mixer.heads),
+                )
+            ),
             normal(group if delta else values),
             delta,
             (keys, keys, values),
             group,
         )
 
-    def others(self, kernels: KernelSet, states: States, sequences: Sequences) -> Mapping[str, Call]:
+    def others(
+        self, kernels: KernelSet, states: States, sequences: Sequences
+    ) -> Mapping[str, Call]:
         """The operations beside the recurrence, by name."""
         a_log, dt_bias, _ = self.parameters
         values = self.projected[:, -self.gate.shape[1] :]
         return {
-            "convolve": partial(kernels.convolve, self.projected, self.conv, None, True, states, sequences),
+            "convolve": partial(
+                kernels.convolve, self.projected, self.conv, None, True, states, sequences
+            ),
             "decays": partial(kernels.decays, self.a, self.b, a_log, dt_bias),
             "gated_norm": partial(
-                kernels.gated_norm, values, self.gate, self.weight, 1e-6, self.group, norm_first=self.delta
+                kernels.gated_norm,
+                values,
+                self.gate,
+                self.weight,
+                1e-6,
+                self.group,
+                norm_first=self.delta,
             ),
         }
 
@@ -155,10 +178,14 @@ def table(times: Times, per: int, extra: Mapping[str, str] | None = None) -> Non
         ratios = [one / other for one, other in zip(taken, first, strict=True)]
         low, high, _ = interval(ratios)
         ratio = f"{statistics.median(ratios):6.2f} ({low:.2f} to {high:.2f})"
-        print(f"  {name:14}{statistics.median(taken) / per * 1e6:10.0f} µs  {ratio}  {(extra or {}).get(name, '')}")
+        print(
+            f"  {name:14}{statistics.median(taken) / per * 1e6:10.0f} µs  {ratio}  {(extra or {}).get(name, '')}"
+        )
 
 
-def decode(kernels: KernelSet, mixer: DeltaNetConfig | Mamba2Config, batch: int, count: int, clock: Clock) -> None:
+def decode(
+    kernels: KernelSet, mixer: DeltaNetConfig | Mamba2Config, batch: int, count: int, clock: Clock
+) -> None:
     inputs = Inputs.random(mixer, batch)
     lengths = torch.full((batch,), BEFORE + 1, dtype=torch.int32)
     tables = torch.arange(batch, dtype=torch.int32)[:, None].contiguous()
@@ -187,14 +214,22 @@ def decode(kernels: KernelSet, mixer: DeltaNetConfig | Mamba2Config, batch: int,
     table(_repeated(others, 20 * count, clock), 1)
 
 
-def prefill(kernels: KernelSet, mixer: DeltaNetConfig | Mamba2Config, rows: int, count: int, clock: Clock) -> None:
+def prefill(
+    kernels: KernelSet, mixer: DeltaNetConfig | Mamba2Config, rows: int, count: int, clock: Clock
+) -> None:
     inputs = Inputs.random(mixer, rows)
     numbers = ([0, rows], [rows], [[0] * (1 + rows // EVERY)])
     sequences = Sequences(*(torch.tensor(one, dtype=torch.int32) for one in numbers))
-    calls = {str(format): inputs.recurrence(kernels, states_of(mixer, format, 1), sequences) for format in FORMATS}
+    calls = {
+        str(format): inputs.recurrence(kernels, states_of(mixer, format, 1), sequences)
+        for format in FORMATS
+    }
     print(f"prefill of {rows} rows, of a layer:")
     table(_repeated(calls, count, clock), 1)
-    table(_repeated(inputs.others(kernels, states_of(mixer, FORMATS[0], 1), sequences), count, clock), 1)
+    table(
+        _repeated(inputs.others(kernels, states_of(mixer, FORMATS[0], 1), sequences), count, clock),
+        1,
+    )
 
 
 def _all(calls: list[Call]) -> None:
@@ -212,7 +247,9 @@ def _repeated(calls: Mapping[str, Call], count: int, clock: Clock) -> Times:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=20)

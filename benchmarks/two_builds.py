@@ -1,10 +1,12 @@
-"""Two builds of the CPU kernels in one process, over the same memory, in turns: what a change to csrc/ gains.
+"""Two builds of the CPU kernels in one process, over the same memory, in turns: what a change to
+csrc/ gains.
 
     python benchmarks/two_builds.py OLD.so [NEW.so] [--threads 2] [--seconds 2]
 
-Where the memory of a process lies is worth several percent; here both builds read the same, so that one percent shows.
-Both have this checkout's C interface; NEW is the installed build if it is not named. Ratios are of speed, taken within
-a pair; their interval is that of order statistics, of at least 95 %.
+Where the memory of a process lies is worth several percent; here both builds read the same, so that
+one percent shows. Both have this checkout's C interface; NEW is the installed build if it is not
+named. Ratios are of speed, taken within a pair; their interval is that of order statistics, of at
+least 95 %.
 """
 
 from __future__ import annotations
@@ -41,12 +43,19 @@ def cases(kernels: CpuKernels) -> Iterator[Case]:
         for format in (Format.E4M3FN, Format.BFLOAT16):
             yield bench.linear(rows, (8192, 2048), format)
     for format, granularity in CACHES:
-        for batch, new_tokens, context in ((1, 1, 2048), (8, 1, 1024), (1, 1, 16384), (1, 512, 512)):
+        for batch, new_tokens, context in (
+            (1, 1, 2048),
+            (8, 1, 1024),
+            (1, 1, 16384),
+            (1, 512, 512),
+        ):
             yield bench.attention(batch, new_tokens, context, HEADS, format, granularity)
     yield bench.attention(1, 1, 16384, Heads(32, 8, 128), *CACHES[0])
 
 
-def with_kernels(kernels: CpuKernels, name: str, call: Callable[[], object]) -> Callable[[], object]:
+def with_kernels(
+    kernels: CpuKernels, name: str, call: Callable[[], object]
+) -> Callable[[], object]:
     """The same call of other kernels."""
     assert isinstance(call, partial)
     return partial(getattr(kernels, name), *call.args, **call.keywords)
@@ -55,7 +64,9 @@ def with_kernels(kernels: CpuKernels, name: str, call: Callable[[], object]) -> 
 def in_turns(
     old: Sequence[Callable[[], object]], new: Sequence[Callable[[], object]], seconds: float
 ) -> list[tuple[float, float]]:
-    """Seconds of calls of both, half a round through the same memory apart, so that neither finds it in a cache."""
+    """Seconds of calls of both, half a round through the same memory apart, so that neither finds
+    it in a cache.
+    """
     for call in (*old, *new):
         call()
     pairs, end = [], time.perf_counter() + seconds
@@ -71,21 +82,30 @@ def in_turns(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path, nargs="?", default=path_of(runnable()[0]))
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each row")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads or torch.get_num_threads())
-    old, new = (CpuKernels(load_file(path, path.stem.removeprefix("freight_"))) for path in (asked.old, asked.new))
+    old, new = (
+        CpuKernels(load_file(path, path.stem.removeprefix("freight_")))
+        for path in (asked.old, asked.new)
+    )
     print("| kernel | format | shape | old, us | new, us | speed, old = 1 | interval | pairs |")
     print("|---|---|---|---:|---:|---:|---|---:|")
     for case in cases(old):
-        pairs = in_turns(case.calls, [with_kernels(new, case.kernel, call) for call in case.calls], asked.seconds)
+        pairs = in_turns(
+            case.calls, [with_kernels(new, case.kernel, call) for call in case.calls], asked.seconds
+        )
         ratios = [before / after for before, after in pairs]
         low, high, _ = interval(ratios)
-        times = " | ".join(f"{statistics.median(one) * 1e6:.1f}" for one in zip(*pairs, strict=True))
+        times = " | ".join(
+            f"{statistics.median(one) * 1e6:.1f}" for one in zip(*pairs, strict=True)
+        )
         print(
             f"| {case.kernel} | {case.format} | {list(case.shape)} | {times} | {statistics.median(ratios):.3f} "
             f"| {low:.3f} to {high:.3f} | {len(pairs)} |",

@@ -1,18 +1,21 @@
-"""Two checkouts of Freight in turns: prefill and decode of one model, and what the second gains over the first.
+"""Two checkouts of Freight in turns: prefill and decode of one model, and what the second gains
+over the first.
 
     python benchmarks/two_checkouts.py --old ENV/bin/python=OLD/src --new .venv/bin/python=src --pairs 24 \
         --workload 1x128+33 --workload 8x128+33 [--options '{"quantization": "fp8", "kv_cache_dtype": "fp8"}']
 
---old-options are the old one's alone, over --options: the same checkout twice then compares two settings.
+--old-options are the old one's alone, over --options: the same checkout twice then compares two
+settings.
 
-With `--kernel attention` instead of workloads: rows of `freight bench kernels --only attention --seconds 0.05`, each
-run a process.
+With `--kernel attention` instead of workloads: rows of `freight bench kernels --only attention
+--seconds 0.05`, each run a process.
 
-Each checkout is an interpreter and the folder of its sources, with its kernels compiled. Of an editable install the
-interpreter finds that install's own sources first, so another checkout needs an environment of its own. Both hold their
-model in a process of their own, started anew every `--restart` pairs: where the memory of a process lies is worth a
-percent or two. A workload is BATCHxPROMPT+GENERATED tokens. Ratios are of speed, taken within a pair; their interval is
-that of order statistics, of at least 95 %.
+Each checkout is an interpreter and the folder of its sources, with its kernels compiled. Of an
+editable install the interpreter finds that install's own sources first, so another checkout needs
+an environment of its own. Both hold their model in a process of their own, started anew every
+`--restart` pairs: where the memory of a process lies is worth a percent or two. A workload is
+BATCHxPROMPT+GENERATED tokens. Ratios are of speed, taken within a pair; their interval is that of
+order statistics, of at least 95 %.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ def work(shape: str, options: dict[str, Any], largest: Workload) -> None:
     except ImportError:  # checkouts of before that module
         from freight.engine.build import open_random  # type: ignore[attr-defined, no-redef]
     batch, prompt, generated = largest
-    args = EngineArgs(max_num_seqs=batch, max_model_len=prompt + generated, skip_tokenizer_init=True, **options)
+    args = EngineArgs(
+        max_num_seqs=batch, max_model_len=prompt + generated, skip_tokenizer_init=True, **options
+    )
     engine, _ = start_engine(open_random(args, shape))
     numbers, vocabulary = random.Random(0), engine.runner.model.config.vocab_size
     print("ready", flush=True)
@@ -53,7 +58,10 @@ def work(shape: str, options: dict[str, Any], largest: Workload) -> None:
         prompts = [random_prompt(prompt, vocabulary, numbers) for _ in range(batch)]
         first, steps = split(drive(engine, prompts, [greedy(generated)] * batch), batch)
         print(
-            json.dumps({"prefill": first, "decode step": statistics.median(one.seconds for one in steps)}), flush=True
+            json.dumps(
+                {"prefill": first, "decode step": statistics.median(one.seconds for one in steps)}
+            ),
+            flush=True,
         )
 
 
@@ -64,10 +72,14 @@ def interpreter(where: str) -> tuple[str, dict[str, str]]:
 
 
 def kernel_rows(where: str, kernel: str, threads: int) -> dict[str, float]:
-    """Microseconds by row. A row's name has the last four of its sizes: the only ones that all checkouts print."""
+    """Microseconds by row. A row's name has the last four of its sizes: the only ones that all
+    checkouts print.
+    """
     python, env = interpreter(where)
     command = f"-m freight bench kernels --only {kernel} --threads {threads} --seconds 0.05 --json"
-    printed = subprocess.run([python, *command.split()], env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+    printed = subprocess.run(
+        [python, *command.split()], env=env, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
     rows = [json.loads(line) for line in printed.splitlines()]
     return {f"{row['format']} {row['shape'][-4:]}": row["median_us"] for row in rows}
 
@@ -77,12 +89,18 @@ def compare_kernels(args: argparse.Namespace) -> None:
     for pair in range(args.pairs):
         order = ("old", "new") if pair % 2 else ("new", "old")
         threads = json.loads(args.options)["threads"]
-        found.append({name: kernel_rows(getattr(args, name), args.kernel, threads) for name in order})
+        found.append(
+            {name: kernel_rows(getattr(args, name), args.kernel, threads) for name in order}
+        )
         print(f"pair {pair + 1} of {args.pairs}", file=sys.stderr)
-    print(f"| {args.kernel} | old, us | new, us | speed, old = 1 | interval |\n|---|---:|---:|---:|---|")
+    print(
+        f"| {args.kernel} | old, us | new, us | speed, old = 1 | interval |\n|---|---:|---:|---:|---|"
+    )
     for row in found[0]["old"]:
         if row in found[0]["new"]:
-            print(f"| {row} | {comparison(*([run[name][row] for run in found] for name in ('old', 'new')))} |")
+            print(
+                f"| {row} | {comparison(*([run[name][row] for run in found] for name in ('old', 'new')))} |"
+            )
 
 
 def comparison(old: list[float], new: list[float]) -> str:
@@ -98,7 +116,9 @@ def comparison(old: list[float], new: list[float]) -> str:
 class Checkout(LineProcess):
     """One checkout's process."""
 
-    def __init__(self, where: str, args: argparse.Namespace, options: dict[str, Any], largest: Workload) -> None:
+    def __init__(
+        self, where: str, args: argparse.Namespace, options: dict[str, Any], largest: Workload
+    ) -> None:
         python, env = interpreter(where)
         command = [python, __file__, "--worker", json.dumps([args.shape, options, largest])]
         super().__init__(where, command, env)
@@ -109,9 +129,15 @@ class Checkout(LineProcess):
         return run
 
 
-def pairs(args: argparse.Namespace, workloads: list[Workload]) -> dict[Workload, list[dict[str, Run]]]:
+def pairs(
+    args: argparse.Namespace, workloads: list[Workload]
+) -> dict[Workload, list[dict[str, Run]]]:
     """Runs of both checkouts by workload."""
-    largest = (max(one[0] for one in workloads), max(one[1] for one in workloads), max(one[2] for one in workloads))
+    largest = (
+        max(one[0] for one in workloads),
+        max(one[1] for one in workloads),
+        max(one[2] for one in workloads),
+    )
     shared = json.loads(args.options)
     options = {"old": shared | json.loads(args.old_options), "new": shared}
     found: dict[Workload, list[dict[str, Run]]] = {one: [] for one in workloads}
@@ -120,8 +146,13 @@ def pairs(args: argparse.Namespace, workloads: list[Workload]) -> dict[Workload,
         if pair % args.restart == 0:
             for one in running.values():
                 one.end()
-            started = ("old", "new") if pair // args.restart % 2 else ("new", "old")  # the second is a little slower
-            running = {name: Checkout(getattr(args, name), args, options[name], largest) for name in started}
+            started = (
+                ("old", "new") if pair // args.restart % 2 else ("new", "old")
+            )  # the second is a little slower
+            running = {
+                name: Checkout(getattr(args, name), args, options[name], largest)
+                for name in started
+            }
             for one in running.values():
                 for workload in workloads:
                     one.run(workload)  # warms up
@@ -135,7 +166,9 @@ def pairs(args: argparse.Namespace, workloads: list[Workload]) -> dict[Workload,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--old", help="PYTHON=SOURCES")
     parser.add_argument("--new", help="PYTHON=SOURCES")
     parser.add_argument("--workload", action="append", default=[])
@@ -143,7 +176,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--restart", type=int, default=6)
     parser.add_argument("--shape", default="llama-1b")
-    parser.add_argument("--options", default='{"quantization": "fp8", "kv_cache_dtype": "fp8", "threads": 2}')
+    parser.add_argument(
+        "--options", default='{"quantization": "fp8", "kv_cache_dtype": "fp8", "threads": 2}'
+    )
     parser.add_argument("--old-options", default="{}")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -159,7 +194,9 @@ def main() -> None:
     for one in args.workload:
         batch, prompt, generated = map(int, one.replace("+", "x").split("x"))
         workloads.append((batch, prompt, generated))
-    print("| workload | | old, ms | new, ms | speed, old = 1 | interval |\n|---|---|---:|---:|---:|---|")
+    print(
+        "| workload | | old, ms | new, ms | speed, old = 1 | interval |\n|---|---|---:|---:|---:|---|"
+    )
     for (batch, prompt, generated), runs in pairs(args, workloads).items():
         for figure in ("prefill", "decode step"):
             old, new = ([run[name][figure] * 1e3 for run in runs] for name in ("old", "new"))

@@ -1,4 +1,6 @@
-"""A client for the tests of a running `freight serve`: requests, streams that can be left, and what its metrics say."""
+"""A client for the tests of a running `freight serve`: requests, streams that can be left, and what
+its metrics say.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-# With these options an answer of 64 completions, one after the other: no machine ends it before it is disturbed.
+# With these options an answer of 64 completions, one after the other: no machine ends it before it
+# is disturbed.
 ONE_BY_ONE = ("--max-num-seqs", "1", "--max-queue", "128")
-ENDLESS = {"prompt": ["def main("] * 4, "n": 16, "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+ENDLESS = {
+    "prompt": ["def main("] * 4,
+    "n": 16,
+    "max_tokens": 900,
+    "temperature": 0,
+    "ignore_eos": True,
+}
 
 _SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
@@ -69,10 +78,14 @@ class Open:
     def whole(self) -> Answered:
         answer = self.answer or self._connection.getresponse()
         with answer:
-            return Answered(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+            return Answered(
+                answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+            )
 
     def leave(self, reset: bool = False) -> None:
-        """Close the connection; `reset`: without the handshake, as a machine does that lost its connections."""
+        """Close the connection; `reset`: without the handshake, as a machine does that lost its
+        connections.
+        """
         sock = self._connection.sock
         if sock is not None and reset:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -88,15 +101,25 @@ class Server:
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    def open(self, path: str, body: object, headers: Mapping[str, str] | None = None, method: str = "POST") -> Open:
+    def open(
+        self,
+        path: str,
+        body: object,
+        headers: Mapping[str, str] | None = None,
+        method: str = "POST",
+    ) -> Open:
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
-        raw = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        raw = (
+            None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        )
         kind = {"Content-Type": "application/json"} if raw is not None else {}
         connection.request(method, path, raw, {**kind, **self.headers, **(headers or {})})
         return Open(connection)
 
-    def ask(self, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> Answered:
+    def ask(
+        self, path: str, body: object = None, headers: Mapping[str, str] | None = None
+    ) -> Answered:
         """The whole answer; GET without a body."""
         opened = self.open(path, body, headers, "GET" if body is None else "POST")
         try:
@@ -134,7 +157,11 @@ class Server:
 
     def load(self) -> tuple[int, int, int]:
         """Running, waiting, tokens held."""
-        names = "vllm:num_requests_running", "vllm:num_requests_waiting", "freight:cache_held_tokens"
+        names = (
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+            "freight:cache_held_tokens",
+        )
         text = self.ask("/metrics").raw.decode()
         running, waiting, held = (int(self._found(text, name, {})) for name in names)
         return running, waiting, held
@@ -143,5 +170,7 @@ class Server:
         """Until so many run and wait, and nothing is held where nothing runs."""
         end = time.monotonic() + seconds
         while (found := self.load())[:2] != (running, waiting) or (running == 0 and found[2] != 0):
-            assert time.monotonic() < end, f"running, waiting, held: {found}; expected {running}, {waiting}"
+            assert time.monotonic() < end, (
+                f"running, waiting, held: {found}; expected {running}, {waiting}"
+            )
             time.sleep(0.03)

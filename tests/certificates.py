@@ -30,7 +30,16 @@ def certificate(folder: Path, name: str, password: str | None = None) -> Certifi
     made = Certificate(folder / f"{name}.pem", folder / f"{name}.key")
     locked = ["-passout", f"pass:{password}"] if password else ["-nodes"]
     names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=localhost", "-addext", names]
+    kind = [
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-subj",
+        "/CN=localhost",
+        "-addext",
+        names,
+    ]
     command = [
         "openssl",
         "req",

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 
 def takes_less(seconds: float, work: Callable[[], object], attempts: int = 3) -> bool:
-    """Whether `work` takes less than `seconds` of this thread's processor time in one of some attempts.
+    """Whether `work` takes less than `seconds` of this thread's processor time in one of some
+    attempts.
 
-    Python's collector is off meanwhile: in a process of thousands of tests one collection takes longer than the
-    work that is measured.
+    Python's collector is off meanwhile: in a process of thousands of tests one collection takes
+    longer than the work that is measured.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -1,18 +1,19 @@
-"""For all tests: Freight is imported before torch, so that its defaults for threads hold here as they do for users.
+"""For all tests: Freight is imported before torch, so that its defaults for threads hold here as
+they do for users.
 
-FREIGHT_TEST_DEFAULT_DTYPE=float64 runs them in a process whose default dtype is that (`make test-defaults`): what
-Freight computes does not depend on it.
+FREIGHT_TEST_DEFAULT_DTYPE=float64 runs them in a process whose default dtype is that (`make
+test-defaults`): what Freight computes does not depend on it.
 
-A property is tried on 40 examples, and on 100 where slow tests run too (`make test-all`); `tests/shares.py` says how a
-test has another number. The examples differ from run to run.
+A property is tried on 40 examples, and on 100 where slow tests run too (`make test-all`);
+`tests/shares.py` says how a test has another number. The examples differ from run to run.
 
-FREIGHT_TEST_KERNELS=folder runs them with the compiled kernels of that folder (`make sanitize`), on the pool of
-csrc/parallel.cpp, which is checked with them; without it they use torch's. With FREIGHT_TEST_TILES=emulated as well,
-the AMX build of that folder emulates its tile instructions (`make test-tiles`), and is run as if the processor and the
-system had them.
+FREIGHT_TEST_KERNELS=folder runs them with the compiled kernels of that folder (`make sanitize`), on
+the pool of csrc/parallel.cpp, which is checked with them; without it they use torch's. With
+FREIGHT_TEST_TILES=emulated as well, the AMX build of that folder emulates its tile instructions
+(`make test-tiles`), and is run as if the processor and the system had them.
 
-FREIGHT_TEST_REMOTE='qemu-aarch64 … driver …/freight_neon.so' runs them with that library, in the process that the
-command starts (tests/kernels/test_arm.py).
+FREIGHT_TEST_REMOTE='qemu-aarch64 … driver …/freight_neon.so' runs them with that library, in the
+process that the command starts (tests/kernels/test_arm.py).
 """
 
 import os
@@ -22,15 +23,20 @@ from functools import cache
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # several processes share the cores: a thread that spins would wait for one that is not scheduled
+    # several processes share the cores: a thread that spins would wait for one that is not
+    # scheduled
     os.environ["GOMP_SPINCOUNT"] = "0"
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a command in the background of a script: children inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # of a command in the background of a script: children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import tempfile
 
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="freight-tests-")  # what is measured once is not the user's
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
+    prefix="freight-tests-"
+)  # what is measured once is not the user's
 
 import pytest
 from hypothesis import settings
@@ -40,7 +46,9 @@ import freight  # noqa: F401
 # isort: split
 import torch
 
-if not torch.cuda.is_available():  # read when Triton is imported, which torch and transformers do at their own times
+if (
+    not torch.cuda.is_available()
+):  # read when Triton is imported, which torch and transformers do at their own times
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("freight", deadline=None, max_examples=40)  # a busy machine is no failure

@@ -1,4 +1,6 @@
-"""Covering arrays: a few rows of a cross product in which every pair of values occurs (Cohen et al. 1997, AETG)."""
+"""Covering arrays: a few rows of a cross product in which every pair of values occurs (Cohen et al.
+1997, AETG).
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ def pairs_of(row: Row) -> set[tuple[int, Any, int, Any]]:
 
 
 def covering(*axes: Sequence[Any]) -> list[Row]:
-    """Rows of the product of `axes`, whose values are hashable, with every pair of values of two axes in one of them.
+    """Rows of the product of `axes`, whose values are hashable, with every pair of values of two
+    axes in one of them.
 
-    Greedy, and always the same: the next row is the first of those with the most pairs that no row has yet.
+    Greedy, and always the same: the next row is the first of those with the most pairs that no row
+    has yet.
     """
     rows = list(itertools.product(*axes))
     pairs = {row: pairs_of(row) for row in rows}
@@ -35,4 +39,7 @@ def covering(*axes: Sequence[Any]) -> list[Row]:
 def covered(*axes: Sequence[Any]) -> list[Any]:
     """The whole product for pytest.mark.parametrize: what is not of the covering array is `slow`."""
     chosen = set(covering(*axes))
-    return [pytest.param(*row, marks=() if row in chosen else pytest.mark.slow) for row in itertools.product(*axes)]
+    return [
+        pytest.param(*row, marks=() if row in chosen else pytest.mark.slow)
+        for row in itertools.product(*axes)
+    ]

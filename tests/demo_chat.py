@@ -19,10 +19,11 @@ TEMPLATE = (
 
 
 def demo_with_chat_template(folder: Path, positions: int = 1024) -> Path:
-    """Fill `folder` with the demo model and a template that writes `role: content` lines; returns it.
+    """Fill `folder` with the demo model and a template that writes `role: content` lines; returns
+    it.
 
-    positions: of the model; with more than it was trained for, an answer can be too long for any machine to end it
-    before it is disturbed.
+    positions: of the model; with more than it was trained for, an answer can be too long for any
+    machine to end it before it is disturbed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("generation_config.json", "tokenizer.json"):

@@ -1,4 +1,6 @@
-"""Forward passes that raise for a token of some requests, once what they keep of the tokens before has been changed."""
+"""Forward passes that raise for a token of some requests, once what they keep of the tokens before
+has been changed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ ERROR = "its step failed: FloatingPointError: injected"
 
 @dataclass
 class Faults:
-    """`at`: a prompt -> the position of the token that cannot be computed. `once`: it can, the next time.
+    """`at`: a prompt -> the position of the token that cannot be computed. `once`: it can, the next
+    time.
 
     sizes   how many sequences each pass had
     armed   the pass that runs will raise: a test may raise within it
@@ -30,11 +33,19 @@ class Faults:
     def hits(self, work: Sequence[ChunkWork]) -> list[tuple[int, ...]]:
         chunks = [one.chunk for one in work]
         found = [(chunk, chunk.request.prompt_token_ids) for chunk in chunks]
-        return [key for chunk, key in found if chunk.start <= self.at.get(key, -1) < chunk.start + chunk.num_tokens]
+        return [
+            key
+            for chunk, key in found
+            if chunk.start <= self.at.get(key, -1) < chunk.start + chunk.num_tokens
+        ]
 
 
-def inject(monkeypatch: pytest.MonkeyPatch, at: Mapping[tuple[int, ...], int], once: bool = False) -> Faults:
-    """Until the test ends, passes over these tokens raise behind the last layer, if nothing raised before."""
+def inject(
+    monkeypatch: pytest.MonkeyPatch, at: Mapping[tuple[int, ...], int], once: bool = False
+) -> Faults:
+    """Until the test ends, passes over these tokens raise behind the last layer, if nothing raised
+    before.
+    """
     faults, run = Faults(dict(at), once), compute._compute
 
     def failing(runner: Any, work: Sequence[ChunkWork]) -> Any:
@@ -46,7 +57,9 @@ def inject(monkeypatch: pytest.MonkeyPatch, at: Mapping[tuple[int, ...], int], o
         finally:
             faults.armed = False
             if once:
-                faults.at = {key: position for key, position in faults.at.items() if key not in hits}
+                faults.at = {
+                    key: position for key, position in faults.at.items() if key not in hits
+                }
         if hits:
             raise FloatingPointError("injected")
         return results

@@ -1,11 +1,13 @@
-"""`freight` forked from a process that has imported what it needs, in place of an interpreter that begins anew.
+"""`freight` forked from a process that has imported what it needs, in place of an interpreter that
+begins anew.
 
-To import torch, transformers and fastapi takes a server's processes four to seven seconds of a core, and their start is
-not what most tests of servers are about. `Forked` is such a server, with the interface of `subprocess.Popen` as far as
-tests need it. It has the same processes as any other (HTTP, engine, templates, grammars), with nothing shared but what
-was imported, and they end and can be killed in the same way. What depends on the start itself — the interpreter's
-options, what is imported when, which descriptors are passed on — needs a process that was started:
-`ServeProcess(…, forked=False)`.
+To import torch, transformers and fastapi takes a server's processes four to seven seconds of a
+core, and their start is not what most tests of servers are about. `Forked` is such a server, with
+the interface of `subprocess.Popen` as far as tests need it. It has the same processes as any other
+(HTTP, engine, templates, grammars), with nothing shared but what was imported, and they end and can
+be killed in the same way. What depends on the start itself — the interpreter's options, what is
+imported when, which descriptors are passed on — needs a process that was started: `ServeProcess(…,
+forked=False)`.
 
 `python -m tests.forked_server FD` is the process that forks. It has one thread and never computes.
 """
@@ -34,13 +36,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-# before torch: the process that renders templates does not want it, and what transformers finds once is kept
+# before torch: the process that renders templates does not want it, and what transformers finds
+# once is kept
 _FIRST = ("transformers.utils.chat_parsing", "transformers.utils.chat_template_utils")
 _IMPORTED = (
     *("freight.cli.main", "freight.server.lifecycle"),
     *("freight.server.processes.render_process", "freight.server.processes.worker"),
-    *("freight.engine.build", "freight.engine.loop", "freight.engine.fingerprint", "freight.models.open"),
-    *("freight.engine.grammar", "freight.kernels.cpu.cpu_set", "freight.calibrate.quantize", "freight.cli.streams"),
+    *(
+        "freight.engine.build",
+        "freight.engine.loop",
+        "freight.engine.fingerprint",
+        "freight.models.open",
+    ),
+    *(
+        "freight.engine.grammar",
+        "freight.kernels.cpu.cpu_set",
+        "freight.calibrate.quantize",
+        "freight.cli.streams",
+    ),
     *("llguidance", "uvicorn.protocols.http.httptools_impl"),
 )
 CAN_FORK = sys.platform == "linux"  # elsewhere libraries that have been loaded may not survive it
@@ -87,7 +100,9 @@ class _Process(ABC):
 
 
 class Forked(_Process):
-    """`python -m MODULE ARGUMENTS`, forked; `stderr` is what it writes there, if that was asked for."""
+    """`python -m MODULE ARGUMENTS`, forked; `stderr` is what it writes there, if that was asked
+    for.
+    """
 
     def __init__(
         self,
@@ -99,16 +114,24 @@ class Forked(_Process):
         stdout: int | None = None,
         more_memory: int | None = None,
     ) -> None:
-        """pass_fds: each is an argument as well, which becomes its number in the new process. stdout: or none.
+        """pass_fds: each is an argument as well, which becomes its number in the new process.
+        stdout: or none.
 
         more_memory: bytes of address space that it may take.
         """
         ours, theirs = os.pipe()
         reading, writing = os.pipe() if piped else (-1, os.dup(2))
         printing = os.open(os.devnull, os.O_WRONLY) if stdout is None else os.dup(stdout)
-        request = {"module": module, "argv": list(argv), "passed": list(pass_fds), "environ": dict(environ)}
+        request = {
+            "module": module,
+            "argv": list(argv),
+            "passed": list(pass_fds),
+            "environ": dict(environ),
+        }
         request["memory"] = more_memory
-        socket.send_fds(_forker(), [json.dumps(request).encode()], [theirs, writing, printing, *pass_fds])
+        socket.send_fds(
+            _forker(), [json.dumps(request).encode()], [theirs, writing, printing, *pass_fds]
+        )
         for fd in (theirs, writing, printing):
             os.close(fd)
         self.stderr = open(reading, encoding="utf-8") if piped else None  # noqa: SIM115 — the reader closes it
@@ -134,11 +157,15 @@ def run_forked(
     module: str = "freight.__main__",
     more_memory: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m MODULE ARGV`, to its end; more_memory: bytes of address space beside those of what is imported."""
+    """`python -m MODULE ARGV`, to its end; more_memory: bytes of address space beside those of what
+    is imported.
+    """
     environ = os.environ if environ is None else environ
     if not CAN_FORK:
         command = [sys.executable, "-m", module, *argv]
-        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=300, check=False
+        )
     with tempfile.TemporaryFile("w+") as out:
         process = Forked(argv, environ, module, stdout=out.fileno(), more_memory=more_memory)
         assert process.stderr is not None
@@ -149,7 +176,9 @@ def run_forked(
         return subprocess.CompletedProcess(["freight", *argv], status, out.read(), err)
 
 
-def forked(command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str] | None = None, **_: Any) -> Forked:
+def forked(
+    command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str] | None = None, **_: Any
+) -> Forked:
     """In a test, the `subprocess.Popen` of a server's `python … -m MODULE FD`."""
     module, *argv = command[command.index("-m") + 1 :]
     return Forked(argv, os.environ if env is None else env, module, pass_fds, piped=False)
@@ -172,14 +201,22 @@ _kept: list[subprocess.Popen[bytes]] = []  # nobody waits for it
 
 
 class _Child(_Process):
-    """In a forked server, the `subprocess.Popen` of `python … -m MODULE FD`: a fork that calls MODULE's `main`."""
+    """In a forked server, the `subprocess.Popen` of `python … -m MODULE FD`: a fork that calls
+    MODULE's `main`.
+    """
 
     def __init__(
-        self, command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str] | None = None, **_: Any
+        self,
+        command: Sequence[str],
+        pass_fds: Sequence[int],
+        env: Mapping[str, str] | None = None,
+        **_: Any,
     ) -> None:
         module, *argv = command[command.index("-m") + 1 :]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # newer Pythons warn of threads; what they hold, the child does not use
+            warnings.simplefilter(
+                "ignore"
+            )  # newer Pythons warn of threads; what they hold, the child does not use
             pid = os.fork()
         if pid == 0:
             _become(module, pass_fds, os.environ if env is None else env)
@@ -193,7 +230,9 @@ class _Child(_Process):
 
 
 def _become(module: str, keep: Sequence[int], environ: Mapping[str, str]) -> None:
-    """Make a forked process as one that was started: its name, descriptors, signals and environment."""
+    """Make a forked process as one that was started: its name, descriptors, signals and
+    environment.
+    """
     ctypes.CDLL(None).prctl(_SET_NAME, module.rpartition(".")[2].encode(), 0, 0, 0)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -224,7 +263,9 @@ def _run(module: str) -> NoReturn:
 
 
 def _fork_on_request(control: socket.socket) -> str:
-    """Fork for each request, and report each process's pid and its end. Returns in the children: the module to run."""
+    """Fork for each request, and report each process's pid and its end. Returns in the children:
+    the module to run.
+    """
     woken, wake = os.pipe()
     for fd in (woken, wake):
         os.set_blocking(fd, False)
@@ -252,8 +293,14 @@ def _fork_on_request(control: socket.socket) -> str:
                 _become(request["module"], passed, request["environ"])
                 if request["memory"] is not None:
                     _limit(request["memory"])
-                numbers = {str(theirs): str(ours) for theirs, ours in zip(request["passed"], passed, strict=True)}
-                sys.argv = ["freight", *(numbers.get(argument, argument) for argument in request["argv"])]
+                numbers = {
+                    str(theirs): str(ours)
+                    for theirs, ours in zip(request["passed"], passed, strict=True)
+                }
+                sys.argv = [
+                    "freight",
+                    *(numbers.get(argument, argument) for argument in request["argv"]),
+                ]
                 return str(request["module"])
             running[pid] = pipe
             for fd in (stderr, stdout, *passed):
@@ -275,7 +322,9 @@ def _tell(pipe: int, number: int, last: bool = False) -> None:
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a test may have started this process as servers start theirs
+    signal.pthread_sigmask(
+        signal.SIG_SETMASK, ()
+    )  # a test may have started this process as servers start theirs
     os.environ["USE_TORCH"] = "0"
     for name in (*_FIRST, *_IMPORTED):
         importlib.import_module(name)

@@ -1,8 +1,8 @@
-"""Models with recurrent states, computed one way or another, and what they have to give: two that are trained, and Kimi
-Linear with random weights, whose layers that attend store latents.
+"""Models with recurrent states, computed one way or another, and what they have to give: two that
+are trained, and Kimi Linear with random weights, whose layers that attend store latents.
 
-The oracle of each pair of formats, of states and pages, is one request, its prompt in one step, nothing cached. Every
-condition is looked up in the steps that the scheduler gave.
+The oracle of each pair of formats, of states and pages, is one request, its prompt in one step,
+nothing cached. Every condition is looked up in the steps that the scheduler gave.
 """
 
 from __future__ import annotations
@@ -31,14 +31,19 @@ from freight.models import open as opening
 from freight.operands.tiles import STATE_TILE
 
 HYBRIDS = Path(__file__).parent / "fixtures" / "hybrids"
-TEXT = (Path(__file__).parents[1] / "src/freight/demo/heldout.txt").read_text(encoding="utf-8")[:6000]
+TEXT = (Path(__file__).parents[1] / "src/freight/demo/heldout.txt").read_text(encoding="utf-8")[
+    :6000
+]
 MODELS = ["delta_net", "mamba2", "kimi_linear"]
 STATES = ["float32", "bfloat16", "int8", "fp8"]
 PAGES = ["bfloat16", "fp8", "int8"]
 CHUNKS = [1, 7, 16, 33]
 LENGTH = 85  # of the main prompt: it crosses blocks of 16 and of 32 tokens, and so does its answer
 SEEN = 50  # tokens of it that went before, where there are hits: they end within a tile
-LEAVES = (60, LENGTH + 6)  # tokens after which it is preempted, if it is: within its prompt, and within its answer
+LEAVES = (
+    60,
+    LENGTH + 6,
+)  # tokens after which it is preempted, if it is: within its prompt, and within its answer
 DRAWN = SamplingParams(max_tokens=20, temperature=0.9, seed=7, logprobs=3, ignore_eos=True)
 
 
@@ -49,8 +54,15 @@ def folder(model: str) -> Path:
         return HYBRIDS / model
     made = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, made)
-    config = {**KIMI_LINEAR, "vocab_size": 1024, "max_position_embeddings": 1024, "pad_token_id": None}
-    save_random(KimiLinearConfig(**config | {"bos_token_id": 0, "eos_token_id": 1}), made, torch.bfloat16)
+    config = {
+        **KIMI_LINEAR,
+        "vocab_size": 1024,
+        "max_position_embeddings": 1024,
+        "pad_token_id": None,
+    }
+    save_random(
+        KimiLinearConfig(**config | {"bos_token_id": 0, "eos_token_id": 1}), made, torch.bfloat16
+    )
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(HYBRIDS / "delta_net" / file, made)
     return made
@@ -64,7 +76,9 @@ def ids(model: str) -> list[int]:
 
 
 def neighbours(model: str) -> list[list[int]]:
-    """Shorter than a convolution is wide; one tile; a token less than two, and the first of them the main prompt's."""
+    """Shorter than a convolution is wide; one tile; a token less than two, and the first of them
+    the main prompt's.
+    """
     tokens = ids(model)
     return [tokens[200:202], tokens[300:316], tokens[:1] + tokens[400:430]]
 
@@ -94,7 +108,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Answer:
-    """state: digests of what the request left behind its last token; of kept rows, those of the open tile.
+    """state: digests of what the request left behind its last token; of kept rows, those of the
+    open tile.
 
     A list of short texts and digests, because pytest takes minutes to tell where long ones differ.
     """
@@ -112,7 +127,9 @@ class Run:
     left      how many chunks it had when it gave way
     """
 
-    def __init__(self, llm: LLM, prompt: Sequence[int], params: SamplingParams = DRAWN, name: str = "main") -> None:
+    def __init__(
+        self, llm: LLM, prompt: Sequence[int], params: SamplingParams = DRAWN, name: str = "main"
+    ) -> None:
         self.llm, self.name = llm, name
         llm.engine.add(name, llm.engine.accept(list(prompt), params), params)
         self.request = llm.engine._groups[name].completions[0].request
@@ -151,7 +168,9 @@ class Run:
     def answer(self) -> Answer:
         self.until(self.request.token_limit)
         output = self.llm.engine.output(self.name).outputs[0]
-        return Answer(list(output.token_ids), [repr(one) for one in output.logprobs or []], self._state())
+        return Answer(
+            list(output.token_ids), [repr(one) for one in output.logprobs or []], self._state()
+        )
 
     def _state(self) -> dict[tuple[int, str], str]:
         last, found = self.chunks[-1], {}
@@ -172,15 +191,21 @@ def oracle(setup: Setup) -> list[Answer]:
     for index, prompt in enumerate([ids(setup.model)[:LENGTH], *neighbours(setup.model)]):
         run = Run(llm, prompt, name=str(index))
         found.append(run.answer())
-        assert [chunk.num_tokens for chunk in run.chunks] == [len(prompt)] + [1] * (len(found[-1].tokens) - 1)
+        assert [chunk.num_tokens for chunk in run.chunks] == [len(prompt)] + [1] * (
+            len(found[-1].tokens) - 1
+        )
         assert run.company == {1}
     return found
 
 
 def check(setup: Setup, chunk: int, batched: bool, hit: bool, preempted: bool, every: int) -> None:
-    """Compute the main prompt so, see that it was, and compare it, and its neighbours, with the oracle."""
+    """Compute the main prompt so, see that it was, and compare it, and its neighbours, with the
+    oracle.
+    """
     prompt, others = ids(setup.model)[:LENGTH], neighbours(setup.model) if batched else []
-    llm = setup.engine(max_num_batched_tokens=chunk + len(others), enable_prefix_caching=hit, state_every=every)
+    llm = setup.engine(
+        max_num_batched_tokens=chunk + len(others), enable_prefix_caching=hit, state_every=every
+    )
     if hit:
         Run(llm, prompt[:SEEN], replace(DRAWN, max_tokens=1), "before").answer()
     endless = replace(DRAWN, max_tokens=400)
@@ -196,7 +221,11 @@ def check(setup: Setup, chunk: int, batched: bool, hit: bool, preempted: bool, e
     again = [run.chunks[index].start for index in run.left]
     assert {one.num_tokens for one in run.chunks if not one.samples} == {chunk}
     assert run.company == {1 + len(others)}
-    assert run.request.num_cached_tokens == run.chunks[0].start == (SEEN // every * every if hit else 0)
+    assert (
+        run.request.num_cached_tokens
+        == run.chunks[0].start
+        == (SEEN // every * every if hit else 0)
+    )
     assert run.request.num_preemptions == len(again) == (len(LEAVES) if preempted else 0)
     assert not again or all(start > 0 for start in again) is hit, "what was cached is found again"
 

@@ -1,4 +1,5 @@
-"""A model type that lives in tests alone: Llama's attention with the mixture of experts of transformers' Nemotron-H.
+"""A model type that lives in tests alone: Llama's attention with the mixture of experts of
+transformers' Nemotron-H.
 
 Its experts have no gate, and may work in a smaller space (`MoEConfig.latent_size`).
 """
@@ -79,7 +80,12 @@ def register(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config_of(shape: dict[str, Any] = SHAPE, **changes: Any) -> dict[str, Any]:
     """The config.json of such a model; a value of None is left out."""
-    said = LlamaConfig(**shape).to_dict() | MOE | changes | {"model_type": NAME, "architectures": [ARCHITECTURE]}
+    said = (
+        LlamaConfig(**shape).to_dict()
+        | MOE
+        | changes
+        | {"model_type": NAME, "architectures": [ARCHITECTURE]}
+    )
     others = ("hidden_act", "intermediate_size", "mlp_bias")
     return {key: value for key, value in said.items() if value is not None and key not in others}
 
@@ -91,7 +97,9 @@ def save(
     stacked: bool = False,
     **changes: Any,
 ) -> Any:
-    """transformers' model, every parameter random; saved with a matrix for each expert, or `stacked` in 3-D tensors."""
+    """transformers' model, every parameter random; saved with a matrix for each expert, or
+    `stacked` in 3-D tensors.
+    """
     said = config_of(shape, **changes)
     own = {key: said[key] for key in (*MOE, "hidden_size") if key in said}
     torch.manual_seed(0)
@@ -113,6 +121,10 @@ def save(
         for expert, matrix in enumerate(stored.pop(name)):
             stored[f"{prefix}.{expert}.{part}.weight"] = matrix.clone()
     folder.mkdir(exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**said, "dtype": str(dtype).removeprefix("torch.")}))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(
+        json.dumps({**said, "dtype": str(dtype).removeprefix("torch.")})
+    )
     return model

@@ -16,12 +16,15 @@ def laid_out(pages: KVPages, layout: str) -> KVPages:
     """A copy of `pages`; what lies between its vectors is full of NaN where there is such a NaN.
 
     heads     in a block one head after another
-    blocks    a block's K, V and token scales are one run of bytes, an odd one between them where a value is a byte
+    blocks    a block's K, V and token scales are one run of bytes, an odd one between them where a
+              value is a byte
     part      the heads of a wider cache, as a rank's are, and channels of wider vectors
     reversed  the blocks of a token's head are neighbours
     """
     token = pages.dynamic
-    given = [pages.k, pages.v] + [_vector(scale) for scale in (pages.k_scale, pages.v_scale) if token]
+    given = [pages.k, pages.v] + [
+        _vector(scale) for scale in (pages.k_scale, pages.v_scale) if token
+    ]
     moved = _one_run(given) if layout == "blocks" else [_moved(tensor, layout) for tensor in given]
     for to, of in zip(moved, given, strict=True):
         _bytes(to).copy_(_bytes(of))
@@ -38,17 +41,25 @@ def laid_out(pages: KVPages, layout: str) -> KVPages:
 
 
 def latent(pages: KVPages, first: int) -> KVPages:
-    """Pages whose values are the channels of `pages`' keys from `first` on, and lie in them; as many as V has."""
+    """Pages whose values are the channels of `pages`' keys from `first` on, and lie in them; as
+    many as V has.
+    """
     assert not pages.k_center
     channels = slice(first, first + pages.v.shape[3])
-    v_scale = pages.k_scale if pages.k_scale is None or pages.dynamic else pages.k_scale[:, channels].contiguous()
+    v_scale = (
+        pages.k_scale
+        if pages.k_scale is None or pages.dynamic
+        else pages.k_scale[:, channels].contiguous()
+    )
     return replace(pages, v=pages.k[..., channels], v_scale=v_scale, v_in_k=True)
 
 
 def apart(pages: KVPages) -> KVPages:
     """Pages of `latent` with values of their own, which are the same."""
     v_scale = None if pages.v_scale is None else pages.v_scale.clone()
-    return replace(pages, v=pages.v.clone(memory_format=torch.contiguous_format), v_scale=v_scale, v_in_k=False)
+    return replace(
+        pages, v=pages.v.clone(memory_format=torch.contiguous_format), v_scale=v_scale, v_in_k=False
+    )
 
 
 def _vector(scale: Tensor | None) -> Tensor:
@@ -77,7 +88,12 @@ def _one_run(tensors: list[Tensor]) -> list[Tensor]:
     widths = [tensor[0].numel() * tensor.itemsize for tensor in order]
     padding = [1 if tensor.itemsize == 1 else 0 for tensor in order]
     spare = -sum(widths + padding) % 4
-    raw = torch.full((len(tensors[0]), sum(widths + padding) + spare), 0x7F, dtype=torch.uint8, device=order[0].device)
+    raw = torch.full(
+        (len(tensors[0]), sum(widths + padding) + spare),
+        0x7F,
+        dtype=torch.uint8,
+        device=order[0].device,
+    )
     found: dict[int, Tensor] = {}
     begin = 0
     for tensor, width, gap in zip(order, widths, padding, strict=True):

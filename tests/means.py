@@ -1,6 +1,7 @@
 """A kind of mixer that lives in tests alone: a running mean, the simplest layer that keeps a state.
 
-It comes in as any kind does, through the tables of `models/mixer_parts.py`, `models/mixers.py` and `cache/spec.py`.
+It comes in as any kind does, through the tables of `models/mixer_parts.py`, `models/mixers.py` and
+`cache/spec.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from freight.models import mixer_parts, mixers
 from freight.models.mixer_parts import MixerParts, Projected
 from freight.operands.batch import ForwardBatch
 
-MEANS, WINDOWED = (0, 2), 1  # the layers with a mean; of the others, which have attention, the one with a window
+MEANS, WINDOWED = (
+    (0, 2),
+    1,
+)  # the layers with a mean; of the others, which have attention, the one with a window
 LENGTH, WINDOW = 512, 40
 
 
@@ -83,7 +87,9 @@ def _derive(config: object, model: ModelConfig) -> ModelConfig:
     layers: list[Any] = list(model.layers)
     for index in MEANS:
         layers[index] = replace(layers[index], mixer=MeanConfig(48))
-    layers[WINDOWED] = replace(layers[WINDOWED], mixer=replace(layers[WINDOWED].mixer, window=WINDOW))
+    layers[WINDOWED] = replace(
+        layers[WINDOWED], mixer=replace(layers[WINDOWED].mixer, window=WINDOW)
+    )
     return replace(model, layers=tuple(layers))
 
 
@@ -97,14 +103,24 @@ def register(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def save_means(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """A random model of four layers: mean, attention in a window, mean, attention."""
-    save_random(LlamaConfig(**{**SHAPE, "num_hidden_layers": 4, "max_position_embeddings": LENGTH}), folder, dtype)
+    save_random(
+        LlamaConfig(**{**SHAPE, "num_hidden_layers": 4, "max_position_embeddings": LENGTH}),
+        folder,
+        dtype,
+    )
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
     for index in MEANS:
         layer = f"model.layers.{index}."
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{layer}self_attn.")}
+        tensors = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not name.startswith(f"{layer}self_attn.")
+        }
         for name, shape in (("in_proj", (48, 64)), ("out_proj", (64, 48))):
-            tensors[f"{layer}mean.{name}.weight"] = (0.3 * torch.randn(shape, generator=generator)).to(dtype)
+            tensors[f"{layer}mean.{name}.weight"] = (
+                0.3 * torch.randn(shape, generator=generator)
+            ).to(dtype)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "means"}))
@@ -117,7 +133,9 @@ CACHES: dict[str, dict[str, Any]] = {
     "fp8-token": {"kv_cache_dtype": "fp8", "kv_scales": "dynamic"},
 }
 DRAWN = SamplingParams(max_tokens=24, temperature=0.9, seed=7, logprobs=2, ignore_eos=True)
-PROMPTS = [IDS[:count] for count in (300, 1, 63, 64, 65, 130, 16, 15, 129, 200, 7, 33, 250, 128, 100, 192)]
+PROMPTS = [
+    IDS[:count] for count in (300, 1, 63, 64, 65, 130, 16, 15, 129, 200, 7, 33, 250, 128, 100, 192)
+]
 
 
 def engine(folder: Path, cache: str = "bfloat16", **options: Any) -> LLM:

@@ -1,6 +1,8 @@
-"""Writes a folder as AMMO 0.7 and ModelOpt export it for TensorRT-LLM, from the description of its layout.
+"""Writes a folder as AMMO 0.7 and ModelOpt export it for TensorRT-LLM, from the description of its
+layout.
 
-Of the weights there is one matrix a layer: nothing reads them, and they show that their bytes are counted.
+Of the weights there is one matrix a layer: nothing reads them, and they show that their bytes are
+counted.
 """
 
 from __future__ import annotations
@@ -57,7 +59,11 @@ def tensorrt_llm_json(ranks: int = 1, layers: int = 2, **more: Any) -> dict[str,
 
 
 def write_export(
-    folder: Path, *, ranks: int = 1, config: dict[str, Any] | None = None, name: str = "llama_tp1.json"
+    folder: Path,
+    *,
+    ranks: int = 1,
+    config: dict[str, Any] | None = None,
+    name: str = "llama_tp1.json",
 ) -> Path:
     """The export with `SCALES` in every rank; returns the folder."""
     folder.mkdir()
@@ -68,7 +74,10 @@ def write_export(
 
 
 def write_rank(folder: Path, rank: int, scales: dict[int, float]) -> None:
-    tensors = {f"transformer.layers.{i}.attention.dense.weight": torch.zeros(4, 4, dtype=torch.int8) for i in range(2)}
+    tensors = {
+        f"transformer.layers.{i}.attention.dense.weight": torch.zeros(4, 4, dtype=torch.int8)
+        for i in range(2)
+    }
     for layer, scale in scales.items():
         name = f"transformer.layers.{layer}.attention.kv_cache_scaling_factor"
         tensors[name] = torch.tensor([scale], dtype=torch.float32)

@@ -1,7 +1,8 @@
-"""`freight serve` as a process of its own, from the line that says where it listens to its exit status.
+"""`freight serve` as a process of its own, from the line that says where it listens to its exit
+status.
 
-Where the start is not what is tested, the server is forked from a process that has imported all it needs
-(`tests/forked_server.py`), which saves seconds.
+Where the start is not what is tested, the server is forked from a process that has imported all it
+needs (`tests/forked_server.py`), which saves seconds.
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ class ServeProcess:
     """A server that was started; `url` once it listens, `said` all that it wrote to stderr."""
 
     def __init__(
-        self, model: str | Path, options: Sequence[str] = (), flags: Sequence[str] = (), forked: bool = False
+        self,
+        model: str | Path,
+        options: Sequence[str] = (),
+        flags: Sequence[str] = (),
+        forked: bool = False,
     ) -> None:
         """`flags` are of the interpreter (-O), and none of one that is forked."""
         arguments = ["serve", str(model), "--port", "0", *options]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("FREIGHT_")}
+        environ = {
+            name: value for name, value in os.environ.items() if not name.startswith("FREIGHT_")
+        }
         self.process: subprocess.Popen[str] | Forked
         if forked and CAN_FORK:
             assert not flags
@@ -81,7 +88,9 @@ class ServeProcess:
                 continue
             if b"-m" in module:
                 started = module[module.index(b"-m") + 1].decode()
-                found[name if isinstance(self.process, Forked) else started.rpartition(".")[2]] = pid
+                found[name if isinstance(self.process, Forked) else started.rpartition(".")[2]] = (
+                    pid
+                )
         return found
 
     def stop(self) -> int:

@@ -1,4 +1,6 @@
-"""`freight` whose writer of checkpoints says "wrote" after each part and then waits: a signal finds it there."""
+"""`freight` whose writer of checkpoints says "wrote" after each part and then waits: a signal finds
+it there.
+"""
 
 from __future__ import annotations
 

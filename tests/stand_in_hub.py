@@ -1,4 +1,6 @@
-"""A stand-in for the Hugging Face hub on 127.0.0.1: one model's files, with the requests that the client makes."""
+"""A stand-in for the Hugging Face hub on 127.0.0.1: one model's files, with the requests that the
+client makes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class StandInHub(ThreadingHTTPServer):
-    """Serves `folder` as the model `model`. `sent` has (file, range, bytes of the body) of each GET of a file.
+    """Serves `folder` as the model `model`. `sent` has (file, range, bytes of the body) of each GET
+    of a file.
 
     After `stalled` is set, a request for a safetensors file waits until the server ends.
     """
@@ -30,7 +33,10 @@ class StandInHub(ThreadingHTTPServer):
 
     @property
     def environ(self) -> dict[str, str]:
-        return {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_address[1]}", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        return {
+            "HF_ENDPOINT": f"http://127.0.0.1:{self.server_address[1]}",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -49,8 +55,15 @@ class _Handler(BaseHTTPRequestHandler):
         file = self.server.folder / name
         if path.startswith(f"/api/models/{self.server.model}/"):
             files = sorted(one for one in self.server.folder.iterdir() if one.is_file())
-            tree = [{"type": "file", "oid": _oid(one), "size": one.stat().st_size, "path": one.name} for one in files]
-            about = {"id": self.server.model, "sha": COMMIT, "siblings": [{"rfilename": one.name} for one in files]}
+            tree = [
+                {"type": "file", "oid": _oid(one), "size": one.stat().st_size, "path": one.name}
+                for one in files
+            ]
+            about = {
+                "id": self.server.model,
+                "sha": COMMIT,
+                "siblings": [{"rfilename": one.name} for one in files],
+            }
             self._send(200, json.dumps(tree if "/tree/" in path else about).encode(), {}, with_body)
         elif path.startswith(f"/{self.server.model}/resolve/") and file.is_file():
             if name.endswith(".safetensors") and self.server.stalled.is_set():

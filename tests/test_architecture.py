@@ -1,7 +1,7 @@
 """The house's rules, held by reading the source: who imports whom, and what stays out of where.
 
-The order of imports is the table in docs/architecture.md. Every import statement counts, also one inside a function or
-under `if TYPE_CHECKING`, and so does `import_module("freight.…")`.
+The order of imports is the table in docs/architecture.md. Every import statement counts, also one
+inside a function or under `if TYPE_CHECKING`, and so does `import_module("freight.…")`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ TORCH_FREE = [
     "engine/scheduler.py",
     "server/*.py",
     "server/*/*.py",
-    "bench/serving*.py",  # load comes from the server's own cores: it starts at once, and stays small
+    # load comes from the server's own cores: it starts at once, and stays small
+    "bench/serving*.py",
     "cli/*.py",
 ]
 ONLY_IN = {  # third-party package -> the modules that may import it
@@ -130,12 +131,21 @@ def imported(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 yield "." * node.level + (node.module or "")
-            elif node.module == "freight":  # `from freight import cache` names a package, `… import LLM` the facade
+            elif (
+                node.module == "freight"
+            ):  # `from freight import cache` names a package, `… import LLM` the facade
                 yield from (f"freight.{a.name}" if a.name in ROW else "freight" for a in node.names)
             else:
                 yield node.module or ""
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
-            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
+        ):
+            yield from (
+                arg.value
+                for arg in node.args
+                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            )
 
 
 def import_faults(module: str, source: str) -> list[str]:
@@ -146,9 +156,13 @@ def import_faults(module: str, source: str) -> list[str]:
         if name.startswith("."):
             faults.append(f"{module} imports {name}: write the full name")
         elif third_party in ONLY_IN and module not in ONLY_IN[third_party]:
-            faults.append(f"{module} imports {name}, which belongs to {', '.join(sorted(ONLY_IN[third_party]))}")
+            faults.append(
+                f"{module} imports {name}, which belongs to {', '.join(sorted(ONLY_IN[third_party]))}"
+            )
         elif third_party in ONLY_BELOW and package != ONLY_BELOW[third_party]:
-            faults.append(f"{module} imports {name}, which belongs to freight.{ONLY_BELOW[third_party]}")
+            faults.append(
+                f"{module} imports {name}, which belongs to freight.{ONLY_BELOW[third_party]}"
+            )
         elif third_party == "freight" and package != FACADE:
             other = package_of(name)
             if other != package and ROW[other] >= ROW[package]:
@@ -158,7 +172,11 @@ def import_faults(module: str, source: str) -> list[str]:
 
 def run_imports(tree: ast.Module) -> Iterator[str]:
     """Names of modules that a file imports when it runs: not those for types alone."""
-    typed = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    typed = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
     for_types = {id(inner) for node in typed for part in node.body for inner in ast.walk(part)}
     for node in ast.walk(tree):
         if id(node) in for_types:
@@ -187,7 +205,15 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
 def test_no_files_import_each_other_in_a_circle() -> None:
     modules = {module_name(path): parsed(path.read_text()) for path in SOURCES}
     known = set(modules) - {FACADE}
-    assert circles({m: {n for n in run_imports(tree) if n in known and n != m} for m, tree in modules.items()}) == []
+    assert (
+        circles(
+            {
+                m: {n for n in run_imports(tree) if n in known and n != m}
+                for m, tree in modules.items()
+            }
+        )
+        == []
+    )
 
 
 def test_the_check_sees_circles() -> None:
@@ -201,7 +227,9 @@ def fp8_casts(source: str) -> list[int]:
     for node in ast.walk(parsed(source)):
         named = isinstance(node, ast.Attribute) and node.attr.startswith("float8")
         cast = isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("to", "type")
-        built = cast and any("float8" in ast.dump(arg) or "torch_name" in ast.dump(arg) for arg in ast.walk(node))
+        built = cast and any(
+            "float8" in ast.dump(arg) or "torch_name" in ast.dump(arg) for arg in ast.walk(node)
+        )
         if named or built:
             lines.append(node.lineno)
     return lines
@@ -215,8 +243,12 @@ def found_in(paths: list[Path], check: Callable[[str], list[T]]) -> dict[str, li
 
 def test_imports_follow_the_order() -> None:
     modules = {module_name(path): path.read_text() for path in SOURCES}
-    assert [module for module in modules if package_of(module) not in ROW] == [], "no row in the import order"
-    assert [fault for module, source in modules.items() for fault in import_faults(module, source)] == []
+    assert [module for module in modules if package_of(module) not in ROW] == [], (
+        "no row in the import order"
+    )
+    assert [
+        fault for module, source in modules.items() for fault in import_faults(module, source)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -224,7 +256,10 @@ def test_imports_follow_the_order() -> None:
     [
         ("freight.errors", "from freight.fp8.formats import Format"),
         ("freight.cache.pool", "def f():\n    import freight.layers.attention"),
-        ("freight.models.decoder", "if TYPE_CHECKING:\n    from freight.engine.runner import Runner"),
+        (
+            "freight.models.decoder",
+            "if TYPE_CHECKING:\n    from freight.engine.runner import Runner",
+        ),
         ("freight.kernels.select", "from freight.checkpoint.reader import Checkpoint"),
         ("freight.engine.loop", "from freight import llm"),
         ("freight.engine.loop", "from freight import LLM"),
@@ -241,8 +276,14 @@ def test_the_check_sees_every_kind_of_import(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("freight.cli.generate", "def f():\n    from freight.llm import LLM\n    from freight import __version__"),
-        ("freight.cache.pool", "import torch\nfrom freight.cache.spec import X\nfrom freight import fp8"),
+        (
+            "freight.cli.generate",
+            "def f():\n    from freight.llm import LLM\n    from freight import __version__",
+        ),
+        (
+            "freight.cache.pool",
+            "import torch\nfrom freight.cache.spec import X\nfrom freight import fp8",
+        ),
         ("freight.text.tokenizer", "from transformers import AutoTokenizer"),
         ("freight.transformers", "from transformers import Cache"),
     ],
@@ -256,11 +297,19 @@ def test_the_list_of_modules_is_current() -> None:
 
 
 def test_fp8_is_cast_in_one_file() -> None:
-    assert found_in([path for path in SOURCES if module_name(path) != "freight.fp8.cast"], fp8_casts) == {}
+    assert (
+        found_in([path for path in SOURCES if module_name(path) != "freight.fp8.cast"], fp8_casts)
+        == {}
+    )
 
 
 @pytest.mark.parametrize(
-    "source", ["x.to(torch.float8_e4m3fn)", "x.to(getattr(torch, format.torch_name))", "x.type('float8_e5m2')"]
+    "source",
+    [
+        "x.to(torch.float8_e4m3fn)",
+        "x.to(getattr(torch, format.torch_name))",
+        "x.type('float8_e5m2')",
+    ],
 )
 def test_the_check_sees_a_cast(source: str) -> None:
     assert fp8_casts(source)
@@ -273,13 +322,19 @@ def faults_of_form(source: str) -> list[str]:
         faults.append("no docstring: a module opens by saying what it is")
     if re.search(r"\bglobal\b", source):  # else there is nothing to parse for
         nodes = ast.walk(parsed(source))
-        faults += [f"line {node.lineno}: a global that changes" for node in nodes if isinstance(node, ast.Global)]
+        faults += [
+            f"line {node.lineno}: a global that changes"
+            for node in nodes
+            if isinstance(node, ast.Global)
+        ]
     return faults
 
 
 def test_a_file_says_what_it_is() -> None:
     assert found_in(SOURCES + TESTS, faults_of_form) == {}
-    inits = [path for path in SOURCES if path.name == "__init__.py" and path.parent != SRC / "freight"]
+    inits = [
+        path for path in SOURCES if path.name == "__init__.py" and path.parent != SRC / "freight"
+    ]
     longer = [path for path in inits if len(ast.parse(path.read_text()).body) != 1]
     assert longer == [], "the __init__ of a subpackage is a docstring, and nothing else"
     assert [path for path in SOURCES if not path.read_text()] == []
@@ -291,11 +346,28 @@ def test_the_check_of_form_sees_what_is_wrong() -> None:
 
 
 def python(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code, *argv],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 FACTORIES = {
-    *("empty", "empty_strided", "zeros", "ones", "full", "eye", "tensor", "as_tensor", "asarray", "scalar_tensor"),
+    *(
+        "empty",
+        "empty_strided",
+        "zeros",
+        "ones",
+        "full",
+        "eye",
+        "tensor",
+        "as_tensor",
+        "asarray",
+        "scalar_tensor",
+    ),
     *("arange", "range", "linspace", "logspace", "rand", "randn", "randint", "randperm", "normal"),
 }
 
@@ -314,18 +386,24 @@ def open_factories(source: str) -> list[str]:
 
 
 def test_no_tensor_has_the_default_dtype_or_device() -> None:
-    """Both belong to the user's process: torch.set_default_dtype and set_default_device change no result."""
+    """Both belong to the user's process: torch.set_default_dtype and set_default_device change no
+    result.
+    """
     assert found_in(SOURCES, open_factories) == {}
 
 
-@pytest.mark.parametrize("call", ["torch.ones(3)", "torch.ones(3, dtype=d)", "torch.tensor([1], device=d)"])
+@pytest.mark.parametrize(
+    "call", ["torch.ones(3)", "torch.ones(3, dtype=d)", "torch.tensor([1], device=d)"]
+)
 def test_the_check_sees_an_open_factory(call: str) -> None:
     assert open_factories(f"x = {call} + 1")
 
 
 def test_torch_free_modules_import_without_torch() -> None:
     files = {pattern: sorted((SRC / "freight").glob(pattern)) for pattern in TORCH_FREE}
-    assert [pattern for pattern, found in files.items() if not found] == [], "a listed module does not exist"
+    assert [pattern for pattern, found in files.items() if not found] == [], (
+        "a listed module does not exist"
+    )
     names = [module_name(path) for found in files.values() for path in found]
     code = (
         "import importlib, json, sys; seen = {}\n"

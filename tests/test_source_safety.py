@@ -1,4 +1,6 @@
-"""What the server's source must not contain: ways to run what a client sent, and checks that `python -O` removes."""
+"""What the server's source must not contain: ways to run what a client sent, and checks that
+`python -O` removes.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,41 @@ SERVED = sorted(path for folder in ("server", "engine") for path in (SOURCE / fo
 # What reads a client's bytes or fields: here a wrong value is an ApiError or a RequestError.
 READERS = sorted(
     [*(SOURCE / "server" / "openai").glob("*.py")]
-    + [SOURCE / "server" / name for name in ("auth.py", "body.py", "head.py", "limits.py", "tgi.py", "tokens.py")]
+    + [
+        SOURCE / "server" / name
+        for name in ("auth.py", "body.py", "head.py", "limits.py", "tgi.py", "tokens.py")
+    ]
     + [
         SOURCE / name
-        for name in ("sampling.py", "structured.py", "messages.py", "engine/intake.py", "engine/grammar.py")
+        for name in (
+            "sampling.py",
+            "structured.py",
+            "messages.py",
+            "engine/intake.py",
+            "engine/grammar.py",
+        )
     ]
 )
-MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "jsonpickle", "yaml", "joblib"}
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "shelve",
+    "jsonpickle",
+    "yaml",
+    "joblib",
+}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
-CALLS = {("torch", "load"), ("torch", "package"), ("os", "system"), ("os", "popen"), ("re", "template")}
+CALLS = {
+    ("torch", "load"),
+    ("torch", "package"),
+    ("os", "system"),
+    ("os", "popen"),
+    ("re", "template"),
+}
 
 
 def forbidden(tree: ast.AST) -> list[str]:
@@ -28,7 +56,11 @@ def forbidden(tree: ast.AST) -> list[str]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [f"{node.lineno}: import {one.name}" for one in node.names if one.name.split(".")[0] in MODULES]
+            found += [
+                f"{node.lineno}: import {one.name}"
+                for one in node.names
+                if one.name.split(".")[0] in MODULES
+            ]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
             found.append(f"{node.lineno}: from {node.module}")
         elif isinstance(node, ast.Name) and node.id in BUILTINS:

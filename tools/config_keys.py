@@ -1,4 +1,5 @@
-"""Write src/freight/config/computing_keys.txt: keys of a config.json that decide what some language model computes.
+"""Write src/freight/config/computing_keys.txt: keys of a config.json that decide what some language
+model computes.
 
     python tools/config_keys.py            prints the file
     python tools/config_keys.py --write    writes it
@@ -8,7 +9,8 @@ A key computes if the modeling code of a causal language model in transformers r
 for sound and pictures do not count. `ELSEWHERE` has keys that only other code reads: code that comes with checkpoints,
 and models that vLLM or SGLang has and transformers has not.
 
-Freight refuses a key of the list that it does not implement, and reads over every other (`config/keys.py`).
+Freight refuses a key of the list that it does not implement, and reads over every other
+(`config/keys.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from freight.config.family import words
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "src/freight/config/computing_keys.txt"
 
-# parts of a name that show a key of training, of a classifier, or of another part than the language model
+# parts of a name that show a key of training, of a classifier, or of another part than the language
+# model
 _OTHER = words(
     """
     dropout pdrop layerdrop jitter loss coef init initializer checkpointing classifier summary prob probs time
@@ -31,7 +34,8 @@ _OTHER = words(
     pronunciation chunks lsh axial nemo conf sscp ple prompt shape task asm byte codec altup laurel
     """
 )
-# keys of the list of candidates that hold no number of the model: places in a file, seeds, methods of a class
+# keys of the list of candidates that hold no number of the model: places in a file, seeds, methods
+# of a class
 _NO_NUMBER = words(
     """
     decoder seed mode languages context_length max_seq_len n_ctx n_positions max_inference_chunksize segment_types
@@ -51,8 +55,12 @@ ELSEWHERE = {
         """
     ),
     "DeciLM": words("block_configs num_key_value_heads_per_layer"),
-    "DeepSeek": words("compress_ratios compress_rope_theta index_topk_freq num_hash_layers scale_fmt topk_method"),
-    "Grok": words("attn_output_multiplier embedding_multiplier_scale output_multiplier_scale residual_moe"),
+    "DeepSeek": words(
+        "compress_ratios compress_rope_theta index_topk_freq num_hash_layers scale_fmt topk_method"
+    ),
+    "Grok": words(
+        "attn_output_multiplier embedding_multiplier_scale output_multiplier_scale residual_moe"
+    ),
     "InternLM": words("bias rotary"),
     "Laguna": words("moe_apply_router_weight_on_input"),
     "Kimi": words(
@@ -91,7 +99,11 @@ def read_names(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_config(node.value):
             yield node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("getattr", "hasattr")
+        ):
             owner, *rest = node.args
             if _is_config(owner) and rest and isinstance(rest[0], ast.Constant):
                 yield str(rest[0].value)
@@ -103,7 +115,13 @@ def _is_config(node: ast.expr) -> bool:
 
 def _name(node: ast.expr) -> str:
     """`x` of x and of y.x."""
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return (
+        node.id
+        if isinstance(node, ast.Name)
+        else node.attr
+        if isinstance(node, ast.Attribute)
+        else ""
+    )
 
 
 def declared_names(tree: ast.AST) -> Iterator[str]:
@@ -117,14 +135,18 @@ def declared_names(tree: ast.AST) -> Iterator[str]:
                 and isinstance(line.value, ast.Dict)
                 and _name(line.targets[0]) == "attribute_map"
             ):
-                yield from (str(key.value) for key in line.value.keys if isinstance(key, ast.Constant))
+                yield from (
+                    str(key.value) for key in line.value.keys if isinstance(key, ast.Constant)
+                )
 
 
 def without_initial_values(tree: ast.Module) -> ast.Module:
     """`tree` without the functions that draw the weights of a new model."""
     for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         cls.body = [
-            line for line in cls.body if not (isinstance(line, ast.FunctionDef) and line.name == "_init_weights")
+            line
+            for line in cls.body
+            if not (isinstance(line, ast.FunctionDef) and line.name == "_init_weights")
         ]
     return tree
 
@@ -134,12 +156,16 @@ def computing_keys(models: Path, causal: frozenset[str]) -> set[str]:
     found: set[str] = set()
     for folder in (models / name for name in causal):
         declared = {
-            name for file in folder.glob("configuration_*.py") for name in declared_names(ast.parse(file.read_text()))
+            name
+            for file in folder.glob("configuration_*.py")
+            for name in declared_names(ast.parse(file.read_text()))
         }
         for file in folder.glob("modeling_*.py"):
             found |= declared & set(read_names(without_initial_values(ast.parse(file.read_text()))))
     elsewhere = {name for names in ELSEWHERE.values() for name in names}
-    kept = {name for name in found if not _OTHER & set(name.split("_")) and not name.startswith("_")}
+    kept = {
+        name for name in found if not _OTHER & set(name.split("_")) and not name.startswith("_")
+    }
     return (kept | elsewhere) - _NO_NUMBER - _LIBRARY
 
 
@@ -156,7 +182,9 @@ def document() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prints the keys of a config.json that compute.")
-    parser.add_argument("--write", action="store_true", help=f"write {DATA.relative_to(ROOT)} instead")
+    parser.add_argument(
+        "--write", action="store_true", help=f"write {DATA.relative_to(ROOT)} instead"
+    )
     if parser.parse_args().write:
         DATA.write_text(document(), encoding="utf-8")
     else:

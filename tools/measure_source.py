@@ -4,7 +4,8 @@
 
 lines            that hold code: no blank ones, comments or docstrings
 nodes a line     syntax nodes of ast, by those lines: how much a line holds
-comprehensions, conditionals, comments, Any    for each 1,000 of them; conditionals are `a if b else c`
+comprehensions, conditionals, comments, Any    for each 1,000 of them; conditionals are `a if b else
+                                               c`
 complexity       mean of a function, as ruff's C901 counts it: 1, and 1 for each branch
 over 96          share of lines longer than 96 columns
 
@@ -24,8 +25,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.comprehension, ast.match_case)
-NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+BRANCHES = (
+    ast.If,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.ExceptHandler,
+    ast.comprehension,
+    ast.match_case,
+)
+NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -49,7 +65,10 @@ class Figures:
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
         docstrings = {line for node in ast.walk(tree) for line in docstring_lines(node)}
         code = {
-            line for token in tokens if token.type not in NO_CODE for line in range(token.start[0], token.end[0] + 1)
+            line
+            for token in tokens
+            if token.type not in NO_CODE
+            for line in range(token.start[0], token.end[0] + 1)
         }
         lines = text.splitlines()
         self.files += 1
@@ -82,7 +101,10 @@ class Figures:
 
 def docstring_lines(node: ast.AST) -> range:
     """The lines of the docstring of a module, class or function; none of others."""
-    if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and ast.get_docstring(node, clean=False) is not None:
+    if (
+        isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS))
+        and ast.get_docstring(node, clean=False) is not None
+    ):
         first = node.body[0]
         return range(first.lineno, (first.end_lineno or first.lineno) + 1)
     return range(0)
@@ -110,7 +132,17 @@ def measure(folder: Path) -> Figures:
 
 
 def main() -> None:
-    names = ["", "files", "lines", "nodes", "nodes a line", "comprehensions", "conditionals", "comments", "Any"]
+    names = [
+        "",
+        "files",
+        "lines",
+        "nodes",
+        "nodes a line",
+        "comprehensions",
+        "conditionals",
+        "comments",
+        "Any",
+    ]
     rows = [[*names, "complexity", "over 96"]]
     for folder in map(Path, sys.argv[1:] or [str(ROOT / "src" / "freight")]):
         figures = measure(folder)

@@ -1,7 +1,8 @@
-"""Sums by window of what an FP8 cache changes, on three texts: the populations that test_coverage.py draws from.
+"""Sums by window of what an FP8 cache changes, on three texts: the populations that
+test_coverage.py draws from.
 
-Code: the demo's held-out text. Prose: the language reference that ships with CPython (`pydoc_data.topics`). C++:
-headers of torch's ATen. The cache is E4M3 with scales of 1.0.
+Code: the demo's held-out text. Prose: the language reference that ships with CPython
+(`pydoc_data.topics`). C++: headers of torch's ATen. The cache is E4M3 with scales of 1.0.
 
     python tools/measure_windows.py > tests/unit/evaluate/windows.json
 """
@@ -34,7 +35,9 @@ def texts() -> dict[str, str]:
 
 
 def sums(text: str) -> dict[str, list[float]]:
-    """By window: tokens, losses with 16 bits and with FP8 in nats, KL in nats, and tokens with the same top."""
+    """By window: tokens, losses with 16 bits and with FP8 in nats, KL in nats, and tokens with the
+    same top.
+    """
     args = EngineArgs("demo")
     parts = cut_documents(open_model(args), [text], WINDOW, TOKENS)
     counts = [len(part.window.targets) for part in parts]
@@ -54,7 +57,11 @@ def sums(text: str) -> dict[str, list[float]]:
 
 def main() -> None:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "window": WINDOW}
-    print(json.dumps(versions | {"texts": {name: sums(text) for name, text in texts().items()}}, indent=1))
+    print(
+        json.dumps(
+            versions | {"texts": {name: sums(text) for name, text in texts().items()}}, indent=1
+        )
+    )
 
 
 if __name__ == "__main__":

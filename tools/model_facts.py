@@ -1,7 +1,7 @@
 """What docs/models.md is made of (`models_table.py`): what the code and the tests say of families.
 
-Nothing of a family is typed here. Its layers come from the configurations of tests/parity/variants.py, as Freight reads
-them; what was compared, from the tables of the tests.
+Nothing of a family is typed here. Its layers come from the configurations of
+tests/parity/variants.py, as Freight reads them; what was compared, from the tables of the tests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from freight.config.layer import DenseConfig, LatentConfig, MoEConfig, NormKind, NormPlacement, PagedMixer
+from freight.config.layer import (
+    DenseConfig,
+    LatentConfig,
+    MoEConfig,
+    NormKind,
+    NormPlacement,
+    PagedMixer,
+)
 from freight.config.model import ModelConfig, parse_model_config
 from freight.config.registry import FAMILIES
 from freight.config.rope import QUERY_SCALING
@@ -39,7 +46,9 @@ _ATTENTION = {
     "sinks": "sinks",
     "gate": "gate of the output",
 }
-_SHAPE = frozenset({"num_heads", "num_kv_heads", "k_dim", "v_dim", "softmax_scale", "window", "rope"})
+_SHAPE = frozenset(
+    {"num_heads", "num_kv_heads", "k_dim", "v_dim", "softmax_scale", "window", "rope"}
+)
 _EXPERTS = {
     "choice_bias": "bias for the choice",
     "router_bias": "bias of the router",
@@ -65,7 +74,8 @@ _NORMS = {
 class Tables:
     """The tables of the tests, by which a family counts as compared.
 
-    same_weights   model types that transformers does not know -> one that computes the same from the same weights
+    same_weights   model types that transformers does not know -> one that computes the same from
+                   the same weights
     targets        the GPUs that every Triton kernel is compiled for
     """
 
@@ -85,7 +95,9 @@ class Tables:
     @cached_property
     def models(self) -> dict[str, ModelConfig]:
         """Each variant, as Freight reads its config.json."""
-        return {name: parse_model_config(config.to_dict()) for name, config in self.variants.items()}
+        return {
+            name: parse_model_config(config.to_dict()) for name, config in self.variants.items()
+        }
 
     def of(self, model_type: str) -> list[str]:
         """The variants of a model type."""
@@ -107,11 +119,17 @@ def read_tests() -> Tables:
     return Tables(
         variants=module("parity.variants").VARIANTS,
         bfloat16=frozenset(module("parity.test_transformers").BFLOAT16),
-        equivalences=frozenset(variant for variant, *_ in (*equivalences.SETUPS, *equivalences.EVERY)),
+        equivalences=frozenset(
+            variant for variant, *_ in (*equivalences.SETUPS, *equivalences.EVERY)
+        ),
         fast_equivalences=frozenset(equivalences.DIFFERENT),
         triton=frozenset(config.model_type for config in triton),
         quantized=frozenset(
-            (*families.MODULES, *module("e2e.test_experts").KEPT, *module("unit.calibrate.test_every_family").EVERY)
+            (
+                *families.MODULES,
+                *module("e2e.test_experts").KEPT,
+                *module("unit.calibrate.test_every_family").EVERY,
+            )
         ),
         expert_forms=_by_family({**experts.FORMS, **module("formats.mixtures").FORMS}),
         same_weights=module("parity.test_wrapped").SAME_WEIGHTS,
@@ -131,7 +149,9 @@ def _by_family(forms: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def united(found: Sequence[Sequence[str]]) -> str:
-    """Words of several models: first those that all have, then those that depend on the config.json."""
+    """Words of several models: first those that all have, then those that depend on the
+    config.json.
+    """
     every = list(dict.fromkeys(word for words in found for word in words))
     always = [word for word in every if all(word in words for words in found)]
     some = [word for word in every if word not in always]
@@ -142,7 +162,9 @@ def united(found: Sequence[Sequence[str]]) -> str:
 def flags(config: object, known: Mapping[str, str], other: frozenset[str]) -> list[str]:
     """The fields of `config` that are set, in words; for a field that `known` lacks, its name."""
     names = [field.name for field in fields(config) if field.name not in other]  # type: ignore[arg-type]
-    chosen = [name for name in names if not any(getattr(config, name) is unset for unset in (None, False))]
+    chosen = [
+        name for name in names if not any(getattr(config, name) is unset for unset in (None, False))
+    ]
     return [known.get(name, name.replace("_", " ")) for name in chosen]
 
 
@@ -176,10 +198,14 @@ def of_latents(model: ModelConfig) -> list[str]:
     found = []
     for mixer in model.paged.values():
         if isinstance(mixer, LatentConfig):
-            found += ["keys and values from a latent (MLA)"] + ["queries from another"] * (mixer.q_rank is not None)
+            found += ["keys and values from a latent (MLA)"] + ["queries from another"] * (
+                mixer.q_rank is not None
+            )
             found += ["layers without rope"] if mixer.rope is None else of_rope(model, mixer)
             found += ["gate of the output"] * mixer.gated
-    found += ["sparse beyond index_topk tokens, which are the most that run"] * (model.dense_limit is not None)
+    found += ["sparse beyond index_topk tokens, which are the most that run"] * (
+        model.dense_limit is not None
+    )
     return list(dict.fromkeys(found))
 
 
@@ -229,7 +255,10 @@ def of_dense(part: object) -> list[str]:
 
 def of_norms(model: ModelConfig) -> list[str]:
     norm = "LayerNorm" if model.norm_kind is NormKind.LAYER else "RMSNorm"
-    found = [f"{norm} {_NORMS.get(kind, str(kind))}" for kind in dict.fromkeys(layer.norms for layer in model.layers)]
+    found = [
+        f"{norm} {_NORMS.get(kind, str(kind))}"
+        for kind in dict.fromkeys(layer.norms for layer in model.layers)
+    ]
     if model.norm_offset:
         found.append(f"{model.norm_offset:g} + weight")
     multiplied = {
@@ -244,13 +273,15 @@ def of_norms(model: ModelConfig) -> list[str]:
         "norm of the embedding": model.embedding_norm,
     }
     found += [word for word, there in apart.items() if there]
-    found += ["logit cap"] * (model.logit_soft_cap is not None) + ["projected embedding"] * bool(model.embedding_size)
+    found += ["logit cap"] * (model.logit_soft_cap is not None) + ["projected embedding"] * bool(
+        model.embedding_size
+    )
     return found
 
 
 def native_types() -> dict[str, list[str]]:
-    """model types with a decoder of their own -> those whose text model they are. A text model that is published only
-    within others is known by the first of these."""
+    """model types with a decoder of their own -> those whose text model they are. A text model that
+    is published only within others is known by the first of these."""
     own: dict[str, list[str]] = {}
     for name in FAMILIES:
         texts = text_types(name)
@@ -266,5 +297,7 @@ def text_types(model_type: str) -> list[str]:
     """The names in `native_types` of a row's text model, and of the others that it may have."""
     family = FAMILIES[model_type]
     first = {one.text_type: name for name, one in reversed(FAMILIES.items())}
-    texts = (family.text_type, *family.other_texts) if family.text_type is not None else (model_type,)
+    texts = (
+        (family.text_type, *family.other_texts) if family.text_type is not None else (model_type,)
+    )
     return [text if text in FAMILIES else first[text] for text in texts]

@@ -1,4 +1,5 @@
-"""Write docs/models.md: what runs, how it was compared, and how many models of a public list that are.
+"""Write docs/models.md: what runs, how it was compared, and how many models of a public list that
+are.
 
     python tools/models_table.py            prints the document
     python tools/models_table.py --write    writes docs/models.md, and the count in README.md
@@ -44,15 +45,27 @@ MARKERS = ("<!-- models:begin -->\n", "<!-- models:end -->")
 # well-known model types that no recipe has, for the table of what is refused
 ALSO_ASKED = ("bloom", "falcon", "falcon_h1", "gemma3n", "granite_swa", "jamba", "llava", "t5")
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
-_PACKED = {"format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}}}
+_PACKED = {
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}},
+}
 _OWN_CODE = {"AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"}
 # what the config.json of a Llama is changed to, and is refused for
 ASKED_FORMS: Mapping[str, Mapping[str, Any]] = {
-    "a rope that changes with the length of the text": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-    "code in the checkpoint, for a model type without a row": {"model_type": "baichuan", "auto_map": _OWN_CODE},
+    "a rope that changes with the length of the text": {
+        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}
+    },
+    "code in the checkpoint, for a model type without a row": {
+        "model_type": "baichuan",
+        "auto_map": _OWN_CODE,
+    },
     "a key that changes what is computed, and that the row does not have": {"use_logn_attn": True},
-    "NVFP4 of ModelOpt": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
-    "INT4 of compressed-tensors": {"quantization_config": {"quant_method": "compressed-tensors", **_PACKED}},
+    "NVFP4 of ModelOpt": {
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    },
+    "INT4 of compressed-tensors": {
+        "quantization_config": {"quant_method": "compressed-tensors", **_PACKED}
+    },
     "GPTQ": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
     "AWQ": {"quantization_config": {"quant_method": "awq", "bits": 4}},
     "bitsandbytes": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
@@ -208,7 +221,13 @@ def same_bits(variants: Sequence[str], tests: Tables) -> str:
     """The variants that are compared to the bit; 'all' if that is so of every one."""
     compared = [name for name in variants if name in tests.equivalences]
     often = [name for name in variants if name in tests.fast_equivalences]
-    named = "not compared" if not compared else "all" if compared == list(variants) else ", ".join(compared)
+    named = (
+        "not compared"
+        if not compared
+        else "all"
+        if compared == list(variants)
+        else ", ".join(compared)
+    )
     return f"{named}; always: {', '.join(often)}" if often else named
 
 
@@ -217,12 +236,16 @@ def fp8_forms(model_type: str, tests: Tables) -> str:
     if family.moe is None:
         return "all"
     if ARCHITECTURES[family.architecture].interleaved:
-        return "experts: what `freight quantize` writes" + ("" if unreadable("mxfp4", model_type) else ", MXFP4")
+        return "experts: what `freight quantize` writes" + (
+            "" if unreadable("mxfp4", model_type) else ", MXFP4"
+        )
     return "; ".join(tests.expert_forms.get(model_type, ["experts not compared"]))
 
 
 def uncalibrated(tests: Tables) -> str:
-    """The exceptions: model types without a variant of which weights, inputs and cache were calibrated."""
+    """The exceptions: model types without a variant of which weights, inputs and cache were
+    calibrated.
+    """
     found = [name for name in native_types() if tests.quantized.isdisjoint(tests.of(name))]
     return f", except {quoted(found)}" if found else ""
 
@@ -254,7 +277,10 @@ def running_table(recipes: Sequence[Published]) -> str:
     rows = []
     for family in (*native_types(), *foreign):
         models = [one for one in running if one.family == family]
-        columns = [", ".join(one.short_name for one in models if one.seen is seen) for seen in (True, False)]
+        columns = [
+            ", ".join(one.short_name for one in models if one.seen is seen)
+            for seen in (True, False)
+        ]
         if models:
             rows.append((f"`{family}`", *columns))
     return table(("model type", "file read", "file not seen"), rows)
@@ -263,13 +289,18 @@ def running_table(recipes: Sequence[Published]) -> str:
 def others_table(others: Sequence[Published]) -> str:
     read = [one for one in others if one.runs and one.seen]
     families = sorted({one.family for one in read})
-    rows = [(f"`{family}`", ", ".join(one.short_name for one in read if one.family == family)) for family in families]
+    rows = [
+        (f"`{family}`", ", ".join(one.short_name for one in read if one.family == family))
+        for family in families
+    ]
     return table(("model type", "files"), rows)
 
 
 def refused_table(tests: Tables, recipes: Sequence[Published], others: Sequence[Published]) -> str:
     """A row for each reason, those of most models first. Every mechanism has a row."""
-    found: dict[str, tuple[list[str], list[str]]] = {mechanism.name: ([], []) for mechanism in MECHANISMS}
+    found: dict[str, tuple[list[str], list[str]]] = {
+        mechanism.name: ([], []) for mechanism in MECHANISMS
+    }
     for column, models in enumerate((recipes, others)):
         for one in models:
             for reason in one.verdict.reasons:
@@ -278,7 +309,10 @@ def refused_table(tests: Tables, recipes: Sequence[Published], others: Sequence[
         for reason in ask(model_type, tests).reasons:
             found.setdefault(reason, ([], []))[1].append(f"`{model_type}`")
     most_first = sorted(found.items(), key=lambda row: (-len(row[1][0]), -len(row[1][1]), row[0]))
-    rows = [(reason, str(len(models)), ", ".join(models), ", ".join(rest)) for reason, (models, rest) in most_first]
+    rows = [
+        (reason, str(len(models)), ", ".join(models), ", ".join(rest))
+        for reason, (models, rest) in most_first
+    ]
     return table(("what is missing, or why", "number", "of the list", "others"), rows)
 
 
@@ -286,7 +320,10 @@ def forms_table() -> str:
     """What the errors say of ASKED_FORMS."""
     llama = published_files()["meta-llama/Llama-2-7b-hf"]
     verdicts = {what: read_file({**llama, **config}) for what, config in ASKED_FORMS.items()}
-    return table(("in config.json", "reason"), [(what, "; ".join(found.reasons)) for what, found in verdicts.items()])
+    return table(
+        ("in config.json", "reason"),
+        [(what, "; ".join(found.reasons)) for what, found in verdicts.items()],
+    )
 
 
 def document() -> str:
@@ -343,7 +380,11 @@ def readme(content: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prints docs/models.md.")
-    parser.add_argument("--write", action="store_true", help="write docs/models.md and the count in README.md instead")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write docs/models.md and the count in README.md instead",
+    )
     if parser.parse_args().write:
         DOCUMENT.write_text(document(), encoding="utf-8")
         README.write_text(readme(README.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,7 +1,8 @@
-"""Published models: those of tools/recipes.json, and the config.json files of tests/fixtures/published/.
+"""Published models: those of tools/recipes.json, and the config.json files of
+tests/fixtures/published/.
 
-What is said of a model whose file is there comes from that file. Of any other it comes from its model type and from the
-forms in which its weights are published. Reasons are those of the errors.
+What is said of a model whose file is there comes from that file. Of any other it comes from its
+model type and from the forms in which its weights are published. Reasons are those of the errors.
 """
 
 from __future__ import annotations
@@ -32,11 +33,20 @@ _UNKNOWN = "no row, and transformers does not know the model type"
 _UNCOMPARED = "no public implementation of it can be run to compare with"
 _NOT_THERE = "it is no causal language model there"
 _NO_CAUSAL = "no row, and no causal language model in transformers"
-_MXFP4_KEPT = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
-_DECLARED: Mapping[str, Mapping[str, Any]] = {  # precision of a recipe -> what such a checkpoint declares
+_MXFP4_KEPT = (
+    "model.layers.*.self_attn",
+    "model.layers.*.mlp.router",
+    "model.embed_tokens",
+    "lm_head",
+)
+_DECLARED: Mapping[
+    str, Mapping[str, Any]
+] = {  # precision of a recipe -> what such a checkpoint declares
     "bf16": {},
     "fp8": {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
-    "mxfp4": {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [*_MXFP4_KEPT]}},
+    "mxfp4": {
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [*_MXFP4_KEPT]}
+    },
 }
 
 
@@ -77,7 +87,9 @@ class Published:
 
     @property
     def family(self) -> str:
-        """The model type that it is listed under: that of its text model, if Freight has a row for it."""
+        """The model type that it is listed under: that of its text model, if Freight has a row for
+        it.
+        """
         if self.model_type not in FAMILIES:
             return self.model_type
         return self.text_type or text_types(self.model_type)[0]
@@ -86,11 +98,16 @@ class Published:
 @cache
 def published_files() -> dict[str, dict[str, Any]]:
     """{OWNER/NAME: config.json as published}"""
-    return {file.stem.replace("--", "/", 1): json.loads(file.read_text()) for file in sorted(FILES.glob("*.json"))}
+    return {
+        file.stem.replace("--", "/", 1): json.loads(file.read_text())
+        for file in sorted(FILES.glob("*.json"))
+    }
 
 
 def is_complete(config: Mapping[str, Any]) -> bool:
-    """Whether a collected config.json is no excerpt: transformers writes its version, and `auto_map` is not made up."""
+    """Whether a collected config.json is no excerpt: transformers writes its version, and
+    `auto_map` is not made up.
+    """
     return not {"transformers_version", "auto_map"}.isdisjoint(config)
 
 
@@ -111,20 +128,25 @@ def ask(
     keys: Mapping[str, Any] | None = None,
     architecture: str | None = None,
 ) -> Verdict:
-    """What the code says of a model type, and of one of its architectures. Where its row, or the tests of the fallback,
-    do not settle it, the default configuration of transformers is read, with `keys`."""
+    """What the code says of a model type, and of one of its architectures. Where its row, or the
+    tests of the fallback, do not settle it, the default configuration of transformers is read, with
+    `keys`."""
     try:
         if keys is None and model_type in FAMILIES:
             named = {} if architecture is None else {"architectures": [architecture]}
             _, family = find_family({"model_type": model_type, **named})
             if text_type is not None and text_type not in (family.text_type, *family.other_texts):
-                parse_model_config({"model_type": model_type, "text_config": {"model_type": text_type}})
+                parse_model_config(
+                    {"model_type": model_type, "text_config": {"model_type": text_type}}
+                )
             return Verdict(NATIVE)
         if model_type in tests.fast | tests.slow:
             return Verdict(FOREIGN)
         declared = {"model_type": model_type, **(keys or {})}
         config = hf_config(declared).to_dict() | {"architectures": None}
-        found = read_model_config({key: value for key, value in config.items() if value is not None})
+        found = read_model_config(
+            {key: value for key, value in config.items() if value is not None}
+        )
         return Verdict(NATIVE if found.foreign is None else FOREIGN)
     except (CheckpointError, ConfigError) as error:
         of_wrapper = Verdict(REFUSED, reasons_of(error))
@@ -138,7 +160,9 @@ def ask(
 def reasons_of(error: Exception) -> tuple[str, ...]:
     """The mechanisms that an error names, else the reason in it without the way out."""
     message = " ".join(str(error).split())
-    return tuple(one.name for one in MECHANISMS if f"{one.name}: " in message) or (_in_short(message),)
+    return tuple(one.name for one in MECHANISMS if f"{one.name}: " in message) or (
+        _in_short(message),
+    )
 
 
 def _in_short(message: str) -> str:
@@ -158,8 +182,8 @@ def _in_short(message: str) -> str:
 
 
 def read_recipes(tests: Tables) -> tuple[dict[str, Any], list[Published]]:
-    """(the content of recipes.json, its models with verdicts). Of a model whose file is not there, one without a
-    checkpoint in a form that is read counts as refused."""
+    """(the content of recipes.json, its models with verdicts). Of a model whose file is not there,
+    one without a checkpoint in a form that is read counts as refused."""
     content = json.loads(RECIPES.read_text(encoding="utf-8"))
     by_type = cache(lambda entry: _of_type(json.loads(entry), tests))
     found = []
@@ -169,7 +193,10 @@ def read_recipes(tests: Tables) -> tuple[dict[str, Any], list[Published]]:
         if config is not None:
             found.append(of_file(entry["name"], config, entry["moe"], precisions))
             continue
-        asked = {key: entry.get(key) for key in ("model_type", "text_type", "keys", "architecture", "precisions")}
+        asked = {
+            key: entry.get(key)
+            for key in ("model_type", "text_type", "keys", "architecture", "precisions")
+        }
         named = (entry["name"], entry["model_type"], by_type(json.dumps(asked)))
         found.append(Published(*named, False, entry.get("text_type"), entry["moe"], precisions))
     return content, found
@@ -177,8 +204,12 @@ def read_recipes(tests: Tables) -> tuple[dict[str, Any], list[Published]]:
 
 def _of_type(entry: Mapping[str, Any], tests: Tables) -> Verdict:
     """By model type, and by the forms in which a recipe names it."""
-    verdict = ask(entry["model_type"], tests, entry["text_type"], entry["keys"], entry["architecture"])
-    unread = [why for why in (unreadable(one, entry["model_type"]) for one in entry["precisions"]) if why]
+    verdict = ask(
+        entry["model_type"], tests, entry["text_type"], entry["keys"], entry["architecture"]
+    )
+    unread = [
+        why for why in (unreadable(one, entry["model_type"]) for one in entry["precisions"]) if why
+    ]
     if verdict.runs != REFUSED and len(unread) == len(entry["precisions"]):
         return Verdict(REFUSED, (unread[0],))
     return verdict
@@ -187,10 +218,14 @@ def _of_type(entry: Mapping[str, Any], tests: Tables) -> Verdict:
 def read_others(recipes: Sequence[Published]) -> list[Published]:
     """The published files of models that the recipes do not have."""
     names = {one.name for one in recipes}
-    return [of_file(name, config) for name, config in published_files().items() if name not in names]
+    return [
+        of_file(name, config) for name, config in published_files().items() if name not in names
+    ]
 
 
-def of_file(name: str, config: Mapping[str, Any], moe: bool = False, precisions: tuple[str, ...] = ()) -> Published:
+def of_file(
+    name: str, config: Mapping[str, Any], moe: bool = False, precisions: tuple[str, ...] = ()
+) -> Published:
     """A model whose file is there."""
     verdict, seen = read_file(config), is_complete(config)
     return Published(name, config["model_type"], verdict, seen, _text_type(config), moe, precisions)
@@ -198,7 +233,9 @@ def of_file(name: str, config: Mapping[str, Any], moe: bool = False, precisions:
 
 def _text_type(config: Mapping[str, Any]) -> str | None:
     """The model type of the text model within, if that has a row under its name."""
-    parts = [config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), Mapping)]
+    parts = [
+        config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), Mapping)
+    ]
     return next((part["model_type"] for part in parts if part.get("model_type") in FAMILIES), None)
 
 

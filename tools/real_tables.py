@@ -1,11 +1,13 @@
-"""README's tables for any model: what FP8 costs, what the cache alone gains, how fast it is. What `make real` runs.
+"""README's tables for any model: what FP8 costs, what the cache alone gains, how fast it is. What
+`make real` runs.
 
     python tools/real_tables.py MODEL [--data FILE] [--tokens 8192] [--requests 64] [--repeats 3] [--out real]
 
-MODEL is a folder or the name of a model on the Hugging Face hub, which is downloaded. Each table is printed behind the
-`freight` command that makes it, and both go into OUT/tables.md, beside OUT/report and OUT/cache-gain.svg. A command
-that fails leaves its error there, the others run, and the exit status is 1. The sizes of cache memory are the model's
-own: room for two requests, where memory binds, and for all of them, where it does not.
+MODEL is a folder or the name of a model on the Hugging Face hub, which is downloaded. Each table is
+printed behind the `freight` command that makes it, and both go into OUT/tables.md, beside
+OUT/report and OUT/cache-gain.svg. A command that fails leaves its error there, the others run, and
+the exit status is 1. The sizes of cache memory are the model's own: room for two requests, where
+memory binds, and for all of them, where it does not.
 """
 
 from __future__ import annotations
@@ -50,8 +52,25 @@ def commands(
     """(heading, arguments of `freight`) of each table."""
     text = ["--data", str(data), "--max-tokens", str(sizes.tokens)]
     cost = ["evaluate", model, *text, "--no-speed"]
-    gain = ["bench", "throughput", model, "--num-requests", str(sizes.requests), "--repeats", str(sizes.repeats)]
-    gain += ["--input-len", str(INPUT), "--output-len", str(OUTPUT), "--compare", "auto", "--compare", "fp8"]
+    gain = [
+        "bench",
+        "throughput",
+        model,
+        "--num-requests",
+        str(sizes.requests),
+        "--repeats",
+        str(sizes.repeats),
+    ]
+    gain += [
+        "--input-len",
+        str(INPUT),
+        "--output-len",
+        str(OUTPUT),
+        "--compare",
+        "auto",
+        "--compare",
+        "fp8",
+    ]
     gain += [part for memory in memories for part in ("--compare-memory", str(memory))]
     speed = ["bench", "latency", model, "--repeats", str(sizes.repeats)]
     return [
@@ -59,7 +78,10 @@ def commands(
         *([("What an INT8 cache costs", [*cost, "--kv-cache-dtype", "int8"])] if on_cpu else []),
         ("What the cache alone gains", [*gain, "--picture", str(out / "cache-gain.svg")]),
         ("Latency, 16-bit weights and cache", speed),
-        ("Latency, FP8 weights and cache", [*speed, "--quantization", "fp8", "--kv-cache-dtype", "fp8"]),
+        (
+            "Latency, FP8 weights and cache",
+            [*speed, "--quantization", "fp8", "--kv-cache-dtype", "fp8"],
+        ),
     ]
 
 
@@ -73,27 +95,37 @@ def run(arguments: Sequence[str]) -> tuple[bool, str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", help="a folder, or OWNER/NAME on the hub")
-    parser.add_argument("--data", type=Path, default=HELD_OUT, help="text to judge by (default: the demo's)")
+    parser.add_argument(
+        "--data", type=Path, default=HELD_OUT, help="text to judge by (default: the demo's)"
+    )
     parser.add_argument("--tokens", type=int, default=8192, help="of the text (default 8192)")
     parser.add_argument("--requests", type=int, default=64, help="of the throughput (default 64)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each setting (default 3)")
-    parser.add_argument("--out", type=Path, default=Path("real"), help="folder of the results (default real)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("real"), help="folder of the results (default real)"
+    )
     args = parser.parse_args(argv)
     if not args.model:
         parser.error("no model is named: make real MODEL=OWNER/NAME, or a folder")
     if not args.data.is_file():
-        parser.error(f"--data {args.data} is no file; give a text that the model was not trained on")
+        parser.error(
+            f"--data {args.data} is no file; give a text that the model was not trained on"
+        )
     try:
         opened = open_model(EngineArgs(model=args.model))
         config = plain_config(opened)
     except FreightError as error:
         raise SystemExit(f"real_tables.py: {error}") from None
-    memories = cache_memories(opened.cache_spec(config).bytes_per_token, config.block_size, args.requests)
+    memories = cache_memories(
+        opened.cache_spec(config).bytes_per_token, config.block_size, args.requests
+    )
     sizes = Sizes(args.tokens, args.requests, args.repeats)
     args.out.mkdir(parents=True, exist_ok=True)
     failed = 0
     with (args.out / "tables.md").open("w", encoding="utf-8") as tables:
-        for heading, arguments in commands(args.model, args.data, args.out, sizes, memories, config.device == "cpu"):
+        for heading, arguments in commands(
+            args.model, args.data, args.out, sizes, memories, config.device == "cpu"
+        ):
             begin = f"## {heading}\n\n    freight {shlex.join(arguments)}\n"
             print(begin, flush=True)
             succeeded, said = run(arguments)

@@ -1,4 +1,5 @@
-"""Models that test KV scales: copies of a model whose keys or values are rescaled, or have a large bias.
+"""Models that test KV scales: copies of a model whose keys or values are rescaled, or have a large
+bias.
 
 Rescaled copies compute the same function: k_proj × c with q_proj / c leaves every score as it was, for all channels or
 for one pair of rotary embedding; v_proj × c with o_proj / c leaves every output. A copy with a key bias, as the Qwen2
@@ -28,7 +29,9 @@ from freight.models.open import open_model
 
 BIAS = 100.0  # standard deviations of the layer's keys
 
-Change = Callable[[str, Tensor], Tensor]  # (projection, its weight or bias in float32) -> the new one
+Change = Callable[
+    [str, Tensor], Tensor
+]  # (projection, its weight or bias in float32) -> the new one
 
 
 def rescaled(keys: float = 1.0, values: float = 1.0) -> Change:
@@ -52,30 +55,44 @@ def hot_pair(pair: int, head_dim: int, factor: float) -> Change:
     def change(projection: str, tensor: Tensor) -> Tensor:
         if projection not in factors:
             return tensor
-        return (tensor.view(-1, head_dim, tensor.numel() // len(tensor)) * factors[projection][:, None]).view_as(tensor)
+        return (
+            tensor.view(-1, head_dim, tensor.numel() // len(tensor)) * factors[projection][:, None]
+        ).view_as(tensor)
 
     return change
 
 
 def write_variant(source: Path, out: Path, change: Change) -> None:
-    """Write the model in `source`, changed, to the new folder `out`, in float32: each weight is rounded once."""
+    """Write the model in `source`, changed, to the new folder `out`, in float32: each weight is
+    rounded once.
+    """
     write_tensors(
-        source, out, {name: change(name.split(".")[-2], tensor) for name, tensor in read_tensors(source).items()}
+        source,
+        out,
+        {
+            name: change(name.split(".")[-2], tensor)
+            for name, tensor in read_tensors(source).items()
+        },
     )
 
 
-def write_biased(source: Path, out: Path, config: ModelConfig, spreads: Sequence[float], pair: int) -> None:
-    """Write a copy with a bias of `BIAS` times the layer's spread on channel `pair` of every KV head.
+def write_biased(
+    source: Path, out: Path, config: ModelConfig, spreads: Sequence[float], pair: int
+) -> None:
+    """Write a copy with a bias of `BIAS` times the layer's spread on channel `pair` of every KV
+    head.
 
-    The copy is a Qwen2 model, a family whose q, k and v have biases; those of q and v are 0. `source` is a Llama
-    without any.
+    The copy is a Qwen2 model, a family whose q, k and v have biases; those of q and v are 0.
+    `source` is a Llama without any.
     """
     tensors = read_tensors(source)
     for index, spread in enumerate(spreads):
         prefix, mixer = f"model.layers.{index}.self_attn.", config.attention[index]
         bias = torch.zeros(mixer.num_kv_heads, mixer.k_dim, dtype=torch.float32, device="cpu")
         bias[:, pair] = BIAS * spread
-        tensors[prefix + "q_proj.bias"] = torch.zeros(mixer.num_heads * mixer.k_dim, dtype=torch.float32, device="cpu")
+        tensors[prefix + "q_proj.bias"] = torch.zeros(
+            mixer.num_heads * mixer.k_dim, dtype=torch.float32, device="cpu"
+        )
         tensors[prefix + "k_proj.bias"] = bias.flatten()
         tensors[prefix + "v_proj.bias"] = torch.zeros(
             mixer.num_kv_heads * mixer.k_dim, dtype=torch.float32, device="cpu"
@@ -85,15 +102,24 @@ def write_biased(source: Path, out: Path, config: ModelConfig, spreads: Sequence
 
 
 def key_spreads(model: str, token_ids: Sequence[int]) -> list[float]:
-    """Standard deviation of each layer's keys before rotary embedding, over one sequence of `token_ids`."""
+    """Standard deviation of each layer's keys before rotary embedding, over one sequence of
+    `token_ids`.
+    """
     opened = open_model(EngineArgs(model))
     config = opened.resolve(opened.args)
     decoder, kernels = opened.load(config), select_kernels(config.kernels, config.device)
-    watches = {i: CenterWatch(rotary.rotary_dim) for i, rotary in enumerate(decoder.rotaries) if rotary is not None}
+    watches = {
+        i: CenterWatch(rotary.rotary_dim)
+        for i, rotary in enumerate(decoder.rotaries)
+        if rotary is not None
+    }
     spec = opened.cache_spec(config)
     pool = allocate_pool(spec, config.kv, spec.blocks_of(len(token_ids)), kernels, config.device)
     pool = pool.with_layers(
-        {i: WatchedKV(kv.pages, kv.kernels, kv.group, projected=watches[i].see) for i, kv in pool.paged.items()}
+        {
+            i: WatchedKV(kv.pages, kv.kernels, kv.group, projected=watches[i].see)
+            for i, kv in pool.paged.items()
+        }
     )
     ModelRunner(decoder, pool, config.device).logits(token_ids, 0, pool.whole)
     return [float(watch.k.variance.mean().sqrt()) for watch in watches.values()]
@@ -115,7 +141,9 @@ def write_tensors(
     changes: Mapping[str, object] | None = None,
     dropped: Sequence[str] = (),
 ) -> None:
-    """Write `tensors` and the other files of `source` to the new folder `out`, with `changes` in config.json."""
+    """Write `tensors` and the other files of `source` to the new folder `out`, with `changes` in
+    config.json.
+    """
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((source / "config.json").read_text()) | dict(changes or {})
     kept = {key: value for key, value in config.items() if key not in dropped}

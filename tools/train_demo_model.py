@@ -3,26 +3,27 @@
     python tools/train_demo_model.py OUT [--tokens 16e6] [--seed 0] [--threads 2] [--family qwen2]
     python tools/train_demo_model.py OUT --start src/freight/demo --context 2048 --theta 2e4 --rate 0.5 --records 0.5
 
-Data: the source of the running Python's standard library, without its tests and without files that are tables
-rather than code. `HELD_OUT` is never trained on and becomes `heldout.txt`; `CALIBRATION` is ordinary training
-text, kept apart from the held-out text, and becomes `calibration.txt`.
+Data: the source of the running Python's standard library, without its tests and without files that
+are tables rather than code. `HELD_OUT` is never trained on and becomes `heldout.txt`; `CALIBRATION`
+is ordinary training text, kept apart from the held-out text, and becomes `calibration.txt`.
 
-Guarantees: the same Python, torch, thread count and seed give the same bytes (no data-loader workers, one
-generator, fixed order). About an hour on two cores; `--device cuda` takes minutes.
+Guarantees: the same Python, torch, thread count and seed give the same bytes (no data-loader
+workers, one generator, fixed order). About an hour on two cores; `--device cuda` takes minutes.
 
-The recipe is the small-model one of the modded-nanogpt speed runs: Muon (Jordan et al. 2024) for the matrices
-inside the layers, AdamW for embeddings and norms, linear decay to zero; sequences of 512, the last quarter of
-1024, so that positions up to 1024 are trained.
+The recipe is the small-model one of the modded-nanogpt speed runs: Muon (Jordan et al. 2024) for
+the matrices inside the layers, AdamW for embeddings and norms, linear decay to zero; sequences of
+512, the last quarter of 1024, so that positions up to 1024 are trained.
 
-`--family qwen2` trains a model that does not ship, for measurements (tools/measure_centers.py): the same size, with
-what Qwen2.5 has beside Llama, which is biases of q, k and v, theta 1e6 and epsilon 1e-6. The biases start at 0 and have
-`BIAS_RATE` as their rate in AdamW, without weight decay.
+`--family qwen2` trains a model that does not ship, for measurements (tools/measure_centers.py): the
+same size, with what Qwen2.5 has beside Llama, which is biases of q, k and v, theta 1e6 and epsilon
+1e-6. The biases start at 0 and have `BIAS_RATE` as their rate in AdamW, without weight decay.
 
-`--context` and `--theta` train another one that does not ship, for `freight evaluate --long`: a longer context, and
-the slower rotation that it needs. With `--start` it goes on from a trained model, whose tokenizer it keeps, at a share
-`--rate` of the usual rates. `--records` is the share of steps that train on records to look up, of which each names an
-earlier key again every other time (`freight.evaluate.retrieval` asks for such records), so that there is retrieval to
-measure. `--layers` makes a smaller model.
+`--context` and `--theta` train another one that does not ship, for `freight evaluate --long`: a
+longer context, and the slower rotation that it needs. With `--start` it goes on from a trained
+model, whose tokenizer it keeps, at a share `--rate` of the usual rates. `--records` is the share of
+steps that train on records to look up, of which each names an earlier key again every other time
+(`freight.evaluate.retrieval` asks for such records), so that there is retrieval to measure.
+`--layers` makes a smaller model.
 """
 
 from __future__ import annotations
@@ -47,18 +48,36 @@ from torch import Tensor, nn
 from freight.evaluate.retrieval import KEY, VALUE, Vocabulary, vocabulary
 from freight.text.tokenizer import Tokenizer as FreightTokenizer
 
-HELD_OUT = ["dataclasses.py", "heapq.py", "textwrap.py", "shlex.py", "http/cookies.py", "statistics.py", "queue.py"]
-CALIBRATION = ["asyncio/queues.py", "bisect.py", "configparser.py", "fractions.py", "zipapp.py", "json/decoder.py"]
+HELD_OUT = [
+    "dataclasses.py",
+    "heapq.py",
+    "textwrap.py",
+    "shlex.py",
+    "http/cookies.py",
+    "statistics.py",
+    "queue.py",
+]
+CALIBRATION = [
+    "asyncio/queues.py",
+    "bisect.py",
+    "configparser.py",
+    "fractions.py",
+    "zipapp.py",
+    "json/decoder.py",
+]
 NOT_CODE = ["test/", "tests/", "idlelib/idle_test/", "site-packages/", "pydoc_data/", "encodings/", "lib2to3/tests/",
             "ensurepip/_bundled", "html/entities.py", "stringprep.py", "_sysconfigdata", "turtledemo/", "__phello__",
             "config-"]  # fmt: skip
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
-# Words with their leading space, numbers of up to three digits, punctuation, and runs of white space such as an indent.
-PIECES = r"""[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+# Words with their leading space, numbers of up to three digits, punctuation, and runs of white
+# space such as an indent.
+PIECES = (
+    r"""[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 256, 4, 2, 64, 768
-# Adam moves a parameter by about its rate a step. Qwen2.5 made far more steps than this script; a run of a thousand
-# needs a rate far above its own for its biases to come as far from 0.
+# Adam moves a parameter by about its rate a step. Qwen2.5 made far more steps than this script; a
+# run of a thousand needs a rate far above its own for its biases to come as far from 0.
 BIAS_RATE = 0.02
 
 
@@ -91,7 +110,9 @@ def source_files() -> dict[str, str]:
                 continue
     missing = [name for name in HELD_OUT + CALIBRATION if name not in files]
     if missing:
-        raise SystemExit(f"this Python's standard library lacks {missing}; train with CPython 3.11 or edit HELD_OUT")
+        raise SystemExit(
+            f"this Python's standard library lacks {missing}; train with CPython 3.11 or edit HELD_OUT"
+        )
     return files
 
 
@@ -124,14 +145,21 @@ class Block(nn.Module):
             nn.Linear(HIDDEN, HEADS * HEAD_DIM, family.biases),
             nn.Linear(HEADS * HEAD_DIM, HIDDEN, False),
         )
-        self.k_proj, self.v_proj = (nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, family.biases) for _ in "kv")
+        self.k_proj, self.v_proj = (
+            nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, family.biases) for _ in "kv"
+        )
         self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, INTERMEDIATE, False) for _ in "gu")
         self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, False)
-        self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(HIDDEN, family.eps) for _ in range(2))
+        self.input_layernorm, self.post_attention_layernorm = (
+            nn.RMSNorm(HIDDEN, family.eps) for _ in range(2)
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x: [batch, length, HIDDEN]
         h = self.input_layernorm(x)
-        q, k, v = (p(h).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(h).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -147,7 +175,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Has tied embeddings; `state()` gives its parameters the names of a Hugging Face checkpoint of `family`."""
+    """Has tied embeddings; `state()` gives its parameters the names of a Hugging Face checkpoint of
+    `family`.
+    """
 
     def __init__(self, family: Family) -> None:
         super().__init__()
@@ -185,7 +215,9 @@ class Model(nn.Module):
             parent, _, leaf = name.rpartition("_proj")
             group = "self_attn." if parent[-1:] in "qkvo" else "mlp."
             full = names.get(name) or "model." + (
-                name.replace(f".{parent.split('.')[-1]}_proj", f".{group}{parent.split('.')[-1]}_proj")
+                name.replace(
+                    f".{parent.split('.')[-1]}_proj", f".{group}{parent.split('.')[-1]}_proj"
+                )
                 if leaf
                 else name
             )
@@ -195,23 +227,31 @@ class Model(nn.Module):
     def load(self, checkpoint: Path) -> None:
         """Take the weights of a checkpoint that has the names of `state`."""
         stored = load_file(checkpoint / "model.safetensors")
-        self.load_state_dict({own: stored[name] for own, name in zip(self.state_dict(), self.state(), strict=True)})
+        self.load_state_dict(
+            {own: stored[name] for own, name in zip(self.state_dict(), self.state(), strict=True)}
+        )
 
 
 def batches(stream: Tensor, length: int, rows: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Endless [rows, length + 1] windows: each epoch covers the stream once, from a random offset, in random order."""
+    """Endless [rows, length + 1] windows: each epoch covers the stream once, from a random offset,
+    in random order.
+    """
     while True:
         offset = int(torch.randint(length, (1,), generator=generator))
-        windows = stream[offset : offset + (len(stream) - offset - 1) // length * length + 1].unfold(
-            0, length + 1, length
-        )
+        windows = stream[
+            offset : offset + (len(stream) - offset - 1) // length * length + 1
+        ].unfold(0, length + 1, length)
         order = torch.randperm(len(windows), generator=generator)
         for at in range(0, len(order) - rows + 1, rows):
             yield windows[order[at : at + rows]]
 
 
-def record_batches(words: Vocabulary, length: int, rows: int, draw: random.Random) -> Iterator[Tensor]:
-    """Endless [rows, length + 1] windows of records; every other one is an earlier record again, at any distance."""
+def record_batches(
+    words: Vocabulary, length: int, rows: int, draw: random.Random
+) -> Iterator[Tensor]:
+    """Endless [rows, length + 1] windows of records; every other one is an earlier record again, at
+    any distance.
+    """
     while True:
         windows = []
         for _ in range(rows):
@@ -221,7 +261,10 @@ def record_batches(words: Vocabulary, length: int, rows: int, draw: random.Rando
                 if told and draw.random() < 0.5:
                     record = draw.choice(told)
                 else:
-                    key, value = draw.choices(words.words, k=KEY), draw.choices(words.words, k=VALUE)
+                    key, value = (
+                        draw.choices(words.words, k=KEY),
+                        draw.choices(words.words, k=VALUE),
+                    )
                     record = [*key, *words.equals, *value, *words.end]
                     told.append(record)
                 ids += record
@@ -232,7 +275,11 @@ def record_batches(words: Vocabulary, length: int, rows: int, draw: random.Rando
 @torch.no_grad()
 def evaluate(model: Model, stream: Tensor, context: int, device: str) -> float:
     """Mean nats per token over windows of `context` tokens."""
-    windows = stream[: (len(stream) - 1) // context * context + 1].unfold(0, context + 1, context).to(device)
+    windows = (
+        stream[: (len(stream) - 1) // context * context + 1]
+        .unfold(0, context + 1, context)
+        .to(device)
+    )
     losses = []
     for window in windows.split(max(1, 8192 // context)):
         with torch.autocast(device, dtype=torch.bfloat16):
@@ -241,47 +288,74 @@ def evaluate(model: Model, stream: Tensor, context: int, device: str) -> float:
 
 
 def optimizers_of(model: Model) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings and norms, and another for biases."""
+    """Muon for the matrices inside the layers, AdamW for embeddings and norms, and another for
+    biases.
+    """
     named = dict(model.named_parameters())
     biases = [p for n, p in named.items() if n.endswith("bias")]
     matrices = [p for n, p in named.items() if n.endswith("_proj.weight")]
     others = [p for n, p in named.items() if "_proj" not in n]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn="original"),
+        torch.optim.Muon(
+            matrices, lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn="original"
+        ),
         torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     if biases:
-        optimizers.append(torch.optim.AdamW(biases, lr=BIAS_RATE, betas=(0.9, 0.95), weight_decay=0.0))
+        optimizers.append(
+            torch.optim.AdamW(biases, lr=BIAS_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        )
     return optimizers
 
 
 def bias_lines(model: Model) -> Iterator[str]:
-    """How far the biases of each projection have come from 0: largest and root mean square, a number a layer."""
+    """How far the biases of each projection have come from 0: largest and root mean square, a
+    number a layer.
+    """
     for side in "qkv":
-        biases = [p.detach() for n, p in model.named_parameters() if n.endswith(f"{side}_proj.bias")]
+        biases = [
+            p.detach() for n, p in model.named_parameters() if n.endswith(f"{side}_proj.bias")
+        ]
         if biases:
-            sizes = " ".join(f"{float(b.abs().max()):.2f}/{float(b.square().mean().sqrt()):.2f}" for b in biases)
+            sizes = " ".join(
+                f"{float(b.abs().max()):.2f}/{float(b.square().mean().sqrt()):.2f}" for b in biases
+            )
             yield f"{side} biases, largest/rms by layer: {sizes}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tokens", type=float, default=16e6, help="tokens to train on (default 16e6)")
+    parser.add_argument(
+        "--tokens", type=float, default=16e6, help="tokens to train on (default 16e6)"
+    )
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--family", default="llama", choices=FAMILIES)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--context", type=int, default=1024, help="tokens; at most --batch-tokens (default 1024)")
+    parser.add_argument(
+        "--context", type=int, default=1024, help="tokens; at most --batch-tokens (default 1024)"
+    )
     parser.add_argument("--theta", type=float, help="of rotary embedding (default: the family's)")
-    parser.add_argument("--rate", type=float, default=1.0, help="factor of the learning rates (default 1)")
-    parser.add_argument("--records", type=float, default=0.0, help="share of steps on records to look up (default 0)")
-    parser.add_argument("--start", type=Path, help="a checkpoint of this script to go on from, with a new optimizer")
+    parser.add_argument(
+        "--rate", type=float, default=1.0, help="factor of the learning rates (default 1)"
+    )
+    parser.add_argument(
+        "--records",
+        type=float,
+        default=0.0,
+        help="share of steps on records to look up (default 0)",
+    )
+    parser.add_argument(
+        "--start", type=Path, help="a checkpoint of this script to go on from, with a new optimizer"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
     if not 2 <= args.context <= args.batch_tokens:
-        parser.error(f"--context {args.context} is not among 2 to --batch-tokens, {args.batch_tokens}")
+        parser.error(
+            f"--context {args.context} is not among 2 to --batch-tokens, {args.batch_tokens}"
+        )
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
@@ -296,12 +370,16 @@ def main() -> None:
     eos = tokenizer.token_to_id(EOS)
 
     def stream(names: list[str]) -> Tensor:
-        return torch.tensor([t for e in tokenizer.encode_batch([files[n] for n in names]) for t in [*e.ids, eos]])
+        return torch.tensor(
+            [t for e in tokenizer.encode_batch([files[n] for n in names]) for t in [*e.ids, eos]]
+        )
 
     train, held_out = stream(trained), stream(HELD_OUT)
     held_out_text = "".join(files[name] for name in HELD_OUT)
     family = FAMILIES[args.family]
-    family = replace(family, theta=args.theta or family.theta, layers=args.layers, context=args.context)
+    family = replace(
+        family, theta=args.theta or family.theta, layers=args.layers, context=args.context
+    )
     write_data(args.out, files, tokenizer, held_out_text, family)
 
     model = Model(family).to(args.device)
@@ -311,7 +389,9 @@ def main() -> None:
     base = [args.rate * group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     steps = int(args.tokens) // args.batch_tokens
     lengths = (args.context // 2, args.context)
-    short, long = (batches(train, length, args.batch_tokens // length, generator) for length in lengths)
+    short, long = (
+        batches(train, length, args.batch_tokens // length, generator) for length in lengths
+    )
     draw = random.Random(args.seed)
     words = vocabulary(FreightTokenizer.load(args.out), VOCAB, tokenizer.token_to_id(BOS))
     records = record_batches(words, args.context, args.batch_tokens // args.context, draw)
@@ -347,18 +427,24 @@ def main() -> None:
         if step % 250 == 249 or step == steps - 1:
             nats = evaluate(model, held_out, args.context, args.device)
             bits = nats * len(held_out) / math.log(2) / len(held_out_text.encode())
-            say(f"held out: loss {nats:.4f}, perplexity {math.exp(nats):.3f}, {bits:.4f} bits per byte")
+            say(
+                f"held out: loss {nats:.4f}, perplexity {math.exp(nats):.3f}, {bits:.4f} bits per byte"
+            )
             for line in bias_lines(model):
                 say(line)
             save_file(model.state(), args.out / "model.safetensors", metadata={"format": "pt"})
     log.close()
 
 
-def write_data(out: Path, files: dict[str, str], tokenizer: Tokenizer, held_out_text: str, family: Family) -> None:
+def write_data(
+    out: Path, files: dict[str, str], tokenizer: Tokenizer, held_out_text: str, family: Family
+) -> None:
     """Everything but the weights: texts, tokenizer, configuration."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "heldout.txt").write_text(held_out_text, encoding="utf-8")
-    (out / "calibration.txt").write_text("".join(files[name] for name in CALIBRATION), encoding="utf-8")
+    (out / "calibration.txt").write_text(
+        "".join(files[name] for name in CALIBRATION), encoding="utf-8"
+    )
     tokenizer.save(str(out / "tokenizer.json"))
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     model_type = family.architecture.removesuffix("ForCausalLM").lower()
@@ -372,7 +458,9 @@ def write_data(out: Path, files: dict[str, str], tokenizer: Tokenizer, held_out_
         "bos_token_id": bos, "eos_token_id": eos,
     }  # fmt: skip
     if family.biases:  # a Qwen2 configuration does not speak of biases: q, k and v always have them
-        config = {key: value for key, value in config.items() if key not in ("attention_bias", "mlp_bias")}
+        config = {
+            key: value for key, value in config.items() if key not in ("attention_bias", "mlp_bias")
+        }
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
         "model_max_length": family.context, "clean_up_tokenization_spaces": False,

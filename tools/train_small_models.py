@@ -1,22 +1,24 @@
-"""Train the small models in tests/fixtures/hybrids, which have recurrent states, and in tests/fixtures/latents.
+"""Train the small models in tests/fixtures/hybrids, which have recurrent states, and in
+tests/fixtures/latents.
 
     python tools/train_small_models.py delta_net OUT [--tokens 1.8e6] [--seed 0]
     python tools/train_small_models.py mamba2 OUT [--tokens 1.8e6] [--seed 0]
     python tools/train_small_models.py latent OUT [--tokens 4e6] [--seed 0]
 
-`delta_net` is Qwen3.5's text architecture: three gated delta nets, then attention. `mamba2` is Granite 4's without
-experts: three Mamba-2 layers, then attention without rotary embedding. `latent` is DeepSeek-V3's without experts, with
-latents of 256 channels. All are transformers' own modules, on its plain torch code. The tokenizer is the demo model's,
-cut to its first 1024 tokens.
+`delta_net` is Qwen3.5's text architecture: three gated delta nets, then attention. `mamba2` is
+Granite 4's without experts: three Mamba-2 layers, then attention without rotary embedding. `latent`
+is DeepSeek-V3's without experts, with latents of 256 channels. All are transformers' own modules,
+on its plain torch code. The tokenizer is the demo model's, cut to its first 1024 tokens.
 
-Half of the rows of a batch are text, the one that the demo model is trained on. Half are records, of which most are an
-earlier one again, in the form of `freight evaluate --long`: there only the words that can be known count, which are an
-earlier record's second word of the key and its value. The optimizers are Muon for the matrices inside the layers and
-AdamW for the rest, with linear decay to zero, as in tools/train_demo_model.py. One thread; the same Python, torch,
-transformers and processor give the same bytes.
+Half of the rows of a batch are text, the one that the demo model is trained on. Half are records,
+of which most are an earlier one again, in the form of `freight evaluate --long`: there only the
+words that can be known count, which are an earlier record's second word of the key and its value.
+The optimizers are Muon for the matrices inside the layers and AdamW for the rest, with linear decay
+to zero, as in tools/train_demo_model.py. One thread; the same Python, torch, transformers and
+processor give the same bytes.
 
-OUT gets config.json and model.safetensors in bfloat16 as transformers writes them, the tokenizer, and training.log. The
-figures at the log's end are of the weights in bfloat16, computed in float32.
+OUT gets config.json and model.safetensors in bfloat16 as transformers writes them, the tokenizer,
+and training.log. The figures at the log's end are of the weights in bfloat16, computed in float32.
 """
 
 from __future__ import annotations
@@ -57,14 +59,17 @@ VOCAB, HIDDEN, INTERMEDIATE, CONTEXT = 1024, 96, 192, 1024
 DEMO = Path(__file__).parents[1] / "src/freight/demo"
 BATCH = 1024  # tokens, and twice as many where a row has as many
 AGAIN = 0.7  # chance that a record is an earlier one
-# Tokens after which a head's state has decayed to a half, before training. transformers' initialization forgets
-# within a token or two, and training hardly finds the way from there to a memory.
+# Tokens after which a head's state has decayed to a half, before training. transformers'
+# initialization forgets within a token or two, and training hardly finds the way from there to a
+# memory.
 HALF_LIVES = {"delta_net": (16, 64, 256, 1024), "mamba2": (8, 32, 64, 128, 256, 1024)}
 STEP = 0.05  # of Mamba-2's time, before training
 
 
 def build(kind: str, seed: int) -> PreTrainedModel:
-    """The untrained model in float32, as transformers initializes it, except for the recurrent layers (`start`)."""
+    """The untrained model in float32, as transformers initializes it, except for the recurrent
+    layers (`start`).
+    """
     torch.manual_seed(seed)
     if kind == "latent":
         return latent_model()
@@ -98,7 +103,9 @@ def build(kind: str, seed: int) -> PreTrainedModel:
 
 
 def latent_model() -> PreTrainedModel:
-    """Three layers of latent attention; two groups of 128 channels a latent, as a scale for each group needs them."""
+    """Three layers of latent attention; two groups of 128 channels a latent, as a scale for each
+    group needs them.
+    """
     config = DeepseekV3Config(
         vocab_size=VOCAB, hidden_size=192, intermediate_size=2 * INTERMEDIATE, num_hidden_layers=3,
         first_k_dense_replace=3, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=256,
@@ -111,16 +118,22 @@ def latent_model() -> PreTrainedModel:
 
 @torch.no_grad()
 def start(mixer: Any, kind: str, lag: int) -> None:
-    """Let a recurrent layer begin as a memory: it looks up what followed the token that stands `lag` tokens back.
+    """Let a recurrent layer begin as a memory: it looks up what followed the token that stands
+    `lag` tokens back.
 
-    Queries and keys are one random projection, of the token `lag` back and of the one before that; heads have
-    `HALF_LIVES`. Trockman et al. 2024, "Mimetic Initialization Helps State Space Models Learn to Recall", begin so.
+    Queries and keys are one random projection, of the token `lag` back and of the one before that;
+    heads have `HALF_LIVES`. Trockman et al. 2024, "Mimetic Initialization Helps State Space Models
+    Learn to Recall", begin so.
     """
     if kind == "delta_net":
         rows, query, key, first = mixer.in_proj_qkv.weight, 0, mixer.key_dim, 0
     else:
         first = mixer.intermediate_size  # rows of the gate, which has no convolution
-        rows, key, query = mixer.in_proj.weight, mixer.intermediate_size, mixer.intermediate_size + mixer.ssm_state_size
+        rows, key, query = (
+            mixer.in_proj.weight,
+            mixer.intermediate_size,
+            mixer.intermediate_size + mixer.ssm_state_size,
+        )
     size = abs(key - query)
     shared = torch.randn(size, HIDDEN) * HIDDEN**-0.5
     taps = mixer.conv1d.weight[:, 0]  # [channels, 4]; the last one is of the token itself
@@ -138,8 +151,8 @@ def start(mixer: Any, kind: str, lag: int) -> None:
 def write_tokenizer(out: Path) -> Tokenizer:
     """Write the demo's tokenizer with its first `VOCAB` tokens.
 
-    The merges of BPE are in the order in which training found them, so the first ones are what training with a
-    smaller vocabulary finds.
+    The merges of BPE are in the order in which training found them, so the first ones are what
+    training with a smaller vocabulary finds.
     """
     out.mkdir(parents=True, exist_ok=True)
     stored = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
@@ -156,7 +169,9 @@ def write_tokenizer(out: Path) -> Tokenizer:
 
 
 def record_row(words: Vocabulary, length: int, draw: random.Random) -> tuple[list[int], list[bool]]:
-    """`length` + 1 tokens of records, and which of them are words that an earlier record and its first word tell."""
+    """`length` + 1 tokens of records, and which of them are words that an earlier record and its
+    first word tell.
+    """
     told: list[list[int]] = []
     ids, known = [*words.begin], [False] * len(words.begin)
     while len(ids) <= length:
@@ -176,7 +191,9 @@ def length_at(progress: float) -> int:
 
 
 def optimizers_of(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers; AdamW for the rest, at a tenth of its rate for what makes decays."""
+    """Muon for the matrices inside the layers; AdamW for the rest, at a tenth of its rate for what
+    makes decays.
+    """
     matrices, decays, others = [], [], []
     for name, parameter in model.named_parameters():
         if name.endswith(("in_proj_a.weight", "A_log", "dt_bias")):
@@ -187,12 +204,16 @@ def optimizers_of(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
             others.append(parameter)
     groups = [{"params": others, "lr": 5e-3}, {"params": decays, "lr": 5e-4}]
     return [
-        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.05, adjust_lr_fn="original"),
+        torch.optim.Muon(
+            matrices, lr=0.02, momentum=0.95, weight_decay=0.05, adjust_lr_fn="original"
+        ),
         torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
-def train(model: PreTrainedModel, text: Tensor, words: Vocabulary, steps: int, seed: int, say: Say) -> None:
+def train(
+    model: PreTrainedModel, text: Tensor, words: Vocabulary, steps: int, seed: int, say: Say
+) -> None:
     draw = random.Random(seed)
     optimizers = optimizers_of(model)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -204,7 +225,10 @@ def train(model: PreTrainedModel, text: Tensor, words: Vocabulary, steps: int, s
         half = max(BATCH // length // 2, 1)
         starts = [draw.randrange(len(text) - length) for _ in range(half)]
         records = [record_row(words, length, draw) for _ in range(half)]
-        rows = [*(text[start : start + length + 1] for start in starts), *(torch.tensor(ids) for ids, _ in records)]
+        rows = [
+            *(text[start : start + length + 1] for start in starts),
+            *(torch.tensor(ids) for ids, _ in records),
+        ]
         known = torch.tensor([flags[1:] for _, flags in records])
         batch = torch.stack(rows)
         done += len(rows) * length
@@ -230,7 +254,9 @@ def log_probs(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Tenso
 
 
 def forget(cache: DynamicCache) -> None:
-    """Set the recurrent states to zero. The last inputs of the convolutions, and attention's keys, stay."""
+    """Set the recurrent states to zero. The last inputs of the convolutions, and attention's keys,
+    stay.
+    """
     for layer in cache.layers:
         for state in getattr(layer, "recurrent_states", {}).values():
             if state is not None:
@@ -238,10 +264,13 @@ def forget(cache: DynamicCache) -> None:
 
 
 @torch.no_grad()
-def bits_per_byte(model: PreTrainedModel, stream: Tensor, sizes: Tensor, context: int, most: int, reset: bool) -> float:
+def bits_per_byte(
+    model: PreTrainedModel, stream: Tensor, sizes: Tensor, context: int, most: int, reset: bool
+) -> float:
     """Of the first `most` windows of `context` tokens, computed 64 tokens at a time.
 
-    sizes: the bytes of each token of `stream`. reset: whether the states are set to zero after each 64 tokens.
+    sizes: the bytes of each token of `stream`. reset: whether the states are set to zero after each
+    64 tokens.
     """
     most = min(most, (len(stream) - 1) // context)
     windows = stream[: most * context + 1].unfold(0, context + 1, context)
@@ -250,15 +279,22 @@ def bits_per_byte(model: PreTrainedModel, stream: Tensor, sizes: Tensor, context
         cache = DynamicCache(config=model.config)
         for start in range(0, context, 64):
             found = log_probs(model, part[:, start : start + 64], cache)
-            nats += float(F.nll_loss(found.flatten(0, 1), part[:, start + 1 : start + 65].flatten(), reduction="sum"))
+            nats += float(
+                F.nll_loss(
+                    found.flatten(0, 1), part[:, start + 1 : start + 65].flatten(), reduction="sum"
+                )
+            )
             if reset:
                 forget(cache)
     return nats / math.log(2) / int(sizes[1 : most * context + 1].sum())
 
 
 @torch.no_grad()
-def recall(model: PreTrainedModel, words: Vocabulary, context: int, count: int, states: bool) -> dict[int, float]:
-    """Depth in tokens -> share of questions of `freight evaluate --long` whose whole value is the most likely one.
+def recall(
+    model: PreTrainedModel, words: Vocabulary, context: int, count: int, states: bool
+) -> dict[int, float]:
+    """Depth in tokens -> share of questions of `freight evaluate --long` whose whole value is the
+    most likely one.
 
     states: whether the recurrent states are still there when the question comes.
     """
@@ -275,7 +311,9 @@ def recall(model: PreTrainedModel, words: Vocabulary, context: int, count: int, 
     return {depth: sum(hits) / len(hits) for depth, hits in found.items()}
 
 
-def measure(model: PreTrainedModel, held_out: Tensor, sizes: Tensor, words: Vocabulary, say: Say) -> None:
+def measure(
+    model: PreTrainedModel, held_out: Tensor, sizes: Tensor, words: Vocabulary, say: Say
+) -> None:
     """Bits per byte of the held-out text, and records found, with the states and without."""
     model.eval()
     recurrent = any(hasattr(module, "A_log") for module in model.modules())
@@ -297,11 +335,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("kind", choices=[*HALF_LIVES, "latent"])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tokens", type=float, default=1.8e6, help="steps times BATCH (default 1.8e6)")
+    parser.add_argument(
+        "--tokens", type=float, default=1.8e6, help="steps times BATCH (default 1.8e6)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it says that it uses its plain torch code: wanted here
+    logging.getLogger("transformers").setLevel(
+        logging.ERROR
+    )  # it says that it uses its plain torch code: wanted here
 
     tokenizer = write_tokenizer(args.out)
     files = source_files()
@@ -310,7 +352,9 @@ def main() -> None:
     encoded = tokenizer.encode_batch([files[name] for name in names])
     text = torch.tensor([token for one in encoded for token in [*one.ids, 1]])
     held_out = tokenizer.encode((DEMO / "heldout.txt").read_text(encoding="utf-8"))
-    sizes = torch.tensor([len(token) for token in held_out.tokens])  # a byte is written as a character
+    sizes = torch.tensor(
+        [len(token) for token in held_out.tokens]
+    )  # a byte is written as a character
     words = vocabulary(FreightTokenizer.load(args.out), VOCAB, 0)
     model = build(args.kind, args.seed)
 
@@ -323,7 +367,9 @@ def main() -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     versions = f"python {platform.python_version()} torch {torch.__version__} transformers {transformers.__version__}"
     say(f"{versions} seed {args.seed}, {args.kind}, {count} parameters")
-    say(f"{len(names)} files, {len(text)} tokens to train on; {len(sizes)} held out; {len(words.words)} words")
+    say(
+        f"{len(names)} files, {len(text)} tokens to train on; {len(sizes)} held out; {len(words.words)} words"
+    )
     train(model, text, words, int(args.tokens) // BATCH, args.seed, say)
     model.bfloat16().save_pretrained(args.out)
     measure(model.float(), torch.tensor(held_out.ids), sizes, words, say)

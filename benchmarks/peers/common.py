@@ -1,11 +1,13 @@
-"""What the drivers share: their arguments, what their figures mean, and the JSON line. Standard library only.
+"""What the drivers share: their arguments, what their figures mean, and the JSON line. Standard
+library only.
 
-The figures mean what those of `freight bench latency --json` mean. Prefill lasts until the last of the batch has its
-first token. A decode step counts when every sequence gets a token in it. One run to warm up comes before those that
-count; the medians are over runs. A driver runs in the environment of its own engine, so nothing of Freight is imported.
+The figures mean what those of `freight bench latency --json` mean. Prefill lasts until the last of
+the batch has its first token. A decode step counts when every sequence gets a token in it. One run
+to warm up comes before those that count; the medians are over runs. A driver runs in the
+environment of its own engine, so nothing of Freight is imported.
 
-The second half is for compare_*.py, which compare log-probabilities of first tokens: their arguments, the prompts,
-Freight's answer and the differences. Only `first_tokens` imports Freight.
+The second half is for compare_*.py, which compare log-probabilities of first tokens: their
+arguments, the prompts, Freight's answer and the differences. Only `first_tokens` imports Freight.
 """
 
 from __future__ import annotations
@@ -21,23 +23,65 @@ from pathlib import Path
 from typing import Any
 
 PROMPTS = (
-    *("def main(", "class Stack:\n    def __init__(self", "import os\nimport", "for i in range(", "    return self."),
-    *("# Copyright", "if not isinstance(", "    raise ValueError(", "with open(path) as", "@property\n    def"),
-    *("try:\n    import", "    for name, value in", "x = [", "def __repr__(self):\n        return", "while True:\n"),
+    *(
+        "def main(",
+        "class Stack:\n    def __init__(self",
+        "import os\nimport",
+        "for i in range(",
+        "    return self.",
+    ),
+    *(
+        "# Copyright",
+        "if not isinstance(",
+        "    raise ValueError(",
+        "with open(path) as",
+        "@property\n    def",
+    ),
+    *(
+        "try:\n    import",
+        "    for name, value in",
+        "x = [",
+        "def __repr__(self):\n        return",
+        "while True:\n",
+    ),
 )
 Top = dict[int, float]  # log-probability by token
-Steps = Sequence[tuple[float, int]]  # of one run: seconds of each step, and how many sequences got a token in it
+Steps = Sequence[
+    tuple[float, int]
+]  # of one run: seconds of each step, and how many sequences got a token in it
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """The arguments that every driver takes."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    made.add_argument("--model", type=Path, required=True, metavar="PATH", help="a folder or file of the engine's form")
-    made.add_argument("--batch-size", type=positive, default=1, metavar="COUNT", help="sequences that arrive at once")
-    made.add_argument("--input-len", type=positive, default=128, metavar="TOKENS", help="length of a prompt")
-    made.add_argument("--output-len", type=positive, default=33, metavar="TOKENS", help="tokens generated for each")
+    made.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="a folder or file of the engine's form",
+    )
+    made.add_argument(
+        "--batch-size",
+        type=positive,
+        default=1,
+        metavar="COUNT",
+        help="sequences that arrive at once",
+    )
+    made.add_argument(
+        "--input-len", type=positive, default=128, metavar="TOKENS", help="length of a prompt"
+    )
+    made.add_argument(
+        "--output-len",
+        type=positive,
+        default=33,
+        metavar="TOKENS",
+        help="tokens generated for each",
+    )
     made.add_argument("--threads", type=positive, default=2, metavar="COUNT", help="CPU threads")
-    made.add_argument("--repeats", type=positive, default=3, metavar="COUNT", help="runs that count")
+    made.add_argument(
+        "--repeats", type=positive, default=3, metavar="COUNT", help="runs that count"
+    )
     return made
 
 
@@ -48,13 +92,22 @@ def positive(text: str) -> int:
     return number
 
 
-def random_prompts(args: argparse.Namespace, vocab_size: int, numbers: random.Random) -> list[list[int]]:
-    """`batch_size` prompts of `input_len` token ids, new ones at every call, so that no prefix is found in a cache."""
-    return [[numbers.randrange(vocab_size) for _ in range(args.input_len)] for _ in range(args.batch_size)]
+def random_prompts(
+    args: argparse.Namespace, vocab_size: int, numbers: random.Random
+) -> list[list[int]]:
+    """`batch_size` prompts of `input_len` token ids, new ones at every call, so that no prefix is
+    found in a cache.
+    """
+    return [
+        [numbers.randrange(vocab_size) for _ in range(args.input_len)]
+        for _ in range(args.batch_size)
+    ]
 
 
 def measure(args: argparse.Namespace, run: Callable[[], Steps]) -> dict[str, Any]:
-    """Call `run` once to warm up and `repeats` times; tokens per second of prefill and decode, and their spread."""
+    """Call `run` once to warm up and `repeats` times; tokens per second of prefill and decode, and
+    their spread.
+    """
     run()
     prefill, decode = [], []
     for _ in range(args.repeats):
@@ -65,11 +118,17 @@ def measure(args: argparse.Namespace, run: Callable[[], Steps]) -> dict[str, Any
 
 
 def split(steps: Steps, batch_size: int) -> tuple[float, list[float]]:
-    """(seconds until every sequence has its first token, seconds of each later step in which all get one)."""
+    """(seconds until every sequence has its first token, seconds of each later step in which all
+    get one).
+    """
     full = [index for index, (_, sampled) in enumerate(steps) if sampled == batch_size]
     if len(full) < 2:
-        sys.exit(f"of {batch_size} sequences the first ends before all decode together: raise --output-len")
-    return sum(seconds for seconds, _ in steps[: full[0] + 1]), [steps[index][0] for index in full[1:]]
+        sys.exit(
+            f"of {batch_size} sequences the first ends before all decode together: raise --output-len"
+        )
+    return sum(seconds for seconds, _ in steps[: full[0] + 1]), [
+        steps[index][0] for index in full[1:]
+    ]
 
 
 def figures(samples: dict[str, list[float]]) -> dict[str, Any]:
@@ -79,14 +138,26 @@ def figures(samples: dict[str, list[float]]) -> dict[str, Any]:
         low = high = values[0]
         if len(values) > 1:
             low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-        spread[name] = {"median": statistics.median(values), "low": low, "high": high, "count": len(values)}
+        spread[name] = {
+            "median": statistics.median(values),
+            "low": low,
+            "high": high,
+            "count": len(values),
+        }
     return {name: spread[name]["median"] for name in samples} | {"spread": spread}
 
 
-def report(args: argparse.Namespace, engine: str, version: str, ran: dict[str, Any], found: dict[str, Any]) -> None:
+def report(
+    args: argparse.Namespace, engine: str, version: str, ran: dict[str, Any], found: dict[str, Any]
+) -> None:
     """Print the JSON line, the last on standard output."""
-    asked = {name: getattr(args, name) for name in ("threads", "batch_size", "input_len", "output_len", "repeats")}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    asked = {
+        name: getattr(args, name)
+        for name in ("threads", "batch_size", "input_len", "output_len", "repeats")
+    }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     line = {"engine": engine, "version": version, "model": args.model.name, "ran": ran}
     print(json.dumps(line | asked | found | {"peak_rss_bytes": peak}), flush=True)
 
@@ -94,7 +165,12 @@ def report(args: argparse.Namespace, engine: str, version: str, ran: dict[str, A
 def comparison(doc: str | None) -> argparse.ArgumentParser:
     """The arguments of every script that quantizes a model and compares."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    made.add_argument("model", nargs="?", default="demo", help="a folder or 'demo', the model that ships (default)")
+    made.add_argument(
+        "model",
+        nargs="?",
+        default="demo",
+        help="a folder or 'demo', the model that ships (default)",
+    )
     made.add_argument("--data", type=Path, help="calibration text; 'demo' has its own")
     return made
 

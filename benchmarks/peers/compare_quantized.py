@@ -1,14 +1,16 @@
-"""Does another reader get from our quantized checkpoints what Freight gets? transformers with compressed-tensors.
+"""Does another reader get from our quantized checkpoints what Freight gets? transformers with
+compressed-tensors.
 
 Needs Freight, transformers (up to 5.17), compressed-tensors 0.19 and torch in one environment.
 
     python benchmarks/peers/compare_quantized.py [MODEL] [--data FILE] [--dtype auto]
 
-Writes MODEL in each scheme that compressed-tensors has, loads it in both, and compares the log-probabilities of the
-five most likely first tokens of each prompt. A line per scheme: the largest difference of the middle prompt, and of the
-worst. Computed in float32, both agree to the last digits until a sum that ends up a hair away on one side crosses the
-border between two FP8 codes; from there on they differ as FP8 differs from 16 bits. So the middle prompt decides:
-status 1 if it is above --tolerance. KV scales per channel are taken away first, as the other reader does not
+Writes MODEL in each scheme that compressed-tensors has, loads it in both, and compares the
+log-probabilities of the five most likely first tokens of each prompt. A line per scheme: the
+largest difference of the middle prompt, and of the worst. Computed in float32, both agree to the
+last digits until a sum that ends up a hair away on one side crosses the border between two FP8
+codes; from there on they differ as FP8 differs from 16 bits. So the middle prompt decides: status 1
+if it is above --tolerance. KV scales per channel are taken away first, as the other reader does not
 see them: what is compared is that the scale per layer stands on its own.
 """
 
@@ -19,7 +21,15 @@ import tempfile
 from pathlib import Path
 
 import torch
-from common import PROMPTS, Top, comparison, differences, first_tokens, hide_extras, middle_and_worst
+from common import (
+    PROMPTS,
+    Top,
+    comparison,
+    differences,
+    first_tokens,
+    hide_extras,
+    middle_and_worst,
+)
 from transformers import AutoModelForCausalLM
 
 import freight
@@ -33,7 +43,12 @@ SCHEMES: tuple[dict[str, str], ...] = (
     {"weights": "fp8-block", "activations": "dynamic"},
     {"weights": "none", "kv_cache": "fp8"},
     {"weights": "fp8", "activations": "static", "kv_cache": "fp8"},
-    {"weights": "fp8-channel", "activations": "dynamic", "kv_cache": "fp8", "kv_granularity": "channel"},
+    {
+        "weights": "fp8-channel",
+        "activations": "dynamic",
+        "kv_cache": "fp8",
+        "kv_granularity": "channel",
+    },
 )
 
 
@@ -41,13 +56,18 @@ def theirs(folder: str, prompts: list[list[int]], dtype: str) -> list[Top]:
     """All log-probabilities of the first token of each prompt."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with torch.inference_mode():
-        found = [torch.log_softmax(model(torch.tensor([ids])).logits[0, -1].float(), -1) for ids in prompts]
+        found = [
+            torch.log_softmax(model(torch.tensor([ids])).logits[0, -1].float(), -1)
+            for ids in prompts
+        ]
     return [dict(enumerate(values.tolist())) for values in found]
 
 
 def main() -> None:
     parser = comparison(__doc__)
-    parser.add_argument("--dtype", default="float32", help="what both compute in; auto: as the model is stored")
+    parser.add_argument(
+        "--dtype", default="float32", help="what both compute in; auto: as the model is stored"
+    )
     parser.add_argument("--tolerance", type=float, default=0.05)
     args = parser.parse_args()
     tokenizer = Tokenizer.load(resolve_model(args.model))
@@ -55,7 +75,9 @@ def main() -> None:
     failed = False
     for scheme in SCHEMES:
         needs = scheme.get("activations") == "static" or "kv_cache" in scheme
-        data = {"calibration_data": args.data, "num_samples": 32, "max_seq_len": 512} if needs else {}
+        data = (
+            {"calibration_data": args.data, "num_samples": 32, "max_seq_len": 512} if needs else {}
+        )
         with tempfile.TemporaryDirectory() as temporary:
             out = Path(temporary) / "out"
             freight.quantize(args.model, out, **scheme, **data)

@@ -1,13 +1,16 @@
-"""Are our static scales llm-compressor's? The same model, the same token ids, `observer: static_minmax`.
+"""Are our static scales llm-compressor's? The same model, the same token ids, `observer:
+static_minmax`.
 
-Needs Freight, llm-compressor 0.14, compressed-tensors 0.19, transformers 5.17 and torch in one environment.
+Needs Freight, llm-compressor 0.14, compressed-tensors 0.19, transformers 5.17 and torch in one
+environment.
 
     python benchmarks/peers/compare_scales.py [MODEL] [--data FILE] [--num-samples N] [--max-seq-len N]
 
-Quantizes MODEL with both (weights, activations and KV cache per tensor, static) and prints, for each kind of scale, how
-many of them are how many units in the last place of the dtype that they are stored in apart; then the share of weight
-codes that are the same. llm-compressor divides in the model's dtype, Freight in float32, so some codes are neighbours.
-Ends with status 1 if a scale is more than one unit away.
+Quantizes MODEL with both (weights, activations and KV cache per tensor, static) and prints, for
+each kind of scale, how many of them are how many units in the last place of the dtype that they are
+stored in apart; then the share of weight codes that are the same. llm-compressor divides in the
+model's dtype, Freight in float32, so some codes are neighbours. Ends with status 1 if a scale is
+more than one unit away.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ ARGUMENTS: dict[str, Any] = {
 def quantize_theirs(folder: Path, out: Path, samples: list[list[int]]) -> None:
     recipe = QuantizationModifier(
         ignore=["lm_head"],
-        config_groups={"group_0": {"weights": ARGUMENTS, "input_activations": ARGUMENTS, "targets": ["Linear"]}},
+        config_groups={
+            "group_0": {"weights": ARGUMENTS, "input_activations": ARGUMENTS, "targets": ["Linear"]}
+        },
         kv_cache_scheme=ARGUMENTS,
     )
     rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in samples]
@@ -60,7 +65,9 @@ def quantize_theirs(folder: Path, out: Path, samples: list[list[int]]) -> None:
 
 def units_apart(ours: torch.Tensor, theirs: torch.Tensor) -> int:
     """Units in the last place, of positive numbers of one dtype."""
-    integer = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}[ours.dtype]
+    integer = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}[
+        ours.dtype
+    ]
     assert ours.dtype == theirs.dtype
     assert ours.shape == theirs.shape
     return int((ours.view(integer).long() - theirs.view(integer).long()).abs().max())
@@ -74,7 +81,9 @@ def main() -> None:
     folder = resolve_model(args.model)
     vocabulary = len(load_file(folder / "model.safetensors")["model.embed_tokens.weight"])
     text = args.data or folder / "calibration.txt"
-    samples = read_samples(text, args.num_samples, args.max_seq_len, vocabulary, lambda: Tokenizer.load(folder))
+    samples = read_samples(
+        text, args.num_samples, args.max_seq_len, vocabulary, lambda: Tokenizer.load(folder)
+    )
     with tempfile.TemporaryDirectory() as temporary:
         mine, theirs = Path(temporary) / "mine", Path(temporary) / "theirs"
         freight.quantize(
@@ -87,13 +96,21 @@ def main() -> None:
     kinds: dict[str, Counter[int]] = {}
     for name, scale in got.items():
         if name.endswith("_scale"):
-            kinds.setdefault(name.rpartition(".")[2], Counter())[units_apart(scale, expected[name])] += 1
+            kinds.setdefault(name.rpartition(".")[2], Counter())[
+                units_apart(scale, expected[name])
+            ] += 1
     tokens = sum(map(len, samples))
     print(f"{tokens:,} tokens in {len(samples)} samples; scales by units in the last place apart:")
     for kind, counts in kinds.items():
-        print(f"{kind}: " + ", ".join(f"{count} at {units}" for units, count in sorted(counts.items())))
+        print(
+            f"{kind}: "
+            + ", ".join(f"{count} at {units}" for units, count in sorted(counts.items()))
+        )
     codes = [name for name in got if got[name].dtype is torch.float8_e4m3fn]
-    same = [(got[name].view(torch.uint8) == expected[name].view(torch.uint8)).float().mean() for name in codes]
+    same = [
+        (got[name].view(torch.uint8) == expected[name].view(torch.uint8)).float().mean()
+        for name in codes
+    ]
     print(f"weight codes that are the same: {float(torch.stack(same).mean()):.1%}")
     sys.exit(any(units > 1 for counts in kinds.values() for units in counts))
 

@@ -1,14 +1,17 @@
-"""Does vLLM on a CPU use the KV scales that we write? Its first tokens beside Freight's, on the same checkpoint.
+"""Does vLLM on a CPU use the KV scales that we write? Its first tokens beside Freight's, on the
+same checkpoint.
 
     python benchmarks/peers/compare_with_vllm.py --vllm-python PATH [MODEL] [--data FILE]
 
-Runs in Freight's environment; PATH is the interpreter of one with vLLM's CPU build (0.32 was tried). Quantizes the KV
-cache of MODEL per channel, so that vLLM sees the scale per layer and not the finer ones, and compares log-probabilities
-of the five most likely first tokens, in float32: the largest difference of the middle prompt, and of the worst.
+Runs in Freight's environment; PATH is the interpreter of one with vLLM's CPU build (0.32 was
+tried). Quantizes the KV cache of MODEL per channel, so that vLLM sees the scale per layer and not
+the finer ones, and compares log-probabilities of the five most likely first tokens, in float32: the
+largest difference of the middle prompt, and of the worst.
 
-vLLM 0.32's CPU kernel rounds towards zero where it stores to FP8; Freight, as everyone on a GPU, rounds to nearest. So
-the comparison is made twice, the second time with Freight's reference kernels made to round as vLLM does. Ends with
-status 1 if the middle prompt of that one is above --tolerance.
+vLLM 0.32's CPU kernel rounds towards zero where it stores to FP8; Freight, as everyone on a GPU,
+rounds to nearest. So the comparison is made twice, the second time with Freight's reference kernels
+made to round as vLLM does. Ends with status 1 if the middle prompt of that one is above
+--tolerance.
 """
 
 from __future__ import annotations
@@ -21,27 +24,45 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import PROMPTS, Top, comparison, differences, first_tokens, hide_extras, middle_and_worst
+from common import (
+    PROMPTS,
+    Top,
+    comparison,
+    differences,
+    first_tokens,
+    hide_extras,
+    middle_and_worst,
+)
 
 
 def answer(folder: str, prompts: list[list[int]]) -> list[Top]:
     """vLLM's side."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_NO_USAGE_STATS"] = os.environ["HF_HUB_OFFLINE"] = os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    os.environ["VLLM_NO_USAGE_STATS"] = os.environ["HF_HUB_OFFLINE"] = os.environ[
+        "VLLM_CPU_KVCACHE_SPACE"
+    ] = "1"
     from vllm import LLM, SamplingParams
 
     llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=16)
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
-    return [{token: one.logprob for token, one in output.outputs[0].logprobs[0].items()} for output in outputs]
+    return [
+        {token: one.logprob for token, one in output.outputs[0].logprobs[0].items()}
+        for output in outputs
+    ]
 
 
 def ask(python: str, folder: Path, prompts: list[list[int]]) -> list[Top]:
-    """vLLM's log-probabilities of the five most likely first tokens of each prompt, from its own environment."""
+    """vLLM's log-probabilities of the five most likely first tokens of each prompt, from its own
+    environment.
+    """
     with tempfile.NamedTemporaryFile() as file:
         command = [python, __file__, "--answer", str(folder), json.dumps(prompts), file.name]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return [{int(token): value for token, value in top.items()} for top in json.loads(Path(file.name).read_text())]
+        return [
+            {int(token): value for token, value in top.items()}
+            for top in json.loads(Path(file.name).read_text())
+        ]
 
 
 def round_towards_zero() -> None:
@@ -53,7 +74,9 @@ def round_towards_zero() -> None:
     nearest = reference.encode
 
     def towards_zero(x: torch.Tensor, scale: Any, format: Any) -> torch.Tensor:
-        values = (x.float() / torch.as_tensor(scale, dtype=torch.float32)).clamp(-format.max, format.max)
+        values = (x.float() / torch.as_tensor(scale, dtype=torch.float32)).clamp(
+            -format.max, format.max
+        )
         step = torch.exp2(torch.floor(torch.log2(values.abs().clamp(min=2.0**-6))) - 3)
         return nearest(torch.trunc(values / step) * step, 1.0, format)
 
@@ -82,7 +105,9 @@ def main() -> None:
         nearest = differences(first_tokens(str(out), prompts, dtype="float32"), theirs)
         print(f"rounding to nearest: {middle_and_worst(nearest)}")
         round_towards_zero()
-        same = differences(first_tokens(str(out), prompts, dtype="float32", kernels="reference"), theirs)
+        same = differences(
+            first_tokens(str(out), prompts, dtype="float32", kernels="reference"), theirs
+        )
         print(f"rounding towards zero, as vLLM: {middle_and_worst(same)}")
     sys.exit(same[len(same) // 2] > args.tolerance)
 

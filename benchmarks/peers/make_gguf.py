@@ -1,9 +1,11 @@
-"""Write a Llama or Qwen3-MoE checkpoint folder as a GGUF file with Q8_0 or Q4_K_M weights, for llama.cpp.
+"""Write a Llama or Qwen3-MoE checkpoint folder as a GGUF file with Q8_0 or Q4_K_M weights, for
+llama.cpp.
 
-With Q8_0 every matrix is 32 values of int8 with one float16 scale, as llama.cpp's own `quantize` does for this type.
-Q4_K_M is made by llama.cpp itself from a BF16 file: mostly 4 bits, some matrices 6, about 5 bits a weight in all. Norms
-are float32. The vocabulary of a byte-level BPE tokenizer is written along, as llama.cpp's server needs one. Without
-a tokenizer.json it is token ids in, token ids out. Runs in llama.cpp's environment, which has gguf and NumPy, no torch.
+With Q8_0 every matrix is 32 values of int8 with one float16 scale, as llama.cpp's own `quantize`
+does for this type. Q4_K_M is made by llama.cpp itself from a BF16 file: mostly 4 bits, some
+matrices 6, about 5 bits a weight in all. Norms are float32. The vocabulary of a byte-level BPE
+tokenizer is written along, as llama.cpp's server needs one. Without a tokenizer.json it is token
+ids in, token ids out. Runs in llama.cpp's environment, which has gguf and NumPy, no torch.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def gguf_name(name: str) -> str:
 
 
 def bfloat16_tensors(checkpoint: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and float32 values of every tensor; those of the experts of a layer as one [experts, outputs, inputs]."""
+    """Name and float32 values of every tensor; those of the experts of a layer as one [experts,
+    outputs, inputs].
+    """
     for path in sorted(checkpoint.glob("*.safetensors")):
         stored = dict(file_tensors(path))
         experts: dict[str, list[np.ndarray]] = {}
@@ -87,9 +91,13 @@ def values(bits: np.ndarray) -> np.ndarray:
 
 
 def pair_neighbours(matrix: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from halves to pairs: llama.cpp turns neighbours in RoPE, Hugging Face turns i and i + d/2."""
+    """Rows of each head from halves to pairs: llama.cpp turns neighbours in RoPE, Hugging Face
+    turns i and i + d/2.
+    """
     rows, columns = matrix.shape
-    return matrix.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        matrix.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    )
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, path: Path, config: dict[str, Any]) -> None:
@@ -103,18 +111,27 @@ def add_vocabulary(writer: gguf.GGUFWriter, path: Path, config: dict[str, Any]) 
     ids = range(config["vocab_size"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list([added.get(index) or tokens.get(index, f"<unused {index}>") for index in ids])
+    writer.add_token_list(
+        [added.get(index) or tokens.get(index, f"<unused {index}>") for index in ids]
+    )
     kinds = gguf.TokenType
     writer.add_token_types(
-        [kinds.CONTROL if index in added else kinds.NORMAL if index in tokens else kinds.UNUSED for index in ids]
+        [
+            kinds.CONTROL if index in added else kinds.NORMAL if index in tokens else kinds.UNUSED
+            for index in ids
+        ]
     )
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]])
+    writer.add_token_merges(
+        [m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]]
+    )
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(False)
 
 
-def write(checkpoint: Path, file: Path, kind: gguf.GGMLQuantizationType, file_type: gguf.LlamaFileType) -> None:
+def write(
+    checkpoint: Path, file: Path, kind: gguf.GGMLQuantizationType, file_type: gguf.LlamaFileType
+) -> None:
     """The checkpoint as `file`, its matrices of type `kind`."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     mixture = config["model_type"] == "qwen3_moe"
@@ -138,11 +155,15 @@ def write(checkpoint: Path, file: Path, kind: gguf.GGMLQuantizationType, file_ty
     add_vocabulary(writer, checkpoint / "tokenizer.json", config)
     writer.add_file_type(file_type)
     for name, tensor in bfloat16_tensors(checkpoint):
-        if ("q_proj" in name or "k_proj" in name) and not mixture:  # it turns Qwen's halves as they are
+        if (
+            "q_proj" in name or "k_proj" in name
+        ) and not mixture:  # it turns Qwen's halves as they are
             heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
             tensor = pair_neighbours(tensor, config[heads])
         stored = gguf_name(name)
-        as_type = gguf.GGMLQuantizationType.F32 if any(part in stored for part in IN_FLOAT32) else kind
+        as_type = (
+            gguf.GGMLQuantizationType.F32 if any(part in stored for part in IN_FLOAT32) else kind
+        )
         writer.add_tensor(stored, gguf.quantize(tensor, as_type), raw_dtype=as_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -163,12 +184,21 @@ def quantize_k(source: Path, file: Path) -> None:
 
 def main() -> None:
     made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    made.add_argument("checkpoint", type=Path, help="a folder with config.json and model.safetensors in BF16")
+    made.add_argument(
+        "checkpoint", type=Path, help="a folder with config.json and model.safetensors in BF16"
+    )
     made.add_argument("file", type=Path, help="where to write, NAME.gguf")
-    made.add_argument("--weights", choices=("q8_0", "q4_k_m"), default="q8_0", help="the type of the matrices")
+    made.add_argument(
+        "--weights", choices=("q8_0", "q4_k_m"), default="q8_0", help="the type of the matrices"
+    )
     args = made.parse_args()
     if args.weights == "q8_0":
-        write(args.checkpoint, args.file, gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0)
+        write(
+            args.checkpoint,
+            args.file,
+            gguf.GGMLQuantizationType.Q8_0,
+            gguf.LlamaFileType.MOSTLY_Q8_0,
+        )
         return
     sixteen = args.file.with_suffix(".bf16.gguf")
     write(args.checkpoint, sixteen, gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16)

@@ -1,12 +1,13 @@
-"""Write a Hugging Face checkpoint of a given shape with random weights, for engines that need one on disk.
+"""Write a Hugging Face checkpoint of a given shape with random weights, for engines that need one
+on disk.
 
-Weights are BF16, or with `--weights int8` W8A8 as llm-compressor writes it for compressed-tensors: INT8 by output row
-with a scale of float32, the head in BF16, and the engine rounds activations to INT8 by token.
-Both forms of a seed hold the same model.
+Weights are BF16, or with `--weights int8` W8A8 as llm-compressor writes it for compressed-tensors:
+INT8 by output row with a scale of float32, the head in BF16, and the engine rounds activations to
+INT8 by token. Both forms of a seed hold the same model.
 
-Runs in Freight's environment. The tokenizer is the demo model's, with unused words added up to the model's vocabulary:
-some engines demand a tokenizer and look up every token that they generate. The folder loads in Freight, transformers,
-vLLM and optimum alike.
+Runs in Freight's environment. The tokenizer is the demo model's, with unused words added up to the
+model's vocabulary: some engines demand a tokenizer and look up every token that they generate. The
+folder loads in Freight, transformers, vLLM and optimum alike.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def by_layer(shapes: dict[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[in
 
 
 def to_int8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The matrices of the layers as INT8 [output, input] with `weight_scale` [output, 1]; the others as they are."""
+    """The matrices of the layers as INT8 [output, input] with `weight_scale` [output, 1]; the
+    others as they are.
+    """
     found = {}
     for name, values in tensors.items():
         found[name] = values
@@ -63,7 +66,9 @@ def to_int8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """The demo model's tokenizer with `vocab_size` words; the added ones are never read from a text."""
+    """The demo model's tokenizer with `vocab_size` words; the added ones are never read from a
+    text.
+    """
     demo = Path(freight.__file__).parent / "demo"
     tokenizer = json.loads((demo / "tokenizer.json").read_text(encoding="utf-8"))
     words = tokenizer["model"]["vocab"]
@@ -76,9 +81,16 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 def main() -> None:
     made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     made.add_argument("folder", type=Path, help="where to write the checkpoint")
-    made.add_argument("--shape", default="llama-1b", help="a preset of Freight's or a config.json (default llama-1b)")
     made.add_argument(
-        "--weights", choices=("bf16", "int8"), default="bf16", help="what matrices of layers are stored in"
+        "--shape",
+        default="llama-1b",
+        help="a preset of Freight's or a config.json (default llama-1b)",
+    )
+    made.add_argument(
+        "--weights",
+        choices=("bf16", "int8"),
+        default="bf16",
+        help="what matrices of layers are stored in",
     )
     made.add_argument("--seed", type=int, default=0)
     args = made.parse_args()
@@ -92,7 +104,9 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, str] = {}
     parameters = 0
-    for part, shapes in by_layer(tensor_shapes(model)).items():  # a file each: memory holds one layer
+    for part, shapes in by_layer(
+        tensor_shapes(model)
+    ).items():  # a file each: memory holds one layer
         tensors = {}
         for name, shape in shapes.items():
             values = torch.ones(shape)
@@ -105,10 +119,14 @@ def main() -> None:
         files |= dict.fromkeys(tensors, f"model-{part}.safetensors")
         save_file(tensors, args.folder / f"model-{part}.safetensors", metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": files}
-    (args.folder / "model.safetensors.index.json").write_text(json.dumps(index) + "\n", encoding="utf-8")
+    (args.folder / "model.safetensors.index.json").write_text(
+        json.dumps(index) + "\n", encoding="utf-8"
+    )
     (args.folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
-    (args.folder / "generation_config.json").write_text(json.dumps(generation) + "\n", encoding="utf-8")
+    (args.folder / "generation_config.json").write_text(
+        json.dumps(generation) + "\n", encoding="utf-8"
+    )
     write_tokenizer(args.folder, config["vocab_size"])
     print(f"{args.folder}: {parameters / 1e6:.0f} M parameters")
 

@@ -1,13 +1,15 @@
-"""Tiny models of many families, quantized by llm-compressor's `oneshot`, with the logits that its own model computes.
+"""Tiny models of many families, quantized by llm-compressor's `oneshot`, with the logits that its
+own model computes.
 
     python benchmarks/peers/make_quantized_families.py tests/fixtures/llmcompressor_families [NAME ...]
 
-Needs llmcompressor 0.14, compressed-tensors 0.19, transformers 5.17 and torchvision; run it at the root of the
-repository. Each folder gets config.json and model.safetensors as `save_pretrained` writes them, and
-`expected.safetensors`: token ids, and logits in float32 of the quantized model in memory. Its matrices are the stored
-bytes times their scales; compressed-tensors rounds inputs and cache. Two things are done otherwise than it does them:
-a dynamic scale is that of a row where an input has two dimensions, and a static one the largest of a layer's experts.
-What the tool refuses is printed with its error.
+Needs llmcompressor 0.14, compressed-tensors 0.19, transformers 5.17 and torchvision; run it at the
+root of the repository. Each folder gets config.json and model.safetensors as `save_pretrained`
+writes them, and `expected.safetensors`: token ids, and logits in float32 of the quantized model in
+memory. Its matrices are the stored bytes times their scales; compressed-tensors rounds inputs and
+cache. Two things are done otherwise than it does them: a dynamic scale is that of a row where an
+input has two dimensions, and a static one the largest of a layer's experts. What the tool refuses
+is printed with its error.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 HEADS = {**SHAPE, "head_dim": 16}
 MOE: dict[str, Any] = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-WINDOWS: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOWS: dict[str, Any] = {
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 16,
@@ -47,7 +52,11 @@ VISION: dict[str, Any] = {
     "patch_size": 2,
     "spatial_merge_size": 1,
 }
-SECTIONS: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+SECTIONS: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [2, 3, 3],
+}
 GEMMA4: dict[str, Any] = {**HEADS, **WINDOWS, "global_head_dim": 32, "hidden_size_per_layer_input": 0,
                           "final_logit_softcapping": 3.0}  # fmt: skip
 MODELS: dict[str, tf.PretrainedConfig] = {
@@ -91,7 +100,14 @@ MODELS: dict[str, tf.PretrainedConfig] = {
 }  # fmt: skip
 PLAIN = ["lm_head", "re:.*visual.*", "re:.*router.*", "re:.*mlp.gate$", "re:.*block_sparse_moe.gate$",
          "re:.*per_layer_.*"]  # fmt: skip
-STATIC = ("granitemoe", "gemma4", "gemma3", "phi3", "exaone4", "ernie4_5_moe")  # FP8; the others FP8_DYNAMIC
+STATIC = (
+    "granitemoe",
+    "gemma4",
+    "gemma3",
+    "phi3",
+    "exaone4",
+    "ernie4_5_moe",
+)  # FP8; the others FP8_DYNAMIC
 WITHOUT_CACHE = ("gemma4", "gemma4_own_inputs", "gemma4_moe", "qwen3_vl_moe")
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True,
          "observer": "static_minmax"}  # fmt: skip
@@ -103,17 +119,29 @@ PROMPTS = torch.randint(3, VOCAB, (5, 5), generator=random).tolist()
 def random_model(config: tf.PretrainedConfig, folder: str) -> type:
     """Every parameter is random, biases and norms too."""
     torch.manual_seed(0)
-    auto = tf.AutoModelForImageTextToText if hasattr(config, "vision_config") else tf.AutoModelForCausalLM
+    auto = (
+        tf.AutoModelForImageTextToText
+        if hasattr(config, "vision_config")
+        else tf.AutoModelForCausalLM
+    )
     model = auto.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             noise = torch.randn(tensor.shape)
             one = 0.0 if config.model_type in ("gemma2", "gemma3_text") else 1.0
-            if "norm" in name or name.endswith(("layer_scalar", "per_expert_scale", "router.scale")):
-                small = config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight"))
+            if "norm" in name or name.endswith(
+                ("layer_scalar", "per_expert_scale", "router.scale")
+            ):
+                small = config.model_type.startswith("gemma4") and name.endswith(
+                    ("q_norm.weight", "k_norm.weight")
+                )
                 tensor.copy_((0.4 if small else one) + 0.1 * noise)
-            elif tensor.is_floating_point() and "inv_freq" not in name and "embed_scale" not in name:
-                tensor.copy_(noise * (1.0 if name.endswith("sinks") else 0.1 if tensor.ndim == 1 else 0.2))
+            elif (
+                tensor.is_floating_point() and "inv_freq" not in name and "embed_scale" not in name
+            ):
+                tensor.copy_(
+                    noise * (1.0 if name.endswith("sinks") else 0.1 if tensor.ndim == 1 else 0.2)
+                )
     model.save_pretrained(folder)
     return auto
 
@@ -123,50 +151,83 @@ def quantized(name: str, base: str, auto: type, out: Path) -> Any:
     with load_quantizable_moe(auto):
         model = auto.from_pretrained(base, dtype=torch.bfloat16, attn_implementation="eager")
     recipe = QuantizationModifier(
-        targets="Linear", scheme=scheme, ignore=PLAIN, kv_cache_scheme=QuantizationArgs(**CACHE) if cache else None
+        targets="Linear",
+        scheme=scheme,
+        ignore=PLAIN,
+        kv_cache_scheme=QuantizationArgs(**CACHE) if cache else None,
     )
     rows = {"input_ids": SAMPLES, "attention_mask": [[1] * len(row) for row in SAMPLES]}
-    data = {"dataset": Dataset.from_dict(rows), "num_calibration_samples": len(SAMPLES), "max_seq_length": 64}
+    data = {
+        "dataset": Dataset.from_dict(rows),
+        "num_calibration_samples": len(SAMPLES),
+        "max_seq_length": 64,
+    }
     tokenizer = tf.AutoTokenizer.from_pretrained("src/freight/demo")
-    oneshot(model=model, recipe=recipe, processor=tokenizer, **(data if cache or scheme == "FP8" else {}))
+    oneshot(
+        model=model,
+        recipe=recipe,
+        processor=tokenizer,
+        **(data if cache or scheme == "FP8" else {}),
+    )
     model.save_pretrained(str(out), save_compressed=True)
     return model
 
 
 def replace_parameter(module: Any, name: str, value: torch.Tensor) -> None:
-    """Removed first, or the cache of the module would round the new values to the type of the old ones."""
+    """Removed first, or the cache of the module would round the new values to the type of the old
+    ones.
+    """
     delattr(module, name)
     module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
 
 
 def one_input_scale(experts: LinearExperts2D) -> None:
-    """Of gate, up and down in a layer the largest, as engines that compute experts together take it."""
+    """Of gate, up and down in a layer the largest, as engines that compute experts together take
+    it.
+    """
     for part in ("gate_proj", "up_proj", "down_proj"):
         modules = [getattr(experts[i], part) for i in range(experts.num_experts)]
-        scales = [module.input_scale for module in modules if getattr(module, "input_scale", None) is not None]
+        scales = [
+            module.input_scale
+            for module in modules
+            if getattr(module, "input_scale", None) is not None
+        ]
         for module in modules if scales else ():
             replace_parameter(module, "input_scale", torch.stack(scales).amax(0))
 
 
 def by_row(module: Any) -> None:
-    """compressed-tensors gives each number a dynamic scale of its own where an input has no batch dimension."""
+    """compressed-tensors gives each number a dynamic scale of its own where an input has no batch
+    dimension.
+    """
     forward = module.forward
     module.forward = lambda x: forward(x[None])[0] if x.ndim == 2 else forward(x)
 
 
 def logits(model: Any) -> list[list[list[float]]]:
-    """In float32, with the stored bytes times their scales, which compressed-tensors would round to bfloat16."""
+    """In float32, with the stored bytes times their scales, which compressed-tensors would round to
+    bfloat16.
+    """
     for module in model.modules():
-        if getattr(module, "weight_scale", None) is not None and module.weight.dtype == torch.float8_e4m3fn:
+        if (
+            getattr(module, "weight_scale", None) is not None
+            and module.weight.dtype == torch.float8_e4m3fn
+        ):
             args = module.quantization_scheme.weights
-            wide = dequantize(module.weight, module.weight_scale.float(), args=args, dtype=torch.float32)
+            wide = dequantize(
+                module.weight, module.weight_scale.float(), args=args, dtype=torch.float32
+            )
             replace_parameter(module, "weight", wide)
             by_row(module)
         if isinstance(module, LinearExperts2D):
             one_input_scale(module)
-        if hasattr(module, "scalar_embed_scale"):  # Gemma's, rounded to bfloat16 when the model was loaded
+        if hasattr(
+            module, "scalar_embed_scale"
+        ):  # Gemma's, rounded to bfloat16 when the model was loaded
             del module.embed_scale
-            module.register_buffer("embed_scale", torch.tensor(module.scalar_embed_scale), persistent=False)
+            module.register_buffer(
+                "embed_scale", torch.tensor(module.scalar_embed_scale), persistent=False
+            )
     frequencies = {n: b for n, b in model.named_buffers() if n.endswith("inv_freq")}
     assert all(b.dtype == torch.float32 for b in frequencies.values())
     model._forward_pre_hooks.clear()  # would decompress

@@ -1,7 +1,8 @@
 """Measure llama.cpp, through llama-cpp-python, on a GGUF file; one JSON line.
 
-Uses the C functions, because the Python class above them decodes one sequence only. Tokens are chosen greedily from the
-logits of each sequence, as a server would; llama.cpp cuts a prefill into its own micro batches of 512 tokens.
+Uses the C functions, because the Python class above them decodes one sequence only. Tokens are
+chosen greedily from the logits of each sequence, as a server would; llama.cpp cuts a prefill into
+its own micro batches of 512 tokens.
 """
 
 from __future__ import annotations
@@ -17,21 +18,26 @@ from common import Steps, measure, parser, random_prompts, report
 
 CACHE_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0}
 MICRO_BATCH = 512  # tokens; the default of llama.cpp
-# In GCC 12's amxtileintrin.h, _tile_loadconfig names 8 of the 64 bytes that the instruction reads. GCC removes
-# most stores of ggml_tile_config_init (ggml-cpu/amx/mmq.cpp) as dead, and `ldtilecfg` faults on what the stack holds.
+# In GCC 12's amxtileintrin.h, _tile_loadconfig names 8 of the 64 bytes that the instruction reads.
+# GCC removes most stores of ggml_tile_config_init (ggml-cpu/amx/mmq.cpp) as dead, and `ldtilecfg`
+# faults on what the stack holds.
 AMX_HINT = "llama.cpp's AMX kernels crash in ggml_tile_config_init unless it is compiled with README.md's CMAKE_ARGS"
 
 
 class Model:
     """One loaded model and its context; sequences are numbered from 0."""
 
-    def __init__(self, path: str, num_sequences: int, tokens: int, threads: int, cache_type: str) -> None:
+    def __init__(
+        self, path: str, num_sequences: int, tokens: int, threads: int, cache_type: str
+    ) -> None:
         """`tokens` is the longest that a sequence gets."""
         silent = lib.llama_log_callback(lambda level, text, data: None)
         lib.llama_log_set(silent, ctypes.c_void_p(0))
         self._silent = silent  # called for as long as the library lives
         lib.llama_backend_init()
-        self._model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+        self._model = lib.llama_model_load_from_file(
+            path.encode(), lib.llama_model_default_params()
+        )
         if not self._model:
             sys.exit(f"llama.cpp cannot load {path}")
         params = lib.llama_context_default_params()
@@ -50,7 +56,9 @@ class Model:
         lib.llama_memory_clear(lib.llama_get_memory(self._context), False)
 
     def step(self, fresh: list[list[int]], start: int) -> list[int]:
-        """Run the new tokens of every sequence, which has `start` already; the most likely next token of each."""
+        """Run the new tokens of every sequence, which has `start` already; the most likely next
+        token of each.
+        """
         batch, count, last = self._batch, 0, []
         for sequence, tokens in enumerate(fresh):
             for offset, token in enumerate(tokens):
@@ -69,7 +77,12 @@ class Model:
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--kv-cache-dtype", choices=CACHE_TYPES, default="f16", help="llama.cpp's own default is f16")
+    made.add_argument(
+        "--kv-cache-dtype",
+        choices=CACHE_TYPES,
+        default="f16",
+        help="llama.cpp's own default is f16",
+    )
     args = made.parse_args()
     length = args.input_len + args.output_len
     system = lib.llama_print_system_info().decode().strip(" |")

@@ -1,9 +1,10 @@
 """Measure OpenVINO GenAI on an exported folder, see README.md; one JSON line.
 
-Two of its ways to run are offered. `paged` is what `LLMPipeline` does on a CPU unless told otherwise: paged attention
-under continuous batching. That class takes one prompt of token ids there, so the driver steps the
-`ContinuousBatchingPipeline` beneath it, with whole prompts in one step as `LLMPipeline` has it. `sdpa` is `LLMPipeline`
-with one batch as a matrix; it tells the time until the first tokens and that of the rest, not each step's.
+Two of its ways to run are offered. `paged` is what `LLMPipeline` does on a CPU unless told
+otherwise: paged attention under continuous batching. That class takes one prompt of token ids
+there, so the driver steps the `ContinuousBatchingPipeline` beneath it, with whole prompts in one
+step as `LLMPipeline` has it. `sdpa` is `LLMPipeline` with one batch as a matrix; it tells the time
+until the first tokens and that of the rest, not each step's.
 """
 
 from __future__ import annotations
@@ -24,14 +25,24 @@ WHOLE_PROMPTS = 2**31  # tokens in one step
 
 def vocab_size(args: argparse.Namespace) -> int:
     """The width of the logits."""
-    return openvino.Core().read_model(args.model / "openvino_model.xml").output("logits").partial_shape[2].get_length()
+    return (
+        openvino.Core()
+        .read_model(args.model / "openvino_model.xml")
+        .output("logits")
+        .partial_shape[2]
+        .get_length()
+    )
 
 
 def generation(args: argparse.Namespace) -> openvino_genai.GenerationConfig:
-    return openvino_genai.GenerationConfig(max_new_tokens=args.output_len, ignore_eos=True, do_sample=False)
+    return openvino_genai.GenerationConfig(
+        max_new_tokens=args.output_len, ignore_eos=True, do_sample=False
+    )
 
 
-def paged(args: argparse.Namespace, properties: dict[str, Any]) -> Callable[[list[list[int]]], Steps]:
+def paged(
+    args: argparse.Namespace, properties: dict[str, Any]
+) -> Callable[[list[list[int]]], Steps]:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.max_num_batched_tokens = WHOLE_PROMPTS
     pipe = openvino_genai.ContinuousBatchingPipeline(str(args.model), scheduler, "CPU", properties)
@@ -39,7 +50,10 @@ def paged(args: argparse.Namespace, properties: dict[str, Any]) -> Callable[[lis
     serial = iter(range(10**9))
 
     def run(prompts: list[list[int]]) -> Steps:
-        handles = [pipe.add_request(next(serial), openvino.Tensor(np.array([prompt])), config) for prompt in prompts]
+        handles = [
+            pipe.add_request(next(serial), openvino.Tensor(np.array([prompt])), config)
+            for prompt in prompts
+        ]
         steps = []
         while pipe.has_non_finished_requests():
             begin = time.perf_counter()
@@ -56,8 +70,12 @@ def paged(args: argparse.Namespace, properties: dict[str, Any]) -> Callable[[lis
     return run
 
 
-def sdpa(args: argparse.Namespace, properties: dict[str, Any]) -> Callable[[list[list[int]]], Steps]:
-    pipe = openvino_genai.LLMPipeline(str(args.model), "CPU", ATTENTION_BACKEND="SDPA", **properties)
+def sdpa(
+    args: argparse.Namespace, properties: dict[str, Any]
+) -> Callable[[list[list[int]]], Steps]:
+    pipe = openvino_genai.LLMPipeline(
+        str(args.model), "CPU", ATTENTION_BACKEND="SDPA", **properties
+    )
     config = generation(args)
 
     def run(prompts: list[list[int]]) -> Steps:
@@ -74,10 +92,17 @@ def sdpa(args: argparse.Namespace, properties: dict[str, Any]) -> Callable[[list
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--attention", choices=("paged", "sdpa"), default="paged", help="which way to run; see above")
+    made.add_argument(
+        "--attention",
+        choices=("paged", "sdpa"),
+        default="paged",
+        help="which way to run; see above",
+    )
     args = made.parse_args()
     begin = time.perf_counter()
-    generate = {"paged": paged, "sdpa": sdpa}[args.attention](args, {"INFERENCE_NUM_THREADS": args.threads})
+    generate = {"paged": paged, "sdpa": sdpa}[args.attention](
+        args, {"INFERENCE_NUM_THREADS": args.threads}
+    )
     loading = time.perf_counter() - begin
     vocabulary, numbers = vocab_size(args), random.Random(0)
     found = measure(args, lambda: generate(random_prompts(args, vocabulary, numbers)))

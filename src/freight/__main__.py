@@ -1,9 +1,10 @@
-"""The command `freight`, also as `python -m freight`: ends in order on SIGTERM, as on Ctrl-C, while it imports too.
+"""The command `freight`, also as `python -m freight`: ends in order on SIGTERM, as on Ctrl-C, while
+it imports too.
 
-The first SIGTERM raises `Terminated` in the main thread, so that everything on the way out is cleaned up; a second one
-ends the process at once. Within an import it waits for the end of it: modules that try one thing and then another
-swallow what is raised in them, and the signal would be lost. `freight serve` replaces this by its own handling once its
-event loop runs.
+The first SIGTERM raises `Terminated` in the main thread, so that everything on the way out is
+cleaned up; a second one ends the process at once. Within an import it waits for the end of it:
+modules that try one thing and then another swallow what is raised in them, and the signal would be
+lost. `freight serve` replaces this by its own handling once its event loop runs.
 """
 
 from __future__ import annotations

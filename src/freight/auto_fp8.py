@@ -1,4 +1,5 @@
-"""AutoFP8's interface to Freight's quantizer: a script that used `auto_fp8` runs with its import changed.
+"""AutoFP8's interface to Freight's quantizer: a script that used `auto_fp8` runs with its import
+changed.
 
     from freight.auto_fp8 import AutoFP8ForCausalLM, BaseQuantizeConfig
 
@@ -7,14 +8,16 @@
     model.quantize([])
     model.save_quantized(OUT)
 
-A script's `tokenizer(…).to("cuda")` needs a GPU, because that object belongs to transformers: delete `.to("cuda")` to
-run on a CPU, Freight takes the tokens from wherever they are. `quantize` also takes a file, the name of a data set on
-the hub, or texts, as `freight quantize --calibration-data` does. Calibration runs in `save_quantized`, when it is known
-that the output can be written.
+A script's `tokenizer(…).to("cuda")` needs a GPU, because that object belongs to transformers:
+delete `.to("cuda")` to run on a CPU, Freight takes the tokens from wherever they are. `quantize`
+also takes a file, the name of a data set on the hub, or texts, as `freight quantize
+--calibration-data` does. Calibration runs in `save_quantized`, when it is known that the output can
+be written.
 
-The output has AutoFP8's own layout. The scales are those of `freight quantize`: observed on the unquantized model,
-keys after rotary embedding. AutoFP8's are less exact, because it observed a model whose earlier layers were already
-quantized. Padding that an attention mask marks is not observed, unlike in AutoFP8.
+The output has AutoFP8's own layout. The scales are those of `freight quantize`: observed on the
+unquantized model, keys after rotary embedding. AutoFP8's are less exact, because it observed a
+model whose earlier layers were already quantized. Padding that an attention mask marks is not
+observed, unlike in AutoFP8.
 """
 
 from __future__ import annotations
@@ -47,20 +50,24 @@ from freight.errors import ConfigError
 
 logger = logging.getLogger("freight")
 
-_PASSED_OVER = frozenset(  # options of from_pretrained about loading by transformers, which is not used here
-    """
+_PASSED_OVER = (
+    frozenset(  # options of from_pretrained about loading by transformers, which is not used here
+        """
     torch_dtype dtype device_map trust_remote_code low_cpu_mem_usage attn_implementation use_safetensors cache_dir
     force_download resume_download proxies local_files_only use_auth_token token subfolder _commit_hash
     """.split()  # noqa: SIM905, a list would take a page
+    )
 )
 
 
 @dataclass
 class BaseQuantizeConfig:
-    """How to quantize. `ignore_patterns` are module names, or `re:` and an expression searched in them.
+    """How to quantize. `ignore_patterns` are module names, or `re:` and an expression searched in
+    them.
 
-    `kv_cache_quant_targets` asks for KV scales, as in ("k_proj", "v_proj"). Raises ConfigError, a ValueError, for
-    another method or scheme. After use, `ignored_layers` and `kv_cache_quant_layers` hold what the patterns matched.
+    `kv_cache_quant_targets` asks for KV scales, as in ("k_proj", "v_proj"). Raises ConfigError, a
+    ValueError, for another method or scheme. After use, `ignored_layers` and
+    `kv_cache_quant_layers` hold what the patterns matched.
     """
 
     quant_method: str = "fp8"
@@ -76,13 +83,16 @@ class BaseQuantizeConfig:
         if self.activation_scheme not in ("static", "dynamic"):
             raise ConfigError("Invalid activation_scheme. Choose either 'static' or 'dynamic'.")
         if self.kv_cache_quant_targets is not None and self.activation_scheme == "dynamic":
-            raise ConfigError("kv_cache_quant_targets needs calibration: choose activation_scheme='static'")
+            raise ConfigError(
+                "kv_cache_quant_targets needs calibration: choose activation_scheme='static'"
+            )
 
 
 class AutoFP8ForCausalLM:
     """A checkpoint on its way to FP8. `model` is its folder: weights are read when they are needed.
 
-    `print(model)` shows its modules with their shapes and formats, as they are, or after `quantize` as they will be.
+    `print(model)` shows its modules with their shapes and formats, as they are, or after `quantize`
+    as they will be.
     """
 
     def __init__(self, model: Unquantized, quantize_config: BaseQuantizeConfig) -> None:
@@ -103,20 +113,29 @@ class AutoFP8ForCausalLM:
         kept = matched_modules(model.model, self._plan.ignore)
         self._opened = model.quantized_as(self._plan.weights, self._plan.layout, kept)
         self.config = self._opened.model
-        self._ignored, self._torn = ignored_modules(self.config, self._plan.ignore, others=self._opened.modules_beside)
+        self._ignored, self._torn = ignored_modules(
+            self.config, self._plan.ignore, others=self._opened.modules_beside
+        )
         require_any(self.config, self._plan, self._ignored)
         require_blocks(self.config, self._plan, self._ignored)
         quantize_config.ignored_layers = list(self._ignored)
-        quantize_config.kv_cache_quant_layers = self._kv_layers(quantize_config.kv_cache_quant_targets or ())
+        quantize_config.kv_cache_quant_layers = self._kv_layers(
+            quantize_config.kv_cache_quant_targets or ()
+        )
         self._quantized = False
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | Path, quantize_config: BaseQuantizeConfig, **model_init_kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        quantize_config: BaseQuantizeConfig,
+        **model_init_kwargs: Any,
     ) -> AutoFP8ForCausalLM:
-        """Open a folder or a hub id. Options about how transformers would load the model have no effect.
+        """Open a folder or a hub id. Options about how transformers would load the model have no
+        effect.
 
-        Raises ConfigError for an unknown option, CheckpointError for a model that cannot be quantized.
+        Raises ConfigError for an unknown option, CheckpointError for a model that cannot be
+        quantized.
         """
         unknown = sorted(set(model_init_kwargs) - _PASSED_OVER - {"revision"})
         if unknown:
@@ -127,9 +146,9 @@ class AutoFP8ForCausalLM:
     def quantize(self, calibration_tokens: Any = None) -> None:
         """Take the calibration data, if the activation scheme is static.
 
-        calibration_tokens: [rows, length] token ids (a tensor or lists), or a tokenizer's answer, whose attention mask
-        says what is padding; or a path, the name of a data set on the hub, or a list of texts. Raises ConfigError
-        without enough of them. `save_quantized` calibrates.
+        calibration_tokens: [rows, length] token ids (a tensor or lists), or a tokenizer's answer,
+        whose attention mask says what is padding; or a path, the name of a data set on the hub, or
+        a list of texts. Raises ConfigError without enough of them. `save_quantized` calibrates.
         """
         if self._plan.activations is ActivationScheme.STATIC:
             every = replace(self._plan, max_seq_len=self.config.max_position_embeddings)
@@ -143,8 +162,9 @@ class AutoFP8ForCausalLM:
     def save_quantized(self, save_dir: str | Path, overwrite: bool = True) -> None:
         """Calibrate, if that is still to be done, and write the checkpoint, tokenizer included.
 
-        `save_dir` may be a folder that Freight wrote, unless `overwrite` is False. Raises ConfigError, before anything
-        is calibrated, if it is taken otherwise; CheckpointError if the model computes NaN.
+        `save_dir` may be a folder that Freight wrote, unless `overwrite` is False. Raises
+        ConfigError, before anything is calibrated, if it is taken otherwise; CheckpointError if the
+        model computes NaN.
         """
         if not self._quantized:
             raise ConfigError("call quantize(calibration_tokens) before save_quantized")
@@ -158,23 +178,33 @@ class AutoFP8ForCausalLM:
             if self._calibration is None:
                 self._calibration = NOTHING_CALIBRATED
                 if self._samples is not None:
-                    self._calibration = self._opened.calibrate(self._plan, self._samples, self._ignored, on_progress)
+                    self._calibration = self._opened.calibrate(
+                        self._plan, self._samples, self._ignored, on_progress
+                    )
             source = self._opened, self._plan, self._ignored, self._torn
             result = write(*source, self._calibration, out, on_progress, overwrite)
         for warning in result.warnings:
             logger.warning("%s", warning)
         mib = 2**20
-        print(f"Saved: {result.bytes_before / mib:,.2f} MiB before, {result.bytes_after / mib:,.2f} MiB after")
+        print(
+            f"Saved: {result.bytes_before / mib:,.2f} MiB before, {result.bytes_after / mib:,.2f} MiB after"
+        )
 
     def __repr__(self) -> str:
         plan = self._plan if self._quantized else None
         return model_tree(self._opened.checkpoint, self.config, plan, self._ignored)
 
     def _kv_layers(self, targets: Iterable[str]) -> list[str]:
-        """Names of the modules whose output is cached, which `targets` end. One scale for K needs one for V."""
+        """Names of the modules whose output is cached, which `targets` end. One scale for K needs
+        one for V.
+        """
         targets = tuple(targets)
-        projections = [name for layer in layer_modules(self.config) for name in layer.mixed.get("qkv", ())[1:]]
-        if targets and sorted({name for name in projections if name.endswith(targets)}) != sorted(projections):
+        projections = [
+            name for layer in layer_modules(self.config) for name in layer.mixed.get("qkv", ())[1:]
+        ]
+        if targets and sorted({name for name in projections if name.endswith(targets)}) != sorted(
+            projections
+        ):
             raise ConfigError(
                 f"kv_cache_quant_targets={targets!r} do not name the key and value projections; use "
                 f"{tuple(name.rpartition('.')[2] for name in projections[:2])!r}"
@@ -184,7 +214,9 @@ class AutoFP8ForCausalLM:
 
 def _is_text(data: Any) -> bool:
     """A path or the name of a data set, or a list of texts."""
-    return isinstance(data, str | Path) or (isinstance(data, list) and bool(data) and isinstance(data[0], str))
+    return isinstance(data, str | Path) or (
+        isinstance(data, list) and bool(data) and isinstance(data[0], str)
+    )
 
 
 def _rows(tokens: Any) -> list[list[int]]:
@@ -199,11 +231,16 @@ def _rows(tokens: Any) -> list[list[int]]:
     rows = _lists(ids)
     if mask is None:
         return rows
-    return [[token for token, kept in zip(*pair, strict=True) if kept] for pair in zip(rows, _lists(mask), strict=True)]
+    return [
+        [token for token, kept in zip(*pair, strict=True) if kept]
+        for pair in zip(rows, _lists(mask), strict=True)
+    ]
 
 
 def _lists(values: Any) -> list[list[int]]:
     rows: Any = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-        raise ConfigError("calibration tokens are [rows, length]; give a 2-D tensor, or what the tokenizer returns")
+        raise ConfigError(
+            "calibration tokens are [rows, length]; give a 2-D tensor, or what the tokenizer returns"
+        )
     return rows

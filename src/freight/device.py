@@ -1,10 +1,12 @@
-"""DeviceFacts, and the probe that finds them: what there is to compute with, and how much memory is really free.
+"""DeviceFacts, and the probe that finds them: what there is to compute with, and how much memory is
+really free.
 
-Guarantees: free memory never exceeds what the kernel would give this process. On Linux that is the least of
-MemAvailable and of what every control group above the process still allows (v1 and v2; page cache that the kernel
-can drop, `inactive_file`, does not count as used). Cores are those that the affinity mask and the CPU quota leave.
-Reads files only, under a `root` that tests replace; torch is loaded when `probe` is called and not before, so that
-importing the values alone stays cheap.
+Guarantees: free memory never exceeds what the kernel would give this process. On Linux that is the
+least of MemAvailable and of what every control group above the process still allows (v1 and v2;
+page cache that the kernel can drop, `inactive_file`, does not count as used). Cores are those that
+the affinity mask and the CPU quota leave. Reads files only, under a `root` that tests replace;
+torch is loaded when `probe` is called and not before, so that importing the values alone stays
+cheap.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _FEATURES = (
     *("amx_tile", "amx_bf16"),
     *("asimd", "asimdhp", "bf16", "sve"),
 )
-LEAST_STACK = 256 * 2**10  # bytes: the largest frames of csrc take 50 KiB together, torch's some more
+LEAST_STACK = (
+    256 * 2**10
+)  # bytes: the largest frames of csrc take 50 KiB together, torch's some more
 _PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
@@ -44,10 +48,12 @@ class DeviceKind(StrEnum):
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """One device. Memory in bytes, its own for a GPU; `cores` are the host's, as this process may use them.
+    """One device. Memory in bytes, its own for a GPU; `cores` are the host's, as this process may
+    use them.
 
-    `native_e4m3` is the E4M3 variant that the hardware computes with: FNUZ on AMD's gfx94x (MI300), FN elsewhere.
-    `note` is what start-up should say about the choice, or ''. `multiplies_fp8`: its matrix units take E4M3 operands.
+    `native_e4m3` is the E4M3 variant that the hardware computes with: FNUZ on AMD's gfx94x (MI300),
+    FN elsewhere. `note` is what start-up should say about the choice, or ''. `multiplies_fp8`: its
+    matrix units take E4M3 operands.
     """
 
     kind: DeviceKind
@@ -63,10 +69,13 @@ class DeviceFacts:
 def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
     """The facts of `device` ('auto': cuda when torch sees one, else cpu).
 
-    Raises ConfigError for an unknown name, and for 'cuda' where torch has none, saying whether a GPU seems present.
+    Raises ConfigError for an unknown name, and for 'cuda' where torch has none, saying whether a
+    GPU seems present.
     """
     if device not in DEVICES:
-        raise ConfigError(f"device {device!r} is unknown{nearest(device, DEVICES)}: choose {choices(DEVICES)}")
+        raise ConfigError(
+            f"device {device!r} is unknown{nearest(device, DEVICES)}: choose {choices(DEVICES)}"
+        )
     import torch
 
     if device != "cpu" and torch.cuda.is_available():
@@ -81,12 +90,18 @@ def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
         facts = (DeviceKind.CUDA, properties.name, native, total, free, usable_cores(root))
         return DeviceFacts(*facts, multiplies_fp8=multiplies)
 
-    built_for_gpu = torch.version.cuda is not None or getattr(torch.version, "hip", None) is not None
+    built_for_gpu = (
+        torch.version.cuda is not None or getattr(torch.version, "hip", None) is not None
+    )
     note = _unused_gpu(gpu_present(root), torch.__version__, built_for_gpu)
     if device == "cuda":
-        raise ConfigError(f"device 'cuda': {note or 'torch finds no GPU and none seems to be present'}; or use 'cpu'")
+        raise ConfigError(
+            f"device 'cuda': {note or 'torch finds no GPU and none seems to be present'}; or use 'cpu'"
+        )
     total, free = memory(root)
-    return DeviceFacts(DeviceKind.CPU, cpu_name(root), Format.E4M3FN, total, free, usable_cores(root), note)
+    return DeviceFacts(
+        DeviceKind.CPU, cpu_name(root), Format.E4M3FN, total, free, usable_cores(root), note
+    )
 
 
 _started_in: dict[str, int] = {}  # the process in which threads were first used; a fork inherits it
@@ -101,14 +116,16 @@ class _Outside(threading.local):
 
 @dataclass(frozen=True)
 class Threads:
-    """How many threads torch and the kernels of this package compute with: inside `with threads:`, `count` of them.
+    """How many threads torch and the kernels of this package compute with: inside `with threads:`,
+    `count` of them.
 
-    torch keeps the number for each Python thread; on leaving, it is what it was before. So neither the caller nor
-    another model sees it change. Only a Python thread that uses torch for the first time meanwhile does: it begins with
-    the number that was set last. May be entered again inside itself, and from several Python threads at once.
+    torch keeps the number for each Python thread; on leaving, it is what it was before. So neither
+    the caller nor another model sees it change. Only a Python thread that uses torch for the first
+    time meanwhile does: it begins with the number that was set last. May be entered again inside
+    itself, and from several Python threads at once.
 
-    Raises FreightError in a process that was forked from one that had entered any: the OpenMP runtime's threads are not
-    copied, and it would wait for them forever.
+    Raises FreightError in a process that was forked from one that had entered any: the OpenMP
+    runtime's threads are not copied, and it would wait for them forever.
     """
 
     count: int
@@ -137,10 +154,11 @@ class Threads:
 
 
 def choose_threads(wanted: int | None, cores: int, root: Path = ROOT) -> Threads:
-    """`wanted` threads, or else one for each physical core, but no more than the `cores` that this process may use.
+    """`wanted` threads, or else one for each physical core, but no more than the `cores` that this
+    process may use.
 
-    Without a wish, no more than torch would take, which OMP_NUM_THREADS and torch.set_num_threads lower. Raises
-    ConfigError as `check_threads`.
+    Without a wish, no more than torch would take, which OMP_NUM_THREADS and torch.set_num_threads
+    lower. Raises ConfigError as `check_threads`.
     """
     import torch
 
@@ -149,14 +167,20 @@ def choose_threads(wanted: int | None, cores: int, root: Path = ROOT) -> Threads
 
 
 def _stack_size(value: str) -> int | None:
-    """Bytes of OpenMP's `16k`, `1 M`, `4096` (KiB); None for what it does not understand, and then ignores."""
+    """Bytes of OpenMP's `16k`, `1 M`, `4096` (KiB); None for what it does not understand, and then
+    ignores.
+    """
     found = re.fullmatch(r"\s*(\d+)\s*([bkmg]?)\s*", value.lower())
-    return int(found[1]) * {"b": 1, "": 2**10, "k": 2**10, "m": 2**20, "g": 2**30}[found[2]] if found else None
+    return (
+        int(found[1]) * {"b": 1, "": 2**10, "k": 2**10, "m": 2**20, "g": 2**30}[found[2]]
+        if found
+        else None
+    )
 
 
 def check_threads(wanted: int | None, cores: int) -> None:
-    """Raises ConfigError if `wanted` threads are more than the `cores`, which would wait for each other, and as
-    `check_stack`."""
+    """Raises ConfigError if `wanted` threads are more than the `cores`, which would wait for each
+    other, and as `check_stack`."""
     check_stack()
     if wanted is not None and not 1 <= wanted <= cores:
         usable = "1 core" if cores == 1 else f"{cores} cores"
@@ -166,7 +190,9 @@ def check_threads(wanted: int | None, cores: int) -> None:
 
 
 def check_stack() -> None:
-    """Raises ConfigError for an OpenMP stack on which the kernels' threads overrun: that ends the process silently."""
+    """Raises ConfigError for an OpenMP stack on which the kernels' threads overrun: that ends the
+    process silently.
+    """
     for name in ("OMP_STACKSIZE", "GOMP_STACKSIZE"):
         size = _stack_size(os.environ.get(name, ""))
         if size is not None and size < LEAST_STACK:
@@ -177,20 +203,29 @@ def check_stack() -> None:
 
 
 def physical_cores(root: Path = ROOT) -> int | None:
-    """Physical cores among the processors that the affinity mask leaves; None where /sys does not show them."""
+    """Physical cores among the processors that the affinity mask leaves; None where /sys does not
+    show them.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return None
     topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    cores = {_read(root / topology.format(processor)).strip() for processor in os.sched_getaffinity(0)}
+    cores = {
+        _read(root / topology.format(processor)).strip() for processor in os.sched_getaffinity(0)
+    }
     return None if "" in cores else len(cores)
 
 
 def numa_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
-    """The processors that the affinity mask leaves, by memory node (NUMA); () where /sys does not show them."""
+    """The processors that the affinity mask leaves, by memory node (NUMA); () where /sys does not
+    show them.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return ()
     usable = os.sched_getaffinity(0)
-    lists = (_read(path / "cpulist") for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*")))
+    lists = (
+        _read(path / "cpulist")
+        for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
+    )
     return tuple(node for text in lists if (node := frozenset(_processors(text)) & usable))
 
 
@@ -204,22 +239,32 @@ def _processors(text: str) -> Iterator[int]:
 def bound_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
     """The memory nodes to which threads of kernels are bound; () for no binding.
 
-    There is none on one node, or where OMP_PROC_BIND (false: the operating system places threads) or another variable
-    of the OpenMP runtime says where threads run.
+    There is none on one node, or where OMP_PROC_BIND (false: the operating system places threads)
+    or another variable of the OpenMP runtime says where threads run.
     """
     nodes = numa_nodes(root)
     return () if len(nodes) < 2 or any(name in os.environ for name in _PLACES) else nodes
 
 
 def last_level_cache(root: Path = ROOT) -> int | None:
-    """Bytes of the largest cache that the first processor reads through; None where /sys does not show it."""
-    sizes = [_read(path / "size").strip() for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*")]
+    """Bytes of the largest cache that the first processor reads through; None where /sys does not
+    show it.
+    """
+    sizes = [
+        _read(path / "size").strip()
+        for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*")
+    ]
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
-    return max((int(size[:-1]) * units[size[-1]] for size in sizes if re.fullmatch(r"\d+[KMG]", size)), default=None)
+    return max(
+        (int(size[:-1]) * units[size[-1]] for size in sizes if re.fullmatch(r"\d+[KMG]", size)),
+        default=None,
+    )
 
 
 def gpu_present(root: Path = ROOT) -> str | None:
-    """'NVIDIA' or 'AMD' when the driver of such a GPU has left its files, whatever torch can do with it."""
+    """'NVIDIA' or 'AMD' when the driver of such a GPU has left its files, whatever torch can do
+    with it.
+    """
     if any((root / path).exists() for path in ("dev/nvidia0", "proc/driver/nvidia/version")):
         return "NVIDIA"
     return "AMD" if (root / "dev/kfd").exists() else None
@@ -251,20 +296,32 @@ def memory(root: Path = ROOT) -> tuple[int, int]:
     return total, free
 
 
-_MEMORY_FILES = [  # control group, and in it: the limit, the use, the line of memory.stat that can be dropped
+# control group, and in it: the limit, the use, the line of memory.stat that can be dropped
+_MEMORY_FILES = [
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 ]
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Cores left by the affinity mask and the CPU quota, rounded down: threads beyond a quota only get throttled."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores left by the affinity mask and the CPU quota, rounded down: threads beyond a quota only
+    get throttled.
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quotas = [_read(folder / "cpu.max").split() for folder in _groups(root, "")]
     for folder in _groups(root, "cpu"):
-        quotas.append([_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()])
+        quotas.append(
+            [
+                _read(folder / "cpu.cfs_quota_us").strip(),
+                _read(folder / "cpu.cfs_period_us").strip(),
+            ]
+        )
     for quota in quotas:
-        if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit():  # not 'max', -1 or missing
+        if (
+            len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit()
+        ):  # not 'max', -1 or missing
             cores = min(cores, max(1, math.floor(int(quota[0]) / int(quota[1]))))
     return cores
 
@@ -277,12 +334,16 @@ def cpu_name(root: Path = ROOT) -> str:
 
 
 def cpu_features(root: Path = ROOT) -> tuple[str, ...]:
-    """The instruction sets that kernels choose by; empty where neither /proc nor macOS on arm64 tells."""
+    """The instruction sets that kernels choose by; empty where neither /proc nor macOS on arm64
+    tells.
+    """
     for line in _read(root / "proc/cpuinfo").splitlines():
         if line.startswith(("flags", "Features")):
             have = set(line.partition(":")[2].split())
             return tuple(name for name in _FEATURES if name in have)
-    return _macos_features() if (platform.system(), platform.machine()) == ("Darwin", "arm64") else ()
+    return (
+        _macos_features() if (platform.system(), platform.machine()) == ("Darwin", "arm64") else ()
+    )
 
 
 def _macos_features() -> tuple[str, ...]:
@@ -296,10 +357,11 @@ def _macos_features() -> tuple[str, ...]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the control group that this process is in and of every one above it, for a v1 controller ('': v2).
+    """Folders of the control group that this process is in and of every one above it, for a v1
+    controller ('': v2).
 
-    In a container the path often names folders that only the host sees; those are read as empty, and the walk ends at
-    the mount, which is the container's own group then.
+    In a container the path often names folders that only the host sees; those are read as empty,
+    and the walk ends at the mount, which is the container's own group then.
     """
     mount = root / "sys/fs/cgroup" / controller
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -337,7 +399,9 @@ def _macos_memory() -> tuple[int, int]:
             for command in (["sysctl", "-n", "hw.memsize"], ["vm_stat"])
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        raise ConfigError(f"{platform.system()} does not tell how much memory is free: {error}") from error
+        raise ConfigError(
+            f"{platform.system()} does not tell how much memory is free: {error}"
+        ) from error
     return int(total), parse_vm_stat(pages)
 
 

@@ -1,14 +1,19 @@
 """Every error that Freight raises on purpose.
 
     FreightError
-    ├── ConfigError      (also ValueError)  what was asked for cannot be: a flag, an argument, a combination
-    ├── RequestError     (also ValueError)  one request cannot be served: its prompt or its SamplingParams
-    ├── CheckpointError                     a folder of weights is incomplete, damaged or not understood
+    ├── ConfigError      (also ValueError)  what was asked for cannot be: a flag, an argument, a
+                         combination
+    ├── RequestError     (also ValueError)  one request cannot be served: its prompt or its
+                         SamplingParams
+    ├── CheckpointError                     a folder of weights is incomplete, damaged or not
+                                            understood
     ├── CapacityError                       it would not fit into memory
     ├── KernelError                         a kernel was given what it cannot compute
-    └── GenerationError                     some requests failed while they were computed; `outputs` has them all
+    └── GenerationError                     some requests failed while they were computed; `outputs`
+                                            has them all
 
-A message names the thing, the value it has, and the way out. Anything else that is raised is a bug of ours.
+A message names the thing, the value it has, and the way out. Anything else that is raised is a bug
+of ours.
 """
 
 from __future__ import annotations
@@ -49,8 +54,8 @@ class KernelError(FreightError):
 class GenerationError(FreightError):
     """Some requests of a call failed while they were computed, and the others are complete.
 
-    `outputs` is what the call would have returned: a RequestOutput for each prompt, or the one that was streamed. The
-    completions that failed have finish reason "error", and `error` says why.
+    `outputs` is what the call would have returned: a RequestOutput for each prompt, or the one that
+    was streamed. The completions that failed have finish reason "error", and `error` says why.
     """
 
     def __init__(self, message: str, outputs: Sequence[Any]) -> None:
@@ -66,24 +71,36 @@ def choices(names: Iterable[str]) -> str:
 
 def nearest(name: str, known: Iterable[str], synonyms: dict[str, str] | None = None) -> str:
     """' (did you mean X?)' for the known name closest to `name`, or '' when none is close."""
-    match = (synonyms or {}).get(name) or next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+    match = (synonyms or {}).get(name) or next(
+        iter(difflib.get_close_matches(name, list(known), n=1)), None
+    )
     return f" (did you mean {match}?)" if match else ""
 
 
 def install(extra: str) -> str:
-    """How to install what an extra of pyproject.toml names, for messages. Package indexes have no Freight yet."""
+    """How to install what an extra of pyproject.toml names, for messages. Package indexes have no
+    Freight yet.
+    """
     return f"pip install '.[{extra}]' in Freight's checkout"
 
 
 def shown(value: object) -> str:
-    """`value` for a message: short, and made in a time that does not grow with the size of a builtin type."""
+    """`value` for a message: short, and made in a time that does not grow with the size of a
+    builtin type.
+    """
     if isinstance(value, str | bytes):
-        return repr(value) if len(value) <= SHOWN else f"{value[:SHOWN]!r}... ({len(value)} characters)"
+        return (
+            repr(value)
+            if len(value) <= SHOWN
+            else f"{value[:SHOWN]!r}... ({len(value)} characters)"
+        )
     if isinstance(value, bool) or value is None:
         return repr(value)
     if isinstance(value, Integral):
         bits = int(value).bit_length()
-        return str(int(value)) if bits <= 128 else f"a whole number of {bits} bits"  # str refuses the largest
+        return (
+            str(int(value)) if bits <= 128 else f"a whole number of {bits} bits"
+        )  # str refuses the largest
     if isinstance(value, Real):
         return repr(as_float(value))
     if isinstance(value, list | tuple | dict | set | frozenset):

@@ -1,7 +1,7 @@
 """Reading files that a user names: regular ones only, and no more of one than a bound.
 
-A FIFO would wait for a writer for ever, and a device may have no end. Both are refused as the OSError that the callers
-report anyway, with the kind of file, or the bound, in its text.
+A FIFO would wait for a writer for ever, and a device may have no end. Both are refused as the
+OSError that the callers report anyway, with the kind of file, or the bound, in its text.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ MIB = 2**20
 LIMIT = 256 * MIB  # of JSON, templates and recipes: the largest tokenizer.json known has 33 MiB
 DATA_LIMIT = 4096 * MIB  # of texts to measure or calibrate by, which are held in memory
 PROMPT_LIMIT = 64 * MIB  # of a prompt, also from standard input
-_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def open_regular(path: str | os.PathLike[str], limit: int | None = None) -> BinaryIO:
-    """The open file. Raises OSError for what is no regular file, without waiting, or has more than `limit` bytes."""
+    """The open file. Raises OSError for what is no regular file, without waiting, or has more than
+    `limit` bytes.
+    """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         found = os.fstat(descriptor)
@@ -29,7 +36,11 @@ def open_regular(path: str | os.PathLike[str], limit: int | None = None) -> Bina
         if kind == stat.S_IFDIR:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if kind != stat.S_IFREG:
-            raise OSError(errno.EINVAL, f"It is {_KINDS.get(kind, 'no file')}; only regular files are read", str(path))
+            raise OSError(
+                errno.EINVAL,
+                f"It is {_KINDS.get(kind, 'no file')}; only regular files are read",
+                str(path),
+            )
         if limit is not None and found.st_size > limit:
             raise too_large(limit, str(path))
         return os.fdopen(descriptor, "rb")
@@ -47,7 +58,9 @@ def read_bytes(path: str | os.PathLike[str], limit: int = LIMIT) -> bytes:
     return data
 
 
-def read_text(path: Path, encoding: str = "utf-8", limit: int = LIMIT, newline: str | None = None) -> str:
+def read_text(
+    path: Path, encoding: str = "utf-8", limit: int = LIMIT, newline: str | None = None
+) -> str:
     """The text of a regular file. Raises OSError as `open_regular`, and UnicodeDecodeError."""
     return io.TextIOWrapper(io.BytesIO(read_bytes(path, limit)), encoding, newline=newline).read()
 

@@ -1,9 +1,11 @@
-"""JSON schemas of answers: their size, their references, and what of them a grammar enforces. Standard library only.
+"""JSON schemas of answers: their size, their references, and what of them a grammar enforces.
+Standard library only.
 
-Everything is checked without recursion, in a time that grows linearly with the schema, before any compiler sees it.
-No reference is ever fetched. `enforceable` leaves out what JSON Schema lets a reader leave out, or what no grammar can
-hold, and says what it was: pydantic writes `uniqueItems` for a set and `format: "password"` for a secret, and a request
-that has them is no worse than one that has not.
+Everything is checked without recursion, in a time that grows linearly with the schema, before any
+compiler sees it. No reference is ever fetched. `enforceable` leaves out what JSON Schema lets a
+reader leave out, or what no grammar can hold, and says what it was: pydantic writes `uniqueItems`
+for a set and `format: "password"` for a secret, and a request that has them is no worse than one
+that has not.
 """
 
 from __future__ import annotations
@@ -22,20 +24,57 @@ MOST_SCHEMA = 32 * 1024  # bytes of a JSON schema, as compact JSON
 MOST_NESTING = 64  # objects and arrays of a schema inside each other
 MOST_REFERENCES = 64  # `$ref`s that follow from one another
 
-_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))  # name -> schema
-_DATA = frozenset(("const", "enum", "default", "examples"))  # values, in which "$ref" is a name like any other
-_SCHEMAS = frozenset(("items", "additionalItems", "additionalProperties", "prefixItems", "allOf", "anyOf", "oneOf"))
+_MAPS = frozenset(
+    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+)  # name -> schema
+_DATA = frozenset(
+    ("const", "enum", "default", "examples")
+)  # values, in which "$ref" is a name like any other
+_SCHEMAS = frozenset(
+    ("items", "additionalItems", "additionalProperties", "prefixItems", "allOf", "anyOf", "oneOf")
+)
 
-# Keywords that the compiler of grammars refuses; it passes over all others that it does not know, as it should.
+# Keywords that the compiler of grammars refuses; it passes over all others that it does not know,
+# as it should.
 UNENFORCED = frozenset(
     (
-        *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
-        *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
+        *(
+            "not",
+            "if",
+            "then",
+            "else",
+            "contains",
+            "minContains",
+            "maxContains",
+            "uniqueItems",
+            "propertyNames",
+        ),
+        *(
+            "dependencies",
+            "dependentRequired",
+            "dependentSchemas",
+            "unevaluatedItems",
+            "unevaluatedProperties",
+        ),
         *("$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef"),
     )
 )
 FORMATS = frozenset(  # that the compiler has a grammar for
-    (*("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"),)
+    (
+        *(
+            "date-time",
+            "time",
+            "date",
+            "duration",
+            "email",
+            "hostname",
+            "ipv4",
+            "ipv6",
+            "uri",
+            "uuid",
+            "unknown",
+        ),
+    )
 )
 _ASKS_NOTHING: tuple[tuple[str, object], ...] = (
     ("uniqueItems", False),
@@ -46,15 +85,19 @@ _ASKS_NOTHING: tuple[tuple[str, object], ...] = (
 _LOOKS_AROUND = re.compile(r"(?:[^\\]|\\[^1-9bBk])*?(?:\(\?(?:<?[=!])|\\[1-9bBk])")
 
 
-def enforceable(schema: dict[str, Any], constraints: bool = True) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """`schema` without what a grammar cannot enforce, and the names of the keywords that were left out of it.
+def enforceable(
+    schema: dict[str, Any], constraints: bool = True
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """`schema` without what a grammar cannot enforce, and the names of the keywords that were left
+    out of it.
 
     schema       within this module's limits (`check_size`)
-    constraints  False: leave out no constraint, only formats that the compiler does not know, which JSON Schema calls
-                 annotations
+    constraints  False: leave out no constraint, only formats that the compiler does not know, which
+                 JSON Schema calls annotations
 
-    What is left still holds: the result allows all that `schema` allows. A `oneOf` becomes an `anyOf`, because the
-    compiler sees of few that their branches exclude each other. It counts as left out where two may both match.
+    What is left still holds: the result allows all that `schema` allows. A `oneOf` becomes an
+    `anyOf`, because the compiler sees of few that their branches exclude each other. It counts as
+    left out where two may both match.
     """
     left_out: dict[str, None] = {}
     kept = _enforceable(schema, schema, constraints, left_out)
@@ -69,7 +112,11 @@ def _enforceable(
     def inner(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [inner(entry) for entry in value]
-        return _enforceable(value, root, constraints, left_out) if isinstance(value, Mapping) else value
+        return (
+            _enforceable(value, root, constraints, left_out)
+            if isinstance(value, Mapping)
+            else value
+        )
 
     kept: dict[str, Any] = {}
     for name, value in schema.items():
@@ -89,7 +136,9 @@ def _enforceable(
         either = {"anyOf": kept.pop("oneOf")}
         if "anyOf" in kept:
             others = kept.get("allOf", [])
-            kept["allOf"] = [*others, either] if isinstance(others, list) else others  # no list: the compiler refuses
+            kept["allOf"] = (
+                [*others, either] if isinstance(others, list) else others
+            )  # no list: the compiler refuses
         else:
             kept |= either
     return kept
@@ -106,16 +155,21 @@ def _is_left_out(name: str, value: object, constraints: bool) -> bool:
 
 
 def _exclusive(branches: list[Any], root: dict[str, Any]) -> bool:
-    """Whether it is plain that no value matches two of `branches`: one thing tells each of them from all others."""
+    """Whether it is plain that no value matches two of `branches`: one thing tells each of them
+    from all others.
+    """
     told = [_told_by(branch, root) for branch in branches]
     names = frozenset.intersection(*map(frozenset, told)) if told else frozenset()
     return any(
-        sum(len(one[name]) for one in told) == len(frozenset.union(*(one[name] for one in told))) for name in names
+        sum(len(one[name]) for one in told) == len(frozenset.union(*(one[name] for one in told)))
+        for name in names
     )
 
 
 def _told_by(branch: Any, root: dict[str, Any]) -> dict[str, frozenset[str]]:
-    """What tells a branch from others: its types (under ""), and the values of its required constant properties."""
+    """What tells a branch from others: its types (under ""), and the values of its required
+    constant properties.
+    """
     for _ in range(MOST_REFERENCES):
         if not isinstance(branch, Mapping) or not isinstance(branch.get("$ref"), str):
             break
@@ -127,13 +181,19 @@ def _told_by(branch: Any, root: dict[str, Any]) -> dict[str, frozenset[str]]:
         return {}
     told: dict[str, frozenset[str]] = {}
     types = branch.get("type")
-    if isinstance(types, str) or (isinstance(types, list) and all(isinstance(kind, str) for kind in types)):
+    if isinstance(types, str) or (
+        isinstance(types, list) and all(isinstance(kind, str) for kind in types)
+    ):
         kinds = [types] if isinstance(types, str) else types
         told[""] = frozenset("number" if kind == "integer" else kind for kind in kinds)
     if "const" in branch or isinstance(branch.get("enum"), list):
         told["="] = _values(branch)
     properties, required = branch.get("properties"), branch.get("required")
-    if branch.get("type") == "object" and isinstance(properties, Mapping) and isinstance(required, list):
+    if (
+        branch.get("type") == "object"
+        and isinstance(properties, Mapping)
+        and isinstance(required, list)
+    ):
         for name in required:
             one = properties.get(name) if isinstance(name, str) else None
             if isinstance(one, Mapping) and ("const" in one or isinstance(one.get("enum"), list)):
@@ -170,7 +230,9 @@ def check_size(schema: dict[str, Any]) -> None:
         if isinstance(value, dict):
             for name in value:
                 if not isinstance(name, str):
-                    raise RequestError(f"structured_outputs.json has the name {shown(name)}; names in JSON are text")
+                    raise RequestError(
+                        f"structured_outputs.json has the name {shown(name)}; names in JSON are text"
+                    )
                 size += len(name)
         if isinstance(value, dict | list | tuple | str):
             size += len(value)
@@ -185,18 +247,26 @@ def check_size(schema: dict[str, Any]) -> None:
 
 
 def check_references(schema: dict[str, Any]) -> None:
-    """Raises RequestError for a `$ref` out of the schema, or into nothing, and for a chain of too many.
+    """Raises RequestError for a `$ref` out of the schema, or into nothing, and for a chain of too
+    many.
 
-    Walks every part once, depth first, references included, and counts for each how many references follow from one
-    another below it. A reference back to a part that the walk is still in is recursion, and ends a chain.
+    Walks every part once, depth first, references included, and counts for each how many references
+    follow from one another below it. A reference back to a part that the walk is still in is
+    recursion, and ends a chain.
     """
-    below: dict[int, list[tuple[Any, bool, bool]]] = {}  # by id of a part: what it has, as `_parts` gives it
+    below: dict[
+        int, list[tuple[Any, bool, bool]]
+    ] = {}  # by id of a part: what it has, as `_parts` gives it
     lengths: dict[int, int] = {}
-    todo: list[tuple[Any, bool, bool]] = [(schema, False, False)]  # part, is it a map of schemas, is all below it done
+    todo: list[tuple[Any, bool, bool]] = [
+        (schema, False, False)
+    ]  # part, is it a map of schemas, is all below it done
     while todo:
         part, is_map, done = todo.pop()
         if done:
-            lengths[id(part)] = max((lengths.get(id(one), 0) + count for one, _, count in below[id(part)]), default=0)
+            lengths[id(part)] = max(
+                (lengths.get(id(one), 0) + count for one, _, count in below[id(part)]), default=0
+            )
         elif id(part) not in below:
             below[id(part)] = list(_parts(part, is_map, schema))
             todo.append((part, is_map, True))
@@ -209,7 +279,9 @@ def check_references(schema: dict[str, Any]) -> None:
 
 
 def _parts(part: Any, is_map: bool, schema: dict[str, Any]) -> Iterator[tuple[Any, bool, bool]]:
-    """Objects and lists right below a part: each with whether it maps names to schemas, and is reached by a `$ref`."""
+    """Objects and lists right below a part: each with whether it maps names to schemas, and is
+    reached by a `$ref`.
+    """
     if isinstance(part, list):
         yield from ((entry, False, False) for entry in part if isinstance(entry, dict | list))
         return
@@ -232,10 +304,18 @@ def resolve(reference: str, schema: dict[str, Any]) -> Any:
     found: Any = schema
     for step in unquote(reference[1:]).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isascii() and name.isdigit() and len(name) < 6 and int(name) < len(found):
+        if (
+            isinstance(found, list)
+            and name.isascii()
+            and name.isdigit()
+            and len(name) < 6
+            and int(name) < len(found)
+        ):
             found = found[int(name)]
         elif isinstance(found, dict) and name in found:
             found = found[name]
         else:
-            raise RequestError(f"structured_outputs.json refers to {shown(reference)}, which it does not have")
+            raise RequestError(
+                f"structured_outputs.json refers to {shown(reference)}, which it does not have"
+            )
     return found

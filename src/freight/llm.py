@@ -38,16 +38,19 @@ class LLM:
         llm = LLM(model="demo", kv_cache_dtype="fp8")
         llm.generate(["def main("], SamplingParams(max_tokens=64, temperature=0.0))[0].outputs[0].text
 
-    `model` is a folder, a hub id, or 'demo', the model that ships with the package. The other options are the fields
-    of `EngineArgs`. Raises ConfigError for a setting that cannot be honoured and CheckpointError for a folder that
-    cannot be read, both before any weight is read; `before_weights` is called right then, and may raise as well.
+    `model` is a folder, a hub id, or 'demo', the model that ships with the package. The other
+    options are the fields of `EngineArgs`. Raises ConfigError for a setting that cannot be honoured
+    and CheckpointError for a folder that cannot be read, both before any weight is read;
+    `before_weights` is called right then, and may raise as well.
 
-    May be called from several threads: their requests are computed together, and a step is taken by one thread at a
-    time, in order of arrival. A call that is interrupted (Ctrl-C), and a stream that is left, take their requests with
-    them and change nothing for other calls.
+    May be called from several threads: their requests are computed together, and a step is taken by
+    one thread at a time, in order of arrival. A call that is interrupted (Ctrl-C), and a stream
+    that is left, take their requests with them and change nothing for other calls.
     """
 
-    def __init__(self, model: str = "demo", *, before_weights: BeforeWeights | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str = "demo", *, before_weights: BeforeWeights | None = None, **options: Any
+    ) -> None:
         log_to_stderr()
         args = EngineArgs.from_options(model=model, **options)
         self.engine, self.config = build_engine(args, before_weights)
@@ -66,16 +69,20 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one prompt or many, in the order given.
 
-        A prompt is a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [int]}. `sampling_params`
-        is one for all or one for each. `progress` shows a bar on stderr. Raises RequestError for any prompt that
-        cannot be served, before the first is computed. A prompt that fails while it is computed stops no other: at the
-        end `on_error="raise"` raises GenerationError, whose `outputs` has all, and "return" returns all, the failed
-        completions with finish reason "error". `tokenization_kwargs` may have `add_special_tokens` (True unless given)
-        and `truncate_prompt_tokens`, in place of that of `sampling_params`. `unknown` names, such as vLLM's use_tqdm,
-        are a ConfigError.
+        A prompt is a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [int]}.
+        `sampling_params` is one for all or one for each. `progress` shows a bar on stderr. Raises
+        RequestError for any prompt that cannot be served, before the first is computed. A prompt
+        that fails while it is computed stops no other: at the end `on_error="raise"` raises
+        GenerationError, whose `outputs` has all, and "return" returns all, the failed completions
+        with finish reason "error". `tokenization_kwargs` may have `add_special_tokens` (True unless
+        given) and `truncate_prompt_tokens`, in place of that of `sampling_params`. `unknown` names,
+        such as vLLM's use_tqdm, are a ConfigError.
         """
         for name in unknown:
-            raise _unknown(name, "generate takes prompts, sampling_params, progress, on_error and tokenization_kwargs")
+            raise _unknown(
+                name,
+                "generate takes prompts, sampling_params, progress, on_error and tokenization_kwargs",
+            )
         _check_on_error(on_error)
         accepted = self._accept_all(prompts, sampling_params, _Tokenization.of(tokenization_kwargs))
         ids: list[str] = []
@@ -83,7 +90,9 @@ class LLM:
             with cache_watched(self.engine):
                 self._turns.run(lambda: self._add_all(ids, accepted))
                 self._run(ids, progress)
-            outputs = self._turns.run(lambda: [self.engine.output(request_id) for request_id in ids])
+            outputs = self._turns.run(
+                lambda: [self.engine.output(request_id) for request_id in ids]
+            )
         finally:
             self._turns.unwanted.extend(ids)
             self._turns.tidy()
@@ -101,12 +110,14 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding all there is of it after each step that brought a token.
 
-        The request is checked now, queued when the first output is asked for, and computed on whenever this stream or
-        any other call of the LLM takes a step. Leaving the loop aborts it. A failure is raised or returned behind the
-        last output, as in `generate`.
+        The request is checked now, queued when the first output is asked for, and computed on
+        whenever this stream or any other call of the LLM takes a step. Leaving the loop aborts it.
+        A failure is raised or returned behind the last output, as in `generate`.
         """
         _check_on_error(on_error)
-        accepted = self._accept_all([prompt], sampling_params, _Tokenization.of(tokenization_kwargs))
+        accepted = self._accept_all(
+            [prompt], sampling_params, _Tokenization.of(tokenization_kwargs)
+        )
         return self._stream(accepted, on_error)
 
     def _stream(self, accepted: list[Accepted], on_error: str) -> Iterator[RequestOutput]:
@@ -128,7 +139,9 @@ class LLM:
             self._turns.tidy()
 
     def _advance(self, request_id: str, seen: int) -> tuple[RequestOutput | None, int]:
-        """The output of a request, after a step if it had only `seen` deltas; None if still. And how many it had."""
+        """The output of a request, after a step if it had only `seen` deltas; None if still. And
+        how many it had.
+        """
         engine = self.engine
         engine.report()  # of steps that `generate` took in another thread
         if engine.num_deltas(request_id) == seen and not engine.is_finished(request_id):
@@ -147,10 +160,12 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, a list of {"role", "content"}, or many, through the model's chat template.
+        """Answer one conversation, a list of {"role", "content"}, or many, through the model's chat
+        template.
 
-        `template_options` are those of `chat_prompt`; everything else is as in `generate`, but that no special tokens
-        are added to what the template writes unless `tokenization_kwargs` asks for them.
+        `template_options` are those of `chat_prompt`; everything else is as in `generate`, but that
+        no special tokens are added to what the template writes unless `tokenization_kwargs` asks
+        for them.
         """
         added = bool(_Tokenization.of(tokenization_kwargs).add_special_tokens)
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
@@ -161,28 +176,43 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(
-            prompts, sampling_params, progress=progress, on_error=on_error, tokenization_kwargs=tokenization_kwargs
+            prompts,
+            sampling_params,
+            progress=progress,
+            on_error=on_error,
+            tokenization_kwargs=tokenization_kwargs,
         )
 
     def chat_prompt(
-        self, messages: Sequence[Message], *, add_special_tokens: bool = False, **template_options: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        add_special_tokens: bool = False,
+        **template_options: Any,
     ) -> list[int]:
         """The token ids of a conversation.
 
         add_special_tokens: what the tokenizer adds to a text, around what the template writes
-        template_options: add_generation_prompt, continue_final_message, and what the model's chat template reads
-        (tools, enable_thinking, …). Raises ConfigError for an option that it does not read, and for a model without a
-        chat template.
+        template_options: add_generation_prompt, continue_final_message, and what the model's chat
+        template reads (tools, enable_thinking, …). Raises ConfigError for an option that it does
+        not read, and for a model without a chat template.
         """
         tokenizer = require_chat_template(self.engine.tokenizer)
-        read = {"continue_final_message", "add_generation_prompt", *re.findall(r"\w+", tokenizer.chat_template_source)}
+        read = {
+            "continue_final_message",
+            "add_generation_prompt",
+            *re.findall(r"\w+", tokenizer.chat_template_source),
+        }
         for name in template_options:
             if name not in read:
                 raise _unknown(name, "the model's chat template does not read it; omit it")
-        return tokenizer.encode_chat(tokenizer.render_chat(messages, **template_options), add_special_tokens)
+        return tokenizer.encode_chat(
+            tokenizer.render_chat(messages, **template_options), add_special_tokens
+        )
 
     def kv_cache_info(self) -> dict[str, Any]:
-        """The cache in use, by the names every JSON of Freight uses; bytes_per_token includes `token` scales.
+        """The cache in use, by the names every JSON of Freight uses; bytes_per_token includes
+        `token` scales.
 
         A cache whose layers differ also has `layers`, a list of {dtype, granularity}.
         """
@@ -194,7 +224,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         tokenization: _Tokenization,
     ) -> list[Accepted]:
-        """Every prompt with its parameters, or the error of the first that cannot be served. Changes nothing."""
+        """Every prompt with its parameters, or the error of the first that cannot be served.
+        Changes nothing.
+        """
         batch = _prompts(prompts)
         params = [tokenization.applied(one) for one in _params(sampling_params, len(batch))]
         adds = tokenization.add_special_tokens is not False
@@ -204,7 +236,9 @@ class LLM:
         ]
 
     def _add_all(self, ids: list[str], accepted: list[Accepted]) -> None:
-        """Queue all. An id is in `ids` before the engine has it, so that an interrupted caller releases it."""
+        """Queue all. An id is in `ids` before the engine has it, so that an interrupted caller
+        releases it.
+        """
         for prompt, params in accepted:
             ids.append(str(next(self._ids)))
             self.engine.add(ids[-1], prompt, params)
@@ -221,7 +255,12 @@ class LLM:
                 self.engine.step(quiet_until=math.inf)  # nobody reads what is new of a single step
             return sum(map(self.engine.is_finished, ids)) if progress else 0
 
-        columns = (TextColumn("generating"), MofNCompleteColumn(), TextColumn("requests"), TimeElapsedColumn())
+        columns = (
+            TextColumn("generating"),
+            MofNCompleteColumn(),
+            TextColumn("requests"),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, disable=not progress, console=terminal.console(stderr=True)) as bar:
             task = bar.add_task("", total=len(ids))
             while pending:
@@ -241,10 +280,14 @@ class _Tokenization:
         known = ("add_special_tokens", "truncate_prompt_tokens")
         for name in given or ():
             if name not in known:
-                raise ConfigError(f"tokenization_kwargs has {shown(name)}; it may have {' and '.join(known)}")
+                raise ConfigError(
+                    f"tokenization_kwargs has {shown(name)}; it may have {' and '.join(known)}"
+                )
         made = cls(**(given or {}))
         if not isinstance(made.add_special_tokens, bool | None):
-            raise ConfigError(f"add_special_tokens is {shown(made.add_special_tokens)}; it must be True or False")
+            raise ConfigError(
+                f"add_special_tokens is {shown(made.add_special_tokens)}; it must be True or False"
+            )
         return made
 
     def applied(self, params: SamplingParams) -> SamplingParams:
@@ -268,7 +311,9 @@ def _text_or_ids(prompt: Any) -> str | Sequence[int]:
     prompt = _listed(prompt)
     if isinstance(prompt, Sequence):
         return prompt
-    raise RequestError(f"a prompt is a string, a list of token ids or a dict, not {type(prompt).__name__}")
+    raise RequestError(
+        f"a prompt is a string, a list of token ids or a dict, not {type(prompt).__name__}"
+    )
 
 
 def _prompts(prompts: Any) -> list[Any]:
@@ -277,7 +322,9 @@ def _prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | bytes | bytearray | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts are a string, token ids, a dict or a list of these, not {type(prompts).__name__}")
+        raise RequestError(
+            f"prompts are a string, token ids, a dict or a list of these, not {type(prompts).__name__}"
+        )
     batch = list(prompts)
     return [batch] if batch and all(isinstance(item, Integral) for item in batch) else batch
 
@@ -287,7 +334,9 @@ def _listed(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _params(
+    given: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
     for one in given if isinstance(given, list | tuple) else [given]:
@@ -296,12 +345,16 @@ def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int)
                 f"sampling_params has a {type(one).__name__}; give a SamplingParams, or a list with one for each prompt"
             )
     if len(given) != count:
-        raise RequestError(f"{len(given)} SamplingParams for {count} prompts; give one, or one for each")
+        raise RequestError(
+            f"{len(given)} SamplingParams for {count} prompts; give one, or one for each"
+        )
     return list(given)
 
 
 def _unknown(option: str, otherwise: str) -> ConfigError:
-    """Of an option that a call does not have: what to use instead if another engine has it, else `otherwise`."""
+    """Of an option that a call does not have: what to use instead if another engine has it, else
+    `otherwise`.
+    """
     return ConfigError(f"unknown option {option!r}: {CALLS.get(option, otherwise)}")
 
 
@@ -321,5 +374,9 @@ def _raise_failed(outputs: Sequence[RequestOutput]) -> None:
     if failed:
         index, error = failed[0]
         count = len({index for index, _ in failed})
-        which = f"{count} of {len(outputs)} prompts failed; prompt {index}" if len(outputs) > 1 else "the prompt failed"
+        which = (
+            f"{count} of {len(outputs)} prompts failed; prompt {index}"
+            if len(outputs) > 1
+            else "the prompt failed"
+        )
         raise GenerationError(f"{which}: {error}", outputs)

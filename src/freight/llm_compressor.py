@@ -1,4 +1,5 @@
-"""llm-compressor's interface to Freight's quantizer: a script that used `llmcompressor` runs with its import changed.
+"""llm-compressor's interface to Freight's quantizer: a script that used `llmcompressor` runs with
+its import changed.
 
     from freight.llm_compressor import QuantizationModifier, oneshot
 
@@ -6,9 +7,10 @@
     model = oneshot(model=DIR, dataset=texts, recipe=recipe, max_seq_length=2048, num_calibration_samples=512)
     model.save_pretrained(OUT)
 
-The output is a compressed-tensors checkpoint. Its scales are llm-compressor's with the observer `static_minmax`: the
-largest magnitude over all samples. What a script asks and Freight does not do is refused by name before a weight is
-read. The first `num_calibration_samples` are taken in their order; llm-compressor shuffles.
+The output is a compressed-tensors checkpoint. Its scales are llm-compressor's with the observer
+`static_minmax`: the largest magnitude over all samples. What a script asks and Freight does not do
+is refused by name before a weight is read. The first `num_calibration_samples` are taken in their
+order; llm-compressor shuffles.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ __all__ = ["OneshotModel", "QuantizationArgs", "QuantizationModifier", "oneshot"
 
 logger = logging.getLogger("freight")
 
-_PASSED_OVER = frozenset(  # how llm-compressor loads and calibrates, which has no counterpart here or changes no scale
+# how llm-compressor loads and calibrates, which has no counterpart here or changes no scale
+_PASSED_OVER = frozenset(
     """
     precision trust_remote_code_model tie_word_embeddings config_name clear_sparse_session batch_size
     shuffle_calibration_samples pad_to_max_length streaming overwrite_cache preprocessing_num_workers
@@ -73,7 +76,8 @@ _SAVE_PASSED_OVER = frozenset(
 
 
 class OneshotModel:
-    """A checkpoint that oneshot has quantized. Its weights are read, and written in FP8, when it is saved.
+    """A checkpoint that oneshot has quantized. Its weights are read, and written in FP8, when it is
+    saved.
 
     `result` says what the last save wrote; None before.
     """
@@ -89,12 +93,14 @@ class OneshotModel:
         self._parts = opened, plan, ignored, torn, calibration
         self.result: QuantizeResult | None = None
 
-    def save_pretrained(self, save_directory: str | Path, save_compressed: bool = True, **options: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | Path, save_compressed: bool = True, **options: Any
+    ) -> None:
         """Write the quantized checkpoint, tokenizer included, into a folder; its parents are made.
 
-        A folder that Freight wrote before is replaced; one that this object has already written stays as it is. Raises
-        ConfigError if it is taken otherwise, for `save_compressed=False`, and for an unknown option; CapacityError for
-        a full disk.
+        A folder that Freight wrote before is replaced; one that this object has already written
+        stays as it is. Raises ConfigError if it is taken otherwise, for `save_compressed=False`,
+        and for an unknown option; CapacityError for a full disk.
         """
         for name, value in options.items():
             if name not in _SAVE_PASSED_OVER and value:
@@ -102,14 +108,20 @@ class OneshotModel:
         if not save_compressed:
             raise ConfigError("save_compressed=False: Freight writes FP8 weights only; omit it")
         out = Path(save_directory).expanduser()
-        if self.result is not None and self.result.path.absolute() == out.absolute() and out.is_dir():
+        if (
+            self.result is not None
+            and self.result.path.absolute() == out.absolute()
+            and out.is_dir()
+        ):
             return
         opened, plan, ignored, torn, calibration = self._parts
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         require_new(out, overwrite=True)
         require_other(opened.checkpoint, out)
         check_disk_space(opened.checkpoint, out)
-        self.result = write_checkpoint(opened, plan, ignored, torn, calibration, out, overwrite=True)
+        self.result = write_checkpoint(
+            opened, plan, ignored, torn, calibration, out, overwrite=True
+        )
         for warning in self.result.warnings:
             logger.warning("%s", warning)
 
@@ -131,16 +143,18 @@ def oneshot(
 ) -> OneshotModel:
     """Quantize `model` as `recipe` says, and write it if there is an `output_dir`.
 
-    model     a folder, a hub id, or a model of transformers that was loaded from one. Its weights must be those of the
-              folder. Its `save_pretrained` then writes the quantized checkpoint; `generate` stays that of 16 bits
+    model     a folder, a hub id, or a model of transformers that was loaded from one. Its weights
+              must be those of the folder. Its `save_pretrained` then writes the quantized
+              checkpoint; `generate` stays that of 16 bits
     recipe    YAML, the path of a YAML file, a QuantizationModifier, or a list of these
-    dataset   the path of a text or .jsonl file; a data set of the hub by `owner/name`; rows with `input_ids` (those
-              that `attention_mask` marks), `text` (or `text_column`) or `messages`, as `datasets` and data loaders have
-              them; or a list of texts or token ids.
+    dataset   the path of a text or .jsonl file; a data set of the hub by `owner/name`; rows with
+              `input_ids` (those that `attention_mask` marks), `text` (or `text_column`) or
+              `messages`, as `datasets` and data loaders have them; or a list of texts or token ids.
               `splits` chooses one of several parts, as in `train[:512]`
     max_seq_length   longest sample in tokens; default: the model's context
 
-    Raises ConfigError for what is not understood or not done, before a weight is read; CheckpointError for the model.
+    Raises ConfigError for what is not understood or not done, before a weight is read;
+    CheckpointError for the model.
     """
     _check_options(options, save_compressed)
     _count("num_calibration_samples", num_calibration_samples)
@@ -155,7 +169,9 @@ def oneshot(
     elif dataset is not None:
         rows = _data(dataset, text_column, splits, num_calibration_samples)
     elif calibrated and name != "demo":
-        raise ConfigError("the recipe calibrates static activations or a KV cache: give oneshot a dataset")
+        raise ConfigError(
+            "the recipe calibrates static activations or a KV cache: give oneshot a dataset"
+        )
     if output_dir is not None and Path(output_dir).expanduser().absolute().parent.is_dir():
         require_new(Path(output_dir).expanduser(), overwrite=True)
     opened = _open(name, revision, model, wanted)
@@ -169,7 +185,9 @@ def oneshot(
     calibration = opened.calibrate(decided, samples, ignored) if calibrated else NOTHING_CALIBRATED
     quantized = OneshotModel(opened, decided, ignored, torn, calibration)
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = quantized.save_pretrained  # as llm-compressor does: scripts save the model they gave
+        model.save_pretrained = (
+            quantized.save_pretrained
+        )  # as llm-compressor does: scripts save the model they gave
     if output_dir is not None:
         quantized.save_pretrained(output_dir)
     return quantized
@@ -186,12 +204,16 @@ def _check_options(options: Mapping[str, Any], save_compressed: bool) -> None:
         if name in _PASSED_OVER:
             continue
         if name not in _REFUSED:
-            raise ConfigError(f"oneshot has no option {name!r}{nearest(name, (*_PASSED_OVER, *_REFUSED))}")
+            raise ConfigError(
+                f"oneshot has no option {name!r}{nearest(name, (*_PASSED_OVER, *_REFUSED))}"
+            )
         harmless = value in (None, False) or (name == "data_collator" and isinstance(value, str))
         if not harmless:
             raise ConfigError(f"oneshot: {name} is not implemented; {_REFUSED[name]}")
     if not save_compressed:
-        raise ConfigError("oneshot: save_compressed=False: Freight writes FP8 weights only; omit it")
+        raise ConfigError(
+            "oneshot: save_compressed=False: Freight writes FP8 weights only; omit it"
+        )
 
 
 def _count(name: str, value: object) -> int:
@@ -225,7 +247,9 @@ def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str |
 
 
 def _open(name: str, revision: str | None, model: Any, wanted: Recipe) -> Unquantized:
-    """The model as it is quantized. A loaded `model` is compared with it under the names of the checkpoint."""
+    """The model as it is quantized. A loaded `model` is compared with it under the names of the
+    checkpoint.
+    """
     opened = open_unquantized(name, revision)
     _require_same_weights(model, opened)
     kept: list[str] = []
@@ -234,8 +258,12 @@ def _open(name: str, revision: str | None, model: Any, wanted: Recipe) -> Unquan
     return opened.quantized_as(wanted.weights, Layout.COMPRESSED_TENSORS, kept)
 
 
-def _decide(wanted: Recipe, opened: Unquantized) -> tuple[QuantizePlan, tuple[str, ...], tuple[str, ...]]:
-    """The plan, the modules that stay in 16 bits, and those whose merged group is partly among them."""
+def _decide(
+    wanted: Recipe, opened: Unquantized
+) -> tuple[QuantizePlan, tuple[str, ...], tuple[str, ...]]:
+    """The plan, the modules that stay in 16 bits, and those whose merged group is partly among
+    them.
+    """
     head = head_module(opened.model)
     linear, always = (*linear_modules(opened.model), head), kept_modules(opened.model)
     stays, others = opened.modules_beside, set(opened.modules_beside)
@@ -246,18 +274,31 @@ def _decide(wanted: Recipe, opened: Unquantized) -> tuple[QuantizePlan, tuple[st
         logger.warning("recipe: ignore %r matches no Linear module of the model", pattern)
     if meant:
         why = "routers, gates of shared experts and projections beside the embedding are not quantized"
-        logger.warning("recipe: %s (%d modules in all) stay in 16 bits: %s", meant[0], len(meant), why)
+        logger.warning(
+            "recipe: %s (%d modules in all) stay in 16 bits: %s", meant[0], len(meant), why
+        )
     if stays and others.isdisjoint(named):
-        logger.warning("recipe: %s and others beside the text model are not quantized; they stay as stored", stays[0])
+        logger.warning(
+            "recipe: %s and others beside the text model are not quantized; they stay as stored",
+            stays[0],
+        )
     whole = any(name not in kept for name in linear)
     if not whole and wanted.kv is None:
         raise ConfigError(f"recipe: ignore leaves no module to quantize in {opened.name}")
     lm_head = head not in kept
-    if lm_head and (opened.model.tie_word_embeddings or wanted.activations is ActivationScheme.STATIC):
-        why = "is the embedding, which stays in 16 bits" if opened.model.tie_word_embeddings else "is not calibrated"
+    if lm_head and (
+        opened.model.tie_word_embeddings or wanted.activations is ActivationScheme.STATIC
+    ):
+        why = (
+            "is the embedding, which stays in 16 bits"
+            if opened.model.tie_word_embeddings
+            else "is not calibrated"
+        )
         raise ConfigError(f"recipe: {head} would be quantized, but {why}; add 'lm_head' to ignore")
     decided = plan(wanted.args(lm_head=lm_head))
-    return decided, *ignored_modules(opened.model, kept if decided.weights != "none" else (), lm_head)
+    return decided, *ignored_modules(
+        opened.model, kept if decided.weights != "none" else (), lm_head
+    )
 
 
 def _data(dataset: Any, text_column: str, splits: Any, num_samples: int) -> Path | list[Any]:
@@ -275,7 +316,9 @@ def _data(dataset: Any, text_column: str, splits: Any, num_samples: int) -> Path
     if columns is not None:
         _column(columns, text_column)
     if not isinstance(dataset, Iterable):
-        raise ConfigError(f"the dataset is {shown(dataset)}; give a path, a list, or an object of datasets")
+        raise ConfigError(
+            f"the dataset is {shown(dataset)}; give a path, a list, or an object of datasets"
+        )
     rows = list(islice(_rows(islice(dataset, *stop), text_column), num_samples))
     if not rows:
         raise ConfigError("the dataset is empty; give text")
@@ -298,7 +341,9 @@ def _file(dataset: str | Path, text_column: str) -> Path:
 
 
 def _part(splits: Any) -> tuple[str | None, tuple[int | None, int | None]]:
-    """`train[:512]` -> (the part's name, (its first row, the one after the last)); (None, all rows) without splits."""
+    """`train[:512]` -> (the part's name, (its first row, the one after the last)); (None, all rows)
+    without splits.
+    """
     if isinstance(splits, Mapping):
         splits = splits.get("calibration")
     if isinstance(splits, list | tuple):
@@ -307,7 +352,9 @@ def _part(splits: Any) -> tuple[str | None, tuple[int | None, int | None]]:
         return None, (0, None)
     match = re.fullmatch(r"(\w+)(?:\[(\d*):(\d*)\])?", str(splits))
     if match is None:
-        raise ConfigError(f"splits {shown(splits)} names no part of the dataset; write it as train[:512]")
+        raise ConfigError(
+            f"splits {shown(splits)} names no part of the dataset; write it as train[:512]"
+        )
     begin, end = (int(match[index]) if match[index] else None for index in (2, 3))
     return match[1], (begin, end)
 
@@ -320,7 +367,11 @@ def _split(dataset: Any, splits: Any) -> tuple[Any, tuple[int | None, int | None
         return dataset, rows
     name = name or "train"
     if not parts or name not in dataset:
-        names = f"; it has {', '.join(map(str, dataset))}" if parts else ", which has one part only; omit splits"
+        names = (
+            f"; it has {', '.join(map(str, dataset))}"
+            if parts
+            else ", which has one part only; omit splits"
+        )
         raise ConfigError(f"splits {name!r} names no part of the dataset{names}")
     return dataset[name], rows
 
@@ -350,18 +401,28 @@ def _rows(dataset: Iterable[Any], text_column: str) -> Iterator[Any]:
         elif isinstance(row[column], str):
             yield row[column]
         else:
-            raise ConfigError(f"dataset, row {number}: {column} is {shown(row[column])}, not a text")
+            raise ConfigError(
+                f"dataset, row {number}: {column} is {shown(row[column])}, not a text"
+            )
 
 
 def _unpadded(row: Mapping[str, Any]) -> Iterator[list[int]]:
-    """The token ids of a row, or of each row of a batch, without those that its attention mask marks as padding."""
+    """The token ids of a row, or of each row of a batch, without those that its attention mask
+    marks as padding.
+    """
     ids, mask = _list(row["input_ids"]), _list(row.get("attention_mask"))
     batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
     for number, tokens in enumerate(ids if batch else [ids]):
         kept = mask[number] if batch and mask is not None else mask
         if kept is not None and len(kept) != len(tokens):
-            raise ConfigError(f"dataset: attention_mask has {len(kept)} values for {len(tokens)} input_ids")
-        yield tokens if kept is None else [token for token, one in zip(tokens, kept, strict=True) if one]
+            raise ConfigError(
+                f"dataset: attention_mask has {len(kept)} values for {len(tokens)} input_ids"
+            )
+        yield (
+            tokens
+            if kept is None
+            else [token for token, one in zip(tokens, kept, strict=True) if one]
+        )
 
 
 def _list(values: Any) -> Any:
@@ -370,7 +431,9 @@ def _list(values: Any) -> Any:
 
 
 def _require_same_weights(model: Any, opened: Unquantized) -> None:
-    """Raises ConfigError if a loaded model has other weights than its folder, which would be quantized without them."""
+    """Raises ConfigError if a loaded model has other weights than its folder, which would be
+    quantized without them.
+    """
     for name, parameter in getattr(model, "named_parameters", dict)() or ():
         if name not in opened.checkpoint.names or parameter.is_meta:
             continue

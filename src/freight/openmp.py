@@ -1,7 +1,9 @@
-"""How long OpenMP's threads spin for each other, and what of its variables makes steps slow: words for people.
+"""How long OpenMP's threads spin for each other, and what of its variables makes steps slow: words
+for people.
 
-GNU OpenMP, which torch brings on Linux, reads its variables once, when torch is loaded. `freight/__init__.py` sets how
-threads wait if that has not happened yet and the user has not; so `os.environ` says what was read.
+GNU OpenMP, which torch brings on Linux, reads its variables once, when torch is loaded.
+`freight/__init__.py` sets how threads wait if that has not happened yet and the user has not; so
+`os.environ` says what was read.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def spins(environ: Mapping[str, str]) -> int:
-    """How often a waiting thread looks before it sleeps, as GNU OpenMP reads `environ`; it ignores what it cannot."""
+    """How often a waiting thread looks before it sleeps, as GNU OpenMP reads `environ`; it ignores
+    what it cannot.
+    """
     count = environ.get("GOMP_SPINCOUNT", "").strip().lower()
     if count in ("infinite", "infinity"):
         return _ACTIVE
@@ -36,14 +40,18 @@ def spins(environ: Mapping[str, str]) -> int:
 
 
 def long_waits(environ: Mapping[str, str]) -> str:
-    """What to do against threads that spin for milliseconds in a process of this environment; '' if none do.
+    """What to do against threads that spin for milliseconds in a process of this environment; '' if
+    none do.
 
     Without a variable, torch was loaded before Freight: Freight would have set one.
     """
     if platform.system() != "Linux" or spins(environ) < _MANY_SPINS:
         return ""
     said = " and ".join(f"{name}={environ[name]}" for name in WAITING if name in environ)
-    cause, cure = said or "torch was imported before freight", "unset it" if said else "import freight first"
+    cause, cure = (
+        said or "torch was imported before freight",
+        "unset it" if said else "import freight first",
+    )
     return f"{cause}: threads that wait spin for milliseconds, which stops steps on cores that others use; {cure}"
 
 

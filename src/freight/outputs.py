@@ -20,7 +20,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural log-probability of one token under the model, before temperature, penalties and truncation.
+    """Natural log-probability of one token under the model, before temperature, penalties and
+    truncation.
 
     `rank` counts from 1 for the most likely token; `decoded_token` is None without a tokenizer.
     """
@@ -31,12 +32,15 @@ class Logprob:
 
 
 TokenLogprobs = dict[int, Logprob]  # the asked-for most likely tokens and, always, the token itself
-LogprobEntry = tuple[int, float, int]  # token id, log-probability, rank from 1 (of equal logits, the lower id first)
+LogprobEntry = tuple[
+    int, float, int
+]  # token id, log-probability, rank from 1 (of equal logits, the lower id first)
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities of tokens that follow one another, as columns: a prompt may have millions of them.
+    """Log-probabilities of tokens that follow one another, as columns: a prompt may have millions
+    of them.
 
     width     entries of each token: the most likely tokens by rank, then, always, the token itself
     ids       int32 [tokens * width]
@@ -57,13 +61,17 @@ class Scores:
         """The entries of each token, without repetition."""
         width, leading = self.width, tuple(range(1, self.width))
         for begin, rank in zip(range(0, len(self.ids), width), self.ranks, strict=True):
-            end, ranks = (begin + width - 1, leading) if rank < width else (begin + width, (*leading, rank))
+            end, ranks = (
+                (begin + width - 1, leading) if rank < width else (begin + width, (*leading, rank))
+            )
             yield tuple(zip(self.ids[begin:end], self.logprobs[begin:end], ranks, strict=True))
 
     def part(self, begin: int, end: int) -> Scores:
         """Those of the tokens from `begin` up to `end`."""
         first, last = begin * self.width, end * self.width
-        return Scores(self.width, self.ids[first:last], self.logprobs[first:last], self.ranks[begin:end])
+        return Scores(
+            self.width, self.ids[first:last], self.logprobs[first:last], self.ranks[begin:end]
+        )
 
     @classmethod
     def joined(cls, parts: Sequence[Scores]) -> Scores:
@@ -81,7 +89,8 @@ class Scores:
 class CompletionOutput:
     """One completion. `stop_reason` is the stop string or stop id that ended it, if one did.
 
-    `error` says why a completion with finish reason ERROR has no more tokens; it is None for all others.
+    `error` says why a completion with finish reason ERROR has no more tokens; it is None for all
+    others.
     """
 
     index: int
@@ -97,15 +106,17 @@ class CompletionOutput:
         """Sum over the generated tokens, or None when log-probabilities were not asked for."""
         if self.logprobs is None:
             return None
-        return sum(entry[token].logprob for entry, token in zip(self.logprobs, self.token_ids, strict=True))
+        return sum(
+            entry[token].logprob for entry, token in zip(self.logprobs, self.token_ids, strict=True)
+        )
 
 
 @dataclass(frozen=True)
 class RequestOutput:
     """Everything known about a request so far. `prompt` is None when token ids were given.
 
-    `prompt_logprobs[0]` is None: nothing precedes the first token. `num_cached_tokens` prompt tokens came from the
-    prefix cache.
+    `prompt_logprobs[0]` is None: nothing precedes the first token. `num_cached_tokens` prompt
+    tokens came from the prefix cache.
     """
 
     request_id: str
@@ -119,7 +130,9 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta:
-    """What is new of one completion since its last delta: tokens, whole characters of text, log-probabilities."""
+    """What is new of one completion since its last delta: tokens, whole characters of text,
+    log-probabilities.
+    """
 
     index: int
     token_ids: list[int]
@@ -132,11 +145,12 @@ class CompletionDelta:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Seconds that a request spent, by the engine's clock: waiting for its first step, until its first token, after.
+    """Seconds that a request spent, by the engine's clock: waiting for its first step, until its
+    first token, after.
 
-    Their sum is the time from `add` to its end. What a request never reached takes no time: one that ends before its
-    first step has only `queued`, one that ends without a token no `decode`. `preemptions` is how often its completions
-    lost their blocks.
+    Their sum is the time from `add` to its end. What a request never reached takes no time: one
+    that ends before its first step has only `queued`, one that ends without a token no `decode`.
+    `preemptions` is how often its completions lost their blocks.
     """
 
     queued: float
@@ -149,8 +163,8 @@ class RequestTimes:
 class RequestDelta:
     """What is new of a request: the completions that advanced, and scores of its prompt.
 
-    `scores` begin with the prompt's second token: nothing precedes the first. None: they are not asked for, or the
-    delta tells none. `times` comes with the last delta.
+    `scores` begin with the prompt's second token: nothing precedes the first. None: they are not
+    asked for, or the delta tells none. `times` comes with the last delta.
     """
 
     request_id: str
@@ -169,16 +183,18 @@ class EngineStats:
     capacity_tokens           that the cache holds of sequences
     held_tokens               of the cache's capacity, in blocks that requests hold now
     reusable_tokens           in blocks that nobody holds, kept for prefix hits
-    prefix_queries, _hits     prompt tokens looked up in the prefix cache, and found there, at a sequence's first step
+    prefix_queries, _hits     prompt tokens looked up in the prefix cache, and found there, at a
+                              sequence's first step
     prompt, generated         tokens of prompts that were computed or found, and tokens drawn
     preemptions               how often a sequence lost its blocks
     failed                    completions that ended with finish reason ERROR
-    nans, clipped             values stored in the cache that were NaN, or beyond the range of their scale
+    nans, clipped             values stored in the cache that were NaN, or beyond the range of their
+                              scale
 
-    A prompt with n completions counts for each of them. Tokens that are computed again after a preemption do not count
-    again. Where groups of layers have blocks of their own, held and reusable tokens are those of the group that is
-    fullest, as its share of `capacity_tokens`; so their sum is never more than that. `nans` and `clipped` may be up
-    to a second old.
+    A prompt with n completions counts for each of them. Tokens that are computed again after a
+    preemption do not count again. Where groups of layers have blocks of their own, held and
+    reusable tokens are those of the group that is fullest, as its share of `capacity_tokens`; so
+    their sum is never more than that. `nans` and `clipped` may be up to a second old.
     """
 
     running: int

@@ -1,9 +1,10 @@
 """SamplingParams: what one request asks of the sampler. Imports no torch.
 
-Names and defaults are those that vLLM's users know. A value that exists is valid: construction checks every field and
-raises RequestError with the field, the value and the range, so nothing behind it checks again (except token ids,
-which need the vocabulary: `check_vocabulary`). Nothing is ignored: an unknown name is an error that suggests the
-nearest, and a number is never clamped into its range.
+Names and defaults are those that vLLM's users know. A value that exists is valid: construction
+checks every field and raises RequestError with the field, the value and the range, so nothing
+behind it checks again (except token ids, which need the vocabulary: `check_vocabulary`). Nothing is
+ignored: an unknown name is an error that suggests the nearest, and a number is never clamped into
+its range.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ from typing import Any, TypeVar
 from freight.errors import SHOWN, RequestError, as_float, nearest, shown
 from freight.structured import StructuredOutputs
 
-GREEDY_BELOW = 1e-5  # a temperature under this is greedy, as in vLLM: logits divided by less overflow float32
-NO_TOKEN_LEFT = "no token is left to draw"  # how the error begins where a request's own parameters bar all
-LARGEST = 10**9  # of seconds, and of temperature and |logit_bias|, so that no float32 logit overflows
+GREEDY_BELOW = (
+    1e-5  # a temperature under this is greedy, as in vLLM: logits divided by less overflow float32
+)
+NO_TOKEN_LEFT = (
+    "no token is left to draw"  # how the error begins where a request's own parameters bar all
+)
+LARGEST = (
+    10**9
+)  # of seconds, and of temperature and |logit_bias|, so that no float32 logit overflows
 LARGEST_WHOLE = 2**63 - 1  # of counts and token ids: what an int64 holds
 
 _SYNONYMS = {  # names of other engines -> the field that does the same or comes closest
@@ -69,7 +76,8 @@ class SamplingLimits:
     n, temperature, logprobs, prompt_logprobs, timeout_s  the largest value of that field
     stop, stop_token_ids, logit_bias,
     allowed_token_ids, bad_words                          the most entries of that field
-    stop_length                                           the most characters of each stop string and bad word
+    stop_length                                           the most characters of each stop string
+                                                          and bad word
     cache_salt                                            the most characters
     """
 
@@ -91,7 +99,9 @@ LIMITS = SamplingLimits()
 
 
 def _explains_unknown_names(cls: type[T]) -> type[T]:
-    """Class decorator: an unknown keyword raises RequestError with the nearest field, in place of a TypeError."""
+    """Class decorator: an unknown keyword raises RequestError with the nearest field, in place of a
+    TypeError.
+    """
     known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     init = cls.__init__
 
@@ -100,7 +110,9 @@ def _explains_unknown_names(cls: type[T]) -> type[T]:
         for name in values:
             if name not in known:
                 hint = nearest(name[:SHOWN], known, _SYNONYMS)
-                raise RequestError(f"SamplingParams has no field {shown(name)}{hint}; it has {', '.join(known)}")
+                raise RequestError(
+                    f"SamplingParams has no field {shown(name)}{hint}; it has {', '.join(known)}"
+                )
         init(self, **values)
 
     setattr(cls, "__init__", explained)  # noqa: B010, an assignment does not type-check
@@ -117,39 +129,49 @@ class SamplingParams:
     top_p                smallest set of tokens whose probability reaches this
     top_k                only the k most likely tokens; 0 or -1: all
     min_p                only tokens at least this share of the most likely one's probability
-    seed                 same seed, prompt and parameters: same tokens; None: a fresh one for the request
-    max_tokens           tokens to generate at most; None: up to the end of the context; 0, only with prompt_logprobs
-                         and n=1: score the prompt and generate nothing
+    seed                 same seed, prompt and parameters: same tokens; None: a fresh one for the
+                         request
+    max_tokens           tokens to generate at most; None: up to the end of the context; 0, only
+                         with prompt_logprobs and n=1: score the prompt and generate nothing
     min_tokens           no stop id is drawn and no stop string looked for before this many tokens
-    stop                 strings that end the text, which ends right before them; one string or several
+    stop                 strings that end the text, which ends right before them; one string or
+                         several
     stop_token_ids       ids that end the completion besides the model's own
-    include_stop_str_in_output  the text ends right behind the stop string, and has the text of a stop id that ended it:
+    include_stop_str_in_output  the text ends right behind the stop string, and has the text of a
+                                stop id that ended it:
                          of a special token only where skip_special_tokens is False
     ignore_eos           the model's own stop ids do not end the completion
     presence_penalty     subtracted once from the logit of each token already generated
     frequency_penalty    subtracted from the logit of a token for each time it was generated
-    repetition_penalty   divides positive and multiplies negative logits of tokens in the prompt or the output
+    repetition_penalty   divides positive and multiplies negative logits of tokens in the prompt or
+                         the output
     logit_bias           token id -> number added to its logit
-    allowed_token_ids    only these ids are drawn, one or more; None: all. Without a stop id among them only max_tokens,
-                         a stop string or a structured output ends the completion
-    bad_words            strings that are not written: of the tokens that the tokenizer makes of one, at the start of a
-                         text and behind a space, the last is not drawn where the completion ends with the others
-    logprobs             log-probabilities of this many most likely tokens, besides the token's own; None: none at all
+    allowed_token_ids    only these ids are drawn, one or more; None: all. Without a stop id among
+                         them only max_tokens, a stop string or a structured output ends the
+                         completion
+    bad_words            strings that are not written: of the tokens that the tokenizer makes of
+                         one, at the start of a text and behind a space, the last is not drawn where
+                         the completion ends with the others
+    logprobs             log-probabilities of this many most likely tokens, besides the token's own;
+                         None: none at all
     prompt_logprobs      the same for the prompt's tokens
-    detokenize           give text back; without it, or without a tokenizer, there are token ids only
+    detokenize           give text back; without it, or without a tokenizer, there are token ids
+                         only
     skip_special_tokens  leave special tokens out of the text
-    truncate_prompt_tokens  keep only this many tokens of the prompt, the last ones; -1: as many as the context leaves
+    truncate_prompt_tokens  keep only this many tokens of the prompt, the last ones; -1: as many as
+                            the context leaves
                          beside max_tokens, or beside one token where that is None; None: all
     cache_salt           requests share cached prefixes only with requests of the same salt
-    timeout_s            seconds from when the request is added until it has ended, whatever it has by then, with
-                         finish_reason "timeout"; None: no such limit
-    structured_outputs   the form that the whole text must have: a StructuredOutputs, or a mapping of its fields. Tokens
-                         that do not fit are not drawn, and the completion ends with "stop" when nothing can follow,
-                         also under ignore_eos and before min_tokens
+    timeout_s            seconds from when the request is added until it has ended, whatever it has
+                         by then, with finish_reason "timeout"; None: no such limit
+    structured_outputs   the form that the whole text must have: a StructuredOutputs, or a mapping
+                         of its fields. Tokens that do not fit are not drawn, and the completion
+                         ends with "stop" when nothing can follow, also under ignore_eos and before
+                         min_tokens
 
-    `SamplingLimits` has the largest values and the most entries of each field.
-    `stop`, `stop_token_ids`, `bad_words` and `logit_bias` also take None for none; lists are stored as tuples.
-    Raises RequestError for a value of the wrong type or outside its range.
+    `SamplingLimits` has the largest values and the most entries of each field. `stop`,
+    `stop_token_ids`, `bad_words` and `logit_bias` also take None for none; lists are stored as
+    tuples. Raises RequestError for a value of the wrong type or outside its range.
     """
 
     n: int = 1
@@ -185,7 +207,9 @@ class SamplingParams:
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
+            )
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise RequestError(
                 "max_tokens is 0 and prompt_logprobs None; set prompt_logprobs to score the prompt, "
@@ -194,7 +218,9 @@ class SamplingParams:
         if self.max_tokens == 0 and self.n != 1:
             raise RequestError(f"n is {self.n} and max_tokens 0; to score a prompt n must be 1")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids is []: no token could be drawn; give one id or more, or leave it out")
+            raise RequestError(
+                "allowed_token_ids is []: no token could be drawn; give one id or more, or leave it out"
+            )
         if self.truncate_prompt_tokens == 0:
             raise RequestError(
                 "truncate_prompt_tokens is 0: nothing would be left of the prompt; give 1 or more, or -1"
@@ -215,19 +241,27 @@ class SamplingParams:
             ids = getattr(self, name) or ()
             if max(ids, default=-1) >= vocab_size:
                 outside = [token for token in ids if token >= vocab_size]
-                raise RequestError(f"{name} names token id {outside[0]}; the vocabulary has 0 to {vocab_size - 1}")
+                raise RequestError(
+                    f"{name} names token id {outside[0]}; the vocabulary has 0 to {vocab_size - 1}"
+                )
 
 
 def check_limits(params: SamplingParams, limits: SamplingLimits) -> None:
-    """Raises RequestError, with the field, its value and its limit, for `params` that ask for more than `limits`."""
+    """Raises RequestError, with the field, its value and its limit, for `params` that ask for more
+    than `limits`.
+    """
     _checked(params, limits)
 
 
 def _checked(given: SamplingParams, limits: SamplingLimits) -> dict[str, object]:
-    """Each field's value, in the form it is kept in. Raises RequestError for a wrong type or one beyond `limits`."""
+    """Each field's value, in the form it is kept in. Raises RequestError for a wrong type or one
+    beyond `limits`.
+    """
     return {
         "n": _whole("n", given.n, 1, limits.n),
-        "temperature": _number("temperature", given.temperature, 0, limits.temperature, hint="; 0 is greedy"),
+        "temperature": _number(
+            "temperature", given.temperature, 0, limits.temperature, hint="; 0 is greedy"
+        ),
         "top_p": _number("top_p", given.top_p, 0, 1, above=True, hint="; 1 keeps every token"),
         "top_k": _whole("top_k", given.top_k, -1, hint="; 0 or -1 keeps every token"),
         "min_p": _number("min_p", given.min_p, 0, 1),
@@ -236,21 +270,29 @@ def _checked(given: SamplingParams, limits: SamplingLimits) -> dict[str, object]
         "min_tokens": _whole("min_tokens", given.min_tokens, 0),
         "stop": _strings("stop", given.stop, limits.stop, limits.stop_length),
         "stop_token_ids": _token_ids("stop_token_ids", given.stop_token_ids, limits.stop_token_ids),
-        "include_stop_str_in_output": _flag("include_stop_str_in_output", given.include_stop_str_in_output),
+        "include_stop_str_in_output": _flag(
+            "include_stop_str_in_output", given.include_stop_str_in_output
+        ),
         "ignore_eos": _flag("ignore_eos", given.ignore_eos),
         "presence_penalty": _number("presence_penalty", given.presence_penalty, -2, 2),
         "frequency_penalty": _number("frequency_penalty", given.frequency_penalty, -2, 2),
-        "repetition_penalty": _number("repetition_penalty", given.repetition_penalty, 0.01, 100, hint="; 1 is none"),
+        "repetition_penalty": _number(
+            "repetition_penalty", given.repetition_penalty, 0.01, 100, hint="; 1 is none"
+        ),
         "logit_bias": _biases("logit_bias", given.logit_bias, limits.logit_bias),
         "allowed_token_ids": _optional(
             _token_ids, "allowed_token_ids", given.allowed_token_ids, limits.allowed_token_ids
         ),
         "bad_words": _strings("bad_words", given.bad_words, limits.bad_words, limits.stop_length),
         "logprobs": _optional(_whole, "logprobs", given.logprobs, 0, limits.logprobs),
-        "prompt_logprobs": _optional(_whole, "prompt_logprobs", given.prompt_logprobs, 0, limits.prompt_logprobs),
+        "prompt_logprobs": _optional(
+            _whole, "prompt_logprobs", given.prompt_logprobs, 0, limits.prompt_logprobs
+        ),
         "detokenize": _flag("detokenize", given.detokenize),
         "skip_special_tokens": _flag("skip_special_tokens", given.skip_special_tokens),
-        "truncate_prompt_tokens": _optional(_whole, "truncate_prompt_tokens", given.truncate_prompt_tokens, -1),
+        "truncate_prompt_tokens": _optional(
+            _whole, "truncate_prompt_tokens", given.truncate_prompt_tokens, -1
+        ),
         "cache_salt": _salt("cache_salt", given.cache_salt, limits.cache_salt),
         "timeout_s": _optional(_number, "timeout_s", given.timeout_s, 0, limits.timeout_s, True),
         "structured_outputs": None
@@ -264,13 +306,19 @@ def _whole(name: str, value: object, low: int, high: int = LARGEST_WHOLE, hint: 
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
     if number is not None and low <= number <= high:
         return number
-    unbounded = high == LARGEST_WHOLE and (number is None or number < low)  # that limit is no help to them
+    unbounded = high == LARGEST_WHOLE and (
+        number is None or number < low
+    )  # that limit is no help to them
     within = f"{low} or more" if unbounded else f"{low} to {high}"
     raise RequestError(f"{name} is {shown(value)}; it must be a whole number, {within}{hint}")
 
 
-def _number(name: str, value: object, low: float, high: float, above: bool = False, hint: str = "") -> float:
-    """`value` as a finite float in [low, high], or in (low, high] when `above`; bool is not a number."""
+def _number(
+    name: str, value: object, low: float, high: float, above: bool = False, hint: str = ""
+) -> float:
+    """`value` as a finite float in [low, high], or in (low, high] when `above`; bool is not a
+    number.
+    """
     if isinstance(value, Real) and not isinstance(value, bool):
         number = as_float(value)
         if math.isfinite(number) and low <= number <= high and not (above and number == low):
@@ -298,7 +346,9 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _entries(name: str, value: object, most: int) -> list[Any]:
-    """The entries of a list of at most `most`; of a longer one, or one without end, no more than that are looked at."""
+    """The entries of a list of at most `most`; of a longer one, or one without end, no more than
+    that are looked at.
+    """
     if value is None:
         return []
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
@@ -318,7 +368,9 @@ def _strings(name: str, value: object, most: int, longest: int) -> tuple[str, ..
     strings = (value,) if isinstance(value, str) else tuple(_entries(name, value, most))
     for i, string in enumerate(strings):
         if not isinstance(string, str) or not 1 <= len(string) <= longest:
-            raise RequestError(f"{name}[{i}] is {shown(string)}; it must be a string of 1 to {longest} characters")
+            raise RequestError(
+                f"{name}[{i}] is {shown(string)}; it must be a string of 1 to {longest} characters"
+            )
     return strings
 
 
@@ -337,5 +389,7 @@ def _biases(name: str, value: object, most: int) -> dict[int, float]:
 
 def _salt(name: str, value: object, longest: int) -> str | None:
     if value is not None and (not isinstance(value, str) or not 1 <= len(value) <= longest):
-        raise RequestError(f"{name} is {shown(value)}; it must be a string of 1 to {longest} characters")
+        raise RequestError(
+            f"{name} is {shown(value)}; it must be a string of 1 to {longest} characters"
+        )
     return value

@@ -1,4 +1,6 @@
-"""The lines that say what was decided at start: to stderr, unless the program has set up logging itself."""
+"""The lines that say what was decided at start: to stderr, unless the program has set up logging
+itself.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""StructuredOutputs: the form that a request's text must have. Imports nothing beside the standard library.
+"""StructuredOutputs: the form that a request's text must have. Imports nothing beside the standard
+library.
 
-A value that exists keeps every limit below and those of `json_schema.py`, so a compiler of grammars never sees more
-than it can take. All of them are checked without recursion, in a time that grows linearly with what was given: depth of
-nesting is what ends programs that read grammars. Whether the form is one that can be compiled is decided in
-`engine/grammar.py`.
+A value that exists keeps every limit below and those of `json_schema.py`, so a compiler of grammars
+never sees more than it can take. All of them are checked without recursion, in a time that grows
+linearly with what was given: depth of nesting is what ends programs that read grammars. Whether the
+form is one that can be compiled is decided in `engine/grammar.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 from freight.errors import RequestError, choices, nearest, shown
 from freight.json_schema import MOST_SCHEMA, check_references, check_size, enforceable, too_deep
 
-CANNOT_GO_ON = "its structured output cannot go on"  # how the error of a grammar that gave up within an answer begins
+# how the error of a grammar that gave up within an answer begins
+CANNOT_GO_ON = "its structured output cannot go on"
 MOST_REGEX = 4 * 1024  # bytes
 MOST_GRAMMAR = 16 * 1024  # bytes
 MOST_RULES = 500  # of a Lark grammar
@@ -37,15 +39,17 @@ class StructuredOutputs:
     """Exactly one form that the whole text of a completion must have.
 
     json         a JSON schema, as a mapping or as JSON text; True or {}: any JSON object
-    regex        a regular expression that the whole text matches; without look-around and backreferences
+    regex        a regular expression that the whole text matches; without look-around and
+                 backreferences
     choice       texts, one of which is the answer
     grammar      a grammar in Lark's notation, whose rule `start` gives the text
     json_object  any JSON object
-    parts        beside grammar: name -> the form, without parts of its own, that `@name` stands for in the grammar
+    parts        beside grammar: name -> the form, without parts of its own, that `@name` stands for
+                 in the grammar
 
-    `json` is kept as compact JSON text, `choice` as a tuple, `parts` as pairs, so a value is hashable. Raises
-    RequestError for none or several of them, for one beyond a limit of this module, and for a `$ref` that is
-    not within the schema.
+    `json` is kept as compact JSON text, `choice` as a tuple, `parts` as pairs, so a value is
+    hashable. Raises RequestError for none or several of them, for one beyond a limit of this
+    module, and for a `$ref` that is not within the schema.
     """
 
     json: Mapping[str, Any] | bool | str | None = None
@@ -57,9 +61,15 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool | None):
-            raise RequestError(f"structured_outputs.json_object is {shown(self.json_object)}; it must be True or False")
+            raise RequestError(
+                f"structured_outputs.json_object is {shown(self.json_object)}; it must be True or False"
+            )
         values = {name: getattr(self, name) for name in _FORMS}
-        given = [name for name, value in values.items() if value is not None and not (name == _FORMS[-1] and not value)]
+        given = [
+            name
+            for name, value in values.items()
+            if value is not None and not (name == _FORMS[-1] and not value)
+        ]
         if len(given) != 1:
             fault = f"has {' and '.join(given)}" if given else "is empty"
             raise RequestError(f"structured_outputs {fault}; give exactly one of {choices(_FORMS)}")
@@ -77,7 +87,9 @@ class StructuredOutputs:
         if name == "grammar":
             _check_rules(kept[name])
         if self.parts is not None and name != "grammar":
-            raise RequestError("structured_outputs.parts belong to structured_outputs.grammar, which is not given")
+            raise RequestError(
+                "structured_outputs.parts belong to structured_outputs.grammar, which is not given"
+            )
         kept["parts"] = None if self.parts is None else _checked_parts(self.parts)
         for name, value in kept.items():
             object.__setattr__(self, name, value)
@@ -94,15 +106,25 @@ class StructuredOutputs:
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
-                hint = nearest(str(name)[:60], known, {"lark": "grammar", "schema": "json", "json_schema": "json"})
-                raise RequestError(f"structured_outputs has no field {shown(name)}{hint}; it has {', '.join(known)}")
+                hint = nearest(
+                    str(name)[:60],
+                    known,
+                    {"lark": "grammar", "schema": "json", "json_schema": "json"},
+                )
+                raise RequestError(
+                    f"structured_outputs has no field {shown(name)}{hint}; it has {', '.join(known)}"
+                )
         return cls(**given)
 
     @classmethod
-    def enforceable(cls, schema: Mapping[str, Any] | bool | str) -> tuple[StructuredOutputs, tuple[str, ...]]:
-        """The form that `schema` asks for as far as a grammar can hold it, and the keywords that it cannot.
+    def enforceable(
+        cls, schema: Mapping[str, Any] | bool | str
+    ) -> tuple[StructuredOutputs, tuple[str, ...]]:
+        """The form that `schema` asks for as far as a grammar can hold it, and the keywords that it
+        cannot.
 
-        `StructuredOutputs(json=schema)` is the strict way: to compile such a keyword fails. Raises RequestError.
+        `StructuredOutputs(json=schema)` is the strict way: to compile such a keyword fails. Raises
+        RequestError.
         """
         whole = cls(json=schema)
         if whole.json is None:
@@ -113,10 +135,13 @@ class StructuredOutputs:
     def key(self) -> tuple[str, str]:
         """Which form, and its text: equal for what compiles to the same grammar.
 
-        Of a grammar with parts: "parts", and JSON of the grammar's text and [name, form, text] of each.
+        Of a grammar with parts: "parts", and JSON of the grammar's text and [name, form, text] of
+        each.
         """
         if self.parts is not None:
-            return "parts", json.dumps([self.grammar, [[name, *part.key()] for name, part in self._pairs()]])
+            return "parts", json.dumps(
+                [self.grammar, [[name, *part.key()] for name, part in self._pairs()]]
+            )
         for name in _FORMS[:-1]:
             value = getattr(self, name)
             if value is not None:
@@ -125,7 +150,11 @@ class StructuredOutputs:
 
     def given(self) -> dict[str, Any]:
         """The form as JSON values: `of` makes an equal StructuredOutputs of them."""
-        values = {name: value for name in _FORMS if (value := getattr(self, name)) is not None and value is not False}
+        values = {
+            name: value
+            for name in _FORMS
+            if (value := getattr(self, name)) is not None and value is not False
+        }
         if self.parts is not None:
             values["parts"] = {name: part.given() for name, part in self._pairs()}
         return values
@@ -145,10 +174,14 @@ def _checked_parts(value: object) -> tuple[tuple[str, StructuredOutputs], ...]:
     size = 0
     for name, given in pairs:
         if not isinstance(name, str) or not _PART.fullmatch(name):
-            raise RequestError(f"structured_outputs.parts has the name {shown(name)}; a name is like 'answer_1'")
+            raise RequestError(
+                f"structured_outputs.parts has the name {shown(name)}; a name is like 'answer_1'"
+            )
         part = StructuredOutputs.of(given)
         if part.parts is not None:
-            raise RequestError(f"structured_outputs.parts.{name} has parts of its own; put them beside it")
+            raise RequestError(
+                f"structured_outputs.parts.{name} has parts of its own; put them beside it"
+            )
         size += len(part.key()[1].encode())
         made.append((name, part))
     if size > MOST_PARTS_BYTES:
@@ -159,7 +192,9 @@ def _checked_parts(value: object) -> tuple[tuple[str, StructuredOutputs], ...]:
 def _text(name: str, value: object, most: int) -> str:
     """`value` as a text of at most `most` bytes."""
     if not isinstance(value, str) or not value:
-        raise RequestError(f"structured_outputs.{name} is {shown(value)}; it must be a text that is not empty")
+        raise RequestError(
+            f"structured_outputs.{name} is {shown(value)}; it must be a text that is not empty"
+        )
     if _num_bytes(name, value, most) > most:
         raise _too_large(name, f"{len(value)} characters", most)
     return value
@@ -170,7 +205,9 @@ def _num_bytes(name: str, text: str, most: int) -> int:
     try:
         return len(text) if len(text) > most else len(text.encode())
     except UnicodeEncodeError:
-        raise RequestError(f"structured_outputs.{name} has a lone surrogate, which is not Unicode text") from None
+        raise RequestError(
+            f"structured_outputs.{name} has a lone surrogate, which is not Unicode text"
+        ) from None
 
 
 def _too_large(name: str, size: str, most: int) -> RequestError:
@@ -180,16 +217,22 @@ def _too_large(name: str, size: str, most: int) -> RequestError:
 def _check_rules(grammar: str) -> None:
     count = sum(1 for _ in _RULE.finditer(grammar))
     if count > MOST_RULES:
-        raise RequestError(f"structured_outputs.grammar has {count} rules; at most {MOST_RULES} are allowed")
+        raise RequestError(
+            f"structured_outputs.grammar has {count} rules; at most {MOST_RULES} are allowed"
+        )
 
 
 def _choice(value: object) -> tuple[str, ...]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise RequestError(f"structured_outputs.choice is {shown(value)}; it must be a list of texts")
+        raise RequestError(
+            f"structured_outputs.choice is {shown(value)}; it must be a list of texts"
+        )
     entries = tuple(itertools.islice(value, MOST_CHOICES + 1))
     if not 1 <= len(entries) <= MOST_CHOICES:
         count = f"more than {MOST_CHOICES}" if entries else "no"
-        raise RequestError(f"structured_outputs.choice has {count} entries; give 1 to {MOST_CHOICES}")
+        raise RequestError(
+            f"structured_outputs.choice has {count} entries; give 1 to {MOST_CHOICES}"
+        )
     total = 0
     for position, entry in enumerate(entries):
         name = f"choice[{position}]"
@@ -206,7 +249,9 @@ def _schema(value: object) -> str | None:
     if isinstance(value, bool):
         if value:
             return None
-        raise RequestError("structured_outputs.json is False, which nothing satisfies; give a schema that allows text")
+        raise RequestError(
+            "structured_outputs.json is False, which nothing satisfies; give a schema that allows text"
+        )
     if not isinstance(value, Mapping):
         raise RequestError(f"structured_outputs.json is {shown(value)}; a JSON schema is an object")
     schema = dict(value)
@@ -220,7 +265,9 @@ def _schema(value: object) -> str | None:
     if _num_bytes("json", text, MOST_SCHEMA) > MOST_SCHEMA:
         raise _too_large("json", f"{len(text)} characters as compact JSON", MOST_SCHEMA)
     if "x-guidance" in schema:
-        raise RequestError("structured_outputs.json has the keyword 'x-guidance', which is not one of JSON Schema")
+        raise RequestError(
+            "structured_outputs.json has the keyword 'x-guidance', which is not one of JSON Schema"
+        )
     check_references(json.loads(text))  # a tree: no part of it stands in two places
     return text
 

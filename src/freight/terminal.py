@@ -1,8 +1,8 @@
 """The terminal: the one place that decides whether text gets colours and weights, and bars move.
 
-Nothing is styled where NO_COLOR is set (https://no-color.org) or TERM is dumb, and nothing in a pipe or a file. A bar
-moves on a terminal only, and not on a dumb one, which cannot take a line back.
-Imports no torch, and rich where it is used.
+Nothing is styled where NO_COLOR is set (https://no-color.org) or TERM is dumb, and nothing in a
+pipe or a file. A bar moves on a terminal only, and not on a dumb one, which cannot take a line
+back. Imports no torch, and rich where it is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 def is_plain() -> bool:
     """Whether the environment asks for text without any escape sequence of style."""
-    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM", "").lower() in (
+        "dumb",
+        "unknown",
+    )
 
 
 def console(stderr: bool = False, **options: Any) -> Console:
@@ -37,12 +40,22 @@ def write(text: str, err: bool = False, newline: bool = True, **style: Any) -> N
 
 
 def bars(label: str = "{task.description}") -> Progress:
-    """Bars on stderr with a label, a count and the time that is left; none where stderr is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """Bars on stderr with a label, a count and the time that is left; none where stderr is no
+    terminal.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     on = console(stderr=True)
-    return Progress(*columns, console=on, disable=not on.is_terminal or on.is_dumb_terminal, transient=True)
+    return Progress(
+        *columns, console=on, disable=not on.is_terminal or on.is_dumb_terminal, transient=True
+    )
 
 
 @contextmanager

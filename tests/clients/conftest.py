@@ -1,8 +1,10 @@
-"""Clients from PyPI in an environment of their own, in front of two servers of the demo model with a chat template.
+"""Clients from PyPI in an environment of their own, in front of two servers of the demo model with
+a chat template.
 
-`make test-clients` installs tests/clients/requirements.txt and names the environment's interpreter in FREIGHT_CLIENTS;
-FREIGHT_CLIENTS_OLDER is that of requirements-older.txt, for clients that need an older OpenAI client.
-Scripts of this folder are run with it: they import what Freight's own environment does not have.
+`make test-clients` installs tests/clients/requirements.txt and names the environment's interpreter
+in FREIGHT_CLIENTS; FREIGHT_CLIENTS_OLDER is that of requirements-older.txt, for clients that need
+an older OpenAI client. Scripts of this folder are run with it: they import what Freight's own
+environment does not have.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Clients:
 
     def text(self, script: str, *arguments: str) -> str:
         """What a script of this folder prints. An exit status other than 0 is a failure."""
-        environ = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        environ = {
+            name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")
+        }
         ran = subprocess.run(
             [self.python, HERE / script, *arguments],
             capture_output=True,
@@ -80,7 +84,8 @@ def older_clients() -> Clients:
 
 @pytest.fixture(scope="session")
 def short_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server whose answers end: greedy, and with a penalty for the spaces that a grammar of JSON allows.
+    """The URL of a server whose answers end: greedy, and with a penalty for the spaces that a
+    grammar of JSON allows.
 
     Its template names tools without their schemas, which keeps prompts short.
     """
@@ -91,14 +96,18 @@ def short_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     defaults |= {"temperature": 0.0, "repetition_penalty": 1.4}
     (folder / "generation_config.json").write_text(json.dumps(defaults))
     tokenizer = folder / "tokenizer_config.json"
-    tokenizer.write_text(tokenizer.read_text().replace("{{ tool | tojson }}", "{{ tool.function.name }}"))
+    tokenizer.write_text(
+        tokenizer.read_text().replace("{{ tool | tojson }}", "{{ tool.function.name }}")
+    )
     with freight_serve(folder, OPTIONS) as url:
         yield url
 
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory, clients: Clients) -> Iterator[list[str]]:
-    """The URLs of two servers of one model, whose chat template knows tools. They serve it as `demo`."""
+    """The URLs of two servers of one model, whose chat template knows tools. They serve it as
+    `demo`.
+    """
     folder = demo_with_tools(tmp_path_factory.mktemp("served") / "demo-tools")
     with ExitStack() as stack:
         yield [stack.enter_context(freight_serve(folder, OPTIONS)) for _ in range(2)]

@@ -1,4 +1,6 @@
-"""Clients from PyPI, unchanged, against one server. Each script tells of each of its cases whether it held."""
+"""Clients from PyPI, unchanged, against one server. Each script tells of each of its cases whether
+it held.
+"""
 
 from __future__ import annotations
 

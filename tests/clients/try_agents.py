@@ -24,7 +24,12 @@ from wanted import LENGTH, PROMPT, Order, Plain, is_order, raises, tell
 
 URL = sys.argv[1]
 set_tracing_disabled(True)
-SETTINGS: Any = {"temperature": 0, "max_tokens": LENGTH, "timeout": 60, "parallel_tool_calls": False}
+SETTINGS: Any = {
+    "temperature": 0,
+    "max_tokens": LENGTH,
+    "timeout": 60,
+    "parallel_tool_calls": False,
+}
 
 
 def client() -> AsyncOpenAI:
@@ -34,7 +39,9 @@ def client() -> AsyncOpenAI:
 def pydantic_ai(kind: Any, output: Any) -> Any:
     """The answer of a new agent, with a client of its own: each run has an event loop."""
     model = kind("demo", provider=OpenAIProvider(openai_client=client()))
-    return Agent(model, output_type=output, model_settings=SETTINGS, retries=0).run_sync(PROMPT).output
+    return (
+        Agent(model, output_type=output, model_settings=SETTINGS, retries=0).run_sync(PROMPT).output
+    )
 
 
 def pydantic_ai_chat() -> None:
@@ -61,7 +68,10 @@ def weather(unit: str) -> str:
 def agents(kind: Any) -> None:
     settings = ModelSettings(temperature=0, max_tokens=LENGTH)
     agent = OpenAIAgent(
-        name="a", model=kind(model="demo", openai_client=client()), output_type=Plain, model_settings=settings
+        name="a",
+        model=kind(model="demo", openai_client=client()),
+        output_type=Plain,
+        model_settings=settings,
     )
     assert isinstance(Runner.run_sync(agent, PROMPT).final_output, Plain)
 

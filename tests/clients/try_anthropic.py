@@ -1,4 +1,6 @@
-"""Anthropic's client: messages, streams, tools, forms, count_tokens, errors. Run as: try_anthropic.py URL"""
+"""Anthropic's client: messages, streams, tools, forms, count_tokens, errors. Run as:
+try_anthropic.py URL
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,16 @@ def tools() -> None:
         final = stream.get_final_message()
     assert "input_json" in kinds
     assert [block.input for block in final.content if block.type == "tool_use"] == [call.input]
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
-    turns = [*MESSAGES, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    result = {
+        "type": "tool_result",
+        "tool_use_id": call.id,
+        "content": [{"type": "text", "text": "sunny"}],
+    }
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result]},
+    ]
     following = client.messages.create(**ASKED | {"messages": turns, "tools": TOOLS})
     assert following.usage.input_tokens + following.usage.cache_read_input_tokens > 20
 
@@ -60,16 +70,29 @@ def parsed_form() -> None:
 def count_tokens() -> None:
     counted = client.messages.count_tokens(model="demo", messages=MESSAGES)
     answer = client.messages.create(**ASKED)
-    assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+    assert counted.input_tokens == answer.usage.input_tokens + (
+        answer.usage.cache_read_input_tokens or 0
+    )
     assert (
-        client.messages.count_tokens(model="demo", messages=MESSAGES, tools=TOOLS).input_tokens > counted.input_tokens
+        client.messages.count_tokens(model="demo", messages=MESSAGES, tools=TOOLS).input_tokens
+        > counted.input_tokens
     )
 
 
 def errors() -> None:
-    raises(NotFoundError, lambda: client.messages.create(**ASKED | {"model": "none"}), "not_found_error")
-    raises(BadRequestError, lambda: client.messages.create(**ASKED | {"max_tokens": 0}), "max_tokens")
-    raises(BadRequestError, lambda: list(client.messages.create(**ASKED | {"messages": []}, stream=True)), "messages")
+    raises(
+        NotFoundError,
+        lambda: client.messages.create(**ASKED | {"model": "none"}),
+        "not_found_error",
+    )
+    raises(
+        BadRequestError, lambda: client.messages.create(**ASKED | {"max_tokens": 0}), "max_tokens"
+    )
+    raises(
+        BadRequestError,
+        lambda: list(client.messages.create(**ASKED | {"messages": []}, stream=True)),
+        "messages",
+    )
 
 
 tell([messages, stream_is_the_whole_answer, tools, parsed_form, count_tokens, errors])

@@ -1,4 +1,6 @@
-"""instructor in every mode that reaches OpenAI's and Anthropic's APIs. Run as: try_instructor.py URL"""
+"""instructor in every mode that reaches OpenAI's and Anthropic's APIs. Run as: try_instructor.py
+URL
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,18 @@ from wanted import LENGTH, MESSAGES, Order, Plain, Weather, is_order, raises, te
 
 URL = sys.argv[1]
 MODE = instructor.Mode
-ASKED: dict[str, Any] = {"messages": MESSAGES, "max_retries": 0, "max_tokens": LENGTH}  # the server is greedy
+ASKED: dict[str, Any] = {
+    "messages": MESSAGES,
+    "max_retries": 0,
+    "max_tokens": LENGTH,
+}  # the server is greedy
 
 
 def ours(mode: instructor.Mode) -> Any:
     return instructor.from_openai(
-        OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=100), mode=mode, model="demo"
+        OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=100),
+        mode=mode,
+        model="demo",
     )
 
 
@@ -31,7 +39,9 @@ def theirs(mode: instructor.Mode) -> Any:
     )
 
 
-def order(client: Callable[[instructor.Mode], Any], mode: instructor.Mode, **more: Any) -> Callable[[], None]:
+def order(
+    client: Callable[[instructor.Mode], Any], mode: instructor.Mode, **more: Any
+) -> Callable[[], None]:
     def case() -> None:
         is_order(client(mode).create(response_model=Order, **ASKED | more))
 
@@ -40,7 +50,11 @@ def order(client: Callable[[instructor.Mode], Any], mode: instructor.Mode, **mor
 
 
 def order_raw(mode: instructor.Mode) -> None:
-    is_order(ours(mode).create(response_model=Order, messages=MESSAGES, max_retries=0, max_output_tokens=LENGTH))
+    is_order(
+        ours(mode).create(
+            response_model=Order, messages=MESSAGES, max_retries=0, max_output_tokens=LENGTH
+        )
+    )
 
 
 def responses_tools() -> None:
@@ -52,18 +66,32 @@ def responses_tools_with_inbuilt_tools() -> None:
 
 
 def json_object() -> None:
-    """This mode asks for any object and has the schema in the prompt only: a model that cannot read gives another."""
-    raises(InstructorRetryException, lambda: ours(MODE.JSON).create(response_model=Order, **ASKED), "Field required")
+    """This mode asks for any object and has the schema in the prompt only: a model that cannot read
+    gives another.
+    """
+    raises(
+        InstructorRetryException,
+        lambda: ours(MODE.JSON).create(response_model=Order, **ASKED),
+        "Field required",
+    )
 
 
 def parallel_tools() -> None:
     """This mode leaves the choice to the model (`"auto"`), and this one calls nothing."""
     asked = {"response_model": Iterable[Plain | Weather], **ASKED}
-    raises(InstructorRetryException, lambda: list(ours(MODE.PARALLEL_TOOLS).create(**asked)), "No tool calls")
+    raises(
+        InstructorRetryException,
+        lambda: list(ours(MODE.PARALLEL_TOOLS).create(**asked)),
+        "No tool calls",
+    )
 
 
 def anthropic_parallel_tools() -> None:
-    calls = list(theirs(MODE.ANTHROPIC_PARALLEL_TOOLS).create(response_model=Iterable[Plain | Weather], **ASKED))
+    calls = list(
+        theirs(MODE.ANTHROPIC_PARALLEL_TOOLS).create(
+            response_model=Iterable[Plain | Weather], **ASKED
+        )
+    )
     assert all(isinstance(call, Plain | Weather) for call in calls)
 
 
@@ -73,11 +101,16 @@ def partial() -> None:
         grown = list(ours(mode).create_partial(response_model=Plain, **ASKED))
         Plain.model_validate(grown[-1].model_dump())
         assert len(grown) >= least, grown
-        assert all(before.name is None or after.name.startswith(before.name) for before, after in pairwise(grown))
+        assert all(
+            before.name is None or after.name.startswith(before.name)
+            for before, after in pairwise(grown)
+        )
 
 
 def several() -> None:
-    """The list that instructor asks for may be missing, and then it takes the empty object for its one element."""
+    """The list that instructor asks for may be missing, and then it takes the empty object for its
+    one element.
+    """
     found: list[Any] = []
     try:
         found += ours(MODE.TOOLS).create_iterable(response_model=Plain, **ASKED)
@@ -96,12 +129,20 @@ def failures() -> None:
     cut = ASKED | {"max_tokens": 3}
     raises(IncompleteOutputException, lambda: ours(MODE.TOOLS).create(response_model=Plain, **cut))
     long = ASKED | {"max_tokens": 50_000}
-    raises(InstructorRetryException, lambda: ours(MODE.TOOLS).create(response_model=Plain, **long), "50000")
+    raises(
+        InstructorRetryException,
+        lambda: ours(MODE.TOOLS).create(response_model=Plain, **long),
+        "50000",
+    )
 
 
 # modes that do not force the schema: the server is asked to, in the words of each API
 GUIDED = {"extra_body": {"guided_json": Order.model_json_schema()}}
-FORMAT = {"extra_body": {"output_config": {"format": {"type": "json_schema", "schema": Order.model_json_schema()}}}}
+FORMAT = {
+    "extra_body": {
+        "output_config": {"format": {"type": "json_schema", "schema": Order.model_json_schema()}}
+    }
+}
 
 tell(
     [

@@ -1,4 +1,6 @@
-"""langchain-openai and langchain-anthropic: structured output, tools, streams, errors. Run as: try_langchain.py URL"""
+"""langchain-openai and langchain-anthropic: structured output, tools, streams, errors. Run as:
+try_langchain.py URL
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ URL = sys.argv[1]
 
 
 def chat(**more: Any) -> Any:
-    given = {"model": "demo", "max_tokens": LENGTH, "temperature": 0, "max_retries": 0, "timeout": 60} | more
+    given = {
+        "model": "demo",
+        "max_tokens": LENGTH,
+        "temperature": 0,
+        "max_retries": 0,
+        "timeout": 60,
+    } | more
     return ChatOpenAI(base_url=f"{URL}/v1", api_key="none", **given)
 
 
@@ -37,13 +45,19 @@ def structured(client: Callable[..., Any], **how: Any) -> Callable[[], None]:
 
 def json_mode() -> None:
     """It asks for some JSON object only, so the object of a schema is not to be expected."""
-    found = chat().with_structured_output(None, method="json_mode", include_raw=True).invoke('{"a": 1}')
+    found = (
+        chat().with_structured_output(None, method="json_mode", include_raw=True).invoke('{"a": 1}')
+    )
     assert found["parsing_error"] is None, found
     assert isinstance(found["parsed"], dict), found
 
 
 def structured_responses() -> None:
-    is_order(chat(use_responses_api=True).with_structured_output(Order, method="json_schema").invoke(PROMPT))
+    is_order(
+        chat(use_responses_api=True)
+        .with_structured_output(Order, method="json_schema")
+        .invoke(PROMPT)
+    )
 
 
 def bound_tools() -> None:
@@ -63,8 +77,14 @@ def anthropic_tools() -> None:
 
 
 def anthropic_structured() -> None:
-    """Anthropic's client moves `maxLength` and its like from the schema into descriptions: types alone are forced."""
-    found = anthropic().with_structured_output(Order, method="json_schema", include_raw=True).invoke(PROMPT)
+    """Anthropic's client moves `maxLength` and its like from the schema into descriptions: types
+    alone are forced.
+    """
+    found = (
+        anthropic()
+        .with_structured_output(Order, method="json_schema", include_raw=True)
+        .invoke(PROMPT)
+    )
     order = json.loads(found["raw"].text)
     assert set(order) == set(Order.model_fields), order
     assert isinstance(order["secret"], str), order
@@ -77,7 +97,9 @@ def streams(client: Callable[..., Any], **more: Any) -> Callable[[], None]:
         model = client(max_tokens=24, **more)
         whole, pieces = model.invoke(PROMPT), list(model.stream(PROMPT))
         assert "".join(piece.text for piece in pieces) == whole.text
-        total = sum(piece.usage_metadata["output_tokens"] for piece in pieces if piece.usage_metadata)
+        total = sum(
+            piece.usage_metadata["output_tokens"] for piece in pieces if piece.usage_metadata
+        )
         assert total == whole.usage_metadata["output_tokens"] == 24, total
 
     case.__name__ = f"stream_{client.__name__}"
@@ -90,24 +112,37 @@ def streamed_tools() -> None:
     whole = pieces[0]
     for piece in pieces[1:]:
         whole += piece
-    assert [call["args"] for call in whole.tool_calls] == [call["args"] for call in model.invoke(PROMPT).tool_calls]
+    assert [call["args"] for call in whole.tool_calls] == [
+        call["args"] for call in model.invoke(PROMPT).tool_calls
+    ]
 
 
 def completions() -> None:
-    model = OpenAI(base_url=f"{URL}/v1", api_key="none", model="demo", max_tokens=12, temperature=0, max_retries=0)
+    model = OpenAI(
+        base_url=f"{URL}/v1",
+        api_key="none",
+        model="demo",
+        max_tokens=12,
+        temperature=0,
+        max_retries=0,
+    )
     assert model.invoke(PROMPT) == "".join(model.stream(PROMPT)) != ""
     assert len(model.generate([PROMPT, "def main("]).generations) == 2
 
 
 def asynchronous() -> None:
     async def several() -> list[Any]:
-        return await asyncio.gather(*(chat().with_structured_output(Plain).ainvoke(PROMPT) for _ in range(3)))
+        return await asyncio.gather(
+            *(chat().with_structured_output(Plain).ainvoke(PROMPT) for _ in range(3))
+        )
 
     assert all(isinstance(found, Plain) for found in asyncio.run(several()))
 
 
 def errors() -> None:
-    raises(OpenAIModelNotFoundError, lambda: chat(model="none").invoke(PROMPT))  # it read the error's code
+    raises(
+        OpenAIModelNotFoundError, lambda: chat(model="none").invoke(PROMPT)
+    )  # it read the error's code
     error = raises(OpenAIInvalidRequestError, lambda: list(chat(top_p=7).stream(PROMPT)))
     assert error.param == "top_p"
 

@@ -1,4 +1,6 @@
-"""llama-index-llms-openai-like: complete, chat, streams, structured answers, errors. Run as: try_llama_index.py URL"""
+"""llama-index-llms-openai-like: complete, chat, streams, structured answers, errors. Run as:
+try_llama_index.py URL
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,26 @@ CHAT = [ChatMessage(role="user", content=PROMPT)]
 
 
 def model(**more: Any) -> OpenAILike:
-    given = {"is_chat_model": True, "max_tokens": 24, "temperature": 0, "max_retries": 0, "timeout": 60} | more
-    return OpenAILike(model="demo", api_base=f"{URL}/v1", api_key="none", context_window=8192, **given)
+    given = {
+        "is_chat_model": True,
+        "max_tokens": 24,
+        "temperature": 0,
+        "max_retries": 0,
+        "timeout": 60,
+    } | more
+    return OpenAILike(
+        model="demo", api_base=f"{URL}/v1", api_key="none", context_window=8192, **given
+    )
 
 
 def complete() -> None:
     for is_chat in (False, True):
         one = model(is_chat_model=is_chat)
-        assert "".join(piece.delta for piece in one.stream_complete(PROMPT)) == one.complete(PROMPT).text != ""
+        assert (
+            "".join(piece.delta for piece in one.stream_complete(PROMPT))
+            == one.complete(PROMPT).text
+            != ""
+        )
 
 
 def chat() -> None:

@@ -1,4 +1,6 @@
-"""OpenAI's client and its helpers: parse, streams, tools, responses, lines of a batch. Run as: try_openai.py URL"""
+"""OpenAI's client and its helpers: parse, streams, tools, responses, lines of a batch. Run as:
+try_openai.py URL
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def chat_parse_cut_short() -> None:
 
 def function_tool() -> None:
     tools = [pydantic_function_tool(Order), pydantic_function_tool(Weather)]
-    answer = client.chat.completions.parse(messages=MESSAGES, tools=tools, tool_choice=FORCED, **GREEDY)
+    answer = client.chat.completions.parse(
+        messages=MESSAGES, tools=tools, tool_choice=FORCED, **GREEDY
+    )
     assert answer.choices[0].finish_reason == "tool_calls"
     (call,) = answer.choices[0].message.tool_calls
     is_order(call.function.parsed_arguments)
@@ -56,9 +60,13 @@ def function_tool_required() -> None:
 
 def chat_stream_is_the_whole_answer() -> None:
     whole = client.chat.completions.create(messages=MESSAGES, seed=1, **GREEDY | {"max_tokens": 40})
-    with client.chat.completions.stream(messages=MESSAGES, seed=1, **GREEDY | {"max_tokens": 40}) as stream:
+    with client.chat.completions.stream(
+        messages=MESSAGES, seed=1, **GREEDY | {"max_tokens": 40}
+    ) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
-        final = stream.current_completion_snapshot  # get_final_completion raises where max_tokens ended the answer
+        final = (
+            stream.current_completion_snapshot
+        )  # get_final_completion raises where max_tokens ended the answer
     assert "".join(deltas) == whole.choices[0].message.content == final.choices[0].message.content
     assert final.choices[0].finish_reason == whole.choices[0].finish_reason
 
@@ -77,22 +85,37 @@ def chat_stream_parsed() -> None:
 
 
 def chat_stream_tools() -> None:
-    asked = {"messages": MESSAGES, "tools": [pydantic_function_tool(Order)], "tool_choice": FORCED, **GREEDY}
+    asked = {
+        "messages": MESSAGES,
+        "tools": [pydantic_function_tool(Order)],
+        "tool_choice": FORCED,
+        **GREEDY,
+    }
     (whole,) = client.chat.completions.parse(**asked).choices[0].message.tool_calls
     with client.chat.completions.stream(**asked) as stream:
         deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
         (call,) = stream.get_final_completion().choices[0].message.tool_calls
-    assert call.function.arguments == whole.function.arguments == "".join(e.arguments_delta for e in deltas)
+    assert (
+        call.function.arguments
+        == whole.function.arguments
+        == "".join(e.arguments_delta for e in deltas)
+    )
     is_order(call.function.parsed_arguments)
 
 
 def chat_conversation_with_a_result() -> None:
     tools = [pydantic_function_tool(Weather)]
-    first = client.chat.completions.create(messages=MESSAGES, tools=tools, tool_choice="required", **GREEDY)
+    first = client.chat.completions.create(
+        messages=MESSAGES, tools=tools, tool_choice="required", **GREEDY
+    )
     message = first.choices[0].message
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls
+    ]
     cut = GREEDY | {"max_tokens": 8}
-    answer = client.chat.completions.create(messages=[*MESSAGES, message, *results], tools=tools, **cut)
+    answer = client.chat.completions.create(
+        messages=[*MESSAGES, message, *results], tools=tools, **cut
+    )
     assert answer.usage.prompt_tokens > first.usage.prompt_tokens
 
 
@@ -113,10 +136,18 @@ def responses_parse() -> None:
 
 
 def responses_stream_parsed() -> None:
-    asked = {"model": "demo", "input": PROMPT, "text_format": Order, "temperature": 0, "max_output_tokens": LENGTH}
+    asked = {
+        "model": "demo",
+        "input": PROMPT,
+        "text_format": Order,
+        "temperature": 0,
+        "max_output_tokens": LENGTH,
+    }
     whole = client.responses.parse(**asked)
     with client.responses.stream(**asked) as stream:
-        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        text = "".join(
+            event.delta for event in stream if event.type == "response.output_text.delta"
+        )
         final = stream.get_final_response()
     assert text == whole.output_text == final.output_text
     is_order(final.output_parsed)
@@ -130,30 +161,41 @@ def responses_tools() -> None:
         "strict": True,
     }
     asked = {"model": "demo", "temperature": 0, "max_output_tokens": LENGTH, "tools": [tool]}
-    answer = client.responses.create(input=PROMPT, tool_choice={"type": "function", "name": "Weather"}, **asked)
+    answer = client.responses.create(
+        input=PROMPT, tool_choice={"type": "function", "name": "Weather"}, **asked
+    )
     (call,) = [item for item in answer.output if item.type == "function_call"]
     Weather.model_validate_json(call.arguments)
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     asked["max_output_tokens"] = 16
-    following = client.responses.create(input=[{"role": "user", "content": PROMPT}, call, result], **asked)
+    following = client.responses.create(
+        input=[{"role": "user", "content": PROMPT}, call, result], **asked
+    )
     assert following.usage.input_tokens > answer.usage.input_tokens
 
 
 def errors() -> None:
     raises(NotFoundError, lambda: client.chat.completions.create(messages=MESSAGES, model="none"))
     long = GREEDY | {"max_tokens": 50_000}
-    error = raises(BadRequestError, lambda: client.chat.completions.create(messages=MESSAGES, **long))
+    error = raises(
+        BadRequestError, lambda: client.chat.completions.create(messages=MESSAGES, **long)
+    )
     assert error.param == "messages", error.param
     stream = GREEDY | {"temperature": -1, "stream": True}
-    error = raises(BadRequestError, lambda: client.chat.completions.create(messages=MESSAGES, **stream))
+    error = raises(
+        BadRequestError, lambda: client.chat.completions.create(messages=MESSAGES, **stream)
+    )
     assert error.param == "temperature"
 
 
 def asynchronous() -> None:
     async def several() -> list[Any]:
-        async with AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=100) as clients:
+        async with AsyncOpenAI(
+            base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=100
+        ) as clients:
             asked = [
-                clients.chat.completions.parse(messages=MESSAGES, response_format=Plain, **GREEDY) for _ in range(4)
+                clients.chat.completions.parse(messages=MESSAGES, response_format=Plain, **GREEDY)
+                for _ in range(4)
             ]
             return await asyncio.gather(*asked)
 
@@ -162,7 +204,9 @@ def asynchronous() -> None:
 
 
 def raw_answers() -> None:
-    raw = client.chat.completions.with_raw_response.create(messages=MESSAGES, **GREEDY | {"max_tokens": 2})
+    raw = client.chat.completions.with_raw_response.create(
+        messages=MESSAGES, **GREEDY | {"max_tokens": 2}
+    )
     assert raw.parse().id.startswith("chatcmpl-")
     assert raw.headers["content-type"] == "application/json"
     with client.chat.completions.with_streaming_response.create(

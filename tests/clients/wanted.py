@@ -1,4 +1,5 @@
-"""What clients are asked for, and how a script tells what held. Imported by the scripts of this folder.
+"""What clients are asked for, and how a script tells what held. Imported by the scripts of this
+folder.
 
 The demo model knows no language, so every field that could go on for ever has an upper bound.
 """
@@ -76,7 +77,9 @@ def raises(kind: type[Exception], call: Callable[[], Any], *words: str) -> Excep
     except Exception as error:
         raised = error
     assert raised is not None, f"no {kind.__name__}: {answer!r}"
-    assert isinstance(raised, kind), f"{type(raised).__name__} in place of {kind.__name__}: {raised}"
+    assert isinstance(raised, kind), (
+        f"{type(raised).__name__} in place of {kind.__name__}: {raised}"
+    )
     assert all(word in str(raised) for word in words), raised
     return raised
 

@@ -1,10 +1,11 @@
-"""The conformance suite: what clients of OpenAI's and TGI's APIs rely on, and what a server must survive.
+"""The conformance suite: what clients of OpenAI's and TGI's APIs rely on, and what a server must
+survive.
 
     pytest tests/conformance                                          starts `freight serve` itself
     pytest tests/conformance --url http://127.0.0.1:8000 [--api-key KEY] [--model NAME]
 
-Every test speaks HTTP and nothing else, so other engines can be held to it. A test's name says the shape or the fault;
-at the end a table counts them by group.
+Every test speaks HTTP and nothing else, so other engines can be held to it. A test's name says the
+shape or the fault; at the end a table counts them by group.
 """
 
 from __future__ import annotations
@@ -26,9 +27,15 @@ LEAKS = (b"Traceback", b'File "', b" at 0x", b"site-packages", b"/usr/", b"/home
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("conformance")
-    group.addoption("--url", default=None, help="A server to hold to the suite; without it, freight serve is started.")
+    group.addoption(
+        "--url",
+        default=None,
+        help="A server to hold to the suite; without it, freight serve is started.",
+    )
     group.addoption("--api-key", default=None, help="Its key.")
-    group.addoption("--model", default=None, help="The model to ask for; default: the first that it lists.")
+    group.addoption(
+        "--model", default=None, help="The model to ask for; default: the first that it lists."
+    )
 
 
 @pytest.fixture(scope="session")
@@ -48,19 +55,25 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="session")
 def api(request: pytest.FixtureRequest, base: Api) -> Api:
     """The server, and the name of its model."""
-    model = request.config.getoption("model", None) or base.get("/v1/models").json()["data"][0]["id"]
+    model = (
+        request.config.getoption("model", None) or base.get("/v1/models").json()["data"][0]["id"]
+    )
     return Api(base.url, model, base.api_key, base.seen)
 
 
 @pytest.fixture(scope="session")
 def max_model_len(api: Api) -> int:
-    """Tokens of the longest context; 1 million where the server does not say it, which is too long everywhere."""
+    """Tokens of the longest context; 1 million where the server does not say it, which is too long
+    everywhere.
+    """
     return int(api.get("/v1/models").json()["data"][0].get("max_model_len") or 1_000_000)
 
 
 @pytest.fixture(autouse=True)
 def _still_serves(request: pytest.FixtureRequest, api: Api) -> Iterator[None]:
-    """After each test: no answer showed the server's inside or was its failure, and a plain request is served."""
+    """After each test: no answer showed the server's inside or was its failure, and a plain request
+    is served.
+    """
     api.seen.clear()
     yield
     for reply in api.seen:
@@ -68,7 +81,9 @@ def _still_serves(request: pytest.FixtureRequest, api: Api) -> Iterator[None]:
         if reply.status >= 400:
             assert not [leak for leak in LEAKS if leak in reply.body], reply.body[:500]
     reply = api.complete("x", max_tokens=1)
-    assert reply.status == 200, f"after this test a plain request gets {reply.status}: {reply.body[:200]!r}"
+    assert reply.status == 200, (
+        f"after this test a plain request gets {reply.status}: {reply.body[:200]!r}"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -89,12 +104,20 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     counts: dict[str, Counter[str]] = {}
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.stats.get(outcome, []):
-            if "tests/conformance/" in report.nodeid and (report.when == "call" or outcome != "passed"):
+            if "tests/conformance/" in report.nodeid and (
+                report.when == "call" or outcome != "passed"
+            ):
                 group = Path(report.nodeid.split("::")[0]).stem.removeprefix("test_")
-                counts.setdefault(group, Counter())["passed" if outcome == "passed" else "failed"] += 1
+                counts.setdefault(group, Counter())[
+                    "passed" if outcome == "passed" else "failed"
+                ] += 1
     if counts:
         terminalreporter.section("conformance")
         for group, found in sorted(counts.items()):
-            terminalreporter.write_line(f"{group:16}{found['passed']:4} passed{found['failed']:5} failed")
+            terminalreporter.write_line(
+                f"{group:16}{found['passed']:4} passed{found['failed']:5} failed"
+            )
         total: Counter[str] = sum(counts.values(), Counter())
-        terminalreporter.write_line(json.dumps({"passed": total["passed"], "failed": total["failed"]}))
+        terminalreporter.write_line(
+            json.dumps({"passed": total["passed"], "failed": total["failed"]})
+        )

@@ -11,7 +11,15 @@ from tests.conformance.wire import Api
 pytestmark = pytest.mark.clock
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-INTEGERS = {"negative": -1, "2^63": 2**63, "2^64": 2**64, "text": "12", "fraction": 1.5, "bool": True, "list": [1]}
+INTEGERS = {
+    "negative": -1,
+    "2^63": 2**63,
+    "2^64": 2**64,
+    "text": "12",
+    "fraction": 1.5,
+    "bool": True,
+    "list": [1],
+}
 
 
 def chained(count: int) -> dict[str, Any]:
@@ -21,20 +29,34 @@ def chained(count: int) -> dict[str, Any]:
 
 
 def in_format(schema: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    }
 
 
 def tool(name: str = "f", **parameters: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": parameters or {"type": "object"}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": parameters or {"type": "object"}},
+    }
 
 
 def asked(content: Any = "x", **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content} | more]}
 
 
-EITHER: dict[str, tuple[dict[str, Any], str | None]] = {  # wrong in chat and in completions: fields, `param`
-    **{f"n-{name}": ({"n": n}, "n") for name, n in {"0": 0, "million": 10**6, **INTEGERS}.items() if name != "2^63"},
-    **{f"max_tokens-{name}": ({"max_tokens": value}, "max_tokens") for name, value in INTEGERS.items()},
+EITHER: dict[
+    str, tuple[dict[str, Any], str | None]
+] = {  # wrong in chat and in completions: fields, `param`
+    **{
+        f"n-{name}": ({"n": n}, "n")
+        for name, n in {"0": 0, "million": 10**6, **INTEGERS}.items()
+        if name != "2^63"
+    },
+    **{
+        f"max_tokens-{name}": ({"max_tokens": value}, "max_tokens")
+        for name, value in INTEGERS.items()
+    },
     "max_tokens-0-without-echo": ({"max_tokens": 0}, "max_tokens"),
     **{f"seed-{name}": ({"seed": INTEGERS[name]}, "seed") for name in ("2^64", "text", "list")},
     "temperature-negative": ({"temperature": -1}, "temperature"),
@@ -54,26 +76,42 @@ EITHER: dict[str, tuple[dict[str, Any], str | None]] = {  # wrong in chat and in
     "logit_bias-key-no-number": ({"logit_bias": {"abc": 1}}, "logit_bias"),
     "logit_bias-key-outside-the-vocabulary": ({"logit_bias": {str(10**8): 1}}, "logit_bias"),
     "logit_bias-1e30": ({"logit_bias": {"5": 1e30}}, "logit_bias"),
-    "logit_bias-hundred-thousand": ({"logit_bias": {str(i): 1 for i in range(10**5)}}, "logit_bias"),
+    "logit_bias-hundred-thousand": (
+        {"logit_bias": {str(i): 1 for i in range(10**5)}},
+        "logit_bias",
+    ),
     "stop_token_ids-outside-the-vocabulary": ({"stop_token_ids": [10**9]}, "stop_token_ids"),
     "unknown-field": ({"temprature": 1}, "temprature"),
     "best_of-2": ({"best_of": 2}, "best_of"),
     "use_beam_search": ({"use_beam_search": True}, "use_beam_search"),
     "stream-text": ({"stream": "yes"}, "stream"),
-    "stream_options-without-stream": ({"stream_options": {"include_usage": True}}, "stream_options"),
+    "stream_options-without-stream": (
+        {"stream_options": {"include_usage": True}},
+        "stream_options",
+    ),
     "model-number": ({"model": 3}, "model"),
     "cache_salt-too-long": ({"cache_salt": "x" * 10**5}, "cache_salt"),
     "grammar-rules-3000": (
-        {"structured_outputs": {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000))}},
+        {
+            "structured_outputs": {
+                "grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000))
+            }
+        },
         None,
     ),
     "regex-lookbehind": ({"structured_outputs": {"regex": "(?<=a)b"}}, None),
     "regex-counted-twice": ({"structured_outputs": {"regex": "(.{1,1000}){1,1000}"}}, None),
     "regex-a-megabyte": ({"structured_outputs": {"regex": "a" * 2**20}}, None),
-    "regex-60000-parentheses": ({"structured_outputs": {"regex": "(" * 60_000 + ")" * 60_000}}, None),
+    "regex-60000-parentheses": (
+        {"structured_outputs": {"regex": "(" * 60_000 + ")" * 60_000}},
+        None,
+    ),
     "regex-not-closed": ({"structured_outputs": {"regex": "(a"}}, None),
     "choice-empty": ({"structured_outputs": {"choice": []}}, None),
-    "choice-two-thousand": ({"structured_outputs": {"choice": [str(i) for i in range(2000)]}}, None),
+    "choice-two-thousand": (
+        {"structured_outputs": {"choice": [str(i) for i in range(2000)]}},
+        None,
+    ),
     "two-constraints": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, None),
     "schema-no-schema": (in_format(3), None),
     "schema-unknown-type": (in_format({"type": "strin"}), None),
@@ -91,15 +129,29 @@ CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "role-missing": ({"messages": [{"content": "x"}]}, None),
     "content-null-without-calls": ({"messages": [{"role": "assistant", "content": None}]}, None),
     "content-number": (asked(3), None),
-    "content-image": (asked([{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}]), None),
-    "content-audio": (asked([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]), None),
+    "content-image": (
+        asked([{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}]),
+        None,
+    ),
+    "content-audio": (
+        asked([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]),
+        None,
+    ),
     "top_logprobs-21": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     "top_logprobs-negative": ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     "top_logprobs-billion": ({"logprobs": True, "top_logprobs": 10**9}, "top_logprobs"),
-    "chat_template-in-request": ({"chat_template": "{% for x in range(9) %}a{% endfor %}"}, "chat_template"),
+    "chat_template-in-request": (
+        {"chat_template": "{% for x in range(9) %}a{% endfor %}"},
+        "chat_template",
+    ),
     **{
         f"chat_template_kwargs-{name}": ({"chat_template_kwargs": {name: value}}, None)
-        for name, value in {"tokenize": True, "chat_template": "x", "return_dict": True, "messages": []}.items()
+        for name, value in {
+            "tokenize": True,
+            "chat_template": "x",
+            "return_dict": True,
+            "messages": [],
+        }.items()
     },
     "tools-text": ({"tools": "f"}, "tools"),
     "tools-without-a-name": ({"tools": [{"type": "function", "function": {}}]}, None),
@@ -153,7 +205,10 @@ def test_is_400(api: Api, path: str, fields: dict[str, Any], param: str | None) 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
 @pytest.mark.parametrize("field", ["temperature", "top_p", "presence_penalty"])
 def test_a_number_that_is_none_is_400(api: Api, field: str, value: str) -> None:
-    body = json.dumps({"model": api.model, "prompt": "x", "max_tokens": 1})[:-1] + f', "{field}": {value}}}'
+    body = (
+        json.dumps({"model": api.model, "prompt": "x", "max_tokens": 1})[:-1]
+        + f', "{field}": {value}}}'
+    )
     assert api.post(COMPLETIONS, body.encode()).status == 400
 
 
@@ -202,7 +257,9 @@ def test_unknown_path_is_404_and_wrong_method_405(api: Api) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_prompt_longer_than_the_context_is_400_with_its_numbers(api: Api, path: str, max_model_len: int) -> None:
+def test_a_prompt_longer_than_the_context_is_400_with_its_numbers(
+    api: Api, path: str, max_model_len: int
+) -> None:
     long = "a b c d " * (max_model_len // 2 + 50)
     reply = api.chat(long) if path == CHAT else api.complete(long)
     assert reply.status == 400
@@ -245,7 +302,15 @@ def test_bad_arguments_in_the_history_are_no_fault(api: Api) -> None:
         "a\u0300" * 100,
         "x" * 400,
     ],
-    ids=["control-tokens", "end-of-text", "nul", "right-to-left", "emoji", "combining", "long-word"],
+    ids=[
+        "control-tokens",
+        "end-of-text",
+        "nul",
+        "right-to-left",
+        "emoji",
+        "combining",
+        "long-word",
+    ],
 )
 def test_odd_text_is_served_and_streamed_the_same(api: Api, text: str) -> None:
     whole, stream = api.complete(text, max_tokens=8), api.complete(text, max_tokens=8, stream=True)

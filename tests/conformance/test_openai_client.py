@@ -24,9 +24,18 @@ def test_models(client: OpenAI, api: Api) -> None:
 
 
 def test_chat_streamed_and_whole(client: OpenAI, api: Api) -> None:
-    fields: dict[str, Any] = {"model": api.model, "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+    fields: dict[str, Any] = {
+        "model": api.model,
+        "messages": MESSAGES,
+        "max_tokens": 8,
+        "temperature": 0,
+    }
     whole = client.chat.completions.create(**fields)
-    chunks = list(client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(
+            **fields, stream=True, stream_options={"include_usage": True}
+        )
+    )
     text = "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices)
     assert text == whole.choices[0].message.content
     assert chunks[-1].usage == whole.usage
@@ -34,22 +43,37 @@ def test_chat_streamed_and_whole(client: OpenAI, api: Api) -> None:
 
 def test_the_helper_for_streams_with_two_choices(client: OpenAI, api: Api) -> None:
     """It fails with an IndexError where the second index comes before the first."""
-    with client.chat.completions.stream(model=api.model, messages=MESSAGES, max_tokens=8, n=2) as stream:
-        with suppress(LengthFinishReasonError):  # what the helper makes of an answer that reached its limit
+    with client.chat.completions.stream(
+        model=api.model, messages=MESSAGES, max_tokens=8, n=2
+    ) as stream:
+        with suppress(
+            LengthFinishReasonError
+        ):  # what the helper makes of an answer that reached its limit
             for _ in stream:
                 pass
         assert [choice.index for choice in stream.current_completion_snapshot.choices] == [0, 1]
 
 
 def test_completions(client: OpenAI, api: Api) -> None:
-    fields: dict[str, Any] = {"model": api.model, "prompt": "def main(", "max_tokens": 8, "temperature": 0}
+    fields: dict[str, Any] = {
+        "model": api.model,
+        "prompt": "def main(",
+        "max_tokens": 8,
+        "temperature": 0,
+    }
     whole = client.completions.create(**fields)
-    text = "".join(c.text for chunk in client.completions.create(**fields, stream=True) for c in chunk.choices)
+    text = "".join(
+        c.text for chunk in client.completions.create(**fields, stream=True) for c in chunk.choices
+    )
     assert whole.choices[0].text == text
 
 
 def test_logprobs_of_completions(client: OpenAI, api: Api) -> None:
-    found = client.completions.create(model=api.model, prompt="x", max_tokens=2, logprobs=2).choices[0].logprobs
+    found = (
+        client.completions.create(model=api.model, prompt="x", max_tokens=2, logprobs=2)
+        .choices[0]
+        .logprobs
+    )
     assert found is not None
     assert len(found.tokens or []) == len(found.token_logprobs or []) > 0
 

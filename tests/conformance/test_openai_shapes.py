@@ -55,11 +55,17 @@ def test_chat_whole(api: Api) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_chat_stream_has_the_role_of_every_index_first_and_one_end_for_each(api: Api, n: int) -> None:
+def test_chat_stream_has_the_role_of_every_index_first_and_one_end_for_each(
+    api: Api, n: int
+) -> None:
     chunks = chunks_of(api.chat(stream=True, n=n), "chat.completion.chunk", "chatcmpl-")
     for index, chunk in enumerate(chunks[:n]):
         (choice,) = chunk["choices"]
-        assert (choice["index"], choice["delta"]["role"], choice["delta"]["content"]) == (index, "assistant", "")
+        assert (choice["index"], choice["delta"]["role"], choice["delta"]["content"]) == (
+            index,
+            "assistant",
+            "",
+        )
         assert choice["finish_reason"] is None
     ended: set[int] = set()
     for chunk in chunks[n:]:
@@ -71,7 +77,9 @@ def test_chat_stream_has_the_role_of_every_index_first_and_one_end_for_each(api:
                 assert choice["delta"] == {}
                 ended.add(choice["index"])
     assert ended == set(range(n))
-    assert all(chunk["choices"] and not chunk.get("usage") for chunk in chunks), "usage was not asked for"
+    assert all(chunk["choices"] and not chunk.get("usage") for chunk in chunks), (
+        "usage was not asked for"
+    )
 
 
 @pytest.mark.parametrize("path", ["chat", "completions"])
@@ -89,13 +97,17 @@ def test_the_usage_chunk_is_the_last_and_has_no_choice(api: Api, path: str) -> N
 
 def test_usage_in_every_event(api: Api) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = chunks_of(api.complete(stream=True, stream_options=options), "text_completion", "cmpl-")
+    chunks = chunks_of(
+        api.complete(stream=True, stream_options=options), "text_completion", "cmpl-"
+    )
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == counts[-2] > 0
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "seeded"]
+)
 @pytest.mark.parametrize("path", ["chat", "completions"])
 def test_streamed_is_not_streamed(api: Api, path: str, fields: dict[str, Any]) -> None:
     ask = api.chat if path == "chat" else api.complete
@@ -103,7 +115,9 @@ def test_streamed_is_not_streamed(api: Api, path: str, fields: dict[str, Any]) -
     *chunks, _ = ask(max_tokens=24, stream=True, **fields).events()
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     if path == "chat":
-        assert "".join(c["delta"].get("content") or "" for c in choices) == whole["message"]["content"]
+        assert (
+            "".join(c["delta"].get("content") or "" for c in choices) == whole["message"]["content"]
+        )
     else:
         assert "".join(c["text"] for c in choices) == whole["text"]
     assert choices[-1]["finish_reason"] == whole["finish_reason"]
@@ -148,7 +162,9 @@ def test_prompts_of_token_ids(api: Api) -> None:
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_with_logprobs_as_evaluation_harnesses_ask(api: Api, max_tokens: int) -> None:
     """lm-eval sums the log-probabilities of the prompt's tokens."""
-    (choice,) = api.complete([[5, 6, 7, 8]], max_tokens=max_tokens, logprobs=1, echo=True, seed=1234).json()["choices"]
+    (choice,) = api.complete(
+        [[5, 6, 7, 8]], max_tokens=max_tokens, logprobs=1, echo=True, seed=1234
+    ).json()["choices"]
     found = choice["logprobs"]
     assert set(found) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
     assert {len(found[name]) for name in found} == {4 + max_tokens}
@@ -199,13 +215,27 @@ def test_messages_of_all_roles(api: Api, role: str) -> None:
 
 
 def test_fields_without_effect_are_named(api: Api) -> None:
-    reply = api.chat(user="me", store=False, metadata={"a": "b"}, service_tier="auto", verbosity="low")
+    reply = api.chat(
+        user="me", store=False, metadata={"a": "b"}, service_tier="auto", verbosity="low"
+    )
     assert reply.status == 200
-    assert {"user", "store", "metadata"} <= {name.strip() for name in reply.headers["x-freight-ignored"].split(",")}
+    assert {"user", "store", "metadata"} <= {
+        name.strip() for name in reply.headers["x-freight-ignored"].split(",")
+    }
 
 
 def test_null_is_absent(api: Api) -> None:
-    fields = ("n", "top_p", "stop", "seed", "logit_bias", "tools", "response_format", "stream_options", "max_tokens")
+    fields = (
+        "n",
+        "top_p",
+        "stop",
+        "seed",
+        "logit_bias",
+        "tools",
+        "response_format",
+        "stream_options",
+        "max_tokens",
+    )
     assert api.chat(**dict.fromkeys(fields[:-1])).status == 200
 
 
@@ -214,14 +244,28 @@ def test_null_is_absent(api: Api) -> None:
     [
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_object", "value": {"type": "boolean"}}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "boolean"}},
+            }
+        },
         {"response_format": {"type": "text"}},
         {"structured_outputs": {"regex": "[ab]{3}"}},
         {"structured_outputs": {"choice": ["yes", "no"]}},
         {"guided_choice": ["yes", "no"]},
         {"guided_regex": "[ab]{3}"},
     ],
-    ids=["object", "object-value", "schema", "text", "regex", "choice", "guided-choice", "guided-regex"],
+    ids=[
+        "object",
+        "object-value",
+        "schema",
+        "text",
+        "regex",
+        "choice",
+        "guided-choice",
+        "guided-regex",
+    ],
 )
 def test_structured_output_is_taken(api: Api, fields: dict[str, Any]) -> None:
     reply = api.chat(max_tokens=20, **fields)

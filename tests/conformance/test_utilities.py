@@ -19,10 +19,15 @@ def test_models(api: Api) -> None:
 
 
 def test_tokenize_and_detokenize(api: Api) -> None:
-    found = api.post("/tokenize", {"model": api.model, "prompt": "def main(", "add_special_tokens": False}).json()
+    found = api.post(
+        "/tokenize", {"model": api.model, "prompt": "def main(", "add_special_tokens": False}
+    ).json()
     assert found["count"] == len(found["tokens"]) > 0
     assert found["max_model_len"] > 0
-    assert api.post("/detokenize", {"model": api.model, "tokens": found["tokens"]}).json()["prompt"] == "def main("
+    assert (
+        api.post("/detokenize", {"model": api.model, "tokens": found["tokens"]}).json()["prompt"]
+        == "def main("
+    )
 
 
 def test_tokens_are_those_of_usage(api: Api) -> None:
@@ -58,7 +63,9 @@ def test_bad_tokens_are_400(api: Api, path: str, body: dict[str, object]) -> Non
     assert api.post(path, body).status == 400
 
 
-@pytest.mark.parametrize("path", ["/v1/completions/", "/v1/chat/completions/", "/generate/", "/health/"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions/", "/v1/chat/completions/", "/generate/", "/health/"]
+)
 def test_a_slash_too_many_is_a_404_and_no_redirect(api: Api, path: str) -> None:
     for answer in (api.get(path), api.post(path, {})):
         assert answer.status == 404
@@ -69,11 +76,16 @@ def test_sagemakers_address_takes_what_the_others_take(api: Api) -> None:
     messages = [{"role": "user", "content": "def main("}]
     fields = {"model": api.model, "max_tokens": 4, "temperature": 0}
     chat = api.post("/invocations", fields | {"messages": messages}).json()
-    assert chat["choices"][0]["message"] == api.chat(max_tokens=4, temperature=0).json()["choices"][0]["message"]
+    assert (
+        chat["choices"][0]["message"]
+        == api.chat(max_tokens=4, temperature=0).json()["choices"][0]["message"]
+    )
     text = api.post("/invocations", fields | {"prompt": "def main("}).json()
     assert text["object"] == "text_completion"
     assert text["choices"] == api.complete(max_tokens=4, temperature=0).json()["choices"]
-    whole = api.post("/invocations", {"inputs": "def main(", "parameters": {"max_new_tokens": 4}}).json()
+    whole = api.post(
+        "/invocations", {"inputs": "def main(", "parameters": {"max_new_tokens": 4}}
+    ).json()
     assert whole[0]["generated_text"] == text["choices"][0]["text"]
     refused = api.post("/invocations", {"model": api.model})
     assert refused.status == 400
@@ -94,7 +106,9 @@ def test_what_sglangs_gateway_asks_a_worker(api: Api) -> None:
 
 
 def test_tokenizer_info(api: Api) -> None:
-    assert {"eos_token", "bos_token", "pad_token", "chat_template"} <= set(api.get("/tokenizer_info").json())
+    assert {"eos_token", "bos_token", "pad_token", "chat_template"} <= set(
+        api.get("/tokenizer_info").json()
+    )
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/version", "/metrics"])
@@ -104,21 +118,46 @@ def test_is_there(api: Api, path: str) -> None:
 
 def test_metrics_have_the_names_that_routers_read(api: Api) -> None:
     text = api.get("/metrics").body.decode()
-    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"):
+    for name in (
+        "num_requests_waiting",
+        "num_requests_running",
+        "kv_cache_usage_perc",
+        "cache_config_info",
+    ):
         assert name in text
 
 
 @pytest.mark.keyed
-@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic eA=="}])
+@pytest.mark.parametrize(
+    "headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic eA=="}]
+)
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST"])
 @pytest.mark.parametrize(
     "path",
     [
-        *("/v1/models", "/v1/chat/completions", "/v1/completions", "/generate", "/generate_stream", "/info"),
-        *("/tokenize", "/detokenize", "/tokenizer_info", "/version", "/metrics", "/docs", "/openapi.json", "/nothing"),
+        *(
+            "/v1/models",
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/generate",
+            "/generate_stream",
+            "/info",
+        ),
+        *(
+            "/tokenize",
+            "/detokenize",
+            "/tokenizer_info",
+            "/version",
+            "/metrics",
+            "/docs",
+            "/openapi.json",
+            "/nothing",
+        ),
     ],
 )
-def test_without_the_key_everything_is_401(api: Api, path: str, method: str, headers: dict[str, str]) -> None:
+def test_without_the_key_everything_is_401(
+    api: Api, path: str, method: str, headers: dict[str, str]
+) -> None:
     body = b"{}" if method == "POST" else None
     reply = api.send(method, path, body, headers)
     assert reply.status == 401, (path, method, reply.status)
@@ -133,5 +172,7 @@ def test_health_needs_no_key(api: Api, path: str) -> None:
 @pytest.mark.keyed
 @pytest.mark.parametrize("host", ["x/health?", "x/health#", "[", "a b"])
 def test_a_host_header_is_no_way_past_the_key(api: Api, host: str) -> None:
-    answer = api.raw(f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+    answer = api.raw(
+        f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+    )
     assert answer.split(b" ", 2)[1] in (b"400", b"401")

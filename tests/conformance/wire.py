@@ -1,4 +1,5 @@
-"""HTTP as the conformance suite speaks it: plain requests, streams as lists of events, and bytes as they are.
+"""HTTP as the conformance suite speaks it: plain requests, streams as lists of events, and bytes as
+they are.
 
 Only the standard library, so that what a client library repairs or repeats in silence is seen here.
 """
@@ -59,7 +60,9 @@ class Api:
     url: str
     model: str = ""
     api_key: str | None = None
-    seen: list[Reply] = field(default_factory=list, compare=False)  # every answer, to be searched for what leaks
+    seen: list[Reply] = field(
+        default_factory=list, compare=False
+    )  # every answer, to be searched for what leaks
 
     @property
     def place(self) -> tuple[str, int]:
@@ -70,14 +73,22 @@ class Api:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def send(
-        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Reply:
-        """One request on a connection of its own; `headers` stand in the place of the key and the content type."""
+        """One request on a connection of its own; `headers` stand in the place of the key and the
+        content type.
+        """
         own = self.headers() | ({"Content-Type": "application/json"} if body is not None else {})
         connection = http.client.HTTPConnection(*self.place, timeout=SECONDS)
         begin = time.perf_counter()
         try:
-            with suppress(BrokenPipeError, ConnectionResetError):  # refused before all of it was sent
+            with suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # refused before all of it was sent
                 connection.request(method, path, body, dict(own if headers is None else headers))
             answer = connection.getresponse()
             data = answer.read()
@@ -92,10 +103,16 @@ class Api:
         return self.send("GET", path)
 
     def post(self, path: str, body: Any) -> Reply:
-        return self.send("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
+        return self.send(
+            "POST", path, body if isinstance(body, bytes) else json.dumps(body).encode()
+        )
 
     def chat(self, content: str = "def main(", **fields: Any) -> Reply:
-        body = {"model": self.model, "messages": [{"role": "user", "content": content}], "max_tokens": 6}
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 6,
+        }
         return self.post("/v1/chat/completions", body | {"temperature": 0} | fields)
 
     def complete(self, prompt: Any = "def main(", **fields: Any) -> Reply:
@@ -103,12 +120,15 @@ class Api:
         return self.post("/v1/completions", body | fields)
 
     def raw(self, data: bytes, seconds: float = SECONDS) -> bytes:
-        """Send these bytes, half of a request or none, and return all that comes until the server closes.
+        """Send these bytes, half of a request or none, and return all that comes until the server
+        closes.
 
         Raises TimeoutError where it neither answers nor closes in time.
         """
         with socket.create_connection(self.place, timeout=seconds) as connection:
-            with suppress(BrokenPipeError, ConnectionResetError):  # it had enough; its answer may still be there
+            with suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # it had enough; its answer may still be there
                 connection.sendall(data)
             found, end = b"", time.monotonic() + seconds
             while True:

@@ -1,6 +1,8 @@
-"""One server for the tests of its clients: the demo model with a chat template in the style of Hermes, and a key.
+"""One server for the tests of its clients: the demo model with a chat template in the style of
+Hermes, and a key.
 
-It is started once per process of pytest. `served_folder` is what it serves, so that `LLM` can open the same.
+It is started once per process of pytest. `served_folder` is what it serves, so that `LLM` can open
+the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The two forms that users of AutoFP8 type, with only the import changed, and what its config says afterwards."""
+"""The two forms that users of AutoFP8 type, with only the import changed, and what its config says
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def rows(num_rows: int = 8, length: int = 64) -> torch.Tensor:
 
 def text_of(folder: Path) -> str:
     llm = LLM(str(folder), kv_cache_memory="8MiB", max_model_len=128)
-    return llm.generate("def main(", SamplingParams(max_tokens=8, temperature=0.0))[0].outputs[0].text
+    return (
+        llm.generate("def main(", SamplingParams(max_tokens=8, temperature=0.0))[0].outputs[0].text
+    )
 
 
 def test_the_dynamic_form(tmp_path: Path):
@@ -40,7 +44,11 @@ def test_the_dynamic_form(tmp_path: Path):
     model.quantize([])
     model.save_quantized(str(out))
     said = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert said == {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
+    assert said == {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "ignored_layers": ["lm_head"],
+    }
     assert (out / "tokenizer.json").is_file()
     assert text_of(out)
 
@@ -69,11 +77,17 @@ def test_ignoring_every_module_is_refused():
 
 def test_kv_targets_give_the_tensors_that_autofp8_writes(tmp_path: Path):
     quantize_config = BaseQuantizeConfig(kv_cache_quant_targets=("k_proj", "v_proj"))
-    model = AutoFP8ForCausalLM.from_pretrained(BASE, quantize_config, torch_dtype="auto", device_map="auto")
+    model = AutoFP8ForCausalLM.from_pretrained(
+        BASE, quantize_config, torch_dtype="auto", device_map="auto"
+    )
     model.quantize(rows())
     model.save_quantized(tmp_path / "out")
-    got, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", AUTOFP8))
-    assert {name: (t.dtype, t.shape) for name, t in got.items()} == {n: (t.dtype, t.shape) for n, t in theirs.items()}
+    got, theirs = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", AUTOFP8)
+    )
+    assert {name: (t.dtype, t.shape) for name, t in got.items()} == {
+        n: (t.dtype, t.shape) for n, t in theirs.items()
+    }
     assert quantize_config.ignored_layers == ["lm_head"]
     assert quantize_config.kv_cache_quant_layers == [
         f"model.layers.{index}.self_attn.{side}_proj" for index in range(2) for side in "kv"
@@ -98,7 +112,9 @@ def test_padding_is_not_observed(tmp_path: Path):
 
 
 def test_patterns_are_searched_and_expanded(tmp_path: Path):
-    quantize_config = BaseQuantizeConfig(activation_scheme="dynamic", ignore_patterns=["re:.*lm_head", "re:1.*down"])
+    quantize_config = BaseQuantizeConfig(
+        activation_scheme="dynamic", ignore_patterns=["re:.*lm_head", "re:1.*down"]
+    )
     AutoFP8ForCausalLM.from_pretrained(BASE, quantize_config)
     assert quantize_config.ignored_layers == ["model.layers.1.mlp.down_proj", "lm_head"]
 
@@ -107,8 +123,14 @@ def test_patterns_are_searched_and_expanded(tmp_path: Path):
     ("options", "says"),
     [
         ({"quant_method": "gptq"}, r"Only FP8 quantization is supported\."),
-        ({"activation_scheme": "none"}, "Invalid activation_scheme. Choose either 'static' or 'dynamic'."),
-        ({"activation_scheme": "dynamic", "kv_cache_quant_targets": ("k_proj", "v_proj")}, "needs calibration"),
+        (
+            {"activation_scheme": "none"},
+            "Invalid activation_scheme. Choose either 'static' or 'dynamic'.",
+        ),
+        (
+            {"activation_scheme": "dynamic", "kv_cache_quant_targets": ("k_proj", "v_proj")},
+            "needs calibration",
+        ),
     ],
 )
 def test_what_its_config_refuses(options: dict[str, Any], says: str):
@@ -137,13 +159,17 @@ def test_what_the_model_refuses(tmp_path: Path):
 
 
 def test_the_static_script_runs_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """example_dataset.py for a base model, without `.to("cuda")`; the second run replaces what the first one wrote."""
+    """example_dataset.py for a base model, without `.to("cuda")`; the second run replaces what the
+    first one wrote.
+    """
     quantized_model_dir = str(tmp_path / "base-FP8")
     for scheme in ("static", "dynamic"):
         tokenizer = AutoTokenizer.from_pretrained(DEMO, use_fast=True)
         tokenizer.pad_token = tokenizer.eos_token
         ds = [{"text": f"def f{i}(x):\n    return x * {i}\n" * 4} for i in range(3)]
-        examples = tokenizer([one["text"] for one in ds], padding=True, truncation=True, return_tensors="pt")
+        examples = tokenizer(
+            [one["text"] for one in ds], padding=True, truncation=True, return_tensors="pt"
+        )
         quantize_config = BaseQuantizeConfig(quant_method="fp8", activation_scheme=scheme)
         model = AutoFP8ForCausalLM.from_pretrained(DEMO, quantize_config=quantize_config)
         model.quantize(examples)
@@ -163,7 +189,9 @@ def static_model() -> AutoFP8ForCausalLM:
     return model
 
 
-def test_what_may_not_be_overwritten_is_refused_before_calibrating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_may_not_be_overwritten_is_refused_before_calibrating(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     out, foreign = tmp_path / "out", tmp_path / "foreign"
     static_model().save_quantized(out)
     shutil.copytree(AUTOFP8, foreign)
@@ -192,13 +220,19 @@ def test_two_outputs_take_one_calibration(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("one", "two"):
         model.save_quantized(tmp_path / name)
     assert len(runs) == 1
-    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (
+        tmp_path / "two/model.safetensors"
+    ).read_bytes()
 
 
-def test_texts_a_file_and_a_name_of_the_hub_are_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_texts_a_file_and_a_name_of_the_hub_are_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     texts = [f"def f{i}(x):\n    return x * {i}\n" * 4 for i in range(2)]
     (tmp_path / "ds.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    hub = SimpleNamespace(load_dataset=lambda name: {"train_sft": [{"text": text} for text in texts]})
+    hub = SimpleNamespace(
+        load_dataset=lambda name: {"train_sft": [{"text": text} for text in texts]}
+    )
     monkeypatch.setitem(sys.modules, "datasets", hub)  # type: ignore[arg-type]
     written = []
     for number, data in enumerate((texts, tmp_path / "ds.jsonl", "mgoin/ultrachat_2k")):
@@ -210,7 +244,9 @@ def test_texts_a_file_and_a_name_of_the_hub_are_data(tmp_path: Path, monkeypatch
 
 
 def test_printing_shows_layers_and_formats():
-    config = BaseQuantizeConfig(kv_cache_quant_targets=("k_proj", "v_proj"), ignore_patterns=["re:1.*down_proj"])
+    config = BaseQuantizeConfig(
+        kv_cache_quant_targets=("k_proj", "v_proj"), ignore_patterns=["re:1.*down_proj"]
+    )
     model = AutoFP8ForCausalLM.from_pretrained(BASE, config)
     plain = str(model).splitlines()
     assert plain[:4] == [

@@ -1,7 +1,9 @@
-"""Bad input through the front doors, `LLM(...)`, `generate` and the command line: refused before a weight is read.
+"""Bad input through the front doors, `LLM(...)`, `generate` and the command line: refused before a
+weight is read.
 
-One representative of each kind; what each reader refuses in detail is tested beside it. A message names the thing, the
-value and the way out, and nothing here may touch a weight: the fixture fails the test where one is taken.
+One representative of each kind; what each reader refuses in detail is tested beside it. A message
+names the thing, the value and the way out, and nothing here may touch a weight: the fixture fails
+the test where one is taken.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def model(tmp_path: Path) -> Callable[..., str]:
         if scales is not None:
             tensors = load_file(folder / "model.safetensors")
             tensors |= {
-                f"model.layers.{name}": torch.tensor(value, dtype=torch.float32) for name, value in scales.items()
+                f"model.layers.{name}": torch.tensor(value, dtype=torch.float32)
+                for name, value in scales.items()
             }
             save_file(tensors, folder / "model.safetensors")
         said = json.loads((folder / "config.json").read_text()) | config
@@ -80,11 +83,23 @@ def scale_file(folder: Path, factors: dict[str, Any], model_type: str = "llama")
 @pytest.mark.usefixtures("no_weights")
 class TestSettings:
     def test_an_unknown_dtype(self):
-        refused(ConfigError, "fp9", "fp8_e4m3", "fp8_e5m2", "bfloat16", model=str(BASE), kv_cache_dtype="fp9")
-        refused(ConfigError, "float17", "bfloat16, float16 or float32", model=str(BASE), dtype="float17")
+        refused(
+            ConfigError,
+            "fp9",
+            "fp8_e4m3",
+            "fp8_e5m2",
+            "bfloat16",
+            model=str(BASE),
+            kv_cache_dtype="fp9",
+        )
+        refused(
+            ConfigError, "float17", "bfloat16, float16 or float32", model=str(BASE), dtype="float17"
+        )
 
     def test_an_unknown_option_names_the_nearest(self):
-        refused(ConfigError, "gpu_memory_utilization", "kv_cache_memory", gpu_memory_utilization=0.9)
+        refused(
+            ConfigError, "gpu_memory_utilization", "kv_cache_memory", gpu_memory_utilization=0.9
+        )
 
     @pytest.mark.parametrize("scales", ["unit", "dynamic", "checkpoint"])
     def test_scales_for_a_16_bit_cache(self, scales: str):
@@ -94,7 +109,9 @@ class TestSettings:
     @pytest.mark.parametrize("name", ["enable_prefix_caching", "skip_tokenizer_init"])
     @pytest.mark.parametrize("value", ["false", 0, None])
     def test_a_switch_is_true_or_false(self, name: str, value: Any):
-        refused(ConfigError, f"{name} is {value!r}", "True or False", model=str(BASE), **{name: value})
+        refused(
+            ConfigError, f"{name} is {value!r}", "True or False", model=str(BASE), **{name: value}
+        )
 
     def test_a_block_size_is_a_whole_number(self):
         refused(ConfigError, "--block-size 16.0", model=str(BASE), block_size=16.0)
@@ -116,11 +133,21 @@ class TestScales:
 
     def test_partial(self, model: Callable[..., str]):
         folder = model({"1.self_attn.k_scale": 0.1, "1.self_attn.v_scale": 0.1})
-        refused(CheckpointError, "layer 0 of 2", "--kv-scales dynamic", model=folder, kv_cache_dtype="fp8")
+        refused(
+            CheckpointError,
+            "layer 0 of 2",
+            "--kv-scales dynamic",
+            model=folder,
+            kv_cache_dtype="fp8",
+        )
 
-    @pytest.mark.parametrize(("value", "said"), [(0.0, "0.0"), (-0.5, "-0.5"), (math.nan, "nan"), (math.inf, "inf")])
+    @pytest.mark.parametrize(
+        ("value", "said"), [(0.0, "0.0"), (-0.5, "-0.5"), (math.nan, "nan"), (math.inf, "inf")]
+    )
     def test_values_that_are_no_scales(self, model: Callable[..., str], value: float, said: str):
-        scales = {f"{layer}.self_attn.kv_scale": 0.1 for layer in range(LAYERS)} | {"1.self_attn.kv_scale": value}
+        scales = {f"{layer}.self_attn.kv_scale": 0.1 for layer in range(LAYERS)} | {
+            "1.self_attn.kv_scale": value
+        }
         says = ("model.layers.1.self_attn.kv_scale", f"is {said};", "finite and above 0")
         refused(CheckpointError, *says, model=model(scales), kv_cache_dtype="fp8")
 
@@ -135,29 +162,52 @@ class TestScales:
             ),
             ({"1": {"0": 0.1, "1": 0.1}}, "llama", ("ranks '0', '1'", "1 ranks, '1'")),
             ({"0": {"0": 0.1}}, "llama", ("1 layers", "the model has 2", "lacking '1'")),
-            ({"0": {"0": 0.1, "1": 0.1, "2": 0.1}}, "llama", ("3 layers", "the model has 2", "unknown '2'")),
+            (
+                {"0": {"0": 0.1, "1": 0.1, "2": 0.1}},
+                "llama",
+                ("3 layers", "the model has 2", "unknown '2'"),
+            ),
             ({"0": {"0": 0.1, "1": 0.0}}, "llama", ("scaling_factor[0][1]", "0.0", "above 0")),
             ({"0": {"0": 0.1, "1": math.nan}}, "llama", ("scaling_factor[0][1]", "nan", "finite")),
             ({"0": {"0": 0.1, "1": 0.1}}, "mixtral", ("'mixtral'", "'llama'")),
         ],
     )
     @pytest.mark.parametrize("option", ["kv_scales", "quantization_param_path"])
-    def test_a_scale_file(self, tmp_path: Path, option: str, factors: Any, model_type: str, says: tuple[str, ...]):
+    def test_a_scale_file(
+        self, tmp_path: Path, option: str, factors: Any, model_type: str, says: tuple[str, ...]
+    ):
         file = scale_file(tmp_path, factors, model_type)
-        refused(CheckpointError, file, *says, model=str(BASE), kv_cache_dtype="fp8", **{option: file})
+        refused(
+            CheckpointError, file, *says, model=str(BASE), kv_cache_dtype="fp8", **{option: file}
+        )
 
     def test_a_scale_file_that_is_not_there(self):
         options = {"kv_cache_dtype": "fp8", "quantization_param_path": "/nowhere/scales.json"}
-        refused(ConfigError, "--quantization-param-path", "/nowhere/scales.json", model=str(BASE), **options)
+        refused(
+            ConfigError,
+            "--quantization-param-path",
+            "/nowhere/scales.json",
+            model=str(BASE),
+            **options,
+        )
 
     def test_a_scale_file_for_e5m2(self, tmp_path: Path):
         file = scale_file(tmp_path, {"0": {"0": 0.1, "1": 0.1}})
         options = {"kv_cache_dtype": "fp8_e5m2", "quantization_param_path": file}
-        refused(ConfigError, "fp8_e5m2", file, "--kv-scales dynamic or unit", model=str(BASE), **options)
+        refused(
+            ConfigError, "fp8_e5m2", file, "--kv-scales dynamic or unit", model=str(BASE), **options
+        )
 
     def test_e5m2_over_scales_made_for_e4m3(self, model: Callable[..., str]):
         folder = model({f"{layer}.self_attn.kv_scale": 0.1 for layer in range(LAYERS)})
-        refused(ConfigError, "fp8_e5m2", "fp8_e4m3fn", "--kv-scales unit", model=folder, kv_cache_dtype="fp8_e5m2")
+        refused(
+            ConfigError,
+            "fp8_e5m2",
+            "fp8_e4m3fn",
+            "--kv-scales unit",
+            model=folder,
+            kv_cache_dtype="fp8_e5m2",
+        )
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -180,7 +230,11 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("key", "value", "says"),
         [
-            ("intermediate_size", 512, ("model.layers.0.mlp.gate_proj.weight", "[384, 256]", "[512, 256]")),
+            (
+                "intermediate_size",
+                512,
+                ("model.layers.0.mlp.gate_proj.weight", "[384, 256]", "[512, 256]"),
+            ),
             ("num_hidden_layers", 3, ("model.layers.2.self_attn.q_proj.weight", "missing")),
             ("vocab_size", 300, ("model.embed_tokens.weight", "[256, 256]", "[300, 256]")),
             ("num_key_value_heads", 3, ("num_attention_heads = 4", "num_key_value_heads = 3")),
@@ -192,11 +246,19 @@ class TestFiles:
         refused(CheckpointError, *says, model=model(**{key: value}))
 
     def test_no_tokenizer(self):
-        refused(CheckpointError, "tokenizer", "skip_tokenizer_init", model=str(BASE), skip_tokenizer_init=False)
+        refused(
+            CheckpointError,
+            "tokenizer",
+            "skip_tokenizer_init",
+            model=str(BASE),
+            skip_tokenizer_init=False,
+        )
 
 
 def test_tensors_that_the_config_has_no_place_for(model: Callable[..., str]):
-    refused(CheckpointError, "model.layers.1.", "belong to no part", model=model(num_hidden_layers=1))
+    refused(
+        CheckpointError, "model.layers.1.", "belong to no part", model=model(num_hidden_layers=1)
+    )
 
 
 BAD_PARAMS = [
@@ -209,7 +271,9 @@ BAD_PARAMS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "says"), BAD_PARAMS, ids=lambda value: str(value) if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    ("given", "says"), BAD_PARAMS, ids=lambda value: str(value) if isinstance(value, dict) else ""
+)
 def test_sampling_params(given: dict[str, Any], says: tuple[str, ...]):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**given)
@@ -232,7 +296,9 @@ BAD_PROMPTS: list[tuple[Any, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "says"), BAD_PROMPTS, ids=[str(says[0]) for _, says in BAD_PROMPTS])
+@pytest.mark.parametrize(
+    ("prompt", "says"), BAD_PROMPTS, ids=[str(says[0]) for _, says in BAD_PROMPTS]
+)
 def test_a_bad_prompt_refuses_the_whole_call_before_a_step(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, prompt: Any, says: tuple[str, ...]
 ):
@@ -258,15 +324,26 @@ def test_ids_of_parameters_are_checked_too(llm: LLM):
 
 @pytest.mark.parametrize("given", [{"max_tokens": 2}, 5, "greedy", [None], [{}], iter([])])
 def test_parameters_of_another_type(llm: LLM, given: Any):
-    with pytest.raises(RequestError, match=r"sampling_params has a .*give a SamplingParams, or a list"):
+    with pytest.raises(
+        RequestError, match=r"sampling_params has a .*give a SamplingParams, or a list"
+    ):
         llm.generate([[1]], given)
 
 
 GENERATE: list[tuple[list[str], tuple[str, ...]]] = [
     (["--prompt", "x", "--kv-cache-dtype", "fp9"], ("--kv-cache-dtype 'fp9'", "fp8_e5m2")),
-    (["--prompt", "x", "--kv-scales", "unit"], ("--kv-scales unit", "bfloat16", "--kv-cache-dtype fp8")),
-    (["--prompt", "x", "--kv-scales", "unit", "--kv-cache-dtype", "float16"], ("--kv-scales unit", "float16")),
-    (["--prompt", "x", "--kv-cache-dtype", "fp8", "--kv-scales", "checkpoint"], ("no KV scales", "dynamic")),
+    (
+        ["--prompt", "x", "--kv-scales", "unit"],
+        ("--kv-scales unit", "bfloat16", "--kv-cache-dtype fp8"),
+    ),
+    (
+        ["--prompt", "x", "--kv-scales", "unit", "--kv-cache-dtype", "float16"],
+        ("--kv-scales unit", "float16"),
+    ),
+    (
+        ["--prompt", "x", "--kv-cache-dtype", "fp8", "--kv-scales", "checkpoint"],
+        ("no KV scales", "dynamic"),
+    ),
     (["--prompt", "x", "--kv-scales", "/nowhere/s.json"], ("/nowhere/s.json", "no such file")),
     (["--prompt", "x " * 2000], ("tokens", "max_model_len 1024", "1023", "shorten")),
     (["--prompt-token-ids", "1,4096"], ("4096", "0 to 4095")),
@@ -296,9 +373,14 @@ COMMANDS = [
 
 
 @pytest.mark.usefixtures("no_weights")
-@pytest.mark.parametrize(("argv", "says"), COMMANDS, ids=[" ".join(argv)[:60] for argv, _ in COMMANDS])
+@pytest.mark.parametrize(
+    ("argv", "says"), COMMANDS, ids=[" ".join(argv)[:60] for argv, _ in COMMANDS]
+)
 def test_on_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], says: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    says: tuple[str, ...],
 ):
     for name in [name for name in os.environ if name.startswith("FREIGHT_")]:
         monkeypatch.delenv(name)

@@ -1,4 +1,6 @@
-"""`freight batch` on the model that ships: the server's own answers, and runs that are killed and continued."""
+"""`freight batch` on the model that ships: the server's own answers, and runs that are killed and
+continued.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def completion(number: int) -> dict[str, Any]:
 
 
 def write(path: Path, entries: list[Any]) -> Path:
-    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in entries))
+    path.write_text(
+        "".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in entries)
+    )
     return path
 
 
@@ -47,7 +51,9 @@ def start(source: Path, out: Path, *options: str) -> Forked | subprocess.Popen[b
 
 
 def answers(out: Path) -> list[dict[str, Any]]:
-    """The lines of OUT, without what no two runs share: times, and what the prefix cache happened to hold."""
+    """The lines of OUT, without what no two runs share: times, and what the prefix cache happened
+    to hold.
+    """
     found = [json.loads(line) for line in out.read_text().splitlines()]
     for one in found:
         body = (one["response"] or {}).get("body", {})
@@ -61,7 +67,15 @@ def test_each_line_has_the_answer_of_the_server_or_an_error_of_its_own(
 ) -> None:
     say = [{"role": "user", "content": "Write a function."}]
     entries: list[Any] = [
-        entry(1, "/v1/chat/completions", messages=say, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2),
+        entry(
+            1,
+            "/v1/chat/completions",
+            messages=say,
+            max_tokens=6,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=2,
+        ),
         entry(2, prompt=["def f(", "import "], n=2, max_tokens=5, seed=3),
         "{bad",
         entry(4, "/v1/responses", input="Hello", max_output_tokens=5, temperature=0),
@@ -77,7 +91,9 @@ def test_each_line_has_the_answer_of_the_server_or_an_error_of_its_own(
     source, out = write(tmp_path / "in.jsonl", entries), tmp_path / "out.jsonl"
     assert start(source, out, "--model-id", str(served_folder)).wait(SECONDS) == 0
     found = answers(out)
-    assert [one["custom_id"] for one in found] == [None if number == 3 else f"line-{number}" for number in range(1, 13)]
+    assert [one["custom_id"] for one in found] == [
+        None if number == 3 else f"line-{number}" for number in range(1, 13)
+    ]
     assert found[2]["response"] is None
     assert found[2]["error"]["message"].startswith("line 3: body is not valid JSON")
     assert "/v1/completions" in found[7]["error"]["message"]
@@ -114,7 +130,9 @@ def test_a_run_killed_many_times_is_continued_to_the_same_file(tmp_path: Path) -
 
 
 def _kill_and_continue(folder: Path, num_lines: int, kills: int) -> None:
-    """Kill at random moments, by lines that are there or by time, and compare with a run that nobody disturbs."""
+    """Kill at random moments, by lines that are there or by time, and compare with a run that
+    nobody disturbs.
+    """
     chance = random.Random(num_lines)
     source = write(folder / "in.jsonl", [completion(number) for number in range(num_lines)])
     whole, out = folder / "whole.jsonl", folder / "out.jsonl"
@@ -131,7 +149,9 @@ def _kill_and_continue(folder: Path, num_lines: int, kills: int) -> None:
         running.wait(SECONDS)
         assert _num_lines(out) >= wanted
         done = _num_lines(out)
-        with out.open("ab") as file:  # as of a write that was cut short, which a small one hardly is
+        with out.open(
+            "ab"
+        ) as file:  # as of a write that was cut short, which a small one hardly is
             file.write(whole.read_bytes().splitlines()[done][:40] if done < num_lines else b"")
     assert start(source, out).wait(SECONDS) == 0
     assert answers(out) == answers(whole)
@@ -151,7 +171,10 @@ def test_pipes_and_the_summary(
     source, out = write(tmp_path / "in.jsonl", entries), tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "freight", "batch", "-", "-", *CACHE]
     with source.open("rb") as given, out.open("wb") as taken:
-        assert subprocess.run(command, stdin=given, stdout=taken, env=ENVIRON, check=False).returncode == 0
+        assert (
+            subprocess.run(command, stdin=given, stdout=taken, env=ENVIRON, check=False).returncode
+            == 0
+        )
     assert [one["custom_id"] for one in answers(out)] == ["line-0", None, "line-2"]
     monkeypatch.setattr(sys, "argv", ["freight", "batch", str(source), str(out), "--json", *CACHE])
     with pytest.raises(SystemExit, match="0"):
@@ -168,7 +191,9 @@ def test_pipes_and_the_summary(
     }
 
 
-def test_a_model_that_cannot_be_loaded_leaves_an_empty_output_and_its_status(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_leaves_an_empty_output_and_its_status(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "model").mkdir()
     source, out = write(tmp_path / "in.jsonl", [completion(0)]), tmp_path / "out.jsonl"
     assert start(source, out, "--model-id", str(tmp_path / "model")).wait(SECONDS) == 1

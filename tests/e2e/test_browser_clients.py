@@ -1,7 +1,8 @@
-"""OpenAI's and Anthropic's clients for JavaScript in Chromium, on a page of another origin that `--allow-origin` names.
+"""OpenAI's and Anthropic's clients for JavaScript in Chromium, on a page of another origin that
+`--allow-origin` names.
 
-The clients are those of npm, in the checkout: `npm install --no-save openai @anthropic-ai/sdk esbuild`. Browsers ask
-before they send the headers that these add, which no other client shows.
+The clients are those of npm, in the checkout: `npm install --no-save openai @anthropic-ai/sdk
+esbuild`. Browsers ask before they send the headers that these add, which no other client shows.
 """
 
 from __future__ import annotations
@@ -73,9 +74,19 @@ class Pages(SimpleHTTPRequestHandler):
 
 @contextmanager
 def pages(folder: Path) -> Iterator[str]:
-    """The address of a server of the page, with the clients as a web application's build makes them."""
-    command = [str(ESBUILD), "--bundle", "--platform=browser", "--format=esm", f"--outfile={folder / 'clients.mjs'}"]
-    subprocess.run(command, input=CLIENTS, text=True, check=True, capture_output=True, timeout=300, cwd=ROOT)
+    """The address of a server of the page, with the clients as a web application's build makes
+    them.
+    """
+    command = [
+        str(ESBUILD),
+        "--bundle",
+        "--platform=browser",
+        "--format=esm",
+        f"--outfile={folder / 'clients.mjs'}",
+    ]
+    subprocess.run(
+        command, input=CLIENTS, text=True, check=True, capture_output=True, timeout=300, cwd=ROOT
+    )
     (folder / "index.html").write_text("<!doctype html><title>clients</title>")
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Pages, directory=str(folder))) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -86,7 +97,9 @@ def pages(folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def asking(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, str]]:
+def asking(
+    served_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Browser, str]]:
     """A browser at the page, and the address of a server that allows it."""
     with (
         pages(tmp_path_factory.mktemp("page")) as origin,
@@ -99,11 +112,15 @@ def asking(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def run(asking: tuple[Browser, str], script: str) -> dict[str, Any]:
     window, url = asking
-    found: dict[str, Any] = window.run(f"return (async function () {{{script}}}).apply(null, arguments)", url, KEY)
+    found: dict[str, Any] = window.run(
+        f"return (async function () {{{script}}}).apply(null, arguments)", url, KEY
+    )
     return found
 
 
-def test_openais_client_reads_answers_streams_errors_and_headers(asking: tuple[Browser, str]) -> None:
+def test_openais_client_reads_answers_streams_errors_and_headers(
+    asking: tuple[Browser, str],
+) -> None:
     found = run(asking, OPENAI)
     assert found["text"]
     assert found["streamed"] == found["text"]

@@ -22,12 +22,20 @@ PROMPT = "> "
 class Terminal:
     """A command on a terminal of its own; stdout and stderr both come here, as a person sees them."""
 
-    def __init__(self, *argv: str, program: Sequence[str] = ("-m", "freight"), **environ: str) -> None:
-        plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")}
+    def __init__(
+        self, *argv: str, program: Sequence[str] = ("-m", "freight"), **environ: str
+    ) -> None:
+        plain = {
+            name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")
+        }
         self.seen = ""
         self.pid, self.file = pty.fork()
         if self.pid == 0:
-            os.execve(sys.executable, [sys.executable, *program, *argv], plain | {"TERM": "xterm"} | environ)
+            os.execve(
+                sys.executable,
+                [sys.executable, *program, *argv],
+                plain | {"TERM": "xterm"} | environ,
+            )
 
     def until(self, text: str, seconds: float = 300) -> str:
         """What comes up to `text`."""
@@ -40,7 +48,9 @@ class Terminal:
         return before
 
     def interrupt(self, text: str) -> None:
-        """Ctrl-C, and `text`. readline loses a signal between two of its waits: a person presses once more."""
+        """Ctrl-C, and `text`. readline loses a signal between two of its waits: a person presses
+        once more.
+        """
         for _ in range(3):
             time.sleep(0.2)
             self.type("\x03")
@@ -58,7 +68,9 @@ class Terminal:
         """The exit status; `again` is typed where nothing comes for long."""
         try:
             for _ in range(5):
-                while select.select([self.file], [], [], 60)[0] and (data := os.read(self.file, 4096)):
+                while select.select([self.file], [], [], 60)[0] and (
+                    data := os.read(self.file, 4096)
+                ):
                     self.seen += data.decode()
                 self.type(again)
             os.kill(self.pid, signal.SIGKILL)
@@ -73,7 +85,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def chat(model: str, *argv: str, **environ: str) -> Terminal:
-    found = Terminal("chat", model, "--temperature", "0", "--kv-cache-memory", "64MiB", *argv, **environ)
+    found = Terminal(
+        "chat", model, "--temperature", "0", "--kv-cache-memory", "64MiB", *argv, **environ
+    )
     found.until("/help says more.")
     found.until(PROMPT)
     return found
@@ -159,7 +173,9 @@ STYLE = re.compile(r"\x1b\[[0-9;]*m")
     ("environ", "styled"),
     [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False), ({"NO_COLOR": ""}, True)],
 )
-@pytest.mark.parametrize("line", ["generate --prompt x --kv-cache-dtype fp9", "plan demo --memory 1GiB"])
+@pytest.mark.parametrize(
+    "line", ["generate --prompt x --kv-cache-dtype fp9", "plan demo --memory 1GiB"]
+)
 def test_one_place_decides_about_styles(line: str, environ: dict[str, str], styled: bool) -> None:
     terminal = Terminal(*line.split(), **environ)
     terminal.end()

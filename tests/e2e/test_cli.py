@@ -1,4 +1,6 @@
-"""The command line on the model that ships: real text, one JSON object, and errors that say the way out."""
+"""The command line on the model that ships: real text, one JSON object, and errors that say the way
+out.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ def test_a_process_prints_one_json_object_on_stdout_and_its_choices_on_stderr() 
     assert output["finish_reason"] == "length"
     assert set(got["kv_cache"]) == KV_CACHE
     cache = got["kv_cache"]
-    assert (cache["dtype"], cache["granularity"], cache["scale_source"]) == ("fp8_e4m3fn", "token", "dynamic")
+    assert (cache["dtype"], cache["granularity"], cache["scale_source"]) == (
+        "fp8_e4m3fn",
+        "token",
+        "dynamic",
+    )
     assert cache["capacity_tokens"] == cache["num_blocks"] * cache["block_size"]
     assert cache["capacity_tokens"] * cache["bytes_per_token"] <= 16 * 2**20
     assert "fp8_e4m3fn" in answer.stderr
@@ -65,7 +71,16 @@ def test_streamed_text_is_the_text_of_the_json(
 def test_the_older_form_through_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["generate", "--model-id", "demo", "--prompt-token-ids", "1,2,3", "--skip-tokenizer-init", "--json", *GREEDY]
+    argv = [
+        "generate",
+        "--model-id",
+        "demo",
+        "--prompt-token-ids",
+        "1,2,3",
+        "--skip-tokenizer-init",
+        "--json",
+        *GREEDY,
+    ]
     code, out, _ = run(monkeypatch, capsys, *argv, FREIGHT_KV_CACHE_DTYPE="fp8_e5m2")
     assert code == 0
     got = json.loads(out)
@@ -82,7 +97,10 @@ def test_the_older_form_through_the_environment(
         (["generate", "--prompt-token-ids", "1,999999"], "999999"),
         (["generate", "--prompt", "x", "--max-model-len", "1000000"], "max-model-len"),
         (["generate", "--prompt", "x", "--kv-scales", "unit"], "--kv-scales unit"),
-        (["generate", "--prompt", "x", "--kv-cache-dtype", "fp8", "--kv-scales", "checkpoint"], "--kv-scales"),
+        (
+            ["generate", "--prompt", "x", "--kv-cache-dtype", "fp8", "--kv-scales", "checkpoint"],
+            "--kv-scales",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line_and_status_2(

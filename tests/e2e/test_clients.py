@@ -1,7 +1,8 @@
-"""The clients that people have, against `freight serve`: openai and huggingface_hub, as their users call them.
+"""The clients that people have, against `freight serve`: openai and huggingface_hub, as their users
+call them.
 
-What is tested is what only a real client shows: that it accepts every answer, streamed or not, that its helpers come to
-their end, and that failures become the exceptions that programs catch.
+What is tested is what only a real client shows: that it accepts every answer, streamed or not, that
+its helpers come to their end, and that failures become the exceptions that programs catch.
 """
 
 from __future__ import annotations
@@ -28,12 +29,18 @@ MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "city": {"enum": ["Oslo", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
 TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}}
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA},
+    }
 ]
 
 
@@ -71,8 +78,15 @@ def test_models(client: OpenAI, demo_server: DemoServer) -> None:
     assert absent.value.code == "model_not_found"
 
 
-def test_completions_echo_their_prompt_with_log_probabilities(client: OpenAI, demo_server: DemoServer) -> None:
-    common: dict[str, Any] = {"model": demo_server.name, "prompt": PROMPT, "temperature": 0, "echo": True}
+def test_completions_echo_their_prompt_with_log_probabilities(
+    client: OpenAI, demo_server: DemoServer
+) -> None:
+    common: dict[str, Any] = {
+        "model": demo_server.name,
+        "prompt": PROMPT,
+        "temperature": 0,
+        "echo": True,
+    }
     found = client.completions.create(**common, max_tokens=5, logprobs=2)
     (choice,) = found.choices
     assert choice.text.startswith(PROMPT)
@@ -80,7 +94,12 @@ def test_completions_echo_their_prompt_with_log_probabilities(client: OpenAI, de
     logprobs, usage = choice.logprobs, found.usage
     assert logprobs is not None
     assert usage is not None
-    tokens, own, top, offsets = logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, logprobs.text_offset
+    tokens, own, top, offsets = (
+        logprobs.tokens,
+        logprobs.token_logprobs,
+        logprobs.top_logprobs,
+        logprobs.text_offset,
+    )
     assert tokens is not None
     assert own is not None
     assert top is not None
@@ -126,11 +145,20 @@ def test_equal_seeds_give_equal_texts(client: OpenAI, demo_server: DemoServer) -
 # openai: chat
 
 
-def test_chat_with_log_probabilities_streamed_and_whole(client: OpenAI, demo_server: DemoServer) -> None:
-    asked: dict[str, Any] = {"model": demo_server.name, "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+def test_chat_with_log_probabilities_streamed_and_whole(
+    client: OpenAI, demo_server: DemoServer
+) -> None:
+    asked: dict[str, Any] = {
+        "model": demo_server.name,
+        "messages": MESSAGES,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
     whole = client.chat.completions.create(**asked, **GREEDY)
     chunks = list(
-        client.chat.completions.create(**asked, **GREEDY, stream=True, stream_options={"include_usage": True})
+        client.chat.completions.create(
+            **asked, **GREEDY, stream=True, stream_options={"include_usage": True}
+        )
     )
     (choice,) = whole.choices
     assert choice.logprobs is not None
@@ -144,21 +172,43 @@ def test_chat_with_log_probabilities_streamed_and_whole(client: OpenAI, demo_ser
     assert chunks[-1].usage == whole.usage
 
 
-def test_the_helper_for_streams_gathers_two_choices(client: OpenAI, demo_server: DemoServer) -> None:
-    asked: dict[str, Any] = {"model": demo_server.name, "messages": MESSAGES, "n": 2, "seed": 4, "max_tokens": 200}
-    form: dict[str, Any] = {"structured_outputs": {"choice": ["yes, of course", "no, never"]}}  # so that it ends
+def test_the_helper_for_streams_gathers_two_choices(
+    client: OpenAI, demo_server: DemoServer
+) -> None:
+    asked: dict[str, Any] = {
+        "model": demo_server.name,
+        "messages": MESSAGES,
+        "n": 2,
+        "seed": 4,
+        "max_tokens": 200,
+    }
+    form: dict[str, Any] = {
+        "structured_outputs": {"choice": ["yes, of course", "no, never"]}
+    }  # so that it ends
     with client.chat.completions.stream(**asked, extra_body=form) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
     whole = client.chat.completions.create(**asked, extra_body=form)
     assert kinds.count("content.done") == 2
-    assert [choice.message.content for choice in final.choices] == [choice.message.content for choice in whole.choices]
+    assert [choice.message.content for choice in final.choices] == [
+        choice.message.content for choice in whole.choices
+    ]
 
 
 def test_a_schema_holds_and_is_parsed(client: OpenAI, demo_server: DemoServer) -> None:
-    asked: dict[str, Any] = {"model": demo_server.name, "messages": MESSAGES, "temperature": 0, "max_tokens": 200}
-    form: Any = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
-    check_trip(client.chat.completions.create(**asked, response_format=form).choices[0].message.content)
+    asked: dict[str, Any] = {
+        "model": demo_server.name,
+        "messages": MESSAGES,
+        "temperature": 0,
+        "max_tokens": 200,
+    }
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True},
+    }
+    check_trip(
+        client.chat.completions.create(**asked, response_format=form).choices[0].message.content
+    )
     parsed = client.chat.completions.parse(**asked, response_format=Trip, logit_bias={"1": 5})
     assert isinstance(parsed.choices[0].message.parsed, Trip)
 
@@ -197,20 +247,33 @@ class Short(BaseModel):
     pet: Cat | Dog = Field(discriminator="kind")
 
 
-def test_schemas_of_pydantic_hold_as_far_as_a_grammar_can(client: OpenAI, demo_server: DemoServer) -> None:
+def test_schemas_of_pydantic_hold_as_far_as_a_grammar_can(
+    client: OpenAI, demo_server: DemoServer
+) -> None:
     asked: dict[str, Any] = {"model": demo_server.name, "messages": MESSAGES, "temperature": 0}
-    raw = client.chat.completions.with_raw_response.parse(**asked, response_format=Short, max_tokens=300)
+    raw = client.chat.completions.with_raw_response.parse(
+        **asked, response_format=Short, max_tokens=300
+    )
     found = raw.parse().choices[0].message.parsed
     assert isinstance(found, Short)
     where = "response_format.schema"
     assert raw.headers["x-freight-ignored"] == f"{where}.format, {where}.uniqueItems"
     tool = openai.pydantic_function_tool(Record)
     forced: Any = {"type": "function", "function": {"name": "Record"}}
-    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": tool["function"]["parameters"]}}
-    whole = client.chat.completions.with_raw_response.create(**asked, response_format=form, max_tokens=1)
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": tool["function"]["parameters"]},
+    }
+    whole = client.chat.completions.with_raw_response.create(
+        **asked, response_format=form, max_tokens=1
+    )
     names = ("format", "uniqueItems")
-    assert {*whole.headers["x-freight-ignored"].split(", ")} == {f"{where}.{name}" for name in names}
-    call = client.chat.completions.with_raw_response.create(**asked, tools=[tool], tool_choice=forced, max_tokens=1)
+    assert {*whole.headers["x-freight-ignored"].split(", ")} == {
+        f"{where}.{name}" for name in names
+    }
+    call = client.chat.completions.with_raw_response.create(
+        **asked, tools=[tool], tool_choice=forced, max_tokens=1
+    )
     where = "tools[].function.parameters"
     assert {*call.headers["x-freight-ignored"].split(", ")} == {f"{where}.{name}" for name in names}
 
@@ -219,17 +282,30 @@ def test_a_named_function_is_called_exactly_once(client: OpenAI, demo_server: De
     anything: Any = {"type": "object", "properties": {"x": {"enum": [1]}}, "required": ["x"]}
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": anything}}]
     form: Any = {"type": "json_object"}
-    asked: dict[str, Any] = {"model": demo_server.name, "messages": MESSAGES, "tools": tools, "response_format": form}
+    asked: dict[str, Any] = {
+        "model": demo_server.name,
+        "messages": MESSAGES,
+        "tools": tools,
+        "response_format": form,
+    }
     asked |= {"temperature": 1.5, "max_tokens": 150, "n": 4, "seed": 1}
-    named = client.chat.completions.create(**asked, tool_choice={"type": "function", "function": {"name": "f"}})
+    named = client.chat.completions.create(
+        **asked, tool_choice={"type": "function", "function": {"name": "f"}}
+    )
     assert [len(choice.message.tool_calls or []) for choice in named.choices] == [1] * 4
     several = client.chat.completions.create(**asked, tool_choice="required")
     assert max(len(choice.message.tool_calls or []) for choice in several.choices) > 1
 
 
-def test_a_demanded_call_fits_its_schema_and_its_result_is_taken(client: OpenAI, demo_server: DemoServer) -> None:
+def test_a_demanded_call_fits_its_schema_and_its_result_is_taken(
+    client: OpenAI, demo_server: DemoServer
+) -> None:
     asked: dict[str, Any] = {"model": demo_server.name, "temperature": 0, "tools": TOOLS}
-    forced: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100}
+    forced: dict[str, Any] = {
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 100,
+    }
     free: dict[str, Any] = {"tool_choice": "none", "max_tokens": 4}
     (choice,) = client.chat.completions.create(**asked, **forced, messages=MESSAGES).choices
     assert choice.finish_reason == "tool_calls"
@@ -244,18 +320,29 @@ def test_a_demanded_call_fits_its_schema_and_its_result_is_taken(client: OpenAI,
     assert streamed.finish_reason == "tool_calls"
     assert not streamed.message.content
     (same,) = streamed.message.tool_calls or []
-    assert (same.function.name, same.function.arguments) == (call.function.name, call.function.arguments)
+    assert (same.function.name, same.function.arguments) == (
+        call.function.name,
+        call.function.arguments,
+    )
     assert same.id != call.id
-    answered = [*MESSAGES, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "9 degrees"}]
+    answered = [
+        *MESSAGES,
+        choice.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "9 degrees"},
+    ]
     second = client.chat.completions.create(**asked, messages=answered, **free)
     assert second.choices[0].message.content
     assert second.usage is not None
     first = client.chat.completions.create(**asked, messages=MESSAGES, **free)
     assert first.usage is not None
-    assert second.usage.prompt_tokens > first.usage.prompt_tokens  # call and result are in the prompt
+    assert (
+        second.usage.prompt_tokens > first.usage.prompt_tokens
+    )  # call and result are in the prompt
 
 
-def test_errors_become_the_classes_that_programs_catch(client: OpenAI, demo_server: DemoServer) -> None:
+def test_errors_become_the_classes_that_programs_catch(
+    client: OpenAI, demo_server: DemoServer
+) -> None:
     chat, name = client.chat.completions, demo_server.name
     with pytest.raises(openai.BadRequestError) as bad:
         chat.create(model=name, messages=MESSAGES, temperature=-1)
@@ -275,7 +362,9 @@ def test_errors_become_the_classes_that_programs_catch(client: OpenAI, demo_serv
 
 def test_hub_text_generation(hub: InferenceClient) -> None:
     text = hub.text_generation(PROMPT, max_new_tokens=12)
-    whole = hub.text_generation(PROMPT, max_new_tokens=12, details=True, decoder_input_details=True, top_n_tokens=2)
+    whole = hub.text_generation(
+        PROMPT, max_new_tokens=12, details=True, decoder_input_details=True, top_n_tokens=2
+    )
     details = whole.details
     assert details is not None
     assert whole.generated_text == text == "".join(token.text for token in details.tokens)
@@ -293,8 +382,15 @@ def test_hub_text_generation(hub: InferenceClient) -> None:
 
 
 def test_hub_grammar(hub: InferenceClient) -> None:
-    check_trip(hub.text_generation(PROMPT, max_new_tokens=200, grammar={"type": "json", "value": SCHEMA}))  # type: ignore[arg-type]
-    assert hub.text_generation(PROMPT, max_new_tokens=9, grammar={"type": "regex", "value": "[ab]{3}x"})[3] == "x"  # type: ignore[arg-type]
+    check_trip(
+        hub.text_generation(PROMPT, max_new_tokens=200, grammar={"type": "json", "value": SCHEMA})
+    )  # type: ignore[arg-type]
+    assert (
+        hub.text_generation(
+            PROMPT, max_new_tokens=9, grammar={"type": "regex", "value": "[ab]{3}x"}
+        )[3]
+        == "x"
+    )  # type: ignore[arg-type]
 
 
 def test_hub_chat(hub: InferenceClient) -> None:
@@ -303,17 +399,29 @@ def test_hub_chat(hub: InferenceClient) -> None:
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert text == whole.choices[0].message.content
     for form in ({"type": "json", "value": SCHEMA}, {"type": "json_object", "value": SCHEMA}):
-        answer = hub.chat_completion(MESSAGES, max_tokens=200, temperature=0.0, response_format=form)  # type: ignore[arg-type]
+        answer = hub.chat_completion(
+            MESSAGES, max_tokens=200, temperature=0.0, response_format=form
+        )  # type: ignore[arg-type]
         check_trip(answer.choices[0].message.content)
-    called = hub.chat_completion(MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=60, temperature=0.0)
+    called = hub.chat_completion(
+        MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=60, temperature=0.0
+    )
     calls = called.choices[0].message.tool_calls or []
     assert calls
     check_trip(calls[0].function.arguments)
     stream = hub.chat_completion(
         MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=60, temperature=0.0, stream=True
     )
-    streamed = [call for chunk in stream for choice in chunk.choices for call in choice.delta.tool_calls or []]
-    assert "".join(call.function.arguments or "" for call in streamed if call.index == 0) == calls[0].function.arguments
+    streamed = [
+        call
+        for chunk in stream
+        for choice in chunk.choices
+        for call in choice.delta.tool_calls or []
+    ]
+    assert (
+        "".join(call.function.arguments or "" for call in streamed if call.index == 0)
+        == calls[0].function.arguments
+    )
 
 
 def test_hub_errors_become_the_classes_that_programs_catch(hub: InferenceClient) -> None:
@@ -324,11 +432,26 @@ def test_hub_errors_become_the_classes_that_programs_catch(hub: InferenceClient)
 
 
 def test_both_clients_see_that_a_server_is_full(demo_server: DemoServer) -> None:
-    """One completion may run and none wait: what comes beside it is refused with a time to try again."""
-    options = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "16MiB", "--max-num-seqs", "1", "--max-queue", "0"]
+    """One completion may run and none wait: what comes beside it is refused with a time to try
+    again.
+    """
+    options = [
+        "--kv-cache-dtype",
+        "fp8",
+        "--kv-cache-memory",
+        "16MiB",
+        "--max-num-seqs",
+        "1",
+        "--max-queue",
+        "0",
+    ]
     with freight_serve(demo_server.folder, options) as url:
         client = OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-        asked: dict[str, Any] = {"model": demo_server.name, "prompt": "x", "extra_body": {"ignore_eos": True}}
+        asked: dict[str, Any] = {
+            "model": demo_server.name,
+            "prompt": "x",
+            "extra_body": {"ignore_eos": True},
+        }
         with client, client.completions.create(**asked, max_tokens=900, stream=True) as stream:
             next(iter(stream))
             with pytest.raises(openai.RateLimitError) as full:

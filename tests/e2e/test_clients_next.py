@@ -23,7 +23,10 @@ KEY = "sesame"
 GREEDY = {"temperature": 0}  # no parameter of Anthropic's client any more
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "Rome"]},
+        "days": {"type": "integer", "maximum": 9},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
@@ -61,12 +64,19 @@ class Trip(BaseModel):
 
 
 def test_a_response_is_the_same_streamed_and_whole_and_as_a_chat(responses: openai.OpenAI) -> None:
-    asked = {"model": "demo", "instructions": "Be short.", "temperature": 0, "max_output_tokens": 12}
+    asked = {
+        "model": "demo",
+        "instructions": "Be short.",
+        "temperature": 0,
+        "max_output_tokens": 12,
+    }
     whole = responses.responses.create(input="The license", **asked)
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert whole.usage.output_tokens == 12
     told = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "The license"}]
-    chat = responses.chat.completions.create(model="demo", messages=told, temperature=0, max_tokens=12)
+    chat = responses.chat.completions.create(
+        model="demo", messages=told, temperature=0, max_tokens=12
+    )
     assert whole.output_text == chat.choices[0].message.content != ""
     with responses.responses.stream(input="The license", **asked) as stream:
         events = list(stream)
@@ -78,7 +88,9 @@ def test_a_response_is_the_same_streamed_and_whole_and_as_a_chat(responses: open
 
 
 def test_a_response_that_is_parsed(responses: openai.OpenAI) -> None:
-    parsed = responses.responses.parse(model="demo", input="A trip", text_format=Trip, max_output_tokens=100)
+    parsed = responses.responses.parse(
+        model="demo", input="A trip", text_format=Trip, max_output_tokens=100
+    )
     assert parsed.status == "completed"
     assert isinstance(parsed.output_parsed, Trip)
     with responses.responses.stream(model="demo", input="A trip", text_format=Trip) as stream:
@@ -89,7 +101,11 @@ def test_a_response_that_calls_and_gets_the_result(responses: openai.OpenAI) -> 
     tool = {"type": "function", "name": "trip", "parameters": SCHEMA, "strict": True}
     asked = {"model": "demo", "tools": [{"type": "web_search"}, tool], "tool_choice": "required"}
     with responses.responses.stream(input="A trip", parallel_tool_calls=False, **asked) as stream:
-        deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        deltas = [
+            event.delta
+            for event in stream
+            if event.type == "response.function_call_arguments.delta"
+        ]
         final = stream.get_final_response()
     [call] = final.output
     assert (call.type, call.name, "".join(deltas)) == ("function_call", "trip", call.arguments)
@@ -116,7 +132,10 @@ def test_a_message_is_the_same_streamed_and_whole_and_as_a_chat(
     told = [{"role": "user", "content": "The license"}]
     whole = messages.messages.create(messages=told, **asked)
     chat = responses.chat.completions.create(
-        model="demo", messages=[{"role": "system", "content": "Be short."}, *told], temperature=0, max_tokens=12
+        model="demo",
+        messages=[{"role": "system", "content": "Be short."}, *told],
+        temperature=0,
+        max_tokens=12,
     )
     assert whole.content[0].text == chat.choices[0].message.content != ""
     assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 12)
@@ -131,7 +150,9 @@ def test_a_message_is_the_same_streamed_and_whole_and_as_a_chat(
     assert count.input_tokens == chat.usage.prompt_tokens
 
 
-def test_a_message_ends_at_a_stop_sequence_and_goes_on_where_it_was_begun(messages: anthropic.Anthropic) -> None:
+def test_a_message_ends_at_a_stop_sequence_and_goes_on_where_it_was_begun(
+    messages: anthropic.Anthropic,
+) -> None:
     told = [{"role": "user", "content": "The license"}]
     asked = {"model": "demo", "extra_body": GREEDY}
     whole = messages.messages.create(messages=told, max_tokens=24, **asked).content[0].text
@@ -140,7 +161,9 @@ def test_a_message_ends_at_a_stop_sequence_and_goes_on_where_it_was_begun(messag
     ended = messages.messages.create(messages=told, max_tokens=24, stop_sequences=[stop], **asked)
     assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", stop)
     begun = ended.content[0].text.rstrip()
-    going = messages.messages.create(messages=[*told, {"role": "assistant", "content": begun}], max_tokens=24, **asked)
+    going = messages.messages.create(
+        messages=[*told, {"role": "assistant", "content": begun}], max_tokens=24, **asked
+    )
     assert whole.removeprefix(begun)[:8] == going.content[0].text[:8]
 
 
@@ -155,13 +178,21 @@ def test_a_message_that_calls_and_gets_the_result(messages: anthropic.Anthropic)
     assert (call.type, call.name, set(call.input)) == ("tool_use", "trip", {"city", "days"})
     assert final.stop_reason == "tool_use"
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "booked"}
-    history = [*told, {"role": "assistant", "content": final.content}, {"role": "user", "content": [result]}]
+    history = [
+        *told,
+        {"role": "assistant", "content": final.content},
+        {"role": "user", "content": [result]},
+    ]
     assert messages.messages.create(messages=history, **asked).usage.output_tokens > 0
-    count = messages.messages.count_tokens(model="demo", messages=history, tools=[tool]).input_tokens
+    count = messages.messages.count_tokens(
+        model="demo", messages=history, tools=[tool]
+    ).input_tokens
     assert count > messages.messages.count_tokens(model="demo", messages=told).input_tokens
 
 
-def test_a_count_goes_beyond_the_context_and_an_answer_does_not(messages: anthropic.Anthropic) -> None:
+def test_a_count_goes_beyond_the_context_and_an_answer_does_not(
+    messages: anthropic.Anthropic,
+) -> None:
     told = [{"role": "user", "content": "The license. " * 2000}]
     assert messages.messages.count_tokens(model="demo", messages=told).input_tokens > 1024
     with pytest.raises(anthropic.BadRequestError, match="1024"):
@@ -171,21 +202,38 @@ def test_a_count_goes_beyond_the_context_and_an_answer_does_not(messages: anthro
 def test_errors_have_the_shape_of_their_api(url: str, messages: anthropic.Anthropic) -> None:
     with anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0) as stranger:
         with pytest.raises(anthropic.AuthenticationError) as error:
-            stranger.messages.create(model="demo", max_tokens=1, messages=[{"role": "user", "content": "x"}])
+            stranger.messages.create(
+                model="demo", max_tokens=1, messages=[{"role": "user", "content": "x"}]
+            )
         assert error.value.body["error"]["type"] == "authentication_error"
         with pytest.raises(anthropic.AuthenticationError):
-            stranger.messages.count_tokens(model="demo", messages=[{"role": "user", "content": "x"}])
+            stranger.messages.count_tokens(
+                model="demo", messages=[{"role": "user", "content": "x"}]
+            )
     with pytest.raises(anthropic.NotFoundError):
-        messages.messages.create(model="gpt", max_tokens=1, messages=[{"role": "user", "content": "x"}])
+        messages.messages.create(
+            model="gpt", max_tokens=1, messages=[{"role": "user", "content": "x"}]
+        )
     status, body = post(url, "/v1/messages", "{")
     assert (status, body["type"]) == (400, "error")
 
 
 def commands() -> list[tuple[str, str]]:
     """(path, body) of the commands in the documents that ask these APIs."""
-    texts = [file.read_text() for file in sorted((Path(__file__).parents[2] / "docs").glob("server*.md"))]
-    lines = [shlex.split(line) for text in texts for line in text.splitlines() if line.startswith("    curl --json ")]
-    return [(urlsplit(address).path, body) for _, _, body, address in lines if urlsplit(address).path in PATHS]
+    texts = [
+        file.read_text() for file in sorted((Path(__file__).parents[2] / "docs").glob("server*.md"))
+    ]
+    lines = [
+        shlex.split(line)
+        for text in texts
+        for line in text.splitlines()
+        if line.startswith("    curl --json ")
+    ]
+    return [
+        (urlsplit(address).path, body)
+        for _, _, body, address in lines
+        if urlsplit(address).path in PATHS
+    ]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -198,7 +246,11 @@ def test_the_commands_of_the_documents_work(url: str, path: str) -> None:
 
 def post(url: str, path: str, body: str) -> tuple[int, dict[str, Any]]:
     parts = urlsplit(url)
-    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)) as connection:
-        connection.request("POST", path, body, {"Content-Type": "application/json", "x-api-key": KEY})
+    with closing(
+        http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
+    ) as connection:
+        connection.request(
+            "POST", path, body, {"Content-Type": "application/json", "x-api-key": KEY}
+        )
         answer = connection.getresponse()
         return answer.status, json.load(answer)

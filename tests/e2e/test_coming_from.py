@@ -1,4 +1,6 @@
-"""docs/coming-from.md: each row's command or snippet is run, the cache is what the row says, and what is refused is."""
+"""docs/coming-from.md: each row's command or snippet is run, the cache is what the row says, and
+what is refused is.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def places(tmp_path: Path) -> dict[str, str]:
     factors = {str(layer): 0.03 for layer in range(6)}
     scales = {"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": factors}}}
     (tmp_path / "scales.json").write_text(json.dumps(scales))
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in IDS))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"input_ids": ids}) + "\n" for ids in IDS)
+    )
     return {
         "MODEL": "demo",
         "BASE": str(FIXTURES / "base_bf16"),
@@ -81,8 +85,12 @@ def described(kv: KVCacheConfig) -> str:
     return f"{kv.describe()}, {kv.granularity}, {kv.scale_source}"
 
 
-def run_command(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Any] | None]:
-    """(exit status, the engine's options of the server that it would start, None if it starts none)."""
+def run_command(
+    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, dict[str, Any] | None]:
+    """(exit status, the engine's options of the server that it would start, None if it starts
+    none).
+    """
     served: list[dict[str, Any]] = []
 
     def run(settings: Any, options: Any) -> int:
@@ -99,7 +107,11 @@ def run_command(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tup
         environ = dict(value.split("=", 1) for option, value in pairwise(given) if option == "-e")
         words = ["freight", *in_container(argv, environ, folder)]
     with monkeypatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("FREIGHT_") or name.lower() in TGI_OPTIONS]:
+        for name in [
+            name
+            for name in os.environ
+            if name.startswith("FREIGHT_") or name.lower() in TGI_OPTIONS
+        ]:
             patch.delenv(name)
         for name, value in environ.items():
             patch.setenv(name, value)
@@ -122,7 +134,9 @@ def in_container(argv: list[str], environ: dict[str, str], folder: Path) -> list
     user.chmod(0o755)
     env = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder)} | environ
     command = [ROOT / "docker" / "entrypoint.sh", *argv]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 def run_python(code: str) -> list[EngineConfig]:
@@ -134,7 +148,13 @@ def run_python(code: str) -> list[EngineConfig]:
         made.append(opened.config)
         return opened
 
-    names = {"LLM": llm, "SamplingParams": SamplingParams, "torch": torch, "IDS": IDS, "oneshot": oneshot}
+    names = {
+        "LLM": llm,
+        "SamplingParams": SamplingParams,
+        "torch": torch,
+        "IDS": IDS,
+        "oneshot": oneshot,
+    }
     names |= {"AutoFP8ForCausalLM": AutoFP8ForCausalLM, "BaseQuantizeConfig": BaseQuantizeConfig}
     exec(code, names | {"QuantizationModifier": QuantizationModifier})
     return made
@@ -178,6 +198,8 @@ def test_the_page_has_every_system_and_its_promises():
     assert list(dict.fromkeys(row.system for row in ROWS)) == [
         *("TGI", "vLLM", "Aphrodite", "AutoFP8", "AMMO and ModelOpt", "llm-compressor")
     ]
-    with pytest.raises(ConfigError, match="made for fp8_e4m3fn: use --kv-cache-dtype fp8, or name another source"):
+    with pytest.raises(
+        ConfigError, match="made for fp8_e4m3fn: use --kv-cache-dtype fp8, or name another source"
+    ):
         run_python(f'LLM("{FIXTURES / "autofp8_static_kv"}", kv_cache_dtype="fp8_e5m2")')
     assert "docs/coming-from.md" in "\n".join((ROOT / "README.md").read_text().splitlines()[:20])

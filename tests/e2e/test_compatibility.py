@@ -51,14 +51,19 @@ def scale_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def write_model(tmp_path: Path) -> Callable[..., str]:
-    """write_model({suffix after self_attn.: tensor}, **keys of config.json) -> a copy of the shipped model."""
+    """write_model({suffix after self_attn.: tensor}, **keys of config.json) -> a copy of the
+    shipped model.
+    """
 
     def write(scales: dict[str, torch.Tensor], **config: Any) -> str:
         folder = tmp_path / "model"
         shutil.copytree(DEMO, folder)
         tensors = load_file(folder / "model.safetensors")
         for layer in range(LAYERS):
-            tensors |= {f"model.layers.{layer}.self_attn.{name}": scale.clone() for name, scale in scales.items()}
+            tensors |= {
+                f"model.layers.{layer}.self_attn.{name}": scale.clone()
+                for name, scale in scales.items()
+            }
         save_file(tensors, folder / "model.safetensors")
         said = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(said | config))
@@ -69,7 +74,13 @@ def write_model(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.mark.parametrize(
     ("dtype", "cache"),
-    [("auto", PLAIN), ("fp8", E4M3_DYNAMIC), ("fp8_e4m3", E4M3_DYNAMIC), ("fp8_e5m2", E5M2), ("int8", INT8)],
+    [
+        ("auto", PLAIN),
+        ("fp8", E4M3_DYNAMIC),
+        ("fp8_e4m3", E4M3_DYNAMIC),
+        ("fp8_e5m2", E5M2),
+        ("int8", INT8),
+    ],
 )
 def test_python_with_a_cache_dtype(dtype: str, cache: Cache):
     llm = LLM(model="demo", kv_cache_dtype=dtype, **SMALL)
@@ -81,13 +92,22 @@ def test_python_with_a_cache_dtype(dtype: str, cache: Cache):
 
 
 def test_python_with_a_folder_as_the_first_argument():
-    assert LLM(str(DEMO), **SMALL).generate(PROMPT, SamplingParams(max_tokens=2))[0].prompt == PROMPT
+    assert (
+        LLM(str(DEMO), **SMALL).generate(PROMPT, SamplingParams(max_tokens=2))[0].prompt == PROMPT
+    )
 
 
 def test_python_with_a_file_of_scales(scale_file: str):
     llm = LLM(model="demo", kv_cache_dtype="fp8", quantization_param_path=scale_file, **SMALL)
     assert cache_of(llm.kv_cache_info()) == FILE
-    assert len(llm.generate([PROMPT], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
+    assert (
+        len(
+            llm.generate([PROMPT], SamplingParams(max_tokens=4, ignore_eos=True))[0]
+            .outputs[0]
+            .token_ids
+        )
+        == 4
+    )
 
 
 @pytest.mark.parametrize(("given", "k", "v"), [(0.03, 0.03, 0.03), ((0.03, 0.02), 0.03, 0.02)])
@@ -113,7 +133,9 @@ def test_a_file_of_two_ranks_without_a_model_type(tmp_path: Path, scale_file: st
 
 
 def llm_compressor(**scheme: Any) -> dict[str, Any]:
-    """The quantization_config of `oneshot` with a recipe that has a kv_cache_scheme and nothing else."""
+    """The quantization_config of `oneshot` with a recipe that has a kv_cache_scheme and nothing
+    else.
+    """
     kv_cache_scheme = {"actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
                        "observer": None, "observer_kwargs": {}, "scale_dtype": None, "strategy": "tensor",
                        "symmetric": True, "type": "float", "zp_dtype": None}  # fmt: skip
@@ -124,12 +146,18 @@ def llm_compressor(**scheme: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
-def test_a_checkpoint_of_llm_compressor_decides_by_itself(write_model: Callable[..., str], dtype: str):
+def test_a_checkpoint_of_llm_compressor_decides_by_itself(
+    write_model: Callable[..., str], dtype: str
+):
     scales = {
         "k_scale": torch.tensor([0.03], dtype=torch.bfloat16),
         "v_scale": torch.tensor([0.02], dtype=torch.bfloat16),
     }
-    llm = LLM(model=write_model(scales, quantization_config=llm_compressor()), kv_cache_dtype=dtype, **SMALL)
+    llm = LLM(
+        model=write_model(scales, quantization_config=llm_compressor()),
+        kv_cache_dtype=dtype,
+        **SMALL,
+    )
     assert cache_of(llm.kv_cache_info()) == CHECKPOINT
     assert llm.generate(PROMPT, SamplingParams(max_tokens=4))[0].outputs[0].text
 
@@ -139,7 +167,9 @@ def test_its_scales_per_head(write_model: Callable[..., str]):
         "k_scale": torch.full((2, 1, 1), 0.03, dtype=torch.float32),
         "v_scale": torch.full((2, 1, 1), 0.02, dtype=torch.float32),
     }
-    llm = LLM(write_model(scales, quantization_config=llm_compressor(strategy="attn_head")), **SMALL)
+    llm = LLM(
+        write_model(scales, quantization_config=llm_compressor(strategy="attn_head")), **SMALL
+    )
     assert cache_of(llm.kv_cache_info()) == ("fp8_e4m3fn", "head", "checkpoint")
 
 
@@ -148,7 +178,10 @@ def test_its_scales_per_head(write_model: Callable[..., str]):
 def test_kv_scale_with_the_format_it_was_made_for(
     write_model: Callable[..., str], key: str, made_for: str, factor: float
 ):
-    llm = LLM(write_model({"kv_scale": torch.tensor(0.03, dtype=torch.float32)}, **{key: made_for}), **SMALL)
+    llm = LLM(
+        write_model({"kv_scale": torch.tensor(0.03, dtype=torch.float32)}, **{key: made_for}),
+        **SMALL,
+    )
     assert cache_of(llm.kv_cache_info()) == CHECKPOINT
     pages = llm.engine.runner.pool.layers[3].pages
     for scale in (pages.k_scale, pages.v_scale):
@@ -156,12 +189,22 @@ def test_kv_scale_with_the_format_it_was_made_for(
         assert torch.equal(scale, torch.full((2, 64), 0.03, dtype=torch.float32) * factor)
 
 
-def test_scales_that_nothing_declares(write_model: Callable[..., str], caplog: pytest.LogCaptureFixture):
-    """A 16-bit checkpoint to which scales were added: used when an FP8 cache is asked for, else left alone."""
+def test_scales_that_nothing_declares(
+    write_model: Callable[..., str], caplog: pytest.LogCaptureFixture
+):
+    """A 16-bit checkpoint to which scales were added: used when an FP8 cache is asked for, else
+    left alone.
+    """
     folder = write_model({"kv_scale": torch.tensor(0.03, dtype=torch.float32)})
     with caplog.at_level("INFO", logger="freight"):
-        assert cache_of(LLM(folder, kv_cache_dtype="fp8_e4m3fn", **SMALL).kv_cache_info()) == CHECKPOINT
-    assert "checkpoint (fp8_e4m3fn assumed: config.json has no kv_cache_torch_dtype to declare it)" in caplog.text
+        assert (
+            cache_of(LLM(folder, kv_cache_dtype="fp8_e4m3fn", **SMALL).kv_cache_info())
+            == CHECKPOINT
+        )
+    assert (
+        "checkpoint (fp8_e4m3fn assumed: config.json has no kv_cache_torch_dtype to declare it)"
+        in caplog.text
+    )
     assert cache_of(LLM(folder, **SMALL).kv_cache_info()) == PLAIN
 
 

@@ -1,4 +1,5 @@
-"""The container: what its entry point starts, with which rights, and what of the checkout it is built from.
+"""The container: what its entry point starts, with which rights, and what of the checkout it is
+built from.
 
 tools/try_dockerfile.py runs all its steps; that needs root, the network and minutes.
 """
@@ -38,12 +39,16 @@ def program(file: Path, text: str) -> None:
 
 
 def start(folder: Path, *options: str, **environ: str) -> tuple[list[str], str]:
-    """(what `freight` is called with, what the entry point says before), as in a container started without root."""
+    """(what `freight` is called with, what the entry point says before), as in a container started
+    without root.
+    """
     program(folder / "freight", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
     program(folder / "id", "#!/bin/sh\necho 1000\n")
     env = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder)} | environ
     command = [ROOT / "docker" / "entrypoint.sh", *options]
-    answer = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)
+    answer = subprocess.run(
+        command, env=env, capture_output=True, text=True, check=True, timeout=300
+    )
     return answer.stdout.splitlines(), answer.stderr
 
 
@@ -59,7 +64,11 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dic
     def serve(*options: str, **environ: str) -> dict[str, Any]:
         called, _ = start(tmp_path, *options, **environ)
         with monkeypatch.context() as patch:
-            for name in [name for name in os.environ if name.startswith("FREIGHT_") or name.lower() in TGI_OPTIONS]:
+            for name in [
+                name
+                for name in os.environ
+                if name.startswith("FREIGHT_") or name.lower() in TGI_OPTIONS
+            ]:
                 patch.delenv(name)
             for name, value in environ.items():
                 patch.setenv(name, value)
@@ -84,13 +93,20 @@ def test_it_starts_as_tgi_does(tmp_path: Path, served: Callable[..., dict[str, A
 
 
 def test_the_variables_of_tgis_image_act(served: Callable[..., dict[str, Any]]) -> None:
-    variables = {"MODEL_ID": "M", "KV_CACHE_DTYPE": "fp8_e5m2", "PORT": "8080", "MAX_TOTAL_TOKENS": "512"}
+    variables = {
+        "MODEL_ID": "M",
+        "KV_CACHE_DTYPE": "fp8_e5m2",
+        "PORT": "8080",
+        "MAX_TOTAL_TOKENS": "512",
+    }
     server = served(**variables, HOSTNAME="3f2a8c")
     assert (server["model"], server["kv_cache_dtype"], server["port"]) == ("M", "fp8_e5m2", 8080)
     assert (server["host"], server["max_model_len"]) == ("0.0.0.0", 512)
 
 
-def test_our_variables_rank_above_those_of_tgi_and_flags_above_both(served: Callable[..., dict[str, Any]]) -> None:
+def test_our_variables_rank_above_those_of_tgi_and_flags_above_both(
+    served: Callable[..., dict[str, Any]],
+) -> None:
     assert served("demo", PORT="81", FREIGHT_PORT="82")["port"] == 82
     assert served("demo", FREIGHT_PORT="82")["port"] == 82
     assert served("demo", "--port", "83", PORT="81", FREIGHT_PORT="82")["port"] == 83
@@ -98,7 +114,9 @@ def test_our_variables_rank_above_those_of_tgi_and_flags_above_both(served: Call
 
 
 @pytest.mark.parametrize("options", [["demo"], ["demo", "--kv-cache-dtype", "fp8"]])
-def test_the_model_may_be_the_first_word(served: Callable[..., dict[str, Any]], options: list[str]) -> None:
+def test_the_model_may_be_the_first_word(
+    served: Callable[..., dict[str, Any]], options: list[str]
+) -> None:
     server = served(*options)
     assert (server["model"], server["kv_cache_dtype"]) == ("demo", "fp8" if options[1:] else "auto")
 
@@ -121,11 +139,22 @@ def test_with_a_key_in_the_environment_it_does_not_warn(tmp_path: Path, name: st
 def test_it_is_built_from_the_package_alone() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     sent = {str(path) for path in try_dockerfile.in_context(ROOT, lines)}
-    assert {"pyproject.toml", "LICENSE", "csrc/linear.cpp", "src/freight/demo/model.safetensors"} <= sent
-    assert not [path for path in sent if path.endswith((".so", ".pyc")) or path.startswith(("tests/", ".venv/"))]
+    assert {
+        "pyproject.toml",
+        "LICENSE",
+        "csrc/linear.cpp",
+        "src/freight/demo/model.safetensors",
+    } <= sent
+    assert not [
+        path
+        for path in sent
+        if path.endswith((".so", ".pyc")) or path.startswith(("tests/", ".venv/"))
+    ]
     copies = [rest.split()[:-1] for word, rest in STEPS if word == "COPY" and "--from" not in rest]
     for path in (path for paths in copies for path in paths):
-        assert any(name == path.rstrip("/") or name.startswith(f"{path.rstrip('/')}/") for name in sent), path
+        assert any(
+            name == path.rstrip("/") or name.startswith(f"{path.rstrip('/')}/") for name in sent
+        ), path
 
 
 @pytest.fixture
@@ -154,7 +183,15 @@ def test_started_as_root_it_gives_root_s_rights_up_and_can_open_its_port(
         os.chown(path, owner, owner)
     env = {"PATH": f"{data}:{os.environ['PATH']}", "HF_HOME": str(data), "TMPDIR": str(data)}
     # ports below 1024 are root's in a new network, as they are with `docker run --net host`
-    alone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", ROOT / "docker" / "entrypoint.sh"]
+    alone = [
+        "unshare",
+        "--net",
+        "sh",
+        "-c",
+        'ip link set lo up && exec "$@"',
+        "sh",
+        ROOT / "docker" / "entrypoint.sh",
+    ]
     ran = subprocess.run(
         [*alone, "demo"],
         env=env,
@@ -170,7 +207,9 @@ def test_started_as_root_it_gives_root_s_rights_up_and_can_open_its_port(
     assert (uid, gid) == (("1000", "1000") if owner == 0 else ("4321", "4321"))
     assert set(map(int, all_groups.split())) >= {int(gid), *groups}
     assert "0" not in all_groups.split()
-    assert {int(effective, 16), int(bounding, 16)} <= {1 << 10}  # CAP_NET_BIND_SERVICE, and nothing else
+    assert {int(effective, 16), int(bounding, 16)} <= {
+        1 << 10
+    }  # CAP_NET_BIND_SERVICE, and nothing else
     assert no_new == "1"
     for path in (data, checkpoint.parent, checkpoint, data / "made"):
         assert path.stat().st_uid == int(uid)
@@ -179,9 +218,15 @@ def test_started_as_root_it_gives_root_s_rights_up_and_can_open_its_port(
 
 
 def as_root(data: Path, *before: str) -> subprocess.CompletedProcess[str]:
-    env = {"PATH": f"{data}:{os.environ['PATH']}", "HF_HOME": str(data / "home"), "TMPDIR": str(data)}
+    env = {
+        "PATH": f"{data}:{os.environ['PATH']}",
+        "HF_HOME": str(data / "home"),
+        "TMPDIR": str(data),
+    }
     command = [*before, str(ROOT / "docker" / "entrypoint.sh"), "demo"]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, check=False, timeout=300
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -207,7 +252,9 @@ def test_root_without_its_rights_is_told_the_way_out(data: Path, taken: str) -> 
 
 def test_nothing_else_gives_the_rights_of_root_up() -> None:
     last = [word for word, _ in STEPS][::-1].index("FROM")
-    assert "USER" not in dict(STEPS[-last:])  # the entry point starts as root, or as the user of `docker run --user`
+    assert "USER" not in dict(
+        STEPS[-last:]
+    )  # the entry point starts as root, or as the user of `docker run --user`
 
 
 @pytest.mark.parametrize(
@@ -235,13 +282,18 @@ def test_its_health_check_asks_where_the_server_listens(
     program(tmp_path / "python", '#!/bin/sh\necho "$3"\n')
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
     check = [ROOT / "docker" / "health.sh"]
-    assert subprocess.run(check, env=env, capture_output=True, text=True, check=True).stdout == f"{asked}/health\n"
+    assert (
+        subprocess.run(check, env=env, capture_output=True, text=True, check=True).stdout
+        == f"{asked}/health\n"
+    )
 
 
 def test_its_health_check_needs_no_file(tmp_path: Path) -> None:
     program(tmp_path / "python", '#!/bin/sh\necho "$3"\n')
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path), "PORT": "81"}
-    ran = subprocess.run([ROOT / "docker" / "health.sh"], env=env, capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [ROOT / "docker" / "health.sh"], env=env, capture_output=True, text=True, check=True
+    )
     assert ran.stdout == "http://127.0.0.1:81/health\n"
 
 
@@ -250,15 +302,24 @@ def test_its_health_check_needs_no_file(tmp_path: Path) -> None:
     [
         ("cpu", "torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu"),
         ("cuda", "torch==2.13.0"),
-        ("rocm", "torch==2.13.0+rocm7.2 --extra-index-url https://download.pytorch.org/whl/rocm7.2"),
+        (
+            "rocm",
+            "torch==2.13.0+rocm7.2 --extra-index-url https://download.pytorch.org/whl/rocm7.2",
+        ),
         ("gpu", None),
     ],
 )
 def test_the_build_of_torch(torch: str, asks: str | None) -> None:
-    arguments = dict(rest.split("=", 1) for word, rest in STEPS if word == "ARG" and "=" in rest) | {"TORCH": torch}
+    arguments = dict(
+        rest.split("=", 1) for word, rest in STEPS if word == "ARG" and "=" in rest
+    ) | {"TORCH": torch}
     step = next(rest for word, rest in STEPS if word == "RUN" and "torch==" in rest)
-    dry = step.replace("python -m venv /opt/freight", "true").replace("/opt/freight/bin/pip install", "echo")
-    ran = subprocess.run(["sh", "-c", dry], env=os.environ | arguments, capture_output=True, text=True, check=False)
+    dry = step.replace("python -m venv /opt/freight", "true").replace(
+        "/opt/freight/bin/pip install", "echo"
+    )
+    ran = subprocess.run(
+        ["sh", "-c", dry], env=os.environ | arguments, capture_output=True, text=True, check=False
+    )
     if asks is None:
         assert ran.returncode == 1
         assert "TORCH is cpu, cuda or rocm, not gpu" in ran.stderr

@@ -1,4 +1,6 @@
-"""docs/server.md against a server: each curl line runs, answers have the shape shown, numbers are the code's."""
+"""docs/server.md against a server: each curl line runs, answers have the shape shown, numbers are
+the code's.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ def examples() -> Iterator[tuple[str, str]]:
     blocks = list(BLOCK.finditer(TEXT))
     for block, following in zip(blocks, [*blocks[1:], None], strict=True):
         if block[2].startswith("curl "):
-            shown = following is not None and following.start() == block.end() and following[1] in ("json", "text")
+            shown = (
+                following is not None
+                and following.start() == block.end()
+                and following[1] in ("json", "text")
+            )
             yield block[2], following[2] if following is not None and shown else ""
 
 
@@ -78,10 +84,14 @@ def shape(value: object) -> object:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("template")
-    template, start = next(block[2] for block in BLOCK.finditer(TEXT) if "freight serve demo" in block[2]).splitlines()
+    template, start = next(
+        block[2] for block in BLOCK.finditer(TEXT) if "freight serve demo" in block[2]
+    ).splitlines()
     subprocess.run(["sh", "-c", template], cwd=folder, check=True)
     *options, name = start.removeprefix("freight serve demo ").split()
-    with freight_serve("demo", [*options, str(folder / name), "--kv-cache-memory", "64MiB"]) as address:
+    with freight_serve(
+        "demo", [*options, str(folder / name), "--kv-cache-memory", "64MiB"]
+    ) as address:
         yield address
 
 
@@ -116,7 +126,9 @@ def test_the_table_of_limits_is_the_code_s() -> None:
     assert server.write_timeout == http_limits.write_seconds
     assert rows("Limits") == {
         "connections (`--max-connections`)": str(server.max_connections),
-        "completions that wait (`--max-queue`), beside those that run (`--max-num-seqs`)": str(server.max_queue),
+        "completions that wait (`--max-queue`), beside those that run (`--max-num-seqs`)": str(
+            server.max_queue
+        ),
         "request line and headers": kib(http_limits.head_bytes),
         "headers": str(http_limits.max_headers),
         "seconds for the headers": f"{http_limits.head_seconds:g}",
@@ -125,7 +137,9 @@ def test_the_table_of_limits_is_the_code_s() -> None:
         "seconds for the body": f"{http_limits.body_total:g}",
         "seconds between requests of a connection": f"{http_limits.idle_seconds:g}",
         "seconds in which a client reads nothing of its answer (`--write-timeout`)": f"{server.write_timeout:g}",
-        "JSON objects and arrays inside each other": str(min(http_limits.json_depth, serving.nesting)),
+        "JSON objects and arrays inside each other": str(
+            min(http_limits.json_depth, serving.nesting)
+        ),
         "JSON objects and arrays": str(http_limits.json_containers),
         "digits of a number": str(http_limits.number_digits),
         "prompts of a completion": str(serving.prompts),
@@ -173,9 +187,15 @@ def test_every_field_is_named() -> None:
     assert set(ACCEPTED) <= named["accepted without effect"]
     assert {name for name, known in NEUTRAL.items() if not known.values} == named["refused"]
     at_one = table["accepted at one value, which asks for nothing"].split(", ")
-    values = {name: " or ".join(map(json.dumps, known.values)) for name, known in NEUTRAL.items() if known.values}
+    values = {
+        name: " or ".join(map(json.dumps, known.values))
+        for name, known in NEUTRAL.items()
+        if known.values
+    }
     assert at_one == [f"`{name}` {shown}" for name, shown in values.items()]
-    of_chat, of_completions = (set(model.model_fields) - set(ACCEPTED) for model in (ChatRequest, CompletionRequest))
+    of_chat, of_completions = (
+        set(model.model_fields) - set(ACCEPTED) for model in (ChatRequest, CompletionRequest)
+    )
     assert (
         of_chat & of_completions
         <= named["of both"]

@@ -92,19 +92,26 @@ EVERY = [  # one value of each argument, and slow
     for cache in ("bfloat16", "e4m3-token")
     if (setup := (variant, cache, "auto")) not in SETUPS
 ]
-EVERY += [(GROUPED, "int8-group", "auto"), *((GROUPED, "e4m3-group", kernels) for kernels in OTHER_KERNELS)]
+EVERY += [
+    (GROUPED, "int8-group", "auto"),
+    *((GROUPED, "e4m3-group", kernels) for kernels in OTHER_KERNELS),
+]
 LATENT = VARIANTS["deepseek-v3"]
 MODELS = {**VARIANTS, GROUPED: type(LATENT)(**LATENT.to_dict() | {"kv_lora_rank": 256})}
 FULL = [("demo", "e4m3-token", "auto")]
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3),
-    "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True, logprobs=3),
+    "seeded": SamplingParams(
+        temperature=0.9, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True, logprobs=3
+    ),
 }
 
 
 @dataclass
 class Trace:
-    """All that a request left behind: `cache` is the bytes of K, V and their measured scales, token by token."""
+    """All that a request left behind: `cache` is the bytes of K, V and their measured scales, token
+    by token.
+    """
 
     token_ids: list[int]
     logprobs: list[dict[int, Any]]
@@ -115,13 +122,15 @@ class Trace:
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Trace)
         same_cache = len(self.cache) == len(other.cache)
-        same_cache = same_cache and all(torch.equal(a, b) for a, b in zip(self.cache, other.cache, strict=True))
+        same_cache = same_cache and all(
+            torch.equal(a, b) for a, b in zip(self.cache, other.cache, strict=True)
+        )
         return self.token_ids == other.token_ids and self.logprobs == other.logprobs and same_cache
 
 
 def cache_of(llm: LLM, block_ids: tuple[tuple[int, ...], ...], length: int) -> list[torch.Tensor]:
-    """Of a layer with a window, the part that the last token has seen: the rest is given back. Of one with a state, the
-    one behind the last token."""
+    """Of a layer with a window, the part that the last token has seen: the rest is given back. Of
+    one with a state, the one behind the last token."""
     pool, parts = llm.engine.runner.pool, []
     for layer in pool.states.values():
         block = block_ids[layer.group][(length - 1) // layer.states.every]
@@ -130,13 +139,19 @@ def cache_of(llm: LLM, block_ids: tuple[tuple[int, ...], ...], length: int) -> l
         pages, window = layer.pages, getattr(pool.spec.groups[layer.group], "window", None)
         seen = slice(max(0, length - (window or length)), length)
         tensors = [pages.k.view(torch.uint8), pages.v.view(torch.uint8)]
-        tensors += [scale for scale in (pages.k_scale, pages.v_scale) if scale is not None and pages.dynamic]
+        tensors += [
+            scale for scale in (pages.k_scale, pages.v_scale) if scale is not None and pages.dynamic
+        ]
         tensors += [] if pages.rotated is None else [pages.rotated]
-        parts += [tensor[list(block_ids[layer.group])].flatten(0, 1)[seen].clone() for tensor in tensors]
+        parts += [
+            tensor[list(block_ids[layer.group])].flatten(0, 1)[seen].clone() for tensor in tensors
+        ]
     return parts
 
 
-def trace(llm: LLM, params: SamplingParams, others: Sequence[str] = (), others_grow: int = 24) -> Trace:
+def trace(
+    llm: LLM, params: SamplingParams, others: Sequence[str] = (), others_grow: int = 24
+) -> Trace:
     """Run the prompt after `others`, and read its part of the cache right after its last step."""
     engine = llm.engine
     for index, other in enumerate(others):
@@ -162,7 +177,9 @@ def trace(llm: LLM, params: SamplingParams, others: Sequence[str] = (), others_g
     output = engine.output("main").outputs[0]
     cache = cache_of(llm, blocks, request.num_tokens - 1)
     logprobs = output.logprobs or []
-    result = Trace(output.token_ids, logprobs, cache, request.num_cached_tokens, request.num_preemptions)
+    result = Trace(
+        output.token_ids, logprobs, cache, request.num_cached_tokens, request.num_preemptions
+    )
     for name in ["main", *(f"other {index}" for index in range(len(others)))]:
         engine.release(name)
     return result
@@ -175,8 +192,12 @@ def model_with_scales(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
     for layer in range(6):
-        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(0.03 + 0.001 * layer, dtype=torch.float32)
-        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor(0.02 + 0.001 * layer, dtype=torch.float32)
+        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(
+            0.03 + 0.001 * layer, dtype=torch.float32
+        )
+        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor(
+            0.02 + 0.001 * layer, dtype=torch.float32
+        )
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -209,9 +230,13 @@ def of_size(config: PretrainedConfig, vocab_size: int) -> PretrainedConfig:
         return type(config)(**said | {"text_config": said["text_config"] | size})
     if "vocab_size_per_layer_input" in said:
         size["vocab_size_per_layer_input"] = max(vocab_size, said["vocab_size_per_layer_input"])
-    if said.get("original_max_position_embeddings") == said["max_position_embeddings"]:  # short factors remain in use
+    if (
+        said.get("original_max_position_embeddings") == said["max_position_embeddings"]
+    ):  # short factors remain in use
         size["original_max_position_embeddings"] = 512
-        size["rope_parameters"] = said["rope_parameters"] | {"original_max_position_embeddings": 512}
+        size["rope_parameters"] = said["rope_parameters"] | {
+            "original_max_position_embeddings": 512
+        }
     return type(config)(**said | size)
 
 
@@ -239,27 +264,38 @@ def in_setups(
     third: int | None = None,
     every_variant: bool = False,
 ) -> pytest.MarkDecorator:
-    """Every setup with every value of the argument; of those not in `FULL` all but the first are slow tests.
+    """Every setup with every value of the argument; of those not in `FULL` all but the first are
+    slow tests.
 
-    With `third`, so are all but that third of the families and of the other caches: for what their layers do not
-    compute, but the engine, whose work differs by cache groups alone. Each third has families with windows.
-    `every_variant`: with the first value, those in `EVERY` too, as slow tests.
+    With `third`, so are all but that third of the families and of the other caches: for what their
+    layers do not compute, but the engine, whose work differs by cache groups alone. Each third has
+    families with windows. `every_variant`: with the first value, those in `EVERY` too, as slow
+    tests.
     """
     thinned = () if third is None else (FROM_FAMILIES, OTHER_CACHES)
     left_out = [setup for each in thinned for index, setup in enumerate(each) if index % 3 != third]
 
     def is_slow(setup: tuple[str, str, str], value: Any) -> bool:
-        return setup[2] in SLOW_KERNELS or (setup not in FULL and value != values[0]) or setup in left_out
+        return (
+            setup[2] in SLOW_KERNELS
+            or (setup not in FULL and value != values[0])
+            or setup in left_out
+        )
 
     cases = [
         pytest.param(
-            setup, value, id="-".join((*setup, str(value))), marks=[pytest.mark.slow] if is_slow(setup, value) else []
+            setup,
+            value,
+            id="-".join((*setup, str(value))),
+            marks=[pytest.mark.slow] if is_slow(setup, value) else [],
         )
         for setup in setups
         for value in values
     ]
     cases += [
-        pytest.param(setup, values[0], id="-".join((*setup, str(values[0]))), marks=[pytest.mark.slow])
+        pytest.param(
+            setup, values[0], id="-".join((*setup, str(values[0]))), marks=[pytest.mark.slow]
+        )
         for setup in (EVERY if every_variant else ())
     ]
     return pytest.mark.parametrize(("open_llm", name), cases, indirect=["open_llm"], scope="module")
@@ -267,7 +303,10 @@ def in_setups(
 
 @pytest.fixture(scope="module")
 def open_llm(
-    request: pytest.FixtureRequest, model_with_scales: Path, mixed_model: Path, family: Callable[[str], Path]
+    request: pytest.FixtureRequest,
+    model_with_scales: Path,
+    mixed_model: Path,
+    family: Callable[[str], Path],
 ) -> Callable[..., LLM]:
     name, cache, kernels = request.param
     of_cache = {"e4m3-tensor": str(model_with_scales), "mixed": str(mixed_model)}
@@ -276,7 +315,10 @@ def open_llm(
     def build(**options: Any) -> LLM:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(opening, "select_kernels", lambda *_: select_kernels(kernels))
-            llm = LLM(model, **{**CACHES[cache], "max_model_len": 512, "kv_cache_memory": "64MiB", **options})
+            llm = LLM(
+                model,
+                **{**CACHES[cache], "max_model_len": 512, "kv_cache_memory": "64MiB", **options},
+            )
         assert kernels in ("auto", llm.engine.runner.model.kernels.name)
         return llm
 
@@ -292,7 +334,10 @@ def expected(open_llm: Callable[..., LLM]) -> dict[str, Trace]:
 
 @in_setups("sampling", *SAMPLING, every_variant=True)
 def test_batched_with_16_others(open_llm, expected, sampling):
-    assert trace(open_llm(enable_prefix_caching=False), SAMPLING[sampling], others=OTHERS) == expected[sampling]
+    assert (
+        trace(open_llm(enable_prefix_caching=False), SAMPLING[sampling], others=OTHERS)
+        == expected[sampling]
+    )
 
 
 @in_setups("budget", 7, 1, 64, every_variant=True)
@@ -301,9 +346,13 @@ def test_chunked_prefill_down_to_token_by_token(open_llm, expected, budget):
     assert trace(llm, SAMPLING["seeded"]) == expected["seeded"]
 
 
-@in_setups("seed", 1, setups=[("demo", cache, "auto") for cache in ("e4m3-token", "mixed", "skipped")])
+@in_setups(
+    "seed", 1, setups=[("demo", cache, "auto") for cache in ("e4m3-token", "mixed", "skipped")]
+)
 def test_chunks_by_a_clock_that_runs_wild(open_llm, expected, seed):
-    """Beside requests that decode, every step has as many tokens of prompts as the times of earlier ones allow."""
+    """Beside requests that decode, every step has as many tokens of prompts as the times of earlier
+    ones allow.
+    """
     rng, now, sizes = random.Random(seed), 0.0, set()
     llm = open_llm(enable_prefix_caching=False, max_step_seconds=0.05)
 
@@ -324,7 +373,9 @@ def test_chunks_by_a_clock_that_runs_wild(open_llm, expected, seed):
     llm.engine.add("early", llm.engine.accept(OTHERS[0], params), params)
     llm.engine.step()
     assert trace(llm, SAMPLING["seeded"], OTHERS[3:7]) == expected["seeded"]
-    assert max(sizes) < len(llm.engine.tokenizer.encode(PROMPT)), "the prompt was computed in one chunk"
+    assert max(sizes) < len(llm.engine.tokenizer.encode(PROMPT)), (
+        "the prompt was computed in one chunk"
+    )
 
 
 @in_setups("block_size", 8, 64, third=0)
@@ -344,15 +395,21 @@ def test_prefix_hit_or_miss(open_llm, expected, sampling):
 
 @in_setups("prefix_caching", True, False, third=2, every_variant=True)
 def test_preempted_and_recomputed(open_llm, expected, prefix_caching):
-    """Layers without a window have blocks for all at first, and not for what they grow to: the last to come gives way
-    and starts again."""
+    """Layers without a window have blocks for all at first, and not for what they grow to: the last
+    to come gives way and starts again."""
     llm = open_llm(enable_prefix_caching=prefix_caching, max_model_len=160)
     others, grow = OTHERS[:4], 40
     blocks = sum(len(llm.engine.tokenizer.encode(text)) // 16 + 2 for text in (PROMPT, *others))
     groups = llm.engine.runner.pool.spec.groups
     full = next((index for index, group in enumerate(groups) if group.keeps_all), None)
-    if full is None:  # a request that is longer than the window grows no more: those beside start with a block of three
-        llm = open_llm(enable_prefix_caching=prefix_caching, max_model_len=160, max_num_batched_tokens=16)
+    if (
+        full is None
+        # a request that is longer than the window grows no more: those beside start with a block of
+        # three
+    ):
+        llm = open_llm(
+            enable_prefix_caching=prefix_caching, max_model_len=160, max_num_batched_tokens=16
+        )
         others, grow, full, blocks = OTHERS[:1] * 4, 60, 0, 13
     allocator = llm.engine.cache.allocators[full]
     allocator.allocate(allocator.num_free - blocks)
@@ -368,9 +425,14 @@ def test_launched_before_the_last_tokens_are_known(open_llm, expected, sampling,
     llm.engine.overlaps = True
     run = ModelRunner.run
     monkeypatch.setattr(ModelRunner, "run", lambda *args: ahead.append(args[2:]) or run(*args))
-    params, wanted = replace(SAMPLING[sampling], logprobs=None), replace(expected[sampling], logprobs=[])
+    params, wanted = (
+        replace(SAMPLING[sampling], logprobs=None),
+        replace(expected[sampling], logprobs=[]),
+    )
     assert trace(llm, params) == wanted
-    assert len([tokens for (tokens,) in filter(None, ahead) if tokens is not None]) == 22  # the first two of 24 are not
+    assert (
+        len([tokens for (tokens,) in filter(None, ahead) if tokens is not None]) == 22
+    )  # the first two of 24 are not
     hit = trace(llm, params, OTHERS[:4], others_grow=12)
     assert hit == wanted
     assert hit.num_cached_tokens >= 16
@@ -379,11 +441,19 @@ def test_launched_before_the_last_tokens_are_known(open_llm, expected, sampling,
 def test_a_mixed_cache_has_each_layer_as_the_checkpoint_says(mixed_model):
     llm = LLM(str(mixed_model), max_model_len=64, kv_cache_memory="4MiB")
     info = llm.kv_cache_info()
-    assert (info["dtype"], info["granularity"], info["scale_source"]) == ("mixed", "mixed", "checkpoint")
+    assert (info["dtype"], info["granularity"], info["scale_source"]) == (
+        "mixed",
+        "mixed",
+        "checkpoint",
+    )
     assert [layer["granularity"] for layer in info["layers"]] == [g and str(g) for g in MIXED]
-    assert [layer["dtype"] for layer in info["layers"]] == ["fp8_e4m3fn" if g else "bfloat16" for g in MIXED]
+    assert [layer["dtype"] for layer in info["layers"]] == [
+        "fp8_e4m3fn" if g else "bfloat16" for g in MIXED
+    ]
     pages = [layer.pages for layer in llm.engine.runner.pool.layers]
-    assert [page.format for page in pages] == [Format.E4M3FN if g else Format.BFLOAT16 for g in MIXED]
+    assert [page.format for page in pages] == [
+        Format.E4M3FN if g else Format.BFLOAT16 for g in MIXED
+    ]
     assert [page.dynamic for page in pages] == [g is Granularity.TOKEN for g in MIXED]
     values = 2 * 2 * 64  # K and V, 2 heads of 64
     assert info["bytes_per_token"] == 4 * values + 2 * 2 * 2 + 2 * 2 * values
@@ -393,7 +463,10 @@ def test_a_mixed_cache_has_each_layer_as_the_checkpoint_says(mixed_model):
 @in_setups("budget", 5, third=1)
 def test_prompt_logprobs_do_not_depend_on_chunks(open_llm, budget):
     params = SamplingParams(max_tokens=1, prompt_logprobs=2, temperature=0.0)
-    outputs = [open_llm(max_num_batched_tokens=tokens).generate(PROMPT, params)[0] for tokens in (512, budget)]
+    outputs = [
+        open_llm(max_num_batched_tokens=tokens).generate(PROMPT, params)[0]
+        for tokens in (512, budget)
+    ]
     assert outputs[0].prompt_logprobs == outputs[1].prompt_logprobs
     assert outputs[0].prompt_logprobs[0] is None
     assert len(outputs[0].prompt_logprobs) == len(outputs[0].prompt_token_ids)

@@ -1,4 +1,6 @@
-"""Quantized mixtures of experts: what is written loads here and in transformers, and every scale of it is used."""
+"""Quantized mixtures of experts: what is written loads here and in transformers, and every scale of
+it is used.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ from freight.errors import ConfigError
 from freight.models.open import open_model
 
 IDS = tokens(80)
-WIDE = {"intermediate_size": 128, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+WIDE = {
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
 KEPT = {  # modules that stay in 16 bits, and the first layer that has them
     "mixtral": (["block_sparse_moe.gate"], 0),
     "qwen2-moe": (["mlp.gate", "mlp.shared_expert_gate"], 0),
@@ -45,7 +51,9 @@ CHOICE_BIAS = {
 def make(variant: str, folder: Path, **changes: Any) -> Path:
     """A float32 model whose experts have whole blocks."""
     own = VARIANTS[variant].to_dict()
-    config = type(VARIANTS[variant])(**own | {key: value for key, value in WIDE.items() if key in own} | changes)
+    config = type(VARIANTS[variant])(
+        **own | {key: value for key, value in WIDE.items() if key in own} | changes
+    )
     save_random(config, folder, torch.float32)
     return folder
 
@@ -55,7 +63,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def dequantized(folder: Path, plain: Path, out: Path) -> Path:
-    """The checkpoint in `folder` with weights times their scales, as a float32 model, with the config of `plain`."""
+    """The checkpoint in `folder` with weights times their scales, as a float32 model, with the
+    config of `plain`.
+    """
     stored = tensors(folder)
     values = {}
     for name, tensor in stored.items():
@@ -63,7 +73,9 @@ def dequantized(folder: Path, plain: Path, out: Path) -> Path:
         if name.endswith(("_scale", "_scale_inv")):
             continue
         if scale is not None and scale.ndim == 2 and scale.shape != (len(tensor), 1):
-            scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(tensor), : tensor.shape[1]]
+            scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[
+                : len(tensor), : tensor.shape[1]
+            ]
         values[name] = tensor if scale is None else tensor.float() * scale
     out.mkdir()
     save_file(values, out / "model.safetensors", metadata={"format": "pt"})
@@ -76,13 +88,18 @@ def restacked(folder: Path) -> Path:
     stored = tensors(folder)
 
     def taken(layer: int, part: str, kind: str) -> torch.Tensor:
-        every = [stored.pop(f"{EXPERTS.format(layer)}{expert}.{part}_proj.{kind}").float() for expert in range(8)]
+        every = [
+            stored.pop(f"{EXPERTS.format(layer)}{expert}.{part}_proj.{kind}").float()
+            for expert in range(8)
+        ]
         return torch.stack(every).mT.contiguous() if kind == "weight" else torch.stack(every)
 
     stacked = {}
     for layer, (kind, suffix) in itertools.product(range(3), (("weight", ""), ("bias", "_bias"))):
         gate, up, down = (taken(layer, part, kind) for part in ("gate", "up", "down"))
-        stacked[f"{EXPERTS.format(layer)}gate_up_proj{suffix}"] = torch.stack((gate, up), -1).flatten(-2)
+        stacked[f"{EXPERTS.format(layer)}gate_up_proj{suffix}"] = torch.stack(
+            (gate, up), -1
+        ).flatten(-2)
         stacked[f"{EXPERTS.format(layer)}down_proj{suffix}"] = down
     assert not [name for name in stored if ".experts." in name]
     save_file(stored | stacked, folder / "model.safetensors", metadata={"format": "pt"})
@@ -91,16 +108,24 @@ def restacked(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "weights",
-    [pytest.param("fp8", marks=pytest.mark.slow), "fp8-channel", pytest.param("fp8-block", marks=pytest.mark.slow)],
+    [
+        pytest.param("fp8", marks=pytest.mark.slow),
+        "fp8-channel",
+        pytest.param("fp8-block", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("variant", KEPT)
-def test_transformers_computes_the_same_from_what_is_written(variant: str, weights: str, tmp_path: Path) -> None:
+def test_transformers_computes_the_same_from_what_is_written(
+    variant: str, weights: str, tmp_path: Path
+) -> None:
     """With inputs in 32 bits, the only error is that of the stored weights."""
     plain, out = make(variant, tmp_path / "plain"), tmp_path / "out"
     freight.quantize(plain, out, weights=weights, activations="none")
     ours = freight_logits(out, IDS, "float32")
     values = dequantized(out, plain, tmp_path / "dequantized")
-    model = AutoModelForCausalLM.from_pretrained(restacked(values) if variant == "gpt-oss" else values)
+    model = AutoModelForCausalLM.from_pretrained(
+        restacked(values) if variant == "gpt-oss" else values
+    )
     with torch.inference_mode():
         theirs = model(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
@@ -114,7 +139,9 @@ def test_transformers_computes_the_same_from_what_is_written(variant: str, weigh
 
 
 @pytest.mark.parametrize("weights", ["fp8", "fp8-block"])
-def test_autofp8s_form_has_the_same_weights_and_leaves_out_the_same(weights: str, tmp_path: Path) -> None:
+def test_autofp8s_form_has_the_same_weights_and_leaves_out_the_same(
+    weights: str, tmp_path: Path
+) -> None:
     plain = make("qwen2-moe", tmp_path / "plain")
     forms = {form: tmp_path / form for form in ("compressed-tensors", "fp8")}
     for form, out in forms.items():
@@ -122,21 +149,39 @@ def test_autofp8s_form_has_the_same_weights_and_leaves_out_the_same(weights: str
     ours, theirs = (tensors(out) for out in forms.values())
     assert {name.removesuffix("_inv") for name in theirs} == ours.keys()
     for name, tensor in theirs.items():
-        assert torch.equal(tensor.float().flatten(), ours[name.removesuffix("_inv")].float().flatten())
-    said = [json.loads((out / "config.json").read_text())["quantization_config"] for out in forms.values()]
+        assert torch.equal(
+            tensor.float().flatten(), ours[name.removesuffix("_inv")].float().flatten()
+        )
+    said = [
+        json.loads((out / "config.json").read_text())["quantization_config"]
+        for out in forms.values()
+    ]
     assert said[0]["ignore"] == said[1]["ignored_layers"]
     assert torch.equal(*(freight_logits(out, IDS, "float32") for out in forms.values()))
 
 
 @pytest.mark.parametrize(
-    ("variant", "form"), [("mixtral", "fp8"), ("qwen2-moe", "compressed-tensors"), ("gpt-oss", "compressed-tensors")]
+    ("variant", "form"),
+    [("mixtral", "fp8"), ("qwen2-moe", "compressed-tensors"), ("gpt-oss", "compressed-tensors")],
 )
 def test_every_scale_is_used(variant: str, form: str, tmp_path: Path) -> None:
     one: dict[str, Any] = {"layer_types": ["full_attention"]}
-    few = {"qwen2-moe": one | {"num_experts": 4}, "gpt-oss": one | {"num_local_experts": 2, "num_experts_per_tok": 2}}
-    plain, out = make(variant, tmp_path / "plain", num_hidden_layers=1, **few.get(variant, {})), tmp_path / "out"
+    few = {
+        "qwen2-moe": one | {"num_experts": 4},
+        "gpt-oss": one | {"num_local_experts": 2, "num_experts_per_tok": 2},
+    }
+    plain, out = (
+        make(variant, tmp_path / "plain", num_hidden_layers=1, **few.get(variant, {})),
+        tmp_path / "out",
+    )
     freight.quantize(
-        plain, out, weights="fp8", activations="static", kv_cache="fp8", calibration_data=[IDS], format=form
+        plain,
+        out,
+        weights="fp8",
+        activations="static",
+        kv_cache="fp8",
+        calibration_data=[IDS],
+        format=form,
     )
     stored = tensors(out)
     before = freight_logits(out, IDS, "float32", kv_cache_dtype="fp8")
@@ -144,19 +189,32 @@ def test_every_scale_is_used(variant: str, form: str, tmp_path: Path) -> None:
     feed_forward = {"mixtral": 4 * 3, "qwen2-moe": 4 * 3 + 3, "gpt-oss": 2 * 3}
     assert len(scales) == 2 * (4 + feed_forward[variant]) + 2
     for name in scales:
-        save_file(stored | {name: stored[name] * 3}, out / "model.safetensors", metadata={"format": "pt"})
-        assert not torch.equal(freight_logits(out, IDS, "float32", kv_cache_dtype="fp8"), before), name
+        save_file(
+            stored | {name: stored[name] * 3}, out / "model.safetensors", metadata={"format": "pt"}
+        )
+        assert not torch.equal(freight_logits(out, IDS, "float32", kv_cache_dtype="fp8"), before), (
+            name
+        )
 
 
 @pytest.mark.parametrize(
     ("variant", "weights"),
-    [("qwen2-moe", "fp8"), ("qwen2-moe", "fp8-channel"), ("qwen2-moe", "fp8-block"), ("gpt-oss", "fp8-channel")],
+    [
+        ("qwen2-moe", "fp8"),
+        ("qwen2-moe", "fp8-channel"),
+        ("qwen2-moe", "fp8-block"),
+        ("gpt-oss", "fp8-channel"),
+    ],
 )
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-def test_what_is_loaded_occupies_what_is_counted(variant: str, weights: str, kernels: str, tmp_path: Path) -> None:
+def test_what_is_loaded_occupies_what_is_counted(
+    variant: str, weights: str, kernels: str, tmp_path: Path
+) -> None:
     plain, out = make(variant, tmp_path / "plain"), tmp_path / "out"
     freight.quantize(plain, out, weights=weights)
-    opened = open_model(EngineArgs(str(out), kernels=kernels, device="cpu", skip_tokenizer_init=True))
+    opened = open_model(
+        EngineArgs(str(out), kernels=kernels, device="cpu", skip_tokenizer_init=True)
+    )
     require_equal(opened, kernels, opened.scheme.linear)
 
 
@@ -169,7 +227,16 @@ def test_a_recipe_may_name_routers_which_stay_in_16_bits_anyway(
     plain = make("qwen3-moe", tmp_path / "plain", num_hidden_layers=1)
     recipe = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=ignore)
     oneshot(model=str(plain), recipe=recipe, output_dir=str(tmp_path / "out"))
-    assert len([line for line in caplog.messages if "model.layers.0.mlp.gate" in line and "16 bits" in line]) == says
+    assert (
+        len(
+            [
+                line
+                for line in caplog.messages
+                if "model.layers.0.mlp.gate" in line and "16 bits" in line
+            ]
+        )
+        == says
+    )
     assert not [line for line in caplog.messages if "matches no Linear module" in line]
     stored = tensors(tmp_path / "out")
     assert stored["model.layers.0.mlp.gate.weight"].dtype is torch.float32
@@ -177,18 +244,29 @@ def test_a_recipe_may_name_routers_which_stay_in_16_bits_anyway(
 
 
 def test_kv_scales_move_into_a_model_with_experts(tmp_path: Path) -> None:
-    """AutoFP8's form lists every module as left out, the routers too: readers take no list for 'all quantized'."""
+    """AutoFP8's form lists every module as left out, the routers too: readers take no list for 'all
+    quantized'.
+    """
     from freight.calibrate.transfer import extract_scales
 
     plain = make("qwen2-moe", tmp_path / "plain")
-    freight.quantize(plain, tmp_path / "scales", weights="none", kv_cache="fp8", calibration_data=[IDS])
+    freight.quantize(
+        plain, tmp_path / "scales", weights="none", kv_cache="fp8", calibration_data=[IDS]
+    )
     extract_scales(str(tmp_path / "scales"), str(plain), tmp_path / "out", format="fp8")
-    left_out = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignored_layers"]
-    assert {name.removesuffix(".weight") for name, tensor in tensors(plain).items() if tensor.ndim == 2} == {
+    left_out = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
+        "ignored_layers"
+    ]
+    assert {
+        name.removesuffix(".weight") for name, tensor in tensors(plain).items() if tensor.ndim == 2
+    } == {
         *left_out,
         "model.embed_tokens",
     }
-    one, other = (freight_logits(tmp_path / name, IDS, "float32", kv_cache_dtype="fp8") for name in ("scales", "out"))
+    one, other = (
+        freight_logits(tmp_path / name, IDS, "float32", kv_cache_dtype="fp8")
+        for name in ("scales", "out")
+    )
     assert torch.equal(one, other)
 
 
@@ -199,13 +277,18 @@ def with_prediction_layer(folder: Path) -> dict[str, torch.Tensor]:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
     stored = tensors(folder)
     names = ("self_attn.q_proj.weight", "input_layernorm.weight", "eh_proj.weight", "enorm.weight")
-    further = {f"model.layers.3.{name}": torch.randn((64, 64) if "proj" in name else (64,)) for name in names}
+    further = {
+        f"model.layers.3.{name}": torch.randn((64, 64) if "proj" in name else (64,))
+        for name in names
+    }
     save_file(stored | further, folder / "model.safetensors", metadata={"format": "pt"})
     return further
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "fp8"])
-def test_layers_that_predict_further_tokens_are_carried_in_16_bits(form: str, tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_are_carried_in_16_bits(
+    form: str, tmp_path: Path
+) -> None:
     further = with_prediction_layer(tmp_path / "plain")
     freight.quantize(tmp_path / "plain", tmp_path / "out", weights="fp8", format=form)
     stored = tensors(tmp_path / "out")
@@ -217,38 +300,69 @@ def test_layers_that_predict_further_tokens_are_carried_in_16_bits(form: str, tm
 
 
 def test_experts_of_gpt_oss_become_separate_matrices(tmp_path: Path) -> None:
-    """Biases, routers and sinks stay as they are. Greedy tokens are those of transformers from the same values, and
-    the distributions of tokens close to those of the model."""
+    """Biases, routers and sinks stay as they are. Greedy tokens are those of transformers from the
+    same values, and the distributions of tokens close to those of the model."""
     plain, out = make("gpt-oss", tmp_path / "plain"), tmp_path / "out"
     freight.quantize(plain, out, weights="fp8-channel", activations="none")
     stored, before = tensors(out), tensors(plain)
     kept = ("sinks", "router.weight", "router.bias", "norm.weight", "q_proj.bias")
-    assert all(torch.equal(stored[name], tensor) for name, tensor in before.items() if name.endswith(kept))
-    biases = stored["model.layers.1.mlp.experts.5.gate_proj.bias"], stored["model.layers.1.mlp.experts.5.up_proj.bias"]
-    assert torch.equal(torch.stack(biases, 1).flatten(), before["model.layers.1.mlp.experts.gate_up_proj_bias"][5])
+    assert all(
+        torch.equal(stored[name], tensor) for name, tensor in before.items() if name.endswith(kept)
+    )
+    biases = (
+        stored["model.layers.1.mlp.experts.5.gate_proj.bias"],
+        stored["model.layers.1.mlp.experts.5.up_proj.bias"],
+    )
+    assert torch.equal(
+        torch.stack(biases, 1).flatten(), before["model.layers.1.mlp.experts.gate_up_proj_bias"][5]
+    )
     ours, exact = (freight_logits(folder, IDS, "float32") for folder in (out, plain))
-    assert 0 < (exact.softmax(-1) * (exact.log_softmax(-1) - ours.log_softmax(-1))).sum(-1).mean() < 0.05
-    model = AutoModelForCausalLM.from_pretrained(restacked(dequantized(out, plain, tmp_path / "dequantized")))
+    assert (
+        0
+        < (exact.softmax(-1) * (exact.log_softmax(-1) - ours.log_softmax(-1))).sum(-1).mean()
+        < 0.05
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        restacked(dequantized(out, plain, tmp_path / "dequantized"))
+    )
     with torch.inference_mode():
-        greedy = model.generate(torch.tensor([IDS[:40]]), max_new_tokens=8, do_sample=False)[0, 40:].tolist()
-    llm = freight.LLM(str(out), dtype="float32", kv_cache_dtype="float32", device="cpu", skip_tokenizer_init=True)
+        greedy = model.generate(torch.tensor([IDS[:40]]), max_new_tokens=8, do_sample=False)[
+            0, 40:
+        ].tolist()
+    llm = freight.LLM(
+        str(out), dtype="float32", kv_cache_dtype="float32", device="cpu", skip_tokenizer_init=True
+    )
     params = freight.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     assert list(llm.generate([IDS[:40]], params)[0].outputs[0].token_ids) == greedy
 
 
 @pytest.mark.parametrize("ignore", ["re:mlp.experts", "re:layers.1.mlp.experts"])
-def test_experts_of_gpt_oss_stay_in_16_bits_where_they_are_ignored(ignore: str, tmp_path: Path) -> None:
-    """All of them in the tensors that the model has; those of some layers as separate matrices, named as left out."""
+def test_experts_of_gpt_oss_stay_in_16_bits_where_they_are_ignored(
+    ignore: str, tmp_path: Path
+) -> None:
+    """All of them in the tensors that the model has; those of some layers as separate matrices,
+    named as left out.
+    """
     plain, out = make("gpt-oss", tmp_path / "plain"), tmp_path / "out"
-    options: dict[str, Any] = {"activations": "static", "kv_cache": "fp8", "calibration_data": [IDS]}
+    options: dict[str, Any] = {
+        "activations": "static",
+        "kv_cache": "fp8",
+        "calibration_data": [IDS],
+    }
     freight.quantize(plain, out, weights="fp8", ignore=[ignore], **options)
     stored, before = tensors(out), tensors(plain)
-    attention = {f"model.layers.{index}.self_attn.{part}_proj.weight" for index in range(3) for part in "qkvo"}
+    attention = {
+        f"model.layers.{index}.self_attn.{part}_proj.weight"
+        for index in range(3)
+        for part in "qkvo"
+    }
     quantized = {name for name, tensor in stored.items() if tensor.dtype is torch.float8_e4m3fn}
     left_out = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
     if ignore == "re:mlp.experts":
         assert quantized == attention
-        assert all(torch.equal(stored[name], tensor) for name, tensor in before.items() if ".mlp." in name)
+        assert all(
+            torch.equal(stored[name], tensor) for name, tensor in before.items() if ".mlp." in name
+        )
     else:
         assert attention < quantized
         assert not [name for name in quantized if "layers.1.mlp" in name]
@@ -257,7 +371,9 @@ def test_experts_of_gpt_oss_stay_in_16_bits_where_they_are_ignored(ignore: str, 
         assert torch.equal(stored["model.layers.1.mlp.experts.7.up_proj.weight"], up.t())
     ours = freight_logits(out, IDS, "float32", kv_cache_dtype="fp8")
     exact = freight_logits(plain, IDS, "float32")
-    assert 0 < (ours - exact).norm() < 0.4 * exact.norm()  # other experts are chosen for some tokens
+    assert (
+        0 < (ours - exact).norm() < 0.4 * exact.norm()
+    )  # other experts are chosen for some tokens
 
 
 def test_other_tools_interfaces_write_the_same_experts_of_gpt_oss(tmp_path: Path) -> None:
@@ -265,24 +381,35 @@ def test_other_tools_interfaces_write_the_same_experts_of_gpt_oss(tmp_path: Path
     from freight.llm_compressor import QuantizationModifier, oneshot
 
     plain = make("gpt-oss", tmp_path / "plain", num_hidden_layers=1, layer_types=["full_attention"])
-    recipe = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head", "re:.*router"])
+    recipe = QuantizationModifier(
+        targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head", "re:.*router"]
+    )
     oneshot(model=str(plain), recipe=recipe, output_dir=str(tmp_path / "oneshot"))
     freight.quantize(plain, tmp_path / "rows", weights="fp8-channel")
     ours = tensors(tmp_path / "rows")
     theirs = tensors(tmp_path / "oneshot")
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name].float(), tensor.float()) for name, tensor in ours.items())
-    kept = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head", "re:.*experts.*"])
+    kept = QuantizationModifier(
+        targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head", "re:.*experts.*"]
+    )
     oneshot(model=str(plain), recipe=kept, output_dir=str(tmp_path / "kept"))
     assert "model.layers.0.mlp.experts.gate_up_proj" in tensors(tmp_path / "kept")
-    quantizer = AutoFP8ForCausalLM.from_pretrained(plain, BaseQuantizeConfig(activation_scheme="dynamic"))
+    quantizer = AutoFP8ForCausalLM.from_pretrained(
+        plain, BaseQuantizeConfig(activation_scheme="dynamic")
+    )
     assert "(mlp.experts.0-7.gate_proj): Linear(64 -> 128)" in str(quantizer)
     quantizer.quantize([])
     quantizer.save_quantized(tmp_path / "autofp8")
-    assert tensors(tmp_path / "autofp8")["model.layers.0.mlp.experts.7.down_proj.weight_scale"].shape == ()
+    assert (
+        tensors(tmp_path / "autofp8")["model.layers.0.mlp.experts.7.down_proj.weight_scale"].shape
+        == ()
+    )
 
 
-def test_oneshot_compares_the_experts_of_a_loaded_gpt_oss_with_those_of_its_folder(tmp_path: Path) -> None:
+def test_oneshot_compares_the_experts_of_a_loaded_gpt_oss_with_those_of_its_folder(
+    tmp_path: Path,
+) -> None:
     from freight.llm_compressor import QuantizationModifier, oneshot
 
     plain = make("gpt-oss", tmp_path / "plain", num_hidden_layers=1, layer_types=["full_attention"])
@@ -311,7 +438,9 @@ def test_granites_3d_experts_become_separate_matrices(weights: str, tmp_path: Pa
     inner = before["model.layers.1.block_sparse_moe.input_linear.weight"]
     prefix = "model.layers.1.block_sparse_moe.experts.3."
     assert {name.removeprefix(prefix) for name in stored if name.startswith(prefix)} == {
-        f"{part}_proj.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "weight_scale")
+        f"{part}_proj.{kind}"
+        for part in ("gate", "up", "down")
+        for kind in ("weight", "weight_scale")
     }
     for name, part in (("gate_proj", inner[3, :128]), ("up_proj", inner[3, 128:])):
         scale = stored[f"{prefix}{name}.weight_scale"]  # of its one block, with fp8-block
@@ -319,4 +448,6 @@ def test_granites_3d_experts_become_separate_matrices(weights: str, tmp_path: Pa
     router = "model.layers.1.block_sparse_moe.router.layer.weight"
     assert torch.equal(stored[router], before[router])
     ours, exact = (freight_logits(folder, IDS, "float32") for folder in (out, plain))
-    assert 0 < (ours - exact).norm() < 0.4 * exact.norm()  # other experts are chosen for some tokens
+    assert (
+        0 < (ours - exact).norm() < 0.4 * exact.norm()
+    )  # other experts are chosen for some tokens

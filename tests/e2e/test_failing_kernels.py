@@ -1,7 +1,9 @@
-"""A kernel that raises for a row ends the requests of that row alone: all others answer as without them, to the bit.
+"""A kernel that raises for a row ends the requests of that row alone: all others answer as without
+them, to the bit.
 
-The model's embedding of one token is NaN, and kernels are made to raise where they meet it: attention of the second
-layer, when the first has stored its keys and values already, and recorded decode steps once they have run.
+The model's embedding of one token is NaN, and kernels are made to raise where they meet it:
+attention of the second layer, when the first has stored its keys and values already, and recorded
+decode steps once they have run.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 BAD = 7  # the token whose embedding is NaN
 COUNT = 16
 ERROR = "its step failed: FloatingPointError: a row of NaN"
-LIMITS = {"skip_tokenizer_init": True, "kv_cache_memory": "2MiB", "max_model_len": 96, "max_num_seqs": COUNT}
+LIMITS = {
+    "skip_tokenizer_init": True,
+    "kv_cache_memory": "2MiB",
+    "max_model_len": 96,
+    "max_num_seqs": COUNT,
+}
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +90,14 @@ def open_llm(model: str, steps: str, **options: Any) -> LLM:
 
 
 def work(draws_bad: Sequence[int] = ()) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts that begin alike, in blocks that prefix hits share; those of `draws_bad` draw BAD, the others never."""
+    """Prompts that begin alike, in blocks that prefix hits share; those of `draws_bad` draw BAD,
+    the others never.
+    """
     rng = random.Random(0)
     common = [rng.randrange(10, 60) for _ in range(32)]
-    prompts = [[*common, *(rng.randrange(10, 60) for _ in range(rng.randint(1, 24)))] for _ in range(COUNT)]
+    prompts = [
+        [*common, *(rng.randrange(10, 60) for _ in range(rng.randint(1, 24)))] for _ in range(COUNT)
+    ]
     params = [
         SamplingParams(
             max_tokens=8,
@@ -105,20 +116,30 @@ def work(draws_bad: Sequence[int] = ()) -> tuple[list[list[int]], list[SamplingP
 
 
 def answers(outputs: Sequence[RequestOutput], but: Sequence[int]) -> list[Any]:
-    return [(one.outputs, one.prompt_logprobs) for index, one in enumerate(outputs) if index not in but]
+    return [
+        (one.outputs, one.prompt_logprobs) for index, one in enumerate(outputs) if index not in but
+    ]
 
 
 @pytest.mark.parametrize(
     ("steps", "options", "caching", "bad"),
-    in_pairs(STEPS, [{}, {"max_num_batched_tokens": 48, "kv_cache_dtype": "bfloat16"}], [True, False], [[5], [3, 14]]),
+    in_pairs(
+        STEPS,
+        [{}, {"max_num_batched_tokens": 48, "kv_cache_dtype": "bfloat16"}],
+        [True, False],
+        [[5], [3, 14]],
+    ),
     indirect=["steps"],
     ids=str,
 )
 def test_in_prefill(model: str, steps: str, bad: list[int], caching: bool, options: dict[str, Any]):
-    """Also in a chunk of a longer prompt, as the steps have 48 tokens; request 3 has two completions, 14 scores its
-    prompt."""
+    """Also in a chunk of a longer prompt, as the steps have 48 tokens; request 3 has two
+    completions, 14 scores its prompt."""
     prompts, params = work()
-    expected = answers(open_llm(model, steps, enable_prefix_caching=caching, **options).generate(prompts, params), bad)
+    expected = answers(
+        open_llm(model, steps, enable_prefix_caching=caching, **options).generate(prompts, params),
+        bad,
+    )
     llm = open_llm(model, steps, enable_prefix_caching=caching, **options)
     for index in bad:
         prompts[index][-1] = BAD
@@ -126,25 +147,40 @@ def test_in_prefill(model: str, steps: str, bad: list[int], caching: bool, optio
     assert answers(outputs, bad) == expected
     for index in bad:
         for completion in outputs[index].outputs:
-            assert (completion.finish_reason, completion.error, completion.token_ids) == ("error", ERROR, [])
+            assert (completion.finish_reason, completion.error, completion.token_ids) == (
+                "error",
+                ERROR,
+                [],
+            )
     assert llm.engine.cache.num_held == 0
-    assert answers(llm.generate(*work()), bad) == expected  # what the failed ones stored is nobody's prefix
+    assert (
+        answers(llm.generate(*work()), bad) == expected
+    )  # what the failed ones stored is nobody's prefix
 
 
 @pytest.mark.parametrize(
-    ("steps", "caching", "bad"), in_pairs(STEPS, [True, False], [[5], [0, 10]]), indirect=["steps"], ids=str
+    ("steps", "caching", "bad"),
+    in_pairs(STEPS, [True, False], [[5], [0, 10]]),
+    indirect=["steps"],
+    ids=str,
 )
 def test_in_decoding(model: str, steps: str, bad: list[int], caching: bool):
     """In their second step: the first drew the token, and their blocks are full of what is sound."""
     prompts, params = work()
-    expected = answers(open_llm(model, steps, enable_prefix_caching=caching).generate(prompts, params), bad)
+    expected = answers(
+        open_llm(model, steps, enable_prefix_caching=caching).generate(prompts, params), bad
+    )
     llm = open_llm(model, steps, enable_prefix_caching=caching)
     _, drawing = work(draws_bad=bad)
     outputs = llm.generate(prompts, drawing, on_error="return")
     assert answers(outputs, bad) == expected
     for index in bad:
         (completion,) = outputs[index].outputs
-        assert (completion.finish_reason, completion.error, completion.token_ids) == ("error", ERROR, [BAD])
+        assert (completion.finish_reason, completion.error, completion.token_ids) == (
+            "error",
+            ERROR,
+            [BAD],
+        )
     assert answers(llm.generate(prompts, params), bad) == expected
 
 

@@ -30,7 +30,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "nan"
     shutil.copytree(BASE, folder)
     tensors = load_file(folder / "model.safetensors")
-    assert "lm_head.weight" in tensors  # the head is another matrix, so that only inputs are damaged
+    assert (
+        "lm_head.weight" in tensors
+    )  # the head is another matrix, so that only inputs are damaged
     tensors["model.embed_tokens.weight"][BAD] = torch.nan
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -51,17 +53,28 @@ def test_one_bad_prompt_among_sixteen(
 ):
     monkeypatch.setattr(opening, "select_kernels", lambda *_: select_kernels(kernels))
     rng = random.Random(0)
-    prompts = [[rng.choice([3, 4, *range(10, 60)]) for _ in range(rng.randint(4, 40))] for _ in range(16)]
+    prompts = [
+        [rng.choice([3, 4, *range(10, 60)]) for _ in range(rng.randint(4, 40))] for _ in range(16)
+    ]
     params = [
-        SamplingParams(max_tokens=8, seed=i, temperature=i % 2, logprobs=2, ignore_eos=True, detokenize=False)
+        SamplingParams(
+            max_tokens=8, seed=i, temperature=i % 2, logprobs=2, ignore_eos=True, detokenize=False
+        )
         for i in range(16)
     ]
-    small = {"skip_tokenizer_init": True, "kv_cache_memory": "2MiB", "max_model_len": 64, "max_num_seqs": 16}
+    small = {
+        "skip_tokenizer_init": True,
+        "kv_cache_memory": "2MiB",
+        "max_model_len": 64,
+        "max_num_seqs": 16,
+    }
     llm = LLM(str(model), **small | options)
     sound = [*prompts[:5], *prompts[6:]], [*params[:5], *params[6:]]
     expected = [output.outputs for output in llm.generate(*sound)]
     prompts[5][len(prompts[5]) // 2] = BAD
-    with pytest.raises(GenerationError, match=r"1 of 16 prompts failed; prompt 5: the model gave NaN") as error:
+    with pytest.raises(
+        GenerationError, match=r"1 of 16 prompts failed; prompt 5: the model gave NaN"
+    ) as error:
         llm.generate(prompts, params)
     outputs = [output.outputs for output in error.value.outputs]
     (bad,) = outputs.pop(5)
@@ -72,12 +85,24 @@ def test_one_bad_prompt_among_sixteen(
 
 
 def test_on_the_command_line(model: Path):
-    arguments = ["generate", str(model), "--skip-tokenizer-init", "--kv-cache-memory", "1MiB", "--max-tokens", "3"]
+    arguments = [
+        "generate",
+        str(model),
+        "--skip-tokenizer-init",
+        "--kv-cache-memory",
+        "1MiB",
+        "--max-tokens",
+        "3",
+    ]
     prompts = ["--prompt-token-ids", "3,4,5", "--prompt-token-ids", "3,7"]
     result = CliRunner().invoke(app, [*arguments, *prompts, "--json"])
     assert result.exit_code == 1
     first, second = json.loads(result.stdout)["outputs"]
-    assert ("error" in first, first["finish_reason"], len(first["token_ids"])) == (False, "length", 3)
+    assert ("error" in first, first["finish_reason"], len(first["token_ids"])) == (
+        False,
+        "length",
+        3,
+    )
     assert (second["finish_reason"], second["token_ids"]) == ("error", [])
     assert "NaN" in second["error"]
     assert "error: '[3, 7]': the model gave NaN" in result.stderr

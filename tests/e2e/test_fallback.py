@@ -1,4 +1,6 @@
-"""Models that Freight has no row for: transformers' modules over Freight's cache give transformers' own tokens."""
+"""Models that Freight has no row for: transformers' modules over Freight's cache give transformers'
+own tokens.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ SLOW: dict[str, dict[str, Any]] = {
 PROMPTS = ([5, 9, 33, 17, 88, 21, 40, 77, 12, 101, 64], [5, 9, 33])
 
 
-def save(model_type: str, more: dict[str, Any], folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def save(
+    model_type: str, more: dict[str, Any], folder: Path, dtype: torch.dtype = torch.float32
+) -> Any:
     """A model with weights that make its tokens differ, saved as transformers does."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[model_type](**SMALL | more)
@@ -112,11 +116,15 @@ def save(model_type: str, more: dict[str, Any], folder: Path, dtype: torch.dtype
 
 
 def llm(folder: Path, **options: Any) -> LLM:
-    return LLM(str(folder), skip_tokenizer_init=True, max_model_len=64, kv_cache_memory="2MiB", **options)
+    return LLM(
+        str(folder), skip_tokenizer_init=True, max_model_len=64, kv_cache_memory="2MiB", **options
+    )
 
 
 def tokens(model: LLM, count: int = 12) -> list[list[int]]:
-    outputs = model.generate(list(PROMPTS), SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True))
+    outputs = model.generate(
+        list(PROMPTS), SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+    )
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -133,19 +141,29 @@ def expected(model: Any, count: int = 12) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("model_type", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "model_type", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_its_tokens_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     assert model_type not in FAMILIES
     model = save(model_type, (FAST | SLOW)[model_type], tmp_path)
-    small_steps = llm(tmp_path, max_num_batched_tokens=4)  # the prompts are computed in chunks, and together
+    small_steps = llm(
+        tmp_path, max_num_batched_tokens=4
+    )  # the prompts are computed in chunks, and together
     assert tokens(small_steps) == expected(model)
 
 
-def test_it_says_what_it_is_and_what_is_not_promised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_says_what_it_is_and_what_is_not_promised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save("olmo", {}, tmp_path)
     with caplog.at_level(logging.INFO, "freight"):
         llm(tmp_path)
-    lines = [record.message for record in caplog.records if "OlmoForCausalLM of transformers" in record.message]
+    lines = [
+        record.message
+        for record in caplog.records
+        if "OlmoForCausalLM of transformers" in record.message
+    ]
     assert len(lines) == 1
     assert "Not promised: the same bits" in lines[0]
     assert describe(str(tmp_path))["runs"] == "through transformers"
@@ -173,12 +191,16 @@ def test_linears_become_fp8_and_routers_do_not(tmp_path: Path) -> None:
     kinds = {name: type(module).__name__ for name, module in causal.causal.named_modules()}
     assert kinds["model.layers.0.self_attn.q_proj"] == "FreightLinear"
     assert kinds["lm_head"] == "Linear"
-    assert not [name for name, kind in kinds.items() if kind == "FreightLinear" and "router" in name]
+    assert not [
+        name for name, kind in kinds.items() if kind == "FreightLinear" and "router" in name
+    ]
 
 
 def test_fp8_is_refused_where_no_matrix_is_a_linear(tmp_path: Path) -> None:
     save("gpt2", {}, tmp_path)  # its matrices are Conv1D
-    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel of transformers has none that can be rounded; omit it"):
+    with pytest.raises(
+        ConfigError, match=r"GPT2LMHeadModel of transformers has none that can be rounded; omit it"
+    ):
         llm(tmp_path, quantization="fp8")
 
 
@@ -188,7 +210,9 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 def test_a_stored_fp8_scale_is_used(tmp_path: Path) -> None:
-    """The logits are those of the model in 32 bits up to rounding, and others when one scale changes."""
+    """The logits are those of the model in 32 bits up to rounding, and others when one scale
+    changes.
+    """
     save("olmo", {}, tmp_path)
     plain = logits(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -207,7 +231,12 @@ def test_a_stored_fp8_scale_is_used(tmp_path: Path) -> None:
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+                "weights": {
+                    "num_bits": 8,
+                    "type": "float",
+                    "symmetric": True,
+                    "strategy": "channel",
+                },
                 "input_activations": {
                     "num_bits": 8,
                     "type": "float",
@@ -229,43 +258,65 @@ def test_a_stored_fp8_scale_is_used(tmp_path: Path) -> None:
 def test_what_attends_otherwise_is_refused_with_the_difference(tmp_path: Path) -> None:
     save("olmo", {}, tmp_path)
     opened = open_model(EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=64))
-    layers = tuple(replace(layer, mixer=replace(layer.mixer, window=4)) for layer in opened.model.layers)
+    layers = tuple(
+        replace(layer, mixer=replace(layer.mixer, window=4)) for layer in opened.model.layers
+    )
     wrong = replace(opened, model=replace(opened.model, layers=layers))
     with pytest.raises(
-        CheckpointError, match=r"logits differ by \d.* of their spread, and 0.001 is allowed in float32"
+        CheckpointError,
+        match=r"logits differ by \d.* of their spread, and 0.001 is allowed in float32",
     ):
         wrong.load(wrong.resolve(wrong.args))
 
 
 def test_quantizing_it_is_refused(tmp_path: Path) -> None:
     save("olmo", {}, tmp_path)
-    with pytest.raises(CheckpointError, match="'olmo', which runs through transformers' modules; quantizing is"):
+    with pytest.raises(
+        CheckpointError, match="'olmo', which runs through transformers' modules; quantizing is"
+    ):
         open_unquantized(str(tmp_path))
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("model_type", ["olmo", "starcoder2", "granitemoeshared", "phi"])
-def test_the_plan_counts_the_bytes_that_are_loaded(model_type: str, quantization: str | None, tmp_path: Path) -> None:
-    """From config.json alone. starcoder2 has a tied head, phi a head with a bias, Granite experts and a router."""
+def test_the_plan_counts_the_bytes_that_are_loaded(
+    model_type: str, quantization: str | None, tmp_path: Path
+) -> None:
+    """From config.json alone. starcoder2 has a tied head, phi a head with a bias, Granite experts
+    and a router.
+    """
     save(model_type, (FAST | SLOW)[model_type], tmp_path)
-    args = EngineArgs(str(tmp_path), skip_tokenizer_init=True, quantization=quantization, kernels="reference")
+    args = EngineArgs(
+        str(tmp_path), skip_tokenizer_init=True, quantization=quantization, kernels="reference"
+    )
     opened = open_model(args)
     size = weight_bytes(opened.load(opened.resolve(args)))
     config = json.loads((tmp_path / "config.json").read_text())
     settings = make_plan(config, Wish(2**22, 64, device="cpu")).settings
     one = next(one for one in settings if one.weights.is_fp8 == (quantization == "fp8"))
-    assert (one.loaded.layers, one.loaded.embeddings, one.loaded.tables) == (size.layers, size.embeddings, 0)
+    assert (one.loaded.layers, one.loaded.embeddings, one.loaded.tables) == (
+        size.layers,
+        size.embeddings,
+        0,
+    )
     assert one.spec.bytes_per_token == 3 * 2 * opened.model.layers[0].mixer.num_kv_heads * 16 * 4
 
 
-def test_what_is_not_in_fp8_is_said_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_in_fp8_is_said_at_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save("granitemoeshared", LOCAL | {"shared_intermediate_size": 32}, tmp_path)
     with caplog.at_level(logging.INFO, "freight"):
         causal: Any = llm(tmp_path, quantization="fp8").engine.runner.model.causal
-    line = next(record.message for record in caplog.records if record.message.startswith("weights: "))
+    line = next(
+        record.message for record in caplog.records if record.message.startswith("weights: ")
+    )
     stacked = sum(parameter.nbytes for parameter in causal.parameters() if parameter.ndim == 3)
     assert stacked > 0
-    assert f"In float32: {stacked / 1e9:.3g} GB of experts, which are stacked tensors there and no Linear" in line
+    assert (
+        f"In float32: {stacked / 1e9:.3g} GB of experts, which are stacked tensors there and no Linear"
+        in line
+    )
     percent = re.search(r"\((\d+)%\) are fp8_e4m3fn", line)
     assert percent is not None
     assert 0 < int(percent[1]) < 60

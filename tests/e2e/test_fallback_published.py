@@ -1,7 +1,7 @@
 """Models without a row whose config.json is spelled as transformers 4.40 and before wrote it.
 
-The keys and values are those of published files; only sizes are smaller. The model to compare with is made from the
-spelling of transformers 5, in which the rotary embedding is written here by hand.
+The keys and values are those of published files; only sizes are smaller. The model to compare with
+is made from the spelling of transformers 5, in which the rotary embedding is written here by hand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ SIZES = {
 }
 GPT_SIZES = {"vocab_size": 128, "n_embd": 64, "n_inner": 96, "n_layer": 3, "n_head": 4}
 
-# model_type -> (config.json as published, but for the sizes; its rotary embedding as transformers 5 writes it)
+# model_type -> (config.json as published, but for the sizes; its rotary embedding as transformers 5
+# writes it)
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "gpt_neox": (  # pythia
         {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
@@ -175,7 +176,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
             "rope_theta": 25000.0,
             "torch_dtype": "bfloat16",
         },
-        {"rope_type": "dynamic", "rope_theta": 25000.0, "partial_rotary_factor": 0.5, "factor": 2.0},
+        {
+            "rope_type": "dynamic",
+            "rope_theta": 25000.0,
+            "partial_rotary_factor": 0.5,
+            "factor": 2.0,
+        },
     ),
     "helium": (  # helium-1-preview-2b
         SIZES
@@ -227,7 +233,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         },
         {"rope_type": "default", "rope_theta": 10000.0},
     ),
-    "phimoe": (  # Phi-3.5-MoE: its two tables differ, and transformers' modules use the short one alone
+    # Phi-3.5-MoE: its two tables differ, and transformers' modules use the short one alone
+    "phimoe": (
         SIZES
         | {
             "architectures": ["PhiMoEForCausalLM"],
@@ -287,10 +294,16 @@ OLD_ROPE = ("rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct", "part
 
 def old_spelling(saved: dict[str, Any]) -> dict[str, Any]:
     """A config.json of transformers 5 as 4.40 would have written it."""
-    old = {key: value for key, value in saved.items() if key not in ("dtype", "rope_parameters", "layer_types")}
+    old = {
+        key: value
+        for key, value in saved.items()
+        if key not in ("dtype", "rope_parameters", "layer_types")
+    }
     old |= {"torch_dtype": saved["dtype"], "transformers_version": "4.40.0"}
     rope = dict(saved.get("rope_parameters") or {})
-    theta, share, kind = (rope.pop(key, None) for key in ("rope_theta", "partial_rotary_factor", "rope_type"))
+    theta, share, kind = (
+        rope.pop(key, None) for key in ("rope_theta", "partial_rotary_factor", "rope_type")
+    )
     neox = saved["model_type"] == "gpt_neox"
     if theta is not None:
         old["rotary_emb_base" if neox else "rope_theta"] = theta
@@ -305,7 +318,11 @@ def save_published(model_type: str, folder: Path) -> Any:
     """The model, made from the spelling of transformers 5 and saved with the published config.json."""
     published, rope = PUBLISHED[model_type]
     torch.manual_seed(0)
-    new = {key: value for key, value in published.items() if key not in (*OLD_ROPE, "torch_dtype", "architectures")}
+    new = {
+        key: value
+        for key, value in published.items()
+        if key not in (*OLD_ROPE, "torch_dtype", "architectures")
+    }
     if rope is not None:
         new["rope_parameters"] = rope
     config = CONFIG_MAPPING[model_type](**new | {"bos_token_id": 1, "eos_token_id": 2})
@@ -318,12 +335,21 @@ def save_published(model_type: str, folder: Path) -> Any:
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
             parameter.copy_(parameter.to(dtype))
-    copy.deepcopy(model).to(dtype).save_pretrained(folder)  # a copy: it rounds the frequencies of the rope too
+    copy.deepcopy(model).to(dtype).save_pretrained(
+        folder
+    )  # a copy: it rounds the frequencies of the rope too
     saved = json.loads((folder / "config.json").read_text())
-    old = published | {"model_type": model_type, "bos_token_id": 1, "eos_token_id": 2, "transformers_version": "4.40.0"}
+    old = published | {
+        "model_type": model_type,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "transformers_version": "4.40.0",
+    }
     made = old_spelling(saved)
     assert {key: made[key] for key in OLD_ROPE if made.get(key) is not None} == {
-        key: _without_repeats(old[key]) for key in OLD_ROPE if old.get(key) is not None and key in made
+        key: _without_repeats(old[key])
+        for key in OLD_ROPE
+        if old.get(key) is not None and key in made
     }
     (folder / "config.json").write_text(json.dumps(old))
     return model
@@ -337,7 +363,9 @@ def _without_repeats(value: Any) -> Any:
 
 
 def difference(folder: Path, model: Any) -> float:
-    """The largest difference between logits over the cache and transformers' own, all computed in float32."""
+    """The largest difference between logits over the cache and transformers' own, all computed in
+    float32.
+    """
     runner = llm(folder, dtype="float32").engine.runner
     with torch.inference_mode():
         wanted = model(input_ids=torch.tensor([PROMPTS[0]]), use_cache=False).logits[0]
@@ -347,11 +375,18 @@ def difference(folder: Path, model: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    "model_type", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED if name not in QUICK)]
+    "model_type",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED if name not in QUICK),
+    ],
 )
 def test_a_published_config_gives_the_model(model_type: str, tmp_path: Path) -> None:
     model = save_published(model_type, tmp_path)
-    assert open_model(EngineArgs(str(tmp_path))).model.checkpoint_format == PUBLISHED[model_type][0]["torch_dtype"]
+    assert (
+        open_model(EngineArgs(str(tmp_path))).model.checkpoint_format
+        == PUBLISHED[model_type][0]["torch_dtype"]
+    )
     assert difference(tmp_path, model) < 1e-4
     assert tokens(llm(tmp_path, dtype="float32", max_num_batched_tokens=4)) == expected(model)
 

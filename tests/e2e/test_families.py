@@ -1,4 +1,6 @@
-"""freight quantize of every kind of layer: names that other engines read, and a model that runs here as before."""
+"""freight quantize of every kind of layer: names that other engines read, and a model that runs
+here as before.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,44 @@ from freight.kernels.reference_set import REFERENCE
 from freight.transformers import FP8Cache
 
 IDS = tokens(100)
-STATIC: dict[str, Any] = {"weights": "fp8", "activations": "static", "kv_cache": "fp8", "calibration_data": [IDS]}
-SEPARATE = [*(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+STATIC: dict[str, Any] = {
+    "weights": "fp8",
+    "activations": "static",
+    "kv_cache": "fp8",
+    "calibration_data": [IDS],
+}
+SEPARATE = [
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+]
 HALF_FUSED = [*(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.gate_up_proj", "mlp.down_proj"]
 FUSED = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
-UNGATED = [*(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "out_proj")), "fc1", "fc2"]
+UNGATED = [
+    *(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "out_proj")),
+    "fc1",
+    "fc2",
+]
 ATTENTION = SEPARATE[:4]
-EXPERTS = {  # routers flip between experts that are nearly as good, so a position in a few has other logits
-    "mixtral": [*ATTENTION, *(f"block_sparse_moe.experts.{i}.w{part}" for i in range(4) for part in (1, 2, 3))],
+# routers flip between experts that are nearly as good, so a position in a few has other logits
+EXPERTS = {
+    "mixtral": [
+        *ATTENTION,
+        *(f"block_sparse_moe.experts.{i}.w{part}" for i in range(4) for part in (1, 2, 3)),
+    ],
     "qwen2-moe": [
         *(*ATTENTION, *(f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down"))),
         *(f"mlp.experts.{i}.{part}_proj" for i in range(8) for part in ("gate", "up", "down")),
     ],
-    "gemma4-moe": [*SEPARATE, *(f"experts.{i}.{part}_proj" for i in range(8) for part in ("gate", "up", "down"))],
-    "qwen3-moe": [*ATTENTION, *(f"mlp.experts.{i}.{part}_proj" for i in range(8) for part in ("gate", "up", "down"))],
+    "gemma4-moe": [
+        *SEPARATE,
+        *(f"experts.{i}.{part}_proj" for i in range(8) for part in ("gate", "up", "down")),
+    ],
+    "qwen3-moe": [
+        *ATTENTION,
+        *(f"mlp.experts.{i}.{part}_proj" for i in range(8) for part in ("gate", "up", "down")),
+    ],
 }
 MODULES = {
     "ministral3-tied": SEPARATE,
@@ -66,34 +92,58 @@ def likeness(one: torch.Tensor, other: torch.Tensor, mean: bool = False) -> floa
     return float(cosines.mean() if mean else cosines.min())
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["compressed-tensors", pytest.param("fp8", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("variant", MODULES)
-def test_a_quantized_model_has_the_names_that_engines_read_and_runs(variant: str, layout: str, tmp_path: Path):
+def test_a_quantized_model_has_the_names_that_engines_read_and_runs(
+    variant: str, layout: str, tmp_path: Path
+):
     save_random(VARIANTS[variant], tmp_path / "model", torch.float32)
     result = freight.quantize(tmp_path / "model", tmp_path / "out", **STATIC, format=layout)
-    assert not [said for said in result.warnings if "grew" not in said and "no token of the" not in said]
+    assert not [
+        said for said in result.warnings if "grew" not in said and "no token of the" not in said
+    ]
     stored = load_file(tmp_path / "out" / "model.safetensors")
     for index in range(VARIANTS[variant].num_hidden_layers):
         prefix = f"model.{'decoder.' if variant.startswith('opt') else ''}layers.{index}."
         absent = ["self_attn.v_proj"] * (index in KEYS_ARE_VALUES.get(variant, ()))
         modules = [module for module in MODULES[variant] if module not in absent]
-        scales = {name.removeprefix(prefix) for name in stored if name.startswith(prefix) and "_scale" in name}
+        scales = {
+            name.removeprefix(prefix)
+            for name in stored
+            if name.startswith(prefix) and "_scale" in name
+        }
         scales.discard("router.per_expert_scale")  # of the model, not of a format
-        of_modules = {f"{module}.{kind}_scale" for module in modules for kind in ("weight", "input")}
+        of_modules = {
+            f"{module}.{kind}_scale" for module in modules for kind in ("weight", "input")
+        }
         assert scales == of_modules | {"self_attn.k_scale", "self_attn.v_scale"}
-        assert all(stored[f"{prefix}{module}.weight"].dtype is torch.float8_e4m3fn for module in modules)
+        assert all(
+            stored[f"{prefix}{module}.weight"].dtype is torch.float8_e4m3fn for module in modules
+        )
     plain = logits(tmp_path / "model")
-    assert likeness(logits(tmp_path / "out", kv_cache_dtype="fp8"), plain, mean=variant in EXPERTS) > 0.9
+    assert (
+        likeness(logits(tmp_path / "out", kv_cache_dtype="fp8"), plain, mean=variant in EXPERTS)
+        > 0.9
+    )
 
 
 @pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
 def test_one_tensor_for_several_projections_in_every_granularity(weights: str, tmp_path: Path):
     save_random(VARIANTS["phi3"], tmp_path / "model", torch.float32)
-    freight.quantize(tmp_path / "model", tmp_path / "out", weights=weights, ignore=["model.layers.1.mlp.gate_up_proj"])
+    freight.quantize(
+        tmp_path / "model",
+        tmp_path / "out",
+        weights=weights,
+        ignore=["model.layers.1.mlp.gate_up_proj"],
+    )
     assert likeness(logits(tmp_path / "out"), logits(tmp_path / "model")) > 0.9
 
 
-def test_scales_of_channels_are_those_of_the_checkpoints_channels_in_a_cache_of_transformers(tmp_path: Path):
+def test_scales_of_channels_are_those_of_the_checkpoints_channels_in_a_cache_of_transformers(
+    tmp_path: Path,
+):
     """The engine turns pairs of other channels than GLM does, and has its keys in another order."""
     model = save_random(VARIANTS["glm4"], tmp_path / "model", torch.float32)
     options: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "kv_granularity": "channel"}
@@ -105,7 +155,9 @@ def test_scales_of_channels_are_those_of_the_checkpoints_channels_in_a_cache_of_
         amax = k.abs().amax(1)
         expected = torch.maximum(amax, amax.max() / 256) / 448
         assert torch.allclose(layer.storage[0].scale, expected, rtol=1e-4)
-    assert likeness(logits(tmp_path / "out", kv_cache_dtype="fp8"), logits(tmp_path / "model")) > 0.99
+    assert (
+        likeness(logits(tmp_path / "out", kv_cache_dtype="fp8"), logits(tmp_path / "model")) > 0.99
+    )
 
 
 @pytest.mark.parametrize("weights", ["fp8-channel", "fp8-block"])
@@ -116,7 +168,9 @@ def test_scales_go_with_rows_that_are_brought_into_another_order(weights: str, t
 
 
 def test_key_centers_turn_with_the_rope_of_their_own_layer(tmp_path: Path):
-    """Large means on half of the channel pairs, in layers of two ropes: most of each score comes from the centers."""
+    """Large means on half of the channel pairs, in layers of two ropes: most of each score comes
+    from the centers.
+    """
     folder = tmp_path / "model"
     config = VARIANTS["gemma3-two-ropes"].to_dict() | {"attention_bias": True}
     save_random(type(VARIANTS["gemma3-two-ropes"])(**config), folder, torch.float32)
@@ -126,21 +180,30 @@ def test_key_centers_turn_with_the_rope_of_their_own_layer(tmp_path: Path):
             bias.view(-1, 32)[:, 4:12] = 8.0
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     result = freight.quantize(
-        folder, tmp_path / "out", weights="none", kv_cache="fp8", center=True, calibration_data=[IDS]
+        folder,
+        tmp_path / "out",
+        weights="none",
+        kv_cache="fp8",
+        center=True,
+        calibration_data=[IDS],
     )
     assert all(layer.k is not None for layer in result.centers)
     assert likeness(logits(tmp_path / "out", kv_cache_dtype="fp8"), logits(folder)) > 0.995
 
 
 def test_keys_that_are_rotated_in_part_have_centers_where_they_are(tmp_path: Path):
-    """Large means on rotated pairs of channels: with centers, an E4M3 cache comes nearer to one in float32."""
+    """Large means on rotated pairs of channels: with centers, an E4M3 cache comes nearer to one in
+    float32.
+    """
     folder, config = tmp_path / "model", VARIANTS["phi3-partial"]
     save_random(config, folder, torch.float32)
     weights = load_file(folder / "model.safetensors")
     for index in range(config.num_hidden_layers):
         prefix, sizes = f"model.layers.{index}.self_attn.", (4 * 16, 2 * 16, 2 * 16)
         q, k, v = (torch.zeros(size) for size in sizes)
-        k.view(2, 16)[:, 2:5] = 8.0  # of 12 channels that are rotated: pairs (2, 8), (3, 9), (4, 10)
+        k.view(2, 16)[:, 2:5] = (
+            8.0  # of 12 channels that are rotated: pairs (2, 8), (3, 9), (4, 10)
+        )
         weights[f"{prefix}qkv_proj.bias"] = torch.cat((q, k, v))
         weights[f"{prefix}o_proj.bias"] = torch.zeros(64)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -154,13 +217,16 @@ def test_keys_that_are_rotated_in_part_have_centers_where_they_are(tmp_path: Pat
         assert set(layer.k.nonzero()[:, 1].tolist()) == {2, 3, 4, 8, 9, 10}
     exact = logits(folder)
     centered, plain = (
-        float((logits(tmp_path / name, kv_cache_dtype="fp8") - exact).square().mean()) for name in ("centered", "plain")
+        float((logits(tmp_path / name, kv_cache_dtype="fp8") - exact).square().mean())
+        for name in ("centered", "plain")
     )
     assert centered < plain / 4
 
 
 def test_centers_of_keys_where_queries_are_scaled_by_their_position(tmp_path: Path):
-    """Large means of keys, from a channel that all tokens share: with centers, E4M3 comes nearer to float32."""
+    """Large means of keys, from a channel that all tokens share: with centers, E4M3 comes nearer to
+    float32.
+    """
     folder, config = tmp_path / "model", VARIANTS["ministral3"]
     save_random(config, folder, torch.float32)
     weights = load_file(folder / "model.safetensors")

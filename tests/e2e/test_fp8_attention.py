@@ -1,4 +1,6 @@
-"""`attention_compute="fp8"` from the option to the kernel, by the reference kernels, which run it on a CPU."""
+"""`attention_compute="fp8"` from the option to the kernel, by the reference kernels, which run it
+on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from freight.evaluate.report import compare_caches
 def test_it_costs_something_and_little_and_leaves_the_first_row_as_it_is():
     text = list(range(40, 140))
     plain, fp8 = (
-        compare_caches(EngineArgs(kernels="reference", attention_compute=compute), [("fp8", "unit")], text)
+        compare_caches(
+            EngineArgs(kernels="reference", attention_compute=compute), [("fp8", "unit")], text
+        )
         for compute in ("auto", "fp8")
     )
     assert fp8[0].perplexity == plain[0].perplexity
@@ -22,7 +26,12 @@ def test_it_costs_something_and_little_and_leaves_the_first_row_as_it_is():
 
 @pytest.mark.parametrize("scales", ["unit", "dynamic"])
 def test_chunks_change_no_token_and_no_log_probability(scales):
-    said = {"kernels": "reference", "attention_compute": "fp8", "kv_cache_dtype": "fp8", "kv_scales": scales}
+    said = {
+        "kernels": "reference",
+        "attention_compute": "fp8",
+        "kv_cache_dtype": "fp8",
+        "kv_scales": scales,
+    }
     found = []
     for chunk in (512, 16):
         llm = LLM(max_num_batched_tokens=chunk, kv_cache_memory="16MiB", **said)
@@ -35,4 +44,9 @@ def test_chunks_change_no_token_and_no_log_probability(scales):
 
 def test_it_is_refused_before_weights_are_read_where_it_cannot_run():
     with pytest.raises(ConfigError, match=r"--attention-compute fp8 with a CPU"):
-        LLM(kv_cache_dtype="fp8", device="cpu", attention_compute="fp8", before_weights=lambda _: pytest.fail("read"))
+        LLM(
+            kv_cache_dtype="fp8",
+            device="cpu",
+            attention_compute="fp8",
+            before_weights=lambda _: pytest.fail("read"),
+        )

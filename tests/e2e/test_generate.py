@@ -1,4 +1,6 @@
-"""Generation end to end on the shipped model. The oracle of tokens and probabilities is transformers in float32."""
+"""Generation end to end on the shipped model. The oracle of tokens and probabilities is
+transformers in float32.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,19 @@ from freight.outputs import FinishReason, TokenLogprobs
 DEMO = resolve_model("demo")
 BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 BOS, EOS = 0, 1
-PROMPTS = ["def main(", "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = ", "import os\n"]
+PROMPTS = [
+    "def main(",
+    "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = ",
+    "import os\n",
+]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:
-    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        DEMO, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +51,9 @@ def oracle_logprobs(oracle: Any, token_ids: list[int]) -> torch.Tensor:
 
 
 def assert_agrees(entry: TokenLogprobs, token: int, expected: torch.Tensor, count: int) -> None:
-    """`entry` has the `count` most likely tokens and `token`, with the oracle's log-probabilities and ranks."""
+    """`entry` has the `count` most likely tokens and `token`, with the oracle's log-probabilities
+    and ranks.
+    """
     assert set(entry) == {*expected.topk(count).indices.tolist(), token}
     for other, logprob in entry.items():
         assert logprob.logprob == pytest.approx(expected[other].item(), abs=1e-4)
@@ -60,10 +70,16 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(llm: LLM, oracle: 
         assert completion.token_ids == expected[len(prompt) - 1 : -1].argmax(-1).tolist()
         assert completion.text == tokenizer.decode(completion.token_ids)
         assert completion.logprobs is not None
-        for position, (token, entry) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        for position, (token, entry) in enumerate(
+            zip(completion.token_ids, completion.logprobs, strict=True)
+        ):
             assert_agrees(entry, token, expected[len(prompt) - 1 + position], 4)
         assert completion.cumulative_logprob == pytest.approx(
-            sum(expected[len(prompt) - 1 + i, token].item() for i, token in enumerate(completion.token_ids)), abs=1e-3
+            sum(
+                expected[len(prompt) - 1 + i, token].item()
+                for i, token in enumerate(completion.token_ids)
+            ),
+            abs=1e-3,
         )
         assert output.prompt_logprobs is not None
         first, *others = output.prompt_logprobs
@@ -101,7 +117,9 @@ def test_the_same_seed_gives_the_same_tokens(llm: LLM):
     assert tokens(llm, seed=7) == tokens(llm, seed=7)
     assert tokens(llm, seed=7) != tokens(llm, seed=8)
     assert tokens(llm) != tokens(llm)  # no seed: a fresh one for each request
-    runs = [LLM(str(DEMO), kv_cache_memory="8MiB", max_model_len=128, seed=seed) for seed in (3, 3, 4)]
+    runs = [
+        LLM(str(DEMO), kv_cache_memory="8MiB", max_model_len=128, seed=seed) for seed in (3, 3, 4)
+    ]
     first, again, other = map(tokens, runs)
     assert first == again != other
 
@@ -110,7 +128,9 @@ def test_stop_strings_end_the_text_exactly(llm: LLM):
     params = SamplingParams(temperature=0.0, max_tokens=24)
     (free,) = llm.generate(PROMPTS[0], params)[0].outputs
     for stop in (free.text[5:8], free.text[9]):
-        (output,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=24, stop=["\0", stop]))
+        (output,) = llm.generate(
+            PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=24, stop=["\0", stop])
+        )
         (completion,) = output.outputs
         assert completion.text == free.text[: free.text.index(stop)]
         assert (completion.finish_reason, completion.stop_reason) == (FinishReason.STOP, stop)
@@ -160,7 +180,9 @@ def test_length_at_the_end_of_the_context(max_tokens: int | None, caplog: pytest
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=2, max_tokens=16, logprobs=1)])
 def test_a_stream_ends_with_what_generate_gives(llm: LLM, params: SamplingParams):
     outputs = list(llm.stream(PROMPTS[0], params))
-    assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, len(outputs) + 1))
+    assert [len(output.outputs[0].token_ids) for output in outputs] == list(
+        range(1, len(outputs) + 1)
+    )
     texts = [output.outputs[0].text for output in outputs]
     assert all(after.startswith(before) for before, after in pairwise(texts))
     assert outputs[-1].outputs == llm.generate(PROMPTS[0], params)[0].outputs
@@ -186,7 +208,9 @@ def test_stop_ids_are_the_union_of_both_configs(tmp_path: Path):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
     llm = LLM(str(folder), skip_tokenizer_init=True, kv_cache_memory="1MiB")
     for token, count in ((2, 1), (5, 1), (7, 1), (6, 4)):
-        params = SamplingParams(temperature=0.0, max_tokens=4, logit_bias={token: 1000.0}, logprobs=0)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=4, logit_bias={token: 1000.0}, logprobs=0
+        )
         (completion,) = llm.generate([11, 12], params)[0].outputs
         assert completion.token_ids == [token] * count
         assert completion.logprobs is not None
@@ -202,7 +226,9 @@ def test_prompts_of_every_form_with_parameters_each(llm: LLM):
     assert all(output.prompt_token_ids == ids for output in outputs)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 5, 7, 9]
     longest = outputs[3].outputs[0].token_ids
-    assert all(longest[: len(one.outputs[0].token_ids)] == one.outputs[0].token_ids for one in outputs)
+    assert all(
+        longest[: len(one.outputs[0].token_ids)] == one.outputs[0].token_ids for one in outputs
+    )
     assert llm.generate(ids, GREEDY)[0].outputs == llm.generate([ids], GREEDY)[0].outputs
     assert llm.generate([]) == []
 
@@ -213,7 +239,9 @@ def test_perplexity_is_that_of_transformers(dtype: str, tolerance: float):
     args = EngineArgs(model="demo", dtype=dtype)
     (score,) = compare_caches(args, [], text, window=256)
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=getattr(torch, dtype)).eval()
-    token_ids = AutoTokenizer.from_pretrained(DEMO)(text, add_special_tokens=False, verbose=False)["input_ids"]
+    token_ids = AutoTokenizer.from_pretrained(DEMO)(text, add_special_tokens=False, verbose=False)[
+        "input_ids"
+    ]
     losses = []
     for start in range(0, len(token_ids), 256):
         part = token_ids[start : start + 256]
@@ -254,7 +282,9 @@ def test_chat_has_exactly_one_begin_token(chat_model: Path):
     assert len(both[1].prompt_token_ids) < len(both[0].prompt_token_ids)
 
 
-@pytest.mark.parametrize("given", [{"role": "user", "content": "x"}, "hello", None, 5, iter([]), ["hello"]])
+@pytest.mark.parametrize(
+    "given", [{"role": "user", "content": "x"}, "hello", None, 5, iter([]), ["hello"]]
+)
 def test_chat_refuses_what_is_no_list_of_messages(chat_model: Path, given: Any):
     llm = LLM(str(chat_model), kv_cache_memory="8MiB", max_model_len=128)
     with pytest.raises(RequestError, match="messages must be a list like"):
@@ -265,16 +295,23 @@ def test_chat_refuses_what_is_no_list_of_messages(chat_model: Path, given: Any):
     ("option", "instead"),
     [
         ({"use_tqdm": False}, "'use_tqdm': use progress"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "'chat_template_kwargs': give its entries as keywords"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "'chat_template_kwargs': give its entries as keywords",
+        ),
         ({"chat_template": TEMPLATE}, "'chat_template': the model's own is used"),
         ({"tools": []}, "'tools': the model's chat template does not read it"),
         ({"tokenize": False}, "'tokenize': the model's chat template does not read it"),
     ],
 )
-def test_chat_takes_the_options_that_its_template_reads(chat_model: Path, option: dict[str, Any], instead: str):
+def test_chat_takes_the_options_that_its_template_reads(
+    chat_model: Path, option: dict[str, Any], instead: str
+):
     llm = LLM(str(chat_model), kv_cache_memory="8MiB", max_model_len=128)
     messages = [{"role": "user", "content": "hello"}]
     with pytest.raises(ConfigError, match=instead):
         llm.chat(messages, GREEDY, **option)
-    ids = llm.chat_prompt(messages, bos_token="", add_generation_prompt=False, continue_final_message=False)
+    ids = llm.chat_prompt(
+        messages, bos_token="", add_generation_prompt=False, continue_final_message=False
+    )
     assert len(ids) < len(llm.chat_prompt(messages))

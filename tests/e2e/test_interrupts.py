@@ -1,6 +1,8 @@
-"""Ctrl-C at any moment: an alarm whose handler raises, at random times over adding, generating and streaming.
+"""Ctrl-C at any moment: an alarm whose handler raises, at random times over adding, generating and
+streaming.
 
-Whatever it hits, the LLM is as if that call had not been made, and the next answer is the same to the bit.
+Whatever it hits, the LLM is as if that call had not been made, and the next answer is the same to
+the bit.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Alarm(BaseException):
 def alarm() -> Iterator[Callable[[float], None]]:
     """alarm(seconds): raises Alarm in this thread then; 0 takes it back.
 
-    Without what hypothesis has the garbage collector call: Python drops an Alarm that is raised in there.
+    Without what hypothesis has the garbage collector call: Python drops an Alarm that is raised in
+    there.
     """
 
     def ring(signum: int, frame: object) -> None:
@@ -49,7 +52,12 @@ def alarm() -> Iterator[Callable[[float], None]]:
 def new_llm() -> LLM:
     """A cache that the batch below outgrows, so that requests are preempted."""
     return LLM(
-        str(BASE), skip_tokenizer_init=True, kv_cache_memory="88KiB", max_model_len=40, max_num_seqs=6, block_size=8
+        str(BASE),
+        skip_tokenizer_init=True,
+        kv_cache_memory="88KiB",
+        max_model_len=40,
+        max_num_seqs=6,
+        block_size=8,
     )
 
 
@@ -66,7 +74,10 @@ def test_alarms_at_random_moments(alarm: Callable[[float], None], count: int):
     rng = random.Random(count)
     llm = new_llm()
     batch = prompts(rng)
-    longer = [SamplingParams(temperature=0.0, max_tokens=14, seed=i, n=1 + i % 2, detokenize=False) for i in range(8)]
+    longer = [
+        SamplingParams(temperature=0.0, max_tokens=14, seed=i, n=1 + i % 2, detokenize=False)
+        for i in range(8)
+    ]
     preemptions = []
     preempt = llm.engine.scheduler._preempt_latest
     llm.engine.scheduler._preempt_latest = lambda: preemptions.append(preempt()) or preemptions[-1]  # type: ignore[method-assign]
@@ -116,6 +127,7 @@ def test_alarms_at_random_moments(alarm: Callable[[float], None], count: int):
     alive += list(kept)
     assert hits > count / 3
     assert essence(alive)[-1] == essence(llm.generate([batch[3]], longer[0]))[0]
-    gc.collect()  # a stream that an alarm cut short ends when it is collected; a traceback may keep it until now
+    # a stream that an alarm cut short ends when it is collected; a traceback may keep it until now
+    gc.collect()
     assert not llm.engine._groups
     assert llm.engine.cache.num_held == 0

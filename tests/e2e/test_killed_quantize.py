@@ -1,4 +1,6 @@
-"""`freight quantize` ended by SIGTERM or SIGKILL at any moment: what is left, and what the next run makes of it."""
+"""`freight quantize` ended by SIGTERM or SIGKILL at any moment: what is left, and what the next run
+makes of it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ Start = Callable[..., Process]
 def start(tmp_path: Path) -> Iterator[Start]:
     """start(out, *options, slow=False, anew=False): the command under way, its errors as text.
 
-    `slow`: it stops once it has written something, and says so. `anew`: an interpreter that starts, and is not forked.
+    `slow`: it stops once it has written something, and says so. `anew`: an interpreter that starts,
+    and is not forked.
     """
     processes: list[Process] = []
 
@@ -41,7 +44,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
             command = [sys.executable, "-m", module, *arguments]
             pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
             environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-            processes.append(subprocess.Popen(command, text=True, start_new_session=True, env=environ, **pipes))  # type: ignore[call-overload]
+            processes.append(
+                subprocess.Popen(command, text=True, start_new_session=True, env=environ, **pipes)
+            )  # type: ignore[call-overload]
         return processes[-1]
 
     yield begin

@@ -1,8 +1,10 @@
-"""A KV scale in a checkpoint changes the bytes in the cache exactly as it says, for keys and values apart.
+"""A KV scale in a checkpoint changes the bytes in the cache exactly as it says, for keys and values
+apart.
 
-The first layer's keys and values do not depend on the cache, so those of a 16-bit run are what an FP8 run encodes:
-`encode(k16, scale)` is compared byte by byte. Deeper layers are compared through the logits, with a run whose float32
-cache holds the dequantized values. A scale that is read and not used, or used for the other side, fails both.
+The first layer's keys and values do not depend on the cache, so those of a 16-bit run are what an
+FP8 run encodes: `encode(k16, scale)` is compared byte by byte. Deeper layers are compared through
+the logits, with a run whose float32 cache holds the dequantized values. A scale that is read and
+not used, or used for the other side, fails both.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ Stored = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Scale tensors of one layer by name, what they mean for k and v [heads, channels or 1], and their granularity."""
+    """Scale tensors of one layer by name, what they mean for k and v [heads, channels or 1], and
+    their granularity.
+    """
 
     tensors: Callable[[int], Stored]
     k: Callable[[int], Tensor]
@@ -48,12 +52,19 @@ class Case:
 
 
 def spread(shape: tuple[int, ...], layer: int, side: str) -> Tensor:
-    """Scales of this shape: powers of no two, other ones for every layer, side, head and channel; some saturate."""
+    """Scales of this shape: powers of no two, other ones for every layer, side, head and channel;
+    some saturate.
+    """
     seed = 2 * layer + (side == "v")
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32) * 0.01 + 0.0005
+    return (
+        torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32) * 0.01
+        + 0.0005
+    )
 
 
-def apart(shape: tuple[int, ...], granularity: str, k_name: str = "k_scale", v_name: str = "v_scale") -> Case:
+def apart(
+    shape: tuple[int, ...], granularity: str, k_name: str = "k_scale", v_name: str = "v_scale"
+) -> Case:
     def meant(side: str) -> Callable[[int], Tensor]:
         wide = {"tensor": (1, 1), "head": (HEADS, 1), "channel": (HEADS, CHANNELS)}[granularity]
         return lambda layer: spread(shape, layer, side).reshape(wide)
@@ -87,10 +98,15 @@ CASES = {
     "k_scale [H,1,1]": apart((HEADS, 1, 1), "head"),
     "k_scale [H,D]": apart((HEADS, CHANNELS), "channel"),
     "modelopt": apart((1,), "tensor", "k_proj.k_scale", "v_proj.v_scale"),
-    "compressed-tensors before 0.7": apart((1,), "tensor", "k_proj.output_scale", "v_proj.output_scale"),
+    "compressed-tensors before 0.7": apart(
+        (1,), "tensor", "k_proj.output_scale", "v_proj.output_scale"
+    ),
     "only k": Case(lambda layer: {"k_scale": both(layer)}, both, both),
     "k per head, v per tensor": Case(
-        lambda layer: {"k_scale": spread((HEADS, 1, 1), layer, "k"), "v_scale": spread((), layer, "v")},
+        lambda layer: {
+            "k_scale": spread((HEADS, 1, 1), layer, "k"),
+            "v_scale": spread((), layer, "v"),
+        },
         lambda layer: spread((HEADS, 1, 1), layer, "k").view(HEADS, 1),
         lambda layer: spread((), layer, "v"),
         "head",
@@ -103,7 +119,10 @@ def write_model(folder: Path, tensors: Callable[[int], Stored], **config: Any) -
     shutil.copytree(BASE, folder)
     weights = load_file(folder / "model.safetensors")
     for layer in range(LAYERS):
-        weights |= {f"model.layers.{layer}.self_attn.{name}": value for name, value in tensors(layer).items()}
+        weights |= {
+            f"model.layers.{layer}.self_attn.{name}": value
+            for name, value in tensors(layer).items()
+        }
     save_file(weights, folder / "model.safetensors")
     said = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(said | config))
@@ -111,7 +130,9 @@ def write_model(folder: Path, tensors: Callable[[int], Stored], **config: Any) -
 
 
 def open_llm(model: Path = BASE, **options: Any) -> LLM:
-    return LLM(str(model), skip_tokenizer_init=True, dtype="float32", kv_cache_memory="1MiB", **options)
+    return LLM(
+        str(model), skip_tokenizer_init=True, dtype="float32", kv_cache_memory="1MiB", **options
+    )
 
 
 def run(llm: LLM) -> Tensor:
@@ -144,18 +165,23 @@ class Dequantized(PagedKV):
 
     def store(self, qkv: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
         q, slots = super().store(qkv, rotary, batch), batch.slots[self.group]
-        for page, scale in zip((self.pages.k.flatten(0, 1), self.pages.v.flatten(0, 1)), self.scales, strict=True):
+        for page, scale in zip(
+            (self.pages.k.flatten(0, 1), self.pages.v.flatten(0, 1)), self.scales, strict=True
+        ):
             page[slots] = decode(encode(page[slots], scale, Format.E4M3FN), scale)
         return q
 
 
 def logits_of_dequantized(case: Case) -> Tensor:
-    """The oracle: nothing is stored in FP8, but every k and v goes to FP8 and back on its way into a float32 cache."""
+    """The oracle: nothing is stored in FP8, but every k and v goes to FP8 and back on its way into
+    a float32 cache.
+    """
     llm = open_llm(kv_cache_dtype="float32")
     runner = llm.engine.runner
     layers = allocate_pool(runner.pool.spec, llm.config.kv, (4,), REFERENCE).layers
     layers = tuple(
-        Dequantized(layer.pages, REFERENCE, scales=(case.k(index), case.v(index))) for index, layer in enumerate(layers)
+        Dequantized(layer.pages, REFERENCE, scales=(case.k(index), case.v(index)))
+        for index, layer in enumerate(layers)
     )
     pool = replace(runner.pool, layers=layers, num_blocks=(4,))
     return ModelRunner(runner.model, pool, "cpu").logits(TOKENS, 0, BLOCKS)
@@ -176,14 +202,22 @@ def test_a_checkpoint_s_scales(name: str, plain: tuple[Tensor, Tensor], tmp_path
     case = CASES[name]
     llm = open_llm(write_model(tmp_path / "model", case.tensors), kv_cache_dtype="fp8")
     info = llm.kv_cache_info()
-    assert (info["dtype"], info["granularity"], info["scale_source"]) == ("fp8_e4m3fn", case.granularity, "checkpoint")
+    assert (info["dtype"], info["granularity"], info["scale_source"]) == (
+        "fp8_e4m3fn",
+        case.granularity,
+        "checkpoint",
+    )
     assert_used(llm, case, plain)
 
 
 def test_k_and_v_are_not_taken_for_each_other(plain: tuple[Tensor, Tensor], tmp_path: Path):
     """The scales of `k_scale []` given to the other side: each side's bytes change."""
     case = CASES["k_scale []"]
-    crossed = Case(lambda layer: {"k_scale": spread((), layer, "v"), "v_scale": spread((), layer, "k")}, case.v, case.k)
+    crossed = Case(
+        lambda layer: {"k_scale": spread((), layer, "v"), "v_scale": spread((), layer, "k")},
+        case.v,
+        case.k,
+    )
     llms = [
         open_llm(write_model(tmp_path / str(i), one.tensors), kv_cache_dtype="fp8")
         for i, one in enumerate([case, crossed])
@@ -201,24 +235,36 @@ def test_the_json_file(option: str, plain: tuple[Tensor, Tensor], tmp_path: Path
     file = tmp_path / "kv_cache_scales.json"
     file.write_text(json.dumps({"model_type": "llama", "kv_cache": kv_cache}))
     llm = open_llm(kv_cache_dtype="fp8", **{option: str(file)})
-    assert (llm.kv_cache_info()["granularity"], llm.kv_cache_info()["scale_source"]) == ("tensor", "file")
+    assert (llm.kv_cache_info()["granularity"], llm.kv_cache_info()["scale_source"]) == (
+        "tensor",
+        "file",
+    )
     assert_used(llm, CASES["kv_scale"], plain)
 
 
-def test_the_json_file_counts_more_than_the_checkpoint(plain: tuple[Tensor, Tensor], tmp_path: Path):
-    model = write_model(tmp_path / "model", lambda layer: {"kv_scale": torch.tensor(3.0, dtype=torch.float32)})
+def test_the_json_file_counts_more_than_the_checkpoint(
+    plain: tuple[Tensor, Tensor], tmp_path: Path
+):
+    model = write_model(
+        tmp_path / "model", lambda layer: {"kv_scale": torch.tensor(3.0, dtype=torch.float32)}
+    )
     factors = {str(layer): both(layer).item() for layer in range(LAYERS)}
     file = tmp_path / "kv_cache_scales.json"
     kv_cache = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": factors}}
     file.write_text(json.dumps({"model_type": "llama", "kv_cache": kv_cache}))
-    assert_used(open_llm(model, kv_cache_dtype="fp8", kv_scales=str(file)), CASES["kv_scale"], plain)
+    assert_used(
+        open_llm(model, kv_cache_dtype="fp8", kv_scales=str(file)), CASES["kv_scale"], plain
+    )
 
 
 @pytest.mark.parametrize("name", ["kv_scale", "k_scale [H,1,1]", "k_scale [H,D]"])
 def test_an_fnuz_cache_has_doubled_scales_and_the_same_values(name: str, tmp_path: Path):
-    tensors = CASES[name].tensors  # made larger, so that nothing saturates: FN does at 448, FNUZ at what FN calls 480
+    tensors = CASES[
+        name
+    ].tensors  # made larger, so that nothing saturates: FN does at 448, FNUZ at what FN calls 480
     folder = write_model(
-        tmp_path / "model", lambda layer: {name: scale + 0.03 for name, scale in tensors(layer).items()}
+        tmp_path / "model",
+        lambda layer: {name: scale + 0.03 for name, scale in tensors(layer).items()},
     )
     fn, fnuz = (open_llm(folder, kv_cache_dtype=dtype) for dtype in ("fp8_e4m3fn", "fp8_e4m3fnuz"))
     logits = [run(llm) for llm in (fn, fnuz)]
@@ -228,7 +274,9 @@ def test_an_fnuz_cache_has_doubled_scales_and_the_same_values(name: str, tmp_pat
         for scale, doubled in ((pages.k_scale, other.k_scale), (pages.v_scale, other.v_scale)):
             assert scale is not None
             assert torch.equal(scale * 2, doubled)
-        for a, b, scale in zip(stored(fn, layer), stored(fnuz, layer), (pages.k_scale, pages.v_scale), strict=True):
+        for a, b, scale in zip(
+            stored(fn, layer), stored(fnuz, layer), (pages.k_scale, pages.v_scale), strict=True
+        ):
             assert b.dtype == torch.float8_e4m3fnuz
             assert decode(a).abs().max() < 448
             assert torch.equal(decode(a, scale), decode(b, scale * 2))
@@ -236,10 +284,14 @@ def test_an_fnuz_cache_has_doubled_scales_and_the_same_values(name: str, tmp_pat
 
 
 def test_scales_made_for_fnuz_are_halved(plain: tuple[Tensor, Tensor], tmp_path: Path):
-    """`kv_cache_torch_dtype` says what the scales were made for, and that there is an FP8 cache at all."""
+    """`kv_cache_torch_dtype` says what the scales were made for, and that there is an FP8 cache at
+    all.
+    """
     case = CASES["kv_scale"]
     folder = write_model(
-        tmp_path / "model", lambda layer: {"kv_scale": both(layer) * 2}, kv_cache_torch_dtype="float8_e4m3fnuz"
+        tmp_path / "model",
+        lambda layer: {"kv_scale": both(layer) * 2},
+        kv_cache_torch_dtype="float8_e4m3fnuz",
     )
     llm = open_llm(folder)
     assert llm.kv_cache_info()["dtype"] == "fp8_e4m3fn"
@@ -259,7 +311,8 @@ def test_scales_that_clip_are_warned_about_and_scales_that_fit_are_not(
 ):
     small, large = (
         write_model(
-            tmp_path / str(scale), lambda layer, scale=scale: {"kv_scale": torch.tensor(scale, dtype=torch.float32)}
+            tmp_path / str(scale),
+            lambda layer, scale=scale: {"kv_scale": torch.tensor(scale, dtype=torch.float32)},
         )
         for scale in (1e-3, 0.1)
     )
@@ -267,11 +320,15 @@ def test_scales_that_clip_are_warned_about_and_scales_that_fit_are_not(
     generate(small, kernels=kernels, kv_scales="dynamic")
     assert "clipped" not in caplog.text
     generate(small, kernels=kernels)
-    (said,) = re.findall(r"([\d.]+) % of the keys and values lay beyond the range of their scales", caplog.text)
+    (said,) = re.findall(
+        r"([\d.]+) % of the keys and values lay beyond the range of their scales", caplog.text
+    )
     llm = open_llm(small, kv_cache_dtype="fp8", kernels=kernels)
     run(llm)
     pages = [half for layer in range(LAYERS) for half in stored(llm, layer)]
-    at_the_end = sum(int((decode(half).abs() == 448).sum()) for half in pages) / sum(half.numel() for half in pages)
+    at_the_end = sum(int((decode(half).abs() == 448).sum()) for half in pages) / sum(
+        half.numel() for half in pages
+    )
     assert 0.5 * at_the_end < float(said) / 100 <= at_the_end + 0.01
     caplog.clear()
     for _ in llm.stream(TOKENS, FOUR):

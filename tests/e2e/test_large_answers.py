@@ -1,4 +1,6 @@
-"""Answers with very many log-probabilities: the values of small answers, made without holding up anybody else."""
+"""Answers with very many log-probabilities: the values of small answers, made without holding up
+anybody else.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,25 @@ def test_a_large_answer_is_what_small_ones_are() -> None:
     with freight_serve("demo", OPTIONS) as url:
         server = Server(url)
         large = server.ask("/v1/completions", scoring(prompts, prompt_logprobs=20))
-        small = [server.ask("/v1/completions", scoring(prompt, prompt_logprobs=20)) for prompt in prompts[:2]]
-        echoed = server.ask("/v1/completions", scoring(prompts, logprobs=20, echo=True, stream=True))
+        small = [
+            server.ask("/v1/completions", scoring(prompt, prompt_logprobs=20))
+            for prompt in prompts[:2]
+        ]
+        echoed = server.ask(
+            "/v1/completions", scoring(prompts, logprobs=20, echo=True, stream=True)
+        )
         alone = server.ask("/v1/completions", scoring(prompts[3], logprobs=20, echo=True))
     assert large.status == 200
     assert len(large.raw) == int(large.headers["content-length"])
     for choice, one in zip(large.body["choices"], small, strict=False):
         [other] = one.body["choices"]
         assert {**choice, "index": 0} == other
-        assert [len(entry or ()) >= 20 for entry in choice["prompt_logprobs"]] == [False] + [True] * 209
-    told = [event["choices"][0] for event in echoed.events[:-1] if event["choices"][0]["index"] == 3]
+        assert [len(entry or ()) >= 20 for entry in choice["prompt_logprobs"]] == [False] + [
+            True
+        ] * 209
+    told = [
+        event["choices"][0] for event in echoed.events[:-1] if event["choices"][0]["index"] == 3
+    ]
     [whole] = alone.body["choices"]
     for name, values in whole["logprobs"].items():
         assert [value for part in told for value in part["logprobs"][name]] == values
@@ -48,7 +59,9 @@ def test_a_large_answer_is_what_small_ones_are() -> None:
 
 @pytest.mark.slow
 def test_the_server_answers_beside_large_answers() -> None:
-    """Four answers of some 90 MB each. A probe waits for milliseconds, and never for an answer to be written."""
+    """Four answers of some 90 MB each. A probe waits for milliseconds, and never for an answer to
+    be written.
+    """
     length, longest = 1000, 0.0
     answers: list[Answered] = []
 

@@ -1,5 +1,5 @@
-"""Experts without a gate and latent experts, through all that runs and quantizes a model: the model type is that of
-`tests/latent_experts.py`. transformers' module of Nemotron-H is the oracle.
+"""Experts without a gate and latent experts, through all that runs and quantizes a model: the model
+type is that of `tests/latent_experts.py`. transformers' module of Nemotron-H is the oracle.
 """
 
 from __future__ import annotations
@@ -45,7 +45,12 @@ SPACES: dict[str, dict[str, Any]] = {
     "latent": {},
     "latent, none shared": {"moe_shared_expert_intermediate_size": None},
     "the token's own": {"moe_latent_size": None},
-    "relu, no groups": {"mlp_hidden_act": "relu", "n_group": None, "topk_group": None, "norm_topk_prob": False},
+    "relu, no groups": {
+        "mlp_hidden_act": "relu",
+        "n_group": None,
+        "topk_group": None,
+        "norm_topk_prob": False,
+    },
 }
 LAYER = "model.layers.1.mlp."
 
@@ -97,7 +102,8 @@ def test_a_stacked_tensor_of_another_space_is_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"moe_latent_size": None}))
     with pytest.raises(
-        CheckpointError, match=r"\[8, 40, 48\], config.json asks for \[8, 40, 64\]: experts, outputs, inp"
+        CheckpointError,
+        match=r"\[8, 40, 48\], config.json asks for \[8, 40, 64\]: experts, outputs, inp",
     ):
         open_checkpoint(str(tmp_path))
 
@@ -110,12 +116,20 @@ def test_a_space_of_no_channels_is_refused(size: object) -> None:
 
 def test_what_a_config_says() -> None:
     moe = parse_model_config(config_of()).layers[0].feed_forward
-    assert (moe.activation, moe.latent_size, moe.up_sizes) == (Activation.RELU_SQUARED, LATENT, (40,))
+    assert (moe.activation, moe.latent_size, moe.up_sizes) == (
+        Activation.RELU_SQUARED,
+        LATENT,
+        (40,),
+    )
     assert (moe.shared.intermediate_size, moe.shared.up_sizes) == (72, (72,))
-    assert parse_model_config(config_of(moe_latent_size=None)).layers[0].feed_forward.latent_size is None
+    assert (
+        parse_model_config(config_of(moe_latent_size=None)).layers[0].feed_forward.latent_size
+        is None
+    )
 
 
-# ----------------------------------------------------------------------------------------------------- same bits
+# -----------------------------------------------------------------------------------------------------
+# same bits
 
 
 @pytest.mark.parametrize("kernels", ["reference", *BUILDS])
@@ -125,14 +139,22 @@ def test_chunks_and_neighbours_change_no_bit(
 ) -> None:
     save(tmp_path, torch.bfloat16)
     on(monkeypatch, kernels)
-    params = SamplingParams(max_tokens=12, temperature=0.9, seed=7, logprobs=2, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        max_tokens=12, temperature=0.9, seed=7, logprobs=2, ignore_eos=True, detokenize=False
+    )
 
     def said(count: int, **options: Any) -> list[Any]:
-        common: dict[str, Any] = {"kv_cache_memory": "4MiB", "quantization": quantization, "device": "cpu"}
+        common: dict[str, Any] = {
+            "kv_cache_memory": "4MiB",
+            "quantization": quantization,
+            "device": "cpu",
+        }
         llm = LLM(str(tmp_path), skip_tokenizer_init=True, **common, **options)
         groups = [PROMPTS[at : at + count] for at in range(0, len(PROMPTS), count)]
         outputs = [
-            one for group in groups for one in llm.generate([{"prompt_token_ids": ids} for ids in group], params)
+            one
+            for group in groups
+            for one in llm.generate([{"prompt_token_ids": ids} for ids in group], params)
         ]
         return [(list(one.outputs[0].token_ids), repr(one.outputs[0].logprobs)) for one in outputs]
 
@@ -144,13 +166,18 @@ def test_chunks_and_neighbours_change_no_bit(
 def test_a_decode_step_is_recorded() -> None:
     recorded, plain = build(config_of(), "fp8_e4m3fn")
     batch = Batch.of(recorded)
-    steps = [batch.advance((0,), 3), batch.advance((1,), 30), *(batch.advance((0, 1)) for _ in range(3))]
+    steps = [
+        batch.advance((0,), 3),
+        batch.advance((1,), 30),
+        *(batch.advance((0, 1)) for _ in range(3)),
+    ]
     for step in steps:
         assert torch.equal(recorded.run(step).all_logits(), plain.run(step).all_logits())
     assert recordings_of(recorded).obstacle == ""
 
 
-# ----------------------------------------------------------------------------------------------- what is counted
+# -----------------------------------------------------------------------------------------------
+# what is counted
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
@@ -161,18 +188,23 @@ def test_what_it_occupies_is_what_is_counted(
 ) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config_of(**{**SPACES[space], "dtype": "bfloat16"})))
-    opened = open_random(EngineArgs(kernels=kernels, quantization=quantization, device="cpu"), str(file))
+    opened = open_random(
+        EngineArgs(kernels=kernels, quantization=quantization, device="cpu"), str(file)
+    )
     require_equal(opened, kernels, lambda _: ONLINE if quantization else None)
 
 
 def test_bytes_that_a_step_reads_are_those_of_the_experts_it_chooses() -> None:
     model = parse_model_config(config_of())
-    every, few = (weight_bytes(model, Format.BFLOAT16, Format.BFLOAT16, rows) for rows in (10**6, 1))
+    every, few = (
+        weight_bytes(model, Format.BFLOAT16, Format.BFLOAT16, rows) for rows in (10**6, 1)
+    )
     expert = 2 * 40 * LATENT * Format.BFLOAT16.bytes
     assert every - few == model.num_layers * round(EXPERTS * expert * (1 - 3 / EXPERTS))
 
 
-# --------------------------------------------------------------------------------------------------- quantization
+# ---------------------------------------------------------------------------------------------------
+# quantization
 
 
 def dequantized(folder: Path) -> dict[str, torch.Tensor]:
@@ -196,7 +228,11 @@ def test_transformers_computes_the_same_from_what_is_written(weights: str, tmp_p
     for name, tensor in model.state_dict().items():
         prefix, part = name.rsplit(".", 1)
         stacked = ".experts." in name
-        read = [values[f"{prefix}.{expert}.{part}.weight"] for expert in range(EXPERTS)] if stacked else values[name]
+        read = (
+            [values[f"{prefix}.{expert}.{part}.weight"] for expert in range(EXPERTS)]
+            if stacked
+            else values[name]
+        )
         tensor.copy_(torch.stack(read) if stacked else read)
     ours = freight_logits(out, IDS, "float32")
     torch.testing.assert_close(ours, transformers_logits(model), atol=1e-4, rtol=1e-4)
@@ -216,12 +252,16 @@ def test_every_scale_is_used(form: str, tmp_path: Path) -> None:
     scales = [name for name in stored if name.endswith("scale")]
     assert len(scales) == 2 * (4 + 2 * 2 + 2 + 2)  # attention, experts, shared, latent
     for name in scales:
-        save_file(stored | {name: stored[name] * 3}, out / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            stored | {name: stored[name] * 3}, out / "model.safetensors", metadata={"format": "pt"}
+        )
         assert not torch.equal(freight_logits(out, IDS, "float32"), before), name
 
 
 def test_input_scales_are_those_of_what_transformers_sees(tmp_path: Path) -> None:
-    """Of the latents for the experts, of what is between for their second side, and of both projections' own inputs."""
+    """Of the latents for the experts, of what is between for their second side, and of both
+    projections' own inputs.
+    """
     model = save(tmp_path / "plain")
     seen: dict[str, float] = {}
 
@@ -247,17 +287,24 @@ def test_input_scales_are_those_of_what_transformers_sees(tmp_path: Path) -> Non
     names |= {part: [f"experts.{i}.{part}_proj" for i in range(EXPERTS)] for part in ("up", "down")}
     for part, modules in names.items():
         for module in modules:
-            assert stored[f"{LAYER}{module}.input_scale"].item() == pytest.approx(seen[part] / 448, rel=1e-3), module
+            assert stored[f"{LAYER}{module}.input_scale"].item() == pytest.approx(
+                seen[part] / 448, rel=1e-3
+            ), module
 
 
 def test_modules_by_name(tmp_path: Path) -> None:
     save(tmp_path)
     opened = open_unquantized(str(tmp_path))
     layer = layer_modules(opened.model)[1]
-    assert (layer.latent_in, layer.latent_out) == ((f"{LAYER}fc1_latent_proj",), (f"{LAYER}fc2_latent_proj",))
+    assert (layer.latent_in, layer.latent_out) == (
+        (f"{LAYER}fc1_latent_proj",),
+        (f"{LAYER}fc2_latent_proj",),
+    )
     assert layer.experts.gate_up == tuple(f"{LAYER}experts.{i}.up_proj" for i in range(EXPERTS))
     assert layer.gate_up == (f"{LAYER}shared_experts.up_proj",)
-    assert kept_modules(opened.model) == tuple(f"model.layers.{index}.mlp.gate" for index in range(3))
+    assert kept_modules(opened.model) == tuple(
+        f"model.layers.{index}.mlp.gate" for index in range(3)
+    )
     ignored, torn = ignored_modules(opened.model, ["re:_latent_proj$"])
     assert torn == ()
     assert f"{LAYER}fc2_latent_proj" in ignored
@@ -274,7 +321,9 @@ def test_blocks_need_no_whole_number_of_them_where_there_is_no_gate(tmp_path: Pa
 
 
 @pytest.mark.parametrize("pattern", ["model.layers.*.mlp.fc*_latent_proj", "*latent_proj*"])
-def test_a_file_of_modelopt_s_form_may_leave_the_projections_out(pattern: str, tmp_path: Path) -> None:
+def test_a_file_of_modelopt_s_form_may_leave_the_projections_out(
+    pattern: str, tmp_path: Path
+) -> None:
     """With one scale for a matrix and its inputs, and patterns of what stays in 16 bits."""
     save(tmp_path / "plain", torch.bfloat16)
     options: dict[str, Any] = {"weights": "fp8", "activations": "static", "calibration_data": [IDS]}
@@ -282,10 +331,15 @@ def test_a_file_of_modelopt_s_form_may_leave_the_projections_out(pattern: str, t
     expected = freight_logits(tmp_path / "out", IDS, "float32")
     path = tmp_path / "out" / "config.json"
     routers = [f"model.layers.{index}.mlp.gate" for index in range(3)]
-    said = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", pattern, *routers]}
+    said = {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "ignore": ["lm_head", pattern, *routers],
+    }
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
     stored = {
-        name: one.reshape(()) if name.endswith("scale") else one for name, one in tensors(tmp_path / "out").items()
+        name: one.reshape(()) if name.endswith("scale") else one
+        for name, one in tensors(tmp_path / "out").items()
     }
     save_file(stored, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(freight_logits(tmp_path / "out", IDS, "float32"), expected)
@@ -299,9 +353,15 @@ def test_projections_and_experts_may_stay_in_16_bits(ignore: str, tmp_path: Path
     save(tmp_path / "plain", torch.bfloat16)
     freight.quantize(tmp_path / "plain", tmp_path / "out", weights="fp8", ignore=[ignore])
     stored = tensors(tmp_path / "out")
-    kept = {name for name in stored if LAYER in name and stored[name].dtype is torch.bfloat16 and stored[name].ndim > 1}
+    kept = {
+        name
+        for name in stored
+        if LAYER in name and stored[name].dtype is torch.bfloat16 and stored[name].ndim > 1
+    }
     pattern = re.compile(ignore.removeprefix("re:").removesuffix("$"))
-    assert kept == {name for name in stored if LAYER in name and (pattern.search(name) or "gate.weight" in name)}
+    assert kept == {
+        name for name in stored if LAYER in name and (pattern.search(name) or "gate.weight" in name)
+    }
     opened = open_model(EngineArgs(str(tmp_path / "out"), device="cpu", skip_tokenizer_init=True))
     require_equal(opened, "auto", opened.scheme.linear)
     assert freight_logits(tmp_path / "out", IDS, "bfloat16").isfinite().all()

@@ -1,4 +1,6 @@
-"""Caches of latents (MLA): every format and scale, whose values are the last channels of keys, and scales per group."""
+"""Caches of latents (MLA): every format and scale, whose values are the last channels of keys, and
+scales per group.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from freight.models.open import open_model
 
 IDS = tokens(60)
 TRAINED = Path(__file__).parents[1] / "fixtures/latents/deepseek_v3"
-BOUNDS: dict[str, tuple[dict[str, Any], float]] = {  # KL to a float32 cache, at most; the formats' order is certain
+BOUNDS: dict[
+    str, tuple[dict[str, Any], float]
+] = {  # KL to a float32 cache, at most; the formats' order is certain
     "bfloat16": ({"kv_cache_dtype": "bfloat16"}, 1e-5),
     "int8": ({"kv_cache_dtype": "int8"}, 1e-4),
     "token": ({"kv_cache_dtype": "fp8_e4m3", "kv_scales": "dynamic"}, 1e-3),
@@ -36,7 +40,9 @@ BOUNDS: dict[str, tuple[dict[str, Any], float]] = {  # KL to a float32 cache, at
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("latents") / "model"
-    save_random(every_expert(VARIANTS["deepseek-v3"]), made, torch.float32)  # a router that flips would hide it
+    save_random(
+        every_expert(VARIANTS["deepseek-v3"]), made, torch.float32
+    )  # a router that flips would hide it
     return made
 
 
@@ -45,7 +51,10 @@ def logits(folder: Path, kernels: str = "auto", **cache: Any) -> Tensor:
 
 
 def divergence(folder: Path, kernels: str, **cache: Any) -> float:
-    exact, other = logits(folder, kernels).log_softmax(-1), logits(folder, kernels, **cache).log_softmax(-1)
+    exact, other = (
+        logits(folder, kernels).log_softmax(-1),
+        logits(folder, kernels, **cache).log_softmax(-1),
+    )
     return float((exact.exp() * (exact - other)).sum(-1).mean())
 
 
@@ -60,13 +69,20 @@ def test_what_a_format_costs(name: str, kernels: str, folder: Path) -> None:
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_values_have_the_scale_of_keys(kernels: str, folder: Path) -> None:
     """Whatever is said of values: they are stored once."""
-    one, other = (logits(folder, kernels, kv_cache_dtype="fp8_e4m3", kv_scales=said) for said in ("0.02", "0.02,0.5"))
+    one, other = (
+        logits(folder, kernels, kv_cache_dtype="fp8_e4m3", kv_scales=said)
+        for said in ("0.02", "0.02,0.5")
+    )
     assert torch.equal(one, other)
-    assert not torch.equal(one, logits(folder, kernels, kv_cache_dtype="fp8_e4m3", kv_scales="0.03"))
+    assert not torch.equal(
+        one, logits(folder, kernels, kv_cache_dtype="fp8_e4m3", kv_scales="0.03")
+    )
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
-def test_calibrated_scales_are_written_and_read(granularity: str, folder: Path, tmp_path: Path) -> None:
+def test_calibrated_scales_are_written_and_read(
+    granularity: str, folder: Path, tmp_path: Path
+) -> None:
     options: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "calibration_data": [IDS]}
     freight.quantize(folder, tmp_path / "out", kv_granularity=granularity, **options)
     names = Checkpoint(tmp_path / "out").names
@@ -83,10 +99,15 @@ def test_centers_are_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_evaluate_compares_the_caches_of_latents() -> None:
-    """On the trained model: the finer the scales the less, and INT8, by default by group, far less than E4M3."""
+    """On the trained model: the finer the scales the less, and INT8, by default by group, far less
+    than E4M3.
+    """
     text = (Path(__file__).parents[2] / "src/freight/demo/heldout.txt").read_text(encoding="utf-8")
     grid = GridArgs(
-        caches=("unit", "tensor", "token", "group", "int8", "centered"), max_tokens=2048, window=256, speed=False
+        caches=("unit", "tensor", "token", "group", "int8", "centered"),
+        max_tokens=2048,
+        window=256,
+        speed=False,
     )
     found = evaluate_grid(EngineArgs(str(TRAINED), dtype="float32"), [text], grid)
     cost = {run.name: run.kl_mean for run in found.runs[1:]}
@@ -107,8 +128,13 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
-def test_scales_per_group_cost_less_than_one_per_token(dtype: str, kernels: str, wide: Path) -> None:
-    group, token = (divergence(wide, kernels, kv_cache_dtype=dtype, kv_scales=said) for said in ("group", "dynamic"))
+def test_scales_per_group_cost_less_than_one_per_token(
+    dtype: str, kernels: str, wide: Path
+) -> None:
+    group, token = (
+        divergence(wide, kernels, kv_cache_dtype=dtype, kv_scales=said)
+        for said in ("group", "dynamic")
+    )
     assert 0 < group < 0.85 * token
 
 
@@ -118,10 +144,16 @@ def test_a_latent_of_no_whole_groups_is_refused(folder: Path) -> None:
 
 
 def test_an_engine_says_what_it_has(wide: Path) -> None:
-    args = EngineArgs(str(wide), kv_cache_dtype="fp8", kv_scales="group", skip_tokenizer_init=True, device="cpu")
+    args = EngineArgs(
+        str(wide), kv_cache_dtype="fp8", kv_scales="group", skip_tokenizer_init=True, device="cpu"
+    )
     llm = freight.LLM(str(wide), kv_cache_dtype="fp8", kv_scales="group", skip_tokenizer_init=True)
     info = llm.kv_cache_info()
-    assert (info["dtype"], info["granularity"], info["scale_source"]) == ("fp8_e4m3fn", "group", "dynamic")
+    assert (info["dtype"], info["granularity"], info["scale_source"]) == (
+        "fp8_e4m3fn",
+        "group",
+        "dynamic",
+    )
     assert info["bytes_per_token"] == 3 * (512 + 4 * 2 + 8 * 2)
     marks = set()
     for scales in ("group", "dynamic"):
@@ -133,7 +165,9 @@ def test_an_engine_says_what_it_has(wide: Path) -> None:
 
 def evaluated(model: Path, **options: Any) -> Evaluation:
     args = EngineArgs(str(model), device="cpu", skip_tokenizer_init=True, **options)
-    return evaluate_grid(args, [list(IDS), list(IDS)[::-1]], GridArgs(caches=None, speed=False, window=60))
+    return evaluate_grid(
+        args, [list(IDS), list(IDS)[::-1]], GridArgs(caches=None, speed=False, window=60)
+    )
 
 
 def test_evaluate_measures_scales_per_group_of_latents(
@@ -143,7 +177,9 @@ def test_evaluate_measures_scales_per_group_of_latents(
     runs = {run.name: run for run in evaluated(wide).runs}
     assert list(runs) == ["16 bits", "token", "group"]
     assert (runs["group"].granularity, runs["group"].bytes_per_token) == ("group", 3 * 536)
-    for of_group, of_token in zip(runs["group"].layer_errors, runs["token"].layer_errors, strict=True):
+    for of_group, of_token in zip(
+        runs["group"].layer_errors, runs["token"].layer_errors, strict=True
+    ):
         assert 0 < of_group["k"] < of_token["k"]
         assert 0 < of_group["v"] < of_token["v"]
     assert how_to(runs["group"], evaluated(wide, kv_cache_dtype="fp8").overview).startswith(

@@ -1,4 +1,6 @@
-"""llm-compressor's scripts with only the import changed: their scales are its own, and what cannot be done is named."""
+"""llm-compressor's scripts with only the import changed: their scales are its own, and what cannot
+be done is named.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,11 @@ class Columns:
 
 
 def scales(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for name, t in load_file(folder / "model.safetensors").items() if name.endswith("_scale")}
+    return {
+        name: t
+        for name, t in load_file(folder / "model.safetensors").items()
+        if name.endswith("_scale")
+    }
 
 
 def theirs(name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -92,7 +98,9 @@ def far(ours: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def declared(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())[
+        "quantization_config"
+    ]
     return content
 
 
@@ -103,19 +111,28 @@ def text_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"), [("fp8_kv", KV_RECIPE), ("fp8_dynamic", DYNAMIC), ("fp8", STATIC), ("fp8_block", BLOCK)]
+    ("name", "recipe"),
+    [("fp8_kv", KV_RECIPE), ("fp8_dynamic", DYNAMIC), ("fp8", STATIC), ("fp8_block", BLOCK)],
 )
 def test_the_scripts_give_llm_compressors_scales(tmp_path: Path, name: str, recipe: Any):
     """The script's own steps, up to `model.save_pretrained` of the model that it loaded."""
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype="auto")
     dataset = Columns(input_ids=IDS, attention_mask=[[1] * len(ids) for ids in IDS])
     if name in ("fp8_kv", "fp8"):
-        oneshot(model=model, dataset=dataset, recipe=recipe, max_seq_length=2048, num_calibration_samples=512)
+        oneshot(
+            model=model,
+            dataset=dataset,
+            recipe=recipe,
+            max_seq_length=2048,
+            num_calibration_samples=512,
+        )
     else:
         oneshot(model=model, recipe=recipe)
     model.save_pretrained(str(tmp_path / "deep" / "out"), save_compressed=True)
     got, (other, config) = scales(tmp_path / "deep" / "out"), theirs(name)
-    assert {key: (t.dtype, t.shape) for key, t in got.items()} == {k: (t.dtype, t.shape) for k, t in other.items()}
+    assert {key: (t.dtype, t.shape) for key, t in got.items()} == {
+        k: (t.dtype, t.shape) for k, t in other.items()
+    }
     assert [key for key in got if far(got[key], other[key])] == []
     said = declared(tmp_path / "deep" / "out")
     assert (said["format"], said["ignore"], said["quant_method"]) == (
@@ -167,12 +184,20 @@ def batch(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         {"train": Columns(input_ids=IDS), "test": Columns(input_ids=[[1, 2]])},
         [{"input_ids": torch.tensor([ids])} for ids in IDS],
         BatchEncoding({"input_ids": IDS}),
-        DataLoader([{"ids": ids[:40] if i % 2 else ids} for i, ids in enumerate(IDS)], batch_size=2, collate_fn=batch),
+        DataLoader(
+            [{"ids": ids[:40] if i % 2 else ids} for i, ids in enumerate(IDS)],
+            batch_size=2,
+            collate_fn=batch,
+        ),
     ],
     ids=["columns", "splits", "tensors", "tokenized", "batches"],
 )
 def test_every_form_of_token_ids(tmp_path: Path, dataset: Any):
-    rows = [ids[:40] if i % 2 else ids for i, ids in enumerate(IDS)] if isinstance(dataset, DataLoader) else IDS
+    rows = (
+        [ids[:40] if i % 2 else ids for i, ids in enumerate(IDS)]
+        if isinstance(dataset, DataLoader)
+        else IDS
+    )
     oneshot(model=BASE, dataset=rows, recipe=STATIC, output_dir=tmp_path / "list")
     oneshot(model=BASE, dataset=dataset, recipe=STATIC, output_dir=tmp_path / "other")
     first, second = scales(tmp_path / "list"), scales(tmp_path / "other")
@@ -198,7 +223,9 @@ def talking(tmp_path: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    template = (
+        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    )
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
@@ -207,7 +234,10 @@ def talking(tmp_path: Path) -> Path:
 def test_texts_chats_and_files_go_through_the_models_tokenizer(talking: Path, tmp_path: Path):
     tokenizer = AutoTokenizer.from_pretrained(talking)
     texts = [f"def f{i}(x):\n    return x * {i}\n" * 3 for i in range(4)]
-    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in texts]
+    chats = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+        for text in texts
+    ]
     rendered = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
@@ -222,7 +252,14 @@ def test_texts_chats_and_files_go_through_the_models_tokenizer(talking: Path, tm
         ("chats", Columns(messages=chats), "text"),
     ):
         out = tmp_path / name
-        oneshot(model=talking, dataset=dataset, recipe=STATIC, output_dir=out, text_column=column, tokenizer=tokenizer)
+        oneshot(
+            model=talking,
+            dataset=dataset,
+            recipe=STATIC,
+            output_dir=out,
+            text_column=column,
+            tokenizer=tokenizer,
+        )
         seen[name] = scales(out)
         assert (out / "tokenizer.json").is_file()
     for name in ("texts", "rows", "column", "file"):
@@ -232,8 +269,12 @@ def test_texts_chats_and_files_go_through_the_models_tokenizer(talking: Path, tm
 
 
 def test_samples_and_their_length_are_limited(tmp_path: Path):
-    oneshot(model=BASE, dataset=[ids[:9] for ids in IDS[:2]], recipe=STATIC, output_dir=tmp_path / "few")
-    quantized = oneshot(model=BASE, dataset=IDS, recipe=STATIC, max_seq_length=9, num_calibration_samples=2)
+    oneshot(
+        model=BASE, dataset=[ids[:9] for ids in IDS[:2]], recipe=STATIC, output_dir=tmp_path / "few"
+    )
+    quantized = oneshot(
+        model=BASE, dataset=IDS, recipe=STATIC, max_seq_length=9, num_calibration_samples=2
+    )
     quantized.save_pretrained(tmp_path / "limited")
     first, second = scales(tmp_path / "few"), scales(tmp_path / "limited")
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -242,29 +283,42 @@ def test_samples_and_their_length_are_limited(tmp_path: Path):
 
 
 def test_modules_that_stay_in_16_bits(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """`re:` begins at the name's start, targets restrict, and a pattern without a module is harmless."""
+    """`re:` begins at the name's start, targets restrict, and a pattern without a module is
+    harmless.
+    """
     recipe = QuantizationModifier(
-        targets=["re:.*mlp"], scheme="FP8_DYNAMIC", ignore=["lm_head", "re:down", "re:.*0.mlp.down_proj", "re:.*vision"]
+        targets=["re:.*mlp"],
+        scheme="FP8_DYNAMIC",
+        ignore=["lm_head", "re:down", "re:.*0.mlp.down_proj", "re:.*vision"],
     )
     with caplog.at_level(logging.WARNING, "freight"):
         oneshot(model=BASE, recipe=recipe, output_dir=tmp_path / "out")
     quantized = {name.removesuffix(".weight_scale") for name in scales(tmp_path / "out")}
-    every = {f"model.layers.{i}.mlp.{part}_proj" for i in range(2) for part in ("gate", "up", "down")}
+    every = {
+        f"model.layers.{i}.mlp.{part}_proj" for i in range(2) for part in ("gate", "up", "down")
+    }
     assert quantized == every - {"model.layers.0.mlp.down_proj"}
     assert [m for m in caplog.messages if "'re:down' matches no Linear module" in m]
 
 
 def test_the_head_is_quantized_unless_ignored(tmp_path: Path):
-    oneshot(model=BASE, recipe=QuantizationModifier(scheme="FP8_DYNAMIC"), output_dir=tmp_path / "out")
+    oneshot(
+        model=BASE, recipe=QuantizationModifier(scheme="FP8_DYNAMIC"), output_dir=tmp_path / "out"
+    )
     assert "lm_head.weight_scale" in scales(tmp_path / "out")
-    with pytest.raises(ConfigError, match="lm_head would be quantized, but is not calibrated; add 'lm_head' to ignore"):
+    with pytest.raises(
+        ConfigError,
+        match="lm_head would be quantized, but is not calibrated; add 'lm_head' to ignore",
+    ):
         oneshot(model=BASE, recipe=QuantizationModifier(scheme="FP8"), dataset=IDS)
     with pytest.raises(ConfigError, match="lm_head would be quantized, but is the embedding"):
         oneshot(model="demo", recipe=QuantizationModifier(scheme="FP8_DYNAMIC"))
 
 
 def test_the_cache_alone(tmp_path: Path):
-    recipe = QuantizationModifier(kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"})
+    recipe = QuantizationModifier(
+        kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"}
+    )
     oneshot(model=BASE, dataset=IDS, recipe=recipe, output_dir=tmp_path / "out")
     got, (other, _) = scales(tmp_path / "out"), theirs("fp8_kv")
     assert got.keys() == {name for name in other if name.endswith(("k_scale", "v_scale"))}
@@ -287,10 +341,14 @@ def test_a_model_changed_after_loading_is_refused():
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype="auto")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 3] += 1
-    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight of the loaded model differs"):
+    with pytest.raises(
+        ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight of the loaded model differs"
+    ):
         oneshot(model=model, recipe=DYNAMIC)
     with pytest.raises(ConfigError, match="of no known folder"):
-        oneshot(model=AutoModelForCausalLM.from_config(model.config.__class__(**SMALL)), recipe=DYNAMIC)
+        oneshot(
+            model=AutoModelForCausalLM.from_config(model.config.__class__(**SMALL)), recipe=DYNAMIC
+        )
 
 
 SMALL = {
@@ -314,9 +372,18 @@ def of_yaml(modifier: str) -> str:
             {"recipe": of_yaml("SmoothQuantModifier: {smoothing_strength: 0.8}")},
             "SmoothQuantModifier is not implemented",
         ),
-        ({"recipe": of_yaml("GPTQModifier: {scheme: W4A16}")}, "GPTQModifier is not implemented; use QuantizationMod"),
-        ({"recipe": of_yaml("SparseGPTModifier: {sparsity: 0.5}")}, "SparseGPTModifier is not implemented; prune with"),
-        ({"recipe": of_yaml("QuantisationModifier: {scheme: FP8}")}, "unknown .did you mean QuantizationModifier"),
+        (
+            {"recipe": of_yaml("GPTQModifier: {scheme: W4A16}")},
+            "GPTQModifier is not implemented; use QuantizationMod",
+        ),
+        (
+            {"recipe": of_yaml("SparseGPTModifier: {sparsity: 0.5}")},
+            "SparseGPTModifier is not implemented; prune with",
+        ),
+        (
+            {"recipe": of_yaml("QuantisationModifier: {scheme: FP8}")},
+            "unknown .did you mean QuantizationModifier",
+        ),
         (
             {"recipe": of_yaml("QuantizationModifier: {scheme: W4A16}")},
             "scheme 'W4A16' is not implemented; Freight writes",
@@ -325,19 +392,31 @@ def of_yaml(modifier: str) -> str:
             {"recipe": of_yaml("QuantizationModifier: {scheme: MXFP8}")},
             "'MXFP8' is not implemented; Freight writes FP8, ",
         ),
-        ({"recipe": of_yaml("QuantizationModifier: {scheme: FP8_DYNAMC}")}, r"unknown \(did you mean FP8_DYNAMIC"),
+        (
+            {"recipe": of_yaml("QuantizationModifier: {scheme: FP8_DYNAMC}")},
+            r"unknown \(did you mean FP8_DYNAMIC",
+        ),
         ({"recipe": "no_such_recipe.yaml"}, "cannot be read as a file"),
         ({"recipe": None}, "oneshot needs a recipe"),
         ({"recipe": [DYNAMIC, STATIC]}, "has 2 QuantizationModifiers"),
-        ({"dataset": Columns(prompt=["a"], answer=["b"])}, "the dataset has no text: its columns are prompt, answer"),
+        (
+            {"dataset": Columns(prompt=["a"], answer=["b"])},
+            "the dataset has no text: its columns are prompt, answer",
+        ),
         ({"dataset": [{"prompt": "a"}]}, "the dataset has no text: its columns are prompt"),
         ({"dataset": Columns(text=[3])}, "row 0: text is 3, not a text"),
         ({"dataset": []}, "the dataset is empty"),
         ({"dataset": 3}, "the dataset is 3; give a path"),
         ({"dataset": None}, "give oneshot a dataset"),
-        ({"dataset": "ultrachat_200k"}, "is no file; a data set of the hub is named with its owner"),
+        (
+            {"dataset": "ultrachat_200k"},
+            "is no file; a data set of the hub is named with its owner",
+        ),
         ({"dataset": {"a": IDS}}, "splits 'train' names no part of the dataset; it has a"),
-        ({"dataset": "owner/name", "splits": "train-512"}, r"names no part of the dataset; write it as train\[:512\]"),
+        (
+            {"dataset": "owner/name", "splits": "train-512"},
+            r"names no part of the dataset; write it as train\[:512\]",
+        ),
         ({"splits": "train"}, "which has one part only; omit splits"),
         ({"num_calibration_samples": 0}, "num_calibration_samples 0 must be"),
         ({"max_seq_length": 0}, "max_seq_length 0 must be"),

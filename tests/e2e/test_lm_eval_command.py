@@ -1,4 +1,6 @@
-"""lm-eval's own command with `--model freight`, and `freight evaluate --tasks`: offline, on task files in a folder."""
+"""lm-eval's own command with `--model freight`, and `freight evaluate --tasks`: offline, on task
+files in a folder.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from freight.llm import LLM
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=1)
 CHARACTERS = 300
 COUNT = 4  # documents
-# lm-eval's command reads all of its 14,000 task files first, which takes seconds; here it reads those of the folder
+# lm-eval's command reads all of its 14,000 task files first, which takes seconds; here it reads
+# those of the folder
 COMMAND = """
 import functools, runpy, lm_eval.tasks as tasks
 tasks.TaskManager.__init__ = functools.partialmethod(tasks.TaskManager.__init__, include_defaults=False)
@@ -32,7 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tasks")
     text = (DEMO / "heldout.txt").read_text()
     documents = [{"text": text[at * CHARACTERS : (at + 1) * CHARACTERS]} for at in range(COUNT)]
-    (path / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    (path / "documents.jsonl").write_text(
+        "".join(json.dumps(document) + "\n" for document in documents)
+    )
     task = {
         "task": "local_text",
         "dataset_path": "json",
@@ -66,7 +71,12 @@ def run(folder: Path, *argv: str) -> str:
     """The standard output of `python ARGV`."""
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
     done = subprocess.run(
-        [sys.executable, *argv], env=environ, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *argv],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -89,7 +99,16 @@ def byte_perplexity(dtype: str) -> float:
 @pytest.mark.slow
 def test_lm_eval_s_command_runs_freight(folder: Path, tmp_path: Path) -> None:
     options = "pretrained=demo,kv_cache_dtype=fp8,kv_cache_memory=64MiB"
-    argv = ["--model", "freight", "--model_args", options, "--tasks", "local_text", "--include_path", str(folder)]
+    argv = [
+        "--model",
+        "freight",
+        "--model_args",
+        options,
+        "--tasks",
+        "local_text",
+        "--include_path",
+        str(folder),
+    ]
     run(folder, "-c", COMMAND, "run", *argv, "--output_path", str(tmp_path))
     (written,) = tmp_path.rglob("results_*.json")
     found = json.loads(written.read_text())["results"]["local_text"]["byte_perplexity,none"]
@@ -113,16 +132,33 @@ def test_evaluate_tasks_gives_both_caches_and_their_difference_and_refuses_what_
     folder: Path, tmp_path: Path
 ) -> None:
     """A task's neutral arguments are taken, and others end it before weights are read."""
-    options = {"until": ["\n"], "max_gen_toks": 4, "do_sample": False, "num_beams": 1, "temperature": 0.0}
+    options = {
+        "until": ["\n"],
+        "max_gen_toks": 4,
+        "do_sample": False,
+        "num_beams": 1,
+        "temperature": 0.0,
+    }
     with_generation(folder, tmp_path, "one_beam", options)
     with_generation(folder, tmp_path, "ten_beams", options | {"num_beams": 10})
-    argv = ["evaluate", "demo", "--kv-cache-dtype", "fp8", "--json", "--kv-cache-memory", "64MiB", "--tasks"]
+    argv = [
+        "evaluate",
+        "demo",
+        "--kv-cache-dtype",
+        "fp8",
+        "--json",
+        "--kv-cache-memory",
+        "64MiB",
+        "--tasks",
+    ]
     commands = [
         [*argv, "one_beam,ten_beams", "--include-path", str(tmp_path)],
         [*argv, "one_beam", "--limit", "2", "--include-path", str(tmp_path)],
         [*argv, "local_text", "--include-path", str(folder)],
     ]
-    refused, generated, scored = map(json.loads, run(folder, "-c", COMMANDS, json.dumps(commands)).splitlines())
+    refused, generated, scored = map(
+        json.loads, run(folder, "-c", COMMANDS, json.dumps(commands)).splitlines()
+    )
 
     assert refused[0] == 2
     assert "--tasks ten_beams: generation_kwargs has num_beams: 10" in refused[2]
@@ -135,7 +171,11 @@ def test_evaluate_tasks_gives_both_caches_and_their_difference_and_refuses_what_
     found = json.loads(scored[1])
     assert [facts["dtype"] for facts in found["caches"]] == ["bfloat16", "fp8_e4m3fn"]
     (score,) = found["tasks"]
-    assert (score["task"], score["metric"], score["num_documents"]) == ("local_text", "byte_perplexity", COUNT)
+    assert (score["task"], score["metric"], score["num_documents"]) == (
+        "local_text",
+        "byte_perplexity",
+        COUNT,
+    )
     assert score["reference"] == pytest.approx(byte_perplexity("bfloat16"), rel=1e-12)
     assert score["value"] == pytest.approx(byte_perplexity("fp8"), rel=1e-12)
     assert score["difference"] == score["value"] - score["reference"] != 0

@@ -1,4 +1,5 @@
-"""Steps that are lost because a forward pass raises where layers keep states: only the request that is at fault ends.
+"""Steps that are lost because a forward pass raises where layers keep states: only the request that
+is at fault ends.
 
 The model is that of `tests/means.py`, and the oracle what each prompt gives alone.
 """
@@ -35,17 +36,40 @@ def plain(folder: Path) -> dict[str, list[Any]]:
     return plain_answers(folder)
 
 
-FAULTS = [(0, 0), (0, 47), (0, 299), (0, 300), (4, 64), (4, 66), (9, 200), (9, 215), (1, 1), (14, 122), (15, 191)]
+FAULTS = [
+    (0, 0),
+    (0, 47),
+    (0, 299),
+    (0, 300),
+    (4, 64),
+    (4, 66),
+    (9, 200),
+    (9, 215),
+    (1, 1),
+    (14, 122),
+    (15, 191),
+]
 ROOM: dict[str, dict[str, Any]] = {
     "caching": {"max_num_batched_tokens": 48},
     "without": {"max_num_batched_tokens": 512, "enable_prefix_caching": False},
-    "scarce": {"max_num_batched_tokens": 48, "kv_cache_memory": "140KiB", "max_num_seqs": 16, "max_model_len": 340},
+    "scarce": {
+        "max_num_batched_tokens": 48,
+        "kv_cache_memory": "140KiB",
+        "max_num_seqs": 16,
+        "max_model_len": 340,
+    },
 }
 
 
-def answers(llm: LLM, prompts: Sequence[Sequence[int]], bad: Mapping[int, int], expected: Sequence[Any]) -> None:
-    """Every prompt has what it has alone; those of `bad` until the token at that position, and then the error."""
-    outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], DRAWN, on_error="return")
+def answers(
+    llm: LLM, prompts: Sequence[Sequence[int]], bad: Mapping[int, int], expected: Sequence[Any]
+) -> None:
+    """Every prompt has what it has alone; those of `bad` until the token at that position, and then
+    the error.
+    """
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(ids)} for ids in prompts], DRAWN, on_error="return"
+    )
     for index, (output, (token_ids, logprobs)) in enumerate(zip(outputs, expected, strict=True)):
         (one,) = output.outputs
         if index not in bad:
@@ -60,7 +84,12 @@ def answers(llm: LLM, prompts: Sequence[Sequence[int]], bad: Mapping[int, int], 
 
 @pytest.mark.parametrize(("fault", "room", "place"), covered(FAULTS, ROOM, ["within", "behind"]))
 def test_a_request_that_raises_fails_alone(
-    folder: Path, plain: dict[str, list[Any]], monkeypatch: Any, fault: tuple[int, int], room: str, place: str
+    folder: Path,
+    plain: dict[str, list[Any]],
+    monkeypatch: Any,
+    fault: tuple[int, int],
+    room: str,
+    place: str,
 ) -> None:
     """Behind the mixer of the first layer, which has changed its states, or behind all layers."""
     index, position = fault
@@ -75,7 +104,9 @@ def test_a_request_that_raises_fails_alone(
 
 
 @pytest.mark.parametrize("room", ROOM)
-def test_several_that_raise_fail_alone(folder: Path, plain: dict[str, list[Any]], monkeypatch: Any, room: str) -> None:
+def test_several_that_raise_fail_alone(
+    folder: Path, plain: dict[str, list[Any]], monkeypatch: Any, room: str
+) -> None:
     bad = {0: 299, 2: 70, 5: 130, 9: 205, 10: 7, 15: 191}
     inject(monkeypatch, {tuple(PROMPTS[index]): position for index, position in bad.items()})
     answers(engine(folder, "fp8-token", **ROOM[room]), PROMPTS, bad, plain["fp8-token"])
@@ -83,9 +114,17 @@ def test_several_that_raise_fail_alone(folder: Path, plain: dict[str, list[Any]]
 
 @pytest.mark.parametrize("room", ROOM)
 def test_what_raises_once_ends_nobody(
-    folder: Path, plain: dict[str, list[Any]], monkeypatch: Any, room: str, caplog: pytest.LogCaptureFixture
+    folder: Path,
+    plain: dict[str, list[Any]],
+    monkeypatch: Any,
+    room: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    faults = inject(monkeypatch, {tuple(PROMPTS[index]): at for index, at in ((0, 100), (9, 205), (4, 80))}, once=True)
+    faults = inject(
+        monkeypatch,
+        {tuple(PROMPTS[index]): at for index, at in ((0, 100), (9, 205), (4, 80))},
+        once=True,
+    )
     monkeypatch.setattr(Mean, "__call__", raising_behind(Mean.__call__, faults))
     answers(engine(folder, **ROOM[room]), PROMPTS, {}, plain["bfloat16"])
     assert faults.at == {}
@@ -130,7 +169,9 @@ def test_others_may_come_and_go_while_requests_run_alone(
     assert running.cache.num_held == 0
 
 
-def test_an_interrupt_while_requests_run_alone(folder: Path, plain: dict[str, list[Any]], monkeypatch: Any) -> None:
+def test_an_interrupt_while_requests_run_alone(
+    folder: Path, plain: dict[str, list[Any]], monkeypatch: Any
+) -> None:
     inject(monkeypatch, {tuple(PROMPTS[9]): 205})
     running = engine(folder, max_num_batched_tokens=48).engine
     for index in (0, 9, 5):
@@ -162,8 +203,12 @@ def test_one_of_several_completions_fails_alone(folder: Path, monkeypatch: Any, 
     expected = engine(folder, max_num_batched_tokens=48).generate([prompt], params)[0]
     faults = inject(monkeypatch, {tuple(IDS[:100]): 110})
     hits = faults.hits
-    monkeypatch.setattr(faults, "hits", lambda work: hits([one for one in work if one.chunk.request.index == bad]))
-    found = engine(folder, max_num_batched_tokens=48).generate([prompt], params, on_error="return")[0]
+    monkeypatch.setattr(
+        faults, "hits", lambda work: hits([one for one in work if one.chunk.request.index == bad])
+    )
+    found = engine(folder, max_num_batched_tokens=48).generate([prompt], params, on_error="return")[
+        0
+    ]
     for index, (one, other) in enumerate(zip(found.outputs, expected.outputs, strict=True)):
         if index == bad:
             assert (one.error, list(one.token_ids)) == (ERROR, list(other.token_ids[:11]))

@@ -1,4 +1,6 @@
-"""Models with Mamba-2 quantized, in the form of ModelOpt's files, and under the names that checkpoints have."""
+"""Models with Mamba-2 quantized, in the form of ModelOpt's files, and under the names that
+checkpoints have.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rewritten(folder: Path, changed: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in changed.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in changed.items()},
+        folder / "model.safetensors",
+    )
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -51,15 +56,24 @@ def decoder_of(folder: Path) -> Decoder:
 
 
 def decoded(stored: dict[str, torch.Tensor], module: str) -> torch.Tensor:
-    """The matrix that a module stands for: its values times the scale of the tensor, of their row or of their block."""
+    """The matrix that a module stands for: its values times the scale of the tensor, of their row
+    or of their block.
+    """
     data, scale = stored[f"{module}.weight"].float(), stored[f"{module}.weight_scale"].float()
     if scale.numel() in (1, len(data)):
         return data * scale.reshape(-1, 1)
-    return data * scale.repeat_interleave(BLOCK, 0)[: len(data)].repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
+    return (
+        data
+        * scale.repeat_interleave(BLOCK, 0)[: len(data)].repeat_interleave(BLOCK, 1)[
+            :, : data.shape[1]
+        ]
+    )
 
 
 @pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
-def test_projections_are_quantized_whole_and_nothing_else_of_mamba(weights: str, tmp_path: Path) -> None:
+def test_projections_are_quantized_whole_and_nothing_else_of_mamba(
+    weights: str, tmp_path: Path
+) -> None:
     """No scale is cut: z, what is convolved and dt end within blocks of 128 rows."""
     save_random(VARIANTS["nemotron-h-latent"], tmp_path / "plain", torch.bfloat16)
     freight.quantize(str(tmp_path / "plain"), tmp_path / "made", weights=weights, kv_cache="fp8",
@@ -88,7 +102,12 @@ def test_granite_is_quantized(tmp_path: Path) -> None:
     options: dict[str, Any] = {"weights": "fp8", "activations": "static", "calibration_data": [IDS]}
     freight.quantize(str(tmp_path / "plain"), tmp_path / "made", **options)
     before, stored = tensors(tmp_path / "plain"), tensors(tmp_path / "made")
-    for module in ("mamba.in_proj", "mamba.out_proj", "shared_mlp.input_linear", "shared_mlp.output_linear"):
+    for module in (
+        "mamba.in_proj",
+        "mamba.out_proj",
+        "shared_mlp.input_linear",
+        "shared_mlp.output_linear",
+    ):
         assert stored[f"model.layers.0.{module}.weight"].dtype == FP8
         assert stored[f"model.layers.0.{module}.input_scale"] > 0
     same = [name for name in before if ".mamba." in name and "proj.weight" not in name]
@@ -99,18 +118,26 @@ def test_granite_is_quantized(tmp_path: Path) -> None:
 
 
 def test_a_file_of_modelopt(tmp_path: Path) -> None:
-    """Scales per tensor of the projections and experts, attention and convolutions left out by name, KV scales beside
-    k_proj and v_proj, and layers that predict further tokens."""
+    """Scales per tensor of the projections and experts, attention and convolutions left out by
+    name, KV scales beside k_proj and v_proj, and layers that predict further tokens."""
     save_random(VARIANTS["nemotron-h-moe"], tmp_path, torch.float32)
     config, changed = config_of(tmp_path), tensors(tmp_path)
-    for name in [name for name in changed if name.endswith("proj.weight") and ".layers.2." not in name]:
+    for name in [
+        name for name in changed if name.endswith("proj.weight") and ".layers.2." not in name
+    ]:
         module, weight = name.removesuffix(".weight"), changed[name]
         scale = weight.abs().max() / 448
         changed[name] = (weight / scale).to(FP8)
         changed |= {f"{module}.weight_scale": scale, f"{module}.input_scale": torch.tensor(0.02)}
-    changed |= {f"backbone.layers.2.mixer.{side}_proj.{side}_scale": torch.tensor(0.01) for side in "kv"}
+    changed |= {
+        f"backbone.layers.2.mixer.{side}_proj.{side}_scale": torch.tensor(0.01) for side in "kv"
+    }
     changed["mtp.layers.0.norm.weight"] = torch.ones(64)
-    rewritten(tmp_path, changed, {**config, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"})
+    rewritten(
+        tmp_path,
+        changed,
+        {**config, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
+    )
     left_out = ["lm_head", "backbone.layers.*.mixer.conv1d", "backbone.layers.2.mixer*", "mtp*"]
     quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": left_out}
     written = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": quantization}
@@ -134,11 +161,15 @@ def test_names_of_transformers_and_of_publishers(tmp_path: Path) -> None:
     """`backbone.` or `model.`, and a matrix for each expert or one tensor of all."""
     save_random(VARIANTS["nemotron-h-latent"], tmp_path, torch.float32)
     expected = freight_logits(tmp_path, IDS, "auto")
-    changed = {name.replace("backbone.", "model.", 1): tensor for name, tensor in tensors(tmp_path).items()}
+    changed = {
+        name.replace("backbone.", "model.", 1): tensor for name, tensor in tensors(tmp_path).items()
+    }
     for layer in (1, 3):
         for part in ("up_proj", "down_proj"):
             prefix = f"model.layers.{layer}.mixer.experts."
-            changed[prefix + part] = torch.stack([changed.pop(f"{prefix}{i}.{part}.weight") for i in range(8)])
+            changed[prefix + part] = torch.stack(
+                [changed.pop(f"{prefix}{i}.{part}.weight") for i in range(8)]
+            )
     rewritten(tmp_path, changed, config_of(tmp_path))
     assert torch.equal(freight_logits(tmp_path, IDS, "auto"), expected)
 
@@ -150,9 +181,22 @@ def test_the_text_model_as_published(model_type: str, tmp_path: Path) -> None:
     save_random(VARIANTS["nemotron-h-omni"], theirs, torch.float32)
     shutil.copytree(theirs, published)
     config = config_of(theirs)
-    text = config.pop("text_config") | {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "ME*EM"}
+    text = config.pop("text_config") | {
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "ME*EM",
+    }
     del text["layers_block_type"]
-    outside = {"model_type": model_type, "architectures": [model_type], "llm_config": text, "img_context_token_id": 18}
-    beside = {"sound_encoder.encoder.a.weight": torch.ones(2), "sound_projection.norm.weight": torch.ones(2)}
-    rewritten(published, tensors(theirs) | beside, {"dtype": "float32", "vision_config": {}, **outside})
+    outside = {
+        "model_type": model_type,
+        "architectures": [model_type],
+        "llm_config": text,
+        "img_context_token_id": 18,
+    }
+    beside = {
+        "sound_encoder.encoder.a.weight": torch.ones(2),
+        "sound_projection.norm.weight": torch.ones(2),
+    }
+    rewritten(
+        published, tensors(theirs) | beside, {"dtype": "float32", "vision_config": {}, **outside}
+    )
     assert torch.equal(freight_logits(published, IDS, "auto"), freight_logits(theirs, IDS, "auto"))

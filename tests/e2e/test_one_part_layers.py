@@ -1,7 +1,8 @@
-"""Layers of one part: one without a mixer and one without a feed-forward, through everything that runs a model.
+"""Layers of one part: one without a mixer and one without a feed-forward, through everything that
+runs a model.
 
-Nemotron-H has them beside Mamba-2; this row is made here. The oracle is the same model with both parts everywhere: a
-part whose last matrix is zero adds zero, which changes no bit.
+Nemotron-H has them beside Mamba-2; this row is made here. The oracle is the same model with both
+parts everywhere: a part whose last matrix is zero adds zero, which changes no bit.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ from freight.models.sizes import Layout, loaded_bytes
 from freight.models.weight_bytes import weight_bytes
 
 IDS = tokens(120)
-FED, MIXED = 1, 3  # the layer that is a feed-forward alone, and the one that is attention alone, the last
+FED, MIXED = (
+    1,
+    3,
+)  # the layer that is a feed-forward alone, and the one that is attention alone, the last
 CACHES: list[dict[str, Any]] = [
     {"kv_cache_dtype": "bfloat16"},
     {"kv_cache_dtype": "fp8", "kv_scales": "dynamic"},
@@ -65,7 +69,10 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     save_random(LlamaConfig(**{**SHAPE, "num_hidden_layers": 4}), whole, torch.bfloat16)
     tensors = load_file(whole / "model.safetensors")
-    for name in (f"model.layers.{FED}.self_attn.o_proj.weight", f"model.layers.{MIXED}.mlp.down_proj.weight"):
+    for name in (
+        f"model.layers.{FED}.self_attn.o_proj.weight",
+        f"model.layers.{MIXED}.mlp.down_proj.weight",
+    ):
         tensors[name].zero_()
     save_file(tensors, whole / "model.safetensors", {"format": "pt"})
     gone = (
@@ -105,7 +112,9 @@ def test_the_engine_generates_the_same(folders: tuple[Path, Path]) -> None:
         )  # fmt: skip
         prompts = [{"prompt_token_ids": IDS[:count]} for count in (90, 90, 40, 1)]
         params = SamplingParams(max_tokens=20, temperature=0.0, logprobs=2, ignore_eos=True)
-        outputs = [one.outputs[0] for one in llm.generate(prompts, params) + llm.generate(prompts, params)]
+        outputs = [
+            one.outputs[0] for one in llm.generate(prompts, params) + llm.generate(prompts, params)
+        ]
         said.append([(list(one.token_ids), repr(one.logprobs)) for one in outputs])
         assert llm.engine.runner.pool.counters()[0] == 0
     assert said[0] == said[1]
@@ -119,8 +128,12 @@ def test_only_attention_has_pages(folders: tuple[Path, Path]) -> None:
     assert specs[1].bytes_per_token * 4 == specs[0].bytes_per_token * 3
 
 
-def test_quantizing_gives_the_scales_of_the_layers_with_attention(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """They are the same numbers, the layer without attention has none, and none is missed when the result is read."""
+def test_quantizing_gives_the_scales_of_the_layers_with_attention(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """They are the same numbers, the layer without attention has none, and none is missed when the
+    result is read.
+    """
     options: dict[str, Any] = {
         "weights": "fp8", "activations": "static", "kv_cache": "fp8", "kv_granularity": "head",
         "calibration_data": [IDS],
@@ -137,10 +150,14 @@ def test_quantizing_gives_the_scales_of_the_layers_with_attention(folders: tuple
     assert not [name for name in stored if name.startswith(f"model.layers.{FED}.self_attn")]
     opened = open_model(EngineArgs(str(made[1]), skip_tokenizer_init=True))
     assert str(opened.resolve(opened.args).kv.scale_source) == "checkpoint"
-    assert torch.equal(*(freight_logits(folder, IDS, "auto", kv_cache_dtype="auto") for folder in made))
+    assert torch.equal(
+        *(freight_logits(folder, IDS, "auto", kv_cache_dtype="auto") for folder in made)
+    )
 
 
-def test_a_scale_that_is_missing_is_still_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_scale_that_is_missing_is_still_refused(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     freight.quantize(str(folders[1]), tmp_path / "made", kv_cache="fp8", calibration_data=[IDS])
     stored = load_file(tmp_path / "made" / "model.safetensors")
     scales = [name for name in stored if name.endswith(("k_scale", "v_scale"))]
@@ -180,7 +197,9 @@ def test_the_whole_evaluation_says_the_same(folders: tuple[Path, Path], tmp_path
     """Static scales measured on text, errors and KL by layer, and decode steps that are timed."""
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"input_ids": IDS}))
-    grid = GridArgs(caches=("tensor", "channel", "token"), calibration_data=str(data), window=60, per_layer=True)
+    grid = GridArgs(
+        caches=("tensor", "channel", "token"), calibration_data=str(data), window=60, per_layer=True
+    )
     whole, parts = (evaluate_grid(args, [IDS], grid).runs for args in both(folders))
     assert [one.kl_mean for one in whole] == [one.kl_mean for one in parts]
     by_layer = [[one.layer_kl for one in runs if one.layer_kl] for runs in (whole, parts)]
@@ -188,7 +207,9 @@ def test_the_whole_evaluation_says_the_same(folders: tuple[Path, Path], tmp_path
     for of_whole, of_parts in zip(*by_layer, strict=True):
         assert of_parts == [0.0 if layer == FED else kl for layer, kl in enumerate(of_whole)]
     assert all((one.decode_tokens_per_second or 0) > 0 for one in parts)
-    centered = evaluate_grid(both(folders)[1], [IDS], replace(grid, caches=("centered",), speed=False))
+    centered = evaluate_grid(
+        both(folders)[1], [IDS], replace(grid, caches=("centered",), speed=False)
+    )
     assert any("Centered keys were not measured" in note for note in centered.overview.notes)
 
 
@@ -196,11 +217,18 @@ def test_the_plan_counts_what_is_loaded(folders: tuple[Path, Path]) -> None:
     opened = open_model(replace(both(folders)[1], kernels="reference"))
     config = opened.resolve(opened.args)
     counted = loaded_bytes(
-        opened.model, config.compute_format, config.weight_format, lambda _: None, Layout.PLAIN, config.max_model_len
+        opened.model,
+        config.compute_format,
+        config.weight_format,
+        lambda _: None,
+        Layout.PLAIN,
+        config.max_model_len,
     )
     held = weight_bytes(opened.load(config))
     assert (counted.layers, counted.embeddings) == (held.layers, held.embeddings)
-    plan = make_plan(json.loads((folders[1] / "config.json").read_text()), Wish(2**26, device="cpu"))
+    plan = make_plan(
+        json.loads((folders[1] / "config.json").read_text()), Wish(2**26, device="cpu")
+    )
     spec = opened.cache_spec(config)
     assert plan.settings[0].spec.bytes_per_token == spec.bytes_per_token
     assert plan.settings[0].num_blocks
@@ -209,19 +237,26 @@ def test_the_plan_counts_what_is_loaded(folders: tuple[Path, Path]) -> None:
 def test_layers_without_a_cache_cannot_be_skipped(folders: tuple[Path, Path]) -> None:
     opened = open_model(replace(both(folders)[1], kv_cache_dtype="fp8"))
     skipping = replace(opened.args, kv_cache_dtype_skip_layers=("1",))
-    with pytest.raises(ConfigError, match="layer 1 has no attention, and stores no keys and values; choose among 0, 2"):
+    with pytest.raises(
+        ConfigError,
+        match="layer 1 has no attention, and stores no keys and values; choose among 0, 2",
+    ):
         opened.resolve(skipping)
     kv = opened.resolve(replace(skipping, kv_cache_dtype_skip_layers=("2",))).kv
     assert [kind.granularity is None for kind in kv.layers or ()] == [False, False, True, False]
 
 
-@pytest.mark.parametrize("option", [{"center": True}, {"kv_budget": "kl=0.01"}], ids=["center", "budget"])
+@pytest.mark.parametrize(
+    "option", [{"center": True}, {"kv_budget": "kl=0.01"}], ids=["center", "budget"]
+)
 def test_options_that_need_pages_in_every_layer_say_so(
     folders: tuple[Path, Path], tmp_path: Path, option: dict[str, Any]
 ) -> None:
     cache = {} if "kv_budget" in option else {"kv_cache": "fp8"}
     with pytest.raises(CheckpointError, match="layer 1 has no attention"):
-        freight.quantize(str(folders[1]), tmp_path / "made", calibration_data=[IDS, IDS], **cache, **option)
+        freight.quantize(
+            str(folders[1]), tmp_path / "made", calibration_data=[IDS, IDS], **cache, **option
+        )
 
 
 def test_a_config_describes_the_layers(folders: tuple[Path, Path]) -> None:

@@ -1,4 +1,5 @@
-"""/openapi.json holds: whatever schemathesis makes of it, allowed or not, gets an answer that stands in it, and no 5xx.
+"""/openapi.json holds: whatever schemathesis makes of it, allowed or not, gets an answer that
+stands in it, and no 5xx.
 
 The server runs under `python -O`: nothing that a request can meet depends on an `assert`.
 """
@@ -34,7 +35,15 @@ CHECKS = [
 ]
 MANY = 200
 POSTS = (
-    *("/v1/chat/completions", "/v1/completions", "/generate", "/generate_stream", "/", "/tokenize", "/detokenize"),
+    *(
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/generate",
+        "/generate_stream",
+        "/",
+        "/tokenize",
+        "/detokenize",
+    ),
     *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/invocations"),
 )
 SLOW = (
@@ -65,10 +74,26 @@ def document(short_server: DemoServer) -> dict[str, Any]:
     return requests.get(short_server.url + "/openapi.json", headers=headers, timeout=300).json()  # type: ignore[no-any-return]
 
 
-# What fits only some models or some other fields. A schema cannot say that, and most bodies with one are refused.
+# What fits only some models or some other fields. A schema cannot say that, and most bodies with
+# one are refused.
 DEPENDENT = (
-    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("logit_bias", "stop_token_ids", "tools", "tool_choice", "top_logprobs", "prompt_logprobs", "stream_options"),
+    *(
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    ),
+    *(
+        "logit_bias",
+        "stop_token_ids",
+        "tools",
+        "tool_choice",
+        "top_logprobs",
+        "prompt_logprobs",
+        "stream_options",
+    ),
     *(
         "text",
         "output_config",
@@ -82,7 +107,9 @@ DEPENDENT = (
 
 
 def make_short(path: str, body: dict[str, Any], plain: bool) -> None:
-    """Let an allowed body ask for few tokens, and for the model that there is: which that is, no schema can know."""
+    """Let an allowed body ask for few tokens, and for the model that there is: which that is, no
+    schema can know.
+    """
     body.pop("model", None)
     if path.startswith("/v1/"):
         body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 3
@@ -96,7 +123,9 @@ def make_short(path: str, body: dict[str, Any], plain: bool) -> None:
         body["parameters"] = {**(body.get("parameters") or {}), "max_new_tokens": 3}
 
 
-def hold(server: DemoServer, document: dict[str, Any], path: str, method: str, mode: Any, examples: int) -> None:
+def hold(
+    server: DemoServer, document: dict[str, Any], path: str, method: str, mode: Any, examples: int
+) -> None:
     operation = schemathesis.openapi.from_dict(document)[path][method]
     headers = {"Authorization": f"Bearer {KEY}"}
     session = requests.Session()
@@ -125,13 +154,22 @@ def hold(server: DemoServer, document: dict[str, Any], path: str, method: str, m
 
 def test_every_path_is_tried(document: dict[str, Any]) -> None:
     found = {(method, path) for path, methods in document["paths"].items() for method in methods}
-    assert found == {*(("post", path) for path in POSTS), *(("get", path) for path in (*GETS, ENDLESS))}
-    names = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
+    assert found == {
+        *(("post", path) for path in POSTS),
+        *(("get", path) for path in (*GETS, ENDLESS)),
+    }
+    names = [
+        operation["operationId"]
+        for methods in document["paths"].values()
+        for operation in methods.values()
+    ]
     assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("path", [path for path in POSTS if path != "/invocations"])  # bodies of three others
+@pytest.mark.parametrize(
+    "path", [path for path in POSTS if path != "/invocations"]
+)  # bodies of three others
 def test_bodies(path: str, mode: Any, short_server: DemoServer, document: dict[str, Any]) -> None:
     hold(short_server, document, path, "POST", mode, 5 if path in SLOW else 10)
 
@@ -139,7 +177,9 @@ def test_bodies(path: str, mode: Any, short_server: DemoServer, document: dict[s
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("path", POSTS)
-def test_many_bodies(path: str, mode: Any, short_server: DemoServer, document: dict[str, Any]) -> None:
+def test_many_bodies(
+    path: str, mode: Any, short_server: DemoServer, document: dict[str, Any]
+) -> None:
     hold(short_server, document, path, "POST", mode, MANY)
 
 
@@ -156,13 +196,19 @@ def test_routes_that_need_a_key_say_so(short_server: DemoServer, document: dict[
 
 
 def test_chat_a_refusal_and_a_form_without_assertions(short_server: DemoServer) -> None:
-    asked: dict[str, Any] = {"model": short_server.name, "messages": [{"role": "user", "content": "x"}]}
+    asked: dict[str, Any] = {
+        "model": short_server.name,
+        "messages": [{"role": "user", "content": "x"}],
+    }
     with OpenAI(base_url=short_server.url + "/v1", api_key=KEY, max_retries=0) as client:
         create = client.chat.completions.create
         assert create(**asked, max_tokens=4).choices[0].finish_reason == "length"
         with pytest.raises(BadRequestError) as refused:
             create(**asked, top_p=0)
         assert refused.value.param == "top_p"
-        form: Any = {"type": "json_schema", "json_schema": {"name": "sky", "schema": {"enum": ["clear", "grey"]}}}
+        form: Any = {
+            "type": "json_schema",
+            "json_schema": {"name": "sky", "schema": {"enum": ["clear", "grey"]}},
+        }
         found = create(**asked, response_format=form, max_tokens=20).choices[0]
         assert json.loads(found.message.content or "") in ("clear", "grey")

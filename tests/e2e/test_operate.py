@@ -1,4 +1,6 @@
-"""What docs/operate.md promises: units, HTTPS for clients, a socket that is passed, traces in the log."""
+"""What docs/operate.md promises: units, HTTPS for clients, a socket that is passed, traces in the
+log.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,14 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     program = tmp_path / "freight"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    (tmp_path / "freight.service").write_text(service.replace("/opt/freight/bin/freight", str(program)))
+    (tmp_path / "freight.service").write_text(
+        service.replace("/opt/freight/bin/freight", str(program))
+    )
     (tmp_path / "freight.socket").write_text(listening)
     names = [str(tmp_path / "freight.service"), str(tmp_path / "freight.socket")]
-    said = subprocess.run(["systemd-analyze", "verify", *names], capture_output=True, text=True, check=False)
+    said = subprocess.run(
+        ["systemd-analyze", "verify", *names], capture_output=True, text=True, check=False
+    )
     told = [line for line in said.stderr.splitlines() if "freight" in line]
     assert (said.returncode, told) == (0, []), said.stderr
 
@@ -49,7 +55,10 @@ def test_options_and_times_of_the_unit_fit() -> None:
     service, _ = units()
     known = {flag.name for flag, _ in SERVER_FLAGS}
     assert set(re.findall(r"--[a-z-]+", service)) <= known
-    drain, stop = (int(re.search(rf"{name}[ =](\d+)", service)[1]) for name in ("--drain-timeout", "TimeoutStopSec"))  # type: ignore[index]
+    drain, stop = (
+        int(re.search(rf"{name}[ =](\d+)", service)[1])
+        for name in ("--drain-timeout", "TimeoutStopSec")
+    )  # type: ignore[index]
     assert stop >= drain + 15  # the engine's process has 10 seconds after the answers
 
 
@@ -69,10 +78,15 @@ def test_https_and_a_trace(tmp_path: Path) -> None:
             answer = client.post(f"{url}/v1/completions", json=body, headers=headers)
             assert answer.status_code == 200
             assert not any(TRACE in value for value in answer.headers.values())
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="-", http_client=httpx.Client(verify=ours.client())) as asking:
-            stream = asking.completions.create(model="demo", prompt="def f(", max_tokens=4, temperature=0, stream=True)
+        with openai.OpenAI(
+            base_url=f"{url}/v1", api_key="-", http_client=httpx.Client(verify=ours.client())
+        ) as asking:
+            stream = asking.completions.create(
+                model="demo", prompt="def f(", max_tokens=4, temperature=0, stream=True
+            )
             assert (
-                "".join(part.choices[0].text for part in stream if part.choices) == answer.json()["choices"][0]["text"]
+                "".join(part.choices[0].text for part in stream if part.choices)
+                == answer.json()["choices"][0]["text"]
             )
         with httpx.Client(verify=other.client()) as client, pytest.raises(httpx.ConnectError):
             client.get(f"{url}/health")
@@ -86,7 +100,9 @@ def test_https_and_a_trace(tmp_path: Path) -> None:
 
 def test_a_key_of_another_certificate_is_refused_before_anything_starts(tmp_path: Path) -> None:
     ours, other = certificate(tmp_path, "ours"), certificate(tmp_path, "other")
-    server = ServeProcess("demo", ["--ssl-certfile", str(ours.cert), "--ssl-keyfile", str(other.key)], forked=True)
+    server = ServeProcess(
+        "demo", ["--ssl-certfile", str(ours.cert), "--ssl-keyfile", str(other.key)], forked=True
+    )
     try:
         assert server.wait() == 2
         assert "the key is not that of the certificate" in server.said
@@ -97,13 +113,18 @@ def test_a_key_of_another_certificate_is_refused_before_anything_starts(tmp_path
 
 @pytest.mark.parametrize(("host", "status"), [("127.0.0.1", 0), ("0.0.0.0", 2)])
 def test_a_socket_that_systemd_passes_is_served(host: str, status: int) -> None:
-    """As sd_listen_fds(3) says: descriptor 3, and the process that it is for. A public one needs a key."""
+    """As sd_listen_fds(3) says: descriptor 3, and the process that it is for. A public one needs a
+    key.
+    """
     with socket.create_server((host, 0)) as listener:
         port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())
         os.set_inheritable(descriptor, True)
         command = f'exec 3<&{descriptor}; LISTEN_FDS=1 LISTEN_PID=$$ exec "$0" -m freight serve demo --port 1 "$@"'
         serving = subprocess.Popen(
-            ["bash", "-c", command, sys.executable, *MEMORY], pass_fds=[descriptor], stderr=subprocess.PIPE, text=True
+            ["bash", "-c", command, sys.executable, *MEMORY],
+            pass_fds=[descriptor],
+            stderr=subprocess.PIPE,
+            text=True,
         )
         os.close(descriptor)
     try:

@@ -1,4 +1,6 @@
-"""OPT from end to end: from the pickled file that its authors published to text, FP8 weights and every FP8 cache."""
+"""OPT from end to end: from the pickled file that its authors published to text, FP8 weights and
+every FP8 cache.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As transformers writes it, with the tokenizer of the demo model."""
     folder, demo = tmp_path_factory.mktemp("opt") / "model", resolve_model("demo")
     vocab_size = json.loads((demo / "config.json").read_text())["vocab_size"]
-    save_random(type(VARIANTS["opt"])(**VARIANTS["opt"].to_dict() | {"vocab_size": vocab_size}), folder, torch.float32)
+    save_random(
+        type(VARIANTS["opt"])(**VARIANTS["opt"].to_dict() | {"vocab_size": vocab_size}),
+        folder,
+        torch.float32,
+    )
     for file in demo.glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder
@@ -42,11 +48,19 @@ def text(model: Path, **options: Any) -> str:
 def test_the_first_file_of_opt_is_converted_and_completes_a_prompt(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Facebook's own files have a version beside the tensors, the head as the embedding, and shorter names."""
+    """Facebook's own files have a version beside the tensors, the head as the embedding, and
+    shorter names.
+    """
     folder, out = tmp_path / "opt", tmp_path / "out"
     shutil.copytree(model, folder)
-    tensors = {name.removeprefix("model."): one for name, one in load_file(folder / "model.safetensors").items()}
-    tensors |= {"decoder.version": torch.tensor([3.0]), "lm_head.weight": tensors["decoder.embed_tokens.weight"]}
+    tensors = {
+        name.removeprefix("model."): one
+        for name, one in load_file(folder / "model.safetensors").items()
+    }
+    tensors |= {
+        "decoder.version": torch.tensor([3.0]),
+        "lm_head.weight": tensors["decoder.embed_tokens.weight"],
+    }
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
 
@@ -57,12 +71,27 @@ def test_the_first_file_of_opt_is_converted_and_completes_a_prompt(
         assert not ended.value.code
         return capsys.readouterr().out
 
-    assert "lm_head.weight is decoder.embed_tokens.weight" in command("convert", str(folder), str(out))
-    options = ("--max-tokens", "8", "--temperature", "0", "--ignore-eos", "--kv-cache-memory", "8MiB", "--json")
-    said = json.loads(command("generate", str(out), "--prompt", "def main(", "--max-model-len", "128", *options))
+    assert "lm_head.weight is decoder.embed_tokens.weight" in command(
+        "convert", str(folder), str(out)
+    )
+    options = (
+        "--max-tokens",
+        "8",
+        "--temperature",
+        "0",
+        "--ignore-eos",
+        "--kv-cache-memory",
+        "8MiB",
+        "--json",
+    )
+    said = json.loads(
+        command("generate", str(out), "--prompt", "def main(", "--max-model-len", "128", *options)
+    )
     assert said["outputs"][0]["text"] == text(model)
     freight.quantize(out, tmp_path / "quantized", weights="fp8")  # under these names, too
-    assert "decoder.layers.0.fc1.weight_scale" in load_file(tmp_path / "quantized" / "model.safetensors")
+    assert "decoder.layers.0.fc1.weight_scale" in load_file(
+        tmp_path / "quantized" / "model.safetensors"
+    )
 
 
 def near(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -84,13 +113,22 @@ def test_fp8_weights_and_caches_of_every_granularity(model: Path, tmp_path: Path
     data: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "calibration_data": [IDS]}
     for granularity in ("tensor", "head", "channel"):
         freight.quantize(model, tmp_path / granularity, **data, kv_granularity=granularity)
-        assert near(freight_logits(tmp_path / granularity, IDS, "float32", kv_cache_dtype="fp8"), exact)
+        assert near(
+            freight_logits(tmp_path / granularity, IDS, "float32", kv_cache_dtype="fp8"), exact
+        )
 
 
 def test_centers_are_for_keys_that_are_rotated(model: Path, tmp_path: Path):
     """Without rotation a mean of keys adds the same to all scores of a query."""
     with pytest.raises(ConfigError, match="--center gains nothing"):
-        freight.quantize(model, tmp_path / "out", weights="none", kv_cache="fp8", center=True, calibration_data=[IDS])
+        freight.quantize(
+            model,
+            tmp_path / "out",
+            weights="none",
+            kv_cache="fp8",
+            center=True,
+            calibration_data=[IDS],
+        )
 
 
 def test_fp8_weights_are_evaluated(
@@ -114,6 +152,8 @@ def test_fp8_weights_are_evaluated(
         assert said["weights"]["dtype"] == "fp8_e4m3fn"
         assert [run["kv_cache_dtype"] for run in said["runs"]] == ["float32", "fp8_e4m3fn"]
         assert all(0 < run["perplexity"] < 1e6 for run in said["runs"])
-    said = json.loads(command("evaluate", str(model), *options, "--weights", "fp8,fp8-channel,fp8-block"))
+    said = json.loads(
+        command("evaluate", str(model), *options, "--weights", "fp8,fp8-channel,fp8-block")
+    )
     assert len(said["runs"]) == 2 + 2 * 3
     assert all(run["kl_mean"] > 0 for run in said["runs"][1:])

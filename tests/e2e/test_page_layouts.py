@@ -39,7 +39,12 @@ def test_no_layout_changes_a_bit(folder, cache, scales, kernels, monkeypatch):
 
         made: list[KVPool] = []
         monkeypatch.setattr(build, "allocate_pool", allocate)
-        options = {"kv_cache_dtype": cache, "kv_scales": scales, "kernels": kernels, "dtype": "bfloat16"}
+        options = {
+            "kv_cache_dtype": cache,
+            "kv_scales": scales,
+            "kernels": kernels,
+            "dtype": "bfloat16",
+        }
         llm = LLM(str(folder), skip_tokenizer_init=True, max_num_batched_tokens=64, **options)
         params = SamplingParams(max_tokens=9, logprobs=2, ignore_eos=True)
         outputs = [*llm.generate(PROMPTS, params), *llm.generate(PROMPTS[:1], params)]

@@ -1,4 +1,6 @@
-"""torch's defaults belong to the user's process: no default dtype, default device or grad mode changes a result."""
+"""torch's defaults belong to the user's process: no default dtype, default device or grad mode
+changes a result.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from freight.evaluate.report import compare_caches
 
 BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 PROMPTS = [[1, 2, 3, 4], list(range(5, 45))]
-SMALL: dict[str, Any] = {"kv_cache_memory": "4MiB", "max_model_len": 128, "skip_tokenizer_init": True}
+SMALL: dict[str, Any] = {
+    "kv_cache_memory": "4MiB",
+    "max_model_len": 128,
+    "skip_tokenizer_init": True,
+}
 QUANTIZE: dict[str, Any] = {
     "weights": "fp8",
     "activations": "static",
@@ -26,13 +32,30 @@ QUANTIZE: dict[str, Any] = {
     "kv_granularity": "channel",
     "calibration_data": [list(range(64))] * 4,
 }
-SAMPLED = {"max_tokens": 6, "seed": 3, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "frequency_penalty": 0.5}
+SAMPLED = {
+    "max_tokens": 6,
+    "seed": 3,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.01,
+    "frequency_penalty": 0.5,
+}
 
 
 def generated(model: Path, **options: Any) -> list[Any]:
-    """Token ids, log-probabilities and cumulative log-probability of greedy and sampled completions."""
-    common: dict[str, Any] = {"logprobs": 3, "prompt_logprobs": 2, "detokenize": False, "ignore_eos": True}
-    params = [SamplingParams(temperature=0.0, max_tokens=6, **common), SamplingParams(**SAMPLED, **common)]
+    """Token ids, log-probabilities and cumulative log-probability of greedy and sampled
+    completions.
+    """
+    common: dict[str, Any] = {
+        "logprobs": 3,
+        "prompt_logprobs": 2,
+        "detokenize": False,
+        "ignore_eos": True,
+    }
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=6, **common),
+        SamplingParams(**SAMPLED, **common),
+    ]
     found: list[Any] = []
     for output in LLM(str(model), **SMALL | options).generate(PROMPTS, params):
         (one,) = output.outputs
@@ -41,7 +64,9 @@ def generated(model: Path, **options: Any) -> list[Any]:
 
 
 def results(out: Path) -> list[Any]:
-    """What the engine, the quantizer and the evaluation give, with compiled and with reference kernels."""
+    """What the engine, the quantizer and the evaluation give, with compiled and with reference
+    kernels.
+    """
     freight.quantize(BASE, out, **QUANTIZE)
     return [
         generated(BASE),
@@ -53,7 +78,9 @@ def results(out: Path) -> list[Any]:
         generated(out, kernels="reference"),
         [
             (score.perplexity, score.mean_kl, score.cut_off_share)
-            for score in compare_caches(EngineArgs(str(BASE), **SMALL), [("fp8", "auto")], list(range(120)))
+            for score in compare_caches(
+                EngineArgs(str(BASE), **SMALL), [("fp8", "auto")], list(range(120))
+            )
         ],
     ]
 
@@ -66,7 +93,10 @@ def process_default(name: str) -> Iterator[None]:
             torch.set_default_dtype(getattr(torch, name))
         elif name == "meta":
             torch.set_default_device("meta")
-        with torch.inference_mode(name == "inference_mode"), torch.set_grad_enabled(name != "no_grad"):
+        with (
+            torch.inference_mode(name == "inference_mode"),
+            torch.set_grad_enabled(name != "no_grad"),
+        ):
             yield
     finally:
         torch.set_default_device(None)
@@ -79,7 +109,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         return results(tmp_path_factory.mktemp("expected") / "out")
 
 
-@pytest.mark.parametrize("name", ["float64", "float16", "bfloat16", "meta", "no_grad", "inference_mode"])
+@pytest.mark.parametrize(
+    "name", ["float64", "float16", "bfloat16", "meta", "no_grad", "inference_mode"]
+)
 def test_a_default_of_the_process_changes_no_bit(name: str, expected: list[Any], tmp_path: Path):
     with process_default(name):
         found = results(tmp_path / "out")

@@ -1,4 +1,6 @@
-"""freight quantize from end to end: what it writes is what other tools write, runs here, and is whole or not there."""
+"""freight quantize from end to end: what it writes is what other tools write, runs here, and is
+whole or not there.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,17 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 BASE = FIXTURES / "base_bf16"
 LLM_COMPRESSOR = json.loads((FIXTURES / "llmcompressor_scales.json").read_text())
 IDS = LLM_COMPRESSOR["input_ids"]
-STATIC: dict[str, Any] = {"weights": "fp8", "activations": "static", "kv_cache": "fp8", "calibration_data": IDS}
-SMALL: dict[str, Any] = {"kv_cache_memory": "4MiB", "max_model_len": 128, "skip_tokenizer_init": True}
+STATIC: dict[str, Any] = {
+    "weights": "fp8",
+    "activations": "static",
+    "kv_cache": "fp8",
+    "calibration_data": IDS,
+}
+SMALL: dict[str, Any] = {
+    "kv_cache_memory": "4MiB",
+    "max_model_len": 128,
+    "skip_tokenizer_init": True,
+}
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -65,7 +76,10 @@ def test_tensors_are_those_that_llm_compressor_writes(out: Path):
         elif got[name].dtype is torch.bfloat16 and not name.endswith("_scale"):
             assert torch.equal(got[name], theirs[name]), name
     assert config(out)["quantization_config"]["kv_cache_format"] == "fp8_e4m3fn"
-    ours, docs = config(out)["quantization_config"], config(FIXTURES / "ct_docs")["quantization_config"]
+    ours, docs = (
+        config(out)["quantization_config"],
+        config(FIXTURES / "ct_docs")["quantization_config"],
+    )
     assert {key for key in ours if key != "kv_cache_format"} <= docs.keys()
     assert (ours["format"], ours["ignore"]) == (docs["format"], docs["ignore"])
     (group,), (other,) = ours["config_groups"].values(), docs["config_groups"].values()
@@ -79,14 +93,20 @@ def test_tensors_are_those_that_autofp8_writes(out: Path):
     freight.quantize(BASE, out, **STATIC, format="fp8")
     assert headers(out) == headers(FIXTURES / "autofp8_static_kv")
     said = config(out)["quantization_config"]
-    assert said == config(FIXTURES / "autofp8_static_kv")["quantization_config"] | {"kv_cache_format": "fp8_e4m3fn"}
+    assert said == config(FIXTURES / "autofp8_static_kv")["quantization_config"] | {
+        "kv_cache_format": "fp8_e4m3fn"
+    }
 
 
 def test_blocks_in_the_other_format_are_deepseeks(out: Path):
     freight.quantize(BASE, out, weights="fp8-block", format="fp8")
     got, said = headers(out), config(out)["quantization_config"]
     assert said["weight_block_size"] == [128, 128]
-    assert (said["quant_method"], said["fmt"], said["activation_scheme"]) == ("fp8", "e4m3", "dynamic")
+    assert (said["quant_method"], said["fmt"], said["activation_scheme"]) == (
+        "fp8",
+        "e4m3",
+        "dynamic",
+    )
     assert got["model.layers.0.mlp.down_proj.weight_scale_inv"] == (torch.float32, (2, 3))
     assert not [name for name in got if name.endswith("weight_scale")]
     assert len(generate(out)) == 8
@@ -98,7 +118,9 @@ def test_scales_in_float32_are_amax_over_448(out: Path):
     for name in base:
         if f"{name}_scale" in got:
             assert got[f"{name}_scale"] == base[name].float().abs().amax() / 448
-            assert got[name].view(torch.uint8).bitwise_and(0x7F).amax() == 0x7E, "the largest becomes 448"
+            assert got[name].view(torch.uint8).bitwise_and(0x7F).amax() == 0x7E, (
+                "the largest becomes 448"
+            )
 
 
 @pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
@@ -128,8 +150,12 @@ def test_codes_are_made_with_the_scale_that_is_stored(out: Path, weights: str):
     for name in (name for name in got if got[name].dtype is torch.float8_e4m3fn):
         scale, exact = got[f"{name}_scale"].float(), base[name].float().abs()
         if weights == "fp8-block":
-            scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(exact), : exact.shape[1]]
-        assert torch.equal(got[name].float(), encode(base[name], scale, Format.E4M3FN).float()), name
+            scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[
+                : len(exact), : exact.shape[1]
+            ]
+        assert torch.equal(got[name].float(), encode(base[name], scale, Format.E4M3FN).float()), (
+            name
+        )
         if weights == "fp8":
             unrounded = encode(base[name], exact.amax() / 448, Format.E4M3FN)
             differ += int((unrounded.float() != got[name].float()).sum())
@@ -142,7 +168,9 @@ def test_the_output_head_is_rounded_if_asked(out: Path):
     assert got["lm_head.weight"].dtype is torch.float8_e4m3fn
     assert got["model.embed_tokens.weight"].dtype is torch.bfloat16
     values = decode(got["lm_head.weight"], got["lm_head.weight_scale"].float())
-    assert (values - base["lm_head.weight"].float()).abs().max() <= base["lm_head.weight"].abs().max() / 16
+    assert (values - base["lm_head.weight"].float()).abs().max() <= base[
+        "lm_head.weight"
+    ].abs().max() / 16
     assert config(out)["quantization_config"]["ignore"] == []
     assert len(generate(out)) == 8
     assert result.bytes_after < 0.7 * result.bytes_before
@@ -152,18 +180,26 @@ def test_the_output_head_is_rounded_if_asked(out: Path):
     ("model", "options", "message"),
     [
         (BASE, {"activations": "static", "weights": "fp8"}, "head's input is not calibrated"),
-        (BASE, {"weights": "none", "kv_cache": "fp8"}, "--lm-head changes nothing with --weights none"),
+        (
+            BASE,
+            {"weights": "none", "kv_cache": "fp8"},
+            "--lm-head changes nothing with --weights none",
+        ),
         ("demo", {}, "lm_head is this model's embedding, which stays in 16 bits"),
     ],
 )
-def test_an_output_head_that_cannot_be_rounded_is_refused(out: Path, model: object, options: Any, message: str):
+def test_an_output_head_that_cannot_be_rounded_is_refused(
+    out: Path, model: object, options: Any, message: str
+):
     with pytest.raises(ConfigError, match=message):
         freight.quantize(model, out, lm_head=True, **options)
     assert not out.exists()
 
 
 def test_ignored_modules_stay_as_they_are(out: Path):
-    freight.quantize(BASE, out, **STATIC, ignore=["re:1.*down_proj", "model.layers.0.self_attn.o_proj"])
+    freight.quantize(
+        BASE, out, **STATIC, ignore=["re:1.*down_proj", "model.layers.0.self_attn.o_proj"]
+    )
     left = ["model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"]
     assert config(out)["quantization_config"]["ignore"] == [*left, "lm_head"]
     got, base = tensors(out), tensors(BASE)
@@ -181,15 +217,25 @@ def test_a_pattern_that_tears_q_k_v_apart_is_told(out: Path):
 
 @pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
 def test_kv_scales_alone(out: Path, granularity: str):
-    freight.quantize(BASE, out, weights="none", kv_cache="fp8", kv_granularity=granularity, calibration_data=IDS)
+    freight.quantize(
+        BASE, out, weights="none", kv_cache="fp8", kv_granularity=granularity, calibration_data=IDS
+    )
     got = headers(out)
-    scales = {f"model.layers.{i}.self_attn.{side}_scale": (torch.bfloat16, (1,)) for i in range(2) for side in "kv"}
+    scales = {
+        f"model.layers.{i}.self_attn.{side}_scale": (torch.bfloat16, (1,))
+        for i in range(2)
+        for side in "kv"
+    }
     assert got == headers(BASE) | scales
     said = config(out)["quantization_config"]
     assert (said["format"], said["config_groups"], said["ignore"]) == ("dense", {}, [])
     assert ("kv_scales" in config(out)["freight"]) is (granularity != "tensor")
     info = LLM(str(out), **SMALL).kv_cache_info()
-    assert (info["dtype"], info["granularity"], info["scale_source"]) == ("fp8_e4m3fn", granularity, "checkpoint")
+    assert (info["dtype"], info["granularity"], info["scale_source"]) == (
+        "fp8_e4m3fn",
+        granularity,
+        "checkpoint",
+    )
 
 
 def test_tgi_gets_one_scale_and_its_format(out: Path):
@@ -199,7 +245,10 @@ def test_tgi_gets_one_scale_and_its_format(out: Path):
     assert config(out)["kv_cache_torch_dtype"] == "float8_e4m3fn"
     assert "quantization_config" not in config(out)
     for index in range(2):
-        k, v = (LLM_COMPRESSOR["scales"][f"model.layers.{index}.self_attn.{side}_scale"] for side in "kv")
+        k, v = (
+            LLM_COMPRESSOR["scales"][f"model.layers.{index}.self_attn.{side}_scale"]
+            for side in "kv"
+        )
         kv = float(tensors(out)[f"model.layers.{index}.self_attn.kv_scale"])
         assert kv == pytest.approx(max(k, v), rel=2**-8)
     info = LLM(str(out), **SMALL).kv_cache_info()
@@ -224,15 +273,21 @@ def test_the_demo_is_never_calibrated_on_the_text_that_judges_it():
     opened = open_unquantized("demo")
     decided = plan(QuantizeArgs(kv_cache="fp8", num_samples=4))
     source = resolve_model("demo")
-    assert load_samples(opened, decided, None) == load_samples(opened, decided, source / "calibration.txt")
-    calibrated, judged = ((source / f"{name}.txt").read_text(encoding="utf-8") for name in ("calibration", "heldout"))
+    assert load_samples(opened, decided, None) == load_samples(
+        opened, decided, source / "calibration.txt"
+    )
+    calibrated, judged = (
+        (source / f"{name}.txt").read_text(encoding="utf-8") for name in ("calibration", "heldout")
+    )
     lines = {line for line in judged.splitlines() if len(line) > 60}
     assert len(lines) > 100
     assert len(lines & set(calibrated.splitlines())) < 0.01 * len(lines)
 
 
 def test_the_demo_needs_no_data_and_loses_little(out: Path):
-    freight.quantize("demo", out, weights="fp8", activations="static", kv_cache="fp8", num_samples=8)
+    freight.quantize(
+        "demo", out, weights="fp8", activations="static", kv_cache="fp8", num_samples=8
+    )
     source = resolve_model("demo")
     assert {file.name for file in out.iterdir()} == {
         "config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -240,8 +295,14 @@ def test_the_demo_needs_no_data_and_loses_little(out: Path):
     }  # fmt: skip
     text = (source / "heldout.txt").read_text(encoding="utf-8")
     (plain,) = compare_caches(EngineArgs("demo"), [], text, 512, max_tokens=8192)
-    _, quantized = compare_caches(EngineArgs(str(out)), [("auto", "auto")], text, 512, max_tokens=8192)
-    assert (quantized.dtype, quantized.granularity, quantized.scale_source) == ("fp8_e4m3fn", "tensor", "checkpoint")
+    _, quantized = compare_caches(
+        EngineArgs(str(out)), [("auto", "auto")], text, 512, max_tokens=8192
+    )
+    assert (quantized.dtype, quantized.granularity, quantized.scale_source) == (
+        "fp8_e4m3fn",
+        "tensor",
+        "checkpoint",
+    )
     assert quantized.perplexity == pytest.approx(plain.perplexity, rel=0.01)
 
 
@@ -283,9 +344,13 @@ def damaged(tmp_path: Path) -> Callable[[str], Path]:
 
 def test_a_damaged_weight_is_named(out: Path, damaged: Callable[[str], Path]):
     folder = damaged("model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has values that are NaN"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has values that are NaN"
+    ):
         freight.quantize(folder, out)
-    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj: input: NaN during calibration"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj: input: NaN during calibration"
+    ):
         freight.quantize(folder, out, **STATIC)
     assert not out.exists()
 
@@ -296,7 +361,11 @@ def test_a_damaged_weight_is_named(out: Path, damaged: Callable[[str], Path]):
         ({"kv_cache": "fp8"}, ConfigError, "--kv-cache fp8 needs --calibration-data"),
         ({"activations": "static"}, ConfigError, "--activations static needs --calibration-data"),
         ({"kv_cache": "fp8", "calibration_data": [[]]}, ConfigError, "has no token"),
-        ({"kv_cache": "fp8", "calibration_data": "/nowhere.txt"}, ConfigError, "/nowhere.txt cannot be read"),
+        (
+            {"kv_cache": "fp8", "calibration_data": "/nowhere.txt"},
+            ConfigError,
+            "/nowhere.txt cannot be read",
+        ),
         ({"ignore": ["re:experts"]}, ConfigError, "matches no Linear module"),
         ({"weight": "fp8"}, ConfigError, r"did you mean weights\?"),
         ({"out": BASE}, ConfigError, "exists"),
@@ -307,7 +376,9 @@ def test_a_damaged_weight_is_named(out: Path, damaged: Callable[[str], Path]):
         ({"model": FIXTURES}, CheckpointError, "no config.json"),
     ],
 )
-def test_bad_input_leaves_nothing(out: Path, options: dict[str, Any], error: type[Exception], says: str):
+def test_bad_input_leaves_nothing(
+    out: Path, options: dict[str, Any], error: type[Exception], says: str
+):
     with pytest.raises(error, match=says):
         freight.quantize(**{"model": BASE, "out": out} | options)
     assert list(out.parent.iterdir()) == []
@@ -321,18 +392,28 @@ def test_a_model_with_scales_is_not_calibrated_again(tmp_path: Path, out: Path):
     data = [list(range(100))]
     with pytest.raises(CheckpointError, match="has KV scales already"):
         freight.quantize(folder, out, weights="none", kv_cache="fp8", calibration_data=data)
-    with pytest.raises(CheckpointError, match="has no KV scales for layers 1"):  # nor are some of them kept
+    with pytest.raises(
+        CheckpointError, match="has no KV scales for layers 1"
+    ):  # nor are some of them kept
         freight.quantize(folder, out)
 
 
 def test_a_full_disk_is_seen_before_the_work(out: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000)
+    )  # type: ignore[attr-defined]
     with pytest.raises(CapacityError, match=re.escape("has 1,000 free")):
         freight.quantize(BASE, out, **STATIC)
     assert not out.exists()
 
 
-CENTERED: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "center": True, "num_samples": 8, "max_seq_len": 512}
+CENTERED: dict[str, Any] = {
+    "weights": "none",
+    "kv_cache": "fp8",
+    "center": True,
+    "num_samples": 8,
+    "max_seq_len": 512,
+}
 
 
 @pytest.mark.slow
@@ -359,11 +440,15 @@ def test_centers_lie_beside_scales_that_hold_without_them(tmp_path: Path):
 def test_centers_change_with_chunks_and_batches_no_more_than_anything_else(tmp_path: Path):
     freight.quantize("demo", tmp_path / "out", **CENTERED)
     prompts = [list(range(10 + i, 60 + 7 * i)) for i in range(4)]
-    params = SamplingParams(max_tokens=12, temperature=0.0, detokenize=False, ignore_eos=True, logprobs=1)
+    params = SamplingParams(
+        max_tokens=12, temperature=0.0, detokenize=False, ignore_eos=True, logprobs=1
+    )
 
     def run(**options: Any) -> list[Any]:
         llm = LLM(str(tmp_path / "out"), **{**SMALL, **options})
-        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params)]
+        return [
+            (o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params)
+        ]
 
     together = run()
     assert together == run(max_num_seqs=1, max_num_batched_tokens=16, enable_prefix_caching=False)
@@ -390,7 +475,8 @@ def test_scales_that_move_take_centers_along_or_hold_without(tmp_path: Path):
     freight.quantize("demo", quantized, **CENTERED)
     extract_scales(str(quantized), "demo", tmp_path / "moved")
     moved, made = (
-        json.loads((tmp_path / name / "freight_kv_scales.json").read_text()) for name in ("moved", "quantized")
+        json.loads((tmp_path / name / "freight_kv_scales.json").read_text())
+        for name in ("moved", "quantized")
     )
     assert moved == made
     exported = export_scales(str(quantized), tmp_path / "scales.json")

@@ -1,9 +1,11 @@
-"""Why scales and centers matter: models of the same function with keys or values of another size, and biased keys.
+"""Why scales and centers matter: models of the same function with keys or values of another size,
+and biased keys.
 
-Keys × c with queries / c, and values × c with the output projection / c, change nothing in 16 bits. With measured
-scales the divergence from 16 bits stays what it is at c = 1; with scales of 1.0 the model is destroyed, by saturation
-at c = 1000 and by underflow at c = 1e-4. A large key bias destroys it under every scale, and centers repair that. It is
-the table of docs/numerics.md on less text, and takes a minute: `make test-all` runs it.
+Keys × c with queries / c, and values × c with the output projection / c, change nothing in 16 bits.
+With measured scales the divergence from 16 bits stays what it is at c = 1; with scales of 1.0 the
+model is destroyed, by saturation at c = 1000 and by underflow at c = 1e-4. A large key bias
+destroys it under every scale, and centers repair that. It is the table of docs/numerics.md on less
+text, and takes a minute: `make test-all` runs it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from freight.fp8.formats import Format
 
 pytestmark = pytest.mark.slow
 NUM_TOKENS = 2048
-# How far the mean KL may be from that of the plain model, as a share of it. Codes differ, because c is no power of two
-# and the rescaled weights are rounded anew. Measured on 16,384 tokens: within 10 %.
+# How far the mean KL may be from that of the plain model, as a share of it. Codes differ, because c
+# is no power of two and the rescaled weights are rounded anew. Measured on 16,384 tokens: within 10
+# %.
 NOISE = 0.25
 MEASURED = SCALES[1:]
 

@@ -1,4 +1,6 @@
-"""`freight serve` from start to end: what it says while it loads, how it drains, and what is left when it is killed."""
+"""`freight serve` from start to end: what it says while it loads, how it drains, and what is left
+when it is killed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def complete(url: str, **fields: Any) -> tuple[int, Any]:
 def answering(url: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
     with closing(connection), connection.getresponse() as answer:
         yield answer
 
@@ -118,7 +122,9 @@ def test_a_killed_engine_ends_streams_with_an_error_and_the_server_with_a_status
 
 
 def test_a_killed_engine_is_replaced_where_that_was_asked_for(tmp_path: Path) -> None:
-    with server("--restart-engine", *ONE_BY_ONE, model=str(demo_with_chat_template(tmp_path)), forked=True) as process:
+    with server(
+        "--restart-engine", *ONE_BY_ONE, model=str(demo_with_chat_template(tmp_path)), forked=True
+    ) as process:
         url = process.wait_until_healthy()
         first, renderer = (process.children()[name] for name in ("worker", "render_process"))
         with stream(url) as answer:
@@ -154,7 +160,11 @@ def test_faults_at_start_are_one_line_and_a_status(tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         for options, status, says in (
-            (["--port", port], 2, f"port {port} of 127.0.0.1 cannot be had: Address already in use"),
+            (
+                ["--port", port],
+                2,
+                f"port {port} of 127.0.0.1 cannot be had: Address already in use",
+            ),
             (["--api-key-file", str(tmp_path / "keys")], 2, "keys: No such file"),
             (["--host", "0.0.0.0"], 2, "--insecure"),
             (["--chat-template", str(tmp_path / "none.jinja")], 2, "none.jinja cannot be read"),

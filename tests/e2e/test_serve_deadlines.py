@@ -1,4 +1,6 @@
-"""What `freight serve` does about time and failures: deadlines, templates that loop, and prompts that give NaN."""
+"""What `freight serve` does about time and failures: deadlines, templates that loop, and prompts
+that give NaN.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "loops.jinja").write_text(LOOPS)
     options = [
         *("--kv-cache-dtype", "fp8", "--kv-cache-memory", "8MiB", "--max-num-seqs", "1"),
-        *("--template-timeout", "1", "--chat-template", str(folder / "loops.jinja"), "--shared-prefix-cache"),
+        *(
+            "--template-timeout",
+            "1",
+            "--chat-template",
+            str(folder / "loops.jinja"),
+            "--shared-prefix-cache",
+        ),
         *("--api-key", "ada:ada-0123456789", "--api-key", "bob:bob-0123456789"),
     ]
     with freight_serve(demo_with_chat_template(folder / "demo"), options) as url:
@@ -43,7 +51,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def hurried() -> Iterator[Server]:
-    """A server whose answers have 1.5 s: less than a machine that stands still may take for any of them."""
+    """A server whose answers have 1.5 s: less than a machine that stands still may take for any of
+    them.
+    """
     options = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "8MiB", "--max-num-seqs", "1"]
     options += ["--request-timeout", "1.5", "--max-num-batched-tokens", "16"]
     with freight_serve("demo", options) as url:
@@ -65,17 +75,29 @@ def test_an_answer_that_takes_too_long_ends_and_frees_what_it_held(hurried: Serv
         if answer.status != 200:
             return not is_timeout(answer)
         *events, error, done = answer.events
-        assert (error["error"]["code"], error["error"]["type"], done) == ("timeout", "timeout_error", "[DONE]")
+        assert (error["error"]["code"], error["error"]["type"], done) == (
+            "timeout",
+            "timeout_error",
+            "[DONE]",
+        )
         return bool(events[0]["choices"][0]["text"])
 
     assert in_time(a_stream_ends_with_an_error)
     hurried.wait_for(0)
 
 
-def test_requests_whose_time_passes_in_the_queue_fail_before_an_answer_begins(hurried: Server) -> None:
+def test_requests_whose_time_passes_in_the_queue_fail_before_an_answer_begins(
+    hurried: Server,
+) -> None:
     with ThreadPoolExecutor(12) as pool:
         bodies = [
-            {"prompt": [100 + i] * 20, "max_tokens": 1000, "ignore_eos": True, "stream": i % 2 == 0, "n": 16}
+            {
+                "prompt": [100 + i] * 20,
+                "max_tokens": 1000,
+                "ignore_eos": True,
+                "stream": i % 2 == 0,
+                "n": 16,
+            }
             for i in range(12)
         ]
         answers = list(pool.map(lambda body: hurried.ask("/v1/completions", body), bodies))
@@ -83,7 +105,9 @@ def test_requests_whose_time_passes_in_the_queue_fail_before_an_answer_begins(hu
     assert len(late) >= 4
     assert all(map(is_timeout, late))
     hurried.wait_for(0)
-    assert in_time(lambda: hurried.ask("/v1/completions", {"prompt": "x", "max_tokens": 1}).status == 200)
+    assert in_time(
+        lambda: hurried.ask("/v1/completions", {"prompt": "x", "max_tokens": 1}).status == 200
+    )
 
 
 def test_a_template_that_loops_fails_its_request_once_and_no_other(server: Server) -> None:
@@ -93,7 +117,9 @@ def test_a_template_that_loops_fails_its_request_once_and_no_other(server: Serve
         return sum(
             float(line.split()[-1])
             for line in text.splitlines()
-            if line.startswith("http_requests_total") and "/v1/chat/completions" in line and 'status="500"' in line
+            if line.startswith("http_requests_total")
+            and "/v1/chat/completions" in line
+            and 'status="500"' in line
         )
 
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="ada-0123456789", max_retries=2)
@@ -101,7 +127,9 @@ def test_a_template_that_loops_fails_its_request_once_and_no_other(server: Serve
 
     def ask() -> openai.APIStatusError:
         with pytest.raises(openai.InternalServerError) as error:
-            client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "loop"}], max_tokens=1)
+            client.chat.completions.create(
+                model="demo", messages=[{"role": "user", "content": "loop"}], max_tokens=1
+            )
         return error.value
 
     def others_are_served() -> bool:
@@ -110,7 +138,9 @@ def test_a_template_that_loops_fails_its_request_once_and_no_other(server: Serve
             asking = pool.submit(ask)
             assert server.ask("/v1/completions", {"prompt": "x", "max_tokens": 1}).status == 200
             beside = not asking.done()
-            after = server.ask("/v1/chat/completions", hello).status == 200  # its turn came after the other's deadline
+            after = (
+                server.ask("/v1/chat/completions", hello).status == 200
+            )  # its turn came after the other's deadline
             assert asking.result().code == "template_error"
         assert failures() == before + 1 + (not after)
         return beside and after
@@ -120,7 +150,10 @@ def test_a_template_that_loops_fails_its_request_once_and_no_other(server: Serve
 
 
 def test_keys_share_prefixes_where_that_was_asked_for(server: Server) -> None:
-    body = {"prompt": "class Shared:\n    def method(self, value, other):\n        return", "max_tokens": 1}
+    body = {
+        "prompt": "class Shared:\n    def method(self, value, other):\n        return",
+        "max_tokens": 1,
+    }
     for headers, least in ((ADA, 0), (BOB, 16)):
         usage = server.ask("/v1/completions", body, headers).body["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= least
@@ -135,18 +168,31 @@ def test_a_prompt_that_gives_nan_fails_alone(tmp_path: Path) -> None:
     options = ["--skip-tokenizer-init", "--kv-cache-dtype", "fp8", "--kv-cache-memory", "2MiB"]
     with freight_serve(folder, options) as url:
         server = Server(url)
-        sound = {"prompt": [3, 4, 5], "max_tokens": 120, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        sound = {
+            "prompt": [3, 4, 5],
+            "max_tokens": 120,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         sound["logit_bias"] = {str(NAN): -100}
         alone = server.ask("/v1/completions", sound).body["choices"]
         with ThreadPoolExecutor(1) as pool:
             beside = pool.submit(server.ask, "/v1/completions", sound)
             bad = {"prompt": [3, NAN, 5], "max_tokens": 4}
-            for answer in (server.ask("/v1/completions", bad), server.ask("/v1/completions", {**bad, "stream": True})):
+            for answer in (
+                server.ask("/v1/completions", bad),
+                server.ask("/v1/completions", {**bad, "stream": True}),
+            ):
                 assert (answer.status, answer.error["type"]) == (500, "server_error")
                 assert answer.headers["x-should-retry"] == "false"
                 assert "NaN" in answer.error["message"]
-            late = server.ask("/v1/completions", {"prompt": [[3, 4], [3, NAN]], "max_tokens": 4, "stream": True})
-            assert late.status == 500 or (late.events[-1] == "[DONE]" and "error" in late.events[-2])
+            late = server.ask(
+                "/v1/completions", {"prompt": [[3, 4], [3, NAN]], "max_tokens": 4, "stream": True}
+            )
+            assert late.status == 500 or (
+                late.events[-1] == "[DONE]" and "error" in late.events[-2]
+            )
             assert beside.result().body["choices"] == alone
         server.wait_for(0)
         assert server.metric("vllm:corrupted_requests_total") == 3

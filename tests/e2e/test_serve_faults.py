@@ -1,4 +1,6 @@
-"""Clients of `freight serve` that leave, do not read, come in numbers or ask for too much: nobody else notices."""
+"""Clients of `freight serve` that leave, do not read, come in numbers or ask for too much: nobody
+else notices.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +24,46 @@ pytestmark = pytest.mark.clock
 
 ADA, BOB = {"Authorization": "Bearer ada-0123456789"}, {"Authorization": "Bearer bob-0123456789"}
 OPTIONS = [
-    *("--kv-cache-dtype", "fp8", "--kv-cache-memory", "128MiB", "--max-num-seqs", "4", "--max-queue", "4"),
-    *("--max-num-batched-tokens", "64", "--api-key", "ada:ada-0123456789", "--api-key", "bob:bob-0123456789"),
+    *(
+        "--kv-cache-dtype",
+        "fp8",
+        "--kv-cache-memory",
+        "128MiB",
+        "--max-num-seqs",
+        "4",
+        "--max-queue",
+        "4",
+    ),
+    *(
+        "--max-num-batched-tokens",
+        "64",
+        "--api-key",
+        "ada:ada-0123456789",
+        "--api-key",
+        "bob:bob-0123456789",
+    ),
 ]
 LONG = {"prompt": "def main(", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
-ENDLESS = {**LONG, "max_tokens": 16_000}  # no machine computes four of them before they are looked at
+ENDLESS = {
+    **LONG,
+    "max_tokens": 16_000,
+}  # no machine computes four of them before they are looked at
 STEPS = 900 - len("def main(")  # of an answer of `body_for`, one token each
 APIS = ("/v1/completions", "/v1/chat/completions", "/generate_stream")
 
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    served = ServeProcess(demo_with_chat_template(tmp_path_factory.mktemp("model") / "demo", 16384), OPTIONS)
+    served = ServeProcess(
+        demo_with_chat_template(tmp_path_factory.mktemp("model") / "demo", 16384), OPTIONS
+    )
     try:
         served.wait_until_healthy()
         yield served
         assert served.stop() == 0, served.said[-2000:]
-        assert "Traceback" not in served.said, served.said[served.said.find("Traceback") - 300 :][:4000]
+        assert "Traceback" not in served.said, served.said[served.said.find("Traceback") - 300 :][
+            :4000
+        ]
     finally:
         served.close()
 
@@ -54,9 +79,19 @@ def server(process: ServeProcess) -> Iterator[Server]:
 def body_for(path: str, text: str, stream: bool, n: int = 1) -> dict[str, Any]:
     if path.startswith("/generate"):
         return {"inputs": text, "parameters": {"max_new_tokens": 900 - len(text)}}
-    common = {"max_tokens": 900 - len(text), "ignore_eos": True, "temperature": 0, "stream": stream, "n": n}
+    common = {
+        "max_tokens": 900 - len(text),
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": stream,
+        "n": n,
+    }
     if path == "/v1/messages":
-        return {"messages": [{"role": "user", "content": text}], "max_tokens": 900 - len(text), "stream": stream}
+        return {
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": 900 - len(text),
+            "stream": stream,
+        }
     if path == "/v1/chat/completions":
         return {"messages": [{"role": "user", "content": text}], **common}
     return {"prompt": text, **common}
@@ -87,7 +122,9 @@ def test_a_client_that_leaves_within_its_stream_frees_all(
 ) -> None:
     for n in (1, 1, 4 if path != "/generate_stream" else 1):
         found = []
-        while not found or (found[-1] >= STEPS - 100 and len(found) < 10):  # a machine that stands still sees it late
+        while not found or (
+            found[-1] >= STEPS - 100 and len(found) < 10
+        ):  # a machine that stands still sees it late
             opened = server.open(path, body_for(path, "def main(", True, n))
             opened.first_event()
             found.append(steps_after_leaving(server, opened, reset))
@@ -100,7 +137,9 @@ def test_a_client_that_leaves_within_its_stream_frees_all(
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", APIS)
-def test_a_client_that_leaves_before_its_first_token_frees_all(server: Server, path: str, stream: bool) -> None:
+def test_a_client_that_leaves_before_its_first_token_frees_all(
+    server: Server, path: str, stream: bool
+) -> None:
     path = "/generate" if path == "/generate_stream" and not stream else path
     found, drawn = [], []
     for _ in range(20):  # until one left in time: the prompt takes more than seven steps
@@ -156,11 +195,16 @@ def test_a_full_queue_refuses_before_an_answer_begins(server: Server) -> None:
         for stream in (False, True):
             answer = server.ask("/v1/messages", body_for("/v1/messages", "x", stream))
             assert (answer.status, answer.body["type"]) == (429, "error")
-            assert (set(answer.error), answer.error["type"]) == ({"type", "message"}, "rate_limit_error")
+            assert (set(answer.error), answer.error["type"]) == (
+                {"type", "message"},
+                "rate_limit_error",
+            )
             assert 1 <= int(answer.headers["retry-after"]) <= 120
         counted = server.ask("/v1/messages/count_tokens", body_for("/v1/messages", "x", False))
         assert counted.status == 200  # it takes no place
-        answer = server.ask("/v1/completions", {"prompt": "x", "n": 9})  # more than all places: no use to wait
+        answer = server.ask(
+            "/v1/completions", {"prompt": "x", "n": 9}
+        )  # more than all places: no use to wait
         assert (answer.status, answer.error["param"]) == (400, "n")
         tokens = int(server.metric("vllm:generation_tokens_total") - before) // 4
         for stream in streams:  # past what was there when others were refused
@@ -190,7 +234,9 @@ def test_a_client_that_does_not_read_holds_up_nobody(server: Server) -> None:
 def test_a_cached_prefix_is_known_to_the_key_that_brought_it_only(server: Server) -> None:
     bob = Server(server.url, BOB)
     body = {"prompt": new_text(200), "max_tokens": 2}
-    requests = {name: server.metric("freight:key_requests_total", key=name) for name in ("ada", "bob")}
+    requests = {
+        name: server.metric("freight:key_requests_total", key=name) for name in ("ada", "bob")
+    }
 
     def cached(asked: Server) -> int:
         usage = asked.ask("/v1/completions", body).body["usage"]
@@ -206,7 +252,9 @@ def test_a_cached_prefix_is_known_to_the_key_that_brought_it_only(server: Server
     assert Server(server.url).ask("/v1/models").status == 401
 
 
-def test_the_next_conversation_has_a_new_process_for_its_template(process: ServeProcess, server: Server) -> None:
+def test_the_next_conversation_has_a_new_process_for_its_template(
+    process: ServeProcess, server: Server
+) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     assert server.ask("/v1/chat/completions", body).status == 200
     killed = processes(process, "render_process")
@@ -226,7 +274,9 @@ def processes(process: ServeProcess, module: str) -> list[int]:
     found = []
     for pid in children_of(process.process.pid):
         with contextlib.suppress(OSError):
-            if f"freight.server.{module}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            if f"freight.server.{module}".encode() in Path(
+                f"/proc/{pid}/cmdline"
+            ).read_bytes().split(b"\0"):
                 found.append(pid)
     return found
 
@@ -237,18 +287,30 @@ def test_no_address_in_a_request_is_connected_to(server: Server) -> None:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/x"
         image = [{"type": "image_url", "image_url": {"url": url}}]
         schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": url}}}
-        tool = {"type": "function", "function": {"name": "f", "description": url, "parameters": {"$ref": url}}}
+        tool = {
+            "type": "function",
+            "function": {"name": "f", "description": url, "parameters": {"$ref": url}},
+        }
         chat = {"messages": [{"role": "user", "content": url}], "max_tokens": 1}
         for path, body in (
             ("/v1/chat/completions", {**chat, "messages": [{"role": "user", "content": image}]}),
             ("/v1/chat/completions", {**chat, "response_format": schema}),
             ("/v1/chat/completions", {**chat, "tools": [tool], "tool_choice": "required"}),
             ("/v1/chat/completions", {**chat, "chat_template_kwargs": {"documents": [url]}}),
-            ("/v1/chat/completions", {**chat, "user": url, "metadata": {"url": url}, "cache_salt": url}),
+            (
+                "/v1/chat/completions",
+                {**chat, "user": url, "metadata": {"url": url}, "cache_salt": url},
+            ),
             ("/v1/chat/completions", {**chat, "model": url}),
             ("/v1/completions", {"prompt": url, "max_tokens": 1, "suffix": url}),
             ("/generate", {"inputs": f"![]({url})", "parameters": {"max_new_tokens": 1}}),
-            ("/generate", {"inputs": "x", "parameters": {"grammar": {"type": "json", "value": {"$ref": url}}}}),
+            (
+                "/generate",
+                {
+                    "inputs": "x",
+                    "parameters": {"grammar": {"type": "json", "value": {"$ref": url}}},
+                },
+            ),
             ("/tokenize", {"messages": [{"role": "user", "content": image}]}),
         ):
             answer = server.ask(path, body, {"X-Request-Id": url, "Referer": url, "Origin": url})
@@ -258,8 +320,17 @@ def test_no_address_in_a_request_is_connected_to(server: Server) -> None:
 
 
 def test_it_listens_on_one_socket(process: ServeProcess, server: Server) -> None:
-    pids = [process.process.pid, *processes(process, "worker"), *processes(process, "render_process")]
-    inodes = {os.readlink(link) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    pids = [
+        process.process.pid,
+        *processes(process, "worker"),
+        *processes(process, "render_process"),
+    ]
+    inodes = {
+        os.readlink(link)
+        for pid in pids
+        for link in Path(f"/proc/{pid}/fd").iterdir()
+        if link.is_symlink()
+    }
     listening = []
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

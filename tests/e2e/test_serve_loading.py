@@ -1,4 +1,6 @@
-"""`freight serve` ended while it imports or loads: one line, an exit status that says so, and nothing left running."""
+"""`freight serve` ended while it imports or loads: one line, an exit status that says so, and
+nothing left running.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,26 @@ from tests.unit.server.raw_http import in_time
 
 pytestmark = pytest.mark.clock
 
-COMMAND = (sys.executable, "-m", "freight", "serve", "demo", "--port", "0", "--kv-cache-memory", "1MiB")
+COMMAND = (
+    sys.executable,
+    "-m",
+    "freight",
+    "serve",
+    "demo",
+    "--port",
+    "0",
+    "--kv-cache-memory",
+    "1MiB",
+)
 
 
 def start() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        COMMAND, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+        COMMAND,
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
 
 
@@ -37,7 +53,9 @@ def wait_until_it_listens(process: subprocess.Popen[str]) -> None:
 
 
 def was_ready(lines: list[str]) -> bool:
-    """Whether the model was loaded before the signal came: this machine stood still, or is very fast."""
+    """Whether the model was loaded before the signal came: this machine stood still, or is very
+    fast.
+    """
     return any("ready: demo" in line for line in lines)
 
 
@@ -69,10 +87,13 @@ def test_while_the_model_loads(number: signal.Signals, status: int, group: bool)
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+    ("number", "status"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
 )
 def test_at_random_moments(number: signal.Signals, status: int):
-    """From the start of Python: before it runs any of our code, its own way of ending is all there is."""
+    """From the start of Python: before it runs any of our code, its own way of ending is all there
+    is.
+    """
     process = start()
     begun = time.monotonic()
     wait_until_it_listens(process)

@@ -1,4 +1,6 @@
-"""SIGHUP reads the keys again and cuts no stream; the cause of a refusal is in the log, and no text or key."""
+"""SIGHUP reads the keys again and cuts no stream; the cause of a refusal is in the log, and no text
+or key.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def test_sighup_reads_the_keys_again_and_cuts_no_stream(tmp_path: Path) -> None:
         assert (ada.ask("/v1/models").status, bob.ask("/v1/models").status) == (200, 401)
         with ada.streaming(ENDLESS) as opened:
             keys.write_text("not a name:sk-carl\n")
-            for pid in (process.process.pid, *process.children().values()):  # as the end of a terminal does it
+            for pid in (
+                process.process.pid,
+                *process.children().values(),
+            ):  # as the end of a terminal does it
                 os.kill(pid, signal.SIGHUP)
             wait_for_line(process, "the keys stay as they were")
             keys.write_text("bob:sk-bob\n")
@@ -31,7 +36,9 @@ def test_sighup_reads_the_keys_again_and_cuts_no_stream(tmp_path: Path) -> None:
             wait_for_line(process, "keys were read again; there are 1")
             assert (ada.ask("/v1/models").status, bob.ask("/v1/models").status) == (401, 200)
             tokens = int(bob.metric("vllm:generation_tokens_total"))
-            assert all(event["choices"] for event in opened.events(tokens + 100))  # of a key that is gone
+            assert all(
+                event["choices"] for event in opened.events(tokens + 100)
+            )  # of a key that is gone
         refused = bob.ask("/v1/completions", {"prompt": "a secret text", "temperature": 9})
         assert refused.status == 400
         wait_for_line(process, "route=/v1/completions code=invalid_request_error param=temperature")
@@ -39,7 +46,11 @@ def test_sighup_reads_the_keys_again_and_cuts_no_stream(tmp_path: Path) -> None:
         wait_for_line(process, "code=unknown_parameter param=other")
         for path, body, said in (
             ("/tokenize", {"prompt": 5}, "route=/tokenize code=invalid_request_error param=prompt"),
-            ("/detokenize", {"tokens": [-1]}, "route=/detokenize code=invalid_request_error param=tokens"),
+            (
+                "/detokenize",
+                {"tokens": [-1]},
+                "route=/detokenize code=invalid_request_error param=tokens",
+            ),
         ):
             assert bob.ask(path, body).status == 400
             wait_for_line(process, said)

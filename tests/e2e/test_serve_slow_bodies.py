@@ -1,4 +1,6 @@
-"""1,100 clients with slow bodies, on a server that may have 1,024 open files: it goes on, and says its limit."""
+"""1,100 clients with slow bodies, on a server that may have 1,024 open files: it goes on, and says
+its limit.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ while True:
 def holders(port: int, counts: tuple[int, ...]) -> Iterator[None]:
     """Processes that hold connections: each may have 1,024 files, too."""
     command = [sys.executable, "-c", HOLDER, str(port)]
-    running = [subprocess.Popen([*command, str(count)], stdout=subprocess.PIPE, text=True) for count in counts]
+    running = [
+        subprocess.Popen([*command, str(count)], stdout=subprocess.PIPE, text=True)
+        for count in counts
+    ]
     try:
         for one in running:
             assert one.stdout is not None

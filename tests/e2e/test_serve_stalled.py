@@ -1,4 +1,6 @@
-"""An engine that gives no sign of life: /health says so, it is noticed when it comes back, or a new one is started."""
+"""An engine that gives no sign of life: /health says so, it is noticed when it comes back, or a new
+one is started.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from tests.unit.server.raw_http import wait_for
 
 pytestmark = pytest.mark.clock
 
-OPTIONS = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "8MiB", *ONE_BY_ONE, "--stall-timeout", "2"]
+OPTIONS = [
+    "--kv-cache-dtype",
+    "fp8",
+    "--kv-cache-memory",
+    "8MiB",
+    *ONE_BY_ONE,
+    "--stall-timeout",
+    "2",
+]
 SHORT = {"prompt": "def main(", "max_tokens": 2}
 
 
@@ -49,14 +59,18 @@ def test_a_stopped_engine_is_not_healthy_until_it_goes_on(process: ServeProcess)
             answer = server.ask("/health")
             assert answer.body["status"] == "engine_stalled"
             assert int(answer.headers["retry-after"]) >= 1
-            refused = server.ask("/v1/completions", SHORT)  # at once: nobody knows when it would be computed
+            refused = server.ask(
+                "/v1/completions", SHORT
+            )  # at once: nobody knows when it would be computed
             assert (refused.status, refused.error["code"]) == (503, "engine_stalled")
             assert server.metric("freight:engine_stalled") == 1
             before = int(server.metric("vllm:generation_tokens_total"))
         finally:
             os.kill(engine, signal.SIGCONT)
         wait_for_health(server, 200)
-        assert all(event["choices"] for event in opened.events(before + 100))  # an event has a token or more
+        assert all(
+            event["choices"] for event in opened.events(before + 100)
+        )  # an event has a token or more
     assert server.metric("freight:engine_stalled") == 0
     assert server.ask("/v1/completions", SHORT).status == 200
     os.kill(engine, signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""A client of `freight serve` that reads nothing of a long stream loses its connection after --write-timeout."""
+"""A client of `freight serve` that reads nothing of a long stream loses its connection after
+--write-timeout.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,26 @@ from tests.asking import Server
 from tests.serving import freight_serve
 
 # Four streams with log-probabilities: far more bytes than the buffers of a connection hold.
-LONG = {"prompt": "def main(", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "n": 4, "logprobs": 20}
+LONG = {
+    "prompt": "def main(",
+    "max_tokens": 900,
+    "temperature": 0,
+    "ignore_eos": True,
+    "n": 4,
+    "logprobs": 20,
+}
 SHORT = {"prompt": "import os", "max_tokens": 10, "temperature": 0, "ignore_eos": True}
 OPTIONS = [
-    *("--kv-cache-dtype", "fp8", "--kv-cache-memory", "8MiB", "--max-num-seqs", "8", "--write-timeout", "0.5"),
+    *(
+        "--kv-cache-dtype",
+        "fp8",
+        "--kv-cache-memory",
+        "8MiB",
+        "--max-num-seqs",
+        "8",
+        "--write-timeout",
+        "0.5",
+    ),
 ]
 
 
@@ -28,7 +46,10 @@ def asked_on_a_small_window(url: str) -> http.client.HTTPConnection:
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it is connected
     connection.sock.connect((parts.hostname, parts.port))
     connection.request(
-        "POST", "/v1/completions", json.dumps(LONG | {"stream": True}), {"Content-Type": "application/json"}
+        "POST",
+        "/v1/completions",
+        json.dumps(LONG | {"stream": True}),
+        {"Content-Type": "application/json"},
     )
     return connection
 
@@ -41,12 +62,16 @@ def test_a_client_that_reads_nothing_is_dropped_and_holds_nothing() -> None:
         try:
             asked, end = 0, time.monotonic() + 300
             while server.metric("vllm:request_success_total", finished_reason="abort") == 0:
-                assert server.ask("/v1/completions", SHORT).body["choices"] == alone  # nobody else notices
+                assert (
+                    server.ask("/v1/completions", SHORT).body["choices"] == alone
+                )  # nobody else notices
                 asked += 1
                 assert time.monotonic() < end
             server.wait_for(0)
             assert server.metric("vllm:request_success_total", finished_reason="abort") == 1
-            assert server.metric("vllm:request_success_total", finished_reason="length") == 1 + asked
+            assert (
+                server.metric("vllm:request_success_total", finished_reason="length") == 1 + asked
+            )
             time.sleep(0.1)
             assert b"[DONE]" not in received(connection.sock)
         finally:

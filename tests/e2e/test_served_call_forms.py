@@ -1,4 +1,6 @@
-"""Forced calls with tagged arguments, by a server and OpenAI's client: the demo under the template of Qwen3-Coder."""
+"""Forced calls with tagged arguments, by a server and OpenAI's client: the demo under the template
+of Qwen3-Coder.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "paramete
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[OpenAI]:
-    options = ["--kv-cache-memory", "16MiB", "--chat-template", str(TEMPLATE), "--enable-auto-tool-choice"]
+    options = [
+        "--kv-cache-memory",
+        "16MiB",
+        "--chat-template",
+        str(TEMPLATE),
+        "--enable-auto-tool-choice",
+    ]
     with freight_serve("demo", [*options, "--tool-call-parser", "qwen3_coder"]) as url:
         yield OpenAI(base_url=f"{url}/v1", api_key="none")
 

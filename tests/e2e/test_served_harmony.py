@@ -1,6 +1,8 @@
-"""Harmony, gpt-oss's format, through a server: forms, forced calls, and the conversation that follows them.
+"""Harmony, gpt-oss's format, through a server: forms, forced calls, and the conversation that
+follows them.
 
-The model is the demo with seven tokens renamed to the format's control tokens, which `logit_bias` makes likely enough.
+The model is the demo with seven tokens renamed to the format's control tokens, which `logit_bias`
+makes likely enough.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from tests.unit.server.harmony_cases import SCHEMA, TEMPLATE, TOOLS
 
 from freight.text.harmony import CALL, CHANNEL, END, MARKERS, RETURN
 
-IDS = {marker: 4096 - len(MARKERS) + index for index, marker in enumerate(MARKERS)}  # of which no other token is made
+IDS = {
+    marker: 4096 - len(MARKERS) + index for index, marker in enumerate(MARKERS)
+}  # of which no other token is made
 LIKELY = {str(IDS[END]): 12}
 USER = {"role": "user", "content": "How is the weather?"}
 
@@ -27,15 +31,28 @@ USER = {"role": "user", "content": "How is the weather?"}
 def demo_of_harmony(folder: Path) -> Path:
     """The demo model in `folder` with tokens and a template of harmony."""
     demo_with_chat_template(folder)
-    files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json")]
+    files = [
+        folder / name
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    ]
     tokenizer, config, generation = (json.loads(file.read_text()) for file in files)
     model, texts = tokenizer["model"], {number: marker for marker, number in IDS.items()}
     model["vocab"] = {texts.get(number, name): number for name, number in model["vocab"].items()}
     model["merges"] = model["merges"][: -len(MARKERS)]
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    tokenizer["added_tokens"] += [{"id": number, "content": text, **special} for text, number in IDS.items()]
+    special = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    tokenizer["added_tokens"] += [
+        {"id": number, "content": text, **special} for text, number in IDS.items()
+    ]
     generation["eos_token_id"] = [IDS[RETURN], IDS[CALL]]
-    for file, value in zip(files, (tokenizer, config | {"chat_template": TEMPLATE}, generation), strict=True):
+    for file, value in zip(
+        files, (tokenizer, config | {"chat_template": TEMPLATE}, generation), strict=True
+    ):
         file.write_text(json.dumps(value))
     return folder
 
@@ -63,13 +80,17 @@ def asked(server: Server, **fields: Any) -> list[dict[str, Any]]:
     for one, choice in zip(streamed, choices, strict=True):
         message = choice["message"]
         calls = [call["function"] for call in message.get("tool_calls") or []]
-        assert one == {name: message.get(name) or "" for name in ("reasoning", "content")} | {"calls": calls}
+        assert one == {name: message.get(name) or "" for name in ("reasoning", "content")} | {
+            "calls": calls
+        }
     return choices
 
 
 def test_the_final_message_has_the_form_and_reasoning_is_free(server: Server) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
-    choices = asked(server, response_format=form, logit_bias=LIKELY, skip_special_tokens=True)  # as some clients send
+    choices = asked(
+        server, response_format=form, logit_bias=LIKELY, skip_special_tokens=True
+    )  # as some clients send
     ended = [choice["message"] for choice in choices if choice["finish_reason"] == "stop"]
     assert ended
     for message in ended:
@@ -88,7 +109,9 @@ def test_a_forced_call_is_read_and_the_conversation_goes_on(server: Server) -> N
         assert jsonschema_rs.is_valid(schema, json.loads(call["function"]["arguments"])), message
         result = {"role": "tool", "tool_call_id": call["id"], "content": "grey"}
         said = message | {"content": "I will look.", "reasoning": "hm"}
-        answer = server.ask("/v1/chat/completions", {"messages": [USER, said, result], "max_tokens": 1})
+        answer = server.ask(
+            "/v1/chat/completions", {"messages": [USER, said, result], "max_tokens": 1}
+        )
         assert answer.status == 200, answer.raw
 
 

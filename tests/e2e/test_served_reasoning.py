@@ -1,8 +1,8 @@
 """A form that an answer must have begins after the model's reasoning, which is free text.
 
-The model is the demo with a response template of its own and two tokens renamed to its tags, which `logit_bias` makes
-likely enough. One template ends the prompt within reasoning, so that every answer begins there; without
-`enable_thinking` it leaves that to the answer.
+The model is the demo with a response template of its own and two tokens renamed to its tags, which
+`logit_bias` makes likely enough. One template ends the prompt within reasoning, so that every
+answer begins there; without `enable_thinking` it leaves that to the answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from tests.serving import freight_serve
 
 OPEN, CLOSE = 4094, 4095  # of the demo's tokens, two of which no other is made
 TAGS = {OPEN: "<|muse|>", CLOSE: "<|say|>"}
-THINKS = TEMPLATE + "{% if add_generation_prompt and enable_thinking is not false %}<|muse|>{% endif %}"
+THINKS = (
+    TEMPLATE + "{% if add_generation_prompt and enable_thinking is not false %}<|muse|>{% endif %}"
+)
 PARTS = {
     "start_anchor": "assistant: ",
     "fields": {
@@ -30,7 +32,10 @@ PARTS = {
 }
 SCHEMA = {
     "type": "object",
-    "properties": {"sky": {"enum": ["clear", "grey"]}, "wind": {"type": "integer", "minimum": 0, "maximum": 12}},
+    "properties": {
+        "sky": {"enum": ["clear", "grey"]},
+        "wind": {"type": "integer", "minimum": 0, "maximum": 12},
+    },
     "required": ["sky", "wind"],
     "additionalProperties": False,
 }
@@ -45,8 +50,16 @@ def demo_that_reasons(folder: Path) -> Path:
     model = tokenizer["model"]
     names = {TAGS.get(number, name): number for name, number in model["vocab"].items()}
     model["vocab"], model["merges"] = names, model["merges"][: -len(TAGS)]
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    tokenizer["added_tokens"] += [{"id": number, "content": tag, **plain} for number, tag in TAGS.items()]
+    plain = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": False,
+    }
+    tokenizer["added_tokens"] += [
+        {"id": number, "content": tag, **plain} for number, tag in TAGS.items()
+    ]
     config |= {"chat_template": THINKS, "response_template": PARTS}
     for file, value in zip(files, (tokenizer, config), strict=True):
         file.write_text(json.dumps(value))
@@ -60,10 +73,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(url)
 
 
-def asked(server: Server, n: int = 4, max_tokens: int = 400, **fields: Any) -> list[tuple[str, str]]:
-    """(reasoning, content) of each answer that came to its end: whole and streamed, which are the same."""
+def asked(
+    server: Server, n: int = 4, max_tokens: int = 400, **fields: Any
+) -> list[tuple[str, str]]:
+    """(reasoning, content) of each answer that came to its end: whole and streamed, which are the
+    same.
+    """
     messages = [{"role": "user", "content": "How is the weather?"}]
-    body = {"messages": messages, "max_tokens": max_tokens, "n": n, "seed": 1, "response_format": FORM, **fields}
+    body = {
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "n": n,
+        "seed": 1,
+        "response_format": FORM,
+        **fields,
+    }
     answer = server.ask("/v1/chat/completions", body)
     assert answer.status == 200, answer.raw
     choices = answer.body["choices"]
@@ -76,7 +100,11 @@ def asked(server: Server, n: int = 4, max_tokens: int = 400, **fields: Any) -> l
         message = choice["message"]
         assert one == {name: message.get(name) or "" for name in one}
         assert message.get("reasoning_content") == message.get("reasoning")
-    ended = [one for one, choice in zip(streamed, choices, strict=True) if choice["finish_reason"] == "stop"]
+    ended = [
+        one
+        for one, choice in zip(streamed, choices, strict=True)
+        if choice["finish_reason"] == "stop"
+    ]
     assert ended
     for one in ended:
         assert jsonschema_rs.is_valid(SCHEMA, json.loads(one["content"])), one
@@ -84,9 +112,13 @@ def asked(server: Server, n: int = 4, max_tokens: int = 400, **fields: Any) -> l
 
 
 @pytest.mark.parametrize(
-    "form", [{}, {"response_format": None, "structured_outputs": {"json": SCHEMA}}], ids=["openai", "vllm"]
+    "form",
+    [{}, {"response_format": None, "structured_outputs": {"json": SCHEMA}}],
+    ids=["openai", "vllm"],
 )
-def test_reasoning_is_free_and_what_follows_has_the_form(server: Server, form: dict[str, Any]) -> None:
+def test_reasoning_is_free_and_what_follows_has_the_form(
+    server: Server, form: dict[str, Any]
+) -> None:
     answers = asked(server, logit_bias={str(CLOSE): 10}, **form)
     assert any(len(reasoning.split()) > 1 and "{" not in reasoning for reasoning, _ in answers)
 
@@ -98,5 +130,7 @@ def test_an_answer_without_reasoning_has_the_form_from_its_beginning(server: Ser
 
 def test_an_answer_may_open_its_reasoning_itself(server: Server) -> None:
     likely = {str(OPEN): 20, str(CLOSE): 20}  # more than anything else
-    answers = asked(server, 8, 200, logit_bias=likely, chat_template_kwargs={"enable_thinking": False})
+    answers = asked(
+        server, 8, 200, logit_bias=likely, chat_template_kwargs={"enable_thinking": False}
+    )
     assert any(reasoning for reasoning, _ in answers)

@@ -1,7 +1,9 @@
-"""A served answer is that of `LLM.generate`, to the character: in one piece, and as the pieces of a stream joined.
+"""A served answer is that of `LLM.generate`, to the character: in one piece, and as the pieces of a
+stream joined.
 
-It holds for every API that completes text, greedy and seeded, beside other requests, and with a cold and a warm prefix
-cache: what is served goes through the same engine, and a stream goes through the same text.
+It holds for every API that completes text, greedy and seeded, beside other requests, and with a
+cold and a warm prefix cache: what is served goes through the same engine, and a stream goes through
+the same text.
 """
 
 from __future__ import annotations
@@ -24,11 +26,24 @@ from tests.e2e.conftest import DemoServer
 from freight import SamplingParams
 from freight.llm import LLM
 
-PROMPTS = ["def main(", "The license applies to the", "    for name in names:\n", "import", "é€漢😀 → "]
+PROMPTS = [
+    "def main(",
+    "The license applies to the",
+    "    for name in names:\n",
+    "import",
+    "é€漢😀 → ",
+]
 FORMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 7, "top_p": 0.95},
-    {"temperature": 0.9, "seed": 8, "top_k": 50, "min_p": 0.01, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {
+        "temperature": 0.9,
+        "seed": 8,
+        "top_k": 50,
+        "min_p": 0.01,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+    },
     {"temperature": 1.1, "seed": 9, "repetition_penalty": 1.2},
 ]
 few = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -43,7 +58,9 @@ class Texts:
 
 
 @contextmanager
-def posted(server: DemoServer, path: str, body: Mapping[str, Any]) -> Iterator[http.client.HTTPResponse]:
+def posted(
+    server: DemoServer, path: str, body: Mapping[str, Any]
+) -> Iterator[http.client.HTTPResponse]:
     parts = urlsplit(server.url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {server.key}"}
@@ -66,11 +83,15 @@ def streamed(server: DemoServer, path: str, body: Mapping[str, Any]) -> list[Any
         events = answer.read().decode("utf-8").split("\n\n")[:-1]
     if path.startswith("/v1/"):
         assert events.pop() == "data: [DONE]"
-    return [json.loads(event.removeprefix("data:")) for event in events if not event.startswith(":")]
+    return [
+        json.loads(event.removeprefix("data:")) for event in events if not event.startswith(":")
+    ]
 
 
 def joined(events: list[Any], count: int) -> Texts:
-    """What the chunks of OpenAI's API add up to. No piece has part of a character, which would show as U+FFFD."""
+    """What the chunks of OpenAI's API add up to. No piece has part of a character, which would show
+    as U+FFFD.
+    """
     texts, reasons = [""] * count, [""] * count
     for choice in (choice for event in events for choice in event["choices"]):
         index = choice["index"]
@@ -82,17 +103,26 @@ def joined(events: list[Any], count: int) -> Texts:
 
 def whole(body: Any) -> Texts:
     choices = sorted(body["choices"], key=lambda choice: choice["index"])
-    texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices]
+    texts = [
+        choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices
+    ]
     return Texts(texts, [choice["finish_reason"] for choice in choices])
 
 
-def expected(llm: LLM, prompt: str | list[int], params: Mapping[str, Any], before: str = "") -> Texts:
+def expected(
+    llm: LLM, prompt: str | list[int], params: Mapping[str, Any], before: str = ""
+) -> Texts:
     """What LLM.generate says."""
     outputs = llm.generate([prompt], SamplingParams(**params))[0].outputs
-    return Texts([before + output.text for output in outputs], [str(output.finish_reason) for output in outputs])
+    return Texts(
+        [before + output.text for output in outputs],
+        [str(output.finish_reason) for output in outputs],
+    )
 
 
-def check_completion(server: DemoServer, llm: LLM, prompt: str, params: Mapping[str, Any], **fields: Any) -> Texts:
+def check_completion(
+    server: DemoServer, llm: LLM, prompt: str, params: Mapping[str, Any], **fields: Any
+) -> Texts:
     """LLM.generate = the whole answer = the joined stream; returns it."""
     wanted = expected(llm, prompt, params, prompt if fields.get("echo") else "")
     check_both(server, "/v1/completions", {"prompt": prompt, **as_json(params), **fields}, wanted)
@@ -102,7 +132,10 @@ def check_completion(server: DemoServer, llm: LLM, prompt: str, params: Mapping[
 def check_both(server: DemoServer, path: str, body: Mapping[str, Any], wanted: Texts) -> None:
     """Ask for a stream and for a whole answer at the same time."""
     with ThreadPoolExecutor() as pool:
-        stream, answer = pool.submit(streamed, server, path, body), pool.submit(asked, server, path, body)
+        stream, answer = (
+            pool.submit(streamed, server, path, body),
+            pool.submit(asked, server, path, body),
+        )
         assert joined(stream.result(), len(wanted.texts)) == wanted
         assert whole(answer.result()) == wanted
 
@@ -122,7 +155,9 @@ def test_completions(demo_server: DemoServer, served_llm: LLM) -> None:
         st.booleans(),
     )
     @example(PROMPTS[0], FORMS[0], 1, 1, True, False)  # all of a stream at once
-    def check(prompt: str, form: dict[str, Any], n: int, max_tokens: int, echo: bool, skip: bool) -> None:
+    def check(
+        prompt: str, form: dict[str, Any], n: int, max_tokens: int, echo: bool, skip: bool
+    ) -> None:
         params = {**form, "n": n, "max_tokens": max_tokens, "skip_special_tokens": skip}
         check_completion(demo_server, served_llm, prompt, params, echo=echo)
 
@@ -141,14 +176,18 @@ def test_stop_strings_across_chunks(demo_server: DemoServer, served_llm: LLM) ->
         stop = text[start : start + data.draw(st.integers(1, 8))]
         if not stop:
             return
-        (cut,) = check_completion(demo_server, served_llm, prompt, {**params, "stop": [stop, "never said"]}).texts
+        (cut,) = check_completion(
+            demo_server, served_llm, prompt, {**params, "stop": [stop, "never said"]}
+        ).texts
         assert cut == text[: text.index(stop)]
 
     check()
 
 
 @pytest.mark.parametrize("form", FORMS[:2])
-def test_characters_of_several_tokens(form: dict[str, Any], demo_server: DemoServer, served_llm: LLM) -> None:
+def test_characters_of_several_tokens(
+    form: dict[str, Any], demo_server: DemoServer, served_llm: LLM
+) -> None:
     """Every character here takes two to four tokens of one byte; no chunk may have a part of one."""
     params = {**form, "max_tokens": 40, "structured_outputs": {"regex": "[éß€漢字😀]{9}"}}
     (text,) = check_completion(demo_server, served_llm, "x", params, echo=True).texts
@@ -157,12 +196,20 @@ def test_characters_of_several_tokens(form: dict[str, Any], demo_server: DemoSer
 
 
 def test_bytes_that_are_no_character(demo_server: DemoServer, served_llm: LLM) -> None:
-    """Only the bytes of € are drawn, in any order: some are a character, and each of the others shows as U+FFFD."""
+    """Only the bytes of € are drawn, in any order: some are a character, and each of the others
+    shows as U+FFFD.
+    """
     tokenizer = served_llm.engine.tokenizer
     assert tokenizer is not None
     euro = dict.fromkeys(tokenizer.encode("€", add_special_tokens=False), 100)
     assert len(euro) == 3
-    params = {"temperature": 2.0, "seed": 2, "frequency_penalty": 1.0, "max_tokens": 40, "logit_bias": euro}
+    params = {
+        "temperature": 2.0,
+        "seed": 2,
+        "frequency_penalty": 1.0,
+        "max_tokens": 40,
+        "logit_bias": euro,
+    }
     (text,) = check_completion(demo_server, served_llm, "x", params).texts
     assert "\N{REPLACEMENT CHARACTER}" in text
     assert "€" in text
@@ -170,7 +217,12 @@ def test_bytes_that_are_no_character(demo_server: DemoServer, served_llm: LLM) -
 
 def test_chat(demo_server: DemoServer, served_llm: LLM) -> None:
     @few
-    @given(st.sampled_from(PROMPTS), st.sampled_from(FORMS), st.sampled_from([1, 3]), st.integers(1, 16))
+    @given(
+        st.sampled_from(PROMPTS),
+        st.sampled_from(FORMS),
+        st.sampled_from([1, 3]),
+        st.integers(1, 16),
+    )
     def check(prompt: str, form: dict[str, Any], n: int, max_tokens: int) -> None:
         messages = [{"role": "system", "content": "Write."}, {"role": "user", "content": prompt}]
         params = {**form, "n": n, "max_tokens": max_tokens}
@@ -192,7 +244,11 @@ def test_tgi(demo_server: DemoServer, served_llm: LLM) -> None:
         body = {"inputs": prompt, "parameters": sent}
         assert asked(demo_server, "/generate", body)["generated_text"] == wanted
         events = streamed(demo_server, "/generate_stream", body)
-        assert events[-1]["generated_text"] == wanted == "".join(event["token"]["text"] for event in events)
+        assert (
+            events[-1]["generated_text"]
+            == wanted
+            == "".join(event["token"]["text"] for event in events)
+        )
 
     check()
 
@@ -223,9 +279,15 @@ def other_load(server: DemoServer) -> Iterator[None]:
             thread.join(300)
 
 
-def test_beside_other_requests_and_from_a_warm_prefix_cache(demo_server: DemoServer, served_llm: LLM) -> None:
+def test_beside_other_requests_and_from_a_warm_prefix_cache(
+    demo_server: DemoServer, served_llm: LLM
+) -> None:
     prompt = "The license applies to what follows. " * 9
-    body = {"prompt": prompt, "cache_salt": "of this test", "stream_options": {"include_usage": True}}
+    body = {
+        "prompt": prompt,
+        "cache_salt": "of this test",
+        "stream_options": {"include_usage": True},
+    }
     for number, form in enumerate(FORMS[:3]):
         params = {**form, "n": 2, "max_tokens": 16}
         wanted = expected(served_llm, prompt, params)

@@ -1,4 +1,6 @@
-"""Layers that read the keys and values of others: what the cache holds, which tensors are skipped, what is refused."""
+"""Layers that read the keys and values of others: what the cache holds, which tensors are skipped,
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ IDS = tokens(60)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Six layers, with a window and without in turn; the last three read those of layers 1, 2 and 1."""
+    """Six layers, with a window and without in turn; the last three read those of layers 1, 2 and
+    1.
+    """
     save_random(VARIANTS["gemma4-shared"], tmp_path / "model", torch.float32)
     return tmp_path / "model"
 
@@ -38,7 +42,9 @@ def test_the_cache_has_no_pages_for_them(folder: Path) -> None:
     kv = KVCacheConfig(Format.FLOAT32, None, None, None)
     spec = cache_spec(kv, open_checkpoint(str(folder)).model, 16)
     assert [(group.window, group.layers) for group in spec.groups] == [(24, (0, 2)), (None, (1,))]
-    assert spec.bytes_per_token == 4 * (2 * 2 * 2 * 32 + 2 * 2 * 64)  # two layers of heads of 32, one of heads of 64
+    assert spec.bytes_per_token == 4 * (
+        2 * 2 * 2 * 32 + 2 * 2 * 64
+    )  # two layers of heads of 32, one of heads of 64
     pool = allocate_pool(spec, kv, [2, 3], REFERENCE)
     assert [layer.pages.k.data_ptr() for layer in pool.layers[3:]] == [
         pool.layers[source].pages.k.data_ptr() for source in (1, 2, 1)
@@ -61,7 +67,9 @@ def test_projections_that_no_layer_uses_are_skipped(folder: Path) -> None:
 def test_an_fp8_cache_with_scales_of_the_layers_that_store(folder: Path) -> None:
     file, scales = folder / "model.safetensors", {"k_scale": 0.02, "v_scale": 0.01}
     own = {
-        f"model.layers.{i}.self_attn.{side}": torch.tensor(scale) for i in range(3) for side, scale in scales.items()
+        f"model.layers.{i}.self_attn.{side}": torch.tensor(scale)
+        for i in range(3)
+        for side, scale in scales.items()
     }
     stored = load_file(file)
     save_file(stored | own, file, metadata={"format": "pt"})
@@ -69,7 +77,10 @@ def test_an_fp8_cache_with_scales_of_the_layers_that_store(folder: Path) -> None
     assert 0 < (exact - rounded).abs().mean() < 0.3 * exact.std()
     of_a_reader = {"model.layers.4.self_attn.k_scale": torch.tensor(0.02)}
     save_file(stored | own | of_a_reader, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"layers\.4\.self_attn\.k_scale is a KV scale of layer 4, which reads"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"layers\.4\.self_attn\.k_scale is a KV scale of layer 4, which reads",
+    ):
         logits(folder, kv_cache_dtype="fp8")
 
 
@@ -78,7 +89,9 @@ def test_calibrated_scales_are_those_of_the_layers_that_store(
     folder: Path, tmp_path: Path, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two samples: what a layer stored of the first must not be read for the second."""
-    monkeypatch.setattr(CenterWatch.centers, "__defaults__", (0.0, 0.0))  # every pair, whatever it gains
+    monkeypatch.setattr(
+        CenterWatch.centers, "__defaults__", (0.0, 0.0)
+    )  # every pair, whatever it gains
     static = {"weights": "fp8", "activations": "static", "kv_cache": "fp8"}
     data = [IDS, tokens(90)[20:]]
     freight.quantize(folder, tmp_path / "out", **static, **options, calibration_data=data)
@@ -86,11 +99,16 @@ def test_calibrated_scales_are_those_of_the_layers_that_store(
     of_kv = {name for name in stored if name.endswith((".k_scale", ".v_scale"))}
     assert of_kv == {f"model.layers.{i}.self_attn.{side}_scale" for i in range(3) for side in "kv"}
     assert "model.layers.3.self_attn.q_proj.input_scale" in stored
-    centered = [x - x.mean(1, keepdim=True) for x in (logits(folder), logits(tmp_path / "out", kv_cache_dtype="fp8"))]
+    centered = [
+        x - x.mean(1, keepdim=True)
+        for x in (logits(folder), logits(tmp_path / "out", kv_cache_dtype="fp8"))
+    ]
     assert torch.cosine_similarity(*centered, dim=1).min() > 0.9
 
 
-def test_inputs_of_layers_that_read_others_are_those_of_the_model(folder: Path, tmp_path: Path) -> None:
+def test_inputs_of_layers_that_read_others_are_those_of_the_model(
+    folder: Path, tmp_path: Path
+) -> None:
     """Observed layer by layer, they must be what the whole model computes of each sample."""
     from transformers import AutoModelForCausalLM
 
@@ -100,11 +118,15 @@ def test_inputs_of_layers_that_read_others_are_those_of_the_model(folder: Path, 
     stored = load_file(tmp_path / "out" / "model.safetensors")
     model, seen = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), []
     module = model.model.layers[5].mlp.down_proj
-    module.register_forward_hook(lambda _, inputs, output: seen.append(float(inputs[0].abs().max())))
+    module.register_forward_hook(
+        lambda _, inputs, output: seen.append(float(inputs[0].abs().max()))
+    )
     with torch.no_grad():
         for ids in data:
             model(torch.tensor([ids]))
-    assert float(stored["model.layers.5.mlp.down_proj.input_scale"]) == pytest.approx(max(seen) / 448, rel=1e-3)
+    assert float(stored["model.layers.5.mlp.down_proj.input_scale"]) == pytest.approx(
+        max(seen) / 448, rel=1e-3
+    )
 
 
 def test_weights_are_quantized_and_a_budget_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -113,5 +135,10 @@ def test_weights_are_quantized_and_a_budget_is_refused(folder: Path, tmp_path: P
     assert torch.cosine_similarity(*centered, dim=1).min() > 0.9
     with pytest.raises(CheckpointError, match="layer 3 reads the keys and values of layer 1"):
         freight.quantize(
-            folder, tmp_path / "mixed", weights="none", kv_cache="fp8", kv_budget="bits=9", calibration_data=[IDS, IDS]
+            folder,
+            tmp_path / "mixed",
+            weights="none",
+            kv_cache="fp8",
+            kv_budget="bits=9",
+            calibration_data=[IDS, IDS],
         )

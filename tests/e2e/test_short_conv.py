@@ -1,4 +1,6 @@
-"""LFM2 through all that runs a model: quantized, and with convolutions alone, where no layer has pages."""
+"""LFM2 through all that runs a model: quantized, and with convolutions alone, where no layer has
+pages.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,20 @@ from freight.models.open import open_checkpoint, open_model
 
 DEMO = Path(freight.__file__).parent / "demo"
 IDS = tokens(200)
-PARAMS = SamplingParams(max_tokens=24, temperature=0.9, seed=7, logprobs=2, ignore_eos=True, detokenize=False)
+PARAMS = SamplingParams(
+    max_tokens=24, temperature=0.9, seed=7, logprobs=2, ignore_eos=True, detokenize=False
+)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers, all of them convolutions, with the tokenizer of the demo."""
     folder = tmp_path_factory.mktemp("alone") / "alone"
-    save_random(Lfm2Config(**LFM2 | {"layer_types": ["conv"] * 3, "vocab_size": 1024}), folder, torch.bfloat16)
+    save_random(
+        Lfm2Config(**LFM2 | {"layer_types": ["conv"] * 3, "vocab_size": 1024}),
+        folder,
+        torch.bfloat16,
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder)
     return folder
@@ -48,7 +56,8 @@ def said(llm: LLM, prompts: list[list[int]]) -> list[Any]:
     return [(one.outputs[0].token_ids, repr(one.outputs[0].logprobs)) for one in outputs]
 
 
-# ------------------------------------------------------------------------------------------------------------ quantized
+# ------------------------------------------------------------------------------------------------------------
+# quantized
 
 
 @pytest.mark.parametrize("variant", ["lfm2", "lfm2-biases", "lfm2-moe", "lfm2-vl"])
@@ -58,16 +67,26 @@ def test_linears_are_quantized_and_convolutions_are_not(variant: str, tmp_path: 
         "weights": "fp8", "activations": "static", "kv_cache": "fp8", "calibration_data": [IDS, IDS[70:]],
     }  # fmt: skip
     freight.quantize(str(tmp_path / "plain"), tmp_path / "made", **options)
-    before, stored = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "made"))
+    before, stored = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("plain", "made")
+    )
     text = theirs.config.get_text_config()
     for index, kind in enumerate(text.layer_types):
-        (prefix,) = {name.partition(f".{index}.")[0] for name in before if f"layers.{index}.operator_norm" in name}
+        (prefix,) = {
+            name.partition(f".{index}.")[0]
+            for name in before
+            if f"layers.{index}.operator_norm" in name
+        }
         layer = f"{prefix}.{index}."
         if kind == "conv":
             for name in ("in_proj", "out_proj"):
                 assert stored[f"{layer}conv.{name}.weight"].dtype == torch.float8_e4m3fn
                 assert stored[f"{layer}conv.{name}.input_scale"] > 0
-            plain = [name for name in before if name.startswith(f"{layer}conv.") and "proj.weight" not in name]
+            plain = [
+                name
+                for name in before
+                if name.startswith(f"{layer}conv.") and "proj.weight" not in name
+            ]
             assert f"{layer}conv.conv.weight" in plain
         else:
             assert stored[f"{layer}self_attn.out_proj.weight"].dtype == torch.float8_e4m3fn
@@ -77,15 +96,20 @@ def test_linears_are_quantized_and_convolutions_are_not(variant: str, tmp_path: 
         assert all(torch.equal(stored[name], before[name]) for name in plain)
     assert any("feed_forward.gate.weight" in name for name in stored) == (variant == "lfm2-moe")
     made = open_checkpoint(str(tmp_path / "made"))
-    assert [layer is None for layer in made.kv_scales.layers] == [kind == "conv" for kind in text.layer_types]
+    assert [layer is None for layer in made.kv_scales.layers] == [
+        kind == "conv" for kind in text.layer_types
+    ]
     assert not made.kv_scales.missing
-    logits, plain_logits = (freight_logits(tmp_path / name, IDS, "auto") for name in ("made", "plain"))
+    logits, plain_logits = (
+        freight_logits(tmp_path / name, IDS, "auto") for name in ("made", "plain")
+    )
     assert torch.nn.functional.cosine_similarity(logits, plain_logits).mean() > (
         0.94 if variant == "lfm2-moe" else 0.97  # a router that changes its choice changes much
     )
 
 
-# --------------------------------------------------------------------------------------------------- convolutions alone
+# ---------------------------------------------------------------------------------------------------
+# convolutions alone
 
 
 def test_convolutions_alone_generate_the_same_however_they_are_cut(alone: Path) -> None:
@@ -105,7 +129,9 @@ def test_convolutions_alone_generate_the_same_however_they_are_cut(alone: Path) 
 
 
 def test_convolutions_alone_are_planned(alone: Path) -> None:
-    plan = make_plan(json.loads((alone / "config.json").read_text()), Wish(2**30, context=256, concurrency=4))
+    plan = make_plan(
+        json.loads((alone / "config.json").read_text()), Wish(2**30, context=256, concurrency=4)
+    )
     setting = plan.settings[plan.choice or 0]
     assert setting.requests >= 4
     spec = setting.spec
@@ -120,7 +146,9 @@ def test_convolutions_alone_are_timed(alone: Path) -> None:
 
 def test_there_are_no_caches_to_compare(alone: Path) -> None:
     args = EngineArgs(str(alone))
-    with pytest.raises(ConfigError, match=r"tensor, token\), and no layer of this model \(lfm2\) stores any"):
+    with pytest.raises(
+        ConfigError, match=r"tensor, token\), and no layer of this model \(lfm2\) stores any"
+    ):
         evaluate_grid(args, [IDS], GridArgs(caches=("tensor", "token")))
     found = compare_caches(args, [("fp8", "dynamic")], IDS, window=100)
     assert [one.mean_kl for one in found] == [0.0, 0.0]
@@ -134,38 +162,56 @@ def test_convolutions_alone_are_served(alone: Path) -> None:
         assert answer["usage"]["completion_tokens"] > 0
         metrics = httpx.get(f"{url}/metrics").text
         found = {
-            line.split("{")[0].split(" ")[0]: line.rsplit(" ", 1)[1] for line in metrics.splitlines() if line[:1] != "#"
+            line.split("{")[0].split(" ")[0]: line.rsplit(" ", 1)[1]
+            for line in metrics.splitlines()
+            if line[:1] != "#"
         }
         assert float(found["freight:cache_capacity_tokens"]) > 0
         assert httpx.get(f"{url}/health").status_code == 200
 
 
 def test_there_are_no_keys_and_values_to_quantize(alone: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"--kv-cache fp8: no layer of this model \(lfm2\).*--kv-cache none"):
+    with pytest.raises(
+        CheckpointError, match=r"--kv-cache fp8: no layer of this model \(lfm2\).*--kv-cache none"
+    ):
         freight.quantize(str(alone), tmp_path / "made", kv_cache="fp8", calibration_data=[IDS])
-    freight.quantize(str(alone), tmp_path / "made", weights="fp8", activations="dynamic", kv_cache="none")
+    freight.quantize(
+        str(alone), tmp_path / "made", weights="fp8", activations="dynamic", kv_cache="none"
+    )
     assert said(LLM(str(tmp_path / "made"), kv_cache_memory="1MiB"), [IDS])[0][0]
 
 
-# ------------------------------------------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------------------------------------------
+# what goes wrong
 
 
 @pytest.mark.parametrize(
-    ("position", "kernels", "caching"), covered([0, 79, 80, 81, 99], ["auto", "reference"], [True, False])
+    ("position", "kernels", "caching"),
+    covered([0, 79, 80, 81, 99], ["auto", "reference"], [True, False]),
 )
 def test_a_request_that_raises_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: int, kernels: str, caching: bool
 ) -> None:
-    """In its first step, at the end of its prompt and while it decodes; behind the layers, whose states are changed."""
+    """In its first step, at the end of its prompt and while it decodes; behind the layers, whose
+    states are changed.
+    """
     save_random(VARIANTS["lfm2"], tmp_path, torch.bfloat16)
     prompts = [IDS[:count] for count in (100, 80, 1, 33)] + [IDS[100:180]]
-    options: dict[str, Any] = {"kv_cache_memory": "1MiB", "max_num_batched_tokens": 48, "kernels": kernels}
-    expected = [said(LLM(str(tmp_path), skip_tokenizer_init=True, **options), [ids])[0] for ids in prompts]
+    options: dict[str, Any] = {
+        "kv_cache_memory": "1MiB",
+        "max_num_batched_tokens": 48,
+        "kernels": kernels,
+    }
+    expected = [
+        said(LLM(str(tmp_path), skip_tokenizer_init=True, **options), [ids])[0] for ids in prompts
+    ]
     inject(monkeypatch, {tuple(prompts[4]): position})
     llm = LLM(str(tmp_path), skip_tokenizer_init=True, enable_prefix_caching=caching, **options)
     outputs = [
         one.outputs[0]
-        for one in llm.generate([{"prompt_token_ids": ids} for ids in prompts], PARAMS, on_error="return")
+        for one in llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], PARAMS, on_error="return"
+        )
     ]
     assert [(one.token_ids, repr(one.logprobs)) for one in outputs[:4]] == expected[:4]
     assert outputs[4].error == ERROR

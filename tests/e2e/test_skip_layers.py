@@ -1,4 +1,6 @@
-"""`--kv-cache-dtype-skip-layers` from the options to the bytes: what each layer stores, and what skipping gains."""
+"""`--kv-cache-dtype-skip-layers` from the options to the bytes: what each layer stores, and what
+skipping gains.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def generated(**options: Any) -> tuple[LLM, list[int], list[Any]]:
 
 
 def stored(llm: LLM, layer: int) -> list[torch.Tensor]:
-    """The bytes of the blocks that the prompt filled, which a second request finds; nothing else has run."""
+    """The bytes of the blocks that the prompt filled, which a second request finds; nothing else
+    has run.
+    """
     pages = llm.engine.runner.pool.layers[layer].pages
     blocks = llm.generate(PROMPT, GREEDY)[0].num_cached_tokens // pages.k.shape[1]
     assert blocks > 0
@@ -52,7 +56,9 @@ def sixteen() -> tuple[LLM, list[int], list[Any]]:
 
 
 def test_layers_up_to_the_first_quantized_one_are_those_of_16_bits(sixteen: Any) -> None:
-    """Layers before and at the first 8-bit one project the same states; what a layer behind it stores differs."""
+    """Layers before and at the first 8-bit one project the same states; what a layer behind it
+    stores differs.
+    """
     plain, *_ = sixteen
     skipping, *_ = generated(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[0, 1, 2, 4])
     whole, *_ = generated(kv_cache_dtype="fp8")
@@ -61,13 +67,17 @@ def test_layers_up_to_the_first_quantized_one_are_those_of_16_bits(sixteen: Any)
     for layer in (0, 1, 2):
         assert same(stored(skipping, layer), stored(plain, layer))
     assert not same(stored(skipping, 4), stored(plain, 4))
-    assert not same(stored(skipping, 3), stored(whole, 3))  # behind three layers of 16 bits, not of 8
+    assert not same(
+        stored(skipping, 3), stored(whole, 3)
+    )  # behind three layers of 16 bits, not of 8
     first, *_ = generated(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[1, 2])
     assert same(stored(first, 0), stored(whole, 0))
 
 
 def test_an_unread_quantized_layer_changes_no_bit(sixteen: Any, tmp_path: Path) -> None:
-    """With the output projection of the only 8-bit layer at zero, its cache has no effect: all is as in 16 bits."""
+    """With the output projection of the only 8-bit layer at zero, its cache has no effect: all is
+    as in 16 bits.
+    """
     folder = tmp_path / "demo"
     shutil.copytree(resolve_model("demo"), folder)
     tensors = load_file(folder / "model.safetensors")
@@ -75,8 +85,13 @@ def test_an_unread_quantized_layer_changes_no_bit(sixteen: Any, tmp_path: Path) 
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     skip = "0,1,2,4,5"
     _, tokens, logprobs = generated(model=str(folder), kv_cache_dtype="bfloat16")
-    assert generated(model=str(folder), kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=skip)[1:] == (tokens, logprobs)
-    assert generated(model=str(folder), kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="0")[2] != logprobs
+    assert generated(model=str(folder), kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=skip)[
+        1:
+    ] == (tokens, logprobs)
+    assert (
+        generated(model=str(folder), kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="0")[2]
+        != logprobs
+    )
     assert generated(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=skip)[2] != sixteen[2]
 
 
@@ -85,8 +100,14 @@ def test_what_is_in_use_is_said(caplog: pytest.LogCaptureFixture) -> None:
     llm = LLM("demo", kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0", 2], **SMALL)
     assert "KV cache: fp8_e4m3fn, layers 0 and 2 in bfloat16; scales: token, dynamic" in caplog.text
     info = llm.kv_cache_info()
-    assert (info["dtype"], info["granularity"], info["scale_source"]) == ("mixed", "token", "dynamic")
-    assert [one["dtype"] for one in info["layers"]] == ["bfloat16" if i in (0, 2) else "fp8_e4m3fn" for i in range(6)]
+    assert (info["dtype"], info["granularity"], info["scale_source"]) == (
+        "mixed",
+        "token",
+        "dynamic",
+    )
+    assert [one["dtype"] for one in info["layers"]] == [
+        "bfloat16" if i in (0, 2) else "fp8_e4m3fn" for i in range(6)
+    ]
     values = 2 * 2 * 64  # K and V, 2 heads of 64
     assert info["bytes_per_token"] == 2 * 2 * values + 4 * (values + 2 * 2 * 2)
     assert llm.engine.runner.pool.num_bytes <= 8 * 2**20
@@ -111,23 +132,34 @@ def without_scales_in_2(tmp_path_factory: pytest.TempPathFactory) -> str:
     tensors = load_file(folder / "model.safetensors")
     for layer in set(range(NUM_LAYERS)) - {2}:
         for side in "kv":
-            tensors[f"model.layers.{layer}.self_attn.{side}_scale"] = torch.tensor(0.03 + layer / 256)
+            tensors[f"model.layers.{layer}.self_attn.{side}_scale"] = torch.tensor(
+                0.03 + layer / 256
+            )
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return str(folder)
 
 
-def test_a_checkpoint_without_scales_in_the_skipped_layer_runs(without_scales_in_2: str, sixteen: Any) -> None:
+def test_a_checkpoint_without_scales_in_the_skipped_layer_runs(
+    without_scales_in_2: str, sixteen: Any
+) -> None:
     with pytest.raises(CheckpointError, match="none for layer 2 of 6"):
         LLM(without_scales_in_2, kv_cache_dtype="fp8", **SMALL)
     with pytest.raises(CheckpointError, match="none for layer 2 of 6"):
         LLM(without_scales_in_2, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="1", **SMALL)
-    llm, tokens, _ = generated(model=without_scales_in_2, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="2")
-    assert (llm.kv_cache_info()["scale_source"], llm.kv_cache_info()["granularity"]) == ("checkpoint", "tensor")
+    llm, tokens, _ = generated(
+        model=without_scales_in_2, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="2"
+    )
+    assert (llm.kv_cache_info()["scale_source"], llm.kv_cache_info()["granularity"]) == (
+        "checkpoint",
+        "tensor",
+    )
     assert llm.engine.runner.pool.layers[2].pages.k_scale is None
     assert len(tokens) == 16
 
 
-def evaluated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> Any:
+def evaluated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str
+) -> Any:
     monkeypatch.setattr(sys, "argv", ["freight", "evaluate", "demo", *options, "--json"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -145,10 +177,15 @@ def test_skipping_the_most_sensitive_layer_lowers_kl(
     assert worst == 1
     common = ("--kv-cache-dtype", "fp8", "--max-tokens", "4096", "--no-speed")
     whole = evaluated(monkeypatch, capsys, *common)
-    less, little = (evaluated(monkeypatch, capsys, *common, "--kv-cache-dtype-skip-layers", skip) for skip in "10")
+    less, little = (
+        evaluated(monkeypatch, capsys, *common, "--kv-cache-dtype-skip-layers", skip)
+        for skip in "10"
+    )
     kl = [found["runs"][1]["kl_mean"] for found in (less, little, whole)]
     assert kl[0] < 0.9 * min(kl[1:])
-    assert less["runs"][1]["bytes_per_token"] == whole["runs"][1]["bytes_per_token"] + 2 * 2 * (64 - 2)
+    assert less["runs"][1]["bytes_per_token"] == whole["runs"][1]["bytes_per_token"] + 2 * 2 * (
+        64 - 2
+    )
     assert less["runs"][0]["perplexity"] == whole["runs"][0]["perplexity"]
     assert less["runs"][1]["kv_cache_dtype"] == "mixed"
     assert less["runs"][1]["layers"][1] == {"dtype": "bfloat16", "granularity": None}
@@ -158,9 +195,19 @@ def test_skipping_the_most_sensitive_layer_lowers_kl(
     assert "In every 8-bit cache layer 1 stays in bfloat16." in less["notes"]
 
 
-@pytest.mark.parametrize("form", [["--kv-cache-dtype-skip-layers", "0", "2"], ["--kv_cache_dtype_skip_layers=0,2"]])
+@pytest.mark.parametrize(
+    "form", [["--kv-cache-dtype-skip-layers", "0", "2"], ["--kv_cache_dtype_skip_layers=0,2"]]
+)
 def test_a_server_says_which_layers(form: list[str]) -> None:
-    options = ["--kv-cache-dtype", "fp8", *form, "--kv-cache-memory", "8MiB", "--max-model-len", "128"]
+    options = [
+        "--kv-cache-dtype",
+        "fp8",
+        *form,
+        "--kv-cache-memory",
+        "8MiB",
+        "--max-model-len",
+        "128",
+    ]
     server = ServeProcess("demo", options, forked=True)
     try:
         with urllib.request.urlopen(f"{server.wait_until_healthy()}/info") as answer:
@@ -170,7 +217,11 @@ def test_a_server_says_which_layers(form: list[str]) -> None:
         server.close()
     assert "KV cache: fp8_e4m3fn, layers 0 and 2 in bfloat16; scales: token, dynamic" in server.said
     assert cache["dtype"] == "mixed"
-    assert [layer["dtype"] for layer in cache["layers"]][:3] == ["bfloat16", "fp8_e4m3fn", "bfloat16"]
+    assert [layer["dtype"] for layer in cache["layers"]][:3] == [
+        "bfloat16",
+        "fp8_e4m3fn",
+        "bfloat16",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -178,11 +229,16 @@ def test_a_server_says_which_layers(form: list[str]) -> None:
     [
         ({"kv_cache_dtype_skip_layers": "6"}, "'6': this model has 6 layers, 0 to 5"),
         ({"kv_cache_dtype_skip_layers": "sliding_window"}, "no layer of this model has a window"),
-        ({"kv_cache_dtype_skip_layers": "0", "kv_cache_dtype": "auto"}, "auto .the checkpoint declares no FP8 cache"),
+        (
+            {"kv_cache_dtype_skip_layers": "0", "kv_cache_dtype": "auto"},
+            "auto .the checkpoint declares no FP8 cache",
+        ),
         ({"kv_cache_dtype_skip_layers": list(range(6))}, "no layer with an 8-bit cache is left"),
     ],
 )
-def test_errors_come_before_weights(options: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_come_before_weights(
+    options: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(OpenModel, "load", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match=says):
         LLM("demo", **{"kv_cache_dtype": "fp8", **SMALL, **options})

@@ -1,4 +1,5 @@
-"""64 clients at once, for minutes: everything that clients do, on a cache too small for it, and nothing that is left.
+"""64 clients at once, for minutes: everything that clients do, on a cache too small for it, and
+nothing that is left.
 
 Some seconds of it run with the other tests. FREIGHT_SOAK_SECONDS=300 is what `make soak` runs.
 """
@@ -28,10 +29,33 @@ MOST = SECONDS + 240.0  # a slow machine needs longer until enough has happened
 PATIENCE = 300.0  # seconds: what takes longer will never be answered
 NUM_CLIENTS = 64
 OPTIONS = [
-    *("--kv-cache-dtype", "fp8", "--kv-cache-memory", "1MiB", "--max-num-seqs", "32", "--max-queue", "128"),
+    *(
+        "--kv-cache-dtype",
+        "fp8",
+        "--kv-cache-memory",
+        "1MiB",
+        "--max-num-seqs",
+        "32",
+        "--max-queue",
+        "128",
+    ),
     *("--max-num-batched-tokens", "256"),
 ]
-WORDS = ("def", "class", "import", "return", "self", "value", "index", "name", "list", "for", "while", "range", "print")
+WORDS = (
+    "def",
+    "class",
+    "import",
+    "return",
+    "self",
+    "value",
+    "index",
+    "name",
+    "list",
+    "for",
+    "while",
+    "range",
+    "print",
+)
 JSON = {"Content-Type": "application/json"}
 TAGGED = [  # each with a prompt of its own; what comes for it belongs to no other
     {
@@ -63,7 +87,11 @@ class Seen:
     compared: int = 0
 
     def enough(self) -> bool:
-        return self.statuses[200] > 2 * SECONDS and self.compared > SECONDS / 2 and self.left > SECONDS / 4
+        return (
+            self.statuses[200] > 2 * SECONDS
+            and self.compared > SECONDS / 2
+            and self.left > SECONDS / 4
+        )
 
 
 class Client:
@@ -78,9 +106,19 @@ class Client:
 
     async def run(self, begun: float) -> None:
         """Until the time has passed and enough has been seen."""
-        while (passed := time.monotonic() - begun) < SECONDS or (passed < MOST and not self._seen.enough()):
+        while (passed := time.monotonic() - begun) < SECONDS or (
+            passed < MOST and not self._seen.enough()
+        ):
             act = self._random.choices(
-                (self.tagged, self.leave, self.free, self.too_long, self.malformed, self.structured, self.others),
+                (
+                    self.tagged,
+                    self.leave,
+                    self.free,
+                    self.too_long,
+                    self.malformed,
+                    self.structured,
+                    self.others,
+                ),
                 (30, 20, 20, 5, 8, 7, 10),
             )[0]
             try:
@@ -99,7 +137,9 @@ class Client:
             self._seen.compared += 1
             text = text_of(raw, stream)
             if text != self._alone[index]:
-                self._seen.wrong.append(f"prompt {index}: {text!r} instead of {self._alone[index]!r}")
+                self._seen.wrong.append(
+                    f"prompt {index}: {text!r} instead of {self._alone[index]!r}"
+                )
 
     async def leave(self) -> None:
         """Leave after a random time, a stream or a whole answer of one or more completions."""
@@ -147,7 +187,10 @@ class Client:
                 ("/v1/chat/completions", {"messages": messages, "max_tokens": 32, "stream": True}),
                 ("/v1/chat/completions", {"messages": messages, "max_tokens": 32}),
                 ("/generate", {"inputs": self._text(20), "parameters": {"max_new_tokens": 32}}),
-                ("/generate_stream", {"inputs": self._text(20), "parameters": {"max_new_tokens": 32}}),
+                (
+                    "/generate_stream",
+                    {"inputs": self._text(20), "parameters": {"max_new_tokens": 32}},
+                ),
                 ("/tokenize", {"prompt": self._text(50)}),
             )
         )
@@ -158,7 +201,9 @@ class Client:
 
     def _expect(self, status: int, got: tuple[int, bytes], what: object) -> None:
         if got[0] != status:
-            self._seen.wrong.append(f"{got[0]} instead of {status} for {what!r:.80}: {got[1]!r:.200}")
+            self._seen.wrong.append(
+                f"{got[0]} instead of {status} for {what!r:.80}: {got[1]!r:.200}"
+            )
 
     async def _ask(self, path: str, body: object) -> tuple[int, bytes]:
         """Status and body."""
@@ -168,7 +213,8 @@ class Client:
         pieces: list[bytes] = []
         try:
             reader = await self._connection.send(
-                self._address.head("POST", path, len(raw), JSON) + raw, lambda data, now: pieces.append(data)
+                self._address.head("POST", path, len(raw), JSON) + raw,
+                lambda data, now: pieces.append(data),
             )
         except StreamError as error:
             self._seen.wrong.append(f"{path} {raw!r:.80}: {error}")
@@ -189,7 +235,9 @@ def text_of(raw: bytes, stream: bool) -> str:
 
 
 def answers_alone(server: Server, every: int = 1) -> list[str]:
-    return [server.ask("/v1/completions", body).body["choices"][0]["text"] for body in TAGGED[::every]]
+    return [
+        server.ask("/v1/completions", body).body["choices"][0]["text"] for body in TAGGED[::every]
+    ]
 
 
 @dataclass(frozen=True)
@@ -205,7 +253,9 @@ class Use:
         return Use(pages * os.sysconf("SC_PAGE_SIZE"), len(list(Path(f"/proc/{pid}/fd").iterdir())))
 
 
-async def load(url: str, seen: Seen, alone: list[str], pids: dict[str, int]) -> list[dict[str, Use]]:
+async def load(
+    url: str, seen: Seen, alone: list[str], pids: dict[str, int]
+) -> list[dict[str, Use]]:
     """Run all clients; what the processes used, every two seconds, once they are warm."""
     begun = time.monotonic()
     clients = [Client(url, seed, seen, alone) for seed in range(NUM_CLIENTS)]
@@ -221,7 +271,9 @@ async def load(url: str, seen: Seen, alone: list[str], pids: dict[str, int]) -> 
 
 @pytest.mark.soak
 def test_sixty_four_clients_that_behave_in_every_way(tmp_path: Path) -> None:
-    process = ServeProcess(demo_with_chat_template(tmp_path / "demo"), OPTIONS, forked=SECONDS < 180)
+    process = ServeProcess(
+        demo_with_chat_template(tmp_path / "demo"), OPTIONS, forked=SECONDS < 180
+    )
     try:
         server = Server(process.wait_until_healthy())
         alone = answers_alone(server)
@@ -231,7 +283,9 @@ def test_sixty_four_clients_that_behave_in_every_way(tmp_path: Path) -> None:
         used = asyncio.run(load(server.url, seen, alone, pids))
         server.wait_for(0)
         assert not seen.wrong, seen.wrong[:5]
-        assert not [status for status in seen.statuses if status not in (200, 400, 422, 429)], seen.statuses
+        assert not [status for status in seen.statuses if status not in (200, 400, 422, 429)], (
+            seen.statuses
+        )
         assert seen.enough(), seen
         assert server.metric("vllm:num_preemptions_total") > 0
         assert server.metric("vllm:corrupted_requests_total") == 0

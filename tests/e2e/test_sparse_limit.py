@@ -1,4 +1,6 @@
-"""Models with an indexer (DeepSeek-V3.2, GLM-5) run up to `index_topk` tokens, where they attend to all of them."""
+"""Models with an indexer (DeepSeek-V3.2, GLM-5) run up to `index_topk` tokens, where they attend to
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ SPARSE = ("deepseek-v32", "glm-moe-dsa")
 
 def save_sparse(variant: str, folder: Path) -> Any:
     config = VARIANTS[variant]
-    return save_random(type(config)(**config.to_dict() | {"index_topk": LIMIT}), folder, torch.float32)
+    return save_random(
+        type(config)(**config.to_dict() | {"index_topk": LIMIT}), folder, torch.float32
+    )
 
 
 @pytest.mark.parametrize("variant", SPARSE)
@@ -35,7 +39,9 @@ def test_the_limit_is_where_attention_becomes_sparse(variant: str, tmp_path: Pat
     with torch.no_grad():
         sparse = model(torch.tensor([ids])).logits[0]
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"index_topk": INDEXER["index_topk"]}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"index_topk": INDEXER["index_topk"]})
+    )
     dense = freight_logits(tmp_path, ids, "auto")
     assert (dense - sparse)[:LIMIT].abs().max() <= 1e-4
     assert ((dense - sparse)[LIMIT:].abs().amax(-1) > 1e-3).all()
@@ -48,7 +54,10 @@ def test_a_context_is_limited_and_no_tensor_of_the_indexer_is_read(
     save_sparse(variant, tmp_path)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
-    broken = {name: torch.full_like(x, torch.nan) if ".indexer." in name else x for name, x in stored.items()}
+    broken = {
+        name: torch.full_like(x, torch.nan) if ".indexer." in name else x
+        for name, x in stored.items()
+    }
     count = sum(".indexer." in name for name in stored)
     assert count == 5 * (2 if variant == "glm-moe-dsa" else 3)
     save_file(broken, file, {"format": "pt"})
@@ -72,7 +81,10 @@ def test_a_longer_context_is_refused(tmp_path: Path) -> None:
     said = rf"--max-model-len 49 is more than index_topk = {LIMIT} of config.json: .*indexer.*use at most {LIMIT}"
     with pytest.raises(ConfigError, match=said):
         LLM(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=LIMIT + 1)
-    assert LLM(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=LIMIT).config.max_model_len == LIMIT
+    assert (
+        LLM(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=LIMIT).config.max_model_len
+        == LIMIT
+    )
 
 
 def test_a_quantized_model_keeps_its_indexer(tmp_path: Path) -> None:
@@ -82,6 +94,8 @@ def test_a_quantized_model_keeps_its_indexer(tmp_path: Path) -> None:
     indexer = [name for name in stored if ".indexer." in name]
     assert len(indexer) == 10
     assert all(torch.equal(stored[name], kept[name]) for name in indexer)
-    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
+        "ignore"
+    ]
     assert "model.layers.0.self_attn.indexer.wk" in ignored
     assert open_checkpoint(str(tmp_path / "out")).model.dense_limit == LIMIT

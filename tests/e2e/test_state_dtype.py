@@ -1,4 +1,5 @@
-"""A trained model with delta nets, its states in every format: same bits in any company, and the line at start.
+"""A trained model with delta nets, its states in every format: same bits in any company, and the
+line at start.
 
 The oracle is each request alone, its prompt in one step.
 """
@@ -29,7 +30,12 @@ DRAWN = SamplingParams(max_tokens=12, temperature=0.9, seed=7, logprobs=2, ignor
 
 
 def engine(state_dtype: str = "auto", **options: Any) -> LLM:
-    made: dict[str, Any] = {"kv_cache_memory": "3MiB", "state_every": 32, "max_model_len": 256, **options}
+    made: dict[str, Any] = {
+        "kv_cache_memory": "3MiB",
+        "state_every": 32,
+        "max_model_len": 256,
+        **options,
+    }
     return LLM(str(FOLDER), state_dtype=state_dtype, **made)
 
 
@@ -44,14 +50,22 @@ PROMPTS = [ids(200)[:count] for count in (150, 1, 31, 32, 33, 96, 17, 16)]
 
 @pytest.mark.parametrize("state_dtype", FORMATS)
 def test_the_reference_has_the_same_promise(state_dtype: str) -> None:
-    options: dict[str, Any] = {"kernels": "reference", "dtype": "float32", "enable_prefix_caching": False}
+    options: dict[str, Any] = {
+        "kernels": "reference",
+        "dtype": "float32",
+        "enable_prefix_caching": False,
+    }
     params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2)
     prompts = [PROMPTS[4], PROMPTS[6]]
-    whole, parts = (engine(state_dtype, max_num_batched_tokens=chunk, **options) for chunk in (256, 5))
+    whole, parts = (
+        engine(state_dtype, max_num_batched_tokens=chunk, **options) for chunk in (256, 5)
+    )
     plain = [said(whole, [prompt], params)[0] for prompt in prompts]
     assert [tokens for tokens, _ in said(parts, prompts, params)] == [tokens for tokens, _ in plain]
     compiled = engine(state_dtype, dtype="float32")
-    assert [tokens for tokens, _ in said(compiled, prompts, params)] == [tokens for tokens, _ in plain]
+    assert [tokens for tokens, _ in said(compiled, prompts, params)] == [
+        tokens for tokens, _ in plain
+    ]
 
 
 def test_formats_have_their_own_bits_and_fingerprints() -> None:
@@ -79,12 +93,14 @@ def test_the_tile_is_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(found) == 3  # a model without states has no tile
 
 
-# Bytes of 3 layers beside the 4 heads of 64 x 64 values: 16 rows of 2 keys and 4 values of 64 channels and 3 columns of
-# 512 inputs in bfloat16, 16 decays of 4 heads in float32.
+# Bytes of 3 layers beside the 4 heads of 64 x 64 values: 16 rows of 2 keys and 4 values of 64
+# channels and 3 columns of 512 inputs in bfloat16, 16 decays of 4 heads in float32.
 REST = 3 * (2 * 16 * (2 + 4) * 64 + 2 * 3 * 512 + 4 * 16 * 4)
 
 
-@pytest.mark.parametrize(("state_dtype", "size"), [("float32", 4), ("bfloat16", 2), ("int8", 1), ("fp8", 1)])
+@pytest.mark.parametrize(
+    ("state_dtype", "size"), [("float32", 4), ("bfloat16", 2), ("int8", 1), ("fp8", 1)]
+)
 def test_the_line_at_start_says_what_a_format_saves(
     state_dtype: str, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,7 +120,8 @@ def test_the_line_at_start_says_what_a_format_saves(
 
 def test_a_model_without_states_refuses_it_before_weights_are_read() -> None:
     with pytest.raises(
-        ConfigError, match=r"--state-dtype int8: no layer of this model \(\w+\) keeps a recurrent state"
+        ConfigError,
+        match=r"--state-dtype int8: no layer of this model \(\w+\) keeps a recurrent state",
     ):
         LLM("demo", state_dtype="int8")
 
@@ -125,7 +142,9 @@ def test_evaluation_stores_states_as_the_engine_would() -> None:
         ({"state_dtype": "fp8"}, [("token", "bfloat16"), ("states fp8_e4m3fn", "fp8_e4m3fn")]),
     ],
 )
-def test_evaluation_measures_states_apart(options: dict[str, str], rows: list[tuple[str, str]]) -> None:
+def test_evaluation_measures_states_apart(
+    options: dict[str, str], rows: list[tuple[str, str]]
+) -> None:
     args = EngineArgs(str(FOLDER), **options)
     grid = GridArgs(caches=("token",), window=128, max_tokens=256, speed=False)
     evaluation = evaluate_grid(args, [TEXT], grid)
@@ -152,20 +171,28 @@ def test_a_cache_that_is_asked_for_is_measured_by_its_parts_and_whole(state_dtyp
 
 def test_states_alone_are_evaluated_beside_16_bits() -> None:
     args = EngineArgs(str(FOLDER), kv_cache_dtype="bfloat16", state_dtype="int8")
-    evaluation = evaluate_grid(args, [TEXT], GridArgs(window=128, max_tokens=256, speed=False, per_layer=True))
+    evaluation = evaluate_grid(
+        args, [TEXT], GridArgs(window=128, max_tokens=256, speed=False, per_layer=True)
+    )
     assert [(one.name, one.state_dtype) for one in evaluation.runs] == [
         ("16 bits", "bfloat16"),
         ("states int8", "int8"),
     ]
     assert evaluation.runs[1].layer_kl is not None
-    assert [kl > 0 for kl in evaluation.runs[1].layer_kl] == [True] * 3 + [False]  # the last one has attention
+    assert [kl > 0 for kl in evaluation.runs[1].layer_kl] == [True] * 3 + [
+        False
+    ]  # the last one has attention
 
 
 @pytest.mark.parametrize(
     ("options", "states", "message"),
     [
         ({}, ("int4",), "--states 'int4' is unknown: choose among float32, bfloat16, int8 or fp8"),
-        ({"state_dtype": "int8"}, ("fp8",), "--states with --state-dtype: both name what is measured; omit one"),
+        (
+            {"state_dtype": "int8"},
+            ("fp8",),
+            "--states with --state-dtype: both name what is measured; omit one",
+        ),
         (
             {"model": "demo"},
             ("int8",),
@@ -173,7 +200,9 @@ def test_states_alone_are_evaluated_beside_16_bits() -> None:
         ),
     ],
 )
-def test_other_states_are_refused(options: dict[str, str], states: tuple[str, ...], message: str) -> None:
+def test_other_states_are_refused(
+    options: dict[str, str], states: tuple[str, ...], message: str
+) -> None:
     args = EngineArgs(**{"model": str(FOLDER), **options})
     with pytest.raises(ConfigError, match=message):
         evaluate_grid(args, [TEXT], GridArgs(states=states))

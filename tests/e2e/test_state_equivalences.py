@@ -1,8 +1,10 @@
-"""How a request is computed changes no bit of a model with recurrent states: tokens, log-probabilities, states.
+"""How a request is computed changes no bit of a model with recurrent states: tokens,
+log-probabilities, states.
 
-Chunks × alone or in a batch × prefix hit or miss × preempted or not × formats of states and of pages × tokens of a
-block: a covering array of them, and as slow tests all. Then odd prompts, and requests that share, end or fail within a
-tile. `test_equivalences.py` does so for models without states, `test_states.py` for the simplest kind with one.
+Chunks × alone or in a batch × prefix hit or miss × preempted or not × formats of states and of
+pages × tokens of a block: a covering array of them, and as slow tests all. Then odd prompts, and
+requests that share, end or fail within a tile. `test_equivalences.py` does so for models without
+states, `test_states.py` for the simplest kind with one.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from freight.layers.mamba import Mamba2
 
 MIXERS = [DeltaNet, Mamba2, KimiDelta]
 OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]
-FEW = [(1, "int8"), (7, "fp8"), (16, "bfloat16"), (33, "float32"), (33, "fp8_e4m3fnuz")]  # chunks and formats of states
+FEW = [
+    (1, "int8"),
+    (7, "fp8"),
+    (16, "bfloat16"),
+    (33, "float32"),
+    (33, "fp8_e4m3fnuz"),
+]  # chunks and formats of states
 EACH = [Setup(model, "int8", "fp8") for model in MODELS]
 each_model = pytest.mark.parametrize("setup", EACH, ids=MODELS)
 
@@ -34,7 +42,14 @@ each_model = pytest.mark.parametrize("setup", EACH, ids=MODELS)
     covered(MODELS, CHUNKS, [False, True], [False, True], [False, True], STATES, PAGES, [16, 32]),
 )
 def test_no_company_changes_a_bit(
-    model: str, chunk: int, batched: bool, hit: bool, preempted: bool, states: str, pages: str, every: int
+    model: str,
+    chunk: int,
+    batched: bool,
+    hit: bool,
+    preempted: bool,
+    states: str,
+    pages: str,
+    every: int,
 ) -> None:
     check(Setup(model, states, pages), chunk, batched, hit, preempted, every)
 
@@ -49,43 +64,68 @@ def of_kernels() -> list[Any]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("kernels", "chunk", "states"), of_kernels())
 def test_nor_on_other_kernels(model: str, kernels: str, chunk: int, states: str) -> None:
-    check(Setup(model, states, "fp8", kernels), chunk, batched=True, hit=True, preempted=True, every=32)
+    check(
+        Setup(model, states, "fp8", kernels),
+        chunk,
+        batched=True,
+        hit=True,
+        preempted=True,
+        every=32,
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_formats_have_bits_of_their_own(model: str) -> None:
     """Otherwise the rest shows nothing of them."""
-    found = {tuple(oracle(Setup(model, states, pages))[0].logprobs) for states in STATES for pages in PAGES}
+    found = {
+        tuple(oracle(Setup(model, states, pages))[0].logprobs)
+        for states in STATES
+        for pages in PAGES
+    }
     assert len(found) == len(STATES) * len(PAGES)
 
 
-# Shorter than a convolution is wide; a tile or a block, and a token more or less; a token less than there may be.
+# Shorter than a convolution is wide; a tile or a block, and a token more or less; a token less than
+# there may be.
 ODD = [1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 64, 95, 96, 127]
 
 
 @each_model
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_odd_prompts(setup: Setup, tokens: int) -> None:
-    """`tokens` a step, in turns, and again over what is cached; the longest ends with the model's length."""
+    """`tokens` a step, in turns, and again over what is cached; the longest ends with the model's
+    length.
+    """
     prompts, params = [ids(setup.model)[:count] for count in ODD], replace(DRAWN, max_tokens=6)
     alone = setup.engine(max_model_len=128, max_num_batched_tokens=128)
     plain = [said(alone, [prompt], params)[0] for prompt in prompts]
     assert [len(one) for one, _ in plain] == [6] * (len(ODD) - 1) + [1]
-    options: dict[str, Any] = {"max_model_len": 128, "max_num_batched_tokens": tokens, "max_num_seqs": 32}
+    options: dict[str, Any] = {
+        "max_model_len": 128,
+        "max_num_batched_tokens": tokens,
+        "max_num_seqs": 32,
+    }
     llm = setup.engine(enable_prefix_caching=True, state_every=16, **options)
     assert said(llm, prompts, params) == plain
     before = llm.engine.scheduler.totals.prefix_hits
     assert said(llm, prompts, params) == plain
-    assert llm.engine.scheduler.totals.prefix_hits == before + sum((count - 1) // 16 * 16 for count in ODD)
+    assert llm.engine.scheduler.totals.prefix_hits == before + sum(
+        (count - 1) // 16 * 16 for count in ODD
+    )
 
 
 @each_model
 def test_a_prompt_of_the_models_length(setup: Setup) -> None:
     """Nothing can follow it: its own log-probabilities are all that it gives."""
-    prompt, params = {"prompt_token_ids": ids(setup.model)[:128]}, replace(DRAWN, max_tokens=0, prompt_logprobs=2)
+    prompt, params = (
+        {"prompt_token_ids": ids(setup.model)[:128]},
+        replace(DRAWN, max_tokens=0, prompt_logprobs=2),
+    )
     whole, *parts = (
         repr(
-            setup.engine(max_model_len=128, max_num_batched_tokens=tokens).generate([prompt], params)[0].prompt_logprobs
+            setup.engine(max_model_len=128, max_num_batched_tokens=tokens)
+            .generate([prompt], params)[0]
+            .prompt_logprobs
         )
         for tokens in (128, 33, 1)
     )
@@ -125,7 +165,10 @@ def test_what_ends_within_a_tile_leaves_nothing_behind(setup: Setup) -> None:
 
 def several(setup: Setup, params: SamplingParams = DRAWN) -> tuple[list[list[int]], list[Any]]:
     """Prompts, and what each gives alone."""
-    prompts = [ids(setup.model)[start : start + count] for start, count in ((0, 85), (200, 61), (300, 40), (400, 100))]
+    prompts = [
+        ids(setup.model)[start : start + count]
+        for start, count in ((0, 85), (200, 61), (300, 40), (400, 100))
+    ]
     alone = setup.engine(max_num_batched_tokens=256)
     return prompts, [said(alone, [prompt], params)[0] for prompt in prompts]
 

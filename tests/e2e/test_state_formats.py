@@ -1,4 +1,6 @@
-"""What formats of states cost on the trained hybrids: bounds that a state written too often does not keep."""
+"""What formats of states cost on the trained hybrids: bounds that a state written too often does
+not keep.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from freight.evaluate.table import table
 HYBRIDS = Path(__file__).parents[1] / "fixtures" / "hybrids"
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "state_formats.py"
 TEXT = Path(__file__).parents[2] / "src" / "freight" / "demo" / "heldout.txt"
-# Mean KL in nats against float32. Written every token, the same formats cost 11 to 50 times as much (docs/numerics.md).
+# Mean KL in nats against float32. Written every token, the same formats cost 11 to 50 times as much
+# (docs/numerics.md).
 BOUNDS = {
     "delta_net": {"bfloat16": 3e-6, "int8": 4e-5, "fp8_e4m3fn": 5e-4},
     "mamba2": {"bfloat16": 8e-6, "int8": 2.5e-4, "fp8_e4m3fn": 6e-4},
@@ -28,7 +31,9 @@ BOUNDS = {
 
 def evaluated(name: str, tokens: int = 4096) -> Evaluation:
     grid = GridArgs(caches=("token",), max_tokens=tokens, window=256, speed=False, per_layer=True)
-    return evaluate_grid(EngineArgs(str(HYBRIDS / name), dtype="float32"), [TEXT.read_text(encoding="utf-8")], grid)
+    return evaluate_grid(
+        EngineArgs(str(HYBRIDS / name), dtype="float32"), [TEXT.read_text(encoding="utf-8")], grid
+    )
 
 
 @pytest.fixture(scope="module", params=BOUNDS)
@@ -38,10 +43,14 @@ def evaluation(request: pytest.FixtureRequest) -> Evaluation:
 
 def test_each_format_keeps_its_bound(evaluation: Evaluation) -> None:
     bounds = BOUNDS[Path(evaluation.overview.model).name]
-    found = {run.state_dtype: run.kl_mean for run in evaluation.runs if run.name.startswith("states ")}
+    found = {
+        run.state_dtype: run.kl_mean for run in evaluation.runs if run.name.startswith("states ")
+    }
     assert set(found) == set(bounds)
     assert all(0 < found[name] < bound for name, bound in bounds.items()), found
-    assert 4 * found["bfloat16"] < found["int8"] < found["fp8_e4m3fn"] / 1.5, "otherwise these are other formats"
+    assert 4 * found["bfloat16"] < found["int8"] < found["fp8_e4m3fn"] / 1.5, (
+        "otherwise these are other formats"
+    )
 
 
 def test_pages_and_states_are_measured_apart(evaluation: Evaluation) -> None:
@@ -55,7 +64,9 @@ def test_pages_and_states_are_measured_apart(evaluation: Evaluation) -> None:
         assert run.bytes_per_token == first.bytes_per_token
         assert run.bytes_per_state < first.bytes_per_state
         assert run.layer_kl is not None
-        assert [not kl for kl in run.layer_kl] == with_pages, "layers have pages or a state, and lose by their own"
+        assert [not kl for kl in run.layer_kl] == with_pages, (
+            "layers have pages or a state, and lose by their own"
+        )
 
 
 def test_the_advice_has_both(evaluation: Evaluation, tmp_path: Path) -> None:
@@ -63,8 +74,13 @@ def test_the_advice_has_both(evaluation: Evaluation, tmp_path: Path) -> None:
     assert chosen is not None
     assert chosen.state_dtype == "int8", "as small as E4M3, and nearer to float32"
     found = advice(evaluation)
-    assert "--kv-cache-dtype fp8 --state-dtype int8" in found.command.replace(" --kv-scales dynamic", "")
-    assert f"take int8, {chosen.bytes_per_state / evaluation.runs[0].bytes_per_state:.2f} of the bytes" in found.text
+    assert "--kv-cache-dtype fp8 --state-dtype int8" in found.command.replace(
+        " --kv-scales dynamic", ""
+    )
+    assert (
+        f"take int8, {chosen.bytes_per_state / evaluation.runs[0].bytes_per_state:.2f} of the bytes"
+        in found.text
+    )
     assert "| states int8" in table(evaluation)
     write_report(evaluation, tmp_path)
     assert "states int8" in (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -73,7 +89,9 @@ def test_the_advice_has_both(evaluation: Evaluation, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_tile_pays(name: str) -> None:
-    """The figures of docs/numerics.md: INT8 written every 16 tokens beside BF16 every token, E4M3 beside itself."""
+    """The figures of docs/numerics.md: INT8 written every 16 tokens beside BF16 every token, E4M3
+    beside itself.
+    """
 
     def measured(every: int) -> dict[str, float]:
         command = [sys.executable, SCRIPT, HYBRIDS / name, "--json", "--every", str(every)]

@@ -1,6 +1,8 @@
-"""A model with layers that keep a state, through all that runs a model: the kind is that of `tests/means.py`.
+"""A model with layers that keep a state, through all that runs a model: the kind is that of
+`tests/means.py`.
 
-The oracle is the same model computed as plainly as it can be: one request, all of its prompt in one step.
+The oracle is the same model computed as plainly as it can be: one request, all of its prompt in one
+step.
 """
 
 from __future__ import annotations
@@ -63,12 +65,15 @@ def plain(folder: Path) -> dict[str, list[Any]]:
     return plain_answers(folder)
 
 
-# ------------------------------------------------------------------------------------------------------------ same bits
+# ------------------------------------------------------------------------------------------------------------
+# same bits
 
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33])
-def test_chunks_change_no_bit(folder: Path, plain: dict[str, list[Any]], cache: str, chunk: int) -> None:
+def test_chunks_change_no_bit(
+    folder: Path, plain: dict[str, list[Any]], cache: str, chunk: int
+) -> None:
     llm = engine(folder, cache, enable_prefix_caching=False, max_num_batched_tokens=chunk)
     for index in (0, 4, 9):
         assert said(llm, [PROMPTS[index]])[0] == plain[cache][index]
@@ -79,7 +84,9 @@ def test_chunks_change_no_bit(folder: Path, plain: dict[str, list[Any]], cache: 
 def test_neighbours_and_the_size_of_blocks_change_no_bit(
     folder: Path, plain: dict[str, list[Any]], cache: str, every: int
 ) -> None:
-    llm = engine(folder, cache, enable_prefix_caching=False, max_num_batched_tokens=48, state_every=every)
+    llm = engine(
+        folder, cache, enable_prefix_caching=False, max_num_batched_tokens=48, state_every=every
+    )
     assert said(llm, PROMPTS) == plain[cache]
     assert llm.engine.cache.num_held == 0
 
@@ -94,18 +101,30 @@ def test_prefix_hits_change_no_bit(folder: Path, plain: dict[str, list[Any]], ca
 
 
 def test_preemption_changes_no_bit(folder: Path, plain: dict[str, list[Any]]) -> None:
-    llm = engine(folder, kv_cache_memory="140KiB", max_num_seqs=16, max_num_batched_tokens=48, max_model_len=340)
+    llm = engine(
+        folder,
+        kv_cache_memory="140KiB",
+        max_num_seqs=16,
+        max_num_batched_tokens=48,
+        max_model_len=340,
+    )
     assert said(llm, PROMPTS) == plain["bfloat16"]
     assert llm.engine.scheduler.totals.preemptions > 0
     assert llm.engine.cache.num_held == 0
 
 
 def test_siblings_share_states(folder: Path, plain: dict[str, list[Any]]) -> None:
-    """Completions of one prompt begin with its last full state, and each goes on in a block of its own."""
+    """Completions of one prompt begin with its last full state, and each goes on in a block of its
+    own.
+    """
     llm = engine(folder, max_num_batched_tokens=48)
     params = replace(DRAWN, n=3)
     together = llm.generate([{"prompt_token_ids": IDS[:200]}], params)[0].outputs
-    again = engine(folder, enable_prefix_caching=False).generate([{"prompt_token_ids": IDS[:200]}], params)[0].outputs
+    again = (
+        engine(folder, enable_prefix_caching=False)
+        .generate([{"prompt_token_ids": IDS[:200]}], params)[0]
+        .outputs
+    )
     assert [repr((one.token_ids, one.logprobs)) for one in together] == [
         repr((one.token_ids, one.logprobs)) for one in again
     ]
@@ -118,11 +137,15 @@ def test_hits_are_multiples_of_a_state(folder: Path, shared: int, hit: int) -> N
     other = IDS[:shared] + [token ^ 1 for token in IDS[shared:]]
     output = llm.generate([{"prompt_token_ids": other}], DRAWN)[0]
     assert output.num_cached_tokens == hit
-    assert said(engine(folder, enable_prefix_caching=False), [other])[0][0] == list(output.outputs[0].token_ids)
+    assert said(engine(folder, enable_prefix_caching=False), [other])[0][0] == list(
+        output.outputs[0].token_ids
+    )
 
 
 def test_the_mean_is_the_mean(folder: Path) -> None:
-    """The layer alone, in float64 from its weights, against what the engine's layer gives in float32 over chunks."""
+    """The layer alone, in float64 from its weights, against what the engine's layer gives in
+    float32 over chunks.
+    """
     opened = open_model(EngineArgs(str(folder), skip_tokenizer_init=True, dtype="float32"))
     decoder = opened.load(opened.resolve(opened.args))
     mean = decoder.layers[0].mixer  # type: ignore[attr-defined]
@@ -143,14 +166,17 @@ def test_the_mean_is_the_mean(folder: Path) -> None:
         found.append(mean(x[rows], batch, cache))
         start += count
     stored = load_file(folder / "model.safetensors")
-    inner, out = (stored[f"model.layers.0.mean.{name}.weight"].double() for name in ("in_proj", "out_proj"))
+    inner, out = (
+        stored[f"model.layers.0.mean.{name}.weight"].double() for name in ("in_proj", "out_proj")
+    )
     u = x.double() @ inner.T
     expected = (u.cumsum(0) / torch.arange(1, 101)[:, None]) @ out.T
     torch.testing.assert_close(torch.cat(found).double(), expected, rtol=1e-4, atol=1e-5)
     assert cache.states.parts["sum"].isfinite().all()
 
 
-# -------------------------------------------------------------------------------------------------------------- options
+# --------------------------------------------------------------------------------------------------------------
+# options
 
 
 def test_the_line_at_start_has_the_states(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -173,13 +199,17 @@ def test_other_numbers_are_refused(every: Any) -> None:
 
 
 def test_it_is_a_multiple_of_the_block_size(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--state-every 32 .* of --block-size 64; give 64, 128 or 256"):
+    with pytest.raises(
+        ConfigError, match=r"--state-every 32 .* of --block-size 64; give 64, 128 or 256"
+    ):
         open_model(EngineArgs(str(folder), state_every=32, block_size=64))
     assert said(engine(folder, block_size=64, state_every=64), [IDS[:70]])
 
 
 def test_a_model_without_states_refuses_it_before_weights_are_read() -> None:
-    with pytest.raises(ConfigError, match=r"--state-every 64: no layer of this model \(\w+\) keeps a state"):
+    with pytest.raises(
+        ConfigError, match=r"--state-every 64: no layer of this model \(\w+\) keeps a state"
+    ):
         LLM("demo", state_every=64)
 
 
@@ -193,11 +223,16 @@ def test_it_is_in_no_fingerprint(folder: Path) -> None:
     assert len(found) == 1
 
 
-# ------------------------------------------------------------------------------------- calibration, evaluation and plan
+# ------------------------------------------------------------------------------------- calibration,
+# evaluation and plan
 
 
-def test_quantizing_gives_scales_for_attention_and_keeps_means(folder: Path, tmp_path: Path) -> None:
-    """The scales are those of what the engine stores, so layers behind a mean have seen what it gives."""
+def test_quantizing_gives_scales_for_attention_and_keeps_means(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The scales are those of what the engine stores, so layers behind a mean have seen what it
+    gives.
+    """
     options: dict[str, Any] = {
         "weights": "fp8", "activations": "static", "kv_cache": "fp8", "calibration_data": [IDS[:200], IDS[100:]],
     }  # fmt: skip
@@ -211,21 +246,31 @@ def test_quantizing_gives_scales_for_attention_and_keeps_means(folder: Path, tmp
             assert stored[f"model.layers.{index}.mean.{name}.weight"].dtype == torch.float8_e4m3fn
             assert stored[f"model.layers.{index}.mean.{name}.input_scale"] > 0
     logits, plain = (
-        freight_logits(one, IDS, "auto", kv_cache_dtype="auto", state_every=512) for one in (tmp_path / "made", folder)
+        freight_logits(one, IDS, "auto", kv_cache_dtype="auto", state_every=512)
+        for one in (tmp_path / "made", folder)
     )
     assert torch.nn.functional.cosine_similarity(logits, plain).mean() > 0.98
-    unmoved = freight_logits(folder, IDS, "auto", "reference", kv_cache_dtype="bfloat16", state_every=512)
+    unmoved = freight_logits(
+        folder, IDS, "auto", "reference", kv_cache_dtype="bfloat16", state_every=512
+    )
     assert torch.nn.functional.cosine_similarity(unmoved, plain).mean() > 0.999
 
 
 def test_calibrated_scales_are_those_of_the_stored_keys(folder: Path, tmp_path: Path) -> None:
-    freight.quantize(str(folder), tmp_path / "made", kv_cache="fp8", weights="none", calibration_data=[IDS])
+    freight.quantize(
+        str(folder), tmp_path / "made", kv_cache="fp8", weights="none", calibration_data=[IDS]
+    )
     layers = open_checkpoint(str(tmp_path / "made")).kv_scales.layers
-    llm = engine(folder, enable_prefix_caching=False, kernels="reference", max_num_batched_tokens=LENGTH)
+    llm = engine(
+        folder, enable_prefix_caching=False, kernels="reference", max_num_batched_tokens=LENGTH
+    )
     llm.generate([{"prompt_token_ids": IDS}], SamplingParams(max_tokens=1))
     for index, layer in llm.engine.runner.pool.paged.items():
         if index == 3:
-            amax = [float(page.flatten(0, 1)[:300].abs().max()) for page in (layer.pages.k, layer.pages.v)]
+            amax = [
+                float(page.flatten(0, 1)[:300].abs().max())
+                for page in (layer.pages.k, layer.pages.v)
+            ]
             scales = layers[index]
             assert scales is not None
             assert [scales.k[0] * 448, scales.v[0] * 448] == pytest.approx(amax, rel=0.02)
@@ -235,7 +280,9 @@ def test_evaluation_does_not_depend_on_chunks(folder: Path) -> None:
     caches = [("fp8", "dynamic"), ("fp8", "unit")]
     args = EngineArgs(str(folder), skip_tokenizer_init=True, state_every=64)
     whole = compare_caches(args, caches, IDS, window=150)
-    parts = compare_caches(replace(args, max_num_batched_tokens=32, state_every=16), caches, IDS, window=150)
+    parts = compare_caches(
+        replace(args, max_num_batched_tokens=32, state_every=16), caches, IDS, window=150
+    )
     for one, other in zip(whole, parts, strict=True):
         assert (one.perplexity, one.mean_kl) == (other.perplexity, other.mean_kl)
         assert (one.num_tokens, one.cut_off_share) == (300, other.cut_off_share)
@@ -245,30 +292,41 @@ def test_evaluation_does_not_depend_on_chunks(folder: Path) -> None:
 def test_the_whole_evaluation_runs(folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"input_ids": IDS}))
-    grid = GridArgs(caches=("tensor", "token"), calibration_data=str(data), window=150, per_layer=True)
+    grid = GridArgs(
+        caches=("tensor", "token"), calibration_data=str(data), window=150, per_layer=True
+    )
     args = EngineArgs(str(folder), skip_tokenizer_init=True)
     runs = evaluate_grid(args, [IDS], grid).runs
     by_layer = [one.layer_kl for one in runs if one.layer_kl]
-    chunks = evaluate_grid(replace(args, max_num_batched_tokens=32), [IDS], replace(grid, speed=False)).runs
+    chunks = evaluate_grid(
+        replace(args, max_num_batched_tokens=32), [IDS], replace(grid, speed=False)
+    ).runs
     assert [one.layer_kl for one in chunks if one.layer_kl] == by_layer
     assert [one.kl_mean for one in chunks] == [one.kl_mean for one in runs]
     assert len(by_layer) == 2
     assert all(layers[0] == layers[2] == 0.0 < min(layers[1], layers[3]) for layers in by_layer)
     assert all((one.decode_tokens_per_second or 0) > 0 for one in runs)
-    found = per_layer(EngineArgs(str(folder), skip_tokenizer_init=True), lambda opened, longest: [Window(IDS, [])])
+    found = per_layer(
+        EngineArgs(str(folder), skip_tokenizer_init=True), lambda opened, longest: [Window(IDS, [])]
+    )
     assert [layer.layer for layer in found.layers] == [1, 3]
 
 
 @pytest.mark.parametrize("length", [128, 150])
 def test_every_question_goes_behind_the_context_alone(folder: Path, length: int) -> None:
-    """The answer to a question does not depend on those before it, which went through the same states."""
+    """The answer to a question does not depend on those before it, which went through the same
+    states.
+    """
     opened = open_model(EngineArgs(str(folder), skip_tokenizer_init=True, state_every=64))
     config = opened.resolve(opened.args)
     runner = cache_run(opened, opened.load(config), config, 256).runner
     questions = [Question(1, IDS[at : at + 3], IDS[at + 3 : at + 5]) for at in (200, 220, 240)]
     context = RetrievalContext(IDS[:length], questions)
     together = long._ask(runner, context, RetrievalContext([], []), 512)
-    alone = [long._ask(runner, replace(context, questions=[one]), RetrievalContext([], []), 32)[0] for one in questions]
+    alone = [
+        long._ask(runner, replace(context, questions=[one]), RetrievalContext([], []), 32)[0]
+        for one in questions
+    ]
     assert together == alone
 
 
@@ -283,18 +341,26 @@ def test_the_plan_counts_states(folder: Path, capsys: pytest.CaptureFixture[str]
     llm = LLM(**vars(args))
     assert llm.engine.runner.pool.num_blocks == setting.num_blocks
     groups = as_json(plan)["settings"][0]["groups"]
-    assert groups[0] == {"layers": 2, "state_every": 32, "bytes_per_block": 2 * 48 * 4, "blocks": setting.num_blocks[0]}
+    assert groups[0] == {
+        "layers": 2,
+        "state_every": 32,
+        "bytes_per_block": 2 * 48 * 4,
+        "blocks": setting.num_blocks[0],
+    }
     assert "--state-every 32" in as_json(plan)["verdict"]
     print_plan("means", plan)
     printed = " ".join(capsys.readouterr().out.split())
     assert (
-        "for states: 0.0 MiB for each request, and as much again for those that stay behind every 32 tokens." in printed
+        "for states: 0.0 MiB for each request, and as much again for those that stay behind every 32 tokens."
+        in printed
     )
     assert setting.needed_bytes <= 2**24
     opened = open_model(replace(args, kernels="reference"))
     resolved = opened.resolve(opened.args)
     formats = resolved.compute_format, resolved.weight_format
-    counted = loaded_bytes(opened.model, *formats, lambda _: None, Layout.PLAIN, resolved.max_model_len)
+    counted = loaded_bytes(
+        opened.model, *formats, lambda _: None, Layout.PLAIN, resolved.max_model_len
+    )
     assert counted.layers == weight_bytes(opened.load(resolved)).layers
 
 

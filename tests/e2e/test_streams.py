@@ -1,4 +1,6 @@
-"""Standard output that fails ends every verb that prints with one line, or quietly behind a closed pipe."""
+"""Standard output that fails ends every verb that prints with one line, or quietly behind a closed
+pipe.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ VERBS = [
 
 
 def run(line: str, stdout: int | None, forked: bool = False) -> tuple[int, str]:
-    """(exit status, the last line of stderr) of `freight LINE` with this file as standard output; None: closed."""
+    """(exit status, the last line of stderr) of `freight LINE` with this file as standard output;
+    None: closed.
+    """
     if forked and stdout is not None and CAN_FORK:
         process = Forked(line.split(), os.environ, "freight.__main__", stdout=stdout)
         assert process.stderr is not None
@@ -38,7 +42,9 @@ def run(line: str, stdout: int | None, forked: bool = False) -> tuple[int, str]:
         command = [*FREIGHT, *line.split()]
         if stdout is None:
             command = ["bash", "-c", 'exec "$@" >&-', "-", *command]
-        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300, check=False
+        )
         status, said = done.returncode, done.stderr
     assert "Traceback" not in said
     assert "Exception ignored" not in said
@@ -69,7 +75,10 @@ def test_a_closed_pipe_ends_quietly_with_141(line: str, forked: bool) -> None:
 
 
 def test_no_standard_output_is_one_line_and_1() -> None:
-    assert run(FAST[0], None) == (1, "error: standard output cannot be written: Bad file descriptor")
+    assert run(FAST[0], None) == (
+        1,
+        "error: standard output cannot be written: Bad file descriptor",
+    )
 
 
 def test_a_file_that_cannot_grow_is_one_line_and_1(tmp_path: Path) -> None:
@@ -80,7 +89,9 @@ def test_a_file_that_cannot_grow_is_one_line_and_1(tmp_path: Path) -> None:
         "demo",
         str(tmp_path / "out"),
     ]
-    done = subprocess.run(["bash", "-c", limit, "-", *argv], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        ["bash", "-c", limit, "-", *argv], capture_output=True, text=True, timeout=300, check=False
+    )
     (error,) = done.stderr.splitlines()
     assert error.startswith(f"error: the disk of {tmp_path / 'out'} is full")
     assert "File too large" in error
@@ -103,9 +114,16 @@ def test_variables_that_nothing_reads_are_named_once() -> None:
     }
     plain = {name: value for name, value in os.environ.items() if not name.startswith("FREIGHT_")}
     command = [*FREIGHT, "--version"]
-    done = subprocess.run(command, env=plain | given, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=plain | given, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0
     assert done.stderr == (
         "freight: not read: FREIGHT_KV_CACHE_DTPYE (did you mean FREIGHT_KV_CACHE_DTYPE?), FREIGHT_ZQXJK\n"
     )
-    assert subprocess.run(command, env=plain, capture_output=True, text=True, timeout=300, check=False).stderr == ""
+    assert (
+        subprocess.run(
+            command, env=plain, capture_output=True, text=True, timeout=300, check=False
+        ).stderr
+        == ""
+    )

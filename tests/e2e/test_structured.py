@@ -1,4 +1,6 @@
-"""Structured outputs through LLM, with the model that ships: every answer has its form, whatever happens around it."""
+"""Structured outputs through LLM, with the model that ships: every answer has its form, whatever
+happens around it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ SCHEMA = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
-        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "sizes": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 99},
+            "maxItems": 3,
+        },
         "kind": {"enum": ["file", "folder", None]},
     },
     "required": ["name", "sizes", "kind"],
@@ -36,7 +42,10 @@ FORMS: list[tuple[dict[str, Any], Callable[[str], object]]] = [
     ({"json": SCHEMA}, lambda text: jsonschema_rs.is_valid(SCHEMA, json.loads(text))),
     ({"regex": "[a-f]{2,9}(-[0-9]{1,3})?"}, partial(re.fullmatch, "[a-f]{2,9}(-[0-9]{1,3})?")),
     ({"choice": ["yes", "yes, but", "no\n"]}, ["yes", "yes, but", "no\n"].__contains__),
-    ({"grammar": 'start: "x" | "(" inner ")"\ninner: "y" ~ 1..3'}, partial(re.fullmatch, r"x|\(y{1,3}\)")),
+    (
+        {"grammar": 'start: "x" | "(" inner ")"\ninner: "y" ~ 1..3'},
+        partial(re.fullmatch, r"x|\(y{1,3}\)"),
+    ),
 ]
 
 
@@ -46,7 +55,9 @@ def llm() -> LLM:
 
 
 def params(outputs: dict[str, Any], seed: int = 0, **others: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 400, "seed": seed, "structured_outputs": outputs} | others)
+    return SamplingParams(
+        **{"max_tokens": 400, "seed": seed, "structured_outputs": outputs} | others
+    )
 
 
 def one(llm: LLM, prompt: str, given: SamplingParams) -> CompletionOutput:
@@ -55,13 +66,21 @@ def one(llm: LLM, prompt: str, given: SamplingParams) -> CompletionOutput:
 
 def scalars() -> st.SearchStrategy[dict[str, Any]]:
     integers = st.integers(-500, 500).flatmap(
-        lambda low: st.integers(low, 1000).map(lambda high: {"type": "integer", "minimum": low, "maximum": high})
+        lambda low: st.integers(low, 1000).map(
+            lambda high: {"type": "integer", "minimum": low, "maximum": high}
+        )
     )
     texts = st.integers(0, 6).map(lambda most: {"type": "string", "maxLength": most})
     values = st.none() | st.booleans() | st.integers(-99, 99) | st.text('ab"\\é \n{', max_size=4)
     enums = st.lists(values, min_size=1, max_size=4).map(lambda entries: {"enum": entries})
     numbers = st.just({"type": "number", "minimum": -1, "maximum": 1})
-    return integers | texts | enums | numbers | st.sampled_from([{"type": "boolean"}, {"type": "null"}])
+    return (
+        integers
+        | texts
+        | enums
+        | numbers
+        | st.sampled_from([{"type": "boolean"}, {"type": "null"}])
+    )
 
 
 def schemas(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
@@ -77,11 +96,17 @@ def schemas(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[
             "additionalProperties": False,
         }
     )
-    return arrays | objects | st.lists(inner, min_size=1, max_size=2).map(lambda branches: {"anyOf": branches})
+    return (
+        arrays
+        | objects
+        | st.lists(inner, min_size=1, max_size=2).map(lambda branches: {"anyOf": branches})
+    )
 
 
 def longest(schema: dict[str, Any]) -> float:
-    """Bytes, and so tokens, that a text of `schema` has at most; infinite for a number with a fraction."""
+    """Bytes, and so tokens, that a text of `schema` has at most; infinite for a number with a
+    fraction.
+    """
     if "enum" in schema:
         return max(len(json.dumps(value)) for value in schema["enum"])
     if "anyOf" in schema:
@@ -91,15 +116,20 @@ def longest(schema: dict[str, Any]) -> float:
         return 2 * BLANKS + schema["maxItems"] * (longest(schema["items"]) + 2 * BLANKS)
     if kind == "object":
         members = schema["properties"].items()
-        return 2 * BLANKS + sum(len(json.dumps(name)) + 4 * BLANKS + longest(value) for name, value in members)
+        return 2 * BLANKS + sum(
+            len(json.dumps(name)) + 4 * BLANKS + longest(value) for name, value in members
+        )
     return {"number": math.inf, "string": 2 + 6 * schema.get("maxLength", 0)}.get(kind, 5)
 
 
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(
-    batch=st.lists(schemas(scalars()) | schemas(schemas(scalars())), min_size=6, max_size=10), seed=st.integers(0, 9)
+    batch=st.lists(schemas(scalars()) | schemas(schemas(scalars())), min_size=6, max_size=10),
+    seed=st.integers(0, 9),
 )
-def test_every_answer_to_a_schema_is_valid_and_ends(llm: LLM, batch: list[dict[str, Any]], seed: int):
+def test_every_answer_to_a_schema_is_valid_and_ends(
+    llm: LLM, batch: list[dict[str, Any]], seed: int
+):
     asked = [params({"json": schema}, seed, max_tokens=300) for schema in batch]
     for schema, output in zip(batch, llm.generate(["x = "] * len(batch), asked), strict=True):
         answer = output.outputs[0]
@@ -109,7 +139,9 @@ def test_every_answer_to_a_schema_is_valid_and_ends(llm: LLM, batch: list[dict[s
             assert len(answer.token_ids) <= longest(schema) + 1
 
 
-@pytest.mark.parametrize("others", [{}, {"temperature": 0.0}, {"ignore_eos": True}, {"min_tokens": 60}], ids=str)
+@pytest.mark.parametrize(
+    "others", [{}, {"temperature": 0.0}, {"ignore_eos": True}, {"min_tokens": 60}], ids=str
+)
 def test_every_form_is_kept(llm: LLM, others: dict[str, Any]):
     asked = [params(form, seed, **others) for form, _ in FORMS for seed in (1, 2)]
     answers = llm.generate(["def f("] * len(asked), asked)
@@ -124,7 +156,9 @@ def test_json_object_is_an_object(llm: LLM):
     for outputs in ({"json_object": True}, {"json": "{}"}):
         answer = one(llm, "d = ", params(outputs, 3, max_tokens=60))
         assert answer.text.startswith("{")
-        assert answer.finish_reason is FinishReason.LENGTH or isinstance(json.loads(answer.text), dict)
+        assert answer.finish_reason is FinishReason.LENGTH or isinstance(
+            json.loads(answer.text), dict
+        )
 
 
 def test_several_completions_have_a_grammar_each(llm: LLM):
@@ -146,7 +180,11 @@ def test_the_text_is_whole_when_its_last_token_reaches_max_tokens(llm: LLM):
 
 def test_a_stop_string_ends_a_text_before_its_grammar_does(llm: LLM):
     answer = one(llm, "x", params({"choice": ["one two three"]}, stop=[" two"]))
-    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("one", FinishReason.STOP, " two")
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == (
+        "one",
+        FinishReason.STOP,
+        " two",
+    )
 
 
 def test_streamed_as_generated(llm: LLM):
@@ -160,7 +198,9 @@ def test_other_requests_and_log_probabilities_are_not_changed(llm: LLM):
     mixed = [params(FORMS[0][0]), plain[0], params(FORMS[1][0]), plain[1], plain[2]]
     together = llm.generate(["def f("] * 5, mixed)
     assert [together[index].outputs[0] for index in (1, 3, 4)] == alone
-    first = one(llm, "def f(", params({"regex": ".{1,9}"}, max_tokens=1, logprobs=1, temperature=0.0))
+    first = one(
+        llm, "def f(", params({"regex": ".{1,9}"}, max_tokens=1, logprobs=1, temperature=0.0)
+    )
     assert first.logprobs is not None
     assert alone[0].logprobs is not None
     top = min(alone[0].logprobs[0].items(), key=lambda entry: entry[1].rank)
@@ -168,7 +208,13 @@ def test_other_requests_and_log_probabilities_are_not_changed(llm: LLM):
 
 
 def test_preemption_keeps_the_place_in_the_grammar(llm: LLM):
-    small = LLM("demo", kv_cache_memory="480KiB", max_model_len=120, max_num_seqs=8, enable_prefix_caching=False)
+    small = LLM(
+        "demo",
+        kv_cache_memory="480KiB",
+        max_model_len=120,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+    )
     asked = [params(FORMS[0][0], seed, max_tokens=60) for seed in range(6)]
     prompts = [f"size_{index} = " for index in range(len(asked))]
     expected = [output.outputs[0] for output in llm.generate(prompts, asked)]
@@ -191,7 +237,9 @@ class Interrupted(BaseException):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_interrupts_and_aborts_keep_the_place_in_the_grammar(llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int):
+def test_interrupts_and_aborts_keep_the_place_in_the_grammar(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int
+):
     asked = [params(form, seed) for form, _ in FORMS]
     expected = [one(llm, "def f(", given) for given in asked]
     rng, ended = random.Random(seed), Matcher.ended
@@ -233,11 +281,15 @@ def test_a_failing_grammar_fails_its_request_alone(llm: LLM, monkeypatch: pytest
             self._fail("step fuel exhausted")
         return permitted(self, output, *barred)
 
-    monkeypatch.setattr(Matcher, "marked", property(lambda self: self._start is marked._start), raising=False)
+    monkeypatch.setattr(
+        Matcher, "marked", property(lambda self: self._start is marked._start), raising=False
+    )
     assert llm.engine._grammars is not None
     marked = llm.engine._grammars.matcher(StructuredOutputs(regex="[a-z]{9}"))
     monkeypatch.setattr(Matcher, "permitted", failing)
-    outputs = llm.generate(["def f("] * 3, [good[0], params({"regex": "[a-z]{9}"}), good[1]], on_error="return")
+    outputs = llm.generate(
+        ["def f("] * 3, [good[0], params({"regex": "[a-z]{9}"}), good[1]], on_error="return"
+    )
     assert [outputs[index].outputs[0] for index in (0, 2)] == expected
     failed = outputs[1].outputs[0]
     assert failed.finish_reason is FinishReason.ERROR

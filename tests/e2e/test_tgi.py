@@ -34,7 +34,9 @@ def test_stream_body_and_generate_agree(llm, parameters):
     engine = llm.engine
     served = Served(("demo",), engine.tokenizer, engine.tokenizer.vocab_size, 512, {}, "fp")
     given = {"max_new_tokens": 24, **parameters, "details": True}
-    call = parse_generate({"inputs": PROMPT, "parameters": given}, served, SamplingLimits(), stream=False)
+    call = parse_generate(
+        {"inputs": PROMPT, "parameters": given}, served, SamplingLimits(), stream=False
+    )
     streamed = parse_generate(
         {"inputs": PROMPT, "parameters": given | {"decoder_input_details": False}},
         served,
@@ -54,7 +56,9 @@ def test_stream_body_and_generate_agree(llm, parameters):
             stream += replies[1].advance(0, delta)
     engine.release("tgi")
     body = replies[0].body()
-    events = [json.loads(event.removeprefix("data:")) for event in stream.decode().split("\n\n")[:-1]]
+    events = [
+        json.loads(event.removeprefix("data:")) for event in stream.decode().split("\n\n")[:-1]
+    ]
 
     (output,) = llm.generate([PROMPT], params)[0].outputs
     stop = output.stop_reason if isinstance(output.stop_reason, str) else ""
@@ -63,8 +67,12 @@ def test_stream_body_and_generate_agree(llm, parameters):
     details = body["details"]
     assert [token["id"] for token in details["tokens"]] == output.token_ids
     assert "".join(token["text"] for token in details["tokens"]) == body["generated_text"]
-    own = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
+    own = [
+        entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)
+    ]
     assert [token["logprob"] for token in details["tokens"]] == own
     assert [event["token"] for event in events] == details["tokens"]
     assert events[-1]["generated_text"] == body["generated_text"]
-    assert len(details["prefill"]) == (len(accepted.token_ids) if params.prompt_logprobs is not None else 0)
+    assert len(details["prefill"]) == (
+        len(accepted.token_ids) if params.prompt_logprobs is not None else 0
+    )

@@ -1,4 +1,6 @@
-"""FP8Cache in transformers' `generate`: the tokens of Freight's engine, and of a cache that only rounds."""
+"""FP8Cache in transformers' `generate`: the tokens of Freight's engine, and of a cache that only
+rounds.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,33 @@ def demo(folder: Path = DEMO) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def generated(model: Any, prompts: list[list[int]], cache: Any, count: int, **options: Any) -> list[list[int]]:
+def generated(
+    model: Any, prompts: list[list[int]], cache: Any, count: int, **options: Any
+) -> list[list[int]]:
     """Greedy tokens of prompts, padded on the left."""
     length = max(map(len, prompts))
     ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": count} | options
+    options = {
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "max_new_tokens": count,
+    } | options
     output = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
     return [row[length:] for row in output.tolist()]
 
 
-def of_engine(folder: Path, prompts: list[list[int]], count: int, **options: Any) -> list[list[int]]:
-    llm = LLM(model=str(folder), dtype="float32", skip_tokenizer_init=True, kv_cache_memory="8MiB", **options)
+def of_engine(
+    folder: Path, prompts: list[list[int]], count: int, **options: Any
+) -> list[list[int]]:
+    llm = LLM(
+        model=str(folder),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        kv_cache_memory="8MiB",
+        **options,
+    )
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -56,16 +73,21 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = load_file(folder / "model.safetensors")
     for layer in range(6):
         for side, scale in (("k", [0.05, 0.07]), ("v", [0.011, 0.013])):
-            tensors[f"model.layers.{layer}.self_attn.{side}_scale"] = torch.tensor(scale, dtype=torch.float32)
+            tensors[f"model.layers.{layer}.self_attn.{side}_scale"] = torch.tensor(
+                scale, dtype=torch.float32
+            )
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scales"), [("fp8", "auto"), ("fp8_e5m2", "auto"), ("fp8_e5m2", "dynamic"), ("fp8", "checkpoint")]
+    ("dtype", "scales"),
+    [("fp8", "auto"), ("fp8_e5m2", "auto"), ("fp8_e5m2", "dynamic"), ("fp8", "checkpoint")],
 )
 def test_tokens_are_those_of_the_engine(dtype: str, scales: str, scaled: Path) -> None:
-    """Both compute in float32, so they differ by its rounding; what they store is the same but for that."""
+    """Both compute in float32, so they differ by its rounding; what they store is the same but for
+    that.
+    """
     model, folder = demo(), scaled if scales == "checkpoint" else DEMO
     cache = FP8Cache(model.config, dtype, scales, model=folder)
     prompts = [PROMPT, PROMPT[5:28]]
@@ -73,13 +95,17 @@ def test_tokens_are_those_of_the_engine(dtype: str, scales: str, scaled: Path) -
     assert ours == of_engine(folder, prompts, 24, kv_cache_dtype=dtype, kv_scales=scales)
 
 
-@pytest.mark.parametrize(("dtype", "scales"), [("fp8", "dynamic"), ("fp8", "checkpoint"), ("fp8_e5m2", "unit")])
+@pytest.mark.parametrize(
+    ("dtype", "scales"), [("fp8", "dynamic"), ("fp8", "checkpoint"), ("fp8_e5m2", "unit")]
+)
 def test_logits_are_those_of_the_engine(dtype: str, scales: str, scaled: Path) -> None:
     """FP8 moves them; in both systems to the same place, but for what float32 rounds."""
     model, ids = demo(), torch.tensor([PROMPT])
     folder = scaled if scales == "checkpoint" else DEMO
     with torch.no_grad():
-        ours = model(ids, past_key_values=FP8Cache(model.config, dtype, scales, model=folder)).logits[0]
+        ours = model(
+            ids, past_key_values=FP8Cache(model.config, dtype, scales, model=folder)
+        ).logits[0]
         plain = model(ids).logits[0]
     engine = freight_logits(folder, PROMPT, "float32", kv_cache_dtype=dtype, kv_scales=scales)
     moved = (ours - plain).abs().mean()
@@ -88,7 +114,9 @@ def test_logits_are_those_of_the_engine(dtype: str, scales: str, scaled: Path) -
 
 
 @pytest.mark.parametrize("variant", ["mistral-window", "gemma3"])
-def test_tokens_of_models_with_windows_are_those_of_the_engine(variant: str, tmp_path: Path) -> None:
+def test_tokens_of_models_with_windows_are_those_of_the_engine(
+    variant: str, tmp_path: Path
+) -> None:
     """The prompts are longer than the window of 24."""
     model = save_random(VARIANTS[variant], tmp_path, torch.float32)
     prompts = [tokens(60), tokens(45)]
@@ -99,7 +127,9 @@ def test_tokens_of_models_with_windows_are_those_of_the_engine(variant: str, tmp
 class RoundingCache(DynamicCache):
     """What FP8Cache stores, kept in the dtype of the model."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         return super().update(rounded(key_states), rounded(value_states), *args, **kwargs)
 
 
@@ -122,7 +152,9 @@ WAYS: dict[str, dict[str, Any]] = {
     [*(("gemma3", way) for way in WAYS), *one_in(len(WAYS), [("llama", way) for way in WAYS])],
 )
 def test_every_way_of_generating(variant: str, way: str) -> None:
-    """The same bits come back from both caches, so the tokens are equal; with a window, and in bfloat16."""
+    """The same bits come back from both caches, so the tokens are equal; with a window, and in
+    bfloat16.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(VARIANTS[variant]).bfloat16().eval()
     prompts = [(tokens(12) * 4)[:40], tokens(33)][: 1 if way == "look-up" else 2]
@@ -136,9 +168,14 @@ def test_every_way_of_generating(variant: str, way: str) -> None:
 def test_an_assistant_model_changes_no_token() -> None:
     """Tokens that the model does not accept are removed from the cache."""
     torch.manual_seed(0)
-    model, assistant = (AutoModelForCausalLM.from_config(VARIANTS["gemma3"]).eval() for _ in range(2))
+    model, assistant = (
+        AutoModelForCausalLM.from_config(VARIANTS["gemma3"]).eval() for _ in range(2)
+    )
     plain = generated(model, [tokens(40)], FP8Cache(model.config), 20)
-    assert generated(model, [tokens(40)], FP8Cache(model.config), 20, assistant_model=assistant) == plain
+    assert (
+        generated(model, [tokens(40)], FP8Cache(model.config), 20, assistant_model=assistant)
+        == plain
+    )
 
 
 def test_the_conversation_goes_on_in_the_same_cache() -> None:
@@ -152,6 +189,8 @@ def test_the_conversation_goes_on_in_the_same_cache() -> None:
 
 def test_the_example_of_the_documents_runs(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
-    program, shown = re.findall(r"^```(?:python|text)\n(.*?)^```\n", text, re.MULTILINE | re.DOTALL)[:2]
+    program, shown = re.findall(
+        r"^```(?:python|text)\n(.*?)^```\n", text, re.MULTILINE | re.DOTALL
+    )[:2]
     exec(compile(program, "docs/transformers.md", "exec"), {})
     assert capsys.readouterr().out == shown

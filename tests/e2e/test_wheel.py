@@ -36,10 +36,14 @@ def test_a_whole_wheel_has_no_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lost", WHOLE)
 def test_a_wheel_that_lacks_a_file_is_refused(tmp_path: Path, lost: str) -> None:
     wheel = wheel_of(tmp_path, [name for name in WHOLE if name != lost])
-    assert build_wheel.faults(wheel, ["freight/llm.py"], "x86_64") == [f"lacks {lost.rpartition('licenses/')[2]}"]
+    assert build_wheel.faults(wheel, ["freight/llm.py"], "x86_64") == [
+        f"lacks {lost.rpartition('licenses/')[2]}"
+    ]
 
 
-@pytest.mark.parametrize("extra", ["tests/test_x.py", "freight/csrc/linear.cpp", "csrc/freight.h", "setup.py"])
+@pytest.mark.parametrize(
+    "extra", ["tests/test_x.py", "freight/csrc/linear.cpp", "csrc/freight.h", "setup.py"]
+)
 def test_a_wheel_with_more_than_the_package_is_refused(tmp_path: Path, extra: str) -> None:
     wheel = wheel_of(tmp_path, [*WHOLE, extra])
     assert build_wheel.faults(wheel, ["freight/llm.py"], "x86_64") == [f"has {extra}"]
@@ -47,7 +51,11 @@ def test_a_wheel_with_more_than_the_package_is_refused(tmp_path: Path, extra: st
 
 def test_a_wheel_without_kernels_is_refused(tmp_path: Path) -> None:
     """What scikit-build-core makes where there is no compiler."""
-    wheel = wheel_of(tmp_path, [name for name in WHOLE if not name.endswith(".so")], "freight-0.1.0-py3-none-any.whl")
+    wheel = wheel_of(
+        tmp_path,
+        [name for name in WHOLE if not name.endswith(".so")],
+        "freight-0.1.0-py3-none-any.whl",
+    )
     faults = build_wheel.faults(wheel, ["freight/llm.py"], "x86_64")
     assert len(faults) == 5
     assert "is not of the form py3-none-PLATFORM" in faults[-1]
@@ -75,13 +83,19 @@ def test_the_wheel_runs_the_demo_without_compiler_or_checkout(tmp_path: Path) ->
     subprocess.run(pip, **run)
     (packages,) = venv.glob("lib/python*/site-packages")
     borrowed = sysconfig.get_paths()["purelib"]
-    (packages / "borrowed.pth").write_text(borrowed)  # a path alone: this environment's own freight is not found by it
+    (packages / "borrowed.pth").write_text(
+        borrowed
+    )  # a path alone: this environment's own freight is not found by it
     alone = run | {"cwd": tmp_path, "env": {"PATH": str(venv / "bin"), "HOME": str(tmp_path)}}
-    where = subprocess.run([venv / "bin" / "python", "-c", "import freight; print(freight.__file__)"], **alone)
+    where = subprocess.run(
+        [venv / "bin" / "python", "-c", "import freight; print(freight.__file__)"], **alone
+    )
     assert Path(where.stdout.strip()).is_relative_to(packages)
     facts = json.loads(subprocess.run([venv / "bin" / "freight", "env", "--json"], **alone).stdout)
     assert facts["kernels"].startswith("cpu"), facts["kernels_because"]
-    demo = subprocess.run([venv / "bin" / "freight", "demo", "--max-tokens", "4", "--json"], **alone)
+    demo = subprocess.run(
+        [venv / "bin" / "freight", "demo", "--max-tokens", "4", "--json"], **alone
+    )
     found = json.loads(demo.stdout)
     assert len(found["caches"]) == 3
     assert all(len(texts) == 3 and all(texts) for texts in found["completions"].values())

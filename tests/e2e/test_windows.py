@@ -1,8 +1,9 @@
 """Windows that give blocks back change no output, and hold no more than their window and a step.
 
-Tiny models of random weights, saved by transformers: one in which every layer has a window, one in which some have.
-To show that nothing reads a block that was given back, its memory becomes NaN at once, or, where it stays cached for
-prefix hits, when it is handed out again; and so is the block that zeroed entries of tables name.
+Tiny models of random weights, saved by transformers: one in which every layer has a window, one in
+which some have. To show that nothing reads a block that was given back, its memory becomes NaN at
+once, or, where it stays cached for prefix hits, when it is handed out again; and so is the block
+that zeroed entries of tables name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
 
 from freight import LLM, SamplingParams
 from freight.cache.sizing import bytes_of_request
@@ -47,8 +54,12 @@ SETUPS = [
     ("qwen2", "e4m3-token", "auto"),
     ("gpt_oss", "e4m3-token", "auto"),
 ]
-LONG = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True, logprobs=2, detokenize=False)
-GROWING = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=1, detokenize=False)
+LONG = SamplingParams(
+    temperature=0.9, seed=3, max_tokens=24, ignore_eos=True, logprobs=2, detokenize=False
+)
+GROWING = SamplingParams(
+    temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=1, detokenize=False
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +79,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, An
 
 
 def open_llm(folder: Path, **options: Any) -> LLM:
-    defaults = {"kv_cache_memory": "8MiB", "max_model_len": 1024, "max_num_batched_tokens": 64, "device": "cpu"}
+    defaults = {
+        "kv_cache_memory": "8MiB",
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 64,
+        "device": "cpu",
+    }
     return LLM(str(folder), **{"skip_tokenizer_init": True, **defaults, **options})
 
 
@@ -77,7 +93,9 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 
 def poison(llm: LLM) -> list[int]:
-    """Make NaN of all memory that holds nothing a request may read; returns a list that gets every such block."""
+    """Make NaN of all memory that holds nothing a request may read; returns a list that gets every
+    such block.
+    """
     pool, poisoned = llm.engine.runner.pool, []
 
     def spoil(group: int, blocks: Sequence[int]) -> None:
@@ -98,9 +116,18 @@ def poison(llm: LLM) -> list[int]:
         spoil(group, range(allocator.num_blocks))
         assert allocator.allocate(1) == [0]  # what given-back entries name: nobody's, and NaN
 
-        def release(blocks: Sequence[int], forget: bool = False, *, group: int = group, one: Any = allocator) -> None:
+        def release(
+            blocks: Sequence[int], forget: bool = False, *, group: int = group, one: Any = allocator
+        ) -> None:
             type(one).release(one, blocks, forget)
-            spoil(group, [block for block in blocks if not one._references[block] and one._keys[block] is None])
+            spoil(
+                group,
+                [
+                    block
+                    for block in blocks
+                    if not one._references[block] and one._keys[block] is None
+                ],
+            )
 
         def allocate(count: int, *, group: int = group, one: Any = allocator) -> list[int] | None:
             blocks: list[int] | None = type(one).allocate(one, count)
@@ -130,21 +157,28 @@ def essence(outputs: Sequence[RequestOutput]) -> list[Any]:
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids="-".join)
-def test_no_block_that_was_given_back_is_read(setup: tuple[str, str, str], models: dict[str, tuple[Path, Any]]) -> None:
+def test_no_block_that_was_given_back_is_read(
+    setup: tuple[str, str, str], models: dict[str, tuple[Path, Any]]
+) -> None:
     model, cache, kernels = setup
     folder = models[model][0]
     prompts = [prompt(90, 2), [*prompt(150)[:130], 7, 8], prompt(150), prompt(190, 3)]
     params = [GROWING, GROWING, LONG, LONG]
     options = {**CACHES[cache], "kernels": kernels, "max_model_len": 240}
     plain = open_llm(folder, enable_prefix_caching=False, **options)
-    expected = [essence(plain.generate([one], [how])) for one, how in zip(prompts, params, strict=True)]
+    expected = [
+        essence(plain.generate([one], [how])) for one, how in zip(prompts, params, strict=True)
+    ]
 
     for caching, tight, budget in ((False, False, 512), (False, True, 7), (True, True, 32)):
         with pytest.MonkeyPatch.context() as patch:
             if tight:  # two prompts fit where every token is kept, and not what they grow to
                 patch.setattr(engine_build, "split_memory", lambda spec, *_: tuple(
                     19 if group.window is None else 40 for group in spec.groups))  # fmt: skip
-            llm = open_llm(folder, **{**options, "enable_prefix_caching": caching, "max_num_batched_tokens": budget})
+            llm = open_llm(
+                folder,
+                **{**options, "enable_prefix_caching": caching, "max_num_batched_tokens": budget},
+            )
         poisoned, num_preempted = poison(llm), count_preempted(llm)
         first = essence(llm.generate(prompts, params))
         assert first == [one for alone in expected for one in alone]
@@ -152,17 +186,23 @@ def test_no_block_that_was_given_back_is_read(setup: tuple[str, str, str], model
         assert essence(again) == first
         assert any(output.num_cached_tokens for output in again) == caching
         assert poisoned
-        assert num_preempted or not tight or model == "mistral"  # a window does not grow with its request
+        assert (
+            num_preempted or not tight or model == "mistral"
+        )  # a window does not grow with its request
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_forty_windows_are_held_in_one(
     model: str, models: dict[str, tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens are transformers', and at no step does the request hold more than its window and a step."""
+    """The tokens are transformers', and at no step does the request hold more than its window and a
+    step.
+    """
     folder, theirs = models[model]
     step_tokens, size, length = 32, 8, 40 * WINDOW + 10
-    llm = open_llm(folder, max_num_batched_tokens=step_tokens, block_size=size, enable_prefix_caching=False)
+    llm = open_llm(
+        folder, max_num_batched_tokens=step_tokens, block_size=size, enable_prefix_caching=False
+    )
     cache, schedule, held = llm.engine.cache, llm.engine.scheduler.schedule, []
 
     def watched() -> Step:
@@ -173,7 +213,8 @@ def test_forty_windows_are_held_in_one(
     monkeypatch.setattr(llm.engine.scheduler, "schedule", watched)
     first = prompt(300)
     output = llm.generate(
-        [first], SamplingParams(temperature=0.0, max_tokens=length - 300, ignore_eos=True, detokenize=False)
+        [first],
+        SamplingParams(temperature=0.0, max_tokens=length - 300, ignore_eos=True, detokenize=False),
     )[0].outputs[0]
     with torch.no_grad():
         expected = theirs(torch.tensor([first + output.token_ids])).logits[0, 299:-1].argmax(-1)
@@ -196,6 +237,15 @@ def test_the_line_at_start_and_a_context_that_does_not_fit(
         layers = "1 layer" if len(group.layers) == 1 else f"{len(group.layers)} layers"
         assert f"{layers} with" in caplog.text
         assert f"{count:,} blocks" in caplog.text
-    assert sum(layer.pages.k.nbytes + layer.pages.v.nbytes for layer in pool.layers) == pool.num_bytes <= 2**20
+    assert (
+        sum(layer.pages.k.nbytes + layer.pages.v.nbytes for layer in pool.layers)
+        == pool.num_bytes
+        <= 2**20
+    )
     needed = bytes_of_request(pool.spec, 1024, 64)
-    assert open_llm(models["qwen2"][0], kv_cache_memory=needed).engine.scheduler.token_limit(1000, None) == 1024
+    assert (
+        open_llm(models["qwen2"][0], kv_cache_memory=needed).engine.scheduler.token_limit(
+            1000, None
+        )
+        == 1024
+    )

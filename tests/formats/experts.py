@@ -1,7 +1,9 @@
-"""Tiny mixtures of experts in the forms of FP8 checkpoints, and what they compute, by transformers and by hand.
+"""Tiny mixtures of experts in the forms of FP8 checkpoints, and what they compute, by transformers
+and by hand.
 
-As in writers.py nothing here comes from Freight. `Made.logprobs` runs transformers' model in float32 with the matrices
-that the checkpoint's bytes and scales stand for; inputs are rounded before each product as the form declares it.
+As in writers.py nothing here comes from Freight. `Made.logprobs` runs transformers' model in
+float32 with the matrices that the checkpoint's bytes and scales stand for; inputs are rounded
+before each product as the form declares it.
 """
 
 from __future__ import annotations
@@ -70,7 +72,11 @@ CONFIG: dict[str, Any] = {
 _QWEN = {"num_experts": EXPERTS, "moe_intermediate_size": WIDTH, "norm_topk_prob": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": EXPERTS},
-    "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], **_QWEN, "shared_expert_intermediate_size": 128},
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        **_QWEN,
+        "shared_expert_intermediate_size": 128,
+    },
     "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], **_QWEN},
 }
 LAYER = "model.layers.0."
@@ -79,7 +85,9 @@ LAYER = "model.layers.0."
 def expert_modules(family: str) -> list[tuple[str, str, str]]:
     """Gate, up and down of each expert."""
     mixtral = family == "mixtral"
-    parent, names = ("block_sparse_moe", "w1 w3 w2") if mixtral else ("mlp", "gate_proj up_proj down_proj")
+    parent, names = (
+        ("block_sparse_moe", "w1 w3 w2") if mixtral else ("mlp", "gate_proj up_proj down_proj")
+    )
     gate, up, down = names.split()
     return [
         tuple(f"{LAYER}{parent}.experts.{i}.{name}" for name in (gate, up, down))  # type: ignore[misc]
@@ -94,22 +102,36 @@ def quantized_modules(family: str) -> dict[str, tuple[int, int]]:
     for gate, up, down in expert_modules(family):
         shapes |= {gate: (WIDTH, HIDDEN), up: (WIDTH, HIDDEN), down: (HIDDEN, WIDTH)}
     if family == "qwen2_moe":
-        shapes |= {f"{LAYER}mlp.shared_expert.{name}": (128, 128) for name in ("gate_proj", "up_proj", "down_proj")}
+        shapes |= {
+            f"{LAYER}mlp.shared_expert.{name}": (128, 128)
+            for name in ("gate_proj", "up_proj", "down_proj")
+        }
     return shapes
 
 
 def unrounded(family: str) -> Tensors:
     draw = torch.Generator().manual_seed(11)
-    shapes = dict(quantized_modules(family)) | {"model.embed_tokens": (VOCAB, HIDDEN), "lm_head": (VOCAB, HIDDEN)}
-    shapes[f"{LAYER}{'block_sparse_moe' if family == 'mixtral' else 'mlp'}.gate"] = (EXPERTS, HIDDEN)
+    shapes = dict(quantized_modules(family)) | {
+        "model.embed_tokens": (VOCAB, HIDDEN),
+        "lm_head": (VOCAB, HIDDEN),
+    }
+    shapes[f"{LAYER}{'block_sparse_moe' if family == 'mixtral' else 'mlp'}.gate"] = (
+        EXPERTS,
+        HIDDEN,
+    )
     if family == "qwen2_moe":
         shapes[f"{LAYER}mlp.shared_expert_gate"] = (1, HIDDEN)
-    tensors = {f"{name}.weight": torch.randn(*shape, generator=draw) / 11 for name, shape in shapes.items()}
+    tensors = {
+        f"{name}.weight": torch.randn(*shape, generator=draw) / 11 for name, shape in shapes.items()
+    }
     norms = [f"{LAYER}input_layernorm", f"{LAYER}post_attention_layernorm", "model.norm"]
     tensors |= {f"{name}.weight": 1 + torch.randn(HIDDEN, generator=draw) / 9 for name in norms}
     if family == "qwen2_moe":
         rows = {"q": 128, "k": 64, "v": 64}
-        tensors |= {f"{LAYER}self_attn.{x}_proj.bias": torch.randn(n, generator=draw) / 9 for x, n in rows.items()}
+        tensors |= {
+            f"{LAYER}self_attn.{x}_proj.bias": torch.randn(n, generator=draw) / 9
+            for x, n in rows.items()
+        }
     if family == "qwen3_moe":
         tensors |= {f"{LAYER}self_attn.{side}_norm.weight": torch.ones(64) for side in "qk"}
     return {name: tensor.to(BF16) for name, tensor in tensors.items()}
@@ -120,7 +142,9 @@ def input_scale(module: str) -> float:
     return 0.008 + 0.0001 * (sum(map(ord, module)) % 50)
 
 
-def static(rounded: Rounded, module: str, dtype: torch.dtype = F32, shape: tuple[int, ...] = ()) -> Rounded:
+def static(
+    rounded: Rounded, module: str, dtype: torch.dtype = F32, shape: tuple[int, ...] = ()
+) -> Rounded:
     return renamed(rounded, {}, {"input_scale": number(input_scale(module), dtype, shape)})
 
 
@@ -189,7 +213,9 @@ FORMS = {
     "modelopt in config": ExpertForm(
         ("qwen2_moe",),
         {
-            "config_groups": {"group_0": {"input_activations": ARGS, "weights": ARGS, "targets": ["Linear"]}},
+            "config_groups": {
+                "group_0": {"input_activations": ARGS, "weights": ARGS, "targets": ["Linear"]}
+            },
             "ignore": ["lm_head", "*.mlp.gate", "*.shared_expert_gate"],
             "quant_algo": "FP8",
             "kv_cache_scheme": ARGS,
@@ -249,14 +275,22 @@ class Made:
     def logprobs(self, folder: Path) -> Tensor:
         """Of TOKENS[1:], each behind those before it."""
         plain = {f"{module}.weight": matrix.float() for module, matrix in self.dequantized.items()}
-        kept = {name: self.tensors[name].float() for name in unrounded(self.family) if name in self.tensors}
+        kept = {
+            name: self.tensors[name].float()
+            for name in unrounded(self.family)
+            if name in self.tensors
+        }
         config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         saved = _save(folder, kept | plain, {"config.json": config | {"dtype": "float32"}})
-        model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(
+            saved, dtype=torch.float32, attn_implementation="eager"
+        )
         for module in self.dequantized:
             if ".experts." not in module:
                 linear = model.get_submodule(module)
-                linear.register_forward_pre_hook(lambda _, args, m=module: (self._rounded(args[0], m),))
+                linear.register_forward_pre_hook(
+                    lambda _, args, m=module: (self._rounded(args[0], m),)
+                )
         layer = model.model.layers[0].mlp
         layer.experts.forward = self._experts
         with torch.no_grad():
@@ -266,7 +300,10 @@ class Made:
     def _experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         experts = expert_modules(self.family)
-        gates, downs = [name for gate, up, _ in experts for name in (gate, up)], [down for *_, down in experts]
+        gates, downs = (
+            [name for gate, up, _ in experts for name in (gate, up)],
+            [down for *_, down in experts],
+        )
         for expert, (gate, up, down) in enumerate(experts):
             rows, slots = (ids == expert).nonzero(as_tuple=True)
             inner = self._rounded(x[rows], *gates)
@@ -283,7 +320,9 @@ class Made:
         if kind == "plain":
             return x
         if kind == "static":
-            scale = torch.stack([self.tensors[f"{m}.input_scale"].float().reshape(()) for m in modules]).amax()
+            scale = torch.stack(
+                [self.tensors[f"{m}.input_scale"].float().reshape(()) for m in modules]
+            ).amax()
             return saturated(x / scale).float() * scale
         groups = x.unflatten(-1, (-1, 128 if kind == "groups" else x.shape[-1]))
         scale = groups.abs().amax(-1, keepdim=True) / 448
@@ -313,15 +352,22 @@ def make(name: str, family: str) -> Made:
 
 def _exact(rounded: Tensors) -> Tensor:
     """Bytes times scales in float32; writers.py has the products in the dtype of the scales."""
-    codes, scale = rounded["weight"], next(t.float() for name, t in rounded.items() if name.startswith("weight_scale"))
+    codes, scale = (
+        rounded["weight"],
+        next(t.float() for name, t in rounded.items() if name.startswith("weight_scale")),
+    )
     by_block = scale.numel() > 1 and scale.shape[1] > 1
     return decoded(codes) * (spread(scale, (128, 128), tuple(codes.shape)) if by_block else scale)
 
 
 def one_of_each_kind(made: Made) -> list[str]:
-    """Scales of weights and inputs of v (norms of q and k undo theirs) and of the feed-forwards, and the cache's."""
+    """Scales of weights and inputs of v (norms of q and k undo theirs) and of the feed-forwards,
+    and the cache's.
+    """
     kinds = {}
     for name in made.tensors:
-        if re.search(r"scale(_inv)?$", name) and not re.search(r"[qko]_proj\.(weight|input)_scale", name):
+        if re.search(r"scale(_inv)?$", name) and not re.search(
+            r"[qko]_proj\.(weight|input)_scale", name
+        ):
             kinds[re.sub(r"\.\d+\.", ".", name.removeprefix(LAYER))] = name
     return list(kinds.values())

@@ -1,8 +1,9 @@
 """Tiny models whose layers keep a state, in the FP8 forms in which their producers publish them.
 
-transformers makes each model and stores it under the hub's names; the matrices that a form quantizes are rounded here,
-one by one, from the formats' descriptions. Nothing comes from Freight. `Hybrid.logprobs` runs transformers' model in
-float32 with the matrices that bytes and scales stand for; inputs are rounded before each product as the form says.
+transformers makes each model and stores it under the hub's names; the matrices that a form
+quantizes are rounded here, one by one, from the formats' descriptions. Nothing comes from Freight.
+`Hybrid.logprobs` runs transformers' model in float32 with the matrices that bytes and scales stand
+for; inputs are rounded before each product as the form says.
 """
 
 from __future__ import annotations
@@ -46,9 +47,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-# short ones: an input that is rounded to another code changes the rows behind it in its prompt alone
+# short ones: an input that is rounded to another code changes the rows behind it in its prompt
+# alone
 PROMPTS = torch.randint(3, 64, (6, 5), generator=torch.Generator().manual_seed(1)).tolist()
-LONG = torch.randint(3, 64, (2, 19), generator=torch.Generator().manual_seed(2)).tolist()  # past a tile of states
+LONG = torch.randint(
+    3, 64, (2, 19), generator=torch.Generator().manual_seed(2)
+).tolist()  # past a tile of states
 # blocks of 128 x 128 hold whole heads, as in every published model
 QWEN: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -66,11 +70,14 @@ MODELS: dict[str, PretrainedConfig] = {
     "nemotron_h": NemotronHConfig(**NEMOTRON),
     "nemotron_h_moe": NemotronHConfig(**NEMOTRON_MOE),
     "nemotron_h_latent": NemotronHConfig(**NEMOTRON_MOE, moe_latent_size=24),
-    "granitemoehybrid": GraniteMoeHybridConfig(**GRANITE_H, num_local_experts=4, num_experts_per_tok=2),
+    "granitemoehybrid": GraniteMoeHybridConfig(
+        **GRANITE_H, num_local_experts=4, num_experts_per_tok=2
+    ),
 }
 # what no producer quantizes
 ALWAYS_PLAIN = (
-    r"lm_head|embed|norm|visual|router|\.gate\.|shared_expert_gate|conv1d|in_proj_(a|b|ba)\.|A_log|dt_bias|\.D$"
+    r"lm_head|embed|norm|visual|router|\.gate\.|shared_expert_gate|conv1d|in_proj_(a|b|ba)\.|"
+    r"A_log|dt_bias|\.D$"
 )
 # what a layer that predicts further tokens is like
 BEHIND = {
@@ -110,17 +117,27 @@ class HybridForm:
             said = (self.said or {}) | {"activation_scheme": None}
         else:
             group = self.said["config_groups"]["group_0"] | {"input_activations": None}
-            said = self.said | {"config_groups": {"group_0": group}, "format": "naive-quantized", "quant_algo": None}
+            said = self.said | {
+                "config_groups": {"group_0": group},
+                "format": "naive-quantized",
+                "quant_algo": None,
+            }
         return replace(self, said=said, linear=linear, inputs="plain")
 
 
 def input_scale(module: str) -> float:
     """Another one for each module, but for those that share their input."""
-    return 0.02 + 0.0005 * (sum(map(ord, re.sub(r"(qkv|z|[qkv]_proj|gate_proj|up_proj)$", "", module))) % 37)
+    return 0.02 + 0.0005 * (
+        sum(map(ord, re.sub(r"(qkv|z|[qkv]_proj|gate_proj|up_proj)$", "", module))) % 37
+    )
 
 
-def _static(module: str, w: Tensor, dtype: torch.dtype = F32, shape: tuple[int, ...] = ()) -> Rounded:
-    return renamed(per_tensor(w, dtype, shape), {}, {"input_scale": number(input_scale(module), dtype, shape)})
+def _static(
+    module: str, w: Tensor, dtype: torch.dtype = F32, shape: tuple[int, ...] = ()
+) -> Rounded:
+    return renamed(
+        per_tensor(w, dtype, shape), {}, {"input_scale": number(input_scale(module), dtype, shape)}
+    )
 
 
 def _rows(module: str, w: Tensor) -> Rounded:
@@ -132,19 +149,48 @@ def _own_blocks(module: str, w: Tensor) -> Rounded:
 
 
 def _own(prefix: str, *names: str) -> dict[str, Any]:
-    """Qwen's list: every module of its own name, those of the vision model and of further tokens as well."""
+    """Qwen's list: every module of its own name, those of the vision model and of further tokens as
+    well.
+    """
     inner = [f"{prefix}layers.{layer}.{name}" for layer in range(3) for name in names]
-    outer = ["lm_head", f"{prefix}embed_tokens", "model.visual.blocks.0.attn.qkv", "mtp.fc", "mtp.layers.0.mlp.gate"]
+    outer = [
+        "lm_head",
+        f"{prefix}embed_tokens",
+        "model.visual.blocks.0.attn.qkv",
+        "mtp.fc",
+        "mtp.layers.0.mlp.gate",
+    ]
     return {**BLOCKS, "modules_to_not_convert": [*outer, *inner]}
 
 
-_GATES = ("mlp.gate", "mlp.shared_expert_gate", "input_layernorm", "post_attention_layernorm", "linear_attn.conv1d")
+_GATES = (
+    "mlp.gate",
+    "mlp.shared_expert_gate",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "linear_attn.conv1d",
+)
 _NET = ("linear_attn.in_proj_a", "linear_attn.in_proj_b")
 _CACHE = ("k_scale", "v_scale")
-_IGNORED = ["lm_head", "re:.*visual.*", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:.*linear_attn.in_proj_[ab]$"]
+_IGNORED = [
+    "lm_head",
+    "re:.*visual.*",
+    "re:.*mlp.gate$",
+    "re:.*shared_expert_gate$",
+    "re:.*linear_attn.in_proj_[ab]$",
+]
 _NVIDIA = [
-    *("lm_head", "backbone.embeddings", "backbone.layers.0.mixer.conv1d", "backbone.layers.*.mixer.gate"),
-    *("backbone.layers.0.mixer.in_proj", "backbone.layers.2.mixer.o_proj", "mtp.layers.0.mixer.o_proj"),
+    *(
+        "lm_head",
+        "backbone.embeddings",
+        "backbone.layers.0.mixer.conv1d",
+        "backbone.layers.*.mixer.gate",
+    ),
+    *(
+        "backbone.layers.0.mixer.in_proj",
+        "backbone.layers.2.mixer.o_proj",
+        "mtp.layers.0.mixer.o_proj",
+    ),
 ]
 _PER_TENSOR = {"dynamic": False, "num_bits": 8, "type": "float"}
 _ROUTERS = ["lm_head", "re:.*block_sparse_moe.router"]
@@ -156,19 +202,28 @@ def _ct_rows(*ignored: str, **more: Any) -> dict[str, Any]:
 
 def _of_classes(said: dict[str, Any]) -> dict[str, Any]:
     """llm-compressor's own class for the experts of a layer is a target, too."""
-    group = said["config_groups"]["group_0"] | {"targets": ["Linear", "GraniteMoeHybridParallelExpertsLinear"]}
+    group = said["config_groups"]["group_0"] | {
+        "targets": ["Linear", "GraniteMoeHybridParallelExpertsLinear"]
+    }
     return said | {"config_groups": {"group_0": group}}
 
 
 FORMS = {
     "qwen3.5's own blocks": HybridForm(
-        ("qwen3_5", "qwen3_5_moe"), _own("model.language_model.", *_GATES, *_NET), _own_blocks, "groups"
+        ("qwen3_5", "qwen3_5_moe"),
+        _own("model.language_model.", *_GATES, *_NET),
+        _own_blocks,
+        "groups",
     ),
     "qwen3-next's own blocks": HybridForm(
         ("qwen3_next",), _own("model.", *_GATES, "linear_attn.in_proj_ba"), _own_blocks, "groups"
     ),
     "qwen3.5's own blocks, experts stacked": HybridForm(
-        ("qwen3_5_moe",), _own("model.language_model.", *_GATES, *_NET), _own_blocks, "groups", stacked=True
+        ("qwen3_5_moe",),
+        _own("model.language_model.", *_GATES, *_NET),
+        _own_blocks,
+        "groups",
+        stacked=True,
     ),
     "ct channel token": HybridForm(
         ("qwen3_5", "qwen3_5_moe"),
@@ -179,7 +234,12 @@ FORMS = {
     ),
     "ct tensor static": HybridForm(
         ("qwen3_5",),
-        groups(arguments("tensor"), arguments("tensor"), ignore=_IGNORED, kv_cache_scheme=arguments("tensor")),
+        groups(
+            arguments("tensor"),
+            arguments("tensor"),
+            ignore=_IGNORED,
+            kv_cache_scheme=arguments("tensor"),
+        ),
         lambda m, w: _static(m, w, BF16, (1,)),
         "static",
         kv=_CACHE,
@@ -187,7 +247,9 @@ FORMS = {
     "ct, delta nets ignored": HybridForm(
         ("qwen3_5",), _ct_rows(*_IGNORED, "re:.*linear_attn.*"), _rows, "rows", plain="linear_attn"
     ),
-    "ct, z ignored": HybridForm(("qwen3_5",), _ct_rows(*_IGNORED, "re:.*in_proj_z$"), _rows, "rows", plain="in_proj_z"),
+    "ct, z ignored": HybridForm(
+        ("qwen3_5",), _ct_rows(*_IGNORED, "re:.*in_proj_z$"), _rows, "rows", plain="in_proj_z"
+    ),
     "modelopt": HybridForm(
         ("nemotron_h", "nemotron_h_moe"),
         None,
@@ -195,13 +257,19 @@ FORMS = {
         "static",
         plain=r"layers\.0\.mixer\.in_proj|layers\.2\.mixer\.o_proj",
         kv=("k_proj.k_scale", "v_proj.v_scale"),
-        files={"hf_quant_config.json": algo("FP8", kv_cache_quant_algo="FP8", exclude_modules=_NVIDIA)},
+        files={
+            "hf_quant_config.json": algo("FP8", kv_cache_quant_algo="FP8", exclude_modules=_NVIDIA)
+        },
     ),
     "modelopt in config": HybridForm(
         ("nemotron_h", "nemotron_h_latent"),
         {
             "config_groups": {
-                "group_0": {"input_activations": _PER_TENSOR, "weights": _PER_TENSOR, "targets": ["Linear"]}
+                "group_0": {
+                    "input_activations": _PER_TENSOR,
+                    "weights": _PER_TENSOR,
+                    "targets": ["Linear"],
+                }
             },
             "ignore": _NVIDIA,
             "quant_algo": "FP8",
@@ -244,14 +312,20 @@ class Hybrid:
         """[prompts, tokens - 1], of each token behind those before it."""
         plain = {key: value for key, value in self.config.items() if key != "quantization_config"}
         saved = _save(folder, self.exact, {"config.json": plain})
-        auto = AutoModelForImageTextToText if "vision_config" in self.config else AutoModelForCausalLM
+        auto = (
+            AutoModelForImageTextToText if "vision_config" in self.config else AutoModelForCausalLM
+        )
         model: Any = auto.from_pretrained(saved, dtype=torch.float32, attn_implementation="eager")
         for name, module in model.named_modules():
             stored = re.sub(r"^model\.(?=layers.*\.mixer)", "backbone.", name)
             if stored in self.quantized:
-                module.register_forward_pre_hook(lambda _, args, m=stored: (self._rounded(args[0], m), *args[1:]))
+                module.register_forward_pre_hook(
+                    lambda _, args, m=stored: (self._rounded(args[0], m), *args[1:])
+                )
             elif name.endswith(".experts"):
-                module.forward = functools.partial(self._experts, module, self._inputs_of_experts(stored))
+                module.forward = functools.partial(
+                    self._experts, module, self._inputs_of_experts(stored)
+                )
         with torch.no_grad():
             rows = torch.log_softmax(model(torch.tensor(prompts)).logits, -1)
         return rows[:, :-1].gather(-1, torch.tensor(prompts)[:, 1:, None])[..., 0]
@@ -263,7 +337,12 @@ class Hybrid:
         return [m for m in own if m not in downs], downs
 
     def _experts(
-        self, module: Any, names: tuple[list[str], list[str]], x: Tensor, ids: Tensor, weights: Tensor
+        self,
+        module: Any,
+        names: tuple[list[str], list[str]],
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
     ) -> Tensor:
         out = torch.zeros_like(x)
         gated = hasattr(module, "gate_up_proj")
@@ -281,7 +360,9 @@ class Hybrid:
         """With a static scale the largest of all `modules`: their input is rounded once."""
         kind = self.form.inputs
         if kind == "static":
-            scale = torch.stack([self.tensors[f"{m}.input_scale"].float().reshape(()) for m in modules]).amax()
+            scale = torch.stack(
+                [self.tensors[f"{m}.input_scale"].float().reshape(()) for m in modules]
+            ).amax()
             return saturated(x / scale).float() * scale
         if kind == "plain":
             return x
@@ -293,14 +374,20 @@ class Hybrid:
         """Of the scales that are used: norms of q and k undo theirs, and further tokens do not run."""
         kinds = {}
         for name in self.tensors:
-            if re.search(r"scale(_inv)?$", name) and not re.search(r"[qk]_proj\.(w|i)|mtp|\.[gz]\w*_proj\.in", name):
+            if re.search(r"scale(_inv)?$", name) and not re.search(
+                r"[qk]_proj\.(w|i)|mtp|\.[gz]\w*_proj\.in", name
+            ):
                 kinds[re.sub(r"\.\d+\.", ".", name)] = name
         return list(kinds.values())
 
 
 def _save(folder: Path, tensors: Tensors, files: dict[str, Any]) -> str:
     folder.mkdir(exist_ok=True)
-    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: t.contiguous() for n, t in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     return str(folder)
@@ -311,7 +398,9 @@ def _unrounded(family: str) -> tuple[Tensors, dict[str, Any]]:
     """What transformers stores of the family's tiny model in 16 bits, and its config.json."""
     with tempfile.TemporaryDirectory() as folder:
         save_random(MODELS[family], Path(folder), BF16)
-        tensors = {name: one.clone() for name, one in load_file(Path(folder) / "model.safetensors").items()}
+        tensors = {
+            name: one.clone() for name, one in load_file(Path(folder) / "model.safetensors").items()
+        }
         return tensors, json.loads((Path(folder) / "config.json").read_text())
 
 
@@ -348,27 +437,36 @@ def make(form: HybridForm, family: str) -> Hybrid:
     return Hybrid(form, family, {**config, **said}, tensors, exact, frozenset(quantized))
 
 
-def _rounded_matrices(form: HybridForm, stored: str, tensor: Tensor) -> tuple[dict[str, Tensors], Tensor]:
-    """What becomes of a matrix, or of gate and up or down of each expert, by module; and the whole, dequantized."""
+def _rounded_matrices(
+    form: HybridForm, stored: str, tensor: Tensor
+) -> tuple[dict[str, Tensors], Tensor]:
+    """What becomes of a matrix, or of gate and up or down of each expert, by module; and the whole,
+    dequantized.
+    """
     if tensor.ndim == 2:
         module = stored.removesuffix(".weight")
         rounded, _ = form.linear(module, tensor)
         return {module: rounded}, _exact(rounded)
-    parent = stored.replace("put_linear.weight", "").removesuffix("in").removesuffix("out") + "experts"
+    parent = (
+        stored.replace("put_linear.weight", "").removesuffix("in").removesuffix("out") + "experts"
+    )
     matrices, exact = {}, []
     for expert, matrix in enumerate(tensor):
         parts = {"down_proj": matrix}
         if "input_linear" in stored:
             parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
-        made = {f"{parent}.{expert}.{p}": form.linear(f"{parent}.{expert}.{p}", w)[0] for p, w in parts.items()}
+        made = {
+            f"{parent}.{expert}.{p}": form.linear(f"{parent}.{expert}.{p}", w)[0]
+            for p, w in parts.items()
+        }
         matrices |= made
         exact.append(torch.cat([_exact(one) for one in made.values()]))
     return matrices, torch.stack(exact)
 
 
 def _stacked(tensors: Tensors, hub: set[str]) -> Tensors:
-    """Experts as one 3-D tensor of gate and up and one of down, weights and scales alike: with the names that the hub's
-    16-bit file has, or with transformers' own."""
+    """Experts as one 3-D tensor of gate and up and one of down, weights and scales alike: with the
+    names that the hub's 16-bit file has, or with transformers' own."""
     found: dict[str, dict[tuple[int, str], Tensor]] = {}
     rest: Tensors = {}
     for name, tensor in tensors.items():
@@ -390,6 +488,9 @@ def _stacked(tensors: Tensors, hub: set[str]) -> Tensors:
 
 def _exact(rounded: Tensors) -> Tensor:
     """Bytes times scales in float32; writers.py has the products in the dtype of the scales."""
-    codes, scale = rounded["weight"], next(t.float() for name, t in rounded.items() if name.startswith("weight_scale"))
+    codes, scale = (
+        rounded["weight"],
+        next(t.float() for name, t in rounded.items() if name.startswith("weight_scale")),
+    )
     by_block = scale.ndim == 2 and len(scale) != len(codes)
     return decoded(codes) * (spread(scale, (128, 128), tuple(codes.shape)) if by_block else scale)

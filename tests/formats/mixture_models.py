@@ -39,10 +39,28 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 HEADS = {**SHAPE, "head_dim": 64}
-MOE: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH}
-WINDOWS: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": HIDDEN}
-GLM: dict[str, Any] = {**MOE, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1}
+MOE: dict[str, Any] = {
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": WIDTH,
+}
+WINDOWS: dict[str, Any] = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": HIDDEN,
+}
+GLM: dict[str, Any] = {
+    **MOE,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 LATENT: dict[str, Any] = {"num_key_value_heads": 2, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128,
                           "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
 INDEXER: dict[str, Any] = {"index_topk": 128, "index_head_dim": 128, "index_n_heads": 2}

@@ -1,8 +1,10 @@
-"""Tiny models of the families of experts that `experts.py` lacks, in the FP8 forms in which these are published.
+"""Tiny models of the families of experts that `experts.py` lacks, in the FP8 forms in which these
+are published.
 
-transformers makes each model and stores it under the hub's names; the matrices that a form quantizes are rounded here,
-one by one, from the formats' descriptions. Nothing comes from Freight. `Made.logprobs` runs transformers' model in
-float32 with the matrices that bytes and scales stand for; inputs are rounded before each product as the form says.
+transformers makes each model and stores it under the hub's names; the matrices that a form
+quantizes are rounded here, one by one, from the formats' descriptions. Nothing comes from Freight.
+`Made.logprobs` runs transformers' model in float32 with the matrices that bytes and scales stand
+for; inputs are rounded before each product as the form says.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from tests.parity.random_models import save_random
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-# short ones: an input that is rounded to another code changes the rows behind it in its prompt alone
+# short ones: an input that is rounded to another code changes the rows behind it in its prompt
+# alone
 PROMPTS = torch.randint(3, VOCAB, (6, 5), generator=torch.Generator().manual_seed(1)).tolist()
 # modules of Linear that transformers names otherwise than it stores them
 _SHARED = {"hy_v3": "shared_mlp", "laguna": "shared_expert"}
@@ -47,7 +50,9 @@ ALWAYS_PLAIN = r"lm_head|embed|norm|visual|router|moe\.gate\.|mlp\.gate\.|bias$|
 
 def input_scale(module: str) -> float:
     """Another one for each module, but the same under both names of shared experts."""
-    name = re.sub(r"^.*layers\.|shared_\w+", lambda match: "s" if "shared" in match[0] else "", module)
+    name = re.sub(
+        r"^.*layers\.|shared_\w+", lambda match: "s" if "shared" in match[0] else "", module
+    )
     return 0.02 + 0.0005 * (sum(map(ord, name)) % 37)
 
 
@@ -56,8 +61,10 @@ class MixtureForm:
     """`inputs`: how inputs of products are rounded: 'plain', 'static', 'rows' or 'groups' of 128.
 
     plain     modules, as an expression, that the form leaves in 16 bits beside `ALWAYS_PLAIN`
-    stacked   whether the experts of a layer stay one 3-D tensor where the hub has one; else each is stored by itself
-    behind    whether a layer that predicts further tokens lies behind the decoder's own, quantized as they are
+    stacked   whether the experts of a layer stay one 3-D tensor where the hub has one; else each is
+              stored by itself
+    behind    whether a layer that predicts further tokens lies behind the decoder's own, quantized
+              as they are
     """
 
     families: tuple[str, ...]
@@ -71,8 +78,12 @@ class MixtureForm:
     more: dict[str, Any] = field(default_factory=dict)  # keys of config.json
 
 
-def _static(module: str, w: Tensor, dtype: torch.dtype = F32, shape: tuple[int, ...] = ()) -> Rounded:
-    return renamed(per_tensor(w, dtype, shape), {}, {"input_scale": number(input_scale(module), dtype, shape)})
+def _static(
+    module: str, w: Tensor, dtype: torch.dtype = F32, shape: tuple[int, ...] = ()
+) -> Rounded:
+    return renamed(
+        per_tensor(w, dtype, shape), {}, {"input_scale": number(input_scale(module), dtype, shape)}
+    )
 
 
 def _ct_rows(*ignored: str) -> dict[str, Any]:
@@ -206,14 +217,22 @@ class Made:
     def logprobs(self, folder: Path) -> Tensor:
         """[prompts, tokens - 1], of each token behind those before it."""
         saved = _save(folder, self.exact, MODELS[self.family].to_dict())
-        auto = AutoModelForImageTextToText if "vision_config" in self.config else AutoModelForCausalLM
+        auto = (
+            AutoModelForImageTextToText if "vision_config" in self.config else AutoModelForCausalLM
+        )
         model: Any = auto.from_pretrained(saved, dtype=torch.float32, attn_implementation="eager")
         for name, module in model.named_modules():
             stored = name.replace("shared_experts", _SHARED.get(self.family, "shared_experts"))
-            if stored in self.quantized and "kv_b" not in stored:  # absorbed into the products beside it
-                module.register_forward_pre_hook(lambda _, args, m=stored: (self._rounded(args[0], m), *args[1:]))
+            if (
+                stored in self.quantized and "kv_b" not in stored
+            ):  # absorbed into the products beside it
+                module.register_forward_pre_hook(
+                    lambda _, args, m=stored: (self._rounded(args[0], m), *args[1:])
+                )
             elif name.endswith(".experts"):
-                module.forward = functools.partial(self._experts, module, self._inputs_of_experts(name))
+                module.forward = functools.partial(
+                    self._experts, module, self._inputs_of_experts(name)
+                )
         with torch.no_grad():
             rows = torch.log_softmax(model(torch.tensor(PROMPTS)).logits, -1)
         return rows[:, :-1].gather(-1, torch.tensor(PROMPTS)[:, 1:, None])[..., 0]
@@ -227,10 +246,17 @@ class Made:
         return [m for m in own if m not in downs], downs
 
     def _experts(
-        self, module: Any, names: tuple[list[str], list[str]], x: Tensor, ids: Tensor, weights: Tensor
+        self,
+        module: Any,
+        names: tuple[list[str], list[str]],
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
     ) -> Tensor:
         out = torch.zeros_like(x)
-        for expert, (both, down) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
+        for expert, (both, down) in enumerate(
+            zip(module.gate_up_proj, module.down_proj, strict=True)
+        ):
             rows, slots = (ids == expert).nonzero(as_tuple=True)
             gate, up = (self._rounded(x[rows], *names[0]) @ both.T).chunk(2, -1)
             product = self._rounded(module.act_fn(gate) * up, *names[1]) @ down.T
@@ -241,7 +267,9 @@ class Made:
         """With a static scale the largest of all `modules`: their input is rounded once."""
         kind = self.form.inputs
         if kind == "static":
-            scale = torch.stack([self.tensors[f"{m}.input_scale"].float().reshape(()) for m in modules]).amax()
+            scale = torch.stack(
+                [self.tensors[f"{m}.input_scale"].float().reshape(()) for m in modules]
+            ).amax()
             return saturated(x / scale).float() * scale
         parts = x.unflatten(-1, (-1, 128 if kind == "groups" else x.shape[-1]))
         scale = parts.abs().amax(-1, keepdim=True) / 448
@@ -250,11 +278,14 @@ class Made:
     def one_of_each_kind(self) -> list[str]:
         """Scales of experts, shared experts and v, of weights and inputs, and the cache's.
 
-        Norms of q and k undo theirs, q's own is for engines that quantize it; other matrices are as in dense models.
+        Norms of q and k undo theirs, q's own is for engines that quantize it; other matrices are as
+        in dense models.
         """
         kinds = {}
         for name in self.tensors:
-            ours = re.search(r"expert|shared|block_sparse|v_proj|kv_[ab]_proj|[kv]_(cache\.)?scale", name)
+            ours = re.search(
+                r"expert|shared|block_sparse|v_proj|kv_[ab]_proj|[kv]_(cache\.)?scale", name
+            )
             if (
                 ours
                 and re.search(r"scale(_inv)?$", name)
@@ -266,7 +297,11 @@ class Made:
 
 def _save(folder: Path, tensors: Tensors, config: dict[str, Any]) -> str:
     folder.mkdir(exist_ok=True)
-    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: t.contiguous() for n, t in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -276,7 +311,9 @@ def _unrounded(family: str) -> tuple[Tensors, dict[str, Any]]:
     """What transformers stores of the family's tiny model in 16 bits, and its config.json."""
     with tempfile.TemporaryDirectory() as folder:
         save_random(MODELS[family], Path(folder), BF16)
-        tensors = {name: one.clone() for name, one in load_file(Path(folder) / "model.safetensors").items()}
+        tensors = {
+            name: one.clone() for name, one in load_file(Path(folder) / "model.safetensors").items()
+        }
         return tensors, json.loads((Path(folder) / "config.json").read_text())
 
 
@@ -296,19 +333,37 @@ def make(name: str, family: str) -> Made:
         if form.stacked and tensor.ndim == 3:
             tensors |= _stacked(stored, matrices, tensor)
         else:
-            tensors |= {f"{module}.{suffix}": x for module, one in matrices.items() for suffix, x in one.items()}
+            tensors |= {
+                f"{module}.{suffix}": x
+                for module, one in matrices.items()
+                for suffix, x in one.items()
+            }
     for layer in range(2):
-        prefix = next(n for n in tensors if f"layers.{layer}." in n).partition(f"layers.{layer}.")[0]
-        tensors |= {f"{prefix}layers.{layer}.{suffix}": one for suffix, one in form.kv(layer).items()}
+        prefix = next(n for n in tensors if f"layers.{layer}." in n).partition(f"layers.{layer}.")[
+            0
+        ]
+        tensors |= {
+            f"{prefix}layers.{layer}.{suffix}": one for suffix, one in form.kv(layer).items()
+        }
     if form.behind:
-        last = {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items() if "layers.1." in n}
-        tensors |= last | {"model.layers.2.eh_proj.weight": torch.ones(HIDDEN, 2 * HIDDEN, dtype=BF16)}
+        last = {
+            n.replace("layers.1.", "layers.2."): t.clone()
+            for n, t in tensors.items()
+            if "layers.1." in n
+        }
+        tensors |= last | {
+            "model.layers.2.eh_proj.weight": torch.ones(HIDDEN, 2 * HIDDEN, dtype=BF16)
+        }
     config = {**config, "quantization_config": form.said, **form.more}
     return Made(form, family, config, tensors, exact, frozenset(quantized))
 
 
-def _rounded_matrices(form: MixtureForm, stored: str, tensor: Tensor) -> tuple[dict[str, Tensors], Tensor]:
-    """What becomes of a matrix, or of gate and up or down of each expert, by module; and the whole, dequantized."""
+def _rounded_matrices(
+    form: MixtureForm, stored: str, tensor: Tensor
+) -> tuple[dict[str, Tensors], Tensor]:
+    """What becomes of a matrix, or of gate and up or down of each expert, by module; and the whole,
+    dequantized.
+    """
     if tensor.ndim == 2:
         module = stored.removesuffix(".weight")
         rounded, _ = form.linear(module, tensor)
@@ -316,12 +371,19 @@ def _rounded_matrices(form: MixtureForm, stored: str, tensor: Tensor) -> tuple[d
     first = re.search(r"gate_up|input_linear", stored) is not None
     turned = tensor.shape[1 if first else 2] == HIDDEN and tensor.shape[2 if first else 1] != HIDDEN
     whole = tensor.mT if turned else tensor
-    parent = re.sub(r"(\.experts)?\.(gate_up_proj|down_proj|(in|out)put_linear\.weight)$", ".experts", stored)
+    parent = re.sub(
+        r"(\.experts)?\.(gate_up_proj|down_proj|(in|out)put_linear\.weight)$", ".experts", stored
+    )
     matrices, exact = {}, []
     for expert, matrix in enumerate(whole):
-        parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)) if first else {"down_proj": matrix}
+        parts = (
+            dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            if first
+            else {"down_proj": matrix}
+        )
         made = {
-            f"{parent}.{expert}.{part}": form.linear(f"{parent}.{expert}.{part}", w)[0] for part, w in parts.items()
+            f"{parent}.{expert}.{part}": form.linear(f"{parent}.{expert}.{part}", w)[0]
+            for part, w in parts.items()
         }
         matrices |= made
         exact.append(torch.cat([_exact(one) for one in made.values()]))
@@ -329,18 +391,29 @@ def _rounded_matrices(form: MixtureForm, stored: str, tensor: Tensor) -> tuple[d
 
 
 def _stacked(stored: str, matrices: dict[str, Tensors], like: Tensor) -> Tensors:
-    """One tensor of each kind, in the order of the hub's: inputs and outputs of scales are exchanged as those of
-    weights are."""
+    """One tensor of each kind, in the order of the hub's: inputs and outputs of scales are
+    exchanged as those of weights are."""
     found, module = {}, stored.removesuffix(".weight")
     for suffix in next(iter(matrices.values())):
-        beside = f"{module}.{suffix}" if module != stored else f"{stored}_{suffix.removeprefix('weight_')}"
+        beside = (
+            f"{module}.{suffix}"
+            if module != stored
+            else f"{stored}_{suffix.removeprefix('weight_')}"
+        )
         whole = torch.cat([one[suffix] for one in matrices.values()]).unflatten(0, (EXPERTS, -1))
         found[stored if suffix == "weight" else beside] = whole
-    return found if found[stored].shape == like.shape else {name: one.mT for name, one in found.items()}
+    return (
+        found
+        if found[stored].shape == like.shape
+        else {name: one.mT for name, one in found.items()}
+    )
 
 
 def _exact(rounded: Tensors) -> Tensor:
     """Bytes times scales in float32; writers.py has the products in the dtype of the scales."""
-    codes, scale = rounded["weight"], next(t.float() for name, t in rounded.items() if name.startswith("weight_scale"))
+    codes, scale = (
+        rounded["weight"],
+        next(t.float() for name, t in rounded.items() if name.startswith("weight_scale")),
+    )
     by_block = scale.ndim == 2 and len(scale) != len(codes)
     return decoded(codes) * (spread(scale, (128, 128), tuple(codes.shape)) if by_block else scale)

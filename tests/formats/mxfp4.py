@@ -1,4 +1,6 @@
-"""Tiny models of gpt-oss whose experts are in MXFP4, as OpenAI's own files have them, from random codes."""
+"""Tiny models of gpt-oss whose experts are in MXFP4, as OpenAI's own files have them, from random
+codes.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,20 @@ from tests.parity.random_models import save_random
 from tests.parity.variants import VARIANTS
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-LEFT_OUT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+LEFT_OUT = [
+    "model.layers.*.self_attn",
+    "model.layers.*.mlp.router",
+    "model.embed_tokens",
+    "lm_head",
+]
 EXPERTS = "model.layers.{}.mlp.experts."
 
 
-def save_mxfp4(folder: Path, dtype: torch.dtype = torch.bfloat16, lowest: int = 115, wide: str = "") -> Path:
-    """`folder`/plain, dequantized by transformers' own code, and `folder`/mxfp4 of the same values, which is returned.
+def save_mxfp4(
+    folder: Path, dtype: torch.dtype = torch.bfloat16, lowest: int = 115, wide: str = ""
+) -> Path:
+    """`folder`/plain, dequantized by transformers' own code, and `folder`/mxfp4 of the same values,
+    which is returned.
 
     Scales are drawn from `lowest` to 124; one row of the tensor `wide` has 100 and 124.
     """

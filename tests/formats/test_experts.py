@@ -1,4 +1,6 @@
-"""Every producer's form of a mixture of experts computes what its bytes and scales stand for; no scale is unused."""
+"""Every producer's form of a mixture of experts computes what its bytes and scales stand for; no
+scale is unused.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.formats.experts import CASES, FORMS, LAYER, TOKENS, expert_modules, make, one_of_each_kind
+from tests.formats.experts import (
+    CASES,
+    FORMS,
+    LAYER,
+    TOKENS,
+    expert_modules,
+    make,
+    one_of_each_kind,
+)
 from tests.formats.forms import algo
 from tests.shares import one_in
 from torch import Tensor
@@ -25,12 +35,16 @@ def logprobs(folder: str, kernels: str = "reference", **options: str) -> Tensor:
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     rows = llm.generate([{"prompt_token_ids": TOKENS}], params)[0].prompt_logprobs
     assert rows is not None
-    return torch.tensor([row[token].logprob for row, token in zip(rows, TOKENS, strict=True) if row is not None])
+    return torch.tensor(
+        [row[token].logprob for row, token in zip(rows, TOKENS, strict=True) if row is not None]
+    )
 
 
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_logits_are_those_of_the_model_dequantized_by_hand(name: str, family: str, tmp_path: Path):
-    """Sums in another order round an input to another code now and then, which changes the row of that token."""
+    """Sums in another order round an input to another code now and then, which changes the row of
+    that token.
+    """
     made = make(name, family)
     expected = made.logprobs(tmp_path / "plain")
     folder = made.save(tmp_path / "fp8")
@@ -76,7 +90,9 @@ def test_a_missing_scale_of_an_expert_is_named(name: str, family: str, tmp_path:
 
 
 def test_clipped_inputs_of_experts_are_refused(tmp_path: Path):
-    """fbgemm's limit holds between gate, up and down too, where experts are computed in one operation."""
+    """fbgemm's limit holds between gate, up and down too, where experts are computed in one
+    operation.
+    """
     made = make("weights alone, saved by vLLM", "qwen3_moe")
     made.config["quantization_config"] = {
         "quant_method": "fbgemm_fp8",
@@ -86,7 +102,9 @@ def test_clipped_inputs_of_experts_are_refused(tmp_path: Path):
     for name in [name for name in made.tensors if name.endswith("weight_scale")]:
         rows = len(made.tensors[name.removesuffix("_scale")])
         made.tensors[name] = made.tensors[name].reshape(1, 1).repeat(rows, 1)
-    with pytest.raises(CheckpointError, match=r"experts.0.gate_proj.weight .* clips .* 1.5 .*activation_scale_ub"):
+    with pytest.raises(
+        CheckpointError, match=r"experts.0.gate_proj.weight .* clips .* 1.5 .*activation_scale_ub"
+    ):
         LLM(model=made.save(tmp_path), skip_tokenizer_init=True)
 
 
@@ -94,10 +112,15 @@ def test_modelopt_s_mixed_files_with_4_bits_are_refused(tmp_path: Path):
     """NVFP4 in the feed-forwards, FP8 in attention and cache: the module and the way out are named."""
     made = make("modelopt own file", "qwen3_moe")
     down = expert_modules("qwen3_moe")[0][2]
-    layers = {f"{LAYER}self_attn.q_proj": {"quant_algo": "FP8"}, down: {"quant_algo": "NVFP4", "group_size": 16}}
+    layers = {
+        f"{LAYER}self_attn.q_proj": {"quant_algo": "FP8"},
+        down: {"quant_algo": "NVFP4", "group_size": 16},
+    }
     declared = algo("MIXED_PRECISION", kv_cache_quant_algo="FP8", quantized_layers=layers)
     made.form = replace(made.form, files={"hf_quant_config.json": declared})
-    with pytest.raises(CheckpointError, match=rf"'NVFP4' of {down} is not .*FP8.* export the model .* 16 bits"):
+    with pytest.raises(
+        CheckpointError, match=rf"'NVFP4' of {down} is not .*FP8.* export the model .* 16 bits"
+    ):
         open_checkpoint(made.save(tmp_path))
 
 
@@ -107,5 +130,7 @@ def test_experts_that_are_not_quantized_alike_are_refused(tmp_path: Path):
     made.config["quantization_config"] = {**made.form.said, "ignored_layers": ["lm_head", module]}  # type: ignore[dict-item]
     made.tensors[f"{module}.weight"] = made.dequantized[module].to(torch.bfloat16)
     del made.tensors[f"{module}.weight_scale"]
-    with pytest.raises(CheckpointError, match=rf"{LAYER}mlp.experts.0.down_proj.weight and the other experts"):
+    with pytest.raises(
+        CheckpointError, match=rf"{LAYER}mlp.experts.0.down_proj.weight and the other experts"
+    ):
         LLM(model=made.save(tmp_path), skip_tokenizer_init=True)

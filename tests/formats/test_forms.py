@@ -1,4 +1,6 @@
-"""Every producer's checkpoint runs: the producer's weights to the bit, activations as declared, every scale in use."""
+"""Every producer's checkpoint runs: the producer's weights to the bit, activations as declared,
+every scale in use.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,16 @@ TOKENS = torch.randint(3, 64, (24,), generator=torch.Generator().manual_seed(1))
 def load(folder: str, format: Format) -> Decoder:
     opened = open_model(EngineArgs(folder, skip_tokenizer_init=True, kernels="reference"))
     assert opened.checkpoint is not None
-    return load_model(opened.checkpoint, opened.model, REFERENCE, Format.BFLOAT16, format, 64, "cpu", opened.scheme)
+    return load_model(
+        opened.checkpoint,
+        opened.model,
+        REFERENCE,
+        Format.BFLOAT16,
+        format,
+        64,
+        "cpu",
+        opened.scheme,
+    )
 
 
 def matrices(model: Decoder) -> dict[str, tuple[Weight, Tensor, float | None]]:
@@ -47,23 +58,35 @@ def matrices(model: Decoder) -> dict[str, tuple[Weight, Tensor, float | None]]:
         ):
             parts = projection.parts if isinstance(projection, UnmergedLinear) else (projection,)
             rows = [
-                part.weight.dequantized().split([ROWS.get(n, 192) for n in names] if len(parts) == 1 else 999)
+                part.weight.dequantized().split(
+                    [ROWS.get(n, 192) for n in names] if len(parts) == 1 else 999
+                )
                 for part in parts
             ]
-            for name, own, part in zip(names, [r for each in rows for r in each], parts * len(names), strict=False):
-                found[f"model.layers.{index}.{prefix}.{name}"] = (part.weight, own, part.input_limit)
+            for name, own, part in zip(
+                names, [r for each in rows for r in each], parts * len(names), strict=False
+            ):
+                found[f"model.layers.{index}.{prefix}.{name}"] = (
+                    part.weight,
+                    own,
+                    part.input_limit,
+                )
     found["lm_head"] = (model.head.weight, model.head.weight.dequantized(), model.head.input_limit)
     return found
 
 
 def logprobs(folder: str, kernels: str = "reference", **options: Any) -> Tensor:
-    """Of the 23 tokens that follow the first of a prompt; the cache is in FP8 unless `options` say otherwise."""
+    """Of the 23 tokens that follow the first of a prompt; the cache is in FP8 unless `options` say
+    otherwise.
+    """
     options = {"kv_cache_dtype": "fp8", **options}
     llm = LLM(model=folder, skip_tokenizer_init=True, kernels=kernels, max_num_seqs=1, **options)
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     prompt = llm.generate([{"prompt_token_ids": TOKENS}], params)[0].prompt_logprobs
     assert prompt is not None
-    return torch.tensor([row[token].logprob for row, token in zip(prompt, TOKENS, strict=True) if row is not None])
+    return torch.tensor(
+        [row[token].logprob for row, token in zip(prompt, TOKENS, strict=True) if row is not None]
+    )
 
 
 def test_weights_are_the_producer_s_to_the_bit(form: Form, tmp_path: Path):
@@ -78,13 +101,19 @@ def test_weights_are_the_producer_s_to_the_bit(form: Form, tmp_path: Path):
             assert weight.data.dtype is torch.float8_e4m3fn, module
             assert torch.equal(matrix.to(expected.dtype), expected), module
             assert (weight.activations, limit) == (form.activations, form.input_limit), module
-            named = [n for n in ("input_scale", "act_scale", "activation_scale") if f"{module}.{n}" in made.tensors]
+            named = [
+                n
+                for n in ("input_scale", "act_scale", "activation_scale")
+                if f"{module}.{n}" in made.tensors
+            ]
             stored = float(made.tensors[f"{module}.{named[0]}"]) if named else None
             assert weight.input_scale == stored
         else:
             assert weight.scale is None
             assert torch.equal(matrix, made.tensors[f"{module}.weight"].float())
-    embedding = made.dequantized.get("model.embed_tokens", made.tensors.get("model.embed_tokens.weight"))
+    embedding = made.dequantized.get(
+        "model.embed_tokens", made.tensors.get("model.embed_tokens.weight")
+    )
     assert torch.equal(model.embedding.weight, embedding.to(torch.bfloat16))
 
 
@@ -96,22 +125,40 @@ def test_an_fnuz_device_has_the_same_weights(form: Form, tmp_path: Path):
             weight, matrix, _ = found[module]
             assert weight.data.dtype is torch.float8_e4m3fnuz
             assert torch.equal(matrix.to(expected.dtype), expected), module
-            named = [n for n in ("input_scale", "act_scale", "activation_scale") if f"{module}.{n}" in made.tensors]
-            assert weight.input_scale == (2 * float(made.tensors[f"{module}.{named[0]}"]) if named else None)
+            named = [
+                n
+                for n in ("input_scale", "act_scale", "activation_scale")
+                if f"{module}.{n}" in made.tensors
+            ]
+            assert weight.input_scale == (
+                2 * float(made.tensors[f"{module}.{named[0]}"]) if named else None
+            )
 
 
 def test_every_scale_changes_the_output(form: Form, tmp_path: Path):
-    """One of each kind, in the last layer, three times as large. Those of queries and probabilities do nothing."""
+    """One of each kind, in the last layer, three times as large. Those of queries and probabilities
+    do nothing.
+    """
     made = write(form)
     before = logprobs(made.save(tmp_path))
     assert before.isfinite().all()
-    scales = [name for name in made.tensors if name.startswith("model.layers.1.") and re.search("scale(_inv)?$", name)]
-    kinds = {re.sub(r"\.\w+_proj\.", ".", name): name for name in scales if not re.search("(up|down)_proj", name)}
+    scales = [
+        name
+        for name in made.tensors
+        if name.startswith("model.layers.1.") and re.search("scale(_inv)?$", name)
+    ]
+    kinds = {
+        re.sub(r"\.\w+_proj\.", ".", name): name
+        for name in scales
+        if not re.search("(up|down)_proj", name)
+    }
     assert kinds or form.linear is None
     for name in kinds.values():
         kept = made.tensors[name]
         larger = kept.view(torch.uint8) + 2 if kept.element_size() == 1 else kept.float() * 3
-        made.tensors[name] = larger.view(kept.dtype) if kept.element_size() == 1 else larger.to(kept.dtype)
+        made.tensors[name] = (
+            larger.view(kept.dtype) if kept.element_size() == 1 else larger.to(kept.dtype)
+        )
         changed = not torch.equal(logprobs(made.save(tmp_path)), before)
         assert changed == (not re.search(r"q_proj\.output_scale|prob_output_scale", name)), name
         made.tensors[name] = kept
@@ -119,13 +166,22 @@ def test_every_scale_changes_the_output(form: Form, tmp_path: Path):
 
 
 def test_the_compiled_kernels_compute_the_same(form: Form, tmp_path: Path):
-    """Every matrix of a checkpoint, with its activations, on three rows; the CPU's kernels and the reference."""
+    """Every matrix of a checkpoint, with its activations, on three rows; the CPU's kernels and the
+    reference.
+    """
     model = load(write(form).save(tmp_path), Format.E4M3FN if form.linear else Format.BFLOAT16)
     compiled = select_kernels("auto")
     for weight in {id(weight): weight for weight, *_ in matrices(model).values()}.values():
-        x = torch.randn(3, weight.data.shape[1], generator=torch.Generator().manual_seed(4), dtype=torch.bfloat16)
+        x = torch.randn(
+            3,
+            weight.data.shape[1],
+            generator=torch.Generator().manual_seed(4),
+            dtype=torch.bfloat16,
+        )
         expected = REFERENCE.linear(x, weight, None).float()
-        assert torch.allclose(compiled.linear(x, compiled.pack(weight), None).float(), expected, rtol=0.01, atol=0.02)
+        assert torch.allclose(
+            compiled.linear(x, compiled.pack(weight), None).float(), expected, rtol=0.01, atol=0.02
+        )
 
 
 def test_weights_alone_in_fp8_compute_with_the_dequantized_ones(

@@ -1,5 +1,6 @@
-"""Models whose layers keep a state, in the FP8 forms of their producers: what they compute, that no scale is unused,
-and that those which freight quantize writes are near the model that they were made from."""
+"""Models whose layers keep a state, in the FP8 forms of their producers: what they compute, that no
+scale is unused, and that those which freight quantize writes are near the model that they were made
+from."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.formats import hybrids
-from tests.formats.hybrids import CASES, FORMS, LONG, MODELS, PROMPTS, QWEN_MOE, make, save_unrounded
+from tests.formats.hybrids import (
+    CASES,
+    FORMS,
+    LONG,
+    MODELS,
+    PROMPTS,
+    QWEN_MOE,
+    make,
+    save_unrounded,
+)
 from tests.shares import one_in
 from tests.unit.models.test_sizes import require_equal
 from torch import Tensor
@@ -30,7 +40,12 @@ from freight.models.open import open_checkpoint, open_model
 
 WIDE = {"dtype": "float32", "kv_cache_dtype": "float32"}
 CALIBRATION = [torch.randint(3, 64, (100,), generator=torch.Generator().manual_seed(5)).tolist()]
-ATTENTION = {"qwen3_5": 1, "qwen3_next": 1, "nemotron_h": 2, "granitemoehybrid": 1}  # the layer that has it
+ATTENTION = {
+    "qwen3_5": 1,
+    "qwen3_next": 1,
+    "nemotron_h": 2,
+    "granitemoehybrid": 1,
+}  # the layer that has it
 
 
 def attention_of(family: str) -> int:
@@ -47,18 +62,24 @@ def logprobs(folder: str, prompts: list[list[int]] = PROMPTS, **options: str) ->
     return torch.tensor(found)
 
 
-@pytest.mark.parametrize(("name", "family"), one_in(2, [case for case in CASES if FORMS[case[0]].said is not None]))
+@pytest.mark.parametrize(
+    ("name", "family"), one_in(2, [case for case in CASES if FORMS[case[0]].said is not None])
+)
 def test_weights_are_those_of_the_dequantized_model(name: str, family: str, tmp_path: Path) -> None:
     """With inputs as they are, nothing is rounded beside the weights."""
     made = make(FORMS[name].of_weights_alone(), family)
     expected = made.logprobs(tmp_path / "plain", LONG)
     assert expected.std() > 0.3
-    torch.testing.assert_close(logprobs(made.save(tmp_path / "fp8"), LONG, **WIDE), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        logprobs(made.save(tmp_path / "fp8"), LONG, **WIDE), expected, rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("name", "family"), one_in(3, CASES))
 def test_logits_are_those_of_the_dequantized_model(name: str, family: str, tmp_path: Path) -> None:
-    """Sums in another order round an input to another code now and then, which changes a prompt from there on."""
+    """Sums in another order round an input to another code now and then, which changes a prompt
+    from there on.
+    """
     made = make(FORMS[name], family)
     expected = made.logprobs(tmp_path / "plain", PROMPTS)
     difference = (logprobs(made.save(tmp_path / "fp8"), **WIDE) - expected).abs()
@@ -69,12 +90,16 @@ def test_logits_are_those_of_the_dequantized_model(name: str, family: str, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_every_scale_changes_the_output(name: str, family: str, tmp_path: Path) -> None:
-    """Half of a tensor's scales three times as large: norms behind a product undo what all its rows have in common."""
+    """Half of a tensor's scales three times as large: norms behind a product undo what all its rows
+    have in common.
+    """
     made = make(FORMS[name], family)
     before = logprobs(made.save(tmp_path), kv_cache_dtype="fp8")
     for scale in made.one_of_each_kind():
         kept = made.tensors[scale]
-        factor = torch.where(torch.arange(kept.numel()) < max(1, kept.numel() // 2), 3.0, 1.0).reshape(kept.shape)
+        factor = torch.where(
+            torch.arange(kept.numel()) < max(1, kept.numel() // 2), 3.0, 1.0
+        ).reshape(kept.shape)
         made.tensors[scale] = (kept.float() * factor).to(kept.dtype)
         assert not torch.equal(logprobs(made.save(tmp_path), kv_cache_dtype="fp8"), before), scale
         made.tensors[scale] = kept
@@ -82,19 +107,34 @@ def test_every_scale_changes_the_output(name: str, family: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_headers_say_what_is_there(name: str, family: str, tmp_path: Path) -> None:
-    """KV scales of the one layer with attention and of no other part; all FP8 matrices declared; bytes as counted."""
+    """KV scales of the one layer with attention and of no other part; all FP8 matrices declared;
+    bytes as counted.
+    """
     made = make(FORMS[name], family)
     folder = made.save(tmp_path)
     scales, kv = open_checkpoint(folder).kv_scales, made.form.kv
     assert scales.missing == (() if kv else (attention_of(family),))
-    assert [index for index, layer in enumerate(scales.layers) if layer] == [attention_of(family)] * bool(kv)
-    assert all(layer is None or (layer.k, layer.v) == (layer.k, (2 * layer.k[0],)) for layer in scales.layers)
+    assert [index for index, layer in enumerate(scales.layers) if layer] == [
+        attention_of(family)
+    ] * bool(kv)
+    assert all(
+        layer is None or (layer.k, layer.v) == (layer.k, (2 * layer.k[0],))
+        for layer in scales.layers
+    )
 
     facts = describe(folder)
     assert "not declared" not in facts["scheme"]["fp8_weights"]
-    assert ("of a layer that predicts further tokens" in facts["skipped"]) == (family != "granitemoehybrid")
-    without = [entry["layer"] for entry in facts["kv_cache"]["scales"] if not entry.get("stores_keys", True)]
-    assert without == [i for i in range(facts["num_layers"]) if i != attention_of(family)] * bool(kv)
+    assert ("of a layer that predicts further tokens" in facts["skipped"]) == (
+        family != "granitemoehybrid"
+    )
+    without = [
+        entry["layer"]
+        for entry in facts["kv_cache"]["scales"]
+        if not entry.get("stores_keys", True)
+    ]
+    assert without == [i for i in range(facts["num_layers"]) if i != attention_of(family)] * bool(
+        kv
+    )
 
     opened = open_model(EngineArgs(folder, skip_tokenizer_init=True))
     require_equal(opened, "auto", opened.scheme.linear)
@@ -103,7 +143,9 @@ def test_headers_say_what_is_there(name: str, family: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(("name", "family"), one_in(3, CASES))
 def test_a_missing_scale_is_named(name: str, family: str, tmp_path: Path) -> None:
     made = make(FORMS[name], family)
-    for scale in [n for n in made.one_of_each_kind() if re.search(r"(weight|proj)_scale(_inv)?$", n)][:2]:
+    for scale in [
+        n for n in made.one_of_each_kind() if re.search(r"(weight|proj)_scale(_inv)?$", n)
+    ][:2]:
         kept = made.tensors.pop(scale)
         with pytest.raises(CheckpointError, match=r"_scale\w* is missing"):
             LLM(model=made.save(tmp_path), skip_tokenizer_init=True)
@@ -112,9 +154,15 @@ def test_a_missing_scale_is_named(name: str, family: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["qwen3.5's own blocks", "ct tensor static"])
 @pytest.mark.parametrize("rest", [r"in_proj_a\.", r"nothing"])
-def test_gates_in_fp8_run_too(name: str, rest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One or both of in_proj_a and in_proj_b, by a recipe that does not leave them out: they may not be mergeable."""
-    monkeypatch.setattr(hybrids, "ALWAYS_PLAIN", hybrids.ALWAYS_PLAIN.replace(r"in_proj_(a|b|ba)\.", rest))
+def test_gates_in_fp8_run_too(
+    name: str, rest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One or both of in_proj_a and in_proj_b, by a recipe that does not leave them out: they may
+    not be mergeable.
+    """
+    monkeypatch.setattr(
+        hybrids, "ALWAYS_PLAIN", hybrids.ALWAYS_PLAIN.replace(r"in_proj_(a|b|ba)\.", rest)
+    )
     form = FORMS[name]
     assert form.said is not None
     key = "ignore" if "ignore" in form.said else "modules_to_not_convert"
@@ -123,7 +171,9 @@ def test_gates_in_fp8_run_too(name: str, rest: str, tmp_path: Path, monkeypatch:
     made = make(replace(form, said=form.said | {key: left_out}).of_weights_alone(), "qwen3_5")
     assert "model.language_model.layers.0.linear_attn.in_proj_b" in made.quantized
     expected = made.logprobs(tmp_path / "plain", LONG)
-    torch.testing.assert_close(logprobs(made.save(tmp_path / "fp8"), LONG, **WIDE), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        logprobs(made.save(tmp_path / "fp8"), LONG, **WIDE), expected, rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("changes", "module"), [({"linear_key_head_dim": 64}, "in_proj_qkvz"),
@@ -176,7 +226,9 @@ def test_what_is_written_is_near_its_source(family: str, at: int, tmp_path: Path
     assert sorted(kv) == [f"{attention_of(family)}.{mixer}.{side}_scale" for side in "kv"]
 
     exact, found = (logprobs(str(folder), LONG, dtype="float32") for folder in (plain, out))
-    assert 0 < (found - exact).abs().mean() < 0.4 * exact.std()  # rounded weights alone: 0.33 by transformers
+    assert (
+        0 < (found - exact).abs().mean() < 0.4 * exact.std()
+    )  # rounded weights alone: 0.33 by transformers
     engine = view(Engine.VLLM, "0.33", read_facts(out)[1])
     assert [layer.layer for layer in engine.layers] == [attention_of(family)]
     assert not engine.unit
@@ -188,4 +240,6 @@ def test_a_model_without_a_number_of_layers_is_audited(tmp_path: Path) -> None:
     made.config.pop("num_hidden_layers", None)
     facts = read_facts(Path(made.save(tmp_path)))[1]
     assert (facts.num_layers, facts.without_keys) == (5, frozenset({0, 1, 3, 4}))
-    assert [one.name for one in facts.stored] == [f"backbone.layers.2.mixer.{x}_proj.{x}_scale" for x in "kv"]
+    assert [one.name for one in facts.stored] == [
+        f"backbone.layers.2.mixer.{x}_proj.{x}_scale" for x in "kv"
+    ]

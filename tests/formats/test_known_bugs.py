@@ -1,8 +1,10 @@
-"""Faults that other engines had with these files. Each test fails with the engine that had the fault.
+"""Faults that other engines had with these files. Each test fails with the engine that had the
+fault.
 
-Others of the kind are held elsewhere: all names of KV scales (unit/checkpoint/test_kv_scales.py), a JSON of scales that
-is read and not used (e2e/test_kv_scales.py), a weight scale of 0 (test_refusals.py), and merged projections that are
-rounded again to one scale (test_forms.py, where q, k and v have different ones).
+Others of the kind are held elsewhere: all names of KV scales (unit/checkpoint/test_kv_scales.py), a
+JSON of scales that is read and not used (e2e/test_kv_scales.py), a weight scale of 0
+(test_refusals.py), and merged projections that are rounded again to one scale (test_forms.py, where
+q, k and v have different ones).
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def opened(made: Written, folder: Path) -> OpenModel:
 
 
 def decided(model: OpenModel, native: Format = Format.E4M3FN) -> EngineConfig:
-    device = SimpleNamespace(kind=model.device.kind, name="this", native_e4m3=native, cores=model.device.cores)
+    device = SimpleNamespace(
+        kind=model.device.kind, name="this", native_e4m3=native, cores=model.device.cores
+    )
     return resolve(model.args, model.model, model.scheme, model.kv_scales, device)
 
 
@@ -65,7 +69,9 @@ def test_no_family_drops_its_scales(family: str, name: str, tmp_path: Path):
     assert in_use(opened(made, tmp_path)) == stored(made, "k_scale", "v_scale")
 
 
-@pytest.mark.parametrize(("name", "suffix"), [("autofp8 static", "k_scale"), ("quark", "k_proj.output_scale")])
+@pytest.mark.parametrize(
+    ("name", "suffix"), [("autofp8 static", "k_scale"), ("quark", "k_proj.output_scale")]
+)
 def test_a_promised_scale_that_is_missing_is_an_error(name: str, suffix: str, tmp_path: Path):
     """vLLM 6738, 6761: 1.0 for the layer, or a crash in the middle of loading."""
     made = write(FORMS[name])
@@ -85,11 +91,15 @@ def test_a_scale_of_k_serves_v_and_one_of_v_nobody(other: str, tmp_path: Path):
     if other == "v_scale":
         assert in_use(model) == stored(made, "k_scale", "k_scale")
         return
-    with pytest.raises(CheckpointError, match="a KV scale of V, but none of K, for layers 0, 1 of 2"):
+    with pytest.raises(
+        CheckpointError, match="a KV scale of V, but none of K, for layers 0, 1 of 2"
+    ):
         in_use(model)
 
 
-@pytest.mark.parametrize("name", ["ct tensor static", "autofp8 static", "text generation inference"])
+@pytest.mark.parametrize(
+    "name", ["ct tensor static", "autofp8 static", "text generation inference"]
+)
 def test_every_path_doubles_for_fnuz(name: str, tmp_path: Path):
     """vLLM's path for compressed-tensors leaves the scales as they are on FNUZ devices."""
     model = opened(write(FORMS[name]), tmp_path)
@@ -107,7 +117,9 @@ def test_a_scale_of_queries_is_nobody_else_s(tmp_path: Path):
 
 
 def test_kv_scale_keeps_its_float32(tmp_path: Path):
-    """Text Generation Inference: `kv_scale` passes through the model's dtype and loses 16 of its bits."""
+    """Text Generation Inference: `kv_scale` passes through the model's dtype and loses 16 of its
+    bits.
+    """
     made = write(FORMS["text generation inference"])
     exact = torch.tensor(0.0152239128947258)
     for layer in range(2):
@@ -117,23 +129,30 @@ def test_kv_scale_keeps_its_float32(tmp_path: Path):
 
 
 def test_scales_of_one_are_taken_and_none_at_all_are_said(tmp_path: Path):
-    """ModelOpt stored at least 1.0 until 2026 (its issue 20), and stores none in cast mode; neither is a fault here."""
+    """ModelOpt stored at least 1.0 until 2026 (its issue 20), and stores none in cast mode; neither
+    is a fault here.
+    """
     made = write(FORMS["modelopt own file"])
     for layer in range(2):
         for side in "kv":
             made.tensors[f"model.layers.{layer}.self_attn.{side}_proj.{side}_scale"].fill_(1.0)
     assert in_use(opened(made, tmp_path)) == [(1.0, 1.0)] * 2
     made.tensors = {
-        name: tensor for name, tensor in made.tensors.items() if not name.endswith((".k_scale", ".v_scale"))
+        name: tensor
+        for name, tensor in made.tensors.items()
+        if not name.endswith((".k_scale", ".v_scale"))
     }
     kv = decided(opened(made, tmp_path)).kv
     assert (kv.format, kv.scale_source) == (Format.E4M3FN, ScaleSource.UNIT)
     assert "cast mode" in kv.note
 
 
-@pytest.mark.parametrize("scales", ["k_scale", "v_scale", "mlp.down_proj.input_scale", "self_attn.q_proj.input_scale"])
+@pytest.mark.parametrize(
+    "scales", ["k_scale", "v_scale", "mlp.down_proj.input_scale", "self_attn.q_proj.input_scale"]
+)
 def test_what_a_scale_does_not_reach_saturates(scales: str, tmp_path: Path):
-    """Scales may be too small: measured before RoPE (AutoFP8, Quark), or on the last batch only (llm-compressor).
+    """Scales may be too small: measured before RoPE (AutoFP8, Quark), or on the last batch only
+    (llm-compressor).
 
     Text Generation Inference casts without a clamp, which gives NaN.
     """
@@ -145,7 +164,9 @@ def test_what_a_scale_does_not_reach_saturates(scales: str, tmp_path: Path):
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5, detokenize=False)
     for kernels in ("reference", "auto"):
         llm = LLM(model=str(tmp_path), skip_tokenizer_init=True, kernels=kernels)
-        logprobs = llm.generate([{"prompt_token_ids": list(range(3, 30))}], params)[0].outputs[0].logprobs
+        logprobs = (
+            llm.generate([{"prompt_token_ids": list(range(3, 30))}], params)[0].outputs[0].logprobs
+        )
         assert logprobs is not None
         assert torch.tensor([entry.logprob for entry in logprobs[0].values()]).isfinite().all()
 

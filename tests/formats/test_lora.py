@@ -1,7 +1,9 @@
-"""Adapters that PEFT wrote, merged: the weights of `merge_and_unload`, and the logits of the model with its adapter.
+"""Adapters that PEFT wrote, merged: the weights of `merge_and_unload`, and the logits of the model
+with its adapter.
 
-`expected.safetensors` of each has what PEFT computes: every tensor that differs after `merge_and_unload` of the model
-in bfloat16, and the logits of the model in float32 with the adapter beside it, of the tokens 1 to 40.
+`expected.safetensors` of each has what PEFT computes: every tensor that differs after
+`merge_and_unload` of the model in bfloat16, and the logits of the model in float32 with the adapter
+beside it, of the tokens 1 to 40.
 """
 
 from __future__ import annotations
@@ -38,19 +40,28 @@ def base_of(name: str) -> Path:
 
 def logits(folder: Path) -> Tensor:
     """Of the tokens 1 to 40, in float32."""
-    args = EngineArgs(str(folder), dtype="float32", kv_cache_dtype="float32", skip_tokenizer_init=True)
+    args = EngineArgs(
+        str(folder), dtype="float32", kv_cache_dtype="float32", skip_tokenizer_init=True
+    )
     opened = open_model(args)
     config, kernels = opened.resolve(opened.args), select_kernels("auto")
     decoder, spec = opened.load(config), opened.cache_spec(config)
-    pool = allocate_pool(spec, config.kv, [3] * len(spec.groups), kernels, rotaries=decoder.rotaries)
+    pool = allocate_pool(
+        spec, config.kv, [3] * len(spec.groups), kernels, rotaries=decoder.rotaries
+    )
     return ModelRunner(decoder, pool, "cpu").logits(list(range(1, 41)), 0, pool.whole).clone()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("tied")])
 def test_weights_are_those_of_merge_and_unload(name: str, tmp_path: Path) -> None:
-    """To the bit, but for sums in another order, and for PEFT's second rounding where the adapter has 16 bits."""
+    """To the bit, but for sums in another order, and for PEFT's second rounding where the adapter
+    has 16 bits.
+    """
     result = merge(str(PEFT / "base"), str(PEFT / name), tmp_path / "out")
-    before, after = load_file(PEFT / "base/model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    before, after = (
+        load_file(PEFT / "base/model.safetensors"),
+        load_file(tmp_path / "out/model.safetensors"),
+    )
     expected = load_file(PEFT / name / "expected.safetensors")
     assert after.keys() == before.keys()
     assert result.num_changed == len(expected) - 1
@@ -68,10 +79,17 @@ def test_weights_are_those_of_merge_and_unload(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_merged_model_computes_what_the_model_with_its_adapter_does(name: str, tmp_path: Path) -> None:
-    """In float32, where merging rounds nothing that shows. A head that is the embedding gets a tensor of its own."""
+def test_the_merged_model_computes_what_the_model_with_its_adapter_does(
+    name: str, tmp_path: Path
+) -> None:
+    """In float32, where merging rounds nothing that shows. A head that is the embedding gets a
+    tensor of its own.
+    """
     shutil.copytree(base_of(name), tmp_path / "base")
-    stored = {tensor: value.float() for tensor, value in load_file(tmp_path / "base/model.safetensors").items()}
+    stored = {
+        tensor: value.float()
+        for tensor, value in load_file(tmp_path / "base/model.safetensors").items()
+    }
     save_file(stored, tmp_path / "base/model.safetensors")
     result = merge(str(tmp_path / "base"), str(PEFT / name), tmp_path / "out")
     expected = load_file(PEFT / name / "expected.safetensors")["logits"]
@@ -80,7 +98,9 @@ def test_the_merged_model_computes_what_the_model_with_its_adapter_does(name: st
     assert (logits(tmp_path / "base") - expected).abs().max() > 0.1
 
 
-def test_files_of_the_model_come_along_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_model_come_along_in_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(CheckpointWriter.__init__, "__defaults__", (4000, None))
     shutil.copytree(PEFT / "base", tmp_path / "base")
     (tmp_path / "base/tokenizer.json").write_text("{}")
@@ -90,7 +110,9 @@ def test_files_of_the_model_come_along_in_shards(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "out/LICENSE").read_text() == "free"
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     assert not list(tmp_path.glob(".freight*"))
-    before, after = (json.loads((tmp_path / one / "config.json").read_text()) for one in ("base", "out"))
+    before, after = (
+        json.loads((tmp_path / one / "config.json").read_text()) for one in ("base", "out")
+    )
     assert {key: value for key, value in after.items() if key != "freight"} == before
     assert torch.isfinite(logits(tmp_path / "out")).all()
 
@@ -98,20 +120,32 @@ def test_files_of_the_model_come_along_in_shards(tmp_path: Path, monkeypatch: py
 def test_modules_of_wrapped_models_are_found_under_their_stored_names(tmp_path: Path) -> None:
     shutil.copytree(PEFT / "plain", tmp_path / "adapter")
     stored = load_file(PEFT / "plain/adapter_model.safetensors")
-    renamed = {name.replace(MODULES, f"{MODULES}language_model."): value for name, value in stored.items()}
+    renamed = {
+        name.replace(MODULES, f"{MODULES}language_model."): value for name, value in stored.items()
+    }
     assert renamed.keys() != stored.keys()
     save_file(renamed, tmp_path / "adapter/adapter_model.safetensors")
     merge(str(PEFT / "base"), str(tmp_path / "adapter"), tmp_path / "out")
     merge(str(PEFT / "base"), str(PEFT / "plain"), tmp_path / "plain")
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (
+        tmp_path / "plain/model.safetensors"
+    ).read_bytes()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "kind": ({"peft_type": "IA3"}, ConfigError, "peft_type is 'IA3'"),
     "transposed": ({"fan_in_fan_out": True}, ConfigError, "fan_in_fan_out is True"),
-    "residual base": ({"init_lora_weights": "pissa_niter_4"}, ConfigError, "init_lora_weights is 'pissa_niter_4'"),
+    "residual base": (
+        {"init_lora_weights": "pissa_niter_4"},
+        ConfigError,
+        "init_lora_weights is 'pissa_niter_4'",
+    ),
     "bias of its own": ({"lora_bias": True}, ConfigError, "lora_bias"),
-    "parameters": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, ConfigError, "target_parameters"),
+    "parameters": (
+        {"target_parameters": ["mlp.experts.gate_up_proj"]},
+        ConfigError,
+        "target_parameters",
+    ),
     "layers": ({"layer_replication": [[0, 2], [1, 2]]}, ConfigError, "layer_replication"),
     "tokens": ({"alora_invocation_tokens": [1]}, ConfigError, "alora_invocation_tokens"),
     "a later key": ({"use_something_new": True}, ConfigError, "use_something_new is True"),
@@ -178,7 +212,9 @@ def _infinite(tensors: dict[str, Tensor]) -> None:
         (_infinite, "not finite"),
     ],
 )
-def test_damaged_adapters_are_refused(spoil: Callable[[dict[str, Tensor]], None], said: str, tmp_path: Path) -> None:
+def test_damaged_adapters_are_refused(
+    spoil: Callable[[dict[str, Tensor]], None], said: str, tmp_path: Path
+) -> None:
     shutil.copytree(PEFT / "plain", tmp_path / "adapter")
     file = tmp_path / "adapter/adapter_model.safetensors"
     tensors = load_file(file)
@@ -205,16 +241,22 @@ def test_a_pattern_is_the_end_of_a_name_from_a_dot_on(tmp_path: Path) -> None:
     file = tmp_path / "adapter/adapter_config.json"
     config = json.loads(file.read_text())
     others = dict.fromkeys(("proj", "q_pro", "self_attn", "layers"), 100)
-    file.write_text(json.dumps(config | {"alpha_pattern": others | (config.get("alpha_pattern") or {})}))
+    file.write_text(
+        json.dumps(config | {"alpha_pattern": others | (config.get("alpha_pattern") or {})})
+    )
     for adapter, out in ((PEFT / "plain", "plain"), (tmp_path / "adapter", "out")):
         merge(str(PEFT / "base"), str(adapter), tmp_path / out)
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (
+        tmp_path / "plain/model.safetensors"
+    ).read_bytes()
 
 
 def test_bases_in_8_bits_are_refused(tmp_path: Path) -> None:
     shutil.copytree(PEFT / "base", tmp_path / "base")
     config = json.loads((tmp_path / "base/config.json").read_text())
-    (tmp_path / "base/config.json").write_text(json.dumps(config | {"compression_config": {"format": "x"}}))
+    (tmp_path / "base/config.json").write_text(
+        json.dumps(config | {"compression_config": {"format": "x"}})
+    )
     with pytest.raises(ConfigError, match="is quantized"):
         merge(str(tmp_path / "base"), str(PEFT / "plain"), tmp_path / "out")
     (tmp_path / "base/config.json").write_text(json.dumps(config))
@@ -227,7 +269,10 @@ def test_bases_in_8_bits_are_refused(tmp_path: Path) -> None:
 
 def test_a_weight_that_only_rounding_makes_infinite_is_refused(tmp_path: Path) -> None:
     shutil.copytree(PEFT / "base", tmp_path / "base")
-    stored = {tensor: value.half() for tensor, value in load_file(tmp_path / "base/model.safetensors").items()}
+    stored = {
+        tensor: value.half()
+        for tensor, value in load_file(tmp_path / "base/model.safetensors").items()
+    }
     save_file(stored, tmp_path / "base/model.safetensors")
     shutil.copytree(PEFT / "plain", tmp_path / "adapter")
     file = tmp_path / "adapter/adapter_config.json"

@@ -1,4 +1,6 @@
-"""Mixed layers: parts of q, k, v or gate, up that differ stay apart, and what can be merged is. FNUZ bytes on disk."""
+"""Mixed layers: parts of q, k, v or gate, up that differ stay apart, and what can be merged is.
+FNUZ bytes on disk.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,20 @@ from freight.models.open import open_model
 
 
 def load(made: Written, folder: Path, format: Format = Format.E4M3FN) -> Decoder:
-    opened = open_model(EngineArgs(made.save(folder), skip_tokenizer_init=True, kernels="reference"))
+    opened = open_model(
+        EngineArgs(made.save(folder), skip_tokenizer_init=True, kernels="reference")
+    )
     assert opened.checkpoint is not None
-    return load_model(opened.checkpoint, opened.model, REFERENCE, Format.BFLOAT16, format, 64, "cpu", opened.scheme)
+    return load_model(
+        opened.checkpoint,
+        opened.model,
+        REFERENCE,
+        Format.BFLOAT16,
+        format,
+        64,
+        "cpu",
+        opened.scheme,
+    )
 
 
 def parts(projection: Linear | UnmergedLinear) -> list[int]:
@@ -38,7 +51,11 @@ def parts(projection: Linear | UnmergedLinear) -> list[int]:
     [
         ("autofp8 static", [384], [640]),
         ("ct channel token", [384], [640]),
-        ("deepseek", [192, 96, 96], [320, 320]),  # no part but the last may end within a block of 128 rows
+        (
+            "deepseek",
+            [192, 96, 96],
+            [320, 320],
+        ),  # no part but the last may end within a block of 128 rows
         ("transformers", [384], [640]),  # blocks as wide as the matrix are scales of rows
         ("quark channel token", [192, 96, 96], [640]),  # v is left out in layer 1
     ],
@@ -67,7 +84,9 @@ def test_biases_follow_their_parts(tmp_path: Path):
     made.config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     for layer in range(2):
         for i, (name, rows) in enumerate((("q", 192), ("k", 96), ("v", 96))):
-            made.tensors[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = torch.full((rows,), 1.0 + i).bfloat16()
+            made.tensors[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = torch.full(
+                (rows,), 1.0 + i
+            ).bfloat16()
     model = load(made, tmp_path)
     zero = torch.zeros(2, 192, dtype=torch.bfloat16)
     for layer in model.layers:
@@ -83,7 +102,9 @@ def test_biases_follow_their_parts(tmp_path: Path):
         ((1, 9), (7, 9), None),
     ],
 )
-def test_other_block_sizes_are_regrouped_exactly(block: tuple[int, int], shape: tuple[int, int], grid):
+def test_other_block_sizes_are_regrouped_exactly(
+    block: tuple[int, int], shape: tuple[int, int], grid
+):
     stored = tuple(-(-size // side) for size, side in zip(shape, block, strict=True))
     scale = torch.rand(stored, generator=torch.Generator().manual_seed(1))
     regrouped = regroup(scale, block, shape)
@@ -99,7 +120,9 @@ def test_other_block_sizes_are_regrouped_exactly(block: tuple[int, int], shape: 
 
 
 def as_fnuz(made: Written) -> Written:
-    """The same values as an FNUZ device would store them: half of what the bytes mean in FN, twice the scales."""
+    """The same values as an FNUZ device would store them: half of what the bytes mean in FN, twice
+    the scales.
+    """
     for name, tensor in list(made.tensors.items()):
         if tensor.dtype is torch.float8_e4m3fn:
             code = tensor.view(torch.uint8)
@@ -127,6 +150,8 @@ def test_an_fnuz_value_without_counterpart_is_named(tmp_path: Path):
     made = as_fnuz(write(FORMS["ct channel token"]))
     name = "model.layers.1.mlp.down_proj.weight"
     made.tensors[name].view(torch.uint8)[3, 5] = 0xFF  # -240
-    with pytest.raises(CheckpointError, match=rf"{name} has 1 weights of magnitude 240 in fp8_e4m3fnuz"):
+    with pytest.raises(
+        CheckpointError, match=rf"{name} has 1 weights of magnitude 240 in fp8_e4m3fnuz"
+    ):
         load(made, tmp_path)
     load(made, tmp_path, Format.E4M3FNUZ)

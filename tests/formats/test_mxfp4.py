@@ -30,7 +30,11 @@ ALL = 3 * 8 * (2 * 96 + 64)  # rows: layers, experts, outputs of gate and up and
 
 
 def opened(folder: Path, **options: Any) -> OpenModel:
-    return open_model(EngineArgs(str(folder), kernels="reference", device="cpu", skip_tokenizer_init=True, **options))
+    return open_model(
+        EngineArgs(
+            str(folder), kernels="reference", device="cpu", skip_tokenizer_init=True, **options
+        )
+    )
 
 
 def experts_of(folder: Path, **options: Any) -> dict[str, ExpertList]:
@@ -44,19 +48,27 @@ def experts_of(folder: Path, **options: Any) -> dict[str, ExpertList]:
     }
 
 
-@pytest.mark.parametrize(("lowest", "wide"), [(110, ""), (110, "model.layers.1.mlp.experts.down_proj"), (90, "")])
+@pytest.mark.parametrize(
+    ("lowest", "wide"), [(110, ""), (110, "model.layers.1.mlp.experts.down_proj"), (90, "")]
+)
 def test_the_values_are_those_that_transformers_dequantizes(
     lowest: int, wide: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """Scales from `lowest` to 124: in E4M3 where they span 14, in 16 bits where a row of the tensor spans more."""
+    """Scales from `lowest` to 124: in E4M3 where they span 14, in 16 bits where a row of the tensor
+    spans more.
+    """
     packed = save_mxfp4(tmp_path, lowest=lowest, wide=wide)
     with caplog.at_level(logging.INFO, "freight"):
         found = experts_of(packed)
     plain = load_file(tmp_path / "plain" / "model.safetensors")
     line = next(message for message in caplog.messages if message.startswith("experts in MXFP4: "))
-    counted, rest = line.removeprefix("experts in MXFP4: ").split(f" of {ALL:,} rows exactly in E4M3")
+    counted, rest = line.removeprefix("experts in MXFP4: ").split(
+        f" of {ALL:,} rows exactly in E4M3"
+    )
     wider = 6 if lowest == 90 else 1 if wide else 0
-    assert rest == (f"; {wider} of 6 tensors have rows that are not, and are in bfloat16" if wider else "")
+    assert rest == (
+        f"; {wider} of 6 tensors have rows that are not, and are in bfloat16" if wider else ""
+    )
     if lowest == 110:
         assert int(counted.replace(",", "")) == ALL - wider
     for name, sides in found.items():
@@ -64,7 +76,9 @@ def test_the_values_are_those_that_transformers_dequantizes(
         for expert in range(8):
             matrix = stored[expert].t().float()
             weight, _ = sides.of(expert)
-            expected = torch.cat((matrix[::2], matrix[1::2])) if name.endswith("gate_up") else matrix
+            expected = (
+                torch.cat((matrix[::2], matrix[1::2])) if name.endswith("gate_up") else matrix
+            )
             assert torch.equal(weight.dequantized(), expected)
             assert weight.activations is Activations.PLAIN
             in_16_bits = lowest == 90 or f"{name}_proj" == wide
@@ -72,8 +86,12 @@ def test_the_values_are_those_that_transformers_dequantizes(
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_cpu_kernels_compute_with_them_as_they_are(wide: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """A tensor with values that bfloat16 has as subnormals alone is converted, and the others are not."""
+def test_cpu_kernels_compute_with_them_as_they_are(
+    wide: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """A tensor with values that bfloat16 has as subnormals alone is converted, and the others are
+    not.
+    """
     packed = save_mxfp4(tmp_path, lowest=90)
     file, name = packed / "model.safetensors", f"{EXPERTS.format(1)}down_proj"
     stored = load_file(file)
@@ -86,7 +104,9 @@ def test_cpu_kernels_compute_with_them_as_they_are(wide: bool, tmp_path: Path, c
     assert isinstance(decoder, Decoder)
     line = next(message for message in caplog.messages if message.startswith("experts in MXFP4: "))
     expected = f"experts in MXFP4: {6 - wide} of 6 tensors are computed with as they are"
-    assert line.startswith(f"{expected}; scales beyond 3 to 252 in the others: " if wide else expected)
+    assert line.startswith(
+        f"{expected}; scales beyond 3 to 252 in the others: " if wide else expected
+    )
     for index, layer in enumerate(decoder.layers):
         for side in ("gate_up", "down"):
             experts = getattr(layer.mlp, side)
@@ -109,7 +129,9 @@ def test_logits_equal_transformers(lowest: int, kernels: str, tmp_path: Path):
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_what_is_loaded_occupies_what_is_counted(kernels: str, tmp_path: Path):
-    args = EngineArgs(str(save_mxfp4(tmp_path)), kernels=kernels, device="cpu", skip_tokenizer_init=True)
+    args = EngineArgs(
+        str(save_mxfp4(tmp_path)), kernels=kernels, device="cpu", skip_tokenizer_init=True
+    )
     model = open_model(args)
     require_equal(model, kernels, model.scheme.linear)
 
@@ -119,12 +141,17 @@ def test_inspect_counts_two_parameters_in_a_byte(tmp_path: Path):
     found, plain = describe(str(packed)), describe(str(tmp_path / "plain"))
     assert found["num_parameters"] == plain["num_parameters"]
     assert found["runs"] == "natively"
-    assert found["scheme"]["description"] == "mxfp4: experts in MXFP4, scales per 1x32 block, activations plain"
+    assert (
+        found["scheme"]["description"]
+        == "mxfp4: experts in MXFP4, scales per 1x32 block, activations plain"
+    )
 
 
 def test_float16_that_lacks_a_value_is_refused(tmp_path: Path):
     packed = save_mxfp4(tmp_path, lowest=90)
-    with pytest.raises(CheckpointError, match=r"values in MXFP4 that float16 does not have; use --dtype bfloat16"):
+    with pytest.raises(
+        CheckpointError, match=r"values in MXFP4 that float16 does not have; use --dtype bfloat16"
+    ):
         experts_of(packed, dtype="float16")
 
 
@@ -138,36 +165,57 @@ def in_16_bits(tensors: dict[str, torch.Tensor], declared: dict[str, Any]) -> No
 
 
 WRONG: list[tuple[Change, str]] = [
-    (lambda tensors, _: tensors[f"{DOWN}_scales"][3].fill_(255), f"expert 3 of {DOWN} has values that are not finite"),
-    (lambda tensors, _: tensors[f"{DOWN}_scales"][7, 2].fill_(254), f"expert 7 of {DOWN} has values that are not"),
+    (
+        lambda tensors, _: tensors[f"{DOWN}_scales"][3].fill_(255),
+        f"expert 3 of {DOWN} has values that are not finite",
+    ),
+    (
+        lambda tensors, _: tensors[f"{DOWN}_scales"][7, 2].fill_(254),
+        f"expert 7 of {DOWN} has values that are not",
+    ),
     (lambda tensors, _: tensors.pop(f"{DOWN}_scales"), f"{DOWN}_scales is missing"),
-    (lambda tensors, _: tensors.pop(f"{DOWN}_blocks"), f"{DOWN} to be in MXFP4, and {DOWN}_blocks is missing"),
+    (
+        lambda tensors, _: tensors.pop(f"{DOWN}_blocks"),
+        f"{DOWN} to be in MXFP4, and {DOWN}_blocks is missing",
+    ),
     (in_16_bits, f"declares {DOWN} to be in MXFP4, and {DOWN}_blocks is missing"),
     (
-        lambda tensors, _: tensors.update({f"{DOWN}_scales": tensors[f"{DOWN}_scales"][:, :, :2].clone()}),
+        lambda tensors, _: tensors.update(
+            {f"{DOWN}_scales": tensors[f"{DOWN}_scales"][:, :, :2].clone()}
+        ),
         f"{DOWN}_scales has shape [8, 64, 2], config.json asks for [8, 64, 3]",
     ),
     (
-        lambda tensors, _: tensors.update({f"{DOWN}_blocks": tensors[f"{DOWN}_blocks"].to(torch.float32)}),
+        lambda tensors, _: tensors.update(
+            {f"{DOWN}_blocks": tensors[f"{DOWN}_blocks"].to(torch.float32)}
+        ),
         f"{DOWN}_blocks is F32 of shape",
     ),
     (
-        lambda _, declared: declared.update(modules_to_not_convert=[*LEFT_OUT, "model.layers.1.mlp.experts"]),
+        lambda _, declared: declared.update(
+            modules_to_not_convert=[*LEFT_OUT, "model.layers.1.mlp.experts"]
+        ),
         f"{EXPERTS.format(1)}gate_up_proj_blocks is there, but config.json does not declare",
     ),
     (
-        lambda tensors, _: tensors.update({"model.layers.0.self_attn.q_proj_blocks": torch.ones(2, dtype=torch.uint8)}),
+        lambda tensors, _: tensors.update(
+            {"model.layers.0.self_attn.q_proj_blocks": torch.ones(2, dtype=torch.uint8)}
+        ),
         "model.layers.0.self_attn.q_proj_blocks is not of an expert; MXFP4 is read for experts alone",
     ),
     (
-        lambda tensors, _: tensors.update({"model.layers.0.mlp.router.weight": torch.ones(8, 64, dtype=torch.uint8)}),
+        lambda tensors, _: tensors.update(
+            {"model.layers.0.mlp.router.weight": torch.ones(8, 64, dtype=torch.uint8)}
+        ),
         "model.layers.0.mlp.router.weight is stored as U8, which is not implemented",
     ),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
-def test_what_is_wrong_is_named_before_a_weight_is_read(change: Change, message: str, tmp_path: Path):
+def test_what_is_wrong_is_named_before_a_weight_is_read(
+    change: Change, message: str, tmp_path: Path
+):
     packed = save_mxfp4(tmp_path)
     file, path = packed / "model.safetensors", packed / "config.json"
     stored, config = load_file(file), json.loads(path.read_text())
@@ -182,13 +230,27 @@ def test_what_is_wrong_is_named_before_a_weight_is_read(change: Change, message:
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", None])
 def test_mxfp4_of_other_models_is_refused(model_type: str | None):
     config = {"model_type": model_type, "quantization_config": {"quant_method": "mxfp4"}}
-    with pytest.raises(CheckpointError, match=rf"mxfp4 of model_type {model_type!r} .* the experts of gpt_oss"):
+    with pytest.raises(
+        CheckpointError, match=rf"mxfp4 of model_type {model_type!r} .* the experts of gpt_oss"
+    ):
         read_scheme(config, None)
 
 
 def test_mxfp4_of_amd_quark_is_refused_by_name():
-    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": False}
+    weight = {
+        "dtype": "fp4",
+        "qscheme": "per_group",
+        "group_size": 32,
+        "scale_format": "e8m0",
+        "is_dynamic": False,
+    }
     inputs = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
-    declared = {"quant_method": "quark", "global_quant_config": {"weight": weight, "input_tensors": inputs}}
-    with pytest.raises(CheckpointError, match=r"quark global_quant_config.weight of dtype 'fp4' .*quant_method mxfp4"):
+    declared = {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": weight, "input_tensors": inputs},
+    }
+    with pytest.raises(
+        CheckpointError,
+        match=r"quark global_quant_config.weight of dtype 'fp4' .*quant_method mxfp4",
+    ):
         read_scheme({"model_type": "gpt_oss", "quantization_config": declared}, None)

@@ -1,4 +1,6 @@
-"""Files that NVIDIA ModelOpt and AMD Quark wrote themselves: bytes times scales, as they lie there, and a run."""
+"""Files that NVIDIA ModelOpt and AMD Quark wrote themselves: bytes times scales, as they lie there,
+and a run.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,18 @@ LAYER = "model.layers.0."
 
 
 def weights(projection: Projection) -> list[Weight]:
-    return [part.weight for part in (projection.parts if isinstance(projection, UnmergedLinear) else (projection,))]
+    return [
+        part.weight
+        for part in (projection.parts if isinstance(projection, UnmergedLinear) else (projection,))
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "plain", "activations"),
-    [("modelopt_blocks", "", Activations.PLAIN), ("quark_kv_outputs", "k_proj v_proj", Activations.STATIC)],
+    [
+        ("modelopt_blocks", "", Activations.PLAIN),
+        ("quark_kv_outputs", "k_proj v_proj", Activations.STATIC),
+    ],
 )
 def test_weights_are_bytes_times_scales(name: str, plain: str, activations: Activations):
     stored = load_file(FIXTURES / name / "model.safetensors")
@@ -39,9 +47,13 @@ def test_weights_are_bytes_times_scales(name: str, plain: str, activations: Acti
         (("mlp.down_proj",), layer.mlp.down),
     ):
         rows = torch.cat([weight.dequantized() for weight in weights(projection)])
-        assert torch.equal(rows, torch.cat([expected(stored, LAYER + module) for module in modules]))
+        assert torch.equal(
+            rows, torch.cat([expected(stored, LAYER + module) for module in modules])
+        )
         for weight in weights(projection):
-            assert weight.activations is (activations if weight.scale is not None else Activations.PLAIN)
+            assert weight.activations is (
+                activations if weight.scale is not None else Activations.PLAIN
+            )
     kept = [weight for weight in weights(layer.mixer.qkv) if weight.scale is None]
     assert len(kept) == len(plain.split())
 
@@ -64,4 +76,6 @@ def test_quark_s_scales_of_outputs_are_the_cache_s():
     opened = open_model(EngineArgs(str(folder), skip_tokenizer_init=True))
     (layer,) = opened.kv_scales.layers
     assert layer is not None
-    assert (layer.k, layer.v) == tuple((float(stored[f"{LAYER}self_attn.{side}_proj.output_scale"]),) for side in "kv")
+    assert (layer.k, layer.v) == tuple(
+        (float(stored[f"{LAYER}self_attn.{side}_proj.output_scale"]),) for side in "kv"
+    )

@@ -1,4 +1,6 @@
-"""Experts in 3-D tensors, and modules under transformers' names, are the same model as under the hub's names."""
+"""Experts in 3-D tensors, and modules under transformers' names, are the same model as under the
+hub's names.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,30 @@ STACKED = f"{LAYER}mlp.experts."
 def stacked(made: Made) -> Made:
     """`made` with the tensors of its experts stacked, scales too; those of gate and up are joined."""
     experts = expert_modules(made.family)
-    for suffix in [name.rpartition(".")[2] for name in made.tensors if name.startswith(f"{experts[0][2]}.")]:
-        parts = [[made.tensors.pop(f"{module}.{suffix}") for module in modules] for modules in experts]
+    for suffix in [
+        name.rpartition(".")[2] for name in made.tensors if name.startswith(f"{experts[0][2]}.")
+    ]:
+        parts = [
+            [made.tensors.pop(f"{module}.{suffix}") for module in modules] for modules in experts
+        ]
         rest = {"weight": ""}.get(suffix, "_" + suffix.removeprefix("weight_"))
         if "weight" in suffix:
-            wide = [[part.reshape(1, 1) if part.numel() == 1 else part for part in row] for row in parts]
-            made.tensors[f"{STACKED}gate_up_proj{rest}"] = torch.stack([torch.cat(row[:2]) for row in wide])
+            wide = [
+                [part.reshape(1, 1) if part.numel() == 1 else part for part in row] for row in parts
+            ]
+            made.tensors[f"{STACKED}gate_up_proj{rest}"] = torch.stack(
+                [torch.cat(row[:2]) for row in wide]
+            )
             made.tensors[f"{STACKED}down_proj{rest}"] = torch.stack([row[2] for row in wide])
         else:
-            made.tensors[f"{STACKED}gate_up_proj{rest}"] = torch.stack([torch.stack(row[:2]).amax() for row in parts])
+            made.tensors[f"{STACKED}gate_up_proj{rest}"] = torch.stack(
+                [torch.stack(row[:2]).amax() for row in parts]
+            )
             made.tensors[f"{STACKED}down_proj{rest}"] = torch.stack([row[2] for row in parts])
     if made.family == "mixtral":
-        made.tensors[f"{LAYER}mlp.gate.weight"] = made.tensors.pop(f"{LAYER}block_sparse_moe.gate.weight")
+        made.tensors[f"{LAYER}mlp.gate.weight"] = made.tensors.pop(
+            f"{LAYER}block_sparse_moe.gate.weight"
+        )
     return made
 
 
@@ -49,7 +63,9 @@ def stacked(made: Made) -> Made:
 def test_transformers_own_form_is_the_same_model(variant: str, tmp_path: Path):
     model = save_random(VARIANTS[variant], tmp_path / "hub", torch.bfloat16)
     model.save_pretrained(tmp_path / "own", save_original_format=False)
-    assert any(tensor.ndim == 3 for tensor in load_file(tmp_path / "own/model.safetensors").values())
+    assert any(
+        tensor.ndim == 3 for tensor in load_file(tmp_path / "own/model.safetensors").values()
+    )
     hub, own = (open_checkpoint(str(tmp_path / folder)) for folder in ("hub", "own"))
     for name, shape in tensor_shapes(hub.model).items():
         assert torch.equal(own.checkpoint.take(name, shape), hub.checkpoint.take(name, shape)), name
@@ -90,7 +106,9 @@ def test_gate_up_and_down_of_step_are_a_tensor_each(tmp_path: Path):
     path, ids = tmp_path / "out/model.safetensors", tokens(60)
     expected = freight_logits(tmp_path / "out", ids, "float32")
     stored = load_file(path)
-    for layer, part in ((layer, part) for layer in (1, 2) for part in ("gate_proj", "up_proj", "down_proj")):
+    for layer, part in (
+        (layer, part) for layer in (1, 2) for part in ("gate_proj", "up_proj", "down_proj")
+    ):
         moe = f"model.layers.{layer}.moe."
         for kind in ("weight", "weight_scale"):
             stored[f"{moe}{part}.{kind}"] = torch.stack(
@@ -119,7 +137,9 @@ def test_what_transformers_quantizes_is_read(tmp_path: Path):
     folder = made.save(tmp_path)
     opened = open_checkpoint(folder).checkpoint
     both = made.tensors[f"{STACKED}gate_up_proj"]
-    up = opened.take(f"{STACKED}2.up_proj.weight", (128, 128), opened.format_of(f"{STACKED}2.up_proj.weight"))
+    up = opened.take(
+        f"{STACKED}2.up_proj.weight", (128, 128), opened.format_of(f"{STACKED}2.up_proj.weight")
+    )
     assert torch.equal(up.view(torch.uint8), both[2, 128:].view(torch.uint8))
     scale = opened.take_scale(f"{STACKED}2.up_proj.weight_scale_inv")
     assert torch.equal(scale, made.tensors[f"{STACKED}gate_up_proj_scale_inv"][2, 1:])
@@ -134,13 +154,31 @@ def save(tensors: dict[str, Tensor], made: Made, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("gate_up_proj", torch.zeros(3, 128, 256).to(torch.float8_e4m3fn), r"\[3, 128, 256\].* \[3, 256, 128\]"),
-        ("gate_up_proj_scale_inv", torch.ones(2, 2, 1), r"\[2, 2, 1\]; one scale, or scales of 3 experts"),
-        ("gate_up_proj_scale_inv", torch.ones(3, 3, 1), r"\[3, 3, 1\]: blocks of scales span gate and up"),
-        ("0.up_proj.weight", torch.zeros(128, 128).to(torch.float8_e4m3fn), "are the same tensor twice"),
+        (
+            "gate_up_proj",
+            torch.zeros(3, 128, 256).to(torch.float8_e4m3fn),
+            r"\[3, 128, 256\].* \[3, 256, 128\]",
+        ),
+        (
+            "gate_up_proj_scale_inv",
+            torch.ones(2, 2, 1),
+            r"\[2, 2, 1\]; one scale, or scales of 3 experts",
+        ),
+        (
+            "gate_up_proj_scale_inv",
+            torch.ones(3, 3, 1),
+            r"\[3, 3, 1\]: blocks of scales span gate and up",
+        ),
+        (
+            "0.up_proj.weight",
+            torch.zeros(128, 128).to(torch.float8_e4m3fn),
+            "are the same tensor twice",
+        ),
     ],
 )
-def test_tensors_that_cannot_be_divided_are_named(name: str, tensor: Tensor, message: str, tmp_path: Path):
+def test_tensors_that_cannot_be_divided_are_named(
+    name: str, tensor: Tensor, message: str, tmp_path: Path
+):
     made = stacked(make("qwen's own blocks", "qwen3_moe"))
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(save({STACKED + name: tensor}, made, tmp_path))

@@ -1,8 +1,10 @@
-"""A tiny model in every form that producers of FP8 checkpoints write, built from the formats' descriptions.
+"""A tiny model in every form that producers of FP8 checkpoints write, built from the formats'
+descriptions.
 
-Nothing below comes from Freight: bytes are decoded by a table made from the definition of E4M3FN (OCP OFP8 1.0), and
-each form says what its producer takes the matrix for (`dequantized`), in the dtype in which the producer says so.
-Sizes are chosen so that 128 x 128 blocks end in the middle of q, k, v, gate and up.
+Nothing below comes from Freight: bytes are decoded by a table made from the definition of E4M3FN
+(OCP OFP8 1.0), and each form says what its producer takes the matrix for (`dequantized`), in the
+dtype in which the producer says so. Sizes are chosen so that 128 x 128 blocks end in the middle of
+q, k, v, gate and up.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ MODULES = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape i
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 Tensors = dict[str, Tensor]
-Rounded = tuple[Tensors, Tensor]  # tensors by suffix of the module's name, and the matrix that they stand for
+Rounded = tuple[
+    Tensors, Tensor
+]  # tensors by suffix of the module's name, and the matrix that they stand for
 
 
 def value_of(byte: int) -> float:
@@ -68,12 +72,18 @@ def unrounded() -> Tensors:
     """The 16-bit model."""
     draw = torch.Generator().manual_seed(7)
     tensors = {
-        f"{name}.weight": torch.randn(*shape, generator=draw) / shape[1] ** 0.5 for name, shape in MODULES.items()
+        f"{name}.weight": torch.randn(*shape, generator=draw) / shape[1] ** 0.5
+        for name, shape in MODULES.items()
     }
     tensors |= {
-        f"{name}.weight": torch.randn(64, 192, generator=draw) / 14 for name in ("model.embed_tokens", "lm_head")
+        f"{name}.weight": torch.randn(64, 192, generator=draw) / 14
+        for name in ("model.embed_tokens", "lm_head")
     }
-    norms = [f"model.layers.{i}.{name}_layernorm" for i in range(2) for name in ("input", "post_attention")]
+    norms = [
+        f"model.layers.{i}.{name}_layernorm"
+        for i in range(2)
+        for name in ("input", "post_attention")
+    ]
     tensors |= {f"{name}.weight": torch.ones(192) for name in (*norms, "model.norm")}
     return {name: tensor.to(BF16) for name, tensor in tensors.items()}
 
@@ -84,7 +94,10 @@ def spread(grid: Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> Tens
 
 
 def block_amax(w: Tensor, block: tuple[int, int]) -> Tensor:
-    rows = [torch.stack([part.abs().amax() for part in band.split(block[1], 1)]) for band in w.split(block[0])]
+    rows = [
+        torch.stack([part.abs().amax() for part in band.split(block[1], 1)])
+        for band in w.split(block[0])
+    ]
     return torch.stack(rows)
 
 
@@ -93,13 +106,19 @@ def saturated(x: Tensor) -> Tensor:
 
 
 def autofp8(w: Tensor) -> tuple[Tensor, Tensor]:
-    """AutoFP8: scale and product rounded to the model's dtype; what is stored is the reciprocal, in float32."""
+    """AutoFP8: scale and product rounded to the model's dtype; what is stored is the reciprocal, in
+    float32.
+    """
     scale = 448 / w.abs().amax().clamp(min=1e-12)
     return saturated(w * scale), scale.float().reciprocal()
 
 
-def by(amax: Tensor, w: Tensor, wide: Callable[[Tensor], Tensor], dtype: torch.dtype = F32) -> Rounded:
-    """amax / 448 in `dtype`, spread over the matrix by `wide`; (weight, weight_scale), dequantized in `dtype`."""
+def by(
+    amax: Tensor, w: Tensor, wide: Callable[[Tensor], Tensor], dtype: torch.dtype = F32
+) -> Rounded:
+    """amax / 448 in `dtype`, spread over the matrix by `wide`; (weight, weight_scale), dequantized
+    in `dtype`.
+    """
     scale = (amax.to(dtype) / 448).to(dtype)
     stored = saturated(w.to(dtype) / wide(scale))
     return {"weight": stored, "weight_scale": scale}, decoded(stored).to(dtype) * wide(scale)
@@ -119,7 +138,9 @@ def per_block(w: Tensor, block: tuple[int, int] = (128, 128), dtype: torch.dtype
 
 def renamed(rounded: Rounded, names: dict[str, str], extra: Tensors | None = None) -> Rounded:
     tensors, dequantized = rounded
-    return {names.get(name, name): tensor for name, tensor in tensors.items()} | (extra or {}), dequantized
+    return {names.get(name, name): tensor for name, tensor in tensors.items()} | (
+        extra or {}
+    ), dequantized
 
 
 @dataclass(frozen=True)
@@ -151,7 +172,11 @@ class Written:
     dequantized: Tensors  # by module, of those that are quantized
 
     def save(self, folder: Path) -> str:
-        save_file(self.tensors, folder / "model.safetensors", metadata={"format": "pt"} | self.form.metadata)
+        save_file(
+            self.tensors,
+            folder / "model.safetensors",
+            metadata={"format": "pt"} | self.form.metadata,
+        )
         for name, content in {"config.json": self.config, **self.form.files}.items():
             (folder / name).write_text(json.dumps(content))
         return str(folder)
@@ -166,7 +191,9 @@ def write(form: Form) -> Written:
     for module in (*MODULES, "lm_head", "model.embed_tokens"):
         if form.linear is not None and not re.search(form.plain, module):
             rounded, dequantized[module] = form.linear(module, tensors.pop(f"{module}.weight"))
-            tensors |= {f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in rounded.items()}
+            tensors |= {
+                f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in rounded.items()
+            }
     for layer in range(2):
         tensors |= {f"model.layers.{layer}.{name}": t for name, t in form.kv(layer).items()}
     said = {} if form.said is None else {"quantization_config": form.said}

@@ -1,4 +1,6 @@
-"""Random layers that keep a state, and sequences in calls of any cut, for the tests of each set of kernels."""
+"""Random layers that keep a state, and sequences in calls of any cut, for the tests of each set of
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ STATE_FORMATS = (Format.FLOAT32, Format.BFLOAT16, Format.INT8, Format.E4M3FN, Fo
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes of a layer. `delta`: a gated delta net, else Mamba-2. `by_channel`: a decay of each channel of a key."""
+    """Sizes of a layer. `delta`: a gated delta net, else Mamba-2. `by_channel`: a decay of each
+    channel of a key.
+    """
 
     key_heads: int = 2
     heads: int = 4
@@ -87,11 +91,15 @@ def sequences(parts: Sequence[tuple[int, int, Sequence[int]]]) -> Sequences:
         lengths.append(before + rows)
     longest = max(len(blocks) for _, _, blocks in parts)
     tables = [[*blocks, *(0,) * (longest - len(blocks))] for _, _, blocks in parts]
-    return Sequences(*(torch.tensor(numbers, dtype=torch.int32) for numbers in (starts, lengths, tables)))
+    return Sequences(
+        *(torch.tensor(numbers, dtype=torch.int32) for numbers in (starts, lengths, tables))
+    )
 
 
 def in_calls(call: Any, rows: int, cuts: Sequence[int], blocks: Sequence[int]) -> Tensor:
-    """call(rows of this call as a slice, sequences) for one sequence, cut where `cuts` says in turns."""
+    """call(rows of this call as a slice, sequences) for one sequence, cut where `cuts` says in
+    turns.
+    """
     outs, done = [], 0
     while done < rows:
         count = min(cuts[len(outs) % len(cuts)], rows - done)
@@ -104,7 +112,10 @@ def token_by_token(layer: Layer, inputs: dict[str, Tensor]) -> Tensor:
     """The recurrence of a sequence in float64, with no tiles: S = decay S + k uᵀ, o = qᵀ S."""
     values, rows = {name: x.double() for name, x in inputs.items()}, len(inputs["v"])
     ratio = layer.heads // layer.key_heads
-    q, k = (values[name].view(rows, layer.key_heads, layer.k_dim).repeat_interleave(ratio, 1) for name in ("q", "k"))
+    q, k = (
+        values[name].view(rows, layer.key_heads, layer.k_dim).repeat_interleave(ratio, 1)
+        for name in ("q", "k")
+    )
     if layer.flags["norm"]:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
         q = q * layer.k_dim**-0.5

@@ -1,6 +1,8 @@
-"""Attention of the compiled kernels against float64 arithmetic over what is stored, in every build that runs here.
+"""Attention of the compiled kernels against float64 arithmetic over what is stored, in every build
+that runs here.
 
-Pages start as NaN and NaN stands beside every token, so whatever is read beyond a row's own keys shows.
+Pages start as NaN and NaN stands beside every token, so whatever is read beyond a row's own keys
+shows.
 """
 
 from __future__ import annotations
@@ -42,14 +44,18 @@ def attention(request: pytest.FixtureRequest) -> Any:
 
 @dataclass(frozen=True)
 class Cache:
-    """Pages that hold one sequence per entry of `lengths`, in blocks of no order, NaN everywhere else."""
+    """Pages that hold one sequence per entry of `lengths`, in blocks of no order, NaN everywhere
+    else.
+    """
 
     pages: KVPages
     blocks: list[list[int]]
     lengths: list[int]
 
     def batch(self, rows: list[int], ends: list[int] | None = None) -> ForwardBatch:
-        """The last `rows` positions before `ends` (default: all that is stored) of each sequence; 0: not in it."""
+        """The last `rows` positions before `ends` (default: all that is stored) of each sequence;
+        0: not in it.
+        """
         size = self.pages.block_size
         slices = [
             SequenceSlice([0] * count, end - count, (blocks,), Logits.NONE)
@@ -77,12 +83,16 @@ def make_cache(
 
     def page(dim: int) -> torch.Tensor:
         if format.is_quantized:
-            return torch.full((*shape, dim), NAN[format], dtype=torch.uint8).view(torch_dtype(format))
+            return torch.full((*shape, dim), NAN[format], dtype=torch.uint8).view(
+                torch_dtype(format)
+            )
         return torch.full((*shape, dim), torch.nan, dtype=torch_dtype(format))
 
     scale: list[torch.Tensor | None] = [None, None]
     if scales == "head":
-        scale = [(torch.rand(heads, 1) * 0.02 + 0.01).expand(heads, width).contiguous() for width in dims]
+        scale = [
+            (torch.rand(heads, 1) * 0.02 + 0.01).expand(heads, width).contiguous() for width in dims
+        ]
     elif scales == "channel":
         scale = [torch.rand(heads, width) * 0.02 + 0.01 for width in dims]
     elif scales == "token":
@@ -102,7 +112,9 @@ def exact(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 attention over the stored values, and sum of p * |v|: what errors are measured against."""
+    """float64 attention over the stored values, and sum of p * |v|: what errors are measured
+    against.
+    """
     outs, sizes = [], []
     rows = batch.query_starts.tolist()
     group = q.shape[1] // cache.pages.k.shape[2]
@@ -110,10 +122,15 @@ def exact(
         length = int(batch.context_lens[seq])
         blocks = batch.block_tables[seq, : -(-length // cache.pages.block_size)].long()
         stored = []
-        for page, scale in ((cache.pages.k, cache.pages.k_scale), (cache.pages.v, cache.pages.v_scale)):
+        for page, scale in (
+            (cache.pages.k, cache.pages.k_scale),
+            (cache.pages.v, cache.pages.v_scale),
+        ):
             values = decode(torch.stack([page[block] for block in blocks.tolist()])).double()
             if scale is not None:
-                values = values * (scale[blocks].double()[..., None] if cache.pages.dynamic else scale.double())
+                values = values * (
+                    scale[blocks].double()[..., None] if cache.pages.dynamic else scale.double()
+                )
             stored.append(values.flatten(0, 1)[:length].repeat_interleave(group, 1).transpose(0, 1))
         k, v = stored
         i, j = torch.arange(length - (end - begin), length)[:, None], torch.arange(length)
@@ -174,7 +191,9 @@ def test_soft_caps(attention, format, scales, dtype, soft_cap, size_of_q):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (70, None), (None, 2.0)])
 def test_sinks(attention, format, scales, dtype, window, soft_cap):
-    """Far below the scores, about them, and so far above them that keys hardly count; over one split and over two."""
+    """Far below the scores, about them, and so far above them that keys hardly count; over one
+    split and over two.
+    """
     cache = make_cache(format, scales, [1030, 64, 1], 2, 64)
     sinks = torch.tensor([-30.0, -1.0, 0.0, 1.0, 3.0, 30.0])
     check(attention, cache, [40, 1, 1], 3, window, dtype, soft_cap, sinks=sinks)
@@ -193,7 +212,9 @@ def test_a_sink_of_minus_infinity_changes_no_bit(attention, dtype):
 
 @pytest.mark.parametrize("dim", [32, 33, 40, 64, 80, 96, 100, 128, 192, 255, 256])
 @pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("cache", [(Format.E4M3FN, "token"), (Format.INT8, "token"), (Format.BFLOAT16, None)])
+@pytest.mark.parametrize(
+    "cache", [(Format.E4M3FN, "token"), (Format.INT8, "token"), (Format.BFLOAT16, None)]
+)
 def test_shapes(attention, cache, group, dim):
     heads = 3 if dim < 128 else 1
     for dtype in (torch.bfloat16, torch.float32):
@@ -214,17 +235,28 @@ def test_groups_and_block_sizes(attention, group, block_size):
 @pytest.mark.parametrize(("dim", "v_dim"), [(192, 128), (40, 100), (33, 64)])
 def test_values_of_another_width(attention, format, scales, dim, v_dim):
     cache = make_cache(format, scales, [1030, 65, 1], 2, dim, v_dim=v_dim)
-    for dtype, window, soft_cap in ((torch.float32, None, None), (torch.bfloat16, 70, None), (torch.bfloat16, None, 2)):
+    for dtype, window, soft_cap in (
+        (torch.float32, None, None),
+        (torch.bfloat16, 70, None),
+        (torch.bfloat16, None, 2),
+    ):
         check(attention, cache, [20, 1, 1], 3, window, dtype, soft_cap)
 
 
 @pytest.mark.parametrize(
-    ("format", "scales"), [(Format.E4M3FN, "token"), (Format.INT8, "token"), (Format.BFLOAT16, None)]
+    ("format", "scales"),
+    [(Format.E4M3FN, "token"), (Format.INT8, "token"), (Format.BFLOAT16, None)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("window", "rows", "block_size"), [(100, 1, 16), (64, 90, 16), (1500, 1, 24), (3, 200, 64)])
-def test_no_key_before_the_window_is_read(attention, format, scales, dtype, window, rows, block_size):
-    """Blocks before the first tile that a window touches are block 0 in the table, which holds NaN alone."""
+@pytest.mark.parametrize(
+    ("window", "rows", "block_size"), [(100, 1, 16), (64, 90, 16), (1500, 1, 24), (3, 200, 64)]
+)
+def test_no_key_before_the_window_is_read(
+    attention, format, scales, dtype, window, rows, block_size
+):
+    """Blocks before the first tile that a window touches are block 0 in the table, which holds NaN
+    alone.
+    """
     length = 3000
     cache = make_cache(format, scales, [length], 2, 40, block_size)
     q, batch = torch.randn(rows, 4, 40).to(dtype), cache.batch([rows]).sequences(0)
@@ -238,13 +270,17 @@ def test_no_key_before_the_window_is_read(attention, format, scales, dtype, wind
         """`page` with the blocks that stay, from block 1 on, and NaN in block 0."""
         if page is None:
             return None
-        nan = page.view(torch.uint8).new_full(page[:1].view(torch.uint8).shape, NAN.get(format, 0xFF))
+        nan = page.view(torch.uint8).new_full(
+            page[:1].view(torch.uint8).shape, NAN.get(format, 0xFF)
+        )
         if page.itemsize == 2:
             nan = torch.full_like(page[:1], torch.nan)
         parts = [nan.view(torch.uint8), page[batch.block_tables[0, kept].long()].view(torch.uint8)]
         return torch.cat(parts).view(page.dtype)
 
-    k, v, k_scale, v_scale = map(moved, (cache.pages.k, cache.pages.v, cache.pages.k_scale, cache.pages.v_scale))
+    k, v, k_scale, v_scale = map(
+        moved, (cache.pages.k, cache.pages.v, cache.pages.k_scale, cache.pages.v_scale)
+    )
     assert k is not None
     assert v is not None
     pages = replace(cache.pages, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
@@ -255,7 +291,9 @@ def test_no_key_before_the_window_is_read(attention, format, scales, dtype, wind
 
 
 def test_float16_queries(attention):
-    check(attention, make_cache(Format.E4M3FN, "channel", [130], 2, 64), [130], 2, None, torch.float16)
+    check(
+        attention, make_cache(Format.E4M3FN, "channel", [130], 2, 64), [130], 2, None, torch.float16
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1500])
@@ -273,7 +311,9 @@ def test_one_key_tells_which_value(attention):
     for position in (0, 63, 64, 200, 299):
         q = (k[position] * 1000)[None, None]
         assert torch.allclose(
-            attention(q, pages, cache.batch([1]).sequences(0), 1.0, None)[0, 0], v[position], atol=1e-5
+            attention(q, pages, cache.batch([1]).sequences(0), 1.0, None)[0, 0],
+            v[position],
+            atol=1e-5,
         )
 
 
@@ -288,7 +328,9 @@ def test_one_key_tells_which_value(attention):
     sink=st.sampled_from([None, -1.0, 8.0]),
 )
 @pytest.mark.parametrize("build", BUILDS)
-def test_chunks_batches_and_threads_change_no_bit(build, stored, cuts, window, dtype, soft_cap, v_dim, sink):
+def test_chunks_batches_and_threads_change_no_bit(
+    build, stored, cuts, window, dtype, soft_cap, v_dim, sink
+):
     sinks = None if sink is None else torch.arange(6) / 3 + sink
     attention = partial(CpuKernels(library.load(build)).attention, sinks=sinks)
     cache = make_cache(*stored, [1300, 200, 7], 2, 40, v_dim=v_dim)
@@ -297,20 +339,31 @@ def test_chunks_batches_and_threads_change_no_bit(build, stored, cuts, window, d
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        whole = attention(q, cache.pages, cache.batch([1300, 0, 0]).sequences(0), 0.15, window, soft_cap)
+        whole = attention(
+            q, cache.pages, cache.batch([1300, 0, 0]).sequences(0), 0.15, window, soft_cap
+        )
         for threads, (begin, end) in enumerate(pairwise([0, *sorted(cuts), 1300])):
             torch.set_num_threads(threads % 4 + 1)
             count = end - begin
             alone = attention(
-                q[begin:end], cache.pages, cache.batch([count, 0, 0], [end, 0, 0]).sequences(0), 0.15, window, soft_cap
+                q[begin:end],
+                cache.pages,
+                cache.batch([count, 0, 0], [end, 0, 0]).sequences(0),
+                0.15,
+                window,
+                soft_cap,
             )
             assert torch.equal(alone, whole[begin:end])
             batch = cache.batch([count, 200, 7], [end, 200, 7]).sequences(0)
-            together = attention(torch.cat([q[begin:end], others]), cache.pages, batch, 0.15, window, soft_cap)
+            together = attention(
+                torch.cat([q[begin:end], others]), cache.pages, batch, 0.15, window, soft_cap
+            )
             assert torch.equal(together[:count], whole[begin:end])
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            last = attention(q[-1:], cache.pages, cache.batch([1, 0, 0]).sequences(0), 0.15, window, soft_cap)
+            last = attention(
+                q[-1:], cache.pages, cache.batch([1, 0, 0]).sequences(0), 0.15, window, soft_cap
+            )
             assert torch.equal(last, whole[-1:])
     finally:
         torch.set_num_threads(before)
@@ -324,7 +377,9 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(attention, part, 
     slot = cache.batch([100]).slots[0][70]
     getattr(cache.pages, part).flatten(0, 1)[slot, 0] = value
     q = torch.rand(100, 4, 64).to(dtype)
-    out, expected = (attention(q, c.pages, c.batch([100]).sequences(0), 0.125, 20) for c in (cache, clean))
+    out, expected = (
+        attention(q, c.pages, c.batch([100]).sequences(0), 0.125, 20) for c in (cache, clean)
+    )
     sees = torch.zeros(100, 4, dtype=torch.bool)
     sees[70:90, :2] = True
     assert torch.equal(out[~sees], expected[~sees])
@@ -341,7 +396,10 @@ def test_a_nan_in_int8_pages_reaches_the_rows_that_see_it_alone(attention, part,
     slot = cache.batch([100]).slots[0][70]
     getattr(cache.pages, part).flatten(0, 1)[slot, 0, 5] = -128
     q = torch.rand(100, 4, 64).to(dtype)
-    out, expected = (attention(q, c.pages, c.batch([100]).sequences(0), 0.125, 20, soft_cap) for c in (cache, clean))
+    out, expected = (
+        attention(q, c.pages, c.batch([100]).sequences(0), 0.125, 20, soft_cap)
+        for c in (cache, clean)
+    )
     hit = torch.zeros(100, 4, 64, dtype=torch.bool)
     hit[70:90, :2, slice(None) if part == "k" else 5] = True
     assert torch.equal(out[~hit], expected[~hit])
@@ -365,24 +423,38 @@ def test_heads_too_wide_are_refused(attention):
 @pytest.mark.parametrize("format", [Format.FLOAT32, Format.BFLOAT16, Format.E4M3FN])
 @pytest.mark.parametrize("rows", [1, 70])
 def test_the_longest_context_that_its_type_can_say(attention, format, rows):
-    """2^31 - 1 tokens in one block again and again: 2^30 tokens earlier all is the same, and so are the bits."""
+    """2^31 - 1 tokens in one block again and again: 2^30 tokens earlier all is the same, and so are
+    the bits.
+    """
     cache = make_cache(format, None, [2**14], heads=1, dim=16, block_size=2**14)
     q = torch.randn(rows, 2, 16).bfloat16()
     table = torch.tensor(cache.blocks, dtype=torch.int32).expand(1, 2**17).contiguous()
     outs = []
     for length in (2**31 - 1, 2**30 - 1):
         starts, lengths = (torch.tensor(ints, dtype=torch.int32) for ints in ([0, rows], [length]))
-        batch = replace(cache.batch([rows]).sequences(0), query_starts=starts, context_lens=lengths, block_tables=table)
+        batch = replace(
+            cache.batch([rows]).sequences(0),
+            query_starts=starts,
+            context_lens=lengths,
+            block_tables=table,
+        )
         outs.append(attention(q, cache.pages, batch, 0.25, 100))
     assert outs[0].isfinite().all()
     assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize(("rows", "ends"), [([1], [0]), ([3], [2]), ([2, 5], [9, 4])])
-@pytest.mark.parametrize("attend", [REFERENCE.attention, *(CpuKernels(library.load(b)).attention for b in BUILDS)])
+@pytest.mark.parametrize(
+    "attend", [REFERENCE.attention, *(CpuKernels(library.load(b)).attention for b in BUILDS)]
+)
 def test_a_context_shorter_than_its_queries_is_refused(attend, rows, ends):
     cache = make_cache(Format.BFLOAT16, None, [16] * len(rows), heads=1, dim=8)
-    batch = replace(cache.batch(rows).sequences(0), context_lens=torch.tensor(ends, dtype=torch.int32))
+    batch = replace(
+        cache.batch(rows).sequences(0), context_lens=torch.tensor(ends, dtype=torch.int32)
+    )
     q = torch.randn(sum(rows), 2, 8).bfloat16()
-    with pytest.raises(KernelError, match="more queries than keys: its context must include the tokens of this step"):
+    with pytest.raises(
+        KernelError,
+        match="more queries than keys: its context must include the tokens of this step",
+    ):
         attend(q, cache.pages, batch, 0.35, None)

@@ -1,5 +1,6 @@
-"""Attention of the compiled kernels where matrix tiles have edges, in every build that runs here: about 16 rows, 32
-channels and 64 keys. Memory around every token holds NaN (test_cpu_attention.make_cache)."""
+"""Attention of the compiled kernels where matrix tiles have edges, in every build that runs here:
+about 16 rows, 32 channels and 64 keys. Memory around every token holds NaN
+(test_cpu_attention.make_cache)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from freight.fp8.formats import Format
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 
-STORED = [(Format.E4M3FN, "channel"), (Format.E4M3FN, "token"), (Format.INT8, "token"), (Format.BFLOAT16, None)]
+STORED = [
+    (Format.E4M3FN, "channel"),
+    (Format.E4M3FN, "token"),
+    (Format.INT8, "token"),
+    (Format.BFLOAT16, None),
+]
 
 
 @pytest.fixture(params=library.runnable())
@@ -35,7 +41,10 @@ def test_contexts_about_a_tile_and_a_split_of_keys(attention, stored, dim):
 def test_rows_together_have_the_bits_of_rows_alone(attention, stored, group, dim):
     cache = make_cache(*stored, [1060], 2, dim)
     q = torch.randn(33, 2 * group, dim).bfloat16()
-    alone = [attention(q[i : i + 1], cache.pages, cache.batch([1], [1028 + i]).sequences(0), 0.2) for i in range(33)]
+    alone = [
+        attention(q[i : i + 1], cache.pages, cache.batch([1], [1028 + i]).sequences(0), 0.2)
+        for i in range(33)
+    ]
     for rows in (1, 15, 16, 17, 33):
         out = attention(q[:rows], cache.pages, cache.batch([rows], [1027 + rows]).sequences(0), 0.2)
         assert torch.equal(out, torch.cat(alone[:rows]))

@@ -1,4 +1,6 @@
-"""The compiled product of each head has the bits of its definition, the loop over the set's products."""
+"""The compiled product of each head has the bits of its definition, the loop over the set's
+products.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def columns(rows: int, heads: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, heads, inputs + 5).to(dtype)[..., 3 : 3 + inputs]
 
 
-def matrices(kind: str, activations: Activations, heads: int, outputs: int, inputs: int) -> list[Weight]:
+def matrices(
+    kind: str, activations: Activations, heads: int, outputs: int, inputs: int
+) -> list[Weight]:
     return [make(kind, activations, outputs, inputs, head) for head in range(heads)]
 
 
@@ -37,7 +41,14 @@ def both(kernels: CpuKernels, x: Tensor, weights: list[Weight]) -> tuple[Tensor,
 @pytest.mark.parametrize(
     ("rows", "heads", "outputs", "inputs"),
     [
-        *((1, 20, 512, 192), (2, 3, 40, 96), (7, 1, 1, 16), (33, 3, 128, 512), (65, 3, 40, 128), (2, 20, 1, 1)),
+        *(
+            (1, 20, 512, 192),
+            (2, 3, 40, 96),
+            (7, 1, 1, 16),
+            (33, 3, 128, 512),
+            (65, 3, 40, 128),
+            (2, 20, 1, 1),
+        ),
         *((65, 1, 512, 192), (33, 20, 40, 16), (1, 128, 40, 128)),
     ],
 )
@@ -63,7 +74,9 @@ def test_every_shape_has_the_bits_of_the_loop(data):
     outputs, inputs = data.draw(st.integers(1, 140)), data.draw(st.integers(1, 150))
     torch.set_num_threads(data.draw(st.integers(1, 3)))
     found, looped = both(
-        kernels, columns(rows, heads, inputs, dtype), matrices(kind, activations, heads, outputs, inputs)
+        kernels,
+        columns(rows, heads, inputs, dtype),
+        matrices(kind, activations, heads, outputs, inputs),
     )
     assert torch.equal(found, looped)
 
@@ -114,13 +127,18 @@ def test_a_recording_repeats_it():
 
 def test_calibration_packs_every_head_alone():
     torch.manual_seed(4)
-    kernels, weights = CpuKernels(library.load()), matrices("bfloat16", Activations.PLAIN, 3, 48, 32)
+    kernels, weights = (
+        CpuKernels(library.load()),
+        matrices("bfloat16", Activations.PLAIN, 3, 48, 32),
+    )
     x, apart = columns(2, 3, 32, torch.bfloat16), one_by_one(kernels)
     expected = kernels.by_head(x, kernels.pack_experts(weights))
     assert torch.equal(apart.by_head(x, apart.pack_experts(weights)), expected)
 
 
-@pytest.mark.parametrize("x", [torch.zeros(2, 3, 32), torch.zeros(2, 4, 31), torch.zeros(2, 32, 4).transpose(1, 2)])
+@pytest.mark.parametrize(
+    "x", [torch.zeros(2, 3, 32), torch.zeros(2, 4, 31), torch.zeros(2, 32, 4).transpose(1, 2)]
+)
 def test_inputs_of_another_shape_are_refused(x):
     kernels = CpuKernels(library.load())
     with pytest.raises(AssertionError):

@@ -1,8 +1,9 @@
 """The compiled row-wise operations: every build that runs here against the reference, and its bits.
 
-Rounding to the dtype may fall to the other side where the float32 value before it differs in its last bits: one unit
-in the last place for gated activations and for RMSNorm with a float32 weight, two for RMSNorm with a weight in the
-dtype, which rounds twice. The residual sum has the reference's bits.
+Rounding to the dtype may fall to the other side where the float32 value before it differs in its
+last bits: one unit in the last place for gated activations and for RMSNorm with a float32 weight,
+two for RMSNorm with a weight in the dtype, which rounds twice. The residual sum has the reference's
+bits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.reference_set import REFERENCE
 from freight.operands.activation import GatedActivation, clamped_silu
 
-SILU, GELU, CLAMPED = GatedActivation.SILU, GatedActivation.GELU_TANH, GatedActivation.CLAMPED_SWIGLU
+SILU, GELU, CLAMPED = (
+    GatedActivation.SILU,
+    GatedActivation.GELU_TANH,
+    GatedActivation.CLAMPED_SWIGLU,
+)
 
 BUILDS = library.runnable()
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -27,12 +32,16 @@ SIZES = [1, 16, 31, 64, 300, 2048, 5000]
 
 
 def agrees(out: Tensor, expected: Tensor, units: int) -> bool:
-    """Within `units` in the last place of the dtype; float32: within 1e-5. What is below 1e-36 counts as zero."""
+    """Within `units` in the last place of the dtype; float32: within 1e-5. What is below 1e-36
+    counts as zero.
+    """
     assert out.dtype == expected.dtype
     assert out.shape == expected.shape
     relative = 1e-5 if out.dtype == torch.float32 else units * torch.finfo(out.dtype).eps
     smallest = torch.finfo(out.dtype).smallest_normal * relative
-    return torch.allclose(out.float(), expected.float(), rtol=relative, atol=max(smallest, 1e-36), equal_nan=True)
+    return torch.allclose(
+        out.float(), expected.float(), rtol=relative, atol=max(smallest, 1e-36), equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
@@ -51,7 +60,13 @@ def test_add_rms_norm(build, size, dtype):
     assert same is total
     assert torch.equal(without, normed)
     delta[3, 0] = torch.nan
-    assert add_rms_norm(x, delta, weight, 1e-5)[1].isnan().any(1).tolist() == [False, False, False, True, False]
+    assert add_rms_norm(x, delta, weight, 1e-5)[1].isnan().any(1).tolist() == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
@@ -73,7 +88,9 @@ def test_silu_of_every_value(build, dtype):
 
 
 def exact_gelu(x: Tensor) -> Tensor:
-    """gelu_tanh(gate) * up in float64; 1 + tanh(z / 2) is 2 / (1 + e^-z), which cancels nothing for z far below 0."""
+    """gelu_tanh(gate) * up in float64; 1 + tanh(z / 2) is 2 / (1 + e^-z), which cancels nothing for
+    z far below 0.
+    """
     gate, up = x.double().chunk(2, dim=-1)
     z = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
     return gate / (1 + torch.exp(-z)) * up
@@ -88,11 +105,24 @@ def test_gelu(build, size, dtype):
     out = CpuKernels(library.load(build)).gated(x, GELU)
     assert agrees(out, exact_gelu(x).to(dtype), 1)
     # the reference subtracts nearly equal numbers where the gate is far below 0
-    assert torch.allclose(out.float(), reference.gated(x, GELU).float(), rtol=torch.finfo(dtype).eps, atol=2e-5)
-    x[0, 0], x[1, 0], x[2, 0], x[3, 0], x[4, 0], x[5, 0] = torch.inf, -torch.inf, torch.nan, -1e4, 0.0, 1e4
+    assert torch.allclose(
+        out.float(), reference.gated(x, GELU).float(), rtol=torch.finfo(dtype).eps, atol=2e-5
+    )
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0], x[4, 0], x[5, 0] = (
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+        -1e4,
+        0.0,
+        1e4,
+    )
     x[:, size] = 2
     first = CpuKernels(library.load(build)).gated(x, GELU)[:, 0]
-    assert first[:3].isnan().tolist() == reference.gated(x, GELU)[:3, 0].isnan().tolist() == [False, True, True]
+    assert (
+        first[:3].isnan().tolist()
+        == reference.gated(x, GELU)[:3, 0].isnan().tolist()
+        == [False, True, True]
+    )
     assert [first[0], *first[3:6].tolist()] == [torch.inf, 0, 0, 2 * x[5, 0]]
 
 
@@ -115,10 +145,19 @@ def test_gelu_of_every_value(build, dtype):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("build", BUILDS)
 def test_clamped_swiglu(build, size, dtype):
-    """Gates beyond 7 count as 7, those far below 0 as they are; ups beyond 7 or below -7 count as these."""
+    """Gates beyond 7 count as 7, those far below 0 as they are; ups beyond 7 or below -7 count as
+    these.
+    """
     torch.manual_seed(size)
     x = (torch.randn(7, 2 * size) * 6).to(dtype)
-    x[0, 0], x[1, 0], x[2, 0], x[3, 0], x[4, 0], x[5, 0] = torch.inf, -torch.inf, torch.nan, -80.0, 0.0, 9.0
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0], x[4, 0], x[5, 0] = (
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+        -80.0,
+        0.0,
+        9.0,
+    )
     x[:, size] = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, torch.inf, torch.nan])
     gate, up = x.double().chunk(2, -1)
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
@@ -134,10 +173,19 @@ def test_clamped_swiglu(build, size, dtype):
 @pytest.mark.parametrize("limit", [0.25, 7.0, 1e30])
 @pytest.mark.parametrize("build", BUILDS)
 def test_clamped_silu(build, limit, size, dtype):
-    """What SiLU makes of a gate is at most the limit, ups lie within it on both sides; a limit beyond all is SiLU."""
+    """What SiLU makes of a gate is at most the limit, ups lie within it on both sides; a limit
+    beyond all is SiLU.
+    """
     torch.manual_seed(size)
     x = (torch.randn(7, 2 * size) * 8).to(dtype)
-    x[0, 0], x[1, 0], x[2, 0], x[3, 0], x[4, 0], x[5, 0] = torch.inf, -torch.inf, torch.nan, -80.0, 0.0, 9.0
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0], x[4, 0], x[5, 0] = (
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+        -80.0,
+        0.0,
+        9.0,
+    )
     x[:, size] = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -torch.inf, torch.nan])
     gate, up = x.double().chunk(2, -1)
     want = (gate * torch.sigmoid(gate)).clamp(max=limit) * up.clamp(-limit, limit)
@@ -160,7 +208,9 @@ def test_a_float32_weight_multiplies_before_the_one_rounding(build, size, dtype)
     exact = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + 1e-5) * weight
     assert torch.equal(total, x + delta)
     assert agrees(normed, exact.to(dtype), 1)
-    assert (normed != exact.to(dtype)).float().mean() < 0.01  # a rounding before the product changes every fourth
+    assert (
+        normed != exact.to(dtype)
+    ).float().mean() < 0.01  # a rounding before the product changes every fourth
     assert agrees(normed, reference.add_rms_norm(x, delta, weight, 1e-5)[1], 1)
 
 
@@ -172,7 +222,9 @@ def test_the_norm_of_delta_is_added(build, wide, size, dtype):
     """In one call, with the bits of a norm, then the sum."""
     torch.manual_seed(size)
     x, delta = torch.randn(2, 5, size).to(dtype)
-    weight, of_delta = (torch.randn(size).to(torch.float32 if is_wide else dtype) for is_wide in wide)
+    weight, of_delta = (
+        torch.randn(size).to(torch.float32 if is_wide else dtype) for is_wide in wide
+    )
     add_rms_norm = CpuKernels(library.load(build)).add_rms_norm
     total, normed = add_rms_norm(x, delta, weight, 1e-5, delta_weight=of_delta)
     first = add_rms_norm(delta, None, of_delta, 1e-5)[1]
@@ -199,7 +251,10 @@ def test_rows_do_not_see_each_other_nor_the_threads(build):
             *kernels.add_rms_norm(x[rows], delta[rows], weight, 1e-5),
             *kernels.add_rms_norm(x[rows], delta[rows], wide, 1e-5, delta_weight=wide),
         ]
-        return norms + [kernels.gated(x[rows], activation) for activation in (SILU, GELU, CLAMPED, clamped_silu(0.5))]
+        return norms + [
+            kernels.gated(x[rows], activation)
+            for activation in (SILU, GELU, CLAMPED, clamped_silu(0.5))
+        ]
 
     torch.set_num_threads(1)
     whole = every(slice(0, 40))

@@ -1,4 +1,6 @@
-"""The compiled mixture of experts has the bits of its definition, the loop over the set's products, in every build."""
+"""The compiled mixture of experts has the bits of its definition, the loop over the set's products,
+in every build.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,17 @@ from freight.operands.weight import Activations, Weight
 BUILDS = library.runnable()
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KINDS = ("rows", "blocks", *FLOATS)
-PATHS = [(kind, a) for kind in KINDS for a in Activations if kind not in FLOATS or a is Activations.PLAIN]
+PATHS = [
+    (kind, a) for kind in KINDS for a in Activations if kind not in FLOATS or a is Activations.PLAIN
+]
 SILU = GatedActivation.SILU
-EVERY = (SILU, GatedActivation.GELU_TANH, GatedActivation.CLAMPED_SWIGLU, clamped_silu(0.5), *Activation)
+EVERY = (
+    SILU,
+    GatedActivation.GELU_TANH,
+    GatedActivation.CLAMPED_SWIGLU,
+    clamped_silu(0.5),
+    *Activation,
+)
 
 
 def make(kind: str, activations: Activations, outputs: int, inputs: int, expert: int) -> Weight:
@@ -35,7 +45,9 @@ def make(kind: str, activations: Activations, outputs: int, inputs: int, expert:
     if kind in FLOATS:
         return Weight(matrix.to(FLOATS[kind]))
     stored = (quantize_rows if kind == "rows" else quantize_blocks)(matrix, Format.E4M3FN)
-    return Weight(*stored, activations, 0.01 + 0.001 * expert if activations is Activations.STATIC else None)
+    return Weight(
+        *stored, activations, 0.01 + 0.001 * expert if activations is Activations.STATIC else None
+    )
 
 
 class Mixture:
@@ -52,22 +64,43 @@ class Mixture:
         activation: AnyActivation = SILU,
     ) -> None:
         self.activation = activation
-        self.shapes = (((1 if isinstance(activation, Activation) else 2) * inner, hidden), (hidden, inner))
-        self.sides = [[make(kind, activations, *shape, e) for e in range(count)] for shape in self.shapes]
-        self.biases = [None if biased is None else torch.randn(count, shape[0]).to(biased) for shape in self.shapes]
+        self.shapes = (
+            ((1 if isinstance(activation, Activation) else 2) * inner, hidden),
+            (hidden, inner),
+        )
+        self.sides = [
+            [make(kind, activations, *shape, e) for e in range(count)] for shape in self.shapes
+        ]
+        self.biases = [
+            None if biased is None else torch.randn(count, shape[0]).to(biased)
+            for shape in self.shapes
+        ]
 
     def both(
-        self, kernels: CpuKernels, x: Tensor, ids: Tensor, weights: Tensor, base: Tensor | None = None
+        self,
+        kernels: CpuKernels,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        base: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         sides, rest = list(zip(self.sides, self.biases, strict=True)), (self.activation, base)
-        fused = kernels.experts(x, ids, weights, *(kernels.pack_experts(*side) for side in sides), *rest)
-        looped = loop.experts(kernels, x, ids, weights, *(loop.pack(kernels, *side) for side in sides), *rest)
+        fused = kernels.experts(
+            x, ids, weights, *(kernels.pack_experts(*side) for side in sides), *rest
+        )
+        looped = loop.experts(
+            kernels, x, ids, weights, *(loop.pack(kernels, *side) for side in sides), *rest
+        )
         return fused, looped
 
 
 def chosen(rows: int, top_k: int, among: Tensor) -> tuple[Tensor, Tensor]:
     """Ascending ids out of `among`, and weights."""
-    ids = torch.stack([among[torch.randperm(len(among))[:top_k]] for _ in range(rows)]).sort(-1).values
+    ids = (
+        torch.stack([among[torch.randperm(len(among))[:top_k]] for _ in range(rows)])
+        .sort(-1)
+        .values
+    )
     return ids.to(torch.int32), torch.rand(rows, top_k)
 
 
@@ -87,7 +120,9 @@ def test_every_path_has_the_bits_of_the_loop(build, kind, activations, dtype, fu
     ):  # up to 40 rows of one expert; experts of none
         x = torch.randn(rows, 160).to(dtype)
         ids, weights = chosen(rows, top_k, torch.randperm(5)[:used])
-        fused, looped = mixture.both(kernels, x, ids, weights, base=torch.randn(rows, 160).to(dtype))
+        fused, looped = mixture.both(
+            kernels, x, ids, weights, base=torch.randn(rows, 160).to(dtype)
+        )
         assert torch.equal(fused, looped), (rows, top_k)
 
 
@@ -105,7 +140,9 @@ def test_every_shape_has_the_bits_of_the_loop(data):
     biased, function = data.draw(st.sampled_from([None, dtype])), data.draw(st.sampled_from(EVERY))
     mixture = Mixture(kind, activations, count, hidden, inner, biased, function)
     ids, weights = (
-        chosen(rows, top_k, among) if rows else (torch.empty(0, top_k, dtype=torch.int32), torch.empty(0, top_k))
+        chosen(rows, top_k, among)
+        if rows
+        else (torch.empty(0, top_k, dtype=torch.int32), torch.empty(0, top_k))
     )
     x = torch.randn(rows, hidden).to(dtype) * data.draw(st.sampled_from([1.0, 1e-3, 30.0]))
     base = torch.randn(rows, hidden).to(dtype) if data.draw(st.booleans()) else None
@@ -118,7 +155,10 @@ def test_every_shape_has_the_bits_of_the_loop(data):
 def test_more_rows_than_are_computed_at_once(build):
     """Of one expert, and of all."""
     torch.manual_seed(1)
-    kernels, mixture = CpuKernels(library.load(build)), Mixture("rows", Activations.DYNAMIC, 3, 33, 17)
+    kernels, mixture = (
+        CpuKernels(library.load(build)),
+        Mixture("rows", Activations.DYNAMIC, 3, 33, 17),
+    )
     rows = 8192 + 700
     ids, weights = chosen(rows, 1, torch.arange(3))
     ids[600:8000] = 1
@@ -139,39 +179,61 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(build, function):
     ids, weights = chosen(30, 3, torch.arange(6))
     torch.set_num_threads(1)
     rows = [slice(i, i + 1) for i in range(30)]
-    alone = [kernels.experts(x[row], ids[row], weights[row], gate_up, down, function) for row in rows]
+    alone = [
+        kernels.experts(x[row], ids[row], weights[row], gate_up, down, function) for row in rows
+    ]
     for number in (1, 2, 3):
         torch.set_num_threads(number)
-        assert torch.equal(kernels.experts(x, ids, weights, gate_up, down, function), torch.cat(alone))
+        assert torch.equal(
+            kernels.experts(x, ids, weights, gate_up, down, function), torch.cat(alone)
+        )
 
 
 @pytest.mark.parametrize("function", [SILU, Activation.RELU_SQUARED])
 def test_matrices_of_the_other_kind_of_activation_are_not_taken(function):
     kernels, other = CpuKernels(library.load()), Activation.RELU if function is SILU else SILU
-    packed = [kernels.pack_experts(side) for side in Mixture("float32", Activations.PLAIN, 2, 32, 16).sides]
+    packed = [
+        kernels.pack_experts(side)
+        for side in Mixture("float32", Activations.PLAIN, 2, 32, 16).sides
+    ]
     if function is not SILU:
         mixture = Mixture("float32", Activations.PLAIN, 2, 32, 16, activation=function)
         packed = [kernels.pack_experts(side) for side in mixture.sides]
     with pytest.raises(AssertionError):
-        kernels.experts(torch.ones(1, 32), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1), *packed, other)
+        kernels.experts(
+            torch.ones(1, 32),
+            torch.zeros(1, 1, dtype=torch.int32),
+            torch.ones(1, 1),
+            *packed,
+            other,
+        )
 
 
 def test_every_scale_and_bias_counts():
     """Of every expert: what is changed in one reaches its rows, and no others."""
     torch.manual_seed(3)
     kernels, dtype = CpuKernels(library.load()), torch.bfloat16
-    x, ids, weights = torch.randn(4, 64).to(dtype), torch.arange(4, dtype=torch.int32)[:, None], torch.ones(4, 1)
+    x, ids, weights = (
+        torch.randn(4, 64).to(dtype),
+        torch.arange(4, dtype=torch.int32)[:, None],
+        torch.ones(4, 1),
+    )
     mixture = Mixture("rows", Activations.STATIC, 4, 64, 48, dtype)
 
     def result() -> Tensor:
-        packed = [kernels.pack_experts(*side) for side in zip(mixture.sides, mixture.biases, strict=True)]
+        packed = [
+            kernels.pack_experts(*side) for side in zip(mixture.sides, mixture.biases, strict=True)
+        ]
         return kernels.experts(x, ids, weights, *packed, SILU)
 
     before = result()
     for side in range(2):
         for expert in range(4):
             weight, bias = mixture.sides[side][expert], mixture.biases[side]
-            changed = (replace(weight, scale=weight.scale * 2), replace(weight, input_scale=weight.input_scale * 3))
+            changed = (
+                replace(weight, scale=weight.scale * 2),
+                replace(weight, input_scale=weight.input_scale * 3),
+            )
             for other in changed:
                 mixture.sides[side][expert] = other
                 assert (result() != before).any(-1).tolist() == [row == expert for row in range(4)]
@@ -185,7 +247,10 @@ def test_every_scale_and_bias_counts():
 @pytest.mark.parametrize("build", BUILDS)
 def test_an_id_of_no_expert_counts_for_nothing(build):
     torch.manual_seed(4)
-    kernels, mixture = CpuKernels(library.load(build)), Mixture("bfloat16", Activations.PLAIN, 2, 32, 32)
+    kernels, mixture = (
+        CpuKernels(library.load(build)),
+        Mixture("bfloat16", Activations.PLAIN, 2, 32, 32),
+    )
     ids = torch.tensor([[0, 1], [-1, 1], [0, 2], [-1, 7]], dtype=torch.int32)
     x, weights = torch.randn(4, 32).bfloat16(), torch.rand(4, 2)
     fused, looped = mixture.both(kernels, x, ids, weights, base=x)
@@ -195,7 +260,9 @@ def test_an_id_of_no_expert_counts_for_nothing(build):
 
 def test_a_weight_that_no_build_computes_with_is_refused():
     with pytest.raises(KernelError, match="float8_e5m2"):
-        CpuKernels(library.load()).pack_experts([Weight(torch.zeros(4, 4).to(torch.float8_e5m2), torch.ones(4))])
+        CpuKernels(library.load()).pack_experts(
+            [Weight(torch.zeros(4, 4).to(torch.float8_e5m2), torch.ones(4))]
+        )
 
 
 def test_all_experts_lie_in_one_piece_of_memory():
@@ -223,4 +290,6 @@ def test_packing_walks_the_heap_once_for_all_experts(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("shape", [(3, 40), (4, 39), (40,)])
 def test_a_bias_is_one_row_of_every_expert(shape):
     with pytest.raises(AssertionError):
-        CpuKernels(library.load()).pack_experts([Weight(torch.zeros(40, 20))] * 4, torch.zeros(shape))
+        CpuKernels(library.load()).pack_experts(
+            [Weight(torch.zeros(40, 20))] * 4, torch.zeros(shape)
+        )

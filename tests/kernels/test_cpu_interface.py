@@ -1,4 +1,5 @@
-"""The Python side of the C interface against the headers themselves: numbers, the order and types of fields, arguments.
+"""The Python side of the C interface against the headers themselves: numbers, the order and types
+of fields, arguments.
 
 A field's offset follows from the order and the types, for a C compiler and for ctypes alike.
 """
@@ -17,7 +18,12 @@ from freight.kernels.cpu import interface
 CSRC = Path(__file__).parents[2] / "csrc"
 HEADERS = ("freight.h", "attention.h", "states.h")
 SOURCE = re.sub(r"//[^\n]*", "", "".join((CSRC / name).read_text() for name in HEADERS))
-TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "void": None}
+TYPES = {
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
+    "void": None,
+}
 STRUCTS = dict(re.findall(r"struct (\w+) \{(.*?)\};", SOURCE, re.DOTALL))
 FUNCTIONS = {name: (result, arguments) for result, name, arguments in re.findall(
     r"FREIGHT_API (\w+) (\w+)\(([^)]*)\);", SOURCE)}  # fmt: skip
@@ -26,13 +32,19 @@ NUMBERS = {
     "FreightFormat": {format.name: code for format, code in interface.FORMAT_CODES.items()}
     | {"MXFP4": interface.MXFP4},
     "FreightActivations": {kind.name: code for kind, code in interface.ACTIVATIONS.items()},
-    "FreightGatedActivation": {kind.name: code for kind, code in interface.GATED_ACTIVATIONS.items()},
+    "FreightGatedActivation": {
+        kind.name: code for kind, code in interface.GATED_ACTIVATIONS.items()
+    },
     "FreightUngated": {kind.name: code for kind, code in interface.UNGATED_ACTIVATIONS.items()},
-    "FreightGateFunction": {f"BY_{kind.name}": code for kind, code in interface.GATE_FUNCTIONS.items()},
+    "FreightGateFunction": {
+        f"BY_{kind.name}": code for kind, code in interface.GATE_FUNCTIONS.items()
+    },
     "FreightScoring": {kind.name: code for kind, code in interface.SCORINGS.items()},
     "FreightFunction": {name.upper(): code for code, name in enumerate(interface.FUNCTIONS)},
     "FreightStatus": {name: getattr(interface, name) for name in STATUSES},
-    "FreightKvScales": {f"{'NO' if kind is ScaleKind.NONE else kind.name}_SCALES": int(kind) for kind in ScaleKind},
+    "FreightKvScales": {
+        f"{'NO' if kind is ScaleKind.NONE else kind.name}_SCALES": int(kind) for kind in ScaleKind
+    },
 }
 
 
@@ -61,11 +73,15 @@ def test_every_number_is_the_headers() -> None:
     assert in_c == NUMBERS
     constants = re.findall(r"constexpr int32_t FREIGHT_(\w+) = (\d+);", SOURCE)
     names = ("ABI", "LANES", "CACHE_LINE", "MAX_HEAD_DIM", "STATE_TILE", "MAX_WIDTH", "SCALE_GROUP")
-    assert {name: int(number) for name, number in constants} == {name: getattr(interface, name) for name in names}
+    assert {name: int(number) for name, number in constants} == {
+        name: getattr(interface, name) for name in names
+    }
 
 
 def test_every_struct_is_the_headers() -> None:
-    in_python = {name for name, value in vars(interface).items() if isinstance(value, type(ctypes.Structure))}
+    in_python = {
+        name for name, value in vars(interface).items() if isinstance(value, type(ctypes.Structure))
+    }
     assert set(STRUCTS) == in_python
     for name, body in STRUCTS.items():
         assert list(getattr(interface, name)._fields_) == fields_of(body), name
@@ -75,12 +91,16 @@ def test_every_function_is_the_headers() -> None:
     assert set(FUNCTIONS) == set(interface.COMPUTE) | set(interface.OTHERS)
     for name, (result, arguments) in FUNCTIONS.items():
         expected = [
-            declared(*re.match(r"(?:const )?(\w+)(.*)", text.strip()).groups()) for text in arguments.split(",") if text
+            declared(*re.match(r"(?:const )?(\w+)(.*)", text.strip()).groups())
+            for text in arguments.split(",")
+            if text
         ]
         computes = name in interface.COMPUTE
         assert (result == "FreightStatus") == computes, name
         given = interface.COMPUTE[name] if computes else interface.OTHERS[name][1:]
-        assert [ctypes.c_void_p if issubclass(kind, ctypes._Pointer) else kind for kind in given] == expected, name
+        assert [
+            ctypes.c_void_p if issubclass(kind, ctypes._Pointer) else kind for kind in given
+        ] == expected, name
         if not computes:
             assert interface.OTHERS[name][0] is TYPES[result], name
 

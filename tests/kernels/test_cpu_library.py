@@ -28,7 +28,9 @@ ALTRA = ("asimd", "asimdhp")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a file for every build of every architecture, on an x86 system that allows tiles."""
+    """A folder with a file for every build of every architecture, on an x86 system that allows
+    tiles.
+    """
     monkeypatch.setattr(library, "tile_obstacle", lambda: "")
     monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
     for build in library.X86_BUILDS | library.ARM64_BUILDS:
@@ -54,7 +56,9 @@ def compiler_works(folder: Path) -> bool:
 
 
 def test_the_kernels_were_compiled_where_a_compiler_works(tmp_path: Path) -> None:
-    assert library.installed() or not compiler_works(tmp_path), "the build of csrc/ failed: see `pip install -v -e .`"
+    assert library.installed() or not compiler_works(tmp_path), (
+        "the build of csrc/ failed: see `pip install -v -e .`"
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,10 @@ def test_the_kernels_were_compiled_where_a_compiler_works(tmp_path: Path) -> Non
         (ZEN4, ("avx512", "avx2", "portable")),
         (HASWELL, ("avx2", "portable")),
         (("avx2", "fma"), ("portable",)),  # AVX2 without F16C
-        ((*HASWELL, "avx512f", "avx512bw", "avx512vl"), ("avx2", "portable")),  # AVX-512 without VBMI and BF16
+        (
+            (*HASWELL, "avx512f", "avx512bw", "avx512vl"),
+            ("avx2", "portable"),
+        ),  # AVX-512 without VBMI and BF16
         ((), ("portable",)),
     ],
 )
@@ -97,7 +104,9 @@ def test_a_machine_runs_builds_of_its_own_architecture(
     assert library.runnable(features, folder) == builds
 
 
-def test_the_description_names_no_build_of_another_architecture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_description_names_no_build_of_another_architecture(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(library.platform, "machine", lambda: "aarch64")
     assert library.describe(GRAVITON3, folder) == "neon_bf16"
     assert library.describe(ALTRA, folder) == "neon (neon_bf16: the processor lacks bf16)"
@@ -107,11 +116,18 @@ def test_what_was_not_compiled_does_not_run(folder: Path) -> None:
     library.path_of("amx", folder).unlink()
     library.path_of("avx512", folder).unlink()
     assert library.runnable(SAPPHIRE_RAPIDS, folder) == ("avx2", "portable")
-    assert library.describe(SAPPHIRE_RAPIDS, folder) == "avx2 (amx: not compiled; avx512: not compiled)"
+    assert (
+        library.describe(SAPPHIRE_RAPIDS, folder)
+        == "avx2 (amx: not compiled; avx512: not compiled)"
+    )
 
 
-def test_tiles_are_used_only_where_the_system_allows_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "tile_obstacle", lambda: "Linux denied this process the tile registers (because)")
+def test_tiles_are_used_only_where_the_system_allows_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        library, "tile_obstacle", lambda: "Linux denied this process the tile registers (because)"
+    )
     assert library.runnable(SAPPHIRE_RAPIDS, folder) == ("avx512", "avx2", "portable")
     said = library.describe(SAPPHIRE_RAPIDS, folder)
     assert said == "avx512 (amx: Linux denied this process the tile registers (because))"
@@ -147,7 +163,9 @@ def test_the_reference_is_there_by_name_and_for_other_devices() -> None:
     assert select_kernels("reference", "cuda") == REFERENCE
 
 
-def test_without_a_build_auto_says_why_and_cpu_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_build_auto_says_why_and_cpu_refuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(library, "installed", lambda folder=tmp_path: ())
     chosen = select_kernels("auto")
     assert chosen.name == "reference"
@@ -177,19 +195,32 @@ def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch
             library.load.__wrapped__(build)
 
 
-@pytest.mark.skipif("amx" not in library.runnable(), reason="this processor or system has no matrix tiles")
+@pytest.mark.skipif(
+    "amx" not in library.runnable(), reason="this processor or system has no matrix tiles"
+)
 def test_the_amx_build_computes_on_tiles() -> None:
-    """Tiles sum even and odd inputs apart, dot products all in order: sums of 0 keep other rounding errors."""
+    """Tiles sum even and odd inputs apart, dot products all in order: sums of 0 keep other rounding
+    errors.
+    """
     torch.manual_seed(0)
     half, matrix = torch.randn(40, 1024).bfloat16(), torch.randn(64, 1024).bfloat16()
     x, matrix = torch.cat((half, half), 1), torch.cat((matrix, -matrix), 1)
     q, k, v = torch.randn(1, 4, 64).bfloat16(), *torch.randn(2, 2, 16, 2, 64).bfloat16()
-    pages = KVPages(torch.cat((k, k)), torch.cat((v, -v)), None, None, torch.zeros(2, dtype=torch.int64))
-    batch = prepare([SequenceSlice([0], 63, ([0, 1, 2, 3],), Logits.LAST)], [Pages((0,), 0, None, 16)]).sequences(0)
+    pages = KVPages(
+        torch.cat((k, k)), torch.cat((v, -v)), None, None, torch.zeros(2, dtype=torch.int64)
+    )
+    batch = prepare(
+        [SequenceSlice([0], 63, ([0, 1, 2, 3],), Logits.LAST)], [Pages((0,), 0, None, 16)]
+    ).sequences(0)
     results = []
     for build in ("amx", "avx512"):
         kernels = select_kernels(f"cpu-{build}")
-        results.append((kernels.linear(x, kernels.pack(Weight(matrix))), kernels.attention(q, pages, batch, 0.125)))
+        results.append(
+            (
+                kernels.linear(x, kernels.pack(Weight(matrix))),
+                kernels.attention(q, pages, batch, 0.125),
+            )
+        )
     for tiles, dots in zip(*results, strict=True):
         assert not torch.equal(tiles, dots)
         assert torch.allclose(tiles, dots, rtol=0.01, atol=0.01)

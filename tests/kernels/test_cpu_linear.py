@@ -1,7 +1,8 @@
-"""The compiled matrix product: every path of every build that runs here against the reference, and its bits.
+"""The compiled matrix product: every path of every build that runs here against the reference, and
+its bits.
 
-Sums are float32 and products exact, so the bound is 1e-5 of the sum of magnitudes, beside the one rounding of the
-result. Rounding of activations to FP8 is compared code by code.
+Sums are float32 and products exact, so the bound is 1e-5 of the sum of magnitudes, beside the one
+rounding of the result. Rounding of activations to FP8 is compared code by code.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from freight.operands.weight import Activations, Weight
 BUILDS = library.runnable()
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KINDS = ("rows", "blocks", *FLOATS)
-PATHS = [(kind, a) for kind in KINDS for a in Activations if kind not in FLOATS or a is Activations.PLAIN]
+PATHS = [
+    (kind, a) for kind in KINDS for a in Activations if kind not in FLOATS or a is Activations.PLAIN
+]
 SHAPES = [(1, 1), (48, 64), (7, 99), (130, 127), (33, 129), (260, 300)]  # out_features, in_features
 ODD_SHAPES = [(15, 31), (17, 33), (1, 127), (130, 129), (33, 160)]
 ROWS = 40
@@ -80,15 +83,22 @@ def test_product_is_the_references(build, outputs, inputs, kind, activations, dt
 @pytest.mark.parametrize(("kind", "activations"), PATHS)
 @pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, *ODD_SHAPES])
 @pytest.mark.parametrize("build", BUILDS)
-def test_a_row_has_the_same_bits_in_any_number_of_rows_and_at_any_place(build, outputs, inputs, kind, activations):
+def test_a_row_has_the_same_bits_in_any_number_of_rows_and_at_any_place(
+    build, outputs, inputs, kind, activations
+):
     torch.manual_seed(inputs)
     loaded = library.load(build)
-    packed, linear = CpuKernels(loaded).pack(make(kind, activations, outputs, inputs)), CpuKernels(loaded).linear
+    packed, linear = (
+        CpuKernels(loaded).pack(make(kind, activations, outputs, inputs)),
+        CpuKernels(loaded).linear,
+    )
     x, bias = torch.randn(100, inputs).bfloat16(), torch.randn(outputs).bfloat16()
     whole = linear(x, packed, bias)
     for count in (1, 2, 3, 4, 5, 15, 16, 17, 33, 64):
         for first in (0, 13, 100 - count):
-            assert torch.equal(linear(x[first : first + count], packed, bias), whole[first : first + count])
+            assert torch.equal(
+                linear(x[first : first + count], packed, bias), whole[first : first + count]
+            )
     order = torch.randperm(100)
     assert torch.equal(linear(x[order], packed, bias), whole[order])
 
@@ -110,7 +120,9 @@ def test_few_rows_over_several_streams_of_weights_have_the_bits_of_many(build, k
 def test_a_bias_has_as_many_values_as_the_weight_outputs(length):
     kernels = CpuKernels(library.load())
     with pytest.raises(AssertionError):
-        kernels.linear(torch.zeros(2, 20), kernels.pack(Weight(torch.zeros(40, 20))), torch.zeros(length))
+        kernels.linear(
+            torch.zeros(2, 20), kernels.pack(Weight(torch.zeros(40, 20))), torch.zeros(length)
+        )
 
 
 def spread(shape: tuple[int, ...], low: int, high: int) -> Tensor:
@@ -125,17 +137,25 @@ def any_bits(shape: tuple[int, ...]) -> Tensor:
     "draw",
     [
         lambda shape: spread(shape, -60, 60),
-        lambda shape: spread(shape, -68, -58),  # products and sums around the smallest normal number
-        lambda shape: spread(shape, -133, -110) if shape[0] == 20 else spread(shape, -3, 3),  # subnormal x
+        lambda shape: spread(
+            shape, -68, -58
+        ),  # products and sums around the smallest normal number
+        lambda shape: (
+            spread(shape, -133, -110) if shape[0] == 20 else spread(shape, -3, 3)
+        ),  # subnormal x
         lambda shape: spread(shape, 50, 66),  # products that overflow
-        lambda shape: any_bits(shape) if shape[0] == 20 else spread(shape, -3, 3),  # infinities and NaN in x
+        lambda shape: (
+            any_bits(shape) if shape[0] == 20 else spread(shape, -3, 3)
+        ),  # infinities and NaN in x
         any_bits,
     ],
     ids=["wide", "tiny", "subnormal", "overflow", "any x", "any bits"],
 )
 @pytest.mark.parametrize("build", BUILDS)
 def test_few_rows_have_the_bits_of_many_whatever_their_values(build, draw):
-    """Few rows may be summed by other instructions than many: the order of sums, rounding and flushing must agree."""
+    """Few rows may be summed by other instructions than many: the order of sums, rounding and
+    flushing must agree.
+    """
     loaded = library.load(build)
     pack, linear = CpuKernels(loaded).pack, CpuKernels(loaded).linear
     for seed in range(8):
@@ -153,7 +173,9 @@ def test_few_rows_have_the_bits_of_many_whatever_their_values(build, draw):
                 few = linear(x[7 : 7 + count], packed, None)
                 there = many[7 : 7 + count]
                 assert torch.equal(few.isnan(), there.isnan())
-                assert torch.equal(few.nan_to_num(1.25).view(torch.int16), there.nan_to_num(1.25).view(torch.int16))
+                assert torch.equal(
+                    few.nan_to_num(1.25).view(torch.int16), there.nan_to_num(1.25).view(torch.int16)
+                )
 
 
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=list(FLOATS))
@@ -173,7 +195,9 @@ def test_results_stored_as_float32_have_the_same_values(build, kind, activations
     packed = CpuKernels(loaded).pack(make(kind, activations, 150, 200))
     x, bias = torch.randn(MANY_ROWS, 200).to(dtype), torch.randn(150).to(dtype)
     x[3] = torch.nan
-    x[4] = 1e30 if dtype is not torch.float16 else 6e4  # infinite in float16, where a float32 would hold the sum
+    x[4] = (
+        1e30 if dtype is not torch.float16 else 6e4
+    )  # infinite in float16, where a float32 would hold the sum
     for rows in (1, 5, 40, MANY_ROWS):
         for one in (None, bias):
             stored = CpuKernels(loaded).linear(x[:rows], packed, one, float32=True)
@@ -199,7 +223,12 @@ def test_rows_do_not_see_each_other_nor_the_threads(build, kind, activations, dt
     whole[17] = 0
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        for first, end in [*((20, 20 + count) for count in range(1, 34)), (15, 20), (500, 529), (0, MANY_ROWS)]:
+        for first, end in [
+            *((20, 20 + count) for count in range(1, 34)),
+            (15, 20),
+            (500, 529),
+            (0, MANY_ROWS),
+        ]:
             out = linear(x[first:end], packed, None)
             if first <= 17 < end:
                 out[17 - first] = 0
@@ -211,12 +240,16 @@ def test_rows_do_not_see_each_other_nor_the_threads(build, kind, activations, dt
 @pytest.mark.parametrize("kind", ["rows", "blocks"])
 @pytest.mark.parametrize("build", BUILDS)
 def test_activations_become_the_references_codes(build, kind, activations, dtype):
-    """Through an identity matrix: midpoints between codes and their neighbours, subnormals, what saturates."""
+    """Through an identity matrix: midpoints between codes and their neighbours, subnormals, what
+    saturates.
+    """
     torch.manual_seed(0)
     codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (codes[1:] + codes[:-1]) / 2
     infinity = torch.tensor(torch.inf)
-    near = torch.cat([codes, middles, torch.nextafter(middles, infinity), torch.nextafter(middles, -infinity)])
+    near = torch.cat(
+        [codes, middles, torch.nextafter(middles, infinity), torch.nextafter(middles, -infinity)]
+    )
     ties = torch.zeros(1024)
     ties[: 2 * len(near)] = torch.cat([near, -near])
     ties[::128] = 448.0  # every group's largest: scales are 1
@@ -262,7 +295,9 @@ def test_every_value_that_a_weight_can_hold(build, kind):
             FLOATS[kind] if kind != "float32" else torch.float16
         )
         values = values[values.isfinite()].to(FLOATS[kind])
-        values = values[(values == 0) | (values.abs() > 1e-30)]  # bfloat16's own subnormals count as zero
+        values = values[
+            (values == 0) | (values.abs() > 1e-30)
+        ]  # bfloat16's own subnormals count as zero
     else:
         values = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
         values = values[~values.float().isnan()]
@@ -279,7 +314,9 @@ def test_every_value_that_a_weight_can_hold(build, kind):
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_threads_of_our_own_where_there_is_no_other_pool(build, tmp_path: Path):
-    """A process whose torch has no GOMP: the library starts its own workers, and computes the same bits."""
+    """A process whose torch has no GOMP: the library starts its own workers, and computes the same
+    bits.
+    """
     torch.manual_seed(0)
     weight, x = make("rows", Activations.DYNAMIC, 260, 300), torch.randn(ROWS, 300).bfloat16()
     functions = open_library(Path(shutil.copy(library.path_of(build), tmp_path)))
@@ -298,7 +335,10 @@ def test_threads_of_our_own_where_there_is_no_other_pool(build, tmp_path: Path):
 def test_how_weights_are_prefetched_changes_no_bit(build, kind, activations):
     torch.manual_seed(0)
     loaded = library.load(build)
-    packed, linear = CpuKernels(loaded).pack(make(kind, activations, 150, 200)), CpuKernels(loaded).linear
+    packed, linear = (
+        CpuKernels(loaded).pack(make(kind, activations, 150, 200)),
+        CpuKernels(loaded).linear,
+    )
     x = torch.randn(MANY_ROWS, 200).bfloat16()
     try:
         for rows in (1, 2, 5, MANY_ROWS):
@@ -315,7 +355,10 @@ def test_how_weights_are_prefetched_changes_no_bit(build, kind, activations):
 def test_python_threads_with_thread_counts_of_their_own_get_the_same_bits(build):
     torch.manual_seed(0)
     loaded = library.load(build)
-    packed, linear = CpuKernels(loaded).pack(make("rows", Activations.DYNAMIC, 600, 1000)), CpuKernels(loaded).linear
+    packed, linear = (
+        CpuKernels(loaded).pack(make("rows", Activations.DYNAMIC, 600, 1000)),
+        CpuKernels(loaded).linear,
+    )
     x = torch.randn(33, 1000).bfloat16()
     expected = linear(x, packed, None)
     start = threading.Barrier(4)
@@ -323,7 +366,10 @@ def test_python_threads_with_thread_counts_of_their_own_get_the_same_bits(build)
     def several(count: int) -> list[tuple[int, bool]]:
         with Threads(count):
             start.wait(300)
-            return [(torch.get_num_threads(), torch.equal(linear(x, packed, None), expected)) for _ in range(30)]
+            return [
+                (torch.get_num_threads(), torch.equal(linear(x, packed, None), expected))
+                for _ in range(30)
+            ]
 
     with ThreadPoolExecutor(4) as pool:
         for count, found in zip((1, 2, 3, 5), pool.map(several, (1, 2, 3, 5)), strict=True):

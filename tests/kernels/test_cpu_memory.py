@@ -1,4 +1,6 @@
-"""What the compiled kernels do when the system has no memory for them: an error in Python; the process goes on."""
+"""What the compiled kernels do when the system has no memory for them: an error in Python; the
+process goes on.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_no_memory_is_an_error_and_not_the_end_of_the_process() -> None:
     command = [sys.executable, "-c", "import freight" + SCRIPT]
     # glibc: what is large is mapped, and not found in what the heap has left
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     reason = "failed: there is no memory left for its working space; lower --max-num-batched-tokens"
     expected = [f"freight_add_rms_norm {reason}", f"freight_linear {reason}"]

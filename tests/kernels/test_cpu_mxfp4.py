@@ -1,4 +1,6 @@
-"""Products with weights in MXFP4: their values are exact, and they have the bits of the same weights in bfloat16."""
+"""Products with weights in MXFP4: their values are exact, and they have the bits of the same
+weights in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from freight.operands.weight import Weight
 
 BUILDS = library.runnable()
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-# out_features, in_features: rows that fill no block, one of two blocks of a band; inputs of several panels
+# out_features, in_features: rows that fill no block, one of two blocks of a band; inputs of several
+# panels
 SHAPES = [(1, 32), (16, 64), (33, 96), (70, 416), (160, 288)]
 ROWS = (1, 2, 3, 4, 5, 12, 13, 33, 70, 530)  # each height of tiles; on matrix tiles from 5 on
 
@@ -55,7 +58,10 @@ def test_every_code_under_every_scale_has_its_value(build: str):
     kernels = CpuKernels(library.load(build))
     codes = (torch.arange(16)[:, None] | torch.arange(16).roll(1)[:, None] << 4).to(torch.uint8)
     blocks = codes.T.repeat(250, 1)
-    weight = Weight(blocks.view(mxfp4.CODES), torch.arange(3, 253, dtype=torch.uint8)[:, None].view(mxfp4.SCALES))
+    weight = Weight(
+        blocks.view(mxfp4.CODES),
+        torch.arange(3, 253, dtype=torch.uint8)[:, None].view(mxfp4.SCALES),
+    )
     expected = weight.dequantized().T
     packed = kernels.pack(weight)
     for dtype in (torch.float32, torch.bfloat16):
@@ -68,7 +74,9 @@ def test_every_code_under_every_scale_has_its_value(build: str):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("build", BUILDS)
-def test_products_have_the_bits_of_those_in_bfloat16(build: str, outputs: int, inputs: int, dtype: torch.dtype):
+def test_products_have_the_bits_of_those_in_bfloat16(
+    build: str, outputs: int, inputs: int, dtype: torch.dtype
+):
     torch.manual_seed(outputs)
     kernels, weight = CpuKernels(library.load(build)), random_weight(outputs, inputs)
     packed, wide = kernels.pack(weight), kernels.pack(in_bfloat16(weight))
@@ -80,7 +88,9 @@ def test_products_have_the_bits_of_those_in_bfloat16(build: str, outputs: int, i
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_sums_of_tiny_values_have_them_too(build: str):
-    """Where tiles take subnormal products for zeros, vectors do, whatever the format of the weights."""
+    """Where tiles take subnormal products for zeros, vectors do, whatever the format of the
+    weights.
+    """
     torch.manual_seed(2)
     kernels, weight = CpuKernels(library.load(build)), random_weight(64, 128, 3, 252)
     packed, wide = kernels.pack(weight), kernels.pack(in_bfloat16(weight))
@@ -92,8 +102,12 @@ def test_sums_of_tiny_values_have_them_too(build: str):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("activation", [GatedActivation.CLAMPED_SWIGLU, Activation.RELU_SQUARED], ids=str)
-def test_experts_have_the_bits_of_those_in_bfloat16(build: str, dtype: torch.dtype, activation: AnyActivation):
+@pytest.mark.parametrize(
+    "activation", [GatedActivation.CLAMPED_SWIGLU, Activation.RELU_SQUARED], ids=str
+)
+def test_experts_have_the_bits_of_those_in_bfloat16(
+    build: str, dtype: torch.dtype, activation: AnyActivation
+):
     torch.manual_seed(3)
     kernels = CpuKernels(library.load(build))
     width = 96 if isinstance(activation, Activation) else 192
@@ -102,7 +116,9 @@ def test_experts_have_the_bits_of_those_in_bfloat16(build: str, dtype: torch.dty
     for rows in (1, 3, 40):
         x = torch.randn(rows, 64).to(dtype) / 64
         ids = torch.rand(rows, 4).argsort(-1)[:, :2].sort(-1).values.to(torch.int32)
-        found, expected = (experts_of(kernels, every, x, ids, activation) for every in (sides, wide))
+        found, expected = (
+            experts_of(kernels, every, x, ids, activation) for every in (sides, wide)
+        )
         assert torch.equal(found, expected)
 
 
@@ -113,7 +129,9 @@ def test_a_weight_takes_four_bits_and_a_quarter(build: str):
     assert (packed.out_features, packed.in_features) == (64, 128)
 
 
-@pytest.mark.parametrize(("scale", "byte", "taken"), [(2, 0x10, False), (253, 0x01, False), (2, 0x88, True)])
+@pytest.mark.parametrize(
+    ("scale", "byte", "taken"), [(2, 0x10, False), (253, 0x01, False), (2, 0x88, True)]
+)
 def test_what_may_leave_the_range_of_bfloat16_is_refused(scale: int, byte: int, taken: bool):
     blocks = torch.zeros(2, 32, dtype=torch.uint8)
     blocks[1, 20] = byte

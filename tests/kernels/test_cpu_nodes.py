@@ -1,4 +1,6 @@
-"""Memory nodes (NUMA): which there are, and that threads stay on them and change no bit of a result."""
+"""Memory nodes (NUMA): which there are, and that threads stay on them and change no bit of a
+result.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_nodes_are_those_of_the_processors_that_may_be_used(tmp_path, monkeypatc
     assert [set(node) for node in numa_nodes(nodes_of(tmp_path, *lists))] == nodes
 
 
-def test_threads_are_bound_where_there_are_several_nodes_and_nothing_else_places_them(tmp_path, monkeypatch):
+def test_threads_are_bound_where_there_are_several_nodes_and_nothing_else_places_them(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"):
         monkeypatch.delenv(name, raising=False)
@@ -72,9 +76,13 @@ def test_threads_are_bound_where_there_are_several_nodes_and_nothing_else_places
     assert bound_nodes(two) == ()
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity masks")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"), reason="this system has no affinity masks"
+)
 def test_bound_threads_stay_on_their_nodes_and_compute_the_same_bits():
-    """Two processors stand for two nodes: of the three threads beside the caller's, one or two are on each."""
+    """Two processors stand for two nodes: of the three threads beside the caller's, one or two are
+    on each.
+    """
     usable = sorted(os.sched_getaffinity(0))
     first, last = usable[0], usable[-1]
     command = [sys.executable, "-c", ON_TWO_NODES, str(first), str(last)]

@@ -1,4 +1,6 @@
-"""A recording repeats what was called, for what its inputs hold by then; what torch computed in between forbids one."""
+"""A recording repeats what was called, for what its inputs hold by then; what torch computed in
+between forbids one.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ from freight.operands.weight import Weight
 SIZE = 64
 LIBRARY = library.load()
 PLAIN = CpuKernels(LIBRARY)
-PACKED = PLAIN.pack(Weight(torch.randn(2 * SIZE, SIZE, generator=torch.Generator().manual_seed(0)).bfloat16()))
+PACKED = PLAIN.pack(
+    Weight(torch.randn(2 * SIZE, SIZE, generator=torch.Generator().manual_seed(0)).bfloat16())
+)
 NORM = torch.rand(SIZE).bfloat16()
 
 
-def layer(kernels: CpuKernels, x: Tensor, between: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+def layer(
+    kernels: CpuKernels, x: Tensor, between: Callable[[Tensor], Tensor] = lambda x: x
+) -> Tensor:
     gated = kernels.gated(between(kernels.linear(x, PACKED)), GatedActivation.SILU)
     return kernels.add_rms_norm(x, gated, NORM, 1e-6)[1]
 
@@ -31,7 +37,9 @@ def inputs(rows: int, seed: int) -> Tensor:
     return torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def recorded(x: Tensor, arena: Arena, body: Callable[[CpuKernels, Tensor], Tensor] = layer) -> Recorded:
+def recorded(
+    x: Tensor, arena: Arena, body: Callable[[CpuKernels, Tensor], Tensor] = layer
+) -> Recorded:
     with torch.inference_mode():
         return record(LIBRARY, arena, lambda library: body(CpuKernels(library), x))
 
@@ -85,7 +93,9 @@ def test_a_result_that_no_call_made_forbids_a_recording():
 
 def test_views_are_not_operations():
     x = inputs(4, 0)
-    found = recorded(x, Arena(4), lambda k, x: layer(k, x, lambda y: y.view(4, 2, SIZE).flatten(1).contiguous()))
+    found = recorded(
+        x, Arena(4), lambda k, x: layer(k, x, lambda y: y.view(4, 2, SIZE).flatten(1).contiguous())
+    )
     assert torch.equal(found.recording.replay(), layer(PLAIN, x))
 
 
@@ -110,7 +120,9 @@ def test_memory_is_used_again_once_no_view_of_it_is_left():
 
     recorded(x, arena, deep)
     needed = arena.num_bytes
-    assert needed <= 4 * SIZE * 2 * (2 + 1 + 2 + 2)  # gate and up, their product, and two pairs of sum and norm
+    assert needed <= 4 * SIZE * 2 * (
+        2 + 1 + 2 + 2
+    )  # gate and up, their product, and two pairs of sum and norm
     recorded(inputs(4, 0), arena, deep)
     assert arena.num_bytes == needed  # for any number of rows
 
@@ -119,13 +131,16 @@ def test_memory_is_used_again_once_no_view_of_it_is_left():
         values = first.view(2, -1)
         del first
         return kernels.gated(
-            kernels.linear(layer(kernels, x), PACKED) if values.numel() else values, GatedActivation.SILU
+            kernels.linear(layer(kernels, x), PACKED) if values.numel() else values,
+            GatedActivation.SILU,
         )
 
     assert torch.equal(recorded(x, Arena(2), kept).output, kept(PLAIN, x))
 
 
 def test_recording_does_not_import_the_compiler_of_torch(monkeypatch):
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # another test may have imported it
+    monkeypatch.delitem(
+        sys.modules, "torch._dynamo", raising=False
+    )  # another test may have imported it
     recorded(inputs(1, 0), Arena(1))
     assert "torch._dynamo" not in sys.modules

@@ -1,4 +1,6 @@
-"""Several C calls at once: the same bits as one by one, and the first failure ends them under its own name."""
+"""Several C calls at once: the same bits as one by one, and the first failure ends them under its
+own name.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,16 @@ def norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> FreightNor
 
 
 def gated(gate_up: torch.Tensor, out: torch.Tensor) -> FreightGated:
-    return FreightGated(gate_up.data_ptr(), out.data_ptr(), *out.shape, FORMATS[out.dtype], 0, 0.0, 1)
+    return FreightGated(
+        gate_up.data_ptr(), out.data_ptr(), *out.shape, FORMATS[out.dtype], 0, 0.0, 1
+    )
 
 
 def calls_of(*calls: tuple[str, ctypes.Structure]) -> ctypes.Array[FreightCall]:
     """Calls with the structs' addresses; the caller keeps the structs."""
-    return (FreightCall * len(calls))(*((ctypes.addressof(one), FUNCTIONS.index(name)) for name, one in calls))
+    return (FreightCall * len(calls))(
+        *((ctypes.addressof(one), FUNCTIONS.index(name)) for name, one in calls)
+    )
 
 
 def test_replayed_calls_follow_one_another():
@@ -53,11 +59,17 @@ def test_a_failure_ends_the_replay_and_has_the_name_of_its_function():
     x, before, after = torch.randn(3, 64), torch.zeros(3, 32), torch.zeros(3, 32)
     starts, lengths = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
     short = FreightAttention(
-        query_starts=starts.data_ptr(), context_lens=lengths.data_ptr(), num_seqs=1, num_heads=1, num_kv_heads=1
+        query_starts=starts.data_ptr(),
+        context_lens=lengths.data_ptr(),
+        num_seqs=1,
+        num_heads=1,
+        num_kv_heads=1,
     )
     first, last = gated(x, before), gated(x, after)
     calls = calls_of(("gated", first), ("attention", short), ("gated", last))
-    with pytest.raises(KernelError, match="freight_attention failed: a sequence has more queries than keys"):
+    with pytest.raises(
+        KernelError, match="freight_attention failed: a sequence has more queries than keys"
+    ):
         replay(functions, calls)
     assert before.any()
     assert not after.any()

@@ -1,4 +1,6 @@
-"""The compiled router chooses the experts that its definition chooses, in every build; a NaN harms nothing."""
+"""The compiled router chooses the experts that its definition chooses, in every build; a NaN harms
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_experts_and_weights_are_those_of_the_definition(routing, build, biased,
     kernels = CpuKernels(library.load(build))
     logits = torch.randint(-12, 13, (9, routing.num_experts)) / 4
     choice_bias = torch.randint(-8, 9, (routing.num_experts,)) / 3.7 if biased else None
-    ids, weights = kernels.route(logits, identity(kernels, routing.num_experts), routing, None, choice_bias)
+    ids, weights = kernels.route(
+        logits, identity(kernels, routing.num_experts), routing, None, choice_bias
+    )
     expected_ids, expected = definition.choose(logits, routing, choice_bias)
     scale = torch.rand(routing.num_experts)
     args = (logits, identity(kernels, routing.num_experts), routing, None, choice_bias, scale)
@@ -107,7 +111,9 @@ def test_groups_of_one_expert(build, best):
     logits = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
     ids, weights = kernels.route(logits, identity(kernels, 6), routing)
     assert torch.equal(ids, logits.topk(2, -1).indices.sort(-1).values.int())
-    torch.testing.assert_close(weights, definition.choose(logits, routing)[1], rtol=SOME_ULP, atol=1e-30)
+    torch.testing.assert_close(
+        weights, definition.choose(logits, routing)[1], rtol=SOME_ULP, atol=1e-30
+    )
 
 
 @pytest.mark.parametrize("build", BUILDS)

@@ -1,7 +1,9 @@
-"""Rows of an embedding and the compiled row-wise operations of some families: every build that runs here, and its bits.
+"""Rows of an embedding and the compiled row-wise operations of some families: every build that runs
+here, and its bits.
 
-Against float64, results are within one unit in the last place of the dtype, as they are rounded once; of float32 within
-1e-5. Norms of columns have the bits of `add_rms_norm`, activations without a gate and rows those of the reference.
+Against float64, results are within one unit in the last place of the dtype, as they are rounded
+once; of float32 within 1e-5. Norms of columns have the bits of `add_rms_norm`, activations without
+a gate and rows those of the reference.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def test_add_layer_norm(kernels, size, dtype):
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 @pytest.mark.parametrize("size", SIZES)
-def test_activations_without_a_gate_have_the_bits_of_the_reference(kernels, size, dtype, activation):
+def test_activations_without_a_gate_have_the_bits_of_the_reference(
+    kernels, size, dtype, activation
+):
     torch.manual_seed(size)
     x = (torch.randn(5, size) * 4).to(dtype)
     x[0, 0], x[1, 0], x[2, 0], x[3, 0] = torch.inf, -torch.inf, torch.nan, 0.0
@@ -70,7 +74,10 @@ def test_activations_without_a_gate_have_the_bits_of_the_reference(kernels, size
 @pytest.mark.parametrize(("groups", "group"), [(1, 2050), (3, 20), (8, 64), (300, 1)])
 def test_gate(kernels, groups, group, dtype, function):
     torch.manual_seed(groups)
-    x, logits = (torch.randn(5, groups * group) * 3).to(dtype), (torch.randn(5, groups) * 8).to(dtype)
+    x, logits = (
+        (torch.randn(5, groups * group) * 3).to(dtype),
+        (torch.randn(5, groups) * 8).to(dtype),
+    )
     logits[0, 0], logits[1, 0], logits[2, 0], logits[3, 0] = 200.0, -80.0, torch.nan, 0.0
     factors = FUNCTIONS[function](logits.double())
     exact = (x.double() * factors.repeat_interleave(group, 1)).to(dtype)
@@ -99,10 +106,15 @@ def test_joined_columns_are_those_of_the_parts(kernels, dtype, wide):
     whole, of_heads = (torch.randn(size).to(torch.float32 if wide else dtype) for size in (70, 20))
     parts = ((x[:, 3:73], whole), (x[:, 100:160], of_heads), (other[:, 2], None), (x, None))
     out = kernels.join(parts, 1e-5)
-    norms = (kernels.add_rms_norm(a.reshape(-1, len(w)), None, w, 1e-5)[1].view(5, -1) for a, w in parts[:2])
+    norms = (
+        kernels.add_rms_norm(a.reshape(-1, len(w)), None, w, 1e-5)[1].view(5, -1)
+        for a, w in parts[:2]
+    )
     assert torch.equal(out, torch.cat((*norms, other[:, 2], x), 1))
     assert agrees(out, reference_rows.join(parts, 1e-5), 2)
-    assert torch.equal(kernels.join([(part[1:2], weight) for part, weight in parts], 1e-5), out[1:2])
+    assert torch.equal(
+        kernels.join([(part[1:2], weight) for part, weight in parts], 1e-5), out[1:2]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
@@ -112,7 +124,9 @@ def test_joined_columns_of_heads_are_those_of_each_head(kernels, dtype):
     parts = ((x[:, :, 24:], None), (other, None), (x[:, :, :20], weight))
     out = kernels.join(parts, 1e-5)
     assert out.shape == (5, 3, 52)
-    assert torch.equal(out.flatten(0, 1), kernels.join([(part.flatten(0, 1), w) for part, w in parts], 1e-5))
+    assert torch.equal(
+        out.flatten(0, 1), kernels.join([(part.flatten(0, 1), w) for part, w in parts], 1e-5)
+    )
     assert agrees(out, reference_rows.join(parts, 1e-5), 2)
 
 
@@ -120,7 +134,10 @@ def test_joined_columns_of_heads_are_those_of_each_head(kernels, dtype):
 @pytest.mark.parametrize("size", SIZES)
 def test_lookup_gives_the_rows_of_an_embedding(kernels, size, dtype):
     torch.manual_seed(size)
-    table, ids = (torch.randn(9, size + 3) * 30).to(dtype)[::2, 1 : size + 1], torch.tensor([4, 0, 2, 2, 1, 3, 0])
+    table, ids = (
+        (torch.randn(9, size + 3) * 30).to(dtype)[::2, 1 : size + 1],
+        torch.tensor([4, 0, 2, 2, 1, 3, 0]),
+    )
     table[0, 0], table[1, 0], table[2, 0] = torch.inf, torch.nan, -0.0
     rows = F.embedding(ids, table)
     for one in (kernels, REFERENCE):
@@ -136,7 +153,11 @@ def test_lookup_gives_the_rows_of_an_embedding(kernels, size, dtype):
 @pytest.mark.parametrize("size", SIZES)
 def test_lookup_adds_rows_to_a_base_and_rounds_at_each_step(kernels, size, stored, dtype):
     torch.manual_seed(size)
-    table, base, ids = torch.randn(5, size).to(stored), torch.randn(7, size).to(dtype), torch.arange(7) % 5
+    table, base, ids = (
+        torch.randn(5, size).to(stored),
+        torch.randn(7, size).to(dtype),
+        torch.arange(7) % 5,
+    )
     rows = F.embedding(ids, table).to(dtype)
     for one in (kernels, REFERENCE):
         for multiplier, factor in ((1.0, 1.0), (16.0, 0.5**0.5)):
@@ -151,13 +172,17 @@ def test_lookup_adds_rows_to_a_base_and_rounds_at_each_step(kernels, size, store
 def test_an_id_beyond_the_table_is_refused(kernels, outside):
     table, ids = torch.randn(5, 64), torch.tensor([0, 1, 2])
     ids[2] = outside
-    with pytest.raises(KernelError, match="freight_lookup failed: a token id or position lies outside"):
+    with pytest.raises(
+        KernelError, match="freight_lookup failed: a token id or position lies outside"
+    ):
         kernels.lookup(table, ids)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """NaN equals NaN, and 0 is not -0."""
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(bits(one.nan_to_num(7)), bits(other.nan_to_num(7)))
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(
+        bits(one.nan_to_num(7)), bits(other.nan_to_num(7))
+    )
 
 
 def bits(x: Tensor) -> Tensor:
@@ -171,7 +196,11 @@ def test_rows_do_not_see_each_other_nor_the_threads(kernels):
 
     def every(rows: slice) -> list[Tensor]:
         logits = delta[rows]
-        gates = [kernels.gate(x[rows], logits[:, :n], function) for function in GateFunction for n in (1, 32, 4096)]
+        gates = [
+            kernels.gate(x[rows], logits[:, :n], function)
+            for function in GateFunction
+            for n in (1, 32, 4096)
+        ]
         return [
             *kernels.add_layer_norm(x[rows], logits, weight[0], bias[0], 1e-5),
             *(kernels.activated(x[rows], activation) for activation in Activation),

@@ -1,8 +1,10 @@
-"""The compiled operations that keep a state: every build that runs here against the reference, and its bits.
+"""The compiled operations that keep a state: every build that runs here against the reference, and
+its bits.
 
-Rounding to a format may fall to the other side where the float32 value before it differs in its last bits; a state of
-8 or 16 bits then differs by a step in single values, which all later rows see. So rows are compared with the reference
-by what a step costs, and a call that continues from the reference's own blocks tightly.
+Rounding to a format may fall to the other side where the float32 value before it differs in its
+last bits; a state of 8 or 16 bits then differs by a step in single values, which all later rows
+see. So rows are compared with the reference by what a step costs, and a call that continues from
+the reference's own blocks tightly.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.recording import Arena, record
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
+from freight.operands.batch import Sequences
 from freight.operands.states import States
 from freight.operands.tiles import LEAST_DECAY
 
@@ -61,7 +64,9 @@ def among_other_columns(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same q, k and v as columns of one matrix, at odd offsets."""
     parts = [inputs[name] for name in ("q", "k", "v")]
     rows = len(parts[0])
-    matrix = torch.full((rows, 3 + sum(one.shape[1] + 1 for one in parts)), torch.nan, dtype=parts[0].dtype)
+    matrix = torch.full(
+        (rows, 3 + sum(one.shape[1] + 1 for one in parts)), torch.nan, dtype=parts[0].dtype
+    )
     views, at = {}, 3
     for name, part in zip(("q", "k", "v"), parts, strict=True):
         views[name] = matrix[:, at : at + part.shape[1]]
@@ -71,12 +76,19 @@ def among_other_columns(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def run(
-    kernels: KernelSet, layer: Layer, inputs: dict[str, Tensor], cuts: tuple[int, ...], states: States | None = None
+    kernels: KernelSet,
+    layer: Layer,
+    inputs: dict[str, Tensor],
+    cuts: tuple[int, ...],
+    states: States | None = None,
 ) -> tuple[Tensor, States]:
     states = states or layer.states(6)
     out = in_calls(
         lambda part, where: kernels.recurrence(
-            **{name: x[part] for name, x in inputs.items()}, states=states, sequences=where, **layer.flags
+            **{name: x[part] for name, x in inputs.items()},
+            states=states,
+            sequences=where,
+            **layer.flags,
         ),
         len(inputs["v"]),
         cuts,
@@ -101,8 +113,8 @@ def same_bits(a: States, b: States, blocks: list[int]) -> bool:
 def test_a_recurrence_is_the_references(kernels, name, half_life):
     """In float32; a half-life of 0.01 leaves nothing of a state, and decays by e ** -1000 and more.
 
-    A row whose sums cancel has 58 units between two orders of summation (portable), 77 (NEON), and 319 with three heads
-    of 37 channels, where the reference itself is 309 from the sum in float64.
+    A row whose sums cancel has 58 units between two orders of summation (portable), 77 (NEON), and
+    319 with three heads of 37 channels, where the reference itself is 309 from the sum in float64.
     """
     layer = LAYERS[name]
     inputs = layer.inputs(70, half_life=half_life)
@@ -111,14 +123,18 @@ def test_a_recurrence_is_the_references(kernels, name, half_life):
     assert agrees(found, wanted, 384)
     for part in ("state", "k", "u", "decay"):
         blocks = torch.tensor([3, 1])
-        assert agrees(own.parts[part][blocks].flatten(1), theirs.parts[part][blocks].flatten(1), 64), part
+        assert agrees(
+            own.parts[part][blocks].flatten(1), theirs.parts[part][blocks].flatten(1), 64
+        ), part
 
 
 @pytest.mark.parametrize("format", STATE_FORMATS)
 @pytest.mark.parametrize("name", ["delta", "mamba2", "odd", "channels", "odd channels"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_from_a_stored_state_a_tile_is_the_references(kernels, name, format, dtype):
-    """Rows 32 to 46 from the reference's blocks: rows of one tile, behind a state that it advances and stores."""
+    """Rows 32 to 46 from the reference's blocks: rows of one tile, behind a state that it advances
+    and stores.
+    """
     layer = replace(LAYERS[name], format=format, dtype=DTYPES[dtype])
     inputs = among_other_columns(layer.inputs(47))
     _, states = run(REFERENCE, layer, {name: x[:32] for name, x in inputs.items()}, (32,))
@@ -126,11 +142,19 @@ def test_from_a_stored_state_a_tile_is_the_references(kernels, name, format, dty
     own = copied(states)
     wanted = REFERENCE.recurrence(**last, states=states, sequences=where, **layer.flags)
     found = kernels.recurrence(**last, states=own, sequences=where, **layer.flags)
-    steps = {1: 2 ** -(3 if format.is_e4m3 else 7), 2: 2**-7, 4: 0.0}[states.parts["state"].itemsize]
-    assert agrees(found, wanted, 4 + 0.02 * steps / torch.finfo(wanted.dtype).eps + (64 if dtype == "float32" else 0))
+    steps = {1: 2 ** -(3 if format.is_e4m3 else 7), 2: 2**-7, 4: 0.0}[
+        states.parts["state"].itemsize
+    ]
+    assert agrees(
+        found,
+        wanted,
+        4 + 0.02 * steps / torch.finfo(wanted.dtype).eps + (64 if dtype == "float32" else 0),
+    )
     state, expected = (one.parts["state"][1].float() for one in (own, states))
     assert (state != expected).float().mean() < 0.01 or format is Format.FLOAT32
-    assert ((state - expected).abs() <= 1.01 * expected.abs() * steps + (format is Format.INT8) + 1e-4).all()
+    assert (
+        (state - expected).abs() <= 1.01 * expected.abs() * steps + (format is Format.INT8) + 1e-4
+    ).all()
     if "scale" in states.parts:
         assert agrees(own.parts["scale"][1], states.parts["scale"][1], 1)
     for one in (own, states):  # what is not the sequence's stays
@@ -156,7 +180,9 @@ def test_no_cut_into_calls_changes_a_bit(kernels, format, kind, dtype):
 @pytest.mark.parametrize("format", [Format.INT8, Format.FLOAT32])
 def test_sequences_of_a_call_do_not_see_each_other(kernels, format, by_channel):
     """One of the two has a NaN; a third, not in the call, goes on from the first one's full block."""
-    layer = Layer(heads=8, k_dim=128, v_dim=128, format=format, dtype=torch.bfloat16, by_channel=by_channel)
+    layer = Layer(
+        heads=8, k_dim=128, v_dim=128, format=format, dtype=torch.bfloat16, by_channel=by_channel
+    )
     first, second = layer.inputs(40, 1), layer.inputs(21, 2)
     second["v"][5] = torch.nan
     states, torch_threads = layer.states(6), torch.get_num_threads()
@@ -167,23 +193,36 @@ def test_sequences_of_a_call_do_not_see_each_other(kernels, format, by_channel):
     torch.set_num_threads(torch_threads)
     alone = layer.states(6)
     assert torch.equal(
-        found[:40], kernels.recurrence(**first, states=alone, sequences=sequences([(0, 40, (3, 1))]), **layer.flags)
+        found[:40],
+        kernels.recurrence(
+            **first, states=alone, sequences=sequences([(0, 40, (3, 1))]), **layer.flags
+        ),
     )
     assert found[40:45].isfinite().all()
     assert found[45:].isnan().all(1).all()
     before = copied(states)
     last = {name: x[32:] for name, x in first.items()}
-    hit = kernels.recurrence(**last, states=states, sequences=sequences([(32, 8, (3, 5))]), **layer.flags)
+    hit = kernels.recurrence(
+        **last, states=states, sequences=sequences([(32, 8, (3, 5))]), **layer.flags
+    )
     assert torch.equal(hit, found[32:40])
     assert same_bits(before, states, [0, 1, 2, 3, 4])
-    assert same_bits(states, replace(states, parts={n: x[[0, 1, 2, 3, 4, 1]] for n, x in states.parts.items()}), [5])
+    assert same_bits(
+        states,
+        replace(states, parts={n: x[[0, 1, 2, 3, 4, 1]] for n, x in states.parts.items()}),
+        [5],
+    )
 
 
 @pytest.mark.parametrize("decay", [-1e5, -1e30, -torch.inf])
 @pytest.mark.parametrize("which", ["reference", "compiled"])
 @pytest.mark.parametrize("by_channel", [False, True])
-def test_what_a_row_forgets_entirely_costs_the_rows_behind_no_digit(kernels, which, decay, by_channel):
-    """exp(-104) is 0 in float32 as exp(-inf) is: rows from there on have the result of a sequence that begins there."""
+def test_what_a_row_forgets_entirely_costs_the_rows_behind_no_digit(
+    kernels, which, decay, by_channel
+):
+    """exp(-104) is 0 in float32 as exp(-inf) is: rows from there on have the result of a sequence
+    that begins there.
+    """
     layer = Layer(by_channel=by_channel)
     inputs = layer.inputs(40)
     inputs["log_decay"][21] = decay
@@ -196,7 +235,9 @@ def test_what_a_row_forgets_entirely_costs_the_rows_behind_no_digit(kernels, whi
 @pytest.mark.parametrize("decay", [0.0, -80.0, LEAST_DECAY, -torch.inf])
 @pytest.mark.parametrize("which", ["reference", "compiled"])
 def test_a_channel_that_is_forgotten_leaves_the_others_what_they_know(kernels, which, decay):
-    """Every second channel decays by so much at each token: with 0, none does; else those channels know one token."""
+    """Every second channel decays by so much at each token: with 0, none does; else those channels
+    know one token.
+    """
     layer, which = Layer(by_channel=True, v_dim=40), kernels if which == "compiled" else REFERENCE
     inputs = layer.inputs(40, half_life=1000.0)
     inputs["log_decay"][:, :, 1::2] = decay
@@ -235,14 +276,18 @@ def test_a_nan_in_a_state_stays_in_its_column(kernels):
 def test_a_convolution_is_the_references_in_any_cut(kernels, channels, width, dtype):
     generator = torch.Generator().manual_seed(width)
     matrix, weight = (
-        torch.randn(*shape, generator=generator).to(DTYPES[dtype]) for shape in ((50, channels + 5), (channels, width))
+        torch.randn(*shape, generator=generator).to(DTYPES[dtype])
+        for shape in ((50, channels + 5), (channels, width))
     )
     x, bias = matrix[:, 3 : channels + 3], matrix[0, :channels].clone()
 
     def convolved(which: KernelSet, cuts: tuple[int, ...], silu: bool) -> tuple[Tensor, Tensor]:
         columns = torch.full((6, width - 1, channels), torch.nan, dtype=x.dtype)
         states = States({"columns": columns}, 16)
-        call = lambda part, where: which.convolve(x[part], weight, None if silu else bias, silu, states, where)  # noqa: E731
+
+        def call(part: slice, where: Sequences) -> Tensor:
+            return which.convolve(x[part], weight, None if silu else bias, silu, states, where)
+
         return in_calls(call, 50, cuts, BLOCKS), columns
 
     wanted, columns = convolved(REFERENCE, (50,), False)
@@ -266,12 +311,16 @@ def test_a_convolution_goes_on_from_another_sequences_block(kernels):
     whole = kernels.convolve(x, weight, None, True, states, sequences([(0, 40, (3, 1, 4))]))
     before = states.parts["columns"].clone()
     both = torch.cat((x[32:33], x[16:]))
-    found = kernels.convolve(both, weight, None, True, states, sequences([(32, 1, (3, 1, 5)), (16, 24, (3, 2, 0))]))
+    found = kernels.convolve(
+        both, weight, None, True, states, sequences([(32, 1, (3, 1, 5)), (16, 24, (3, 2, 0))])
+    )
     assert torch.equal(found, torch.cat((whole[32:33], whole[16:])))
     after = states.parts["columns"]
     assert torch.equal(after[[1, 3, 4]], before[[1, 3, 4]])
     assert torch.equal(after[[2, 0]], before[[1, 4]])
-    assert torch.equal(after[5, [0, 1, 2]], x[[30, 31, 32]])  # those at 30 and 31 came from the block before
+    assert torch.equal(
+        after[5, [0, 1, 2]], x[[30, 31, 32]]
+    )  # those at 30 and 31 came from the block before
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -283,8 +332,12 @@ def test_decays_are_the_references(kernels, dtype):
     for arguments in ((b,), (None,), (None, (0.1, 2.0))):
         other, *limits = arguments
         found = kernels.decays(a, other, a_log, dt_bias, *limits)
-        for one, wanted in zip(found, REFERENCE.decays(a, other, a_log, dt_bias, *limits), strict=True):
-            torch.testing.assert_close(one, wanted, rtol=4e-6, atol=1e-37)  # a + dt_bias is rounded to float32
+        for one, wanted in zip(
+            found, REFERENCE.decays(a, other, a_log, dt_bias, *limits), strict=True
+        ):
+            torch.testing.assert_close(
+                one, wanted, rtol=4e-6, atol=1e-37
+            )  # a + dt_bias is rounded to float32
         again = kernels.decays(a[4:5], None if other is None else b[4:5], a_log, dt_bias, *limits)
         assert all(torch.equal(one, whole[4:5]) for one, whole in zip(again, found, strict=True))
 
@@ -300,7 +353,9 @@ def test_decays_of_channels_are_the_references(kernels, dtype, bound):
     found = kernels.decays(a, b, a_log, dt_bias, bound=bound)
     assert [one.shape for one in found] == [(9, 3), (9, 3, 37)]
     for one, wanted in zip(found, REFERENCE.decays(a, b, a_log, dt_bias, bound=bound), strict=True):
-        torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-37)  # a + dt_bias is rounded to float32
+        torch.testing.assert_close(
+            one, wanted, rtol=1e-5, atol=1e-37
+        )  # a + dt_bias is rounded to float32
     again = kernels.decays(a[4:5], b[4:5], a_log, dt_bias, bound=bound)
     assert all(torch.equal(one, whole[4:5]) for one, whole in zip(again, found, strict=True))
 
@@ -310,7 +365,9 @@ def test_every_decay(kernels):
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)[:, None]
     beta, decay = kernels.decays(x, x, torch.zeros(1), torch.zeros(1))
     exact = F.softplus(x.double(), threshold=700)
-    torch.testing.assert_close(beta.double(), x.double().sigmoid(), rtol=1e-6, atol=1e-37, equal_nan=True)
+    torch.testing.assert_close(
+        beta.double(), x.double().sigmoid(), rtol=1e-6, atol=1e-37, equal_nan=True
+    )
     torch.testing.assert_close(decay.double(), -exact, rtol=1e-6, atol=1e-37, equal_nan=True)
 
 
@@ -323,36 +380,50 @@ def test_gated_norms_are_the_references(kernels, norm_first, group, groups, dtyp
     matrix = torch.randn(7, 2 * size + 3, generator=generator).to(DTYPES[dtype])
     x, gate = matrix[:, 1 : size + 1], matrix[:, size + 2 : 2 * size + 2] * 4
     x[3] = 0.0
-    for weight in (torch.rand(size, generator=generator).to(x.dtype), torch.rand(group, generator=generator)):
+    for weight in (
+        torch.rand(size, generator=generator).to(x.dtype),
+        torch.rand(group, generator=generator),
+    ):
         wanted = REFERENCE.gated_norm(x, gate, weight, 1e-5, group, norm_first)
         found = kernels.gated_norm(x, gate, weight, 1e-5, group, norm_first)
         assert found.dtype == x.dtype
         units = 16 if dtype == "float32" else 2
         torch.testing.assert_close(found, wanted, rtol=units * torch.finfo(x.dtype).eps, atol=1e-7)
-        assert torch.equal(kernels.gated_norm(x[4:5], gate[4:5], weight, 1e-5, group, norm_first), found[4:5])
+        assert torch.equal(
+            kernels.gated_norm(x[4:5], gate[4:5], weight, 1e-5, group, norm_first), found[4:5]
+        )
 
 
 def test_a_recording_follows_lengths_and_tables() -> None:
-    """A layer's four operations, recorded with the first token and replayed for the others, over two sequences."""
+    """A layer's four operations, recorded with the first token and replayed for the others, over
+    two sequences.
+    """
     own = library.load()
     layer = Layer(format=Format.INT8, dtype=torch.bfloat16, every=16)
     size = layer.key_heads * layer.k_dim
     parts = [layer.inputs(40, seed) for seed in (1, 2)]
     conv = torch.randn(2 * size, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight, logs = torch.linspace(0.5, 1.0, layer.v_dim), torch.zeros(layer.heads)
-    mixed = torch.stack([torch.cat((one["q"], one["k"], one["v"], one["beta"].bfloat16()), 1) for one in parts], 1)
+    mixed = torch.stack(
+        [torch.cat((one["q"], one["k"], one["v"], one["beta"].bfloat16()), 1) for one in parts], 1
+    )
 
     def step(kernels: CpuKernels, x: Tensor, states: States, where: Any) -> Tensor:
         q_k = kernels.convolve(x[:, : 2 * size], conv, None, True, states, where)
         v, b = x[:, 2 * size : -layer.heads], x[:, -layer.heads :]
         beta, decay = kernels.decays(b, b, logs, logs)
         flags = {"delta": True, "norm": True}
-        out = kernels.recurrence(q_k[:, :size], q_k[:, size:], v, beta, decay, states, where, **flags)
+        out = kernels.recurrence(
+            q_k[:, :size], q_k[:, size:], v, beta, decay, states, where, **flags
+        )
         return kernels.gated_norm(out, v, weight, 1e-6, layer.v_dim, True)
 
     def states() -> States:
         blocks = layer.states(8)
-        return replace(blocks, parts={**blocks.parts, "columns": torch.zeros(8, 3, 2 * size, dtype=torch.bfloat16)})
+        return replace(
+            blocks,
+            parts={**blocks.parts, "columns": torch.zeros(8, 3, 2 * size, dtype=torch.bfloat16)},
+        )
 
     tables = ((3, 1, 4), (6, 0, 7))
     plain, kept, recorded = CpuKernels(own), states(), states()
@@ -381,7 +452,9 @@ def test_a_short_context_another_format_and_a_wide_convolution_are_refused(kerne
     where.context_lens.fill_(4)
     half = {name: part.half() if name == "state" else part for name, part in states.parts.items()}
     with pytest.raises(KernelError, match="freight_recurrence"):  # 16 bits are bfloat16 alone
-        kernels.recurrence(**inputs, states=replace(states, parts=half), sequences=where, **layer.flags)
+        kernels.recurrence(
+            **inputs, states=replace(states, parts=half), sequences=where, **layer.flags
+        )
     assert states.parts["decay"].isnan().all()
     where.context_lens.fill_(3)
     x = torch.zeros(4, 8)

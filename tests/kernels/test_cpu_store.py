@@ -1,4 +1,6 @@
-"""Rotate and store of the compiled kernels, against the reference, bit for bit, in every build that runs here."""
+"""Rotate and store of the compiled kernels, against the reference, bit for bit, in every build that
+runs here.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def kernels(request: pytest.FixtureRequest) -> KernelSet:
 
 
 def make_pages(
-    format: Format, scales: str | None, heads: int, dim: int, num_blocks: int, v_dim: int | None = None
+    format: Format,
+    scales: str | None,
+    heads: int,
+    dim: int,
+    num_blocks: int,
+    v_dim: int | None = None,
 ) -> KVPages:
     torch.manual_seed(1)
     dims, slots = (dim, v_dim or dim), (num_blocks, BLOCK, heads)
@@ -45,7 +52,9 @@ def make_pages(
 
 
 def make_rotary(rotary_dim: int, norms: tuple[Tensor, Tensor] | None = None) -> Rotary:
-    angles = torch.outer(torch.arange(POSITIONS).float(), 1e4 ** -torch.linspace(0, 1, rotary_dim // 2))
+    angles = torch.outer(
+        torch.arange(POSITIONS).float(), 1e4 ** -torch.linspace(0, 1, rotary_dim // 2)
+    )
     return Rotary(angles.cos(), angles.sin(), norms, 1e-6)
 
 
@@ -82,7 +91,9 @@ def assert_same(pages: KVPages, expected: KVPages) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 def test_queries_alone_are_those_beside_keys(kernels, normed, dtype):
-    """Without slots: the heads of q, for keys that another layer has stored; the pages keep what they hold."""
+    """Without slots: the heads of q, for keys that another layer has stored; the pages keep what
+    they hold.
+    """
     heads, kv_heads, dim, rows = 3, 2, 38, 20
     qkv, positions = make_qkv(rows, heads, kv_heads, dim, dtype).flatten(1), torch.arange(rows)
     rotary = make_rotary(dim)
@@ -93,7 +104,9 @@ def test_queries_alone_are_those_beside_keys(kernels, normed, dtype):
     assert_same(pages, untouched)
     assert_equal(q, kernels.rotate_store(qkv, rotary, positions, torch.full((rows,), -1), pages))
     wanted = reference.rotate_store(qkv[:, : heads * dim], rotary, positions, None, pages)
-    torch.testing.assert_close(q, wanted, rtol=2 * torch.finfo(dtype).eps + 1e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(
+        q, wanted, rtol=2 * torch.finfo(dtype).eps + 1e-6, atol=1e-6, equal_nan=True
+    )
 
 
 CACHES = [(format, scales) for format in FP8 for scales in (None, "static", "token")]
@@ -110,7 +123,9 @@ def test_bits_are_the_references(kernels, format, scales, dtype, kv_heads, dim, 
     slots[::5] = -1 if rows > 1 else 3
     pages, expected = (make_pages(format, scales, kv_heads, dim, 12) for _ in range(2))
     arguments = (qkv.flatten(1), make_rotary(dim), positions, slots)
-    assert_equal(kernels.rotate_store(*arguments, pages), reference.rotate_store(*arguments, expected))
+    assert_equal(
+        kernels.rotate_store(*arguments, pages), reference.rotate_store(*arguments, expected)
+    )
     assert_same(pages, expected)
     assert rows == 1 or (pages.counters[1] > 0) == format.is_quantized
 
@@ -118,18 +133,26 @@ def test_bits_are_the_references(kernels, format, scales, dtype, kv_heads, dim, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("format", "scales"), CACHES)
 @pytest.mark.parametrize(
-    ("dim", "v_dim", "rotary_dim"), [(64, 64, 16), (40, 64, 40), (48, 31, 0), (80, 38, 18), (256, 64, 192)]
+    ("dim", "v_dim", "rotary_dim"),
+    [(64, 64, 16), (40, 64, 40), (48, 31, 0), (80, 38, 18), (256, 64, 192)],
 )
-def test_partial_rotary_and_values_of_another_width(kernels, format, scales, dtype, dim, v_dim, rotary_dim):
+def test_partial_rotary_and_values_of_another_width(
+    kernels, format, scales, dtype, dim, v_dim, rotary_dim
+):
     """The reference's bits, in any chunk and with any number of threads."""
     torch.manual_seed(0)
     heads, kv_heads, rows = 3, 2, 60
-    parts = (of_all_magnitudes(rows, heads + kv_heads, dim), of_all_magnitudes(rows, kv_heads, v_dim))
+    parts = (
+        of_all_magnitudes(rows, heads + kv_heads, dim),
+        of_all_magnitudes(rows, kv_heads, v_dim),
+    )
     qkv = torch.cat([part.flatten(1) for part in parts], 1).to(dtype)
     slots, positions = torch.randperm(12 * BLOCK)[:rows], torch.randint(0, POSITIONS, (rows,))
     slots[::5] = -1
     rotary = make_rotary(rotary_dim)
-    pages, chunked, expected = (make_pages(format, scales, kv_heads, dim, 12, v_dim) for _ in range(3))
+    pages, chunked, expected = (
+        make_pages(format, scales, kv_heads, dim, 12, v_dim) for _ in range(3)
+    )
     q = kernels.rotate_store(qkv, rotary, positions, slots, pages)
     assert_equal(q, reference.rotate_store(qkv, rotary, positions, slots, expected))
     assert_same(pages, expected)
@@ -137,23 +160,35 @@ def test_partial_rotary_and_values_of_another_width(kernels, format, scales, dty
     try:
         for threads, part in enumerate((slice(0, 1), slice(1, 38), slice(38, 60))):
             torch.set_num_threads(threads + 1)
-            assert_equal(kernels.rotate_store(qkv[part], rotary, positions[part], slots[part], chunked), q[part])
+            assert_equal(
+                kernels.rotate_store(qkv[part], rotary, positions[part], slots[part], chunked),
+                q[part],
+            )
     finally:
         torch.set_num_threads(before)
     assert_same(chunked, pages)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm_dtypes", [(None, None), (torch.float32, None), (torch.float32, torch.float32)])
+@pytest.mark.parametrize(
+    "norm_dtypes", [(None, None), (torch.float32, None), (torch.float32, torch.float32)]
+)
 def test_norms_of_heads_before_partial_rotary(kernels, norm_dtypes, dtype):
-    """Norms in the dtype (None) and in float32 are those of `add_rms_norm`, the center is subtracted after them."""
+    """Norms in the dtype (None) and in float32 are those of `add_rms_norm`, the center is
+    subtracted after them.
+    """
     torch.manual_seed(2)
     heads, kv_heads, dim, v_dim, rows = 4, 2, 80, 48, 33
-    q, k, v = (torch.randn(rows, *shape).to(dtype) * 3 for shape in ((heads, dim), (kv_heads, dim), (kv_heads, v_dim)))
+    q, k, v = (
+        torch.randn(rows, *shape).to(dtype) * 3
+        for shape in ((heads, dim), (kv_heads, dim), (kv_heads, v_dim))
+    )
     weights = [torch.rand(dim).add(0.5).to(of or dtype) for of in norm_dtypes]
     rotary = make_rotary(20, (weights[0], weights[1]))
     positions, slots = torch.randint(0, POSITIONS, (rows,)), torch.randperm(12 * BLOCK)[:rows]
-    pages, expected = (make_pages(Format.E4M3FN, "static", kv_heads, dim, 12, v_dim) for _ in range(2))
+    pages, expected = (
+        make_pages(Format.E4M3FN, "static", kv_heads, dim, 12, v_dim) for _ in range(2)
+    )
     add_rms_norm: Any = kernels.add_rms_norm
     normed_q, normed_k = (
         add_rms_norm(x.reshape(-1, dim), None, weight, 1e-6)[1].view(x.shape)
@@ -163,9 +198,13 @@ def test_norms_of_heads_before_partial_rotary(kernels, norm_dtypes, dtype):
     b[:, :20] = torch.randn(kv_heads, 20)
     center = KeyCenter.of(b, *(KeyCenter.angle_tiles(table) for table in (rotary.cos, rotary.sin)))
     pages = replace(pages, k_center=center)
-    got = kernels.rotate_store(torch.cat([x.flatten(1) for x in (q, k, v)], 1), rotary, positions, slots, pages)
+    got = kernels.rotate_store(
+        torch.cat([x.flatten(1) for x in (q, k, v)], 1), rotary, positions, slots, pages
+    )
     cos, sin = rotary.cos[positions], rotary.sin[positions]
-    reference.store_kv(reference.rotate((normed_k.float() - b).to(dtype), cos, sin), v, slots, expected)
+    reference.store_kv(
+        reference.rotate((normed_k.float() - b).to(dtype), cos, sin), v, slots, expected
+    )
     assert_equal(got, reference.rotate(normed_q, cos, sin))
     assert_same(pages, expected)
 
@@ -173,7 +212,9 @@ def test_norms_of_heads_before_partial_rotary(kernels, norm_dtypes, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("centered", [False, True])
 def test_fused_is_the_composition_of_its_parts(kernels, centered, dtype):
-    """Norms of heads are those of `add_rms_norm` of the same build; the center is subtracted after them."""
+    """Norms of heads are those of `add_rms_norm` of the same build; the center is subtracted after
+    them.
+    """
     torch.manual_seed(2)
     heads, kv_heads, dim, rows = 4, 2, 80, 33
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim).mul(3).to(dtype)
@@ -194,7 +235,10 @@ def test_fused_is_the_composition_of_its_parts(kernels, centered, dtype):
         k = (k.float() - b).to(dtype)
     cos, sin = rotary.cos[positions], rotary.sin[positions]
     reference.store_kv(reference.rotate(k, cos, sin), v, slots, expected)
-    assert_equal(kernels.rotate_store(qkv.flatten(1), rotary, positions, slots, pages), reference.rotate(q, cos, sin))
+    assert_equal(
+        kernels.rotate_store(qkv.flatten(1), rotary, positions, slots, pages),
+        reference.rotate(q, cos, sin),
+    )
     assert_same(pages, expected)
 
 
@@ -227,7 +271,9 @@ def test_every_rounding(kernels, format):
     """Every code, every point halfway between two, their neighbours, and what saturates."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch_dtype(format)).float()
     values = codes[codes.isfinite()].unique()
-    values = torch.cat([values, (values[1:] + values[:-1]) / 2, values * 4, torch.tensor([0.0, -0.0, torch.inf])])
+    values = torch.cat(
+        [values, (values[1:] + values[:-1]) / 2, values * 4, torch.tensor([0.0, -0.0, torch.inf])]
+    )
     values = torch.cat([values, torch.tensor([format.overflow])])
     infinity = torch.tensor(torch.inf)
     values = torch.cat([values, values.nextafter(infinity), values.nextafter(-infinity)])
@@ -236,14 +282,18 @@ def test_every_rounding(kernels, format):
     store_values(kernels, values, torch.arange(len(values)), pages)
     store_values(reference, values, torch.arange(len(values)), expected)
     assert_same(pages, expected)
-    assert torch.equal(pages.v.view(torch.uint8), expected.v.view(torch.uint8))  # the NaN of either sign, too
+    assert torch.equal(
+        pages.v.view(torch.uint8), expected.v.view(torch.uint8)
+    )  # the NaN of either sign, too
     nans, clipped = pages.counters.tolist()
     assert (nans, clipped) == (2, int((values.abs() > format.overflow).sum()))
 
 
 @pytest.mark.parametrize("format", QUANTIZED)
 def test_a_row_of_nothing_finite_and_a_tiny_row(kernels, format):
-    v = torch.tensor([[torch.inf, torch.nan, -torch.inf, torch.nan], [1e-40, -1e-42, 0.0, 1e-45]])[:, None]
+    v = torch.tensor([[torch.inf, torch.nan, -torch.inf, torch.nan], [1e-40, -1e-42, 0.0, 1e-45]])[
+        :, None
+    ]
     pages, expected = (make_pages(format, "token", 1, 4, 1) for _ in range(2))
     store_values(kernels, v, torch.tensor([2, 5]), pages)
     store_values(reference, v, torch.tensor([2, 5]), expected)
@@ -253,7 +303,9 @@ def test_a_row_of_nothing_finite_and_a_tiny_row(kernels, format):
 
 @pytest.mark.parametrize("format", [Format.E4M3FN, Format.INT8])
 def test_what_a_measured_scale_rounds_is_not_clipped(kernels, format):
-    """The largest value of a vector may lie above the format's largest after division, by the scale's own rounding."""
+    """The largest value of a vector may lie above the format's largest after division, by the
+    scale's own rounding.
+    """
     torch.manual_seed(3)
     pages = make_pages(format, "token", 1, 64, 12)
     store_values(kernels, torch.randn(90, 1, 64), torch.arange(90), pages)
@@ -270,13 +322,17 @@ def test_heads_too_wide_are_refused(kernels):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotary_dim", [0, 18, 38])
 def test_the_factor_of_queries_multiplies_them_once_they_are_rotated(kernels, rotary_dim, dtype):
-    """Queries are the rotated ones times the factor of their position, in the dtype; what is stored is the same."""
+    """Queries are the rotated ones times the factor of their position, in the dtype; what is stored
+    is the same.
+    """
     rows, kv_heads, dim = 40, 2, 38
     qkv = make_qkv(rows, 3, kv_heads, dim, dtype).flatten(1)
     positions, slots = torch.randint(0, POSITIONS, (rows,)), torch.randperm(12 * BLOCK)[:rows]
     plain = make_rotary(rotary_dim)
     scaled = replace(plain, q_factor=1 + 0.3 * torch.log1p(torch.arange(POSITIONS) // 64))
-    pages, expected, without = (make_pages(Format.E4M3FN, "token", kv_heads, dim, 12) for _ in range(3))
+    pages, expected, without = (
+        make_pages(Format.E4M3FN, "token", kv_heads, dim, 12) for _ in range(3)
+    )
     q = kernels.rotate_store(qkv, scaled, positions, slots, pages)
     assert_equal(q, reference.rotate_store(qkv, scaled, positions, slots, expected))
     assert_same(pages, expected)

@@ -61,7 +61,9 @@ def test_what_was_measured_is_remembered(monkeypatch: pytest.MonkeyPatch, path: 
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_a_build_that_ignores_the_setting_is_not_measured(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+def test_a_build_that_ignores_the_setting_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
     monkeypatch.setattr(tuning, "measure", lambda library: FASTER)
     recorder = Recorder()
     recorder.build = "amx"
@@ -71,7 +73,9 @@ def test_a_build_that_ignores_the_setting_is_not_measured(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000, '{"x": 1}', b"\xff"])
-def test_a_damaged_file_is_measured_anew(monkeypatch: pytest.MonkeyPatch, path: Path, text: str | bytes) -> None:
+def test_a_damaged_file_is_measured_anew(
+    monkeypatch: pytest.MonkeyPatch, path: Path, text: str | bytes
+) -> None:
     path.parent.mkdir()
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     monkeypatch.setattr(tuning, "measure", lambda library: FASTER)
@@ -81,7 +85,9 @@ def test_a_damaged_file_is_measured_anew(monkeypatch: pytest.MonkeyPatch, path: 
     assert True in json.loads(path.read_text()).values()
 
 
-def test_a_folder_that_cannot_be_written_does_no_harm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_does_no_harm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tuning, "measure", lambda library: FASTER)
@@ -94,7 +100,9 @@ def test_a_user_without_a_home_directory_measures_anew(monkeypatch: pytest.Monke
     """As a container has it that runs under an arbitrary user id."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it returns for an unknown user
+    monkeypatch.setattr(
+        "os.path.expanduser", lambda path: path
+    )  # what it returns for an unknown user
     monkeypatch.setattr(tuning, "measure", lambda library: FASTER)
     recorder = Recorder()
     tuning.tune.__wrapped__(recorder)

@@ -1,7 +1,8 @@
-"""`group` scales of latents: what is stored, and attention over it, of the reference and of every build that runs here.
+"""`group` scales of latents: what is stored, and attention over it, of the reference and of every
+build that runs here.
 
-A latent's codes have a scale for 128 channels; what is rotated is bfloat16. Pages start as NaN, so whatever is read
-beyond a row's own keys shows.
+A latent's codes have a scale for 128 channels; what is rotated is bfloat16. Pages start as NaN, so
+whatever is read beyond a row's own keys shows.
 """
 
 from __future__ import annotations
@@ -41,13 +42,19 @@ def kernels(request: pytest.FixtureRequest) -> KernelSet:
 
 
 def empty_pages(
-    format: Format, rotated: int, latent: int, block_size: int = 7, layout: PageLayout = PageLayout.TOKENS
+    format: Format,
+    rotated: int,
+    latent: int,
+    block_size: int = 7,
+    layout: PageLayout = PageLayout.TOKENS,
 ) -> KVPages:
     """Full of bytes that are NaN as bfloat16, and as E4M3FN."""
     spec = LayerKVSpec(format, Granularity.GROUP, 1, rotated + latent, latent, v_in_k=True)
     pages = allocate_pages(spec, layout, None, BLOCKS * 8 // block_size + 2, block_size, "cpu")
     tensors = (pages.k, pages.rotated, pages.k_scale)
-    size = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())  # type: ignore[union-attr]
+    size = sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )  # type: ignore[union-attr]
     assert size == (BLOCKS * 8 // block_size + 2) * block_size * spec.bytes_per_token
     for tensor in tensors:
         assert tensor is not None
@@ -56,14 +63,18 @@ def empty_pages(
 
 
 def rotary_of(rotated: int) -> Rotary:
-    angles = torch.outer(torch.arange(POSITIONS).float(), 1e4 ** -torch.linspace(0, 1, rotated // 2))
+    angles = torch.outer(
+        torch.arange(POSITIONS).float(), 1e4 ** -torch.linspace(0, 1, rotated // 2)
+    )
     return Rotary(angles.cos(), angles.sin(), None, 1e-6)
 
 
 def projected(rows: int, heads: int, rotated: int, latent: int, dtype: torch.dtype) -> Tensor:
     """q and one key: of all magnitudes, with NaN, infinities, and groups of zeros."""
     torch.manual_seed(0)
-    x = torch.randn(rows, heads + 1, rotated + latent).mul(10.0 ** torch.randint(-4, 4, (rows, 1, rotated + latent)))
+    x = torch.randn(rows, heads + 1, rotated + latent).mul(
+        10.0 ** torch.randint(-4, 4, (rows, 1, rotated + latent))
+    )
     for value in (torch.nan, -torch.inf, -0.0):
         x[torch.rand(x.shape) < 0.005] = value
     x[1::4, -1, -128:] = 0.0
@@ -71,12 +82,16 @@ def projected(rows: int, heads: int, rotated: int, latent: int, dtype: torch.dty
 
 
 def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
+    return tensor.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize]
+    )
 
 
 def assert_same(got: KVPages, want: KVPages, slots: Tensor) -> None:
     """Bit for bit, but that a NaN is a NaN."""
-    for one, other in zip((got.k, got.rotated, got.k_scale), (want.k, want.rotated, want.k_scale), strict=True):
+    for one, other in zip(
+        (got.k, got.rotated, got.k_scale), (want.k, want.rotated, want.k_scale), strict=True
+    ):
         assert one is not None
         assert other is not None
         one, other = read_slots(one, slots), read_slots(other, slots)
@@ -90,7 +105,9 @@ def assert_same(got: KVPages, want: KVPages, slots: Tensor) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("rotated", "latent"), WIDTHS)
 def test_what_is_stored(kernels, format, rotated, latent, dtype):
-    """By its definition, group by group; and the bits of chunks, other layouts and block sizes are the same."""
+    """By its definition, group by group; and the bits of chunks, other layouts and block sizes are
+    the same.
+    """
     x, rotary = projected(ROWS, 3, rotated, latent, dtype), rotary_of(rotated)
     slots, positions = torch.randperm(BLOCKS * 7)[:ROWS], torch.randint(0, POSITIONS, (ROWS,))
     slots[::5] = -1
@@ -98,23 +115,37 @@ def test_what_is_stored(kernels, format, rotated, latent, dtype):
     pages = empty_pages(format, rotated, latent)
     q = kernels.rotate_store(x, rotary, positions, slots, pages)
     key = reference.rotate(
-        x[kept].unflatten(1, (4, -1))[:, 3:], rotary.cos[positions[kept]], rotary.sin[positions[kept]]
+        x[kept].unflatten(1, (4, -1))[:, 3:],
+        rotary.cos[positions[kept]],
+        rotary.sin[positions[kept]],
     )
     first, codes = key[..., :rotated], key[..., rotated:].float()
     assert pages.rotated is not None
     assert pages.k_scale is not None
-    torch.testing.assert_close(read_slots(pages.rotated, slots[kept]), first.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        read_slots(pages.rotated, slots[kept]), first.bfloat16(), rtol=0, atol=0, equal_nan=True
+    )
     clipped = 0
     for group in range(latent // 128):
         channels = slice(128 * group, 128 * (group + 1))
-        values, scale = codes[..., channels], read_slots(pages.k_scale, slots[kept])[..., group : group + 1].float()
+        values, scale = (
+            codes[..., channels],
+            read_slots(pages.k_scale, slots[kept])[..., group : group + 1].float(),
+        )
         largest = values.abs().masked_fill(~values.isfinite(), 0.0).amax(-1, keepdim=True)
         assert torch.equal(scale, (largest / format.max).clamp(min=2.0**-126).bfloat16().float())
-        stored, wanted = decode(read_slots(pages.k, slots[kept]))[..., channels], decode(encode(values, scale, format))
+        stored, wanted = (
+            decode(read_slots(pages.k, slots[kept]))[..., channels],
+            decode(encode(values, scale, format)),
+        )
         torch.testing.assert_close(stored, wanted, rtol=0, atol=0, equal_nan=True)
         clipped += int(values.isinf().sum())
     assert pages.counters.tolist() == [int(key.isnan().sum()), clipped]
-    for block_size, layout in ((7, PageLayout.HEADS), (16, PageLayout.BLOCKS), (1, PageLayout.TOKENS)):
+    for block_size, layout in (
+        (7, PageLayout.HEADS),
+        (16, PageLayout.BLOCKS),
+        (1, PageLayout.TOKENS),
+    ):
         other = empty_pages(format, rotated, latent, block_size, layout)
         for part in (slice(0, 1), slice(1, 38), slice(38, ROWS)):
             chunk = kernels.rotate_store(x[part], rotary, positions[part], slots[part], other)
@@ -135,9 +166,15 @@ STEPS = ([1, 1, 1, 0], [1, 9, 50, 17])
 
 
 def stored_sequences(
-    format: Format, rotated: int, latent: int, block_size: int, layout: PageLayout = PageLayout.TOKENS
+    format: Format,
+    rotated: int,
+    latent: int,
+    block_size: int,
+    layout: PageLayout = PageLayout.TOKENS,
 ) -> tuple[KVPages, list[list[int]]]:
-    """One sequence for each of LENGTHS in blocks of no order, whose groups differ by powers of ten; all else is NaN."""
+    """One sequence for each of LENGTHS in blocks of no order, whose groups differ by powers of ten;
+    all else is NaN.
+    """
     torch.manual_seed(0)
     spec = LayerKVSpec(format, Granularity.GROUP, 1, rotated + latent, latent, v_in_k=True)
     counts = [-(-length // block_size) for length in LENGTHS]
@@ -163,8 +200,12 @@ def batch(pages: KVPages, blocks: list[list[int]], rows: list[int]) -> tuple[Seq
     return prepared.sequences(0), prepared.slots[0]
 
 
-def exact(q: Tensor, pages: KVPages, sequences: Sequences, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """float64 attention over what is stored, and the sum of p * |v|, which errors are measured against."""
+def exact(
+    q: Tensor, pages: KVPages, sequences: Sequences, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """float64 attention over what is stored, and the sum of p * |v|, which errors are measured
+    against.
+    """
     assert pages.rotated is not None
     assert pages.k_scale is not None
     outs, sizes = [], []
@@ -187,9 +228,13 @@ def exact(q: Tensor, pages: KVPages, sequences: Sequences, softmax_scale: float)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", STEPS, ids=["decode", "mixed"])
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("rotated", "latent", "block_size"), [(64, 512, 16), (18, 256, 7), (0, 128, 16)])
+@pytest.mark.parametrize(
+    ("rotated", "latent", "block_size"), [(64, 512, 16), (18, 256, 7), (0, 128, 16)]
+)
 def test_attention(kernels, rotated, latent, block_size, format, rows, dtype):
-    """Over float64; and the bits of each row alone, with 1 to 3 threads, in other layouts, are the same."""
+    """Over float64; and the bits of each row alone, with 1 to 3 threads, in other layouts, are the
+    same.
+    """
     pages, blocks = stored_sequences(format, rotated, latent, block_size)
     sequences = batch(pages, blocks, rows)[0]
     q = torch.randn(sum(rows), 5, rotated + latent).to(dtype)
@@ -201,7 +246,9 @@ def test_attention(kernels, rotated, latent, block_size, format, rows, dtype):
     threads = torch.get_num_threads()
     try:
         for count, layout in ((2, PageLayout.HEADS), (3, PageLayout.BLOCKS)):
-            torch.set_num_threads(threads if kernels is REFERENCE else count)  # torch's own sums may differ
+            torch.set_num_threads(
+                threads if kernels is REFERENCE else count
+            )  # torch's own sums may differ
             moved, _ = stored_sequences(format, rotated, latent, block_size, layout)
             assert torch.equal(kernels.attention(q, moved, sequences, factor), out)
     finally:
@@ -210,7 +257,9 @@ def test_attention(kernels, rotated, latent, block_size, format, rows, dtype):
     for seq, count in enumerate(rows):
         if count:
             last = [1 if i == seq else 0 for i in range(len(rows))]
-            alone = kernels.attention(q[row + count - 1 : row + count], pages, batch(pages, blocks, last)[0], factor)
+            alone = kernels.attention(
+                q[row + count - 1 : row + count], pages, batch(pages, blocks, last)[0], factor
+            )
             assert torch.equal(alone, out[row + count - 1 : row + count])
         row += count
 
@@ -232,13 +281,17 @@ def test_a_nan_reaches_those_rows_alone_that_see_it(kernels, format):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_scales_that_are_nan_reach_no_other_sequence(kernels, format, dtype):
-    """Nor the next tile, whose last keys are no token's: what a tile has in their place is not of the tile before."""
+    """Nor the next tile, whose last keys are no token's: what a tile has in their place is not of
+    the tile before.
+    """
     pages, blocks = stored_sequences(format, 8, 256, 16)
     assert pages.k_scale is not None
     q = torch.randn(4, 4, 264).to(dtype)
 
     def row(i: int) -> Tensor:
-        return kernels.attention(q[i : i + 1], pages, batch(pages, blocks, [int(j == i) for j in range(4)])[0], 0.06)
+        return kernels.attention(
+            q[i : i + 1], pages, batch(pages, blocks, [int(j == i) for j in range(4)])[0], 0.06
+        )
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

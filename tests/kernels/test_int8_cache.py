@@ -48,7 +48,9 @@ def test_what_is_stored_is_the_definition() -> None:
         np.testing.assert_array_equal(by_token(scale, 50)[..., None], factor)
         exact = x / factor
         assert (np.abs(codes - exact) <= 0.5 + 1e-5).all()
-        near_a_tie = np.abs(np.abs(exact - np.floor(exact)) - 0.5) < 1e-4  # the quotient is rounded to float32
+        near_a_tie = (
+            np.abs(np.abs(exact - np.floor(exact)) - 0.5) < 1e-4
+        )  # the quotient is rounded to float32
         np.testing.assert_array_equal(codes[~near_a_tie], np.rint(exact)[~near_a_tie])
         assert (np.abs(codes).max(-1) == 127).all()
     assert pages.counters.tolist() == [0, 0]

@@ -1,6 +1,7 @@
 """Centered keys: attention adds back what was subtracted, in every kernel set of this machine.
 
-Keys are stored as R(p)(k - b); what is compared with is float64 attention over R(p)k made of what is stored.
+Keys are stored as R(p)(k - b); what is compared with is float64 attention over R(p)k made of what
+is stored.
 """
 
 from __future__ import annotations
@@ -29,14 +30,22 @@ BIAS = 100.0
 
 @pytest.fixture(params=SETS)
 def attention(request: pytest.FixtureRequest) -> Any:
-    return reference.attention if request.param == "reference" else CpuKernels(library.load(request.param)).attention
+    return (
+        reference.attention
+        if request.param == "reference"
+        else CpuKernels(library.load(request.param)).attention
+    )
 
 
 def angles(positions: int, dim: int, base: float = 1e4) -> torch.Tensor:
-    return torch.outer(torch.arange(positions, dtype=torch.float64), base ** (-torch.arange(0, dim, 2) / dim))
+    return torch.outer(
+        torch.arange(positions, dtype=torch.float64), base ** (-torch.arange(0, dim, 2) / dim)
+    )
 
 
-def make_pages(format: Format, scales: str | None, length: int, dim: int, rotary_dim: int | None = None) -> KVPages:
+def make_pages(
+    format: Format, scales: str | None, length: int, dim: int, rotary_dim: int | None = None
+) -> KVPages:
     """One sequence in blocks 1, 2, … of the pages; b is `BIAS` on some pairs of heads 0 and 1."""
     torch.manual_seed(0)
     rotary_dim = rotary_dim or dim
@@ -64,7 +73,9 @@ def batch_of(*rows: tuple[int, int]) -> Sequences:
     """Slices (first position, end) of the sequence, each as a sequence of its own in the batch."""
     return prepare(
         [
-            SequenceSlice([0] * (end - begin), begin, (range(1, -(-end // BLOCK_SIZE) + 1),), Logits.NONE)
+            SequenceSlice(
+                [0] * (end - begin), begin, (range(1, -(-end // BLOCK_SIZE) + 1),), Logits.NONE
+            )
             for begin, end in rows
         ],
         [Pages((0,), 0, None, BLOCK_SIZE)],
@@ -92,7 +103,10 @@ def exact(
     half = pages.k_center.cos.shape[1]
     first, second, rest = pages.k_center.b.double().tensor_split((half, 2 * half), -1)
     # The tables hold float32: what a kernel can know of an angle.
-    cos, sin = (table(angles(length, 2 * half)).float().double()[:, None] for table in (torch.cos, torch.sin))
+    cos, sin = (
+        table(angles(length, 2 * half)).float().double()[:, None]
+        for table in (torch.cos, torch.sin)
+    )
     turned = (first * cos - second * sin, second * cos + first * sin, rest.expand(length, -1, -1))
     k = k + torch.cat(turned, -1)
     k, v = (x.repeat_interleave(GROUP, 1).transpose(0, 1) for x in (k, v))
@@ -128,16 +142,24 @@ def test_scores_are_those_of_the_whole_keys(attention, format, scales, dtype, wi
     out = attention(q, pages, batch_of((50, 200)), dim**-0.5, window, soft_cap)
     want, size = exact(q, pages, 50, window, soft_cap)
     tolerance = 4e-3 if dtype == torch.bfloat16 else 2e-5
-    assert ((out.double() - want).abs() <= tolerance * size + torch.finfo(dtype).eps * want.abs()).all()
-    without = attention(q, replace(pages, k_center=None), batch_of((50, 200)), dim**-0.5, window, soft_cap)
+    assert (
+        (out.double() - want).abs() <= tolerance * size + torch.finfo(dtype).eps * want.abs()
+    ).all()
+    without = attention(
+        q, replace(pages, k_center=None), batch_of((50, 200)), dim**-0.5, window, soft_cap
+    )
     assert (without.double() - want).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(("format", "scales"), [(Format.E4M3FN, "channel"), (Format.E4M3FN, "token")])
+@pytest.mark.parametrize(
+    ("format", "scales"), [(Format.E4M3FN, "channel"), (Format.E4M3FN, "token")]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 70])
 def test_sinks_count_as_they_do_beside_whole_keys(attention, format, scales, dtype, window):
-    """A center moves all scores of a row alike where its pairs hardly turn, which a softmax without sinks forgives."""
+    """A center moves all scores of a row alike where its pairs hardly turn, which a softmax without
+    sinks forgives.
+    """
     length, dim = 200, 64
     pages = make_pages(format, scales, length, dim)
     q = (torch.randn(150, HEADS * GROUP, dim) * 0.05).to(dtype)
@@ -145,13 +167,16 @@ def test_sinks_count_as_they_do_beside_whole_keys(attention, format, scales, dty
     out = attention(q, pages, batch_of((50, 200)), dim**-0.5, window, sinks=sinks)
     want, size = exact(q, pages, 50, window, sinks=sinks)
     tolerance = 4e-3 if dtype == torch.bfloat16 else 2e-5
-    assert ((out.double() - want).abs() <= tolerance * size + torch.finfo(dtype).eps * want.abs()).all()
+    assert (
+        (out.double() - want).abs() <= tolerance * size + torch.finfo(dtype).eps * want.abs()
+    ).all()
     without = exact(q, pages, 50, window)[0]
     assert (without - want).abs().amax((0, 2)).min() > 0.1
 
 
 @pytest.mark.parametrize(
-    ("dim", "rotary_dim"), [(16, 16), (40, 40), (80, 80), (128, 128), (40, 16), (80, 20), (33, 8), (256, 64)]
+    ("dim", "rotary_dim"),
+    [(16, 16), (40, 40), (80, 80), (128, 128), (40, 16), (80, 20), (33, 8), (256, 64)],
 )
 def test_shapes(attention, dim, rotary_dim):
     pages = make_pages(Format.E4M3FN, "channel", 130, dim, rotary_dim)
@@ -169,7 +194,9 @@ def test_a_row_is_the_same_in_any_batch(attention, rotary_dim, dtype):
     q = torch.randn(length, HEADS * GROUP, dim).to(dtype)
     whole = attention(q, pages, batch_of((0, length)), dim**-0.5, None)
     for rows in ([(1099, 1100)], [(1000, 1063), (20, 21), (0, 5)]):
-        part = attention(torch.cat([q[a:b] for a, b in rows]), pages, batch_of(*rows), dim**-0.5, None)
+        part = attention(
+            torch.cat([q[a:b] for a, b in rows]), pages, batch_of(*rows), dim**-0.5, None
+        )
         assert torch.equal(part, torch.cat([whole[a:b] for a, b in rows]))
 
 
@@ -177,7 +204,9 @@ def test_only_pairs_in_use_are_kept():
     center = make_pages(Format.FLOAT32, None, 70, 64).k_center
     assert center is not None
     assert center.pairs.shape == (HEADS, 3)
-    assert [sorted(row[:count].tolist()) for row, count in zip(center.pairs, (2, 3, 0), strict=True)] == [
+    assert [
+        sorted(row[:count].tolist()) for row, count in zip(center.pairs, (2, 3, 0), strict=True)
+    ] == [
         [1, 31],
         [0, 1, 3],
         [],

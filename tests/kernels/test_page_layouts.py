@@ -1,6 +1,8 @@
-"""Pages in any layout, and values inside keys: the bits of pages in the default layout, in every build that runs here.
+"""Pages in any layout, and values inside keys: the bits of pages in the default layout, in every
+build that runs here.
 
-What lies between the vectors is NaN, so reading it shows; that nothing is written there is compared, too.
+What lies between the vectors is NaN, so reading it shows; that nothing is written there is
+compared, too.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ from freight.operands.kv_pages import KVPages, read_slots
 LENGTHS = [1, 40, 1200, 17]
 STEPS = ([1, 1, 1, 0], [1, 9, 50, 17])
 STORED = [(format, scales) for format in QUANTIZED for scales in ("static", "token")]
-STORED = [kind for kind in STORED if kind != (Format.INT8, "static")] + [(Format.BFLOAT16, None), (Format.E5M2, None)]
+STORED = [kind for kind in STORED if kind != (Format.INT8, "static")] + [
+    (Format.BFLOAT16, None),
+    (Format.E5M2, None),
+]
 
 
 @pytest.fixture(params=["reference", *library.runnable()])
@@ -40,7 +45,9 @@ def kernels(request: pytest.FixtureRequest) -> KernelSet:
     return REFERENCE if request.param == "reference" else CpuKernels(library.load(request.param))
 
 
-def attended(kernels: KernelSet, cache: Cache, pages: KVPages, rows: list[int], window: int | None = None) -> Tensor:
+def attended(
+    kernels: KernelSet, cache: Cache, pages: KVPages, rows: list[int], window: int | None = None
+) -> Tensor:
     torch.manual_seed(1)
     q = torch.randn(sum(rows), 2 * pages.k.shape[2], pages.k.shape[3]).bfloat16()
     out = kernels.attention(q, pages, cache.batch(rows).sequences(0), 0.1, window, None)
@@ -56,7 +63,9 @@ def test_attention_reads_any_layout(kernels, format, scales, layout, rows):
     cache = make_cache(format, scales, LENGTHS, heads=3, dim=40, v_dim=24)
     moved = laid_out(cache.pages, layout)
     assert moved.strides != cache.pages.strides
-    assert torch.equal(attended(kernels, cache, moved, rows), attended(kernels, cache, cache.pages, rows))
+    assert torch.equal(
+        attended(kernels, cache, moved, rows), attended(kernels, cache, cache.pages, rows)
+    )
 
 
 @pytest.mark.parametrize("rows", STEPS, ids=["decode", "mixed"])
@@ -83,7 +92,10 @@ def test_rotate_store_writes_any_layout(kernels, format, scales, layout):
     """The same vectors and counters, and no byte between them is touched."""
     heads, kv_heads, dim, v_dim, rows = 3, 2, 40, 31, 60
     torch.manual_seed(0)
-    parts = (of_all_magnitudes(rows, heads + kv_heads, dim), of_all_magnitudes(rows, kv_heads, v_dim))
+    parts = (
+        of_all_magnitudes(rows, heads + kv_heads, dim),
+        of_all_magnitudes(rows, kv_heads, v_dim),
+    )
     qkv = torch.cat([part.flatten(1) for part in parts], 1).bfloat16()
     slots, positions = torch.randperm(96)[:rows], torch.randint(0, 300, (rows,))
     slots[::5] = -1
@@ -113,7 +125,10 @@ def test_keys_are_stored_with_the_values_inside_them(kernels, format, scales, fi
     )
     assert_equal(kernels.rotate_store(qk.flatten(1), make_rotary(16), positions, slots, inside), q)
     assert_equal(_bytes_of(inside.k), _bytes_of(pages.k))
-    assert_equal(read_slots(inside.v, slots), read_slots(pages.k, slots)[..., first : first + 33].contiguous())
+    assert_equal(
+        read_slots(inside.v, slots),
+        read_slots(pages.k, slots)[..., first : first + 33].contiguous(),
+    )
     assert inside.counters.tolist() == pages.counters.tolist()
     if scales == "token":
         assert torch.equal(inside.k_scale.contiguous(), pages.k_scale)
@@ -123,17 +138,25 @@ def test_queries_alone_are_rotated_beside_values_inside_keys(kernels):
     pages = latent(make_pages(Format.E4M3FN, "token", 2, 40, 12, 31), 0)
     q, positions = torch.randn(5, 3 * 40).bfloat16(), torch.arange(5)
     got = kernels.rotate_store(q, make_rotary(16), positions, None, pages)
-    assert torch.equal(got, reference.rotate_queries(q.unflatten(1, (3, 40)), make_rotary(16), positions))
+    assert torch.equal(
+        got, reference.rotate_queries(q.unflatten(1, (3, 40)), make_rotary(16), positions)
+    )
     assert not pages.counters.any()
 
 
 def _bytes_of(page: Tensor) -> Tensor:
-    return page.view(torch.uint8).contiguous().view(page.dtype) if page.itemsize == 1 else page.contiguous()
+    return (
+        page.view(torch.uint8).contiguous().view(page.dtype)
+        if page.itemsize == 1
+        else page.contiguous()
+    )
 
 
 def _contiguous(pages: KVPages) -> KVPages:
     scales = [s if s is None else s.contiguous() for s in (pages.k_scale, pages.v_scale)]
-    return replace(pages, k=_bytes_of(pages.k), v=_bytes_of(pages.v), k_scale=scales[0], v_scale=scales[1])
+    return replace(
+        pages, k=_bytes_of(pages.k), v=_bytes_of(pages.v), k_scale=scales[0], v_scale=scales[1]
+    )
 
 
 def _outside(pages: KVPages) -> Tensor:

@@ -1,4 +1,6 @@
-"""The reference kernels against independent definitions: torch's own operators, and their promise about bits."""
+"""The reference kernels against independent definitions: torch's own operators, and their promise
+about bits.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("format", [Format.FLOAT32, Format.E4M3FN])  # 16-bit products are torch's own
+@pytest.mark.parametrize(
+    "format", [Format.FLOAT32, Format.E4M3FN]
+)  # 16-bit products are torch's own
 @pytest.mark.parametrize(("outputs", "inputs"), [(256, 2048), (1000, 1100), (64, 512)])
 def test_the_number_of_threads_changes_no_bit_of_a_product(
     threads: Callable[[int], None], format: Format, outputs: int, inputs: int
@@ -62,7 +66,11 @@ def test_the_number_of_threads_changes_no_bit_of_a_product(
 def test_the_number_of_threads_changes_no_bit_of_attention(
     threads: Callable[[int], None], heads: int, group: int, dim: int
 ):
-    q, k, v = torch.randn(90, heads * group, dim), torch.randn(90, heads, dim), torch.randn(90, heads, dim)
+    q, k, v = (
+        torch.randn(90, heads * group, dim),
+        torch.randn(90, heads, dim),
+        torch.randn(90, heads, dim),
+    )
     found = []
     for count in (1, 2, 3, 4):
         threads(count)
@@ -70,7 +78,9 @@ def test_the_number_of_threads_changes_no_bit_of_attention(
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def make_pages(format: Format, granularity: str | None, heads: int, dim: int, num_blocks: int) -> KVPages:
+def make_pages(
+    format: Format, granularity: str | None, heads: int, dim: int, num_blocks: int
+) -> KVPages:
     """Pages full of NaN, so that anything read beyond what was written shows."""
     shape = (num_blocks, BLOCK, heads, dim)
     pages = [torch.full(shape, 0xFF, dtype=torch.uint8).view(torch_dtype(format)) if format.is_quantized
@@ -94,19 +104,33 @@ def run(pages: KVPages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, chunk
     outputs, start = [], 0
     for count in chunks:
         rows = slice(start, start + count)
-        batch = prepare([SequenceSlice([0] * count, start, (blocks,), Logits.NONE)], [Pages((0,), 0, None, BLOCK)])
+        batch = prepare(
+            [SequenceSlice([0] * count, start, (blocks,), Logits.NONE)],
+            [Pages((0,), 0, None, BLOCK)],
+        )
         reference.store_kv(k[rows], v[rows], batch.slots[0], pages)
         outputs.append(
             reference.attention(
-                q[rows], pages, batch.sequences(0), q.shape[-1] ** -0.5, window, soft_cap, products, sinks
+                q[rows],
+                pages,
+                batch.sequences(0),
+                q.shape[-1] ** -0.5,
+                window,
+                soft_cap,
+                products,
+                sinks,
             )
         )
         start += count
     return torch.cat(outputs)
 
 
-def stored_values(pages: KVPages, blocks: list[int], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the pages mean, read with numpy-like indexing: [length, heads, dim] float64 each for K and V."""
+def stored_values(
+    pages: KVPages, blocks: list[int], length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the pages mean, read with numpy-like indexing: [length, heads, dim] float64 each for K
+    and V.
+    """
     result = []
     for page, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
         values = torch.cat([page[b].double() for b in blocks])[:length]
@@ -123,13 +147,19 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) 
     i, j = torch.arange(length)[:, None], torch.arange(length)
     mask = (j <= i) if window is None else (j <= i) & (i - j < window)
     k, v = (t.repeat_interleave(group, dim=1).transpose(0, 1) for t in (k, v))
-    return F.scaled_dot_product_attention(q.double().transpose(0, 1), k, v, attn_mask=mask).transpose(0, 1)
+    return F.scaled_dot_product_attention(
+        q.double().transpose(0, 1), k, v, attn_mask=mask
+    ).transpose(0, 1)
 
 
 @pytest.mark.parametrize(("format", "granularity"), CACHES)
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize(("heads", "group", "dim", "length"), [(2, 2, 32, 1), (1, 8, 64, 70), (3, 1, 40, 130)])
-def test_attention_is_attention_over_what_is_stored(format, granularity, window, heads, group, dim, length):
+@pytest.mark.parametrize(
+    ("heads", "group", "dim", "length"), [(2, 2, 32, 1), (1, 8, 64, 70), (3, 1, 40, 130)]
+)
+def test_attention_is_attention_over_what_is_stored(
+    format, granularity, window, heads, group, dim, length
+):
     torch.manual_seed(0)
     k, v = torch.randn(length, heads, dim), torch.randn(length, heads, dim)
     q = torch.randn(length, heads * group, dim)
@@ -178,14 +208,18 @@ def test_soft_capped_scores_one_row_at_a_time(granularity, window):
             s = k[seen, head // group] @ q[i, head].double() / dim**0.5
             e = torch.exp(2 * s / cap)
             p = torch.exp(cap * (e - 1) / (e + 1))
-            assert torch.allclose(out[i, head].double(), p @ v[seen, head // group] / p.sum(), rtol=1e-5, atol=1e-5)
+            assert torch.allclose(
+                out[i, head].double(), p @ v[seen, head // group] / p.sum(), rtol=1e-5, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("format", [Format.E4M3FN, Format.E4M3FNUZ])
 @pytest.mark.parametrize("granularity", ["static", "token"])
 @pytest.mark.parametrize("products", [Fp8Products.SCORES, Fp8Products.BOTH])
 def test_fp8_products_one_row_at_a_time(format, granularity, products):
-    """Against the formula: q is rounded to E4M3 by row; over static scales so are probabilities times 2 ** 8 or 7."""
+    """Against the formula: q is rounded to E4M3 by row; over static scales so are probabilities
+    times 2 ** 8 or 7.
+    """
     torch.manual_seed(0)
     heads, group, dim, length = 2, 3, 32, 60
     k, v = torch.randn(length, heads, dim), torch.randn(length, heads, dim)
@@ -228,10 +262,19 @@ def test_what_is_stored_is_close_to_what_was_given(format, granularity):
     k, v = torch.randn(50, 2, 64), torch.randn(50, 2, 64) * 0.5
     pages = make_pages(format, granularity, 2, 64, 8)
     run(pages, k, v, torch.zeros(50, 2, 64), [50])
-    relative = {Format.FLOAT32: 0.0, Format.BFLOAT16: 2**-8, Format.E5M2: 2**-3, Format.INT8: 0.0}.get(format, 2**-4)
+    relative = {
+        Format.FLOAT32: 0.0,
+        Format.BFLOAT16: 2**-8,
+        Format.E5M2: 2**-3,
+        Format.INT8: 0.0,
+    }.get(format, 2**-4)
     for got, true in zip(stored_values(pages, list(range(7)), 50), (k, v), strict=True):
-        step = true.abs().amax(-1, keepdim=True) / 127 if format is Format.INT8 else torch.tensor(0.0)
-        assert ((got - true).abs() <= relative * true.abs() + 0.503 * step + 0.003 * (step == 0)).all()
+        step = (
+            true.abs().amax(-1, keepdim=True) / 127 if format is Format.INT8 else torch.tensor(0.0)
+        )
+        assert (
+            (got - true).abs() <= relative * true.abs() + 0.503 * step + 0.003 * (step == 0)
+        ).all()
 
 
 @settings(max_examples=25)
@@ -250,7 +293,9 @@ def test_chunks_change_no_bit(cache, cuts, window, seed, products):
     if cache[1] == "static":
         pieces = KVPages(pieces.k, pieces.v, whole.k_scale, whole.v_scale, pieces.counters)
     a = run(whole, k, v, q, [100], window, products=products)
-    b = run(pieces, k, v, q, [end - start for start, end in pairwise(edges)], window, products=products)
+    b = run(
+        pieces, k, v, q, [end - start for start, end in pairwise(edges)], window, products=products
+    )
     assert torch.equal(a, b)
     assert torch.equal(whole.k.view(torch.uint8), pieces.k.view(torch.uint8))
     assert torch.equal(whole.v.view(torch.uint8), pieces.v.view(torch.uint8))
@@ -275,7 +320,9 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(part, value, wind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "columns", "outputs"), [(1, 64, 48), (33, 100, 7), (70, 256, 512)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "outputs"), [(1, 64, 48), (33, 100, 7), (70, 256, 512)]
+)
 def test_linear_is_linear_and_rows_do_not_see_each_other(dtype, rows, columns, outputs):
     torch.manual_seed(0)
     x, bias = torch.randn(rows, columns).to(dtype), torch.randn(outputs).to(dtype)
@@ -300,10 +347,18 @@ def test_row_wise_operations_do_not_see_other_rows(size):
         lambda t: reference_rows.layer_norm(t, weight, weight.flip(0), 1e-5),
     ):
         whole = operation(x)
-        assert all(torch.equal(operation(x[i:j]), whole[i:j]) for i in range(0, 70, 9) for j in range(i + 1, 71, 7))
-    assert torch.allclose(reference.rms_norm(x, weight, 1e-5), F.rms_norm(x, (2 * size,), weight, 1e-5), atol=1e-6)
+        assert all(
+            torch.equal(operation(x[i:j]), whole[i:j])
+            for i in range(0, 70, 9)
+            for j in range(i + 1, 71, 7)
+        )
+    assert torch.allclose(
+        reference.rms_norm(x, weight, 1e-5), F.rms_norm(x, (2 * size,), weight, 1e-5), atol=1e-6
+    )
     expected = F.layer_norm(x + 30, (2 * size,), weight, weight.flip(0), 1e-5)
-    assert torch.allclose(reference_rows.layer_norm(x + 30, weight, weight.flip(0), 1e-5), expected, atol=2e-5)
+    assert torch.allclose(
+        reference_rows.layer_norm(x + 30, weight, weight.flip(0), 1e-5), expected, atol=2e-5
+    )
     gate, up = x.chunk(2, dim=-1)
     assert torch.allclose(reference.gated(x, SILU), F.silu(gate) * up, atol=1e-6)
 

@@ -1,4 +1,6 @@
-"""The reference product over FP8 weights: against float64, against ml_dtypes, and its promise about bits."""
+"""The reference product over FP8 weights: against float64, against ml_dtypes, and its promise about
+bits.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SHAPES = [(1, 64, 48), (33, 100, 7), (70, 300, 260)]  # rows, in_features, out_f
 STATIC_SCALE = 0.013
 
 
-def make(format: Format, blocks: bool, activations: Activations, columns: int, outputs: int) -> Weight:
+def make(
+    format: Format, blocks: bool, activations: Activations, columns: int, outputs: int
+) -> Weight:
     quantize = quantize_blocks if blocks else quantize_rows
     weight = torch.randn(outputs, columns) / columns**0.5
     scale = STATIC_SCALE if activations is Activations.STATIC else None
@@ -31,7 +35,11 @@ def make(format: Format, blocks: bool, activations: Activations, columns: int, o
 
 def as_numpy(stored: Tensor) -> np.ndarray:
     """float64 values of an FP8 tensor, decoded by ml_dtypes."""
-    kind = next(kind for format, (kind, _) in FP8.items() if stored.dtype == getattr(torch, format.torch_name))
+    kind = next(
+        kind
+        for format, (kind, _) in FP8.items()
+        if stored.dtype == getattr(torch, format.torch_name)
+    )
     return stored.view(torch.uint8).numpy().view(kind).astype(np.float64)
 
 
@@ -46,10 +54,16 @@ def expected_activations(x: Tensor, weight: Weight, format: Format) -> np.ndarra
     elif weight.scale is not None and weight.scale.ndim == 2:
         parts = [values[:, i : i + 128] for i in range(0, values.shape[1], 128)]
         scale = np.concatenate(
-            [np.broadcast_to(np.abs(p).max(1, keepdims=True) / np.float32(largest), p.shape) for p in parts], 1
+            [
+                np.broadcast_to(np.abs(p).max(1, keepdims=True) / np.float32(largest), p.shape)
+                for p in parts
+            ],
+            1,
         )
     else:
-        scale = np.broadcast_to(np.abs(values).max(1, keepdims=True) / np.float32(largest), values.shape)
+        scale = np.broadcast_to(
+            np.abs(values).max(1, keepdims=True) / np.float32(largest), values.shape
+        )
     stored = np.clip(values / scale, -largest, largest).astype(kind)
     return stored.astype(np.float64) * scale.astype(np.float64)
 
@@ -97,7 +111,9 @@ def test_outputs_decoded_apart_are_the_same(blocks, monkeypatch):
 
 
 def test_activations_that_are_zero_or_not_finite():
-    """An all-zero row gives the bias; infinities saturate at the scale of the rest; NaN stays in its own row."""
+    """An all-zero row gives the bias; infinities saturate at the scale of the rest; NaN stays in
+    its own row.
+    """
     weight = Weight(*quantize_rows(torch.eye(4), Format.E4M3FN), Activations.DYNAMIC)
     x = torch.tensor([[0.0, 0, 0, 0], [torch.inf, 448.0, 2.0, 0], [torch.nan, 1.0, 2.0, 3.0]])
     out = reference.linear(x, weight, torch.ones(4))

@@ -1,4 +1,6 @@
-"""The definitions of convolutions and recurrences: against transformers' code, and the same bits in any cut."""
+"""The definitions of convolutions and recurrences: against transformers' code, and the same bits in
+any cut.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,14 @@ from tests.kernels.state_cases import STATE_FORMATS, Layer, in_calls, sequences,
 from transformers.models.bailing_hybrid.configuration_bailing_hybrid import BailingHybridConfig
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridForgetGate
 from transformers.models.glm5_next.modeling_glm5_next import chunk_kimi_delta_attention
-from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
+    GraniteMoeHybridRMSNormGated,
+)
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, torch_chunk_gated_delta_rule
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5RMSNormGated,
+    torch_chunk_gated_delta_rule,
+)
 
 from freight.fp8.formats import Format
 from freight.kernels.reference_set import REFERENCE
@@ -22,11 +29,16 @@ from freight.operands.states import States
 BLOCKS = (3, 1, 4, 2, 0)
 
 
-def run(layer: Layer, rows: int, cuts: tuple[int, ...], **options: float) -> tuple[torch.Tensor, States]:
+def run(
+    layer: Layer, rows: int, cuts: tuple[int, ...], **options: float
+) -> tuple[torch.Tensor, States]:
     inputs, states = layer.inputs(rows, **options), layer.states(6)  # type: ignore[arg-type]
     out = in_calls(
         lambda part, where: REFERENCE.recurrence(
-            **{name: x[part] for name, x in inputs.items()}, states=states, sequences=where, **layer.flags
+            **{name: x[part] for name, x in inputs.items()},
+            states=states,
+            sequences=where,
+            **layer.flags,
         ),
         rows,
         cuts,
@@ -74,11 +86,15 @@ def test_mamba2_is_the_recurrence_of_its_paper(half_life: float) -> None:
         state = state * inputs["log_decay"][t].exp()[:, None, None]
         state = state + (inputs["beta"][t][:, None] * k[t])[:, :, None] * v[t][:, None]
         wanted = (q[t][:, :, None] * state).sum(1) + skip * v[t]
-        assert (found[t].view(4, 32) - wanted).abs().max() < 2e-4, t  # of sums of 64 products of size 10
+        assert (found[t].view(4, 32) - wanted).abs().max() < 2e-4, (
+            t
+        )  # of sums of 64 products of size 10
 
 
 @pytest.mark.parametrize("format", STATE_FORMATS)
-@pytest.mark.parametrize("kind", [Layer(), Layer(delta=False), Layer(by_channel=True)], ids=["delta", "mamba2", "kda"])
+@pytest.mark.parametrize(
+    "kind", [Layer(), Layer(delta=False), Layer(by_channel=True)], ids=["delta", "mamba2", "kda"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_cut_into_calls_changes_a_bit(format: Format, kind: Layer, dtype: torch.dtype) -> None:
     layer = replace(kind, format=format, dtype=dtype)
@@ -87,7 +103,10 @@ def test_no_cut_into_calls_changes_a_bit(format: Format, kind: Layer, dtype: tor
         parts, kept = run(layer, 150, cuts)
         assert torch.equal(whole, parts), cuts
         for name, part in states.parts.items():
-            assert torch.equal(part[[3, 1, 4, 2]].view(torch.uint8), kept.parts[name][[3, 1, 4, 2]].view(torch.uint8))
+            assert torch.equal(
+                part[[3, 1, 4, 2]].view(torch.uint8),
+                kept.parts[name][[3, 1, 4, 2]].view(torch.uint8),
+            )
 
 
 def test_sequences_of_a_call_do_not_see_each_other() -> None:
@@ -98,7 +117,9 @@ def test_sequences_of_a_call_do_not_see_each_other() -> None:
     together = sequences([(0, 40, (3, 1)), (0, 21, (2,))])
     both = {name: torch.cat((first[name], second[name])) for name in first}
     found = REFERENCE.recurrence(**both, states=states, sequences=together, **layer.flags)
-    alone = REFERENCE.recurrence(**first, states=layer.states(6), sequences=sequences([(0, 40, (3, 1))]), **layer.flags)
+    alone = REFERENCE.recurrence(
+        **first, states=layer.states(6), sequences=sequences([(0, 40, (3, 1))]), **layer.flags
+    )
     assert torch.equal(found[:40], alone)
     assert found[40:45].isfinite().all()
     assert found[45:].isnan().all(1).all()
@@ -112,9 +133,14 @@ def test_a_convolution_is_that_of_torch(width: int, cuts: tuple[int, ...]) -> No
     bias = torch.randn(24, generator=generator)
     states = States({"columns": torch.full((6, width - 1, 24), torch.nan)}, 16)
     found = in_calls(
-        lambda part, where: REFERENCE.convolve(x[part], weight, bias, True, states, where), 50, cuts, BLOCKS
+        lambda part, where: REFERENCE.convolve(x[part], weight, bias, True, states, where),
+        50,
+        cuts,
+        BLOCKS,
     )
-    wanted = F.silu(F.conv1d(F.pad(x.T[None], (width - 1, 0)), weight[:, None], bias, groups=24))[0].T
+    wanted = F.silu(F.conv1d(F.pad(x.T[None], (width - 1, 0)), weight[:, None], bias, groups=24))[
+        0
+    ].T
     assert (found - wanted).abs().max() < 2e-6
 
 
@@ -157,9 +183,15 @@ def test_gated_norms_are_those_of_transformers(dtype: torch.dtype) -> None:
     first.weight.data.copy_(weight[:32])
     wanted = first(x.view(-1, 32), gate.view(-1, 32)).view(7, 96)
     torch.testing.assert_close(REFERENCE.gated_norm(x, gate, weight[:32], 1e-5, 32, True), wanted)
-    last, whole = NemotronHRMSNormGated(96, 32, 1e-5).to(dtype), GraniteMoeHybridRMSNormGated(96, 96, 1e-5).to(dtype)
+    last, whole = (
+        NemotronHRMSNormGated(96, 32, 1e-5).to(dtype),
+        GraniteMoeHybridRMSNormGated(96, 96, 1e-5).to(dtype),
+    )
     for module, group in ((last, 32), (whole, 96)):
         module.weight.data.copy_(weight)
         torch.testing.assert_close(
-            REFERENCE.gated_norm(x, gate, weight, 1e-5, group, False), module(x, gate), rtol=2**-7, atol=1e-6
+            REFERENCE.gated_norm(x, gate, weight, 1e-5, group, False),
+            module(x, gate),
+            rtol=2**-7,
+            atol=1e-6,
         )

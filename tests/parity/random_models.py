@@ -1,4 +1,6 @@
-"""A model of a config with random parameters, saved by transformers; prompts for it, and what Freight makes of them."""
+"""A model of a config with random parameters, saved by transformers; prompts for it, and what
+Freight makes of them.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,20 @@ from freight.engine.runner import ModelRunner
 from freight.kernels.select import select_kernels
 from freight.models.open import open_model
 
-DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "minicpmv4_6")
-# the end of a name -> mean and spread. With these of A_log some heads remember a few tokens, and some a hundred
+DELTA_NETS = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5",
+    "qwen3_5_moe_text",
+    "qwen3_5_moe",
+    "minicpmv4_6",
+)
+# the end of a name -> mean and spread. With these of A_log some heads remember a few tokens, and
+# some a hundred
 OWN: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("sinks", "conv.conv.weight", "mamba.conv1d.weight", "mixer.conv1d.weight"), (0, 1)),
+    **dict.fromkeys(
+        ("sinks", "conv.conv.weight", "mamba.conv1d.weight", "mixer.conv1d.weight"), (0, 1)
+    ),
     **dict.fromkeys(("mamba.A_log", "mixer.A_log", "forget_gate.A_log"), (-3, 1)),
     "self_attn.conv1d.weight": (0, 0.5),
     "router.scale": (4, 1),
@@ -31,10 +43,14 @@ OF_LING = {"forget_gate.A_log": (0.5, 0.3), "forget_gate.dt_bias": (-2, 1)}
 def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> Any:
     """A model with every parameter random, biases and norms too, saved as its users save theirs."""
     torch.manual_seed(0)
-    beside = hasattr(config, "vision_config") or config.model_type == "mistral4"  # transformers lists it there alone
+    beside = (
+        hasattr(config, "vision_config") or config.model_type == "mistral4"
+    )  # transformers lists it there alone
     auto = AutoModelForImageTextToText if beside else AutoModelForCausalLM
     model = auto.from_config(config, attn_implementation="eager").eval()
-    frequencies = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    frequencies = {
+        name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")
+    }
     model = model.to(dtype)
     for name, buffer in frequencies.items():  # from_pretrained keeps them in float32
         module, _, own = name.rpartition(".")
@@ -51,7 +67,9 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
                 one = 0
             if config.model_type == "muse_glimmer" and "layernorm" in name:
                 one = 0
-            if config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
+            if config.model_type.startswith("gemma4") and name.endswith(
+                ("q_norm.weight", "k_norm.weight")
+            ):
                 one = 0.4  # nothing else keeps scores small: the softmax has no scale
             small = 0.1 if parameter.ndim == 1 else 0.12
             known = {**OWN, **OF_LING} if config.model_type == "bailing_hybrid" else OWN
@@ -68,19 +86,25 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
 
 
 def tokens(count: int = 150) -> list[int]:
-    return torch.randint(0, SHAPE["vocab_size"], (count,), generator=torch.Generator().manual_seed(1)).tolist()
+    return torch.randint(
+        0, SHAPE["vocab_size"], (count,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
 
 
 def freight_logits(
     folder: Path, token_ids: list[int], dtype: str, kernel_set: str = "auto", **options: Any
 ) -> torch.Tensor:
     """float32 [len(token_ids), vocab_size]"""
-    args = EngineArgs(model=str(folder), dtype=dtype, kernels=kernel_set, skip_tokenizer_init=True, **options)
+    args = EngineArgs(
+        model=str(folder), dtype=dtype, kernels=kernel_set, skip_tokenizer_init=True, **options
+    )
     opened = open_model(args)
     config = opened.resolve(opened.args)
     kernels = select_kernels(kernel_set)
     decoder, num_blocks = opened.load(config), -(-len(token_ids) // config.block_size)
     spec = opened.cache_spec(config)
-    pool = allocate_pool(spec, config.kv, [num_blocks] * len(spec.groups), kernels, rotaries=decoder.rotaries)
+    pool = allocate_pool(
+        spec, config.kv, [num_blocks] * len(spec.groups), kernels, rotaries=decoder.rotaries
+    )
     runner = ModelRunner(decoder, pool, "cpu")
     return runner.logits(token_ids, 0, pool.whole)

@@ -1,4 +1,6 @@
-"""Keys of the tiny configurations of `variants.py`: sizes, ropes, and what several variants of a family share."""
+"""Keys of the tiny configurations of `variants.py`: sizes, ropes, and what several variants of a
+family share.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,25 @@ SHAPE: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-MSCALE = {**YARN, "rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 0.8, "beta_fast": 16, "beta_slow": 2}
+MSCALE = {
+    **YARN,
+    "rope_theta": 1e6,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "beta_fast": 16,
+    "beta_slow": 2,
+}
 
 LONG = {"rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)],
         "long_factor": [2.0 + i for i in range(8)], "rope_theta": 10000.0}  # fmt: skip
-# queries at positions 40, 80 and 120 of the tests are multiplied by another factor than those before
-SCALED = {**YARN, "rope_theta": 1e4, "original_max_position_embeddings": 40, "llama_4_scaling_beta": 0.5}
+# queries at positions 40, 80 and 120 of the tests are multiplied by another factor than those
+# before
+SCALED = {
+    **YARN,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 40,
+    "llama_4_scaling_beta": 0.5,
+}
 GEMMA: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24}
 GEMMA4: dict[str, Any] = {**GEMMA, "global_head_dim": 64, "hidden_size_per_layer_input": 0,
                           "final_logit_softcapping": 3.0}  # fmt: skip
@@ -33,7 +48,12 @@ MUSE: dict[str, Any] = {**GEMMA, "output_multiplier": 0.4, "final_logit_softcapp
                         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}  # fmt: skip
 MUSE_VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
                                "num_attention_heads": 2}  # fmt: skip
-ERNIE_VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
+ERNIE_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+}
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 GLM_MOE: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
                            "routed_scaling_factor": 1.7}  # fmt: skip
@@ -56,10 +76,22 @@ GPT_OSS: dict[str, Any] = {
     "head_dim": 16,
     "num_local_experts": 8,
     "num_experts_per_tok": 3,
-    "rope_parameters": {**YARN, "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    "rope_parameters": {
+        **YARN,
+        "rope_theta": 150000.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
 }
 # models of text and pictures; ropes have sections for time, height and width
-VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+}
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 HALF = {**SECTIONS, "mrope_section": [1, 1, 2]}
 QWEN3_VISION = {**VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
@@ -70,7 +102,8 @@ TWO_ROPES: dict[str, Any] = {
 WINDOWS: dict[str, Any] = {
     "head_dim": 16, "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]
 }  # fmt: skip
-# one KV head in layers without a window, two in the others; heads of q and k are wider than those of v
+# one KV head in layers without a window, two in the others; heads of q and k are wider than those
+# of v
 MIMO: dict[str, Any] = {
     **SHAPE, "num_key_value_heads": 1, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
     "head_dim": 24, "v_head_dim": 16, "sliding_window": 24,
@@ -80,14 +113,20 @@ STEP: dict[str, Any] = {**SHAPE, **WINDOWS, "n_routed_experts": 8, "num_experts_
                         "mlp_layer_types": ["dense", "sparse", "sparse"]}  # fmt: skip
 STEP_VISION: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 2.0,
                                "image_size": 28}  # fmt: skip
-# short convolutions, and attention in one layer; the width of the feed-forward becomes 2/3 * 150 * 0.9 -> 96
+# short convolutions, and attention in one layer; the width of the feed-forward becomes 2/3 * 150 *
+# 0.9 -> 96
 LFM2: dict[str, Any] = {
     **SHAPE, "intermediate_size": 150, "block_ffn_dim_multiplier": 0.9, "block_multiple_of": 32,
     "layer_types": ["conv", "full_attention", "conv"],
 }  # fmt: skip
 LFM2_MOE: dict[str, Any] = {**SHAPE, **MOE, "num_dense_layers": 1, "routed_scaling_factor": 1.7,
                             "layer_types": ["full_attention", "conv", "conv"]}  # fmt: skip
-SIGLIP: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGLIP: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 OPT: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "max_position_embeddings": 256,

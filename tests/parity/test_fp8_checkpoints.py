@@ -1,4 +1,6 @@
-"""An FP8 checkpoint computes what it declares: transformers with the producer's matrices, inputs rounded by hand."""
+"""An FP8 checkpoint computes what it declares: transformers with the producer's matrices, inputs
+rounded by hand.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,18 @@ def per_group(made: Written, module: str, x: Tensor) -> Tensor:
     return torch.cat(groups, -1)
 
 
-def with_transformers(made: Written, inputs: Callable[[Written, str, Tensor], Tensor] | None) -> Tensor:
-    """Log-probabilities of the prompt's tokens; `inputs` is what becomes of the input of a quantized matrix."""
+def with_transformers(
+    made: Written, inputs: Callable[[Written, str, Tensor], Tensor] | None
+) -> Tensor:
+    """Log-probabilities of the prompt's tokens; `inputs` is what becomes of the input of a
+    quantized matrix.
+    """
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in CONFIG.items() if k != "dtype"})).float().eval()
+    model = (
+        LlamaForCausalLM(LlamaConfig(**{k: v for k, v in CONFIG.items() if k != "dtype"}))
+        .float()
+        .eval()
+    )
     state = {f"{module}.weight": matrix.float() for module, matrix in made.dequantized.items()}
     state |= {name: made.tensors[name].float() for name in model.state_dict() if name not in state}
     model.load_state_dict(state)
@@ -76,8 +86,12 @@ def test_activations_are_rounded_as_declared(name: str, inputs: Any, kernels: st
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     prompt = llm.generate([{"prompt_token_ids": TOKENS.tolist()}], params)[0].prompt_logprobs
     assert prompt is not None
-    ours = torch.tensor([row[t].logprob for row, t in zip(prompt, TOKENS.tolist(), strict=True) if row is not None])
+    ours = torch.tensor(
+        [row[t].logprob for row, t in zip(prompt, TOKENS.tolist(), strict=True) if row is not None]
+    )
     error = (ours - with_transformers(made, inputs)).abs()
     assert error.mean() < 0.002
-    for other in {None, per_row, per_group} - {inputs}:  # it is this rounding, no other and not none
+    for other in {None, per_row, per_group} - {
+        inputs
+    }:  # it is this rounding, no other and not none
         assert (ours - with_transformers(made, other)).abs().mean() > 4 * error.mean()

@@ -1,5 +1,6 @@
-"""Models with short convolutions, Mamba-2, Kimi delta attention or latents against transformers: prompts of every
-length that begins, ends or fits in a block, then token by token, on every set of kernels that runs here.
+"""Models with short convolutions, Mamba-2, Kimi delta attention or latents against transformers:
+prompts of every length that begins, ends or fits in a block, then token by token, on every set of
+kernels that runs here.
 """
 
 from __future__ import annotations
@@ -34,14 +35,21 @@ KIMI = ("kimi-linear", "kimi-linear-groups", "ling", "ling-unbounded")
 MAMBA = ("granite-h", "granite-h-moe", "nemotron-h", "nemotron-h-moe", "nemotron-h-latent")
 RECURRENT = (*MAMBA, *KIMI)
 LATENT = (
-    *("deepseek-v3", "deepseek-v3-without-q-lora", "glm4-moe-lite", "mistral4", "deepseek-v2", "deepseek-v32"),
+    *(
+        "deepseek-v3",
+        "deepseek-v3-without-q-lora",
+        "glm4-moe-lite",
+        "mistral4",
+        "deepseek-v2",
+        "deepseek-v32",
+    ),
     *("deepseek-v2-lite", "glm-moe-dsa", "mistral4-groups"),
 )
 
 
 def cases() -> list[Any]:
-    """(model, kernels, prompt); of recurrences prompts for convolutions are slow tests, and most on kernels that do not
-    run by default. Of latents one prompt on the default kernels is not slow."""
+    """(model, kernels, prompt); of recurrences prompts for convolutions are slow tests, and most on
+    kernels that do not run by default. Of latents one prompt on the default kernels is not slow."""
     late = [
         (RECURRENT, KERNELS, (2, 3)),
         (RECURRENT, (KERNELS[0], *KERNELS[2:]), [prompt for prompt in PROMPTS if prompt != 17]),
@@ -49,7 +57,9 @@ def cases() -> list[Any]:
         (LATENT, (KERNELS[0], *KERNELS[2:]), PROMPTS),
     ]
     return [
-        pytest.param(*case, marks=[pytest.mark.slow] if any(map(_among, late, [case] * len(late))) else [])
+        pytest.param(
+            *case, marks=[pytest.mark.slow] if any(map(_among, late, [case] * len(late))) else []
+        )
         for case in product((*CONVOLUTIONS, *RECURRENT, *LATENT), KERNELS, PROMPTS)
     ]
 
@@ -59,7 +69,9 @@ def _among(sets: Sequence[Sequence[Any]], case: Sequence[Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     return folder, save_random(VARIANTS[request.param], folder, torch.float32)
 
@@ -87,12 +99,18 @@ def in_steps(folder: Path, kernel_set: str, prompt: int, ids: Sequence[int]) -> 
         grown = manager.grow(manager.trim(held, start), end)
         assert grown is not None
         held = grown
-        rows.append(runner.run([SequenceSlice(ids[start:end], start, held.block_ids, Logits.ALL)]).all_logits())
+        rows.append(
+            runner.run(
+                [SequenceSlice(ids[start:end], start, held.block_ids, Logits.ALL)]
+            ).all_logits()
+        )
     return torch.cat(rows)
 
 
 @pytest.mark.parametrize(("model", "kernel_set", "prompt"), cases(), indirect=["model"])
-def test_a_prompt_and_the_tokens_behind_it(model: tuple[Path, Any], kernel_set: str, prompt: int) -> None:
+def test_a_prompt_and_the_tokens_behind_it(
+    model: tuple[Path, Any], kernel_set: str, prompt: int
+) -> None:
     folder, theirs = model
     ids = tokens(prompt + DECODED)
     with torch.no_grad():
@@ -104,7 +122,9 @@ def test_a_prompt_and_the_tokens_behind_it(model: tuple[Path, Any], kernel_set: 
 @pytest.mark.parametrize("kind", ["hybrids/delta_net", "hybrids/mamba2", "latents/deepseek_v3"])
 def test_trained_models(kind: str) -> None:
     """Their logits spread by 5, those of random models by 1."""
-    theirs = AutoModelForCausalLM.from_pretrained(FIXTURES / kind, dtype=torch.float32, attn_implementation="eager")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        FIXTURES / kind, dtype=torch.float32, attn_implementation="eager"
+    )
     ids = tokens(150)
     with torch.no_grad():
         expected = theirs.eval()(torch.tensor([ids])).logits[0]

@@ -25,8 +25,29 @@ from freight.models.open import open_model
 from freight.operands.weight import Activations, Weight
 
 BFLOAT16 = (
-    *("llama-llama3", "mistral-window", "ministral3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "opt"),
-    *("opt-350m", "granite", "glm", "glm4", "smollm3", "ernie4-5", "seed-oss", "gpt-oss", "mixtral", "qwen2-moe"),
+    *(
+        "llama-llama3",
+        "mistral-window",
+        "ministral3",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "phi3-window",
+        "opt",
+    ),
+    *(
+        "opt-350m",
+        "granite",
+        "glm",
+        "glm4",
+        "smollm3",
+        "ernie4-5",
+        "seed-oss",
+        "gpt-oss",
+        "mixtral",
+        "qwen2-moe",
+    ),
     *("qwen3-moe", "glm4-moe", "minimax-m2", "hy-v3", "ernie4-5-moe", "granite-moe", "gemma4"),
     *("gemma4-own-inputs", "gemma4-moe", "gemma4-unified"),
     *("laguna", "mellum", "olmo2", "olmo3", "exaone4", "afmoe", "arcee", "hunyuan", "hunyuan-moe"),
@@ -36,11 +57,14 @@ BFLOAT16 = (
 
 
 def cases(variants: Iterable[str], with_reference: Iterable[str]) -> list[Any]:
-    """Each with the kernels that run by default, and with the reference, as a slow test unless named."""
+    """Each with the kernels that run by default, and with the reference, as a slow test unless
+    named.
+    """
     chosen = [case for case in CASES if case[0] in variants]
     slow = [kernels == "reference" and variant not in with_reference for variant, kernels in chosen]
     return [
-        pytest.param(*case, marks=[pytest.mark.slow] if late else []) for case, late in zip(chosen, slow, strict=True)
+        pytest.param(*case, marks=[pytest.mark.slow] if late else [])
+        for case, late in zip(chosen, slow, strict=True)
     ]
 
 
@@ -55,8 +79,9 @@ def test_float32_logits_equal_transformers(variant: str, kernels: str, tmp_path:
 
 
 def every_expert(config: PretrainedConfig) -> PretrainedConfig:
-    """The model with all experts chosen for each token: where logits of a router nearly tie, two roundings choose other
-    experts, whose difference says nothing of the roundings. Which are chosen is compared in float32."""
+    """The model with all experts chosen for each token: where logits of a router nearly tie, two
+    roundings choose other experts, whose difference says nothing of the roundings. Which are chosen
+    is compared in float32."""
     said = config.to_dict()
     count = next((said[key] for key in ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts")
                   if key in said), None)  # fmt: skip
@@ -70,10 +95,13 @@ def every_expert(config: PretrainedConfig) -> PretrainedConfig:
 
 
 @pytest.mark.parametrize(("variant", "kernels"), cases(BFLOAT16, ()))
-def test_bfloat16_is_as_near_to_float32_as_transformers_is(variant: str, kernels: str, tmp_path: Path):
-    """Roundings to bfloat16 fall differently in any two programs; transformers' own move top-5 log-probabilities by
-    0.05 to 0.06 at most. So: on average no farther from the truth, and 99 of 100 lie within 0.05 of transformers', or
-    within what two roundings as large as its own differ by."""
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(
+    variant: str, kernels: str, tmp_path: Path
+):
+    """Roundings to bfloat16 fall differently in any two programs; transformers' own move top-5
+    log-probabilities by 0.05 to 0.06 at most. So: on average no farther from the truth, and 99 of
+    100 lie within 0.05 of transformers', or within what two roundings as large as its own differ
+    by."""
     model = save_random(every_expert(VARIANTS[variant]), tmp_path, torch.bfloat16)
     ids = tokens()
     with torch.no_grad():
@@ -119,16 +147,24 @@ def test_the_older_spelling_of_config_json_means_the_same(variant: str, tmp_path
 
 @pytest.mark.parametrize("under", ["model.language_model.", "language_model.model."])
 def test_the_text_model_of_gemma_3_beside_a_vision_model(under: str, tmp_path: Path):
-    """Under both of the names that its checkpoints use; the tensors of the vision model are skipped by name."""
+    """Under both of the names that its checkpoints use; the tensors of the vision model are skipped
+    by name.
+    """
     save_random(VARIANTS["gemma3"], tmp_path, torch.float32)
     ids = tokens(40)
     expected = freight_logits(tmp_path, ids, "auto", "reference")
     path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
     text = json.loads(path.read_text())
     vision = {"vision_config": {"hidden_size": 8}, "mm_tokens_per_image": 4, "image_token_index": 9}
-    wrapped = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], **vision}
+    wrapped = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        **vision,
+    }
     path.write_text(json.dumps({**wrapped, "text_config": text, "dtype": "float32"}))
-    tensors = {under + name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
+    tensors = {
+        under + name.removeprefix("model."): tensor for name, tensor in load_file(file).items()
+    }
     outer = under.removesuffix("language_model.") if under.startswith("model.") else ""
     for name in ("vision_tower.patch.weight", "multi_modal_projector.mm_soft_emb_norm.weight"):
         tensors[outer + name] = torch.ones(3)
@@ -141,21 +177,45 @@ def test_the_text_model_of_gemma_3_beside_a_vision_model(under: str, tmp_path: P
 
 @pytest.mark.parametrize("kind", ["gemma4", "gemma4-unified"])
 def test_the_text_model_of_gemma_4_beside_models_of_images_and_sound(kind: str, tmp_path: Path):
-    """As the hub has it: head sizes in keys of their own, and tensors of other models, which are skipped by name."""
+    """As the hub has it: head sizes in keys of their own, and tensors of other models, which are
+    skipped by name.
+    """
     save_random(VARIANTS[kind], tmp_path, torch.float32)
     ids = tokens(40)
     expected = freight_logits(tmp_path, ids, "auto", "reference")
     path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
     text = json.loads(path.read_text())
     assert text.pop("per_layer_config") == {"3": {"head_dim": 64, "num_key_value_heads": 1}}
-    text |= {"global_head_dim": 64, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
-    outside = {"vision_config": {"hidden_size": 8}, "audio_config": {"hidden_size": 8}, "image_token_id": 9}
-    name = "Gemma4ForConditionalGeneration" if kind == "gemma4" else "Gemma4UnifiedForConditionalGeneration"
+    text |= {
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 1,
+        "use_bidirectional_attention": "vision",
+    }
+    outside = {
+        "vision_config": {"hidden_size": 8},
+        "audio_config": {"hidden_size": 8},
+        "image_token_id": 9,
+    }
+    name = (
+        "Gemma4ForConditionalGeneration"
+        if kind == "gemma4"
+        else "Gemma4UnifiedForConditionalGeneration"
+    )
     wrapped = {"model_type": kind.replace("-", "_"), "architectures": [name], **outside}
     path.write_text(json.dumps({**wrapped, "text_config": text, "dtype": "float32"}))
-    tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in load_file(file).items()}
-    for name in ("vision_tower.a.weight", "audio_tower.b.weight", "embed_vision.c.weight", "embed_audio.d.weight")[
-        2 * (kind != "gemma4") :  # the unified model embeds patches and waves without models of their own
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): x for name, x in load_file(file).items()
+    }
+    for name in (
+        "vision_tower.a.weight",
+        "audio_tower.b.weight",
+        "embed_vision.c.weight",
+        "embed_audio.d.weight",
+    )[
+        2
+        * (
+            kind != "gemma4"
+        ) :  # the unified model embeds patches and waves without models of their own
     ]:
         tensors["model." + name] = torch.ones(3)
     save_file(tensors, file)
@@ -173,7 +233,11 @@ def test_gemma_3_in_its_older_spelling_means_the_same(tmp_path: Path):
     config = json.loads(path.read_text())
     config.pop("rope_parameters")
     config.pop("layer_types")
-    older = {"rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 20.0}
+    older = {
+        "rope_theta": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "rope_local_base_freq": 20.0,
+    }
     path.write_text(json.dumps(config | older | {"sliding_window_pattern": 2}))
     assert torch.equal(freight_logits(tmp_path, ids, "auto", "reference"), expected)
 
@@ -193,14 +257,20 @@ def test_soft_caps_are_those_of_gemma_2(tmp_path: Path, monkeypatch: pytest.Monk
     path.write_text(json.dumps(config))
     assert (freight_logits(tmp_path, ids, "auto") - expected).abs().max() <= 1e-4
     path.write_text(json.dumps(config | {"final_logit_softcapping": 3.0}))
-    assert (freight_logits(tmp_path, ids, "auto") - 3 * torch.tanh(expected / 3)).abs().max() <= 1e-4
+    assert (
+        freight_logits(tmp_path, ids, "auto") - 3 * torch.tanh(expected / 3)
+    ).abs().max() <= 1e-4
 
 
 def test_experts_of_gpt_oss_are_rounded_by_output_row(tmp_path: Path):
-    """`--quantization fp8`: from [inputs, outputs of gate and up in turn] to rows of gate, then of up."""
+    """`--quantization fp8`: from [inputs, outputs of gate and up in turn] to rows of gate, then of
+    up.
+    """
     save_random(VARIANTS["gpt-oss"], tmp_path, torch.float32)
     stored = load_file(tmp_path / "model.safetensors")
-    opened = open_model(EngineArgs(str(tmp_path), quantization="fp8", kernels="reference", skip_tokenizer_init=True))
+    opened = open_model(
+        EngineArgs(str(tmp_path), quantization="fp8", kernels="reference", skip_tokenizer_init=True)
+    )
     experts = opened.load(opened.resolve(opened.args)).layers[1].mlp
     for expert in (0, 7):
         matrix = stored["model.layers.1.mlp.experts.gate_up_proj"][expert].t()
@@ -211,6 +281,10 @@ def test_experts_of_gpt_oss_are_rounded_by_output_row(tmp_path: Path):
         in_turn = stored["model.layers.1.mlp.experts.gate_up_proj_bias"][expert]
         assert torch.equal(bias, torch.cat((in_turn[::2], in_turn[1::2])))
         weight, bias = experts.down.of(expert)
-        data, scale = fit_rows(stored["model.layers.1.mlp.experts.down_proj"][expert].t(), Format.E4M3FN)
-        assert torch.equal(weight.dequantized(), Weight(data, scale, Activations.DYNAMIC).dequantized())
+        data, scale = fit_rows(
+            stored["model.layers.1.mlp.experts.down_proj"][expert].t(), Format.E4M3FN
+        )
+        assert torch.equal(
+            weight.dequantized(), Weight(data, scale, Activations.DYNAMIC).dequantized()
+        )
         assert torch.equal(bias, stored["model.layers.1.mlp.experts.down_proj_bias"][expert])

@@ -47,13 +47,19 @@ def theirs(model: Any) -> Tensor:
     return found
 
 
-def change(folder: Path, config: dict[str, Any] | None = None, rename: Renamed | None = None) -> None:
+def change(
+    folder: Path, config: dict[str, Any] | None = None, rename: Renamed | None = None
+) -> None:
     """Write another config.json, and the tensors under other names."""
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     if rename is not None:
         file = folder / "model.safetensors"
-        save_file({name: x.contiguous() for name, x in rename(load_file(file)).items()}, file, {"format": "pt"})
+        save_file(
+            {name: x.contiguous() for name, x in rename(load_file(file)).items()},
+            file,
+            {"format": "pt"},
+        )
 
 
 def said(folder: Path) -> dict[str, Any]:
@@ -73,8 +79,15 @@ def test_qwen_2_vl_and_2_5_vl_as_the_hub_has_them(variant: str, tmp_path: Path):
     config = said(tmp_path)
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
-    text |= {"rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}, "rope_theta": 10000.0}
-    flat = text | {"use_sliding_window": False, "sliding_window": 32768, "vision_token_id": 151654} | config
+    text |= {
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+        "rope_theta": 10000.0,
+    }
+    flat = (
+        text
+        | {"use_sliding_window": False, "sliding_window": 32768, "vision_token_id": 151654}
+        | config
+    )
 
     def older(stored: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): x
@@ -93,15 +106,24 @@ def test_qwen_2_vl_and_2_5_vl_as_the_hub_has_them(variant: str, tmp_path: Path):
 
 @pytest.mark.parametrize("variant", ["qwen3-vl-moe", "qwen3-vl-moe-dense-layer"])
 def test_experts_of_qwen_3_vl_in_every_form(variant: str, tmp_path: Path):
-    """A 3-D tensor [experts, inputs, outputs] on the hub; [experts, outputs, inputs]; a matrix for each."""
+    """A 3-D tensor [experts, inputs, outputs] on the hub; [experts, outputs, inputs]; a matrix for
+    each.
+    """
     expected = theirs(save_random(VARIANTS[variant], tmp_path, torch.float32))
     stored = load_file(tmp_path / "model.safetensors")
     experts = {name: x for name, x in stored.items() if x.ndim == 3 and ".experts." in name}
-    assert {tuple(x.shape) for x in experts.values()} == {(8, 64, 64), (8, 64, 32)}  # the first is the same in both
+    assert {tuple(x.shape) for x in experts.values()} == {
+        (8, 64, 64),
+        (8, 64, 32),
+    }  # the first is the same in both
     turned = {name: x.mT for name, x in experts.items()}
     split = {}
     for name, x in experts.items():
-        parts = {"gate_proj": x[:, :32], "up_proj": x[:, 32:]} if "gate_up" in name else {"down_proj": x}
+        parts = (
+            {"gate_proj": x[:, :32], "up_proj": x[:, 32:]}
+            if "gate_up" in name
+            else {"down_proj": x}
+        )
         for part, matrices in parts.items():
             for expert, matrix in enumerate(matrices):
                 split[f"{name.rpartition('.')[0]}.{expert}.{part}.weight"] = matrix
@@ -116,7 +138,9 @@ TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num
 TEXTS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=32),
-    "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
 }
 
 
@@ -140,14 +164,22 @@ def under(body: str, head: str, vision: str) -> Renamed:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_internvl_in_transformers_form(text: str, tmp_path: Path):
-    whole = InternVLConfig(text_config=TEXTS[text].to_dict(), vision_config=TINY, tie_word_embeddings=False)
+    whole = InternVLConfig(
+        text_config=TEXTS[text].to_dict(), vision_config=TINY, tie_word_embeddings=False
+    )
     expected = theirs(save_random(whole, tmp_path, torch.float32))
-    for names in (("model.language_model.", "", "model."), ("language_model.model.", "language_model.", "")):
+    for names in (
+        ("model.language_model.", "", "model."),
+        ("language_model.model.", "language_model.", ""),
+    ):
         change(tmp_path, rename=under(*names))
         close(tmp_path, expected)
     skipped = open_checkpoint(str(tmp_path)).checkpoint
     assert any(name.startswith("vision_tower.") for name in skipped.names)
-    intern = said(tmp_path) | {"model_type": "interns1", "architectures": ["InternS1ForConditionalGeneration"]}
+    intern = said(tmp_path) | {
+        "model_type": "interns1",
+        "architectures": ["InternS1ForConditionalGeneration"],
+    }
     change(tmp_path, intern, under("model.language_model.", "", "model."))
     close(tmp_path, expected)
 
@@ -163,17 +195,32 @@ def test_internvl_in_the_form_of_its_own_code(text: str, tmp_path: Path):
         "use_thumbnail": True,
         "dtype": "float32",
     }
-    beside |= {"ps_version": "v2", "max_dynamic_patch": 12, "use_llm_lora": 0, "downsample_ratio": 0.5}
-    chat = {"model_type": "internvl_chat", "architectures": ["InternVLChatModel"], **VISION, **beside}
+    beside |= {
+        "ps_version": "v2",
+        "max_dynamic_patch": 12,
+        "use_llm_lora": 0,
+        "downsample_ratio": 0.5,
+    }
+    chat = {
+        "model_type": "internvl_chat",
+        "architectures": ["InternVLChatModel"],
+        **VISION,
+        **beside,
+    }
 
     def inside(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        others = {"vision_model.encoder.layers.0.ls1": torch.ones(3), "mlp1.0.weight": torch.ones(3)}
+        others = {
+            "vision_model.encoder.layers.0.ls1": torch.ones(3),
+            "mlp1.0.weight": torch.ones(3),
+        }
         return {f"language_model.{name}": x for name, x in stored.items()} | others
 
     change(tmp_path, chat | {"llm_config": own}, inside)
     close(tmp_path, expected)
     change(tmp_path, chat | {"llm_config": own | {"model_type": "internlm2"}})
-    with pytest.raises(CheckpointError, match=r"llm_config of .* 'qwen2', 'qwen3', 'qwen3_moe' or 'llama' is"):
+    with pytest.raises(
+        CheckpointError, match=r"llm_config of .* 'qwen2', 'qwen3', 'qwen3_moe' or 'llama' is"
+    ):
         logits(tmp_path)
     change(tmp_path, chat | {"llm_config": own | {"use_logn_attn": True}})
     with pytest.raises(CheckpointError, match="use_logn_attn = True"):
@@ -195,7 +242,11 @@ def test_phi_4_multimodal_with_adapters_for_pictures_and_sound(tmp_path: Path):
     text = Phi3Config(**SHAPE, pad_token_id=0, tie_word_embeddings=True, original_max_position_embeddings=64,
                       rope_parameters={**LONG, "partial_rotary_factor": 1.0})  # fmt: skip
     expected = theirs(save_random(text, tmp_path, torch.float32))
-    lora = {"dp": 0.0, "layer": "layers.*((self_attn.(qkv_proj|o_proj))|(mlp.(gate_up|down)_proj))", "lora_alpha": 4}
+    lora = {
+        "dp": 0.0,
+        "layer": "layers.*((self_attn.(qkv_proj|o_proj))|(mlp.(gate_up|down)_proj))",
+        "lora_alpha": 4,
+    }
     beside = {"model_type": "phi4mm", "architectures": ["Phi4MMForCausalLM"], "vision_lora": lora, "speech_lora": lora,
               "embd_layer": {"embedding_cls": "image_audio"}, "audio_processor": {"name": "cascades"}}  # fmt: skip
 
@@ -220,13 +271,20 @@ SAME_WEIGHTS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 
 
 def mimo(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
-    """A MiMo with the config.json of MiMo-7B-Base in small sizes. Returns the logits of transformers' Qwen2 with its
-    weights, and the tensors of a layer that predicts a further token."""
+    """A MiMo with the config.json of MiMo-7B-Base in small sizes. Returns the logits of
+    transformers' Qwen2 with its weights, and the tensors of a layer that predicts a further token.
+    """
     published = json.loads((PUBLISHED / "XiaomiMiMo--MiMo-7B-Base.json").read_text())
     small = published | SHAPE | {"head_dim": 16, "torch_dtype": "float32"}
-    qwen2 = {key: value for key, value in small.items() if key not in ("model_type", "architectures")}
+    qwen2 = {
+        key: value for key, value in small.items() if key not in ("model_type", "architectures")
+    }
     expected = theirs(save_random(Qwen2Config(**qwen2), folder, torch.float32))
-    body = {name: x for name, x in load_file(folder / "model.safetensors").items() if ".layers.0." in name}
+    body = {
+        name: x
+        for name, x in load_file(folder / "model.safetensors").items()
+        if ".layers.0." in name
+    }
     further = {name.replace(".layers.0.", ".mtp_layers.0."): x + 1 for name, x in body.items()}
     further["model.mtp_layers.0.input_proj.weight"] = torch.randn(64, 128)
     change(folder, small, lambda stored: stored | further)
@@ -237,7 +295,11 @@ def test_kimi_k2_as_deepseek_v3_with_the_same_weights(tmp_path: Path):
     published = json.loads((PUBLISHED / "moonshotai--Kimi-K2-Instruct.json").read_text())
     del published["quantization_config"]
     small = published | LATENT | {"torch_dtype": "float32"}
-    known = {key: value for key, value in small.items() if key not in ("model_type", "architectures", "auto_map")}
+    known = {
+        key: value
+        for key, value in small.items()
+        if key not in ("model_type", "architectures", "auto_map")
+    }
     expected = theirs(save_random(DeepseekV3Config(**known), tmp_path, torch.float32))
     change(tmp_path, small)
     assert said(tmp_path)["model_type"] == "kimi_k2"
@@ -249,18 +311,25 @@ KIMI_VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 
 
 
 def as_kimi_publishes(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """transformers 5.23 saves the layers of the text model as `blocks`, as those of the vision model are called."""
+    """transformers 5.23 saves the layers of the text model as `blocks`, as those of the vision
+    model are called.
+    """
     return {name.replace("language_model.model.blocks.", "language_model.model.layers."): x
             for name, x in stored.items()}  # fmt: skip
 
 
 def as_transformers_names_it(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    inner = {name.replace("language_model.model.", "model.language_model."): x for name, x in stored.items()}
+    inner = {
+        name.replace("language_model.model.", "model.language_model."): x
+        for name, x in stored.items()
+    }
     return {name.replace("language_model.lm_head", "lm_head"): x for name, x in inner.items()}
 
 
 def test_the_text_model_of_kimi_k2_5(tmp_path: Path):
-    """With the keys that transformers writes, and those of the published file; under both names of its tensors."""
+    """With the keys that transformers writes, and those of the published file; under both names of
+    its tensors.
+    """
     whole = Kimi_K25Config(text_config=VARIANTS["deepseek-v3"].to_dict(), vision_config=KIMI_VISION,
                            projection_hidden_size=16, tie_word_embeddings=False)  # fmt: skip
     expected = theirs(save_random(whole, tmp_path, torch.float32))
@@ -268,14 +337,23 @@ def test_the_text_model_of_kimi_k2_5(tmp_path: Path):
     close(tmp_path, expected)
     assert (freight_logits(tmp_path, IDS, "float32") - expected).abs().max() <= 1e-4
     published = json.loads((PUBLISHED / "moonshotai--Kimi-K2.5.json").read_text())
-    assert said(tmp_path)["architectures"] == ["Kimi_K25ForConditionalGeneration"] != published["architectures"]
+    assert (
+        said(tmp_path)["architectures"]
+        == ["Kimi_K25ForConditionalGeneration"]
+        != published["architectures"]
+    )
     text = published["text_config"] | said(tmp_path)["text_config"] | {"model_type": "kimi_k2"}
     del text["quantization_config"], text["rope_scaling"], text["rope_theta"]
-    change(tmp_path, published | {"text_config": text, "dtype": "float32"}, as_transformers_names_it)
+    change(
+        tmp_path, published | {"text_config": text, "dtype": "float32"}, as_transformers_names_it
+    )
     close(tmp_path, expected)
     skipped = open_checkpoint(str(tmp_path)).checkpoint.names
     assert {"mm_projector.proj.0.weight", "vision_tower.encoder.blocks.0.wqkv.weight"} <= {*skipped}
-    for wrong, word in (({"use_logn_attn": True}, "use_logn_attn"), ({"scoring_func": "softmax"}, "scoring_func")):
+    for wrong, word in (
+        ({"use_logn_attn": True}, "use_logn_attn"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+    ):
         change(tmp_path, published | {"text_config": text | wrong, "dtype": "float32"})
         with pytest.raises(CheckpointError, match=word):
             logits(tmp_path)

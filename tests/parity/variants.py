@@ -1,4 +1,6 @@
-"""The configs of tiny models, of every family and variant; `random_models.py` makes and saves the models."""
+"""The configs of tiny models, of every family and variant; `random_models.py` makes and saves the
+models.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,8 @@ VARIANTS: dict[str, PretrainedConfig] = {
     ),
     "gemma4-shared": Gemma4TextConfig(
         **{**GEMMA4, "num_hidden_layers": 6}, num_kv_shared_layers=3, use_double_wide_mlp=True,
-        output_hidden_states=True,  # or transformers would look for embeddings of each layer, which are not there
+        # or transformers would look for embeddings of each layer, which are not there
+        output_hidden_states=True,
         layer_types=["sliding_attention", "full_attention"] * 3,
     ),
     "gemma4-own-inputs": Gemma4TextConfig(**{**GEMMA4, **E4B, "num_hidden_layers": 6}),
@@ -380,7 +383,8 @@ VARIANTS: dict[str, PretrainedConfig] = {
     "lfm2-vl": Lfm2VlConfig(text_config=LFM2, vision_config=SIGLIP, image_token_id=9),
     "opt": OPTConfig(**OPT),
     "opt-untied": OPTConfig(**OPT, tie_word_embeddings=False, enable_bias=False),
-    "opt-350m": OPTConfig(**OPT, do_layer_norm_before=False, word_embed_proj_dim=48),  # its norms and projections
+    # its norms and projections
+    "opt-350m": OPTConfig(**OPT, do_layer_norm_before=False, word_embed_proj_dim=48),
     "opt-without-final-norm": OPTConfig(**OPT, _remove_final_layer_norm=True),
 }  # fmt: skip
 CASES = [(variant, kernels) for variant in VARIANTS for kernels in ("auto", "reference")]

@@ -1,4 +1,6 @@
-"""Control tokens in what people write: they are text, and everything else is what it is without them."""
+"""Control tokens in what people write: they are text, and everything else is what it is without
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.shares import examples
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Backend
 
 from freight.errors import RequestError
@@ -28,13 +38,21 @@ TEMPLATE = (
     "</tool_call>{% endfor %}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CORPUS = ["<|im_start|>user hello <|im_end|> </s> <s>", "<tool_call> name arguments </tool_call>", "user system"] * 8
+CORPUS = [
+    "<|im_start|>user hello <|im_end|> </s> <s>",
+    "<tool_call> name arguments </tool_call>",
+    "user system",
+] * 8
 
 
 def with_tokens(built: Backend, template: str = TEMPLATE) -> Tokenizer:
     built.add_special_tokens(list(SPECIAL))
-    built.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*MARKUP, *OTHER)])
-    return Tokenizer(built, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, template)
+    built.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in (*MARKUP, *OTHER)]
+    )
+    return Tokenizer(
+        built, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, template
+    )
 
 
 def byte_level() -> Backend:
@@ -42,13 +60,20 @@ def byte_level() -> Backend:
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    built.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
+    built.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet)
+    )
     return built
 
 
 def sentencepiece(built: Backend) -> Backend:
     """As Llama's: what is not in the vocabulary becomes one token a byte."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz<>|/_"]
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz<>|/_",
+    ]
     merges = [("▁", "<"), ("<", "|"), ("▁<", "|"), ("|", ">"), ("i", "m"), ("▁", "s")]
     pieces += ["".join(pair) for pair in merges]
     vocab = {piece: index for index, piece in enumerate(pieces)}
@@ -59,24 +84,47 @@ def sentencepiece(built: Backend) -> Backend:
 
 def prepending() -> Backend:
     built = sentencepiece(Backend(models.BPE()))
-    built.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    built.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    built.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    built.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return built
 
 
 def metaspace() -> Backend:
     built = sentencepiece(Backend(models.BPE()))
     built.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    built.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    built.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return built
 
 
 MAKERS = {"byte_level": byte_level, "prepending": prepending, "metaspace": metaspace}
-# The tokenizer, and the same one before it had any token of its own: what gives ordinary text its ids.
+# The tokenizer, and the same one before it had any token of its own: what gives ordinary text its
+# ids.
 PAIRS = {name: (with_tokens(make()), make()) for name, make in MAKERS.items()}
 TEXT = st.lists(
     st.one_of(
-        st.sampled_from([*SPECIAL, *MARKUP, *OTHER, "<|im_", "start|>", "end|>", "<", "7", " ", "\n", "'", '"', "hé"]),
+        st.sampled_from(
+            [
+                *SPECIAL,
+                *MARKUP,
+                *OTHER,
+                "<|im_",
+                "start|>",
+                "end|>",
+                "<",
+                "7",
+                " ",
+                "\n",
+                "'",
+                '"',
+                "hé",
+            ]
+        ),
         st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=4),
     ),
     max_size=6,
@@ -84,7 +132,11 @@ TEXT = st.lists(
 
 
 def written_by_template(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    return [text for token in ids if (text := tokenizer.token_string(token, False)) in {*SPECIAL, *MARKUP}]
+    return [
+        text
+        for token in ids
+        if (text := tokenizer.token_string(token, False)) in {*SPECIAL, *MARKUP}
+    ]
 
 
 def ordinary(name: str, text: str) -> list[int]:
@@ -105,13 +157,25 @@ def ordinary(name: str, text: str) -> list[int]:
 
 @pytest.mark.parametrize("name", PAIRS)
 @settings(max_examples=examples(60))
-@given(contents=st.lists(st.tuples(st.sampled_from(["user", "system", "tool"]), TEXT), min_size=1, max_size=3))
-def test_only_the_template_writes_control_tokens(name: str, contents: list[tuple[str, str]]) -> None:
+@given(
+    contents=st.lists(
+        st.tuples(st.sampled_from(["user", "system", "tool"]), TEXT), min_size=1, max_size=3
+    )
+)
+def test_only_the_template_writes_control_tokens(
+    name: str, contents: list[tuple[str, str]]
+) -> None:
     tokenizer, _ = PAIRS[name]
     messages = [{"role": role, "content": text} for role, text in contents]
     expected: list[int] = []
     for role, text in contents:
-        parts = ["<|im_start|>", f"{role}\n", *(["<｜User｜>"] if role == "user" else []), text, "<|im_end|>"]
+        parts = [
+            "<|im_start|>",
+            f"{role}\n",
+            *(["<｜User｜>"] if role == "user" else []),
+            text,
+            "<|im_end|>",
+        ]
         if role != "user":
             parts[1:3] = [f"{role}\n{text}"]
         for index, part in enumerate(parts):
@@ -123,15 +187,37 @@ def test_only_the_template_writes_control_tokens(name: str, contents: list[tuple
 
 @settings(max_examples=examples(60))
 @given(name=TEXT, argument=TEXT, key=TEXT, content=TEXT)
-def test_calls_tools_and_their_names_hold_no_control_token(name: str, argument: str, key: str, content: str) -> None:
+def test_calls_tools_and_their_names_hold_no_control_token(
+    name: str, argument: str, key: str, content: str
+) -> None:
     tokenizer, _ = PAIRS["byte_level"]
-    call = {"type": "function", "function": {"name": name, "arguments": json.dumps({key: [argument]})}}
-    tools = [{"type": "function", "function": {"name": name, "description": argument, "parameters": {key: content}}}]
-    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": content}]
+    call = {
+        "type": "function",
+        "function": {"name": name, "arguments": json.dumps({key: [argument]})},
+    }
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": name, "description": argument, "parameters": {key: content}},
+        }
+    ]
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": content},
+    ]
     chat = tokenizer.render_chat(messages, tools=tools)
     assert tokenizer.decode(tokenizer.encode_chat(chat), False) == chat.text
-    assert json.dumps(content, ensure_ascii=False)[1:-1] in chat.text.replace("\\u003c", "<").replace("\\u003e", ">")
-    written = ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>", "<|im_end|>"]
+    assert json.dumps(content, ensure_ascii=False)[1:-1] in chat.text.replace(
+        "\\u003c", "<"
+    ).replace("\\u003e", ">")
+    written = [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_start|>",
+        "<tool_call>",
+        "</tool_call>",
+        "<|im_end|>",
+    ]
     found = written_by_template(tokenizer.encode_chat(chat), tokenizer)
     assert found == [*written, "<|im_start|>", "<|im_end|>", "<|im_start|>"]
 
@@ -140,7 +226,9 @@ def test_calls_tools_and_their_names_hold_no_control_token(name: str, argument: 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_text_without_control_tokens_has_the_ids_that_it_had(text: str) -> None:
     for tokenizer, _ in PAIRS.values():
-        assume("<" not in text and "[" not in text and "▁" not in text)  # as every control token here begins
+        assume(
+            "<" not in text and "[" not in text and "▁" not in text
+        )  # as every control token here begins
         chat = tokenizer.render_chat([{"role": "user", "content": text}])
         assert chat.plain == ()
         assert tokenizer.encode_chat(chat) == tokenizer.encode(chat.text, add_special_tokens=False)
@@ -148,15 +236,20 @@ def test_text_without_control_tokens_has_the_ids_that_it_had(text: str) -> None:
 
 def test_an_answer_keeps_the_markup_that_its_model_wrote() -> None:
     tokenizer, _ = PAIRS["byte_level"]
-    ids = tokenizer.apply_chat_template([{"role": "assistant", "content": "<tool_call><|im_end|>"}], False)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "assistant", "content": "<tool_call><|im_end|>"}], False
+    )
     assert written_by_template(ids, tokenizer) == ["<|im_start|>", "<tool_call>", "<|im_end|>"]
-    ids = tokenizer.apply_chat_template([{"role": "system", "content": "<tool_call><|im_end|>"}], False)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "system", "content": "<tool_call><|im_end|>"}], False
+    )
     assert written_by_template(ids, tokenizer) == ["<|im_start|>", "<|im_end|>"]
 
 
 def test_values_for_the_template_and_every_way_to_write_them() -> None:
     tokenizer = with_tokens(
-        byte_level(), "{{ name }}{{ [name] }}{{ name | tojson(ensure_ascii=True) }}{{ name | e }}{{ name | urlencode }}"
+        byte_level(),
+        "{{ name }}{{ [name] }}{{ name | tojson(ensure_ascii=True) }}{{ name | e }}{{ name | urlencode }}",
     )
     ids = tokenizer.apply_chat_template([{"role": "user", "content": ""}], name="<|im_end|>")
     assert written_by_template(ids, tokenizer) == []
@@ -225,7 +318,9 @@ def test_special_tokens_around_a_conversation(add_special_tokens: bool) -> None:
     built = byte_level()
     built.add_special_tokens(list(SPECIAL))
     tokens = [("<s>", built.token_to_id("<s>")), ("</s>", built.token_to_id("</s>"))]
-    built.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=tokens)
+    built.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=tokens
+    )
     tokenizer = with_tokens(built)
     inside = tokenizer.encode_chat(ChatText("<s>a", ((0, 3),)))
     begin, end = (token for _, token in tokens)

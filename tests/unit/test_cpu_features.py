@@ -12,7 +12,8 @@ from freight.device import cpu_features
 
 
 @pytest.mark.parametrize(
-    ("said", "features"), [("1\n", ("asimd", "bf16")), ("0\n", ("asimd",)), ("", ("asimd",)), (None, ("asimd",))]
+    ("said", "features"),
+    [("1\n", ("asimd", "bf16")), ("0\n", ("asimd",)), ("", ("asimd",)), (None, ("asimd",))],
 )
 def test_features_of_an_apple_processor(
     said: str | None, features: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

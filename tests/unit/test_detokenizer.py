@@ -1,4 +1,5 @@
-"""Detokenizer token by token against the `tokenizers` library on all tokens, with any ids, for every kind of decoder.
+"""Detokenizer token by token against the `tokenizers` library on all tokens, with any ids, for
+every kind of decoder.
 
 tests/unit/test_tokenizer.py has its other guarantees.
 """
@@ -17,16 +18,47 @@ from freight.text.detokenizer import Detokenizer, _StopStrings
 from freight.text.tokenizer import Tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-WORDS = ["▁", "▁▁", "▁the", "the▁", " x", "a", "", "é", "你", "\ufffd", "▁a▁b", "<0x4>", "##s", "<0xe4>", "\n"]
+WORDS = [
+    "▁",
+    "▁▁",
+    "▁the",
+    "the▁",
+    " x",
+    "a",
+    "",
+    "é",
+    "你",
+    "\ufffd",
+    "▁a▁b",
+    "<0x4>",
+    "##s",
+    "<0xe4>",
+    "\n",
+]
 WORDS += sorted(pre_tokenizers.ByteLevel.alphabet())
-WORDS += ["ä½", "ä½ł", "ł", "ðŁĺ", "Ģ", "Ġthe", "Ġä½"]  # bytes and pieces of characters, as byte-level tokens
-LLAMA_2 = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+WORDS += [
+    "ä½",
+    "ä½ł",
+    "ł",
+    "ðŁĺ",
+    "Ģ",
+    "Ġthe",
+    "Ġä½",
+]  # bytes and pieces of characters, as byte-level tokens
+LLAMA_2 = [
+    decoders.Replace("▁", " "),
+    decoders.ByteFallback(),
+    decoders.Fuse(),
+    decoders.Strip(" ", 1, 0),
+]
 DECODERS = {
     "byte-level": decoders.ByteLevel(),
     "llama 2": decoders.Sequence(LLAMA_2),
     "gemma": decoders.Sequence(LLAMA_2[:3]),
     "strips two": decoders.Sequence([*LLAMA_2[:3], decoders.Strip(" ", 2, 0)]),
-    "two replacements": decoders.Sequence([decoders.Replace("▁", " "), decoders.Replace(" ", "_"), *LLAMA_2[1:3]]),
+    "two replacements": decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Replace(" ", "_"), *LLAMA_2[1:3]]
+    ),
     "metaspace": decoders.Metaspace(),
     "metaspace, never": decoders.Metaspace(prepend_scheme="never"),
     "metaspace, first": decoders.Metaspace(prepend_scheme="first"),
@@ -54,7 +86,10 @@ def build(decoder):
 BUILT = {name: build(decoder) for name, decoder in DECODERS.items()}
 TOKENIZERS = {name: Tokenizer(build(decoder)) for name, decoder in DECODERS.items()}
 IDS = st.lists(
-    st.one_of(st.integers(0, TOKENIZERS["llama 2"].vocab_size + 1), st.sampled_from([0xE4, 0xBD, 0xA0, 0x20])),
+    st.one_of(
+        st.integers(0, TOKENIZERS["llama 2"].vocab_size + 1),
+        st.sampled_from([0xE4, 0xBD, 0xA0, 0x20]),
+    ),
     max_size=24,
 )
 
@@ -66,7 +101,9 @@ def stream(tokenizer, token_ids, skip, prompt=()):
 
 
 def broken_after_a_character(text_of_bytes):
-    """Whether a run of byte tokens becomes invalid after a whole character, which streaming cannot take back."""
+    """Whether a run of byte tokens becomes invalid after a whole character, which streaming cannot
+    take back.
+    """
     try:
         text_of_bytes.decode()
     except UnicodeDecodeError as error:
@@ -134,13 +171,17 @@ def test_after_a_prompt_nothing_is_removed_at_the_start(name):
 def test_every_token_by_itself_is_the_library_s():
     for name, tokenizer in TOKENIZERS.items():
         for token in range(tokenizer.vocab_size):
-            assert stream(tokenizer, [token], False) == BUILT[name].decode([token], skip_special_tokens=False)
+            assert stream(tokenizer, [token], False) == BUILT[name].decode(
+                [token], skip_special_tokens=False
+            )
 
 
 def test_a_token_is_decoded_once(monkeypatch):
     asked = []
     token_string = Tokenizer.token_string
-    monkeypatch.setattr(Tokenizer, "token_string", lambda self, *a: asked.append(a) or token_string(self, *a))
+    monkeypatch.setattr(
+        Tokenizer, "token_string", lambda self, *a: asked.append(a) or token_string(self, *a)
+    )
     monkeypatch.setattr(Tokenizer, "decode", lambda *a: pytest.fail("decoded again"))
     for name in ("byte-level", "llama 2", "gemma"):
         tokenizer = Tokenizer(build(DECODERS[name]))

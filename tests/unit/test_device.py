@@ -1,4 +1,6 @@
-"""The probe, against made-up /proc, /sys and /dev trees, and against a torch that says it has a GPU."""
+"""The probe, against made-up /proc, /sys and /dev trees, and against a torch that says it has a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ CPUINFO = "processor\t: 0\nmodel name\t: Some CPU @ 3 GHz\nflags\t\t: fpu avx2 f
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A machine with 64 GiB, 48 of them available, and no control groups."""
-    write(tmp_path, "proc/meminfo", f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable:   {48 * 2**20} kB\n")
+    write(
+        tmp_path,
+        "proc/meminfo",
+        f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable:   {48 * 2**20} kB\n",
+    )
     write(tmp_path, "proc/cpuinfo", CPUINFO)
     return tmp_path
 
@@ -57,7 +63,11 @@ def group(root: Path, folder: str, *, limit: str | int, used: int, inactive: int
     """A v2 control group."""
     write(root, f"sys/fs/cgroup{folder}/memory.max", limit)
     write(root, f"sys/fs/cgroup{folder}/memory.current", used)
-    write(root, f"sys/fs/cgroup{folder}/memory.stat", f"anon 5\ninactive_file {inactive}\nactive_file 7")
+    write(
+        root,
+        f"sys/fs/cgroup{folder}/memory.stat",
+        f"anon 5\ninactive_file {inactive}\nactive_file 7",
+    )
 
 
 def test_without_control_groups_the_machine_decides(root: Path) -> None:
@@ -100,10 +110,17 @@ def test_use_above_the_limit_leaves_nothing(root: Path) -> None:
 def test_v1_limits_are_read_along_the_path(root: Path) -> None:
     write(root, "proc/self/cgroup", "3:cpu,cpuacct:/x\n2:memory:/docker/7f\n1:name=systemd:/\n0::/")
     unlimited = 2**63 - 4096
-    for folder, limit, used, dropped in (("", unlimited, 9 * GIB, 0), ("/docker/7f", 6 * GIB, 5 * GIB, GIB)):
+    for folder, limit, used, dropped in (
+        ("", unlimited, 9 * GIB, 0),
+        ("/docker/7f", 6 * GIB, 5 * GIB, GIB),
+    ):
         write(root, f"sys/fs/cgroup/memory{folder}/memory.limit_in_bytes", limit)
         write(root, f"sys/fs/cgroup/memory{folder}/memory.usage_in_bytes", used)
-        write(root, f"sys/fs/cgroup/memory{folder}/memory.stat", f"inactive_file 1\ntotal_inactive_file {dropped}")
+        write(
+            root,
+            f"sys/fs/cgroup/memory{folder}/memory.stat",
+            f"inactive_file 1\ntotal_inactive_file {dropped}",
+        )
     assert memory(root) == (6 * GIB, 2 * GIB)
 
 
@@ -129,7 +146,9 @@ def test_macos_counts_pages_that_can_be_had() -> None:
     assert parse_vm_stat(VM_STAT) == 16384 * 37
 
 
-def test_macos_tools_answer_where_there_is_no_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_macos_tools_answer_where_there_is_no_proc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "vm_stat.txt").write_text(VM_STAT)
     for name, line in (("sysctl", "echo 17179869184"), ("vm_stat", f"cat {tmp_path}/vm_stat.txt")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
@@ -138,14 +157,17 @@ def test_macos_tools_answer_where_there_is_no_proc(tmp_path: Path, monkeypatch: 
     assert memory(tmp_path) == (16 * GIB, 16384 * 37)
 
 
-def test_a_system_that_tells_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_tells_nothing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="how much memory is free"):
         memory(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("quota", "cores"), [("max 100000", 8), ("350000 100000", 3), ("50000 100000", 1), ("9900000 100000", 8)]
+    ("quota", "cores"),
+    [("max 100000", 8), ("350000 100000", 3), ("50000 100000", 1), ("9900000 100000", 8)],
 )
 def test_cores_respect_affinity_and_the_v2_quota(
     root: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
@@ -157,7 +179,9 @@ def test_cores_respect_affinity_and_the_v2_quota(
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(-1, 8), (200000, 2)])
-def test_cores_respect_the_v1_quota(root: Path, monkeypatch: pytest.MonkeyPatch, quota: int, cores: int) -> None:
+def test_cores_respect_the_v1_quota(
+    root: Path, monkeypatch: pytest.MonkeyPatch, quota: int, cores: int
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     write(root, "proc/self/cgroup", "4:cpu,cpuacct:/a")
     write(root, "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", quota)
@@ -171,7 +195,9 @@ def test_cores_without_an_affinity_mask(root: Path, monkeypatch: pytest.MonkeyPa
     assert usable_cores(root) == 6
 
 
-def test_the_processor_and_its_features(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processor_and_its_features(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("platform.system", lambda: "Linux")
     assert cpu_name(root) == "Some CPU @ 3 GHz"
     assert cpu_features(root) == ("avx2", "f16c", "fma", "avx512vbmi", "avx512_bf16")
@@ -190,7 +216,9 @@ def three_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("three_threads")
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.booleans())
 def test_threads_hold_inside_and_not_outside(counts: list[int], fails: bool) -> None:
-    """However they are nested, the same object in itself too, and whether or not what is inside raises."""
+    """However they are nested, the same object in itself too, and whether or not what is inside
+    raises.
+    """
     made = {count: Threads(count) for count in counts}
 
     def nest(left: list[int]) -> None:
@@ -237,7 +265,9 @@ def test_threads_count_for_the_python_thread_that_entered_them() -> None:
 
 def test_threads_are_refused_in_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("freight.device._started_in", {"pid": os.getpid() + 1})
-    with pytest.raises(FreightError, match=rf"forked from process {os.getpid() + 1} after .* 'spawn' method"):
+    with pytest.raises(
+        FreightError, match=rf"forked from process {os.getpid() + 1} after .* 'spawn' method"
+    ):
         Threads(1).__enter__()
     monkeypatch.setattr("freight.device._started_in", {})
     with Threads(1), Threads(2):
@@ -266,9 +296,16 @@ os.wait()
 
 
 def test_a_forked_process_gets_an_error_and_does_not_hang() -> None:
-    ran = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=300, check=False
+    )
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout.count("start processes with the 'spawn' method, or fork before a model is loaded") == 2
+    assert (
+        ran.stdout.count(
+            "start processes with the 'spawn' method, or fork before a model is loaded"
+        )
+        == 2
+    )
 
 
 @pytest.mark.usefixtures("three_threads")
@@ -300,7 +337,9 @@ def test_how_many_threads(
 
 @pytest.mark.parametrize("wanted", [64, 3, 0, -1])
 def test_more_threads_than_cores_are_refused(wanted: int) -> None:
-    with pytest.raises(ConfigError, match=rf"--threads {wanted}: this process may use 2 cores; .* from 1 to 2"):
+    with pytest.raises(
+        ConfigError, match=rf"--threads {wanted}: this process may use 2 cores; .* from 1 to 2"
+    ):
         choose_threads(wanted, 2)
 
 
@@ -315,7 +354,11 @@ def test_the_last_level_cache(root: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_cpu_facts(root: Path, device: str) -> None:
     facts = probe(device, root)
-    assert (facts.kind, facts.name, facts.native_e4m3) == (DeviceKind.CPU, "Some CPU @ 3 GHz", Format.E4M3FN)
+    assert (facts.kind, facts.name, facts.native_e4m3) == (
+        DeviceKind.CPU,
+        "Some CPU @ 3 GHz",
+        Format.E4M3FN,
+    )
     assert (facts.memory_total, facts.memory_free, facts.note) == (64 * GIB, 48 * GIB, "")
     assert facts.cores >= 1
 
@@ -372,8 +415,12 @@ def test_cuda_facts(
     native: Format,
     multiplies: bool,
 ) -> None:
-    properties = SimpleNamespace(name="A GPU", gcnArchName=arch, major=capability[0], minor=capability[1])
-    monkeypatch.setattr(torch.version, "hip", "7.0" if arch.startswith("gfx") else None, raising=False)
+    properties = SimpleNamespace(
+        name="A GPU", gcnArchName=arch, major=capability[0], minor=capability[1]
+    )
+    monkeypatch.setattr(
+        torch.version, "hip", "7.0" if arch.startswith("gfx") else None, raising=False
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
@@ -387,7 +434,9 @@ def test_cuda_facts(
 
 
 def test_an_unknown_device_lists_the_choices(root: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'cudaa' is unknown \(did you mean cuda\?\): choose auto, cpu or cuda"):
+    with pytest.raises(
+        ConfigError, match=r"'cudaa' is unknown \(did you mean cuda\?\): choose auto, cpu or cuda"
+    ):
         probe("cudaa", root)
 
 

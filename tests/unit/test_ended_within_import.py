@@ -1,4 +1,6 @@
-"""A SIGTERM that comes while a module is imported, which swallows what is raised in it, still ends the command."""
+"""A SIGTERM that comes while a module is imported, which swallows what is raised in it, still ends
+the command.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +37,8 @@ command.main()
 
 
 def test_a_signal_within_an_import_ends_the_command_after_it() -> None:
-    ran = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, check=False
+    )
     assert ran.returncode == 128 + signal.SIGTERM, ran.stderr
     assert ran.stderr == "freight: ended by SIGTERM\n"

@@ -1,4 +1,6 @@
-"""Only regular files are read: a FIFO does not hang, a device does not fill memory, and sizes have a bound."""
+"""Only regular files are read: a FIFO does not hang, a device does not fill memory, and sizes have
+a bound.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_a_fifo_in_a_model_s_folder_does_not_hang(tmp_path: Path, name: str) -> 
     folder = demo_with_chat_template(tmp_path / "m")
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    assert "It is a FIFO; only regular files are read" in refused("generate", str(folder), "--prompt", "x")
+    assert "It is a FIFO; only regular files are read" in refused(
+        "generate", str(folder), "--prompt", "x"
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,9 @@ def test_bounds_are_stated(tmp_path: Path) -> None:
     for read in (read_bytes, read_text, lambda path: open_regular(path, 2**20)):
         with pytest.raises(OSError, match=r"more than (256|1) MiB, the most that is read"):
             read(large)  # type: ignore[operator]
-    assert "more than 64 MiB, the most that is read" in refused("generate", "--prompt-file", str(large))
+    assert "more than 64 MiB, the most that is read" in refused(
+        "generate", "--prompt-file", str(large)
+    )
     command = [sys.executable, "-m", "freight", "generate", "--prompt-file", "-"]
     given = {"input": "x" * (65 * 2**20), "capture_output": True, "text": True, "check": False}
     assert "more than 64 MiB" in subprocess.run(command, timeout=300, **given).stderr  # type: ignore[call-overload]

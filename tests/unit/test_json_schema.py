@@ -1,4 +1,6 @@
-"""What is left out of a JSON schema: exactly what the compiler of grammars refuses, and never what it can enforce."""
+"""What is left out of a JSON schema: exactly what the compiler of grammars refuses, and never what
+it can enforce.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,30 @@ from freight.text.tokenizer import Tokenizer
 
 # Of the drafts of JSON Schema from 4 to 2020-12.
 KEYWORDS: dict[str, Any] = {
-    **{name: {"type": "null"} for name in ("contains", "else", "if", "not", "propertyNames", "then")},
-    **{name: {"type": "null"} for name in ("additionalItems", "additionalProperties", "items", "contentSchema")},
+    **{
+        name: {"type": "null"}
+        for name in ("contains", "else", "if", "not", "propertyNames", "then")
+    },
+    **{
+        name: {"type": "null"}
+        for name in ("additionalItems", "additionalProperties", "items", "contentSchema")
+    },
     **{name: [{}] for name in ("allOf", "anyOf", "prefixItems")},
-    **{name: {"a": {}} for name in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")},
+    **{
+        name: {"a": {}}
+        for name in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+    },
     **{name: {"a": ["b"]} for name in ("dependencies", "dependentRequired")},
     **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), False),
-    **dict.fromkeys(("minItems", "minLength", "minProperties", "minContains", "minimum", "exclusiveMinimum"), 1),
-    **dict.fromkeys(("maxItems", "maxLength", "maxProperties", "maxContains", "maximum", "exclusiveMaximum"), 9),
-    **dict.fromkeys(("uniqueItems", "deprecated", "readOnly", "writeOnly", "$recursiveAnchor"), True),
+    **dict.fromkeys(
+        ("minItems", "minLength", "minProperties", "minContains", "minimum", "exclusiveMinimum"), 1
+    ),
+    **dict.fromkeys(
+        ("maxItems", "maxLength", "maxProperties", "maxContains", "maximum", "exclusiveMaximum"), 9
+    ),
+    **dict.fromkeys(
+        ("uniqueItems", "deprecated", "readOnly", "writeOnly", "$recursiveAnchor"), True
+    ),
     **dict.fromkeys(("$dynamicRef", "$recursiveRef"), "#"),
     **dict.fromkeys(("$anchor", "$dynamicAnchor", "$comment", "title", "description"), "a"),
     **dict.fromkeys(("contentEncoding", "contentMediaType"), "base64"),
@@ -68,7 +85,9 @@ def test_a_keyword_is_left_out_exactly_where_the_compiler_refuses_it(grammars: G
     assert compiles(grammars, enforceable(schema)[0])
 
 
-@pytest.mark.parametrize("name", [*sorted(FORMATS), *("password", "path", "binary", "base64", "cuid", "int32", "uri-")])
+@pytest.mark.parametrize(
+    "name", [*sorted(FORMATS), *("password", "path", "binary", "base64", "cuid", "int32", "uri-")]
+)
 def test_a_format_is_enforced_or_an_annotation(grammars: Grammars, name: str):
     schema = {"type": "string", "format": name, "maxLength": 40}
     assert compiles(grammars, schema), "also where nothing else may be left out"
@@ -89,13 +108,26 @@ def test_a_pattern_that_looks_around_is_left_out(grammars: Grammars, pattern: st
 
 
 def test_what_stands_beside_holds_and_names_are_no_keywords(grammars: Grammars):
-    inner = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "contains": {"const": 1}}
+    inner = {
+        "type": "array",
+        "items": {"type": "integer"},
+        "uniqueItems": True,
+        "contains": {"const": 1},
+    }
     schema = {
         "type": "object",
-        "properties": {"not": inner, "b": {"enum": [{"uniqueItems": True}]}, "c": {"const": {"if": 1}}},
+        "properties": {
+            "not": inner,
+            "b": {"enum": [{"uniqueItems": True}]},
+            "c": {"const": {"if": 1}},
+        },
         "patternProperties": {"^x": {"allOf": [inner]}},
         "$defs": {"then": {"prefixItems": [inner], "anyOf": [inner, {"default": {"not": {}}}]}},
-        "additionalProperties": {"uniqueItems": False, "unevaluatedProperties": True, "type": "null"},
+        "additionalProperties": {
+            "uniqueItems": False,
+            "unevaluatedProperties": True,
+            "type": "null",
+        },
         "required": ["not"],
         "x-else": {"not": 1},
     }
@@ -116,7 +148,11 @@ def test_what_stands_beside_holds_and_names_are_no_keywords(grammars: Grammars):
 
 
 def kind(name: str, **others: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {"kind": {"const": name}, **others}, "required": ["kind"]}
+    return {
+        "type": "object",
+        "properties": {"kind": {"const": name}, **others},
+        "required": ["kind"],
+    }
 
 
 @pytest.mark.parametrize(
@@ -158,22 +194,32 @@ def test_a_one_of_is_enforced_where_its_branches_exclude_each_other(
         {"oneOf": [{"$ref": {"a": "#"}}, {"type": "null"}]},
     ],
 )
-def test_a_schema_with_values_of_wrong_types_is_the_compiler_s_to_refuse(grammars: Grammars, schema: dict[str, Any]):
+def test_a_schema_with_values_of_wrong_types_is_the_compiler_s_to_refuse(
+    grammars: Grammars, schema: dict[str, Any]
+):
     with pytest.raises(RequestError):
         grammars.check(StructuredOutputs.enforceable(schema)[0])
 
 
 def test_a_form_in_python_says_what_it_does_not_hold(grammars: Grammars):
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
-    with pytest.raises(RequestError, match=r"uniqueItems is not supported; leave it out, as StructuredOutputs\.enf"):
+    with pytest.raises(
+        RequestError, match=r"uniqueItems is not supported; leave it out, as StructuredOutputs\.enf"
+    ):
         grammars.check(StructuredOutputs(json=schema))
     for given in (schema, json.dumps(schema)):
         form, left_out = StructuredOutputs.enforceable(given)
         assert left_out == ("uniqueItems",)
         assert form == StructuredOutputs(json={"type": "array", "items": {"type": "integer"}})
         grammars.check(form)
-    assert StructuredOutputs.enforceable({"type": "null"}) == (StructuredOutputs(json={"type": "null"}), ())
+    assert StructuredOutputs.enforceable({"type": "null"}) == (
+        StructuredOutputs(json={"type": "null"}),
+        (),
+    )
     assert StructuredOutputs.enforceable(True) == (StructuredOutputs(json_object=True), ())
-    assert StructuredOutputs.enforceable({"not": {}}) == (StructuredOutputs(json_object=True), ("not",))
+    assert StructuredOutputs.enforceable({"not": {}}) == (
+        StructuredOutputs(json_object=True),
+        ("not",),
+    )
     with pytest.raises(RequestError, match="at most 32768 bytes"):
         StructuredOutputs.enforceable({"const": "x" * 40_000})

@@ -28,7 +28,9 @@ def f(y: Any) -> int:
 '''
 
 
-def test_lines_of_code_are_counted_without_docstrings_comments_and_blank_lines(tmp_path: Path) -> None:
+def test_lines_of_code_are_counted_without_docstrings_comments_and_blank_lines(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.py").write_text(SOURCE)
     (tmp_path / "b.py").write_text("# alone\n" + "y = 1" + f"  # {'w' * 100}\n")
     found = measure_source.measure(tmp_path)
@@ -37,7 +39,9 @@ def test_lines_of_code_are_counted_without_docstrings_comments_and_blank_lines(t
     assert found.complexity == [2, 1], "g is inside f and not part of its complexity"
 
 
-def test_a_folder_without_python_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_python_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["measure_source.py", str(tmp_path)])
     with pytest.raises(SystemExit, match="has no Python file"):
         measure_source.main()

@@ -19,12 +19,16 @@ def test_text_parts_are_joined():
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "world"}]
     messages = [{"role": "user", "content": parts, "name": "x"}]
     before = copy.deepcopy(messages)
-    assert to_template_messages(messages) == [{"role": "user", "content": "Hello world", "name": "x"}]
+    assert to_template_messages(messages) == [
+        {"role": "user", "content": "Hello world", "name": "x"}
+    ]
     assert messages == before
 
 
 def test_developer_is_system():
-    assert to_template_messages([{"role": "developer", "content": "x"}]) == [{"role": "system", "content": "x"}]
+    assert to_template_messages([{"role": "developer", "content": "x"}]) == [
+        {"role": "system", "content": "x"}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -40,15 +44,23 @@ def test_developer_is_system():
     ids=["object", "parsed", "unfinished", "number", "empty", "deep"],
 )
 def test_arguments_of_tool_calls_become_objects(arguments, given):
-    [message] = to_template_messages([{"role": "assistant", "content": None, "tool_calls": [call(arguments)]}])
+    [message] = to_template_messages(
+        [{"role": "assistant", "content": None, "tool_calls": [call(arguments)]}]
+    )
     assert message == {"role": "assistant", "tool_calls": [call(given)]}
 
 
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, r"content\[0\] is of type 'image_url'"),
-        ({"content": [{"type": "text", "text": "x"}, {"type": "text"}]}, r"content\[1\].text is None"),
+        (
+            {"content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            r"content\[0\] is of type 'image_url'",
+        ),
+        (
+            {"content": [{"type": "text", "text": "x"}, {"type": "text"}]},
+            r"content\[1\].text is None",
+        ),
         ({"content": None}, "content is None"),
         ({"content": None, "tool_calls": []}, "content is None"),
         ({"tool_calls": {}, "content": ""}, r"tool_calls is \{\}"),

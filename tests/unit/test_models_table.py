@@ -1,4 +1,6 @@
-"""docs/models.md and the count in README.md are what their tool prints, and what the tool says follows the code."""
+"""docs/models.md and the count in README.md are what their tool prints, and what the tool says
+follows the code.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ import models_table
 import published_models
 import pytest
 from model_facts import Tables, flags, of_attention, read_tests, united
-from published_models import FILES, NATIVE, REFUSED, Published, Verdict, ask, read_others, read_recipes, unreadable
+from published_models import (
+    FILES,
+    NATIVE,
+    REFUSED,
+    Published,
+    Verdict,
+    ask,
+    read_others,
+    read_recipes,
+    unreadable,
+)
 
 from freight.config.layer import AttentionConfig
 from freight.config.mechanisms import MECHANISMS
@@ -32,7 +44,9 @@ def recipes(tests: Tables) -> list[Published]:
 
 
 def test_the_documents_are_what_the_tool_prints() -> None:
-    """After a change to a family or to the tables of its tests: python tools/models_table.py --write"""
+    """After a change to a family or to the tables of its tests: python tools/models_table.py
+    --write
+    """
     assert models_table.DOCUMENT.read_text(encoding="utf-8") == models_table.document()
     content = models_table.README.read_text(encoding="utf-8")
     assert models_table.readme(content) == content
@@ -43,7 +57,9 @@ def test_the_documents_are_what_the_tool_prints() -> None:
 
 def test_every_family_is_compared(tests: Tables) -> None:
     native = model_facts.native_types()
-    assert {name for name in native if not tests.of(name)} == tests.same_weights.keys() & native.keys()
+    assert {
+        name for name in native if not tests.of(name)
+    } == tests.same_weights.keys() & native.keys()
     wrappers = {wrapper for wrappers in native.values() for wrapper in wrappers}
     assert FAMILIES.keys() == native.keys() | wrappers
     assert all(models_table.models_of(name, tests) for name in native)
@@ -74,8 +90,12 @@ def test_every_family_is_compared(tests: Tables) -> None:
         ("step3p5", {}, REFUSED, "no public implementation of it can be run to compare with"),
     ],
 )
-def test_the_code_is_asked(model_type: str, more: dict[str, Any], runs: str, reason: str, tests: Tables) -> None:
-    """Also of a model type that is moved to a row: `cohere2` is settled by a row or by the tables of the fallback."""
+def test_the_code_is_asked(
+    model_type: str, more: dict[str, Any], runs: str, reason: str, tests: Tables
+) -> None:
+    """Also of a model type that is moved to a row: `cohere2` is settled by a row or by the tables
+    of the fallback.
+    """
     verdict = ask(model_type, tests, **more)
     assert verdict.runs == (NATIVE if model_type in FAMILIES and not reason else runs)
     assert reason in "".join(verdict.reasons)
@@ -87,7 +107,9 @@ def test_each_mechanism_that_an_error_names_is_a_reason(tests: Tables) -> None:
     assert {sparse, mla} <= {mechanism.name for mechanism in MECHANISMS}
 
 
-def write_recipes(folder: Path, monkeypatch: pytest.MonkeyPatch, models: list[dict[str, Any]]) -> None:
+def write_recipes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, models: list[dict[str, Any]]
+) -> None:
     file = folder / "recipes.json"
     file.write_text(json.dumps({"models": models}))
     monkeypatch.setattr(published_models, "RECIPES", file)
@@ -97,7 +119,10 @@ def test_a_model_without_a_readable_checkpoint_is_not_counted(
     tests: Tables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     precisions = {"both": ["nvfp4", "fp8"], "neither": ["nvfp4", "int4"]}
-    models = [{"name": f"o/{k}", "model_type": "qwen3", "moe": False, "precisions": v} for k, v in precisions.items()]
+    models = [
+        {"name": f"o/{k}", "model_type": "qwen3", "moe": False, "precisions": v}
+        for k, v in precisions.items()
+    ]
     write_recipes(tmp_path, monkeypatch, models)
     _, (both, neither) = read_recipes(tests)
     assert both.verdict == Verdict(NATIVE)
@@ -112,12 +137,27 @@ def test_a_model_without_a_readable_checkpoint_is_not_counted(
 def test_a_published_file_decides_over_the_model_type(
     tests: Tables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("Qwen/Qwen3-8B", "Qwen/Qwen3-VL-2B-Instruct", "Qwen/Qwen3-0.6B-of-nobody", "moonshotai/Kimi-K3")
-    models = [{"name": name, "model_type": "qwen3", "moe": False, "precisions": ["bf16"]} for name in names]
+    names = (
+        "Qwen/Qwen3-8B",
+        "Qwen/Qwen3-VL-2B-Instruct",
+        "Qwen/Qwen3-0.6B-of-nobody",
+        "moonshotai/Kimi-K3",
+    )
+    models = [
+        {"name": name, "model_type": "qwen3", "moe": False, "precisions": ["bf16"]}
+        for name in names
+    ]
     write_recipes(tmp_path, monkeypatch, models)
     _, (file, excerpt, unseen, refused) = found = read_recipes(tests)
-    assert [(one.runs, one.seen) for one in (file, excerpt, unseen)] == [(True, True), (True, False), (True, False)]
-    assert (file.family, excerpt.family) == ("qwen3", "qwen3_vl")  # the second by its file, not by the recipe
+    assert [(one.runs, one.seen) for one in (file, excerpt, unseen)] == [
+        (True, True),
+        (True, False),
+        (True, False),
+    ]
+    assert (file.family, excerpt.family) == (
+        "qwen3",
+        "qwen3_vl",
+    )  # the second by its file, not by the recipe
     assert refused.verdict.reasons[1:] == (MLA,)
     assert RECURRENT in refused.verdict.reasons[0]
     assert models_table.counted(found[1]) == (1, 2, 1)
@@ -137,10 +177,14 @@ def test_every_published_file_is_in_one_table(recipes: list[Published]) -> None:
     assert gemma.family == "gemma4_text"
 
 
-def test_what_is_refused_has_its_reason_in_the_document(tests: Tables, recipes: list[Published]) -> None:
+def test_what_is_refused_has_its_reason_in_the_document(
+    tests: Tables, recipes: list[Published]
+) -> None:
     others = read_others(recipes)
     rows = models_table.refused_table(tests, recipes, others).splitlines()[2:]
-    assert all(any(row.startswith(f"| {mechanism.name} |") for row in rows) for mechanism in MECHANISMS)
+    assert all(
+        any(row.startswith(f"| {mechanism.name} |") for row in rows) for mechanism in MECHANISMS
+    )
     numbers = [int(row.split(" | ")[1]) for row in rows]
     assert numbers == sorted(numbers, reverse=True)
     assert all(len(row.partition(" | ")[0]) < 90 for row in rows)
@@ -163,9 +207,9 @@ def test_the_list_is_complete() -> None:
 def test_features_are_named_and_those_of_some_variants_are_set_apart(tests: Tables) -> None:
     assert united([["a", "b"], ["b", "c"]]) == "b; by config: a, c"
     mixer = AttentionConfig(4, 2, 16, 16, 0.25, qk_norm=True, soft_cap=5.0)
-    assert flags(mixer, {"qk_norm": "norms"}, frozenset(("num_heads", "num_kv_heads", "k_dim", "v_dim"))) == [
-        *("softmax scale", "rope", "norms", "soft cap")
-    ]
+    assert flags(
+        mixer, {"qk_norm": "norms"}, frozenset(("num_heads", "num_kv_heads", "k_dim", "v_dim"))
+    ) == [*("softmax scale", "rope", "norms", "soft cap")]
     model = tests.models["gpt-oss"]
     assert {"windows in some layers", "sinks", "yarn rope"} <= set(of_attention(model))
     other = tuple(replace(layer, mixer=replace(layer.mixer, window=8)) for layer in model.layers)

@@ -1,4 +1,6 @@
-"""How OpenMP's threads wait: what GNU OpenMP has read in processes that Freight starts, and what is said to users."""
+"""How OpenMP's threads wait: what GNU OpenMP has read in processes that Freight starts, and what is
+said to users.
+"""
 
 import os
 import re
@@ -30,7 +32,9 @@ def has_read(said: str) -> set[int]:
 
 def run(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *argv]
-    return subprocess.run(command, env=given(**variables), capture_output=True, text=True, check=True)
+    return subprocess.run(
+        command, env=given(**variables), capture_output=True, text=True, check=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,9 @@ def test_what_the_user_has_set_wins(variables: dict[str, str], count: int) -> No
 
 @gnu
 @pytest.mark.parametrize("variables", [{}, SET])
-def test_the_process_of_the_engine_has_it_too(ours: int, monkeypatch: pytest.MonkeyPatch, variables) -> None:
+def test_the_process_of_the_engine_has_it_too(
+    ours: int, monkeypatch: pytest.MonkeyPatch, variables
+) -> None:
     """The server's own process loads no torch, so the one that tells is the engine's."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
@@ -63,7 +69,9 @@ def test_the_process_of_the_engine_has_it_too(ours: int, monkeypatch: pytest.Mon
     try:
         server.wait_until_healthy()
         torch_in = [
-            name for name, pid in server.children().items() if "libgomp" in Path(f"/proc/{pid}/maps").read_text()
+            name
+            for name, pid in server.children().items()
+            if "libgomp" in Path(f"/proc/{pid}/maps").read_text()
         ]
         assert torch_in == ["worker"]
         assert has_read(server.said) == {int(variables.get("GOMP_SPINCOUNT", ours))}
@@ -101,7 +109,9 @@ def test_a_process_that_loads_torch_first_is_told() -> None:
 def test_spins_are_those_that_gnu_openmp_reads(variables: dict[str, str]) -> None:
     (library,) = (Path(torch.__file__).parent / "lib").glob("libgomp*")
     found = has_read(run("-c", f"import ctypes; ctypes.CDLL({str(library)!r})", **variables).stderr)
-    assert found == {openmp.spins(variables)} or (variables.get("GOMP_SPINCOUNT") == "INFINITE" and min(found) > 10**10)
+    assert found == {openmp.spins(variables)} or (
+        variables.get("GOMP_SPINCOUNT") == "INFINITE" and min(found) > 10**10
+    )
 
 
 @gnu

@@ -47,7 +47,9 @@ def test_version_is_that_of_the_distribution() -> None:
     assert freight.__version__ == metadata.version("freight")
 
 
-def test_from_source_without_an_installation_there_is_a_version_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_source_without_an_installation_there_is_a_version_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def nothing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
@@ -55,7 +57,9 @@ def test_from_source_without_an_installation_there_is_a_version_as_well(monkeypa
     assert freight.__version__ == "0+source"
 
 
-@pytest.mark.parametrize(("typo", "meant"), [("SampleParams", "SamplingParams"), ("ConfgError", "ConfigError")])
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("SampleParams", "SamplingParams"), ("ConfgError", "ConfigError")]
+)
 def test_an_unknown_name_suggests_the_nearest(typo: str, meant: str) -> None:
     with pytest.raises(AttributeError, match=rf"no attribute '{typo}' \(did you mean {meant}\?\)"):
         getattr(freight, typo)
@@ -68,7 +72,9 @@ def test_a_name_like_nothing_suggests_nothing() -> None:
 
 def test_importing_freight_loads_neither_torch_nor_its_own_modules() -> None:
     code = "import sys, freight; print([m for m in sys.modules if m == 'torch' or m.startswith('freight.')])"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert answer.stdout.strip() == "[]"
 
 
@@ -76,10 +82,13 @@ SPINS = "1000" if platform.machine().lower() in ("x86_64", "amd64") else "10000"
 
 
 @pytest.mark.parametrize(
-    ("given", "spins"), [({}, SPINS), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)]
+    ("given", "spins"),
+    [({}, SPINS), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
 def test_waiting_threads_give_way_unless_told_otherwise(given, spins):
     code = "import freight, os; print(os.environ.get('GOMP_SPINCOUNT'))"
     run = [sys.executable, "-c", code]
-    answer = subprocess.run(run, env={"PATH": "/usr/bin:/bin", **given}, capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        run, env={"PATH": "/usr/bin:/bin", **given}, capture_output=True, text=True, check=True
+    )
     assert answer.stdout.strip() == str(spins)

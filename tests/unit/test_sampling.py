@@ -72,7 +72,12 @@ def test_a_copy_is_equal_and_the_callers_dict_is_not_kept():
     params = SamplingParams(logit_bias=bias, stop="x", seed=2**64 - 1)
     bias[1] = 3.0
     assert params.logit_bias == {1: 2.0}
-    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == dataclasses.replace(params) == params
+    assert (
+        pickle.loads(pickle.dumps(params))
+        == copy.deepcopy(params)
+        == dataclasses.replace(params)
+        == params
+    )
     assert hash(params) == hash(dataclasses.replace(params))
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 2
@@ -82,7 +87,10 @@ def test_a_copy_is_equal_and_the_callers_dict_is_not_kept():
     ("field", "value"),
     [
         *[("n", value) for value in (0, -1, 129, 1.0, True, "1", None)],
-        *[("temperature", value) for value in (-1, -1e-9, math.nan, math.inf, 10**400, "1", None, True)],
+        *[
+            ("temperature", value)
+            for value in (-1, -1e-9, math.nan, math.inf, 10**400, "1", None, True)
+        ],
         *[("top_p", value) for value in (0, -0.1, 1.0001, math.nan, None)],
         *[("top_k", value) for value in (-2, 1.5, True, None)],
         *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
@@ -95,7 +103,10 @@ def test_a_copy_is_equal_and_the_callers_dict_is_not_kept():
         *[("presence_penalty", value) for value in (2.1, -2.1, math.nan)],
         *[("frequency_penalty", value) for value in (2.1, -2.1, math.inf)],
         *[("repetition_penalty", value) for value in (0, -1, math.nan, math.inf)],
-        *[("logit_bias", value) for value in ({1: math.nan}, {1: math.inf}, {-1: 1}, {"1": 1}, {1: 1e10}, [1])],
+        *[
+            ("logit_bias", value)
+            for value in ({1: math.nan}, {1: math.inf}, {-1: 1}, {"1": 1}, {1: 1e10}, [1])
+        ],
         *[("logprobs", value) for value in (-1, 21, True)],
         *[("prompt_logprobs", value) for value in (-1, 21, 1.0)],
         *[("detokenize", value) for value in (0, None)],
@@ -111,7 +122,8 @@ def test_a_bad_value_is_refused_by_name(field, value):
 
 def test_the_message_has_field_value_and_range():
     with pytest.raises(
-        RequestError, match=r"^temperature is -1; it must be a finite number, 0 to 1000000000; 0 is greedy$"
+        RequestError,
+        match=r"^temperature is -1; it must be a finite number, 0 to 1000000000; 0 is greedy$",
     ):
         SamplingParams(temperature=-1)
     with pytest.raises(RequestError, match=r"^n is 129; it must be a whole number, 1 to 128$"):
@@ -119,9 +131,13 @@ def test_the_message_has_field_value_and_range():
 
 
 def test_a_whole_number_without_a_practical_limit_names_it_only_beyond_it():
-    with pytest.raises(RequestError, match=r"^max_tokens is -1; it must be a whole number, 0 or more$"):
+    with pytest.raises(
+        RequestError, match=r"^max_tokens is -1; it must be a whole number, 0 or more$"
+    ):
         SamplingParams(max_tokens=-1)
-    with pytest.raises(RequestError, match=r"^max_tokens is 9223372036854775808; .*, 0 to 9223372036854775807$"):
+    with pytest.raises(
+        RequestError, match=r"^max_tokens is 9223372036854775808; .*, 0 to 9223372036854775807$"
+    ):
         SamplingParams(max_tokens=2**63)
 
 
@@ -136,7 +152,9 @@ def test_contradictions_are_refused():
 def test_no_token_is_generated_only_to_score_the_prompt():
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     assert (params.max_tokens, params.prompt_logprobs) == (0, 0)
-    with pytest.raises(RequestError, match="max_tokens is 0 and prompt_logprobs None; set prompt_logprobs"):
+    with pytest.raises(
+        RequestError, match="max_tokens is 0 and prompt_logprobs None; set prompt_logprobs"
+    ):
         SamplingParams(max_tokens=0)
     with pytest.raises(RequestError, match="min_tokens is 1, more than max_tokens, which is 0"):
         SamplingParams(max_tokens=0, prompt_logprobs=0, min_tokens=1)
@@ -163,17 +181,26 @@ AT_THE_LIMIT = {
     ("limits", "message"),
     [
         ({"n": 16}, "n is 128; it must be a whole number, 1 to 16"),
-        ({"temperature": 2.0}, "temperature is 1000000000.0; it must be a finite number, 0 to 2.0; 0 is greedy"),
+        (
+            {"temperature": 2.0},
+            "temperature is 1000000000.0; it must be a finite number, 0 to 2.0; 0 is greedy",
+        ),
         ({"logprobs": 5}, "logprobs is 20; it must be a whole number, 0 to 5"),
         ({"prompt_logprobs": 5}, "prompt_logprobs is 20; it must be a whole number, 0 to 5"),
-        ({"timeout_s": 60}, "timeout_s is 1000000000.0; it must be a finite number, greater than 0 and at most 60"),
+        (
+            {"timeout_s": 60},
+            "timeout_s is 1000000000.0; it must be a finite number, greater than 0 and at most 60",
+        ),
         ({"stop": 4}, "stop has 16 entries; at most 4 are allowed"),
         (
             {"stop_length": 70},
             f"stop[0] is '{'x' * 60}'... (256 characters); it must be a string of 1 to 70 characters",
         ),
         ({"stop_token_ids": 1023}, "stop_token_ids has 1024 entries; at most 1023 are allowed"),
-        ({"allowed_token_ids": 2**16}, "allowed_token_ids has 1048576 entries; at most 65536 are allowed"),
+        (
+            {"allowed_token_ids": 2**16},
+            "allowed_token_ids has 1048576 entries; at most 65536 are allowed",
+        ),
         ({"bad_words": 9}, "bad_words has 1024 entries; at most 9 are allowed"),
         ({"logit_bias": 300}, "logit_bias has 1024 entries; at most 300 are allowed"),
         (
@@ -200,8 +227,14 @@ HUGE = 10**200_000  # more digits than Python prints
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        *[(name, HUGE, "bits") for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "stop")],
-        *[(name, -HUGE, "bits") for name in ("temperature", "top_p", "presence_penalty", "timeout_s", "detokenize")],
+        *[
+            (name, HUGE, "bits")
+            for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "stop")
+        ],
+        *[
+            (name, -HUGE, "bits")
+            for name in ("temperature", "top_p", "presence_penalty", "timeout_s", "detokenize")
+        ],
         ("temperature", fractions.Fraction(HUGE, 7), "inf"),
         ("stop", "x" * 10**7, "stop[0] is 'xxx"),
         ("stop", ["x", b"x" * 10**7], "stop[1] is b'xxx"),
@@ -212,12 +245,20 @@ HUGE = 10**200_000  # more digits than Python prints
         ("stop_token_ids", range(10**7), "stop_token_ids has 10000000 entries; at most 1024"),
         ("stop_token_ids", [1, HUGE], "stop_token_ids[1] is a whole number of"),
         ("stop_token_ids", [[1] * 10**6], "stop_token_ids[0] is a list of length 1000000"),
-        ("allowed_token_ids", range(10**7), "allowed_token_ids has 10000000 entries; at most 1048576"),
+        (
+            "allowed_token_ids",
+            range(10**7),
+            "allowed_token_ids has 10000000 entries; at most 1048576",
+        ),
         ("allowed_token_ids", [1, HUGE], "allowed_token_ids[1] is a whole number of"),
         ("bad_words", ["x" * 10**7], "bad_words[0] is 'xxx"),
         ("bad_words", itertools.repeat("x"), "bad_words has more than 1024 entries"),
         ("truncate_prompt_tokens", HUGE, "truncate_prompt_tokens is a whole number of"),
-        ("logit_bias", dict.fromkeys(range(10**5), 1), "logit_bias has 100000 entries; at most 1024"),
+        (
+            "logit_bias",
+            dict.fromkeys(range(10**5), 1),
+            "logit_bias has 100000 entries; at most 1024",
+        ),
         ("logit_bias", {HUGE: 1}, "logit_bias key is a whole number of"),
         ("logit_bias", {"x" * 10**7: 1}, "logit_bias key is 'xxx"),
         ("logit_bias", {1: HUGE}, "logit_bias[1] is a whole number of"),
@@ -227,7 +268,9 @@ HUGE = 10**200_000  # more digits than Python prints
         ("cache_salt", {1: [1] * 10**6}, "cache_salt is a dict of length 1"),
         ("x" * 10**6, 1, "no field 'xxx"),
     ],
-    ids=lambda value: str(value)[:40] if isinstance(value, str) and len(value) < 40 else type(value).__name__,
+    ids=lambda value: (
+        str(value)[:40] if isinstance(value, str) and len(value) < 40 else type(value).__name__
+    ),
 )
 def test_a_huge_value_is_refused_at_once_and_not_repeated(field, value, says):
     def refused() -> None:
@@ -254,12 +297,17 @@ def test_a_huge_value_is_refused_at_once_and_not_repeated(field, value, says):
     ],
 )
 def test_an_unknown_name_suggests_the_nearest(unknown, suggestion):
-    with pytest.raises(RequestError, match=rf"no field '{unknown}' \(did you mean {suggestion}\?\)"):
+    with pytest.raises(
+        RequestError, match=rf"no field '{unknown}' \(did you mean {suggestion}\?\)"
+    ):
         SamplingParams(**{unknown: 1})
 
 
 def test_a_hopeless_name_lists_what_there_is():
-    with pytest.raises(RequestError, match=r"no field 'zzzz'; it has n, temperature, .*timeout_s, structured_outputs$"):
+    with pytest.raises(
+        RequestError,
+        match=r"no field 'zzzz'; it has n, temperature, .*timeout_s, structured_outputs$",
+    ):
         SamplingParams(zzzz=1)
 
 
@@ -271,7 +319,9 @@ def test_greedy_is_temperature_zero_and_what_is_too_small_to_divide_by():
 
 def test_token_ids_are_checked_against_the_vocabulary():
     SamplingParams(logit_bias={9: 1.0}, stop_token_ids=[9]).check_vocabulary(10)
-    with pytest.raises(RequestError, match="logit_bias names token id 10; the vocabulary has 0 to 9"):
+    with pytest.raises(
+        RequestError, match="logit_bias names token id 10; the vocabulary has 0 to 9"
+    ):
         SamplingParams(logit_bias={10: 1.0}).check_vocabulary(10)
     with pytest.raises(RequestError, match="stop_token_ids names token id 11"):
         SamplingParams(stop_token_ids=[1, 11]).check_vocabulary(10)

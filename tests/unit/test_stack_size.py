@@ -41,7 +41,9 @@ def test_a_stack_on_which_the_kernels_overrun_is_refused(
 
 
 @pytest.mark.skipif(not library.runnable(), reason="no compiled kernels")
-def test_the_compiled_kernels_are_not_loaded_with_such_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_kernels_are_not_loaded_with_such_a_stack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whoever asks for them: calibration and measurements take kernels without an engine."""
     library.load.cache_clear()
     monkeypatch.setenv("OMP_STACKSIZE", "16k")

@@ -1,4 +1,6 @@
-"""StructuredOutputs: what is accepted, what is refused with which words, and that no size or depth takes long."""
+"""StructuredOutputs: what is accepted, what is refused with which words, and that no size or depth
+takes long.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from freight import RequestError, SamplingParams, StructuredOutputs
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=12,
 )
 
@@ -24,7 +28,8 @@ JSON = st.recursive(
 def chained(length: int, loop: bool = False) -> dict[str, Any]:
     """A schema of `length` references that follow from one another, and back to the first."""
     parts: dict[str, Any] = {
-        f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(length - 1)
+        f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}}
+        for i in range(length - 1)
     }
     last = {"properties": {"x": {"$ref": "#/$defs/a0"}}} if loop else {"type": "null"}
     return {"$ref": "#/$defs/a0", "$defs": parts | {f"a{length - 1}": last}}
@@ -56,14 +61,24 @@ def rules(count: int) -> str:
 
 
 @settings(max_examples=examples(30))
-@given(value=st.dictionaries(st.text(min_size=1, max_size=4).filter(lambda key: key[0] != "$"), JSON, min_size=1))
+@given(
+    value=st.dictionaries(
+        st.text(min_size=1, max_size=4).filter(lambda key: key[0] != "$"), JSON, min_size=1
+    )
+)
 def test_a_schema_is_the_same_as_a_mapping_and_as_text(value: dict[str, Any]):
     kept = StructuredOutputs(json=value)
-    assert kept == StructuredOutputs(json=json.dumps(value, indent=2)) == StructuredOutputs.of({"json": value})
+    assert (
+        kept
+        == StructuredOutputs(json=json.dumps(value, indent=2))
+        == StructuredOutputs.of({"json": value})
+    )
     assert hash(kept) == hash(StructuredOutputs(json=json.dumps(value)))
     assert isinstance(kept.json, str)
     assert json.loads(kept.json) == value
-    assert list(json.loads(kept.json)) == list(value), "the order of properties is that of the answer"
+    assert list(json.loads(kept.json)) == list(value), (
+        "the order of properties is that of the answer"
+    )
     assert kept.key() == ("json", kept.json)
     assert dataclasses.replace(kept) == kept
 
@@ -148,7 +163,9 @@ def test_what_is_refused(given: dict[str, Any], says: str):
 @settings(max_examples=examples(40))
 @given(edges=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30))
 def test_a_chain_of_references_is_as_long_as_its_longest_path(edges: list[tuple[int, int]]):
-    """Each part repeated so often that a path of k parts is 10 * k references, without loops: 7 parts are too many."""
+    """Each part repeated so often that a path of k parts is 10 * k references, without loops: 7
+    parts are too many.
+    """
     steps = 10
     forward = {(min(pair), max(pair)) for pair in edges if pair[0] != pair[1]}
     parts: dict[str, Any] = {}
@@ -159,7 +176,9 @@ def test_a_chain_of_references_is_as_long_as_its_longest_path(edges: list[tuple[
         parts[f"{node}.{steps - 1}"] = {"anyOf": below}
     lengths = [0] * 10
     for node in reversed(range(10)):
-        lengths[node] = steps + max((lengths[to] for start, to in forward if start == node), default=0)
+        lengths[node] = steps + max(
+            (lengths[to] for start, to in forward if start == node), default=0
+        )
     schema = {"anyOf": [{"$ref": f"#/$defs/{node}.0"} for node in range(10)], "$defs": parts}
     if max(lengths) <= 64:
         StructuredOutputs(json=schema)
@@ -171,7 +190,11 @@ def test_a_chain_of_references_is_as_long_as_its_longest_path(edges: list[tuple[
 def test_ref_is_a_name_like_any_other_where_it_is_data():
     elsewhere = "https://example.com"
     StructuredOutputs(
-        json={"const": {"$ref": elsewhere}, "default": {"$ref": elsewhere}, "enum": [{"$ref": elsewhere}]}
+        json={
+            "const": {"$ref": elsewhere},
+            "default": {"$ref": elsewhere},
+            "enum": [{"$ref": elsewhere}],
+        }
     )
     StructuredOutputs(json={"properties": {"$ref": {"type": "string"}, "default": {"$ref": "#"}}})
     with pytest.raises(RequestError, match="fetched"):
@@ -185,7 +208,9 @@ def test_pointers_are_unescaped():
 
 def test_sampling_params_take_it_and_a_mapping_of_it():
     outputs = StructuredOutputs(regex="a+")
-    assert SamplingParams(structured_outputs=outputs) == SamplingParams(structured_outputs={"regex": "a+"})  # type: ignore[arg-type]
+    assert SamplingParams(structured_outputs=outputs) == SamplingParams(
+        structured_outputs={"regex": "a+"}
+    )  # type: ignore[arg-type]
     assert SamplingParams().structured_outputs is None
     with pytest.raises(RequestError, match="structured_outputs is 'json'"):
         SamplingParams(structured_outputs="json")  # type: ignore[arg-type]
@@ -193,7 +218,9 @@ def test_sampling_params_take_it_and_a_mapping_of_it():
 
 @pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_choice", "guided_grammar"])
 def test_older_names_are_explained(name: str):
-    with pytest.raises(RequestError, match=rf"no field '{name}' \(did you mean structured_outputs\?\)"):
+    with pytest.raises(
+        RequestError, match=rf"no field '{name}' \(did you mean structured_outputs\?\)"
+    ):
         SamplingParams(**{name: "a"})
 
 
@@ -219,4 +246,6 @@ def test_parts_belong_to_a_grammar():
         StructuredOutputs(regex="a", parts={"a": {"regex": "a"}})
     made = StructuredOutputs(grammar="start: @a", parts={"a": {"choice": ["x"]}})
     assert hash(made) == hash(StructuredOutputs.of(made.given()))
-    assert made.key() != StructuredOutputs(grammar="start: @a", parts={"a": {"choice": ["y"]}}).key()
+    assert (
+        made.key() != StructuredOutputs(grammar="start: @a", parts={"a": {"choice": ["y"]}}).key()
+    )

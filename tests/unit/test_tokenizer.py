@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.shares import examples
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Built
 
 import freight
@@ -25,29 +33,45 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
     "<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-CORPUS = ["你好世界 hello world", "😀😃😄😁 smile", "naïve café – done", "def main():\n    return 0\n"] * 8
+CORPUS = [
+    "你好世界 hello world",
+    "😀😃😄😁 smile",
+    "naïve café – done",
+    "def main():\n    return 0\n",
+] * 8
 
 
 def save(built, folder, **config):
     built.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        **config,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return Tokenizer.load(folder)
 
 
 def add_bos(built):
     bos = built.token_to_id("<s>")
-    built.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    built.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)]
+    )
 
 
 @pytest.fixture(scope="session")
 def byte_level(tmp_path_factory):
-    """Byte-level BPE whose merges cross the borders of words and of characters; with a chat template."""
+    """Byte-level BPE whose merges cross the borders of words and of characters; with a chat
+    template.
+    """
     built = Built(models.BPE())
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     built.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"]
+    )
     built.train_from_iterator(CORPUS, trainer)
     built.add_tokens([AddedToken("<tool>", special=False)])
     add_bos(built)
@@ -56,7 +80,9 @@ def byte_level(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def windowed(byte_level, tmp_path_factory):
-    """The same, with a decoder whose tokens have to be decoded together for all that `read_decoder` knows."""
+    """The same, with a decoder whose tokens have to be decoded together for all that `read_decoder`
+    knows.
+    """
     built = Built.from_str(byte_level._backend.to_str())
     built.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     tokenizer = save(built, tmp_path_factory.mktemp("windowed"))
@@ -73,9 +99,16 @@ def byte_fallback(tmp_path_factory):
     pieces += ["".join(pair) for pair in merges]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     built = Built(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    built.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    built.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     built.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     built.add_special_tokens(["<unk>", "<s>", "</s>"])
     add_bos(built)
@@ -104,7 +137,10 @@ def stream(tokenizer, token_ids, prompt=(), **params):
     return [*pieces, detokenizer.finish()], detokenizer.stop_reason
 
 
-TEXT = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("你好😀 ea\n\u0301")), max_size=60)
+TEXT = st.text(
+    st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("你好😀 ea\n\u0301")),
+    max_size=60,
+)
 
 
 @settings(max_examples=examples(150))
@@ -129,7 +165,11 @@ def test_pieces_joined_are_the_text_with_byte_fallback(byte_fallback, text):
 
 
 @settings(max_examples=examples(100))
-@given(words=st.lists(st.sampled_from(["hello", "world", "", " ", "done", "return 0", "é"]), max_size=20))
+@given(
+    words=st.lists(
+        st.sampled_from(["hello", "world", "", " ", "done", "return 0", "é"]), max_size=20
+    )
+)
 def test_pieces_joined_are_the_text_with_metaspace(metaspace, words):
     ids = metaspace.encode(" ".join(words))
     assert "".join(stream(metaspace, ids)[0]) == metaspace.decode(ids)
@@ -187,7 +227,10 @@ def test_no_token_decodes_more_than_a_window(windowed, monkeypatch):
 
 
 def test_spaces_between_words_survive(byte_fallback, metaspace):
-    for tokenizer, text in ((byte_fallback, "the  then in the end"), (metaspace, "hello world done")):
+    for tokenizer, text in (
+        (byte_fallback, "the  then in the end"),
+        (metaspace, "hello world done"),
+    ):
         pieces, _ = stream(tokenizer, tokenizer.encode(text))
         assert "".join(pieces) == text
 
@@ -207,11 +250,16 @@ def test_with_the_prompt_the_first_space_survives_too(byte_fallback, metaspace, 
 def test_special_tokens_are_skipped_or_shown(byte_level):
     ids = [*byte_level.encode("hello <tool> world"), byte_level.eos_token_id]
     assert "".join(stream(byte_level, ids)[0]) == "hello <tool> world"
-    assert "".join(stream(byte_level, ids, skip_special_tokens=False)[0]) == "<s>hello <tool> world</s>"
+    assert (
+        "".join(stream(byte_level, ids, skip_special_tokens=False)[0])
+        == "<s>hello <tool> world</s>"
+    )
 
 
 def first_stop(text, stops):
-    """The definition: read character by character; at the first end of a stop string, the longest that ends there."""
+    """The definition: read character by character; at the first end of a stop string, the longest
+    that ends there.
+    """
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -223,7 +271,12 @@ def first_stop(text, stops):
 @settings(max_examples=examples(300))
 @given(
     parts=st.lists(st.text(st.sampled_from("ab😀 é"), max_size=6), max_size=12),
-    stops=st.lists(st.text(st.sampled_from("ab😀 é"), min_size=1, max_size=5), min_size=1, max_size=3, unique=True),
+    stops=st.lists(
+        st.text(st.sampled_from("ab😀 é"), min_size=1, max_size=5),
+        min_size=1,
+        max_size=3,
+        unique=True,
+    ),
 )
 def test_text_stops_exactly_before_the_first_stop_string_however_it_is_cut(demo, parts, stops):
     ids = [token for part in parts for token in demo.encode(part, add_special_tokens=False)]
@@ -237,10 +290,17 @@ def test_text_stops_exactly_before_the_first_stop_string_however_it_is_cut(demo,
 @settings(max_examples=examples(200))
 @given(
     parts=st.lists(st.text(st.sampled_from("ab😀 é"), max_size=6), max_size=12),
-    stops=st.lists(st.text(st.sampled_from("ab😀 é"), min_size=1, max_size=5), min_size=1, max_size=3, unique=True),
+    stops=st.lists(
+        st.text(st.sampled_from("ab😀 é"), min_size=1, max_size=5),
+        min_size=1,
+        max_size=3,
+        unique=True,
+    ),
     min_tokens=st.integers(0, 6),
 )
-def test_an_included_stop_string_is_the_only_difference_and_holds_nothing_back(demo, parts, stops, min_tokens):
+def test_an_included_stop_string_is_the_only_difference_and_holds_nothing_back(
+    demo, parts, stops, min_tokens
+):
     ids = [token for part in parts for token in demo.encode(part, add_special_tokens=False)]
     options = {"stop": stops, "min_tokens": min_tokens}
     left_out, reason = stream(demo, ids, **options)
@@ -251,7 +311,9 @@ def test_an_included_stop_string_is_the_only_difference_and_holds_nothing_back(d
     length = len("".join(pieces))
     for end in range(len(pieces) + 1):
         assert "".join(pieces[:end]) == "".join(plain[:end])[:length]
-    together = Detokenizer(demo, SamplingParams(include_stop_str_in_output=True, max_tokens=None, **options))
+    together = Detokenizer(
+        demo, SamplingParams(include_stop_str_in_output=True, max_tokens=None, **options)
+    )
     assert together.append(ids) + together.finish() == "".join(pieces)
 
 
@@ -325,7 +387,9 @@ def test_a_templated_chat_has_one_bos(byte_level):
     ids = byte_level.apply_chat_template([{"role": "user", "content": "hello"}])
     assert ids.count(byte_level.bos_token_id) == 1
     assert byte_level.decode(ids, skip_special_tokens=False) == "<s><|user|>hello</s><|assistant|>"
-    ids = byte_level.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=False)
+    ids = byte_level.apply_chat_template(
+        [{"role": "user", "content": "hello"}], add_generation_prompt=False
+    )
     assert byte_level.decode(ids, skip_special_tokens=False) == "<s><|user|>hello</s>"
 
 
@@ -344,7 +408,10 @@ def test_chat_without_a_template_names_generate(demo):
         (["hello"], r"messages\[0\] is 'hello'"),
         ([{"role": "user", "content": "x"}, {"content": "x"}], r"messages\[1\].role is None"),
         ([{"role": "user"}], r"messages\[0\].content is None"),
-        ([{"role": "user", "content": 7}], r"messages\[0\].content is 7; it must be a string or a list of text parts"),
+        (
+            [{"role": "user", "content": 7}],
+            r"messages\[0\].content is 7; it must be a string or a list of text parts",
+        ),
         ([{"role": "user", "content": ["x"]}], r"messages\[0\].content\[0\] is 'x'"),
         ([{"role": "user", "content": "\ud800"}], "not Unicode"),
         ([{"role": "robot", "content": "x"}], "refuses these messages: no robots"),
@@ -359,7 +426,9 @@ def test_template_options_cannot_change_what_comes_back(byte_level):
     with pytest.raises(RequestError, match="tokenize is not an option"):
         byte_level.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     with pytest.raises(RequestError, match="continue_final_message"):
-        byte_level.apply_chat_template([{"role": "user", "content": "x"}], continue_final_message=True)
+        byte_level.apply_chat_template(
+            [{"role": "user", "content": "x"}], continue_final_message=True
+        )
 
 
 def test_a_folder_without_a_tokenizer_names_the_way_out(tmp_path):

@@ -1,4 +1,6 @@
-"""A prompt is tokenized as the folder's tokenizer.json says: against the `tokenizers` library with that very file."""
+"""A prompt is tokenized as the folder's tokenizer.json says: against the `tokenizers` library with
+that very file.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ import random
 
 import pytest
 from tests.shares import examples, one_in
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Built
 
 from freight.text.tokenizer import Tokenizer
@@ -25,7 +36,9 @@ CLASSES = [  # tokenizer_class of tokenizer_config.json and model_type of config
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
-LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+)
 LLAMA_3 += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 CORPUS = [
     "the in then main thing 12345 67 890 def main():\n    return 0\n\n",
@@ -51,31 +64,52 @@ def byte_level(split=None, digits=False):
 
 
 def sentencepiece(dummy_prefix=True):
-    """As Llama 2's: no pre-tokenizer, spaces become ▁ in the normalizer, bytes for what is not in the vocabulary."""
+    """As Llama 2's: no pre-tokenizer, spaces become ▁ in the normalizer, bytes for what is not in
+    the vocabulary.
+    """
     pieces = [*SPECIAL, *BYTES, "▁", *"abcdefghijklmnopqrstuvwxyz.:()0123456789\n", "你"]
-    merges = [("▁", "▁"), ("▁", "t"), ("h", "e"), ("▁t", "he"), ("i", "n"), ("▁▁", "▁▁"), ("▁", "in"), ("t", "he")]
+    merges = [
+        ("▁", "▁"),
+        ("▁", "t"),
+        ("h", "e"),
+        ("▁t", "he"),
+        ("i", "n"),
+        ("▁▁", "▁▁"),
+        ("▁", "in"),
+        ("t", "he"),
+    ]
     pieces += [piece for pair in merges if (piece := "".join(pair)) not in pieces]
     vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     built = Built(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     replace = normalizers.Replace(" ", "▁")
-    built.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if dummy_prefix else replace
+    built.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), replace]) if dummy_prefix else replace
+    )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    built.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if dummy_prefix else steps)
+    built.decoder = decoders.Sequence(
+        [*steps, decoders.Strip(" ", 1, 0)] if dummy_prefix else steps
+    )
     return built
 
 
 def metaspace():
     built = Built(models.BPE(unk_token="<unk>"))
     built.pre_tokenizer, built.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    built.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=200, special_tokens=SPECIAL, show_progress=False))
+    built.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=200, special_tokens=SPECIAL, show_progress=False)
+    )
     return built
 
 
 def unigram():
     built = Built(models.Unigram())
-    built.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    built.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
     built.pre_tokenizer, built.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=150, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+    )
     built.train_from_iterator(CORPUS, trainer)
     return built
 
@@ -92,7 +126,9 @@ def word_piece():
 def word_level():
     built = Built(models.WordLevel(unk_token="<unk>"))
     built.pre_tokenizer = pre_tokenizers.Whitespace()
-    built.train_from_iterator(CORPUS, trainers.WordLevelTrainer(special_tokens=SPECIAL, show_progress=False))
+    built.train_from_iterator(
+        CORPUS, trainers.WordLevelTrainer(special_tokens=SPECIAL, show_progress=False)
+    )
     return built
 
 
@@ -125,8 +161,35 @@ def random_texts(count):
         *" \n\t.,:;()'\"#_-=/<>|",
         *"  \n",
         *["  ", "    ", " \n", "\r\n", "\n\n\n", "\u00a0", "\u3000"],
-        *["the", " the", "in", " in", "main():\n", "def ", "return 0", "hello", "It's", "THE", "naïve", "ﬁ"],
-        *["0", "12345", "67", " 8", "3.14", "你好", "世界", "한국", "e\u0301", "\u0301", "\u200d", "𝄞", "\x00"],
+        *[
+            "the",
+            " the",
+            "in",
+            " in",
+            "main():\n",
+            "def ",
+            "return 0",
+            "hello",
+            "It's",
+            "THE",
+            "naïve",
+            "ﬁ",
+        ],
+        *[
+            "0",
+            "12345",
+            "67",
+            " 8",
+            "3.14",
+            "你好",
+            "世界",
+            "한국",
+            "e\u0301",
+            "\u0301",
+            "\u200d",
+            "𝄞",
+            "\x00",
+        ],
         *["😀", "👩\u200d👩\u200d👧", "🏳\ufe0f\u200d🌈"],
         *[*SPECIAL, "<tool>", "<s", "▁", "Ġ", "<0x41>", "[PAD]"],
     ]
@@ -134,7 +197,9 @@ def random_texts(count):
     texts = ["", " ", "  the in", "the in", "12345", "main():\n", "def main():\n    return 0"]
     while len(texts) < count:
         words = draw.choices(parts, k=draw.randint(1, 12))
-        texts.append("".join(word if draw.random() < 0.8 else draw.choice(letters) for word in words))
+        texts.append(
+            "".join(word if draw.random() < 0.8 else draw.choice(letters) for word in words)
+        )
     return texts
 
 
@@ -143,12 +208,16 @@ TEXTS = random_texts(examples(2000))
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)
 def oracle(request, tmp_path_factory):
-    """The folder of a tokenizer.json, and what the library does with the file: ids with BOS, without, and texts."""
+    """The folder of a tokenizer.json, and what the library does with the file: ids with BOS,
+    without, and texts.
+    """
     build, around = KINDS[request.param]
     built = build()
     if around in AROUND:
         ids = [(token, built.token_to_id(token)) for token in ("<s>", "</s>")]
-        built.post_processor = processors.TemplateProcessing(single=AROUND[around], special_tokens=ids)
+        built.post_processor = processors.TemplateProcessing(
+            single=AROUND[around], special_tokens=ids
+        )
     built.add_special_tokens(SPECIAL)
     built.add_tokens([AddedToken("<tool>", special=False, lstrip=True)])
     folder = tmp_path_factory.mktemp("kind")
@@ -158,20 +227,31 @@ def oracle(request, tmp_path_factory):
     library.no_padding()
     encoded = [library.encode(text).ids for text in TEXTS]
     bare = [library.encode(text, add_special_tokens=False).ids for text in TEXTS]
-    decoded = [library.decode(ids) for ids in encoded], [library.decode(ids, False) for ids in encoded]
+    decoded = (
+        [library.decode(ids) for ids in encoded],
+        [library.decode(ids, False) for ids in encoded],
+    )
     return folder, (encoded, bare, *decoded)
 
 
 @pytest.mark.parametrize(("tokenizer_class", "model_type"), one_in(3, CLASSES))
 def test_ids_and_text_are_those_of_the_file_whatever_the_class(oracle, tokenizer_class, model_type):
     folder, expected = oracle
-    config = {"tokenizer_class": tokenizer_class, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    config = {
+        "tokenizer_class": tokenizer_class,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     tokenizer = Tokenizer.load(folder)
     encoded = [tokenizer.encode(text) for text in TEXTS]
     bare = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
-    decoded = [tokenizer.decode(ids) for ids in encoded], [tokenizer.decode(ids, False) for ids in encoded]
+    decoded = (
+        [tokenizer.decode(ids) for ids in encoded],
+        [tokenizer.decode(ids, False) for ids in encoded],
+    )
     for mine, theirs in zip((encoded, bare, *decoded), expected, strict=True):
         assert [text for text, a, b in zip(TEXTS, mine, theirs, strict=True) if a != b] == []
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)

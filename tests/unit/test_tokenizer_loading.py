@@ -18,12 +18,19 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def write(folder, **files):
-    """A byte-level tokenizer without merges, <s> and </s> at 256 and 257; other files by their names' stems."""
+    """A byte-level tokenizer without merges, <s> and </s> at 256 and 257; other files by their
+    names' stems.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     built = Built(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
-    built.pre_tokenizer, built.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    built.pre_tokenizer, built.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     built.add_special_tokens(["<s>", "</s>"])
-    built.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    built.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 256)]
+    )
     built.save(str(folder / "tokenizer.json"))
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
@@ -37,16 +44,30 @@ def test_tokens_that_only_tokenizer_config_declares_are_added(tmp_path):
         "259": {"content": "<tool>", "special": False, **flags},
         "258": {"content": "<|eot|>", "special": True, **flags},
     }
-    config = {"added_tokens_decoder": declared, "eos_token": "<|eot|>", "extra_special_tokens": ["<|x|>"]}
-    tokenizer = Tokenizer.load(write(tmp_path, tokenizer_config=config, special_tokens_map={"eos_token": "</s>"}))
+    config = {
+        "added_tokens_decoder": declared,
+        "eos_token": "<|eot|>",
+        "extra_special_tokens": ["<|x|>"],
+    }
+    tokenizer = Tokenizer.load(
+        write(tmp_path, tokenizer_config=config, special_tokens_map={"eos_token": "</s>"})
+    )
     assert tokenizer.encode("<|eot|><tool><|x|>", False) == [258, 259, 260]
     assert tokenizer.special_token_ids == {256, 257, 258, 260}
-    assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.vocab_size) == (258, None, 261)
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.vocab_size) == (
+        258,
+        None,
+        261,
+    )
     assert tokenizer.decode([258, 259, 260]) == "<tool>"
 
 
 def test_tokens_of_the_older_files_are_added(tmp_path):
-    names = {"bos_token": "<s>", "eos_token": {"content": "<|eot|>", "lstrip": False}, "pad_token": "<pad>"}
+    names = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "<|eot|>", "lstrip": False},
+        "pad_token": "<pad>",
+    }
     folder = write(tmp_path, special_tokens_map=names, added_tokens={"<b>": 259, "<|eot|>": 258})
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.encode("<b><|eot|><pad>", False) == [259, 258, 260]
@@ -56,12 +77,21 @@ def test_tokens_of_the_older_files_are_added(tmp_path):
 
 @pytest.mark.parametrize("said", [True, False])
 def test_the_post_processor_decides_about_bos_and_eos(tmp_path, caplog, said):
-    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": said, "add_eos_token": not said}
+    config = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "add_bos_token": said,
+        "add_eos_token": not said,
+    }
     with caplog.at_level(logging.INFO, "freight"):
         assert Tokenizer.load(write(tmp_path, tokenizer_config=config)).encode("") == [256]
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == (0 if said else 2)
-    assert said or "add_bos_token false, tokenizer.json adds <s>; Freight follows tokenizer.json" in warned[0]
+    assert (
+        said
+        or "add_bos_token false, tokenizer.json adds <s>; Freight follows tokenizer.json"
+        in warned[0]
+    )
     assert said or "add_eos_token true, tokenizer.json adds none" in warned[1]
 
 
@@ -69,13 +99,32 @@ def test_the_post_processor_decides_about_bos_and_eos(tmp_path, caplog, said):
     ("files", "text"),
     [
         (
-            {"tokenizer_config.json": {"chat_template": "config"}, "chat_template.json": {"chat_template": "x"}},
+            {
+                "tokenizer_config.json": {"chat_template": "config"},
+                "chat_template.json": {"chat_template": "x"},
+            },
             "config",
         ),
         ({"chat_template.json": {"chat_template": "json"}}, "json"),
-        ({"tokenizer_config.json": {"chat_template": "config"}, "chat_template.jinja": "jinja"}, "jinja"),
-        ({"chat_template.jinja": "{{ bos_token }}jinja", "tokenizer_config.json": {"bos_token": "<s>"}}, "<s>jinja"),
-        ({"tokenizer_config.json": {"chat_template": [{"name": "default", "template": "named"}]}}, "named"),
+        (
+            {"tokenizer_config.json": {"chat_template": "config"}, "chat_template.jinja": "jinja"},
+            "jinja",
+        ),
+        (
+            {
+                "chat_template.jinja": "{{ bos_token }}jinja",
+                "tokenizer_config.json": {"bos_token": "<s>"},
+            },
+            "<s>jinja",
+        ),
+        (
+            {
+                "tokenizer_config.json": {
+                    "chat_template": [{"name": "default", "template": "named"}]
+                }
+            },
+            "named",
+        ),
         ({"chat_template.jinja": "d", "additional_chat_templates/tool_use.jinja": "t"}, "d"),
     ],
 )
@@ -112,8 +161,12 @@ def test_whatever_a_template_raises_is_a_refusal(tmp_path, template, words):
         tokenizer.apply_chat_template(USER)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
-@pytest.mark.parametrize("content", ["", '{"version": "1.0"', "[" * 200_000, "[]", "null", "\x00", None])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
+@pytest.mark.parametrize(
+    "content", ["", '{"version": "1.0"', "[" * 200_000, "[]", "null", "\x00", None]
+)
 def test_a_damaged_file_is_named(tmp_path, name, content):
     write(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
@@ -146,7 +199,9 @@ def test_a_folder_without_tokenizer_json_is_converted_and_a_line_says_so(tmp_pat
     vocab = {character: index for index, character in enumerate([*alphabet, "ab", "<|endoftext|>"])}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "chat_template": "ab"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "GPT2Tokenizer", "chat_template": "ab"}'
+    )
     with caplog.at_level(logging.INFO, "freight"):
         tokenizer = Tokenizer.load(tmp_path)
     assert [record.getMessage() for record in caplog.records] == [
@@ -159,7 +214,10 @@ def test_a_folder_without_tokenizer_json_is_converted_and_a_line_says_so(tmp_pat
 
 def test_the_text_of_a_single_token(tmp_path):
     tokenizer = Tokenizer.load(write(tmp_path))
-    assert all(tokenizer.token_text(token) == tokenizer.decode([token], False) for token in [*range(260), *range(260)])
+    assert all(
+        tokenizer.token_text(token) == tokenizer.decode([token], False)
+        for token in [*range(260), *range(260)]
+    )
     assert tokenizer.token_text(257) == "</s>"
     assert tokenizer.token_text(2**40) == tokenizer.decode([2**40]) == ""
     with pytest.raises(RequestError, match="token id -1 is negative"):

@@ -27,13 +27,23 @@ def test_half_of_the_records_are_earlier_ones():
     assert 0.4 < len(set(records)) / len(records) < 0.6
 
 
-def test_context_theta_and_layers_reach_the_model_and_its_configuration(tmp_path: Path, monkeypatch):
+def test_context_theta_and_layers_reach_the_model_and_its_configuration(
+    tmp_path: Path, monkeypatch
+):
     monkeypatch.setattr(train_demo_model, "CALIBRATION", ["a.py"])
     family = replace(FAMILIES["llama"], theta=2e4, layers=2, context=2048)
-    write_data(tmp_path, {"a.py": "a = 1"}, Tokenizer.from_file(str(DEMO / "tokenizer.json")), "b", family)
+    write_data(
+        tmp_path, {"a.py": "a = 1"}, Tokenizer.from_file(str(DEMO / "tokenizer.json")), "b", family
+    )
     config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["max_position_embeddings"], config["rope_theta"], config["num_hidden_layers"]) == (2048, 2e4, 2)
+    assert (
+        config["max_position_embeddings"],
+        config["rope_theta"],
+        config["num_hidden_layers"],
+    ) == (2048, 2e4, 2)
     model = Model(family)
     assert len(model.layers) == 2
     assert model.cos.shape == (2048, 32)
-    assert torch.allclose(model.cos[2000, 1], torch.tensor(2000 * 2e4 ** (-1 / 32)).cos(), atol=1e-3)
+    assert torch.allclose(
+        model.cos[2000, 1], torch.tensor(2000 * 2e4 ** (-1 / 32)).cos(), atol=1e-3
+    )

@@ -1,4 +1,6 @@
-"""tools/train_small_models.py, and the models in tests/fixtures/hybrids and latents that it trained."""
+"""tools/train_small_models.py, and the models in tests/fixtures/hybrids and latents that it
+trained.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,17 @@ def test_the_fixture_reaches_the_bits_per_byte_of_its_log(kind: str):
     losses = F.cross_entropy(model(input_ids=ids).logits.transpose(1, 2), targets, reduction="sum")
     bits = float(losses) / math.log(2) / num_bytes
     assert abs(bits - logged_bits(fixture, "kept")) < 0.01
-    assert bits < 0.75 * math.log2(train_small_models.VOCAB) * targets.numel() / num_bytes  # of a uniform guess
+    assert (
+        bits < 0.75 * math.log2(train_small_models.VOCAB) * targets.numel() / num_bytes
+    )  # of a uniform guess
     if kind in HYBRIDS:
         without = logged_bits(fixture, "set to 0 every 64 tokens")
         assert without > bits + 0.01  # its states carry memory
 
 
-@pytest.mark.parametrize(("kind", "most_bytes"), [(HYBRIDS[0], 1.6e6), (HYBRIDS[1], 1.6e6), (LATENT, 3.7e6)])
+@pytest.mark.parametrize(
+    ("kind", "most_bytes"), [(HYBRIDS[0], 1.6e6), (HYBRIDS[1], 1.6e6), (LATENT, 3.7e6)]
+)
 def test_the_fixture_is_small_and_in_bfloat16(kind: str, most_bytes: float):
     assert sum(path.stat().st_size for path in (FIXTURES / kind).iterdir()) <= most_bytes
     model = AutoModelForCausalLM.from_pretrained(FIXTURES / kind, dtype="auto")

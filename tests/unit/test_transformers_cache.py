@@ -1,7 +1,7 @@
 """FP8Cache against transformers' own DynamicCache, and the scales that it takes.
 
-The oracle is a DynamicCache that is given keys and values which were rounded to FP8 before, one by one: whatever
-is done to both, they return the same bits.
+The oracle is a DynamicCache that is given keys and values which were rounded to FP8 before, one by
+one: whatever is done to both, they return the same bits.
 """
 
 from __future__ import annotations
@@ -48,14 +48,21 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 4 * DIM,
 }
 MIXED = Qwen2Config(
-    **SHAPE, use_sliding_window=True, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"]
+    **SHAPE,
+    use_sliding_window=True,
+    sliding_window=WINDOW,
+    layer_types=["full_attention", "sliding_attention"],
 )
 LLAMA = LlamaConfig(**SHAPE)
 BYTES = torch.uint8
 
 
 def states(batch: int, tokens: int, seed: int, dim: int = DIM) -> Tensor:
-    return torch.randn((batch, HEADS, tokens, dim), generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    return torch.randn(
+        (batch, HEADS, tokens, dim),
+        generator=torch.Generator().manual_seed(seed),
+        dtype=torch.float32,
+    )
 
 
 def per_token(x: Tensor) -> Tensor:
@@ -76,7 +83,9 @@ class Pair:
 
     def update(self, tokens: int, seed: int) -> None:
         for layer in range(2):
-            assert self.ours.get_mask_sizes(tokens, layer) == self.theirs.get_mask_sizes(tokens, layer)
+            assert self.ours.get_mask_sizes(tokens, layer) == self.theirs.get_mask_sizes(
+                tokens, layer
+            )
             k, v = states(self.batch, tokens, seed), states(self.batch, tokens, seed + 1000)
             ours = self.ours.update(k, v, layer)
             theirs = self.theirs.update(self.rounded(k), self.rounded(v), layer)
@@ -130,10 +139,16 @@ class Pair:
 @settings(max_examples=examples(60))
 @given(data=st.data(), how=st.sampled_from([("dynamic", per_token), ("unit", at_1)]))
 def test_every_operation_does_what_dynamic_cache_does(data: st.DataObject, how: Any) -> None:
-    """Layers with and without a window, growth, crops with and without a record of the past, beams, batches, reset."""
+    """Layers with and without a window, growth, crops with and without a record of the past, beams,
+    batches, reset.
+    """
     pair = Pair(*how)
     for seed in range(data.draw(st.integers(1, 12))):
-        match data.draw(st.sampled_from(["update"] * 4 + ["crop", "activate", "reset", "reorder", "select", "repeat"])):
+        match data.draw(
+            st.sampled_from(
+                ["update"] * 4 + ["crop", "activate", "reset", "reorder", "select", "repeat"]
+            )
+        ):
             case "update":
                 pair.update(data.draw(st.integers(1, 9)), seed)
             case "crop":
@@ -143,7 +158,11 @@ def test_every_operation_does_what_dynamic_cache_does(data: st.DataObject, how: 
             case "reset":
                 pair.reset()
             case "reorder":
-                rows = data.draw(st.lists(st.integers(0, pair.batch - 1), min_size=pair.batch, max_size=pair.batch))
+                rows = data.draw(
+                    st.lists(
+                        st.integers(0, pair.batch - 1), min_size=pair.batch, max_size=pair.batch
+                    )
+                )
                 pair.rows("reorder_cache", torch.tensor(rows), pair.batch)
             case "select":
                 rows = data.draw(st.lists(st.integers(0, pair.batch - 1), min_size=1, max_size=4))
@@ -152,14 +171,22 @@ def test_every_operation_does_what_dynamic_cache_does(data: st.DataObject, how: 
                 pair.rows("batch_repeat_interleave", 2, 2 * pair.batch)
 
 
-def filled(cache: FP8Cache, tokens: int, dim: int = DIM, dtype: torch.dtype = torch.bfloat16) -> FP8Cache:
+def filled(
+    cache: FP8Cache, tokens: int, dim: int = DIM, dtype: torch.dtype = torch.bfloat16
+) -> FP8Cache:
     for layer in range(len(cache)):
-        cache.update(states(2, tokens, layer, dim).to(dtype), states(2, tokens, layer + 9, dim).to(dtype), layer)
+        cache.update(
+            states(2, tokens, layer, dim).to(dtype),
+            states(2, tokens, layer + 9, dim).to(dtype),
+            layer,
+        )
     return cache
 
 
 def test_a_copy_goes_its_own_way() -> None:
-    """A prompt is computed once, and continued several times from copies, as transformers' documents show it."""
+    """A prompt is computed once, and continued several times from copies, as transformers'
+    documents show it.
+    """
     first = filled(FP8Cache(MIXED), 5)
     second, before = copy.deepcopy(first), first.layers[0].keys.view(BYTES).clone()
     filled(second, 3)
@@ -170,7 +197,10 @@ def test_a_copy_goes_its_own_way() -> None:
 
 def test_tokens_of_a_window_that_are_gone_are_not_brought_back() -> None:
     cache = filled(FP8Cache(MIXED), 20)
-    with pytest.raises(ConfigError, match=r"window of 6 has only 5 of them; call the cache's activate_past_recording"):
+    with pytest.raises(
+        ConfigError,
+        match=r"window of 6 has only 5 of them; call the cache's activate_past_recording",
+    ):
         cache.layers[1].crop(-1)
     cache.activate_past_recording()
     filled(cache, 2)
@@ -193,10 +223,12 @@ def test_the_dtype_of_the_model_comes_back_and_layers_that_are_made_early_are_th
         assert torch.equal(ours, others)
 
 
-@pytest.mark.parametrize(("dim", "share"), [(64, 0.516), (80, 0.513), (96, 0.510), (128, 0.508), (256, 0.504)])
+@pytest.mark.parametrize(
+    ("dim", "share"), [(64, 0.516), (80, 0.513), (96, 0.510), (128, 0.508), (256, 0.504)]
+)
 def test_memory_is_half_of_what_dynamic_cache_holds_in_bfloat16(dim: int, share: float) -> None:
-    """Measured on the storages that both hold. The share is (head_dim + 2) / (2 head_dim), with scales per token; up to
-    a 32nd comes on top, the room for tokens to come."""
+    """Measured on the storages that both hold. The share is (head_dim + 2) / (2 head_dim), with
+    scales per token; up to a 32nd comes on top, the room for tokens to come."""
     config = LlamaConfig(**{**SHAPE, "head_dim": dim})
     ours, theirs = FP8Cache(config), DynamicCache(config=config)
     for cache in (ours, theirs):
@@ -227,14 +259,17 @@ def test_a_window_takes_the_memory_of_its_window() -> None:
 # --- scales ---
 
 
-def with_scales(folder: Path, layers: tuple[int, ...] = (0, 1), shape: tuple[int, ...] = ()) -> Path:
+def with_scales(
+    folder: Path, layers: tuple[int, ...] = (0, 1), shape: tuple[int, ...] = ()
+) -> Path:
     """A checkpoint of 2 layers, with KV scales in these."""
     shutil.copytree(BASE, folder)
     tensors = load_file(folder / "model.safetensors")
     for layer in layers:
         for side, value in (("k", 0.01), ("v", 0.02)):
             scale = (
-                torch.full(shape, value + 0.1 * layer) + torch.arange(max(1, len(shape) and shape[0])).view(shape) / 64
+                torch.full(shape, value + 0.1 * layer)
+                + torch.arange(max(1, len(shape) and shape[0])).view(shape) / 64
             )
             tensors[f"model.layers.{layer}.self_attn.{side}_scale"] = scale
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -247,9 +282,14 @@ def config_of(folder: Path) -> PretrainedConfig:
 
 @pytest.mark.parametrize("scales", ["auto", "checkpoint"])
 @pytest.mark.parametrize("shape", [(), (HEADS,)])
-def test_the_scales_of_the_checkpoint_that_the_config_came_from(tmp_path: Path, scales: str, shape: Any) -> None:
+def test_the_scales_of_the_checkpoint_that_the_config_came_from(
+    tmp_path: Path, scales: str, shape: Any
+) -> None:
     folder = with_scales(tmp_path / "m", shape=shape)
-    for cache in (FP8Cache(config_of(folder), kv_scales=scales), FP8Cache(LLAMA, kv_scales=scales, model=folder)):
+    for cache in (
+        FP8Cache(config_of(folder), kv_scales=scales),
+        FP8Cache(LLAMA, kv_scales=scales, model=folder),
+    ):
         assert cache.kv_cache.scale_source == "checkpoint"
         for layer in range(2):
             x = states(2, 7, layer)
@@ -310,7 +350,9 @@ def test_what_was_decided_is_shown() -> None:
 
 
 def test_skipped_layers_are_those_of_dynamic_cache(tmp_path: Path) -> None:
-    """Named by number or by window; their scales may be missing. The others are quantized as before."""
+    """Named by number or by window; their scales may be missing. The others are quantized as
+    before.
+    """
     folder = with_scales(tmp_path / "m", layers=(1,))
     for config, options, skipped in (
         (MIXED, {"kv_cache_dtype_skip_layers": ["sliding_window"]}, 1),
@@ -348,7 +390,10 @@ def test_skipped_layers_are_those_of_dynamic_cache(tmp_path: Path) -> None:
         ({"kv_scales": "dynamc"}, "'dynamc' is unknown .did you mean dynamic"),
         ({"kv_scales": "group"}, "parts of a latent in two; use kv_scales='dynamic'"),
         ({"kv_scales": "none.json"}, r"none\.json: there is no such file"),
-        ({"kv_scales": "checkpoint"}, r"was not loaded from one: name it, FP8Cache\(config, model=FOLDER\)"),
+        (
+            {"kv_scales": "checkpoint"},
+            r"was not loaded from one: name it, FP8Cache\(config, model=FOLDER\)",
+        ),
         ({"kv_scales": "checkpoint", "model": BASE}, "the checkpoint has no KV scales: calibrate"),
         ({"kv_scales": "x.json", "kv_cache_dtype": "fp8_e5m2"}, "static scales are made for E4M3"),
     ],

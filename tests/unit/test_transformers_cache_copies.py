@@ -1,4 +1,6 @@
-"""FP8Cache copied, pickled, saved, and filled in inference mode: it is continued with the same tokens."""
+"""FP8Cache copied, pickled, saved, and filled in inference mode: it is continued with the same
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,12 @@ TINY_WINDOW = MistralConfig(vocab_size=64, intermediate_size=64, sliding_window=
 @pytest.mark.parametrize("scales", ["dynamic", "0.03"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch_save])
 @pytest.mark.parametrize("filled_under", [torch.inference_mode, torch.no_grad])
-def test_a_copy_generates_the_same_tokens(config: Any, scales: str, copied: Any, filled_under: Any) -> None:
-    """A prompt is computed once, in inference mode too, and the copy of its cache is continued by `generate`."""
+def test_a_copy_generates_the_same_tokens(
+    config: Any, scales: str, copied: Any, filled_under: Any
+) -> None:
+    """A prompt is computed once, in inference mode too, and the copy of its cache is continued by
+    `generate`.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(0, 64, (2, 12))
@@ -48,7 +54,9 @@ def test_a_copy_generates_the_same_tokens(config: Any, scales: str, copied: Any,
     for cache in (second, first, copied(FP8Cache(config, kv_scales=scales))):
         assert torch.equal(model.generate(ids, past_key_values=cache, **how), want)
         for layer in cache.layers:
-            assert layer.keys.data_ptr() == layer.tokens[0].stored.data_ptr()  # a view: no second copy in memory
+            assert (
+                layer.keys.data_ptr() == layer.tokens[0].stored.data_ptr()
+            )  # a view: no second copy in memory
 
 
 def test_what_inference_mode_began_is_changed_outside_of_it() -> None:
@@ -64,4 +72,6 @@ def test_what_inference_mode_began_is_changed_outside_of_it() -> None:
         cache.batch_select_indices(torch.tensor([0, 3]))
         filled(cache, 40)
     for layer in range(2):
-        assert torch.equal(ours.layers[layer].keys.view(BYTES), theirs.layers[layer].keys.view(BYTES))
+        assert torch.equal(
+            ours.layers[layer].keys.view(BYTES), theirs.layers[layer].keys.view(BYTES)
+        )

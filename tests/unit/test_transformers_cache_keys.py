@@ -1,4 +1,6 @@
-"""FP8Cache with a config.json that Freight refuses: transformers computes the model, and reads over such keys."""
+"""FP8Cache with a config.json that Freight refuses: transformers computes the model, and reads over
+such keys.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 
 
 @pytest.mark.parametrize(("source", "found"), [("auto", "dynamic"), ("0.5,0.25", "given")])
-def test_keys_that_only_freight_would_refuse_are_no_obstacle(tmp_path: Path, source: str, found: str) -> None:
+def test_keys_that_only_freight_would_refuse_are_no_obstacle(
+    tmp_path: Path, source: str, found: str
+) -> None:
     folder = shutil.copytree(BASE, tmp_path / "model")
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"alibi": True, "clip_qkv": 8.0}))

@@ -1,5 +1,5 @@
-"""Where a model's attention has its scales: the path of its attention module within a layer, and whether it gets a
-quantization configuration. Read from what the classes assign to themselves."""
+"""Where a model's attention has its scales: the path of its attention module within a layer, and
+whether it gets a quantization configuration. Read from what the classes assign to themselves."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from dataclasses import dataclass
 
 from engine_sources.modules import ClassRef
 
-KERNELS = frozenset({"RadixAttention", "Attention", "attn_cls", "EncoderOnlyAttention", "UnifiedRadixAttention"})
+KERNELS = frozenset(
+    {"RadixAttention", "Attention", "attn_cls", "EncoderOnlyAttention", "UnifiedRadixAttention"}
+)
 LAYER_NAMES = ("self_attn", "self_attention", "attn", "attention", "mixer")
 
 
 @dataclass(frozen=True)
 class AttentionPath:
-    """'self_attn' and 'attn' of `model.layers.0.self_attn.attn`; `quantized`: the layer is given a configuration."""
+    """'self_attn' and 'attn' of `model.layers.0.self_attn.attn`; `quantized`: the layer is given a
+    configuration.
+    """
 
     outer: str
     inner: str
@@ -42,8 +46,8 @@ def _is_of_models(cls: ClassRef) -> bool:
 def attention_paths(start: ClassRef) -> frozenset[AttentionPath]:
     """Every place of an attention kernel in the model; empty if none was found.
 
-    A model that defines layers of its own gives them to the model that it inherits from, so where the two differ in
-    what they pass on, those of the file of `start` count.
+    A model that defines layers of its own gives them to the model that it inherits from, so where
+    the two differ in what they pass on, those of the file of `start` count.
     """
     classes = reachable(start)
     found = _paths(classes)
@@ -59,12 +63,18 @@ def _paths(classes: list[ClassRef]) -> frozenset[AttentionPath]:
         for attribute, value in _assigned(cls):
             created = _created(value, cls)
             for attention in created & inner.keys():
-                paths |= {AttentionPath(attribute, name, quantized) for name, quantized in inner[attention]}
+                paths |= {
+                    AttentionPath(attribute, name, quantized)
+                    for name, quantized in inner[attention]
+                }
     if not paths:  # the class is chosen at run time: its usual names
         names = {attribute for cls in classes for attribute, _ in _assigned(cls)} & set(LAYER_NAMES)
         kernels = {one for found in inner.values() for one in found}
         paths = {
-            AttentionPath(outer, name, quantized) for outer in names for name, quantized in kernels if outer != name
+            AttentionPath(outer, name, quantized)
+            for outer in names
+            for name, quantized in kernels
+            if outer != name
         }
     return frozenset(paths)
 
@@ -81,7 +91,11 @@ def _kernels(cls: ClassRef) -> Iterable[tuple[str, bool]]:
             if not isinstance(call, ast.Call):
                 continue
             callee = cls.module.resolve_expression(call.func)
-            names = callee.base_names if isinstance(callee, ClassRef) else {ast.unparse(call.func).rpartition(".")[2]}
+            names = (
+                callee.base_names
+                if isinstance(callee, ClassRef)
+                else {ast.unparse(call.func).rpartition(".")[2]}
+            )
             # Of the tree's classes named *Attention, those in models/ hold a kernel and are none.
             if names & KERNELS and not (
                 isinstance(callee, ClassRef) and _is_of_models(callee) and not _extends(callee)
@@ -99,7 +113,9 @@ def _created(value: ast.expr, cls: ClassRef) -> set[ClassRef]:
     found = set()
     for node in ast.walk(value):
         if isinstance(node, ast.Call | ast.Name):
-            callee = cls.module.resolve_expression(node.func if isinstance(node, ast.Call) else node)
+            callee = cls.module.resolve_expression(
+                node.func if isinstance(node, ast.Call) else node
+            )
             if isinstance(callee, ClassRef):
                 found.add(callee)
     return found

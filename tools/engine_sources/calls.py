@@ -1,4 +1,6 @@
-"""Names, attributes and calls of the interpreter: functions, methods and classes of the tree, and some builtins."""
+"""Names, attributes and calls of the interpreter: functions, methods and classes of the tree, and
+some builtins.
+"""
 
 from __future__ import annotations
 
@@ -128,21 +130,29 @@ class Calls(Evaluation):
             if "property" in decorators or "cached_property" in decorators:
                 return self.call(Bound(method, receiver), [], {})
             plain = "staticmethod" in decorators
-            return Bound(method, None if plain else cls if "classmethod" in decorators else receiver)
+            return Bound(
+                method, None if plain else cls if "classmethod" in decorators else receiver
+            )
         found = cls.attribute(name)
         if found is None:
             return UNKNOWN
-        return self.eval(found[0], Scope(found[1].module, found[1], _class_names(self, found[1], found[0])))
+        return self.eval(
+            found[0], Scope(found[1].module, found[1], _class_names(self, found[1], found[0]))
+        )
 
     def _of_module(self, owner: ModuleObject, name: str) -> object:
-        """What __init__ assigns, where it can be read: a module, a constant, the quantization's configuration."""
+        """What __init__ assigns, where it can be read: a module, a constant, the quantization's
+        configuration.
+        """
         if name in ASSUMED_ATTRIBUTES:
             return ASSUMED_ATTRIBUTES[name]
         child = child_class(owner.cls, name)
         if child is not None:
             return ModuleObject(child, f"{owner.prefix}.{name}".lstrip("."))
         values = owner.cls.assigned(name)
-        if len(values) == 1 and isinstance(values[0][0], ast.Constant | ast.Dict | ast.List | ast.Tuple):
+        if len(values) == 1 and isinstance(
+            values[0][0], ast.Constant | ast.Dict | ast.List | ast.Tuple
+        ):
             return self.eval(values[0][0], Scope(values[0][1].module))
         return UNKNOWN
 
@@ -168,7 +178,9 @@ class Calls(Evaluation):
             called = self.eval(node.func, scope)
         if isinstance(called, Loader):
             self._at(node, scope)
-        return self.call(called, args, kwargs, getattr(node.func, "attr", getattr(node.func, "id", "")))
+        return self.call(
+            called, args, kwargs, getattr(node.func, "attr", getattr(node.func, "id", ""))
+        )
 
     def call(self, called: object, args: list[Any], kwargs: dict[str, Any], name: str = "") -> Any:
         if name in ASSUMED_CALLS:
@@ -186,11 +198,15 @@ class Calls(Evaluation):
         given = [*args, *kwargs.values()]
         if name == "submit" and args:  # an executor of threads
             return self.call(args[0], args[1:], kwargs)
-        if any(isinstance(one, Parameter | Parameters | Loader) or holds_weights(one) for one in given):
+        if any(
+            isinstance(one, Parameter | Parameters | Loader) or holds_weights(one) for one in given
+        ):
             raise Undecided(f"{name} takes the tensor")
         return UNKNOWN
 
-    def _python(self, called: Callable[..., object], args: list[Any], kwargs: dict[str, Any], name: str) -> object:
+    def _python(
+        self, called: Callable[..., object], args: list[Any], kwargs: dict[str, Any], name: str
+    ) -> object:
         """What a function of Python's own returns."""
         given = [*args, *kwargs.values()]
         if any(isinstance(one, Parameters) for one in given):
@@ -199,7 +215,9 @@ class Calls(Evaluation):
         if any(one is UNKNOWN for one in given) and not holds:
             return UNKNOWN
         if any(isinstance(one, Closure | Bound) for one in given):
-            return UNKNOWN if not any(map(holds_weights, given)) else self._sorted(name, args, kwargs)
+            return (
+                UNKNOWN if not any(map(holds_weights, given)) else self._sorted(name, args, kwargs)
+            )
         try:
             return called(*args, **kwargs)
         except (TypeError, ValueError, AttributeError) as error:
@@ -222,7 +240,9 @@ class Calls(Evaluation):
         if bound.receiver is not None:
             args = [bound.receiver, *args]
         scope = Scope(function.module, function.owner)
-        return self._body(function.node, function.node.body, function.node.args, args, kwargs, scope, scope)
+        return self._body(
+            function.node, function.node.body, function.node.args, args, kwargs, scope, scope
+        )
 
     def _closure(self, closure: Closure, args: list[Any], kwargs: dict[str, Any]) -> Any:
         outer = closure.scope
@@ -247,7 +267,9 @@ class Calls(Evaluation):
         for one, default in zip(reversed(positional), reversed(spec.defaults), strict=False):
             scope.names[one.arg] = self.eval(default, defaults)
         for one, keyword_default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
-            scope.names[one.arg] = UNKNOWN if keyword_default is None else self.eval(keyword_default, defaults)
+            scope.names[one.arg] = (
+                UNKNOWN if keyword_default is None else self.eval(keyword_default, defaults)
+            )
         scope.names |= dict(zip((one.arg for one in positional), args, strict=False)) | kwargs
         if spec.vararg is not None:
             scope.names[spec.vararg.arg] = args[len(positional) :]
@@ -281,7 +303,9 @@ class Calls(Evaluation):
 
     def _default(self, node: ast.expr | None, owner: ClassRef) -> object:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "field":
-            factory = {one.arg: ast.unparse(one.value) for one in node.keywords}.get("default_factory")
+            factory = {one.arg: ast.unparse(one.value) for one in node.keywords}.get(
+                "default_factory"
+            )
             return {"dict": {}, "list": [], "set": set()}.get(factory or "", UNKNOWN)
         return UNKNOWN if node is None else self.eval(node, Scope(owner.module))
 
@@ -305,7 +329,11 @@ class Calls(Evaluation):
         return UNKNOWN
 
     def _call_isinstance(self, args: list[Any], kwargs: dict[str, Any], scope: Scope) -> object:
-        return isinstance(args[0], args[1]) if isinstance(args[1], type) and args[0] is not UNKNOWN else UNKNOWN
+        return (
+            isinstance(args[0], args[1])
+            if isinstance(args[1], type) and args[0] is not UNKNOWN
+            else UNKNOWN
+        )
 
     def _call_super(self, args: list[Any], kwargs: dict[str, Any], scope: Scope) -> object:
         receiver, owner = scope.find("self")[1], scope.owner
@@ -329,7 +357,9 @@ def child_class(cls: ClassRef, name: str) -> ClassRef | None:
 
 
 def called_class(value: ast.expr, method: FunctionRef) -> ClassRef | None:
-    """The class that an expression creates: `Class(...)`, one branch of an if, or `self._init_model(...)`."""
+    """The class that an expression creates: `Class(...)`, one branch of an if, or
+    `self._init_model(...)`.
+    """
     if isinstance(value, ast.IfExp):
         return called_class(value.body, method) or called_class(value.orelse, method)
     if not isinstance(value, ast.Call):
@@ -337,10 +367,18 @@ def called_class(value: ast.expr, method: FunctionRef) -> ClassRef | None:
     found = method.module.resolve_expression(value.func)
     if isinstance(found, ClassRef):
         return found
-    if isinstance(value.func, ast.Attribute) and ast.unparse(value.func.value) == "self" and method.owner is not None:
+    if (
+        isinstance(value.func, ast.Attribute)
+        and ast.unparse(value.func.value) == "self"
+        and method.owner is not None
+    ):
         inner = method.owner.method(value.func.attr)
         if inner is not None:
-            returns = [one.value for one in ast.walk(inner.node) if isinstance(one, ast.Return) and one.value]
+            returns = [
+                one.value
+                for one in ast.walk(inner.node)
+                if isinstance(one, ast.Return) and one.value
+            ]
             return next((made for one in returns if (made := called_class(one, inner))), None)
     return None
 
@@ -362,7 +400,11 @@ def names_in(node: ast.AST) -> frozenset[str]:
 
 @cache
 def _is_generator(node: ast.AST) -> bool:
-    inner = [one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.FunctionDef | ast.Lambda)]
+    inner = [
+        one
+        for one in ast.iter_child_nodes(node)
+        if not isinstance(one, ast.FunctionDef | ast.Lambda)
+    ]
     return any(isinstance(one, ast.Yield | ast.YieldFrom) or _is_generator(one) for one in inner)
 
 

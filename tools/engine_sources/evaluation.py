@@ -1,4 +1,6 @@
-"""Expressions of the interpreter: operators, containers, comprehensions. What is not known stays unknown."""
+"""Expressions of the interpreter: operators, containers, comprehensions. What is not known stays
+unknown.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,20 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod, ast.BitOr: operator.or_, ast.Div: operator.truediv,
 }  # fmt: skip
-LITERALS = (str, int, float, bool, list, tuple, dict, set, frozenset, re.Pattern, re.Match, type(None))
+LITERALS = (
+    str,
+    int,
+    float,
+    bool,
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    re.Pattern,
+    re.Match,
+    type(None),
+)
 
 
 class _NotKnown(Exception):
@@ -40,11 +55,12 @@ class _NotKnown(Exception):
 
 @dataclass
 class Evaluation:
-    """One way through the code. `decisions` are the answers to unknown conditions; further ones are False.
+    """One way through the code. `decisions` are the answers to unknown conditions; further ones are
+    False.
 
-    `native(interpreter, receiver, name, args, kwargs)` is asked first at each method of a module or instance; it
-    returns NotImplemented where it has no answer. `loaded` are the parameters that a tensor was loaded into, `line` is
-    (file, line) of the last statement that decided.
+    `native(interpreter, receiver, name, args, kwargs)` is asked first at each method of a module or
+    instance; it returns NotImplemented where it has no answer. `loaded` are the parameters that a
+    tensor was loaded into, `line` is (file, line) of the last statement that decided.
     """
 
     parameters: Parameters
@@ -80,7 +96,9 @@ class Evaluation:
             if value is UNKNOWN:
                 value = [UNKNOWN] * len(target.elts)
             values = list(cast("Any", value))
-            if any(isinstance(one, ast.Starred) for one in target.elts) or len(values) != len(target.elts):
+            if any(isinstance(one, ast.Starred) for one in target.elts) or len(values) != len(
+                target.elts
+            ):
                 raise Undecided("unpacking")
             for one, part in zip(target.elts, values, strict=True):
                 self.bind(one, part, scope)
@@ -94,11 +112,13 @@ class Evaluation:
                 owner.attributes[target.attr] = value
 
     def iterate(self, value: object, node: ast.expr) -> Iterator[Any]:
-        if isinstance(value, str | list | tuple | set | frozenset | dict) or hasattr(value, "__next__"):
-            return iter(cast("Any", value))
-        if isinstance(value, zip | enumerate | range | map | filter | reversed) or type(value).__name__.startswith(
-            "dict_"
+        if isinstance(value, str | list | tuple | set | frozenset | dict) or hasattr(
+            value, "__next__"
         ):
+            return iter(cast("Any", value))
+        if isinstance(value, zip | enumerate | range | map | filter | reversed) or type(
+            value
+        ).__name__.startswith("dict_"):
             return iter(cast("Any", value))
         if value is UNKNOWN and "expert" in ast.unparse(node):
             return iter(())
@@ -117,7 +137,9 @@ class Evaluation:
         return node.value
 
     def _get_BoolOp(self, node: ast.BoolOp, scope: Scope) -> object:
-        """Unknown operands are passed over while another may decide; their effects on names are none."""
+        """Unknown operands are passed over while another may decide; their effects on names are
+        none.
+        """
         stop, unknown, value = isinstance(node.op, ast.Or), False, None
         for operand in node.values:
             try:
@@ -157,7 +179,11 @@ class Evaluation:
             if left is UNKNOWN or right is UNKNOWN or isinstance(right, Instance | ModuleObject):
                 return UNKNOWN
             inside = left in right
-            if not inside and not isinstance(right, Parameters | str) and any(one is UNKNOWN for one in right):
+            if (
+                not inside
+                and not isinstance(right, Parameters | str)
+                and any(one is UNKNOWN for one in right)
+            ):
                 return UNKNOWN
             return inside == isinstance(op, ast.In)
         if left is UNKNOWN or right is UNKNOWN:
@@ -170,18 +196,31 @@ class Evaluation:
     def binary(self, op: ast.operator, left: Any, right: Any) -> object:
         if isinstance(left, Instance) and isinstance(op, ast.BitOr):
             method = left.cls.method("__or__")
-            return UNKNOWN if method is None or right is UNKNOWN else self.call(Bound(method, left), [right], {})
+            return (
+                UNKNOWN
+                if method is None or right is UNKNOWN
+                else self.call(Bound(method, left), [right], {})
+            )
         odd = isinstance(left, Parameters) or isinstance(right, Parameters)
         if left is UNKNOWN or right is UNKNOWN or odd or type(op) not in _BINARY:
             return UNKNOWN
         return _BINARY[type(op)](left, right)
 
     def _get_JoinedStr(self, node: ast.JoinedStr, scope: Scope) -> object:
-        parts = [self.eval(one.value if isinstance(one, ast.FormattedValue) else one, scope) for one in node.values]
-        return "".join(map(str, parts)) if all(isinstance(one, str | int) for one in parts) else UNKNOWN
+        parts = [
+            self.eval(one.value if isinstance(one, ast.FormattedValue) else one, scope)
+            for one in node.values
+        ]
+        return (
+            "".join(map(str, parts))
+            if all(isinstance(one, str | int) for one in parts)
+            else UNKNOWN
+        )
 
     def _get_IfExp(self, node: ast.IfExp, scope: Scope) -> object:
-        return self.eval(node.body if self.truth(self.eval(node.test, scope)) else node.orelse, scope)
+        return self.eval(
+            node.body if self.truth(self.eval(node.test, scope)) else node.orelse, scope
+        )
 
     def _get_NamedExpr(self, node: ast.NamedExpr, scope: Scope) -> object:
         value = self.eval(node.value, scope)
@@ -224,7 +263,10 @@ class Evaluation:
     def _get_Subscript(self, node: ast.Subscript, scope: Scope) -> object:
         owner = self.eval(node.value, scope)
         if isinstance(node.slice, ast.Slice):
-            ends = [None if one is None else self.eval(one, scope) for one in (node.slice.lower, node.slice.upper)]
+            ends = [
+                None if one is None else self.eval(one, scope)
+                for one in (node.slice.lower, node.slice.upper)
+            ]
             sliceable = isinstance(owner, str | list | tuple) and UNKNOWN not in ends
             return cast("Any", owner)[slice(*ends)] if sliceable else UNKNOWN
         key = self.eval(node.slice, scope)
@@ -235,7 +277,11 @@ class Evaluation:
             if key not in owner:
                 raise Raised("KeyError")
             return Parameter(key)
-        if owner is UNKNOWN or key is UNKNOWN or not isinstance(owner, str | list | tuple | dict | re.Match):
+        if (
+            owner is UNKNOWN
+            or key is UNKNOWN
+            or not isinstance(owner, str | list | tuple | dict | re.Match)
+        ):
             return UNKNOWN
         try:
             return owner[key]
@@ -245,10 +291,14 @@ class Evaluation:
     def _get_Lambda(self, node: ast.Lambda, scope: Scope) -> object:
         return Closure(node, scope)
 
-    def _get_ListComp(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, scope: Scope) -> object:
+    def _get_ListComp(
+        self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, scope: Scope
+    ) -> object:
         found: list[Any] = []
         try:
-            self._comprehend(node.generators, Scope(scope.module, scope.owner, outer=scope), node.elt, found)
+            self._comprehend(
+                node.generators, Scope(scope.module, scope.owner, outer=scope), node.elt, found
+            )
         except _NotKnown:
             return UNKNOWN
         return set(found) if isinstance(node, ast.SetComp) else found
@@ -259,12 +309,16 @@ class Evaluation:
         found: list[Any] = []
         pair = ast.Tuple([node.key, node.value])
         try:
-            self._comprehend(node.generators, Scope(scope.module, scope.owner, outer=scope), pair, found)
+            self._comprehend(
+                node.generators, Scope(scope.module, scope.owner, outer=scope), pair, found
+            )
         except _NotKnown:
             return UNKNOWN
         return dict(found)
 
-    def _comprehend(self, generators: list[ast.comprehension], scope: Scope, element: ast.expr, out: list[Any]) -> None:
+    def _comprehend(
+        self, generators: list[ast.comprehension], scope: Scope, element: ast.expr, out: list[Any]
+    ) -> None:
         if not generators:
             out.append(self.eval(element, scope))
             return

@@ -1,11 +1,13 @@
-"""Runs an engine's `load_weights` on the name of one tensor, without the engine: an interpreter over its sources.
+"""Runs an engine's `load_weights` on the name of one tensor, without the engine: an interpreter
+over its sources.
 
-The name is known, values are not. At a condition that depends on what is not known both ways are taken, one after the
-other (`paths`). What happens to the name is known if all ways agree. Whatever the interpreter cannot follow raises
-`Undecided`, so that a mistake of its own is "unknown" and never an answer.
+The name is known, values are not. At a condition that depends on what is not known both ways are
+taken, one after the other (`paths`). What happens to the name is known if all ways agree. Whatever
+the interpreter cannot follow raises `Undecided`, so that a mistake of its own is "unknown" and
+never an answer.
 
-Assumed: one device, no pipeline stages, no draft model, default environment variables; that names of experts match no
-attention scale, and that no stored scale is a buffer.
+Assumed: one device, no pipeline stages, no draft model, default environment variables; that names
+of experts match no attention scale, and that no stored scale is a buffer.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ class Interpreter(Calls):
         if values is UNKNOWN and self._bears_no_weights(node, scope):
             # A loop over the names of buffers changes nothing: no scale that is stored is a buffer.
             for name in () if "_buffers" in ast.unparse(node) else names_in(node):
-                if isinstance(scope.names.get(name, UNKNOWN), str | int | float | list | set | dict | None):
+                if isinstance(
+                    scope.names.get(name, UNKNOWN), str | int | float | list | set | dict | None
+                ):
                     scope.names[name] = UNKNOWN
             return
         for value in self.iterate(values, node.iter):
@@ -95,11 +99,17 @@ class Interpreter(Calls):
         self.run(node.orelse, scope)
 
     def _bears_no_weights(self, node: ast.For, scope: Scope) -> bool:
-        """Whether a loop over what is not known touches neither the tensor nor its name, and can only end by itself."""
+        """Whether a loop over what is not known touches neither the tensor nor its name, and can
+        only end by itself.
+        """
         for name in names_in(node):
             value = scope.find(name)[1]
             named = isinstance(value, str) and "_scale" in value
-            if named or isinstance(value, Parameters | Parameter | Loader | Closure) or holds_weights(value):
+            if (
+                named
+                or isinstance(value, Parameters | Parameter | Loader | Closure)
+                or holds_weights(value)
+            ):
                 return False
         return _ends_by_itself(node)
 
@@ -161,7 +171,10 @@ class Interpreter(Calls):
 
 @cache
 def _ends_by_itself(node: ast.For) -> bool:
-    return not any(isinstance(one, ast.Raise | ast.Return | ast.Yield | ast.YieldFrom) for one in ast.walk(node))
+    return not any(
+        isinstance(one, ast.Raise | ast.Return | ast.Yield | ast.YieldFrom)
+        for one in ast.walk(node)
+    )
 
 
 @cache

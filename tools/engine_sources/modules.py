@@ -1,4 +1,6 @@
-"""A tree of Python sources, read with `ast` alone: modules, imports, classes, methods. Nothing of it is imported."""
+"""A tree of Python sources, read with `ast` alone: modules, imports, classes, methods. Nothing of
+it is imported.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class ClassRef:
     def base_names(self) -> frozenset[str]:
         """The names of all bases, those outside the tree among them."""
         names = {one.name for one in self.mro}
-        names |= {ast.unparse(base).rpartition(".")[2] for one in self.mro for base in one.node.bases}
+        names |= {
+            ast.unparse(base).rpartition(".")[2] for one in self.mro for base in one.node.bases
+        }
         return frozenset(names)
 
     @cached_property
@@ -61,15 +65,21 @@ class ClassRef:
         """{name: the expression that the class body assigns to it}."""
         found: dict[str, ast.expr] = {}
         for node in self.node.body:
-            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            target = (
+                node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            )
             value = getattr(node, "value", None)
             if isinstance(target, ast.Name) and value is not None:
                 found.setdefault(target.id, value)
         return found
 
     def attribute(self, name: str) -> tuple[ast.expr, ClassRef] | None:
-        """What the body of this class, or of one that it inherits from, assigns to `name`, and which of them."""
-        return next(((one.body_values[name], one) for one in self.mro if name in one.body_values), None)
+        """What the body of this class, or of one that it inherits from, assigns to `name`, and
+        which of them.
+        """
+        return next(
+            ((one.body_values[name], one) for one in self.mro if name in one.body_values), None
+        )
 
     @cached_property
     def assignments(self) -> dict[str, list[tuple[ast.expr, FunctionRef]]]:
@@ -78,7 +88,9 @@ class ClassRef:
         for method in self.node.body:
             if isinstance(method, ast.FunctionDef):
                 for attribute, value in self_assignments(method):
-                    found.setdefault(attribute, []).append((value, FunctionRef(method, self.module, self)))
+                    found.setdefault(attribute, []).append(
+                        (value, FunctionRef(method, self.module, self))
+                    )
         return found
 
     def assigned(self, name: str) -> list[tuple[ast.expr, FunctionRef]]:
@@ -92,7 +104,9 @@ class ClassRef:
 
 
 def self_assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """(attribute, value) of each `self.attribute = value` in `node`; of tuples, where both sides have as many."""
+    """(attribute, value) of each `self.attribute = value` in `node`; of tuples, where both sides
+    have as many.
+    """
     for one in ast.walk(node):
         if not isinstance(one, ast.Assign | ast.AnnAssign) or one.value is None:
             continue
@@ -100,13 +114,19 @@ def self_assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
         for target in targets:
             parts = target.elts if isinstance(target, ast.Tuple) else [target]
             for part in parts:
-                if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self":
+                if (
+                    isinstance(part, ast.Attribute)
+                    and isinstance(part.value, ast.Name)
+                    and part.value.id == "self"
+                ):
                     yield part.attr, one.value
 
 
 @dataclass
 class Module:
-    """One file. `name` is dotted; `names` maps each name at the top to its node, or to (module, name) of an import."""
+    """One file. `name` is dotted; `names` maps each name at the top to its node, or to (module,
+    name) of an import.
+    """
 
     name: str
     path: Path
@@ -122,12 +142,20 @@ class Module:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 self.names[node.name] = node
             elif isinstance(node, ast.Assign):
-                self.names |= {one.id: node.value for one in node.targets if isinstance(one, ast.Name)}
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+                self.names |= {
+                    one.id: node.value for one in node.targets if isinstance(one, ast.Name)
+                }
+            elif (
+                isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value
+            ):
                 self.names[node.target.id] = node.value
             elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
                 everything = self.tree.module(self.imports(node)["*"][0])
-                self.names |= {} if everything is None else {one: (everything.name, one) for one in everything.names}
+                self.names |= (
+                    {}
+                    if everything is None
+                    else {one: (everything.name, one) for one in everything.names}
+                )
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 self.names |= self.imports(node)
             elif isinstance(node, ast.If | ast.Try):
@@ -140,13 +168,19 @@ class Module:
             return {one.asname or one.name.split(".")[0]: (one.name, "") for one in node.names}
         base = node.module or ""
         if node.level:
-            package = self.name.split(".") if self.path.name == "__init__.py" else self.name.split(".")[:-1]
+            package = (
+                self.name.split(".")
+                if self.path.name == "__init__.py"
+                else self.name.split(".")[:-1]
+            )
             package = package[: len(package) - node.level + 1]
             base = ".".join([*package, *([node.module] if node.module else [])])
         return {one.asname or one.name: (base, one.name) for one in node.names}
 
     def resolve(self, name: str) -> Found:
-        """What `name` is here, through imports. (module, name) if it lies outside of the tree, else None."""
+        """What `name` is here, through imports. (module, name) if it lies outside of the tree, else
+        None.
+        """
         if name not in self._resolved:
             self._resolved[name] = None  # of a cycle of imports
             self._resolved[name] = self._resolve(name)
@@ -166,7 +200,11 @@ class Module:
         """A class or function that a name, or module.name, refers to."""
         if isinstance(node, ast.Name):
             found = self.resolve(node.id)
-            if isinstance(found, tuple) and isinstance(found[0], Module) and isinstance(found[1], ast.Name):
+            if (
+                isinstance(found, tuple)
+                and isinstance(found[0], Module)
+                and isinstance(found[1], ast.Name)
+            ):
                 return found[0].resolve(found[1].id)
             return found
         if isinstance(node, ast.Attribute):
@@ -175,7 +213,8 @@ class Module:
         return None
 
 
-# What a name is: a class, a function, another value with its module, a module, or (module, name) outside of the tree.
+# What a name is: a class, a function, another value with its module, a module, or (module, name)
+# outside of the tree.
 Found = ClassRef | FunctionRef | tuple[Module, ast.AST] | Module | tuple[str, str] | None
 
 
@@ -189,8 +228,13 @@ class Tree:
     def module(self, name: str) -> Module | None:
         if name not in self._modules:
             stem = self.root.joinpath(*name.split("."))
-            path = next((one for one in (stem.with_suffix(".py"), stem / "__init__.py") if one.is_file()), None)
-            known = path is not None and (name == self.package or name.startswith(f"{self.package}."))
+            path = next(
+                (one for one in (stem.with_suffix(".py"), stem / "__init__.py") if one.is_file()),
+                None,
+            )
+            known = path is not None and (
+                name == self.package or name.startswith(f"{self.package}.")
+            )
             self._modules[name] = Module(name, path, self) if known and path is not None else None
         return self._modules[name]
 

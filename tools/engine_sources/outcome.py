@@ -20,7 +20,8 @@ FORMS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """`effect` is 'uses', 'drops', 'unknown' or 'stops: ERROR'; `file` and `line` are where that was decided.
+    """`effect` is 'uses', 'drops', 'unknown' or 'stops: ERROR'; `file` and `line` are where that
+    was decided.
 
     `why` says of 'unknown' what could not be followed.
     """

@@ -1,4 +1,6 @@
-"""What becomes of one name in one model: every way through its `load_weights`, and what they agree on."""
+"""What becomes of one name in one model: every way through its `load_weights`, and what they agree
+on.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,21 @@ cached_paths = cache(attention_paths)
 
 
 def probe(cls: ClassRef, form: str, has_scales: bool, quant_config: object) -> Outcome:
-    """What `cls` does with the scales of K and V under `form`: one outcome if both sides and all prefixes agree."""
+    """What `cls` does with the scales of K and V under `form`: one outcome if both sides and all
+    prefixes agree.
+    """
     paths = cached_paths(cls)
     kinds = {(one.outer, one.inner): {x.quantized for x in paths if x == one} for one in paths}
-    if not kinds or any(len({x.quantized for x in paths if (x.outer, x.inner) == key}) > 1 for key in kinds):
+    if not kinds or any(
+        len({x.quantized for x in paths if (x.outer, x.inner) == key}) > 1 for key in kinds
+    ):
         return undecided("where attention keeps its scales")
-    ends = {f"{one.outer}.{one.inner}.{side}_scale" for one in paths for side in "kv" if one.quantized and has_scales}
+    ends = {
+        f"{one.outer}.{one.inner}.{side}_scale"
+        for one in paths
+        for side in "kv"
+        if one.quantized and has_scales
+    }
     prefixes = PREFIXES if cls.name.endswith("ForCausalLM") else (*PREFIXES, *NESTED_PREFIXES)
     outcomes = []
     for prefix in prefixes:
@@ -44,10 +55,16 @@ def probe(cls: ClassRef, form: str, has_scales: bool, quant_config: object) -> O
             outcomes.append(_follow(cls, name, side, Parameters(frozenset(ends)), quant_config))
             if outcomes[-1].effect == "unknown":
                 return outcomes[-1]
-    return outcomes[0] if len({one.effect for one in outcomes}) == 1 else undecided("K and V, or prefixes, differ")
+    return (
+        outcomes[0]
+        if len({one.effect for one in outcomes}) == 1
+        else undecided("K and V, or prefixes, differ")
+    )
 
 
-def _follow(cls: ClassRef, name: str, side: str, parameters: Parameters, quant_config: object) -> Outcome:
+def _follow(
+    cls: ClassRef, name: str, side: str, parameters: Parameters, quant_config: object
+) -> Outcome:
     """Every way that `name` may take; UNDECIDED unless they agree."""
     load = cls.method("load_weights")
     if load is None:
@@ -63,11 +80,15 @@ def _follow(cls: ClassRef, name: str, side: str, parameters: Parameters, quant_c
             effect = f"stops: {error.kind}"
         except (Undecided, RecursionError, TypeError, AttributeError) as error:
             return undecided(f"{type(error).__name__} {error} after {run.line}")
-        file, line = run.line if run.line[0] else (load.module.tree.relative(load.module), load.node.lineno)
+        file, line = (
+            run.line if run.line[0] else (load.module.tree.relative(load.module), load.node.lineno)
+        )
         found.setdefault(effect, Outcome(effect, file, line))
         if len(found) > 1:
             one, other = found.values()
-            return undecided(f"{one.effect} at {one.file}:{one.line}, {other.effect} at {other.file}:{other.line}")
+            return undecided(
+                f"{one.effect} at {one.file}:{one.line}, {other.effect} at {other.file}:{other.line}"
+            )
         del decisions[run.used :]
         while decisions and decisions[-1]:
             decisions.pop()
@@ -83,7 +104,9 @@ def _effect(loaded: list[str], side: str) -> str:
     return "uses" if all(name.endswith(f".{side}_scale") for name in loaded) else "unknown"
 
 
-def native(interpreter: Interpreter, owner: object, name: str, args: list[Any], kwargs: dict[str, Any]) -> object:
+def native(
+    interpreter: Interpreter, owner: object, name: str, args: list[Any], kwargs: dict[str, Any]
+) -> object:
     """torch's own methods of modules, and the part of AutoWeightsLoader that walks through them."""
     if isinstance(owner, ModuleObject) and owner.cls.method(name) is None:
         if name == "named_parameters":
@@ -117,8 +140,12 @@ def _children(cls: ClassRef) -> list[ClassRef]:
     return [one for one in found if one is not None and "Module" in one.base_names]
 
 
-def _load_module(interpreter: Interpreter, loader: Instance, module: object, weights: object) -> list[str]:
-    """AutoWeightsLoader._load_module: into a child that has `load_weights`, else by name; ValueError where none is."""
+def _load_module(
+    interpreter: Interpreter, loader: Instance, module: object, weights: object
+) -> list[str]:
+    """AutoWeightsLoader._load_module: into a child that has `load_weights`, else by name;
+    ValueError where none is.
+    """
     if not isinstance(module, ModuleObject) or not isinstance(weights, list):
         raise Undecided("_load_module")
     for name, tensor in weights:
@@ -128,25 +155,37 @@ def _load_module(interpreter: Interpreter, loader: Instance, module: object, wei
     return []
 
 
-def _load_name(interpreter: Interpreter, loader: Instance, cls: ClassRef, full: str, name: str, tensor: object) -> None:
+def _load_name(
+    interpreter: Interpreter, loader: Instance, cls: ClassRef, full: str, name: str, tensor: object
+) -> None:
     head, _, rest = name.partition(".")
     child = child_class(cls, head)
-    if child is not None and child.method("load_weights") is not None:
-        interpreter.call(Bound(child.method("load_weights"), ModuleObject(child)), [[(rest, tensor)]], {})  # type: ignore[arg-type]
+    load_weights = None if child is None else child.method("load_weights")
+    if child is not None and load_weights is not None:
+        interpreter.call(Bound(load_weights, ModuleObject(child)), [[(rest, tensor)]], {})
         return
     if child is not None and rest and not rest[0].isdigit():
         _load_name(interpreter, loader, child, full, rest, tensor)
         return
     load = cls.method("load_weights")
-    interpreter.line = (cls.module.tree.relative(cls.module), load.node.lineno if load else cls.node.lineno)
+    interpreter.line = (
+        cls.module.tree.relative(cls.module),
+        load.node.lineno if load else cls.node.lineno,
+    )
     values = cls.assigned(head)
     if values and child is None and head not in ("layers", "blocks", "h"):
         raise Undecided(f"the class of {head}")
     if values and full in interpreter.parameters:
         interpreter.loaded.append(full)
         return
-    prefixes, suffixes = (loader.attributes.get(f"ignore_unexpected_{kind}") for kind in ("prefixes", "suffixes"))
-    if not isinstance(prefixes, list) or not isinstance(suffixes, list) or UNKNOWN in [*prefixes, *suffixes]:
+    prefixes, suffixes = (
+        loader.attributes.get(f"ignore_unexpected_{kind}") for kind in ("prefixes", "suffixes")
+    )
+    if (
+        not isinstance(prefixes, list)
+        or not isinstance(suffixes, list)
+        or UNKNOWN in [*prefixes, *suffixes]
+    ):
         raise Undecided("what AutoWeightsLoader ignores")
     if full.startswith(tuple(prefixes)) or full.endswith(tuple(suffixes)):
         return

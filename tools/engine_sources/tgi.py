@@ -1,4 +1,6 @@
-"""TGI: which class serves a model_type, whether its attention asks for KV scales, and under which names."""
+"""TGI: which class serves a model_type, whether its attention asks for KV scales, and under which
+names.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,18 @@ PREFIX = "model.layers.0"
 
 
 class _Weights:
-    """TGI's `weights`, of which the names of one form alone are known; `read` are those that were taken."""
+    """TGI's `weights`, of which the names of one form alone are known; `read` are those that were
+    taken.
+    """
 
     def __init__(self, names: set[str]) -> None:
         self.names, self.read = names, dict[str, bool]()
 
 
 def tgi_families(root: Path) -> dict[str, dict[str, dict[str, Outcome]]]:
-    """{model_type: {'any': {form: outcome}}}, of those with a class of TGI's that runs with FlashAttention."""
+    """{model_type: {'any': {form: outcome}}}, of those with a class of TGI's that runs with
+    FlashAttention.
+    """
     tree = Tree(root / "server", "text_generation_server")
     models = tree.module("text_generation_server.models")
     getter = models.resolve("get_model") if models is not None else None
@@ -48,10 +54,18 @@ def _model_types(node: object) -> dict[str, str]:
     assert isinstance(node, ast.ClassDef)
     found = {}
     for one in node.body:
-        if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name) and isinstance(one.value, ast.Dict):
+        if (
+            isinstance(one, ast.Assign)
+            and isinstance(one.targets[0], ast.Name)
+            and isinstance(one.value, ast.Dict)
+        ):
             pairs = zip(one.value.keys, one.value.values, strict=True)
             for key, value in pairs:
-                if isinstance(key, ast.Constant) and key.value == "type" and isinstance(value, ast.Constant):
+                if (
+                    isinstance(key, ast.Constant)
+                    and key.value == "type"
+                    and isinstance(value, ast.Constant)
+                ):
                     found[one.targets[0].id] = str(value.value)
     return found
 
@@ -99,7 +113,9 @@ def _outcome(tree: Tree, cls: ClassRef, form: str) -> Outcome:
         function = tree.imported("text_generation_server.layers.attention.kv_cache", ASKS)
         assert isinstance(function, FunctionRef)
         run.call(Bound(function), [weights, f"{PREFIX}.{place}"], {})
-        effects.add("drops" if not weights.read else "uses" if all(weights.read.values()) else "converts")
+        effects.add(
+            "drops" if not weights.read else "uses" if all(weights.read.values()) else "converts"
+        )
     first, value = asking[0]
     if len(effects) != 1:
         return Outcome("unknown", why=f"{sorted(places)} differ")
@@ -113,13 +129,18 @@ def _places(start: ClassRef, attention: ClassRef) -> set[str]:
         for pairs in cls.assignments.values():
             for value, method in pairs:
                 for call in ast.walk(value):
-                    if isinstance(call, ast.Call) and method.module.resolve_expression(call.func) is attention:
+                    if (
+                        isinstance(call, ast.Call)
+                        and method.module.resolve_expression(call.func) is attention
+                    ):
                         found |= {ast.unparse(one.value).rpartition(".")[2].strip("'\"") for one in call.keywords
                                   if one.arg == "prefix"}  # fmt: skip
     return found
 
 
-def _native(interpreter: Interpreter, owner: object, name: str, args: list[Any], kwargs: dict[str, Any]) -> object:
+def _native(
+    interpreter: Interpreter, owner: object, name: str, args: list[Any], kwargs: dict[str, Any]
+) -> object:
     if not isinstance(owner, _Weights):
         return NotImplemented
     if name == "has_tensor":

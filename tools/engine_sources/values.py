@@ -58,7 +58,9 @@ class Loader:
 
 @dataclass(frozen=True)
 class ModuleObject:
-    """A torch module of a class, known by its source alone. `prefix` is its path below the outermost."""
+    """A torch module of a class, known by its source alone. `prefix` is its path below the
+    outermost.
+    """
 
     cls: ClassRef
     prefix: str = ""

@@ -1,6 +1,8 @@
-"""A checkpoint's facts and the rules -> what each engine does, layer by layer. Pure: reads no file, imports no torch.
+"""A checkpoint's facts and the rules -> what each engine does, layer by layer. Pure: reads no file,
+imports no torch.
 
-`view(engine, version, facts)` is all of it. Its scales are those that the engine divides by, so they can be measured.
+`view(engine, version, facts)` is all of it. Its scales are those that the engine divides by, so
+they can be measured.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _NAMES = {Engine.VLLM: "vLLM", Engine.SGLANG: "SGLang", Engine.TGI: "TGI"}
 
 @dataclass(frozen=True)
 class StoredScale:
-    """One KV scale's tensor. `side` is 'k', 'v' or 'kv'; `values` are one number, or one per KV head or channel."""
+    """One KV scale's tensor. `side` is 'k', 'v' or 'kv'; `values` are one number, or one per KV
+    head or channel.
+    """
 
     name: str
     layer: int
@@ -42,12 +46,14 @@ class StoredScale:
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides an engine's behaviour. `strategy` is that of a declared kv_cache_scheme, 'none' without one.
+    """What decides an engine's behaviour. `strategy` is that of a declared kv_cache_scheme, 'none'
+    without one.
 
-    `input_scales` counts the scales of static activations by the last part of their names. `rounded` maps the names of
-    `kv_scale` tensors to their values in the model's dtype. `architecture` is the first of config.json's
-    `architectures`. `scheme` is a kv_cache_scheme that is an object. `query_scales` counts the scales of queries.
-    `without_keys` are the layers that store no keys and values, and need no scale.
+    `input_scales` counts the scales of static activations by the last part of their names.
+    `rounded` maps the names of `kv_scale` tensors to their values in the model's dtype.
+    `architecture` is the first of config.json's `architectures`. `scheme` is a kv_cache_scheme that
+    is an object. `query_scales` counts the scales of queries. `without_keys` are the layers that
+    store no keys and values, and need no scale.
     """
 
     method: str
@@ -66,7 +72,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Side:
-    """K's or V's scale of one layer in one engine. `values` has one number, or one per KV head; none if unknown."""
+    """K's or V's scale of one layer in one engine. `values` has one number, or one per KV head;
+    none if unknown.
+    """
 
     effect: Effect
     values: tuple[float, ...]
@@ -84,14 +92,15 @@ class LayerEffect:
 
 @dataclass(frozen=True)
 class EngineView:
-    """One engine and this checkpoint. `layers` are those of its `num_layers` that store keys and values.
+    """One engine and this checkpoint. `layers` are those of its `num_layers` that store keys and
+    values.
 
     `refusal` says why the engine does not load it; '' if it does.
 
-    `auto_fp8`: whether the engine stores FP8 without being asked. `doubled`: whether scales are doubled for E4M3FNUZ.
-    `input_scales`: (last part of the name, how many, effect) of the scales of static activations. `family` is what the
-    engine chooses the model's class by. `caveat` is what no figure here contains, '' if there is nothing; `notes` are
-    further conditions.
+    `auto_fp8`: whether the engine stores FP8 without being asked. `doubled`: whether scales are
+    doubled for E4M3FNUZ. `input_scales`: (last part of the name, how many, effect) of the scales of
+    static activations. `family` is what the engine chooses the model's class by. `caveat` is what
+    no figure here contains, '' if there is nothing; `notes` are further conditions.
     """
 
     engine: Engine
@@ -113,7 +122,9 @@ class EngineView:
 
     @property
     def truncates_on_cpus(self) -> bool:
-        """Whether its CPU kernels round towards zero (`vllm_cpu`); older ones have no cache in E4M3."""
+        """Whether its CPU kernels round towards zero (`vllm_cpu`); older ones have no cache in
+        E4M3.
+        """
         return self.engine is Engine.VLLM and _number(self.version) >= (0, 32)
 
     @property
@@ -147,14 +158,20 @@ class EngineView:
 
 
 def parse_engine(text: str) -> tuple[Engine, str]:
-    """'vllm' or 'vllm=0.33' -> engine and version, the newest that was read by default. Raises ConfigError."""
+    """'vllm' or 'vllm=0.33' -> engine and version, the newest that was read by default. Raises
+    ConfigError.
+    """
     name, _, version = text.lower().partition("=")
     if name not in list(Engine):
-        raise ConfigError(f"--engine {text!r}: choose {choices(map(str, Engine))}, with =VERSION if not the newest")
+        raise ConfigError(
+            f"--engine {text!r}: choose {choices(map(str, Engine))}, with =VERSION if not the newest"
+        )
     engine = Engine(name)
     version = version or READ[engine][-1]
     if not re.fullmatch(r"\d+(\.\d+){0,3}", version):
-        raise ConfigError(f"--engine {text!r}: {version!r} is not a version; write {name}={READ[engine][-1]}")
+        raise ConfigError(
+            f"--engine {text!r}: {version!r} is not a version; write {name}={READ[engine][-1]}"
+        )
     if _rules_of(engine, version) is None:
         raise ConfigError(
             f"--engine {text!r}: the sources of {_NAMES[engine]} {version} were not read, and engines change; "
@@ -166,7 +183,9 @@ def parse_engine(text: str) -> tuple[Engine, str]:
 def _rules_of(engine: Engine, version: str) -> str | None:
     """The version that was read and is this one, or whose patch release it is."""
     parts = version.split(".")
-    return next((one for one in READ[engine] if parts[: len(one.split("."))] == one.split(".")), None)
+    return next(
+        (one for one in READ[engine] if parts[: len(one.split("."))] == one.split(".")), None
+    )
 
 
 def view(engine: Engine, version: str, facts: Facts) -> EngineView:
@@ -176,25 +195,36 @@ def view(engine: Engine, version: str, facts: Facts) -> EngineView:
     assembly = next(
         one
         for one in ASSEMBLIES
-        if one.engine is engine and _holds(one, rules_of) and (not one.methods or facts.method in one.methods)
+        if one.engine is engine
+        and _holds(one, rules_of)
+        and (not one.methods or facts.method in one.methods)
     )
     by_layer: list[list[StoredScale]] = [[] for _ in range(facts.num_layers)]
     for stored in facts.stored:
         if stored.layer < facts.num_layers:
             by_layer[stored.layer].append(stored)
     layers = tuple(
-        _layer(index, [(one, _rule(engine, rules_of, one, facts)) for one in found], assembly, facts)
+        _layer(
+            index, [(one, _rule(engine, rules_of, one, facts)) for one in found], assembly, facts
+        )
         for index, found in enumerate(by_layer)
         if index not in facts.without_keys
     )
-    refused = [side for layer in layers for side in (layer.k, layer.v) if side.effect is Effect.REFUSED]
+    refused = [
+        side for layer in layers for side in (layer.k, layer.v) if side.effect is Effect.REFUSED
+    ]
     refusal = f"{refused[0].name}: {refused[0].why} ({refused[0].source})" if refused else ""
     recent = engine is Engine.VLLM and rules_of != READ[engine][0]
     if engine is Engine.VLLM and facts.method in CT and facts.scheme is not None:
         refusal = vllm_refusal(facts.scheme, recent) or refusal
-    auto = any(rule.engine is engine and facts.method in rule.methods for rule in AUTO_RULES) and facts.declares_kv
+    auto = (
+        any(rule.engine is engine and facts.method in rule.methods for rule in AUTO_RULES)
+        and facts.declares_kv
+    )
     read = {suffix: effect for of, suffix, effect, _ in INPUT_RULES if of is engine}
-    inputs = tuple((name, count, read.get(name, Effect.IGNORED)) for name, count in facts.input_scales)
+    inputs = tuple(
+        (name, count, read.get(name, Effect.IGNORED)) for name, count in facts.input_scales
+    )
     family = family_of(engine, facts.architecture, facts.model_type)
     caveat, notes = _conditions(facts) if recent else ("", ())
     shown = facts.num_layers, layers, auto, assembly.doubled, refusal
@@ -208,7 +238,9 @@ def _conditions(facts: Facts) -> tuple[str, tuple[str, ...]]:
         "on GPUs its FlashAttention 3 (H100), Triton, and FlashInfer (Blackwell) round queries to FP8 too, with "
         f"{q_scale}, which is not measured here"
     )
-    per_head = facts.method in CT and facts.scheme is not None and facts.scheme.strategy == "attn_head"
+    per_head = (
+        facts.method in CT and facts.scheme is not None and facts.scheme.strategy == "attn_head"
+    )
     return caveat, ((VLLM_NOTES[0],) if per_head else ()) + VLLM_NOTES[1:]
 
 
@@ -225,9 +257,17 @@ def _rule(engine: Engine, version: str, stored: StoredScale, facts: Facts) -> Na
     match = _AFTER_LAYER.search(stored.name)
     tail = match[1] if match else stored.name
     for rule in NAME_RULES:
-        if rule.engine is not engine or not _holds(rule, version) or not re.fullmatch(rule.names, tail):
+        if (
+            rule.engine is not engine
+            or not _holds(rule, version)
+            or not re.fullmatch(rule.names, tail)
+        ):
             continue
-        pairs = ((rule.methods, facts.method), (rule.strategies, facts.strategy), (rule.model_types, facts.model_type))
+        pairs = (
+            (rule.methods, facts.method),
+            (rule.strategies, facts.strategy),
+            (rule.model_types, facts.model_type),
+        )
         if all(not allowed or value in allowed for allowed, value in pairs):
             return rule
     family = family_of(engine, facts.architecture, facts.model_type)
@@ -239,7 +279,9 @@ def _rule(engine: Engine, version: str, stored: StoredScale, facts: Facts) -> Na
     return NameRule(engine, ".*", found.effect, found.why, found.source, sides="k" if as_k else "")
 
 
-def _layer(index: int, found: list[tuple[StoredScale, NameRule]], assembly: Assembly, facts: Facts) -> LayerEffect:
+def _layer(
+    index: int, found: list[tuple[StoredScale, NameRule]], assembly: Assembly, facts: Facts
+) -> LayerEffect:
     """A layer's sides, from its tensors and the rules that match them."""
     loaded: dict[str, tuple[StoredScale, NameRule]] = {}
     for stored, rule in found:
@@ -266,9 +308,13 @@ def _layer(index: int, found: list[tuple[StoredScale, NameRule]], assembly: Asse
 
 
 def _alone(
-    found: list[tuple[StoredScale, NameRule]], loaded: dict[str, tuple[StoredScale, NameRule]], assembly: Assembly
+    found: list[tuple[StoredScale, NameRule]],
+    loaded: dict[str, tuple[StoredScale, NameRule]],
+    assembly: Assembly,
 ) -> tuple[Side, Side] | None:
-    """Both sides of a layer of which one tensor was loaded; None if the other side simply stays at 1.0."""
+    """Both sides of a layer of which one tensor was loaded; None if the other side simply stays at
+    1.0.
+    """
     letter, (stored, _) = next(iter(loaded.items()))
     effect = assembly.only_k if letter == "k" else assembly.only_v
     if effect is Effect.USED:
@@ -277,9 +323,21 @@ def _alone(
         side = Side(effect, stored.values, stored.name, "one scale serves K and V", assembly.source)
         return side, side
     if effect is Effect.REFUSED:
-        side = Side(effect, (1.0,), stored.name, f"{letter.upper()}'s scale came without the other", assembly.source)
+        side = Side(
+            effect,
+            (1.0,),
+            stored.name,
+            f"{letter.upper()}'s scale came without the other",
+            assembly.source,
+        )
         return side, side
-    own = Side(Effect.IGNORED, (1.0,), stored.name, "it reads a pair of scales, or neither", assembly.source)
+    own = Side(
+        Effect.IGNORED,
+        (1.0,),
+        stored.name,
+        "it reads a pair of scales, or neither",
+        assembly.source,
+    )
     other = Side(Effect.ONE, (1.0,), "", "no scale is stored", assembly.source)
     return (own, other) if letter == "k" else (other, own)
 

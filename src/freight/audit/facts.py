@@ -1,6 +1,8 @@
-"""What an engine's loader sees of a checkpoint: config.json, tensor names, and the values of its KV scales.
+"""What an engine's loader sees of a checkpoint: config.json, tensor names, and the values of its KV
+scales.
 
-It is read without Freight's own model code, so that families which Freight does not run can be audited as well.
+It is read without Freight's own model code, so that families which Freight does not run can be
+audited as well.
 """
 
 from __future__ import annotations
@@ -30,14 +32,18 @@ _SIDES = {"k": 0, "v": 1, "kv": 2}  # engines that know both forms take separate
 
 
 def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
-    """The checkpoint in `path`, and its facts. Raises CheckpointError for a damaged folder, or one without a config."""
+    """The checkpoint in `path`, and its facts. Raises CheckpointError for a damaged folder, or one
+    without a config.
+    """
     checkpoint = Checkpoint(path)
     config = checkpoint.config
     text = config.get("text_config", config.get("llm_config"))
     inner: Mapping[str, Any] = text if isinstance(text, Mapping) else config
     layers = _num_layers(inner)
     if not isinstance(layers, int) or layers < 1:
-        raise CheckpointError(f"{path}/config.json: num_hidden_layers {layers!r} is not a number of layers")
+        raise CheckpointError(
+            f"{path}/config.json: num_hidden_layers {layers!r} is not a number of layers"
+        )
     declared = _declared(checkpoint)
     stored, rounded = [], []
     for name in sorted(checkpoint.names):
@@ -55,7 +61,11 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
         _method(declared),
         strategy,
         declares,
-        str(config.get("model_type") if inner is config else inner.get("model_type", config.get("model_type"))),
+        str(
+            config.get("model_type")
+            if inner is config
+            else inner.get("model_type", config.get("model_type"))
+        ),
         layers,
         tuple(stored),
         tuple(sorted(inputs.items())),
@@ -70,17 +80,26 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
 
 def _num_layers(config: Mapping[str, Any]) -> object:
     """Where config.json does not say it, as many as it names kinds of layers (Nemotron-H)."""
-    listed = [config[key] for key in ("layers_block_type", "hybrid_override_pattern") if config.get(key)]
-    return config.get("num_hidden_layers", len(listed[0]) if listed and isinstance(listed[0], list | str) else None)
+    listed = [
+        config[key] for key in ("layers_block_type", "hybrid_override_pattern") if config.get(key)
+    ]
+    return config.get(
+        "num_hidden_layers",
+        len(listed[0]) if listed and isinstance(listed[0], list | str) else None,
+    )
 
 
 def _without_keys(names: Collection[str], num_layers: int) -> frozenset[int]:
-    """The layers without a projection of keys, where others have one: they keep a state, or have no mixer at all.
+    """The layers without a projection of keys, where others have one: they keep a state, or have no
+    mixer at all.
 
-    Kimi delta attention has such a projection, of keys that a state takes up: its module has decays, too.
+    Kimi delta attention has such a projection, of keys that a state takes up: its module has
+    decays, too.
     """
     stateful = {name.removesuffix(".A_log") for name in names if name.endswith(".A_log")}
-    matches = (match for match in map(_KEYS.search, names) if match and not is_other_part(match.string))
+    matches = (
+        match for match in map(_KEYS.search, names) if match and not is_other_part(match.string)
+    )
     having = {int(match[1]) for match in matches if match.string.rsplit(".", 2)[0] not in stateful}
     return frozenset(range(num_layers)) - having if having else frozenset()
 
@@ -98,7 +117,9 @@ def _declared(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def _method(declared: Mapping[str, Any]) -> str:
-    method = str(declared.get("quant_method", NONE)).replace("compressed_tensors", "compressed-tensors")
+    method = str(declared.get("quant_method", NONE)).replace(
+        "compressed_tensors", "compressed-tensors"
+    )
     return "modelopt" if method.startswith("modelopt") else method
 
 
@@ -124,5 +145,7 @@ def _scheme(declared: object) -> KVScheme | None:
 
 
 def _model_dtype(config: Mapping[str, Any]) -> Any:
-    name = {"bfloat16": "BF16", "float16": "F16"}.get(str(config.get("torch_dtype", config.get("dtype"))), "F32")
+    name = {"bfloat16": "BF16", "float16": "F16"}.get(
+        str(config.get("torch_dtype", config.get("dtype"))), "F32"
+    )
     return torch_dtype(FORMAT_NAMES[name])

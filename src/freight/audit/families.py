@@ -1,7 +1,8 @@
-"""What each engine does with a form of names in a family of models, as tools/engine_rules.py read it from the sources.
+"""What each engine does with a form of names in a family of models, as tools/engine_rules.py read
+it from the sources.
 
-`engine_families.json` beside this file has the tables. What is not in them was not read, or could not be followed, and
-is None here. Imports no torch.
+`engine_families.json` beside this file has the tables. What is not in them was not read, or could
+not be followed, and is None here. Imports no torch.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Known:
 @cache
 def tables() -> dict[str, Any]:
     """The file: `engines`, `profiles`, and `architectures` by model_type."""
-    content: dict[str, Any] = json.loads((files(__package__) / "engine_families.json").read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(
+        (files(__package__) / "engine_families.json").read_text(encoding="utf-8")
+    )
     return content
 
 
@@ -65,13 +68,17 @@ def form_of(tail: str) -> str | None:
 
 
 def family_of(engine: Engine, architecture: str, model_type: str) -> str:
-    """What the engine chooses a model's class by: TGI by model_type, the others by the first of `architectures`."""
+    """What the engine chooses a model's class by: TGI by model_type, the others by the first of
+    `architectures`.
+    """
     if engine is Engine.TGI:
         return model_type
     return architecture or str(tables()["architectures"].get(model_type, model_type))
 
 
-def known(engine: Engine, version: str, family: str, tail: str, method: str, strategy: str) -> Known | None:
+def known(
+    engine: Engine, version: str, family: str, tail: str, method: str, strategy: str
+) -> Known | None:
     """What becomes of a name; None if that was not read. `version` is one of `READ`."""
     table = tables()["engines"].get(engine, {}).get(version)
     form = form_of(tail)
@@ -89,16 +96,26 @@ def known(engine: Engine, version: str, family: str, tail: str, method: str, str
         return Known(Effect.REFUSED, f"its loader stops at this name{error}", source)
     effect = _EFFECTS[text]
     return Known(
-        effect, "kv_scale is loaded as K's scale" if effect is Effect.USED and form == "both" else _WHY[effect], source
+        effect,
+        "kv_scale is loaded as K's scale"
+        if effect is Effect.USED and form == "both"
+        else _WHY[effect],
+        source,
     )
 
 
-def _situation(engine: Engine, methods: Mapping[str, bool], method: str, strategy: str) -> str | None:
-    """The situation of the tables: whether attention has scales under this method, and whose names are mapped."""
+def _situation(
+    engine: Engine, methods: Mapping[str, bool], method: str, strategy: str
+) -> str | None:
+    """The situation of the tables: whether attention has scales under this method, and whose names
+    are mapped.
+    """
     if engine is Engine.TGI:
         return "any"
     if engine is Engine.SGLANG:
-        if method in SGLANG_WITHOUT or (method in CT | MODELOPT and strategy not in SGLANG_STRATEGIES):
+        if method in SGLANG_WITHOUT or (
+            method in CT | MODELOPT and strategy not in SGLANG_STRATEGIES
+        ):
             return "no_scales"
         return "scales" if method in SGLANG_WITH_SCALES else None
     if method == NONE:

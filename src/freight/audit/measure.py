@@ -1,7 +1,9 @@
-"""What an engine's choice of scales costs on this checkpoint: perplexity and KL against a 16-bit cache.
+"""What an engine's choice of scales costs on this checkpoint: perplexity and KL against a 16-bit
+cache.
 
-An engine's view becomes the `KVCacheConfig` that Freight would have for the same scales, so every row is computed by
-the same kernels and differs in scales alone; but for the rows of vLLM's CPU kernels, which round in their own way.
+An engine's view becomes the `KVCacheConfig` that Freight would have for the same scales, so every
+row is computed by the same kernels and differs in scales alone; but for the rows of vLLM's CPU
+kernels, which round in their own way.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from freight.evaluate.measure import measure as measure_runs
 from freight.evaluate.report import CacheScore, cache_run, load_for, resolve_caches
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
+from freight.kernels.interface import KernelSet
 from freight.models.decoder import LanguageModel
 from freight.models.open import OpenModel, open_model
 
@@ -33,14 +36,18 @@ DYNAMIC = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, N
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer adds to the KL, nats per token, if it alone has the engine's scales, the others mended ones."""
+    """What a layer adds to the KL, nats per token, if it alone has the engine's scales, the others
+    mended ones.
+    """
 
     layer: int
     added_kl: float
 
 
 def engine_scales(view: EngineView) -> KVScales | None:
-    """The scales that the engine divides by, made for E4M3FN; None if it does not load the checkpoint, or not known."""
+    """The scales that the engine divides by, made for E4M3FN; None if it does not load the
+    checkpoint, or not known.
+    """
     if view.refusal or view.unknown:
         return None
     found = {layer.layer: _layer_scales(layer) for layer in view.layers}
@@ -59,7 +66,9 @@ def static(scales: KVScales, native: Format) -> KVCacheConfig:
     """An E4M3 cache with these scales, on a device whose E4M3 is `native`."""
     converted = for_variant(scales, native)
     of_layers = [layer.granularity for layer in converted.layers if layer is not None]
-    return KVCacheConfig(native, max(of_layers, key=list(Granularity).index), ScaleSource.GIVEN, converted)
+    return KVCacheConfig(
+        native, max(of_layers, key=list(Granularity).index), ScaleSource.GIVEN, converted
+    )
 
 
 def measure(
@@ -73,11 +82,14 @@ def measure(
 ) -> list[CacheScore]:
     """Scores of a 16-bit cache, of one scaled per token, and of each of `scales`, in this order.
 
-    After them those of `truncated`, which are stored as vLLM's CPU kernels store them. The one place where auditing
-    calls the evaluation. Raises ConfigError for a text of fewer than two tokens, and for a window beyond the context.
+    After them those of `truncated`, which are stored as vLLM's CPU kernels store them. The one
+    place where auditing calls the evaluation. Raises ConfigError for a text of fewer than two
+    tokens, and for a window beyond the context.
     """
     native = probe(args.device).native_e4m3
-    opened = open_model(replace(args, kv_cache_dtype="auto", kv_scales="auto", quantization_param_path=None))
+    opened = open_model(
+        replace(args, kv_cache_dtype="auto", kv_scales="auto", quantization_param_path=None)
+    )
     caches = [replace(DYNAMIC, format=native), *(static(one, native) for one in scales)]
     configs = resolve_caches(opened, [*caches, *(static(one, Format.E4M3FN) for one in truncated)])
     length = window_length(window, configs[0].max_model_len)
@@ -104,29 +116,47 @@ def worst_layers(
 ) -> tuple[LayerCost, ...]:
     """The layers whose scales differ between the two, the costliest first."""
     pairs = list(enumerate(zip(own.layers, mended.layers, strict=True)))
-    differing = [(i, a) for i, (a, b) in pairs if a is not None and b is not None and (a.k, a.v) != (b.k, b.v)]
+    differing = [
+        (i, a)
+        for i, (a, b) in pairs
+        if a is not None and b is not None and (a.k, a.v) != (b.k, b.v)
+    ]
     if not differing:
         return ()
-    swapped = [replace(mended, layers=(*mended.layers[:i], a, *mended.layers[i + 1 :])) for i, a in differing]
+    swapped = [
+        replace(mended, layers=(*mended.layers[:i], a, *mended.layers[i + 1 :]))
+        for i, a in differing
+    ]
     base, *scores = measure(args, [mended, *swapped], text, window, max_tokens, on_progress)[2:]
-    costs = [LayerCost(i, score.mean_kl - base.mean_kl) for (i, _), score in zip(differing, scores, strict=True)]
+    costs = [
+        LayerCost(i, score.mean_kl - base.mean_kl)
+        for (i, _), score in zip(differing, scores, strict=True)
+    ]
     return tuple(sorted(costs, key=lambda cost: -cost.added_kl))
 
 
-def measured_scales(args: EngineArgs, text: str, window: int | None = None, max_tokens: int = 8192) -> KVScales:
-    """Scales per tensor from the largest key and value of each layer over `text`, for a checkpoint that has none.
+def measured_scales(
+    args: EngineArgs, text: str, window: int | None = None, max_tokens: int = 8192
+) -> KVScales:
+    """Scales per tensor from the largest key and value of each layer over `text`, for a checkpoint
+    that has none.
 
-    They come from the scales that a cache measures per token, so that it works for quantized weights too.
+    They come from the scales that a cache measures per token, so that it works for quantized
+    weights too.
     """
     opened = open_model(args)
     config = _sixteen_bits(opened, args)
     config = replace(config, kv=replace(DYNAMIC, format=opened.device.native_e4m3))
     tokenizer = opened.load_tokenizer()
-    assert tokenizer is not None, "auditing reads text, so the command line has required a tokenizer"
+    assert tokenizer is not None, (
+        "auditing reads text, so the command line has required a tokenizer"
+    )
     ids = tokenizer.encode(text, add_special_tokens=False)[:max_tokens]
     length = min(window or 1024, config.max_model_len)
     with opened.threads(config):
-        runner = _runner(opened, config, opened.load(config, length), length, opened.kernels(config))
+        runner = _runner(
+            opened, config, opened.load(config, length), length, opened.kernels(config)
+        )
         paged = runner.pool.paged
         largest = {index: [0.0, 0.0] for index in paged}
         for start in range(0, len(ids), length):
@@ -138,18 +168,27 @@ def measured_scales(args: EngineArgs, text: str, window: int | None = None, max_
                     assert scale is not None
                     best[side] = max(best[side], float(scale.flatten(0, 1)[: len(part)].max()))
     # A layer whose keys are all zero has no amax; any scale stores its zeros.
-    found = {i: LayerScales((k or 1.0,), (v or 1.0,), Granularity.TENSOR) for i, (k, v) in largest.items()}
+    found = {
+        i: LayerScales((k or 1.0,), (v or 1.0,), Granularity.TENSOR)
+        for i, (k, v) in largest.items()
+    }
     layers = tuple(found.get(index) for index in range(opened.model.num_layers))
     scales = KVScales(layers, opened.device.native_e4m3, unneeded=opened.model.without_pages)
     return for_variant(scales, Format.E4M3FN)
 
 
-def logprobs_as_vllm_cpu(args: EngineArgs, scales: KVScales, token_ids: Sequence[int]) -> torch.Tensor:
+def logprobs_as_vllm_cpu(
+    args: EngineArgs, scales: KVScales, token_ids: Sequence[int]
+) -> torch.Tensor:
     """Log-probability of token_ids[1:], float32, as vLLM's CPU kernels have them with these scales."""
     opened = open_model(args)
-    config = replace(_sixteen_bits(opened, replace(args, kernels="reference")), kv=static(scales, Format.E4M3FN))
+    config = replace(
+        _sixteen_bits(opened, replace(args, kernels="reference")), kv=static(scales, Format.E4M3FN)
+    )
     with opened.threads(config):
-        runner = _runner(opened, config, opened.load(config, len(token_ids)), len(token_ids), VllmCpuKernels())
+        runner = _runner(
+            opened, config, opened.load(config, len(token_ids)), len(token_ids), VllmCpuKernels()
+        )
         logits = runner.logits(list(token_ids), 0, runner.pool.whole)
     targets = torch.tensor(list(token_ids[1:]), dtype=torch.int64, device=logits.device)
     return torch.log_softmax(logits[:-1], -1).gather(-1, targets[:, None])[:, 0]
@@ -161,9 +200,11 @@ def _sixteen_bits(opened: OpenModel, args: EngineArgs) -> EngineConfig:
 
 
 def _runner(
-    opened: OpenModel, config: EngineConfig, decoder: LanguageModel, length: int, kernels: object
+    opened: OpenModel, config: EngineConfig, decoder: LanguageModel, length: int, kernels: KernelSet
 ) -> ModelRunner:
     """The model over a cache for one sequence of `length` tokens."""
     spec = opened.cache_spec(config)
-    pool = allocate_pool(spec, config.kv, spec.blocks_of(length), kernels, config.device, decoder.rotaries)  # type: ignore[arg-type]
+    pool = allocate_pool(
+        spec, config.kv, spec.blocks_of(length), kernels, config.device, decoder.rotaries
+    )
     return ModelRunner(decoder, pool, config.device)

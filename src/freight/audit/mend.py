@@ -1,7 +1,9 @@
-"""What mends a checkpoint for an engine: KV scales under names, and with a declaration, that the engine's rules load.
+"""What mends a checkpoint for an engine: KV scales under names, and with a declaration, that the
+engine's rules load.
 
-The form is found with the rules themselves: of the forms that exist, the first under which the engine uses every scale
-as it is stored, and of those the one that most of the other engines use too.
+The form is found with the rules themselves: of the forms that exist, the first under which the
+engine uses every scale as it is stored, and of those the one that most of the other engines use
+too.
 """
 
 from __future__ import annotations
@@ -22,12 +24,22 @@ from freight.checkpoint.declare import declare
 from freight.checkpoint.kv_scales import parse_scale_name
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import CheckpointWriter, require_space
-from freight.config.quantize_plan import ActivationScheme, Layout, ObserverKind, QuantizePlan, WeightScheme
+from freight.config.quantize_plan import (
+    ActivationScheme,
+    Layout,
+    ObserverKind,
+    QuantizePlan,
+    WeightScheme,
+)
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Granularity
 from freight.fp8.scheme import KVScales
 
-NAMES = ("self_attn.{side}_scale", "self_attn.attn.{side}_scale", "self_attn.{side}_proj.{side}_scale")
+NAMES = (
+    "self_attn.{side}_scale",
+    "self_attn.attn.{side}_scale",
+    "self_attn.{side}_proj.{side}_scale",
+)
 _ATTENTION = re.compile(r"^(.*\blayers\.)\d+\.self_attn\.")
 _KV_ONLY = QuantizePlan(
     weights=WeightScheme.NONE,
@@ -43,7 +55,8 @@ _KV_ONLY = QuantizePlan(
 
 @dataclass(frozen=True)
 class Form:
-    """How the scales are stored: `names` has a place for the side; `declared` replaces the kv_cache_scheme.
+    """How the scales are stored: `names` has a place for the side; `declared` replaces the
+    kv_cache_scheme.
 
     `method` is that of the mended checkpoint: 'compressed-tensors' where it declared none.
     """
@@ -72,14 +85,24 @@ def choose_form(facts: Facts, scales: KVScales, engines: Sequence[tuple[Engine, 
 
 
 def with_scales(facts: Facts, scales: KVScales, names: str, method: str) -> Facts:
-    """The facts of the checkpoint once `scales`, one number per layer and side, are stored under `names`."""
+    """The facts of the checkpoint once `scales`, one number per layer and side, are stored under
+    `names`.
+    """
     stored = tuple(
         StoredScale(f"layers.{index}.{names.format(side=side)}", index, side, values)
         for index, layer in enumerate(scales.layers)
         if layer is not None
         for side, values in (("k", layer.k), ("v", layer.v))
     )
-    return replace(facts, method=method, strategy="tensor", declares_kv=True, stored=stored, rounded=(), scheme=None)
+    return replace(
+        facts,
+        method=method,
+        strategy="tensor",
+        declares_kv=True,
+        stored=stored,
+        rounded=(),
+        scheme=None,
+    )
 
 
 def _uses(engine: Engine, version: str, facts: Facts) -> bool:
@@ -87,9 +110,11 @@ def _uses(engine: Engine, version: str, facts: Facts) -> bool:
 
 
 def write_mended(checkpoint: Checkpoint, scales: KVScales, form: Form, out: Path) -> None:
-    """Write the checkpoint into the new folder `out`, its KV scales replaced by `scales`; every other tensor as it is.
+    """Write the checkpoint into the new folder `out`, its KV scales replaced by `scales`; every
+    other tensor as it is.
 
-    Raises what CheckpointWriter raises, and CheckpointError for names in which no attention layer is found.
+    Raises what CheckpointWriter raises, and CheckpointError for names in which no attention layer
+    is found.
     """
     prefix = _prefix(checkpoint)
     names = sorted(name for name in checkpoint.names if parse_scale_name(name) is None)
@@ -108,7 +133,12 @@ def write_mended(checkpoint: Checkpoint, scales: KVScales, form: Form, out: Path
                 continue
             module = f"{prefix}{index}."
             pairs = (("k", layer.k), ("v", layer.v))
-            writer.add({module + form.names.format(side=side): _scale(max(values)) for side, values in pairs})
+            writer.add(
+                {
+                    module + form.names.format(side=side): _scale(max(values))
+                    for side, values in pairs
+                }
+            )
         writer.finish(_declared(checkpoint.config, form), checkpoint.path, files)
 
 
@@ -119,9 +149,13 @@ def _scale(value: float) -> Tensor:
 def _prefix(checkpoint: Checkpoint) -> str:
     """'model.layers.' or what else stands before the number of a decoder layer."""
     found = {match[1] for match in map(_ATTENTION.match, checkpoint.names) if match}
-    text = sorted((prefix for prefix in found if "vis" not in prefix and "mtp" not in prefix), key=len)
+    text = sorted(
+        (prefix for prefix in found if "vis" not in prefix and "mtp" not in prefix), key=len
+    )
     if not text:
-        raise CheckpointError(f"{checkpoint.path}: no tensor is named layers.N.self_attn.…, so scales have no place")
+        raise CheckpointError(
+            f"{checkpoint.path}: no tensor is named layers.N.self_attn.…, so scales have no place"
+        )
     return text[0]
 
 

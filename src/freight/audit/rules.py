@@ -1,13 +1,16 @@
-"""What vLLM, SGLang and TGI do with a checkpoint's KV scales: a table of rules, each with where it was read.
+"""What vLLM, SGLang and TGI do with a checkpoint's KV scales: a table of rules, each with where it
+was read.
 
-The table is data; `effects.py` evaluates it and knows no engine. A tensor's fate is decided by the first `NameRule`
-that matches its engine, version, name, declared method, strategy and model_type, else by the tables that
-tools/engine_rules.py has read from the engines' sources (`families.py`); if they lack it too, it is unknown. Then the
-`Assembly` of that engine and method says what becomes of a layer that lacks one side or both.
+The table is data; `effects.py` evaluates it and knows no engine. A tensor's fate is decided by the
+first `NameRule` that matches its engine, version, name, declared method, strategy and model_type,
+else by the tables that tools/engine_rules.py has read from the engines' sources (`families.py`); if
+they lack it too, it is unknown. Then the `Assembly` of that engine and method says what becomes of
+a layer that lacks one side or both.
 
-To add a rule: read it in the engine's source or see it in a run, write a `NameRule` above the more general ones, name
-the file (or the issue) in `source`, and add a line to the table in tests/unit/audit/test_rules.py. To add a version:
-run tools/engine_rules.py on its sources and put it into `READ`; rules without `until` hold for it. Imports no torch.
+To add a rule: read it in the engine's source or see it in a run, write a `NameRule` above the more
+general ones, name the file (or the issue) in `source`, and add a line to the table in
+tests/unit/audit/test_rules.py. To add a version: run tools/engine_rules.py on its sources and put
+it into `READ`; rules without `until` hold for it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class Effect(StrEnum):
     UNKNOWN = "unknown"  # no rule was read for this name in this family
 
 
-# The versions whose sources were read, oldest first. Their patch releases have the same rules; others are refused.
+# The versions whose sources were read, oldest first. Their patch releases have the same rules;
+# others are refused.
 READ: dict[Engine, tuple[str, ...]] = {
     Engine.VLLM: ("0.6.3", "0.32", "0.33"),
     Engine.SGLANG: ("0.5.23",),
@@ -46,11 +50,13 @@ ANY: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class NameRule:
-    """`names` is a regular expression for the end of a tensor's name, from `self_attn` or its like on.
+    """`names` is a regular expression for the end of a tensor's name, from `self_attn` or its like
+    on.
 
-    Empty sets mean any. `methods` are values of quant_method, `NONE` among them; `strategies` those of a
-    compressed-tensors kv_cache_scheme, `NONE` where it declares none. `sides` overrides which scale the engine takes
-    the tensor for: vLLM loads `kv_scale` as K's. `until` is the last version, inclusive.
+    Empty sets mean any. `methods` are values of quant_method, `NONE` among them; `strategies` those
+    of a compressed-tensors kv_cache_scheme, `NONE` where it declares none. `sides` overrides which
+    scale the engine takes the tensor for: vLLM loads `kv_scale` as K's. `until` is the last
+    version, inclusive.
     """
 
     engine: Engine
@@ -70,10 +76,11 @@ class NameRule:
 class Assembly:
     """How an engine completes a layer from the tensors that it loaded.
 
-    only_k, only_v   what becomes of both sides when one tensor alone was loaded: CONVERTED (it serves both), REFUSED,
-                     USED (the other side is 1.0) or IGNORED (both are 1.0)
+    only_k, only_v   what becomes of both sides when one tensor alone was loaded: CONVERTED (it
+                     serves both), REFUSED, USED (the other side is 1.0) or IGNORED (both are 1.0)
     heads            what becomes of a scale with one number per KV head
-    doubled          whether scales are doubled on GPUs whose E4M3 is FNUZ (AMD MI300), as those need
+    doubled          whether scales are doubled on GPUs whose E4M3 is FNUZ (AMD MI300), as those
+                     need
     """
 
     engine: Engine
@@ -89,7 +96,9 @@ class Assembly:
 
 @dataclass(frozen=True)
 class AutoRule:
-    """With `--kv-cache-dtype auto` the engine stores FP8 for checkpoints of these methods that declare such a cache."""
+    """With `--kv-cache-dtype auto` the engine stores FP8 for checkpoints of these methods that
+    declare such a cache.
+    """
 
     engine: Engine
     methods: frozenset[str]
@@ -121,7 +130,16 @@ NAME_RULES: tuple[NameRule, ...] = (
         sides="k",
         until="0.6.3",
     ),
-    NameRule(Engine.VLLM, PLAIN, Effect.USED, "", _OLD, FP8_QUARK | CT, model_types=_OLD_LLAMA, until="0.6.3"),
+    NameRule(
+        Engine.VLLM,
+        PLAIN,
+        Effect.USED,
+        "",
+        _OLD,
+        FP8_QUARK | CT,
+        model_types=_OLD_LLAMA,
+        until="0.6.3",
+    ),
     NameRule(
         Engine.VLLM,
         OUTPUT,
@@ -153,10 +171,15 @@ NAME_RULES: tuple[NameRule, ...] = (
 
 # The situation of a method, by which the generated tables (`engine_families.json`) are asked.
 SGLANG_WITH_SCALES = WITH_SCALES
-SGLANG_WITHOUT = frozenset({NONE, "fbgemm_fp8", "torchao", "awq", "gptq", "gguf", "bitsandbytes", "mxfp4"})
-SGLANG_STRATEGIES = frozenset({"tensor"})  # of compressed-tensors and ModelOpt; others leave attention without scales
+SGLANG_WITHOUT = frozenset(
+    {NONE, "fbgemm_fp8", "torchao", "awq", "gptq", "gguf", "bitsandbytes", "mxfp4"}
+)
+SGLANG_STRATEGIES = frozenset(
+    {"tensor"}
+)  # of compressed-tensors and ModelOpt; others leave attention without scales
 
-# Scales of static activations: which suffixes an engine reads. All three take the largest of projections they merge.
+# Scales of static activations: which suffixes an engine reads. All three take the largest of
+# projections they merge.
 INPUT_RULES: tuple[tuple[Engine, str, Effect, str], ...] = (
     (Engine.VLLM, "input_scale", Effect.USED, "vllm/model_executor/layers/quantization/fp8.py"),
     (Engine.SGLANG, "input_scale", Effect.USED, "sglang/srt/layers/quantization/fp8.py"),
@@ -171,7 +194,16 @@ INPUT_RULES: tuple[tuple[Engine, str, Effect, str], ...] = (
 
 _BASE_V = "vllm/model_executor/layers/quantization/kv_cache.py"
 ASSEMBLIES: tuple[Assembly, ...] = (
-    Assembly(Engine.VLLM, ANY, Effect.CONVERTED, Effect.REFUSED, Effect.REFUSED, False, _BASE_V, until="0.6.3"),
+    Assembly(
+        Engine.VLLM,
+        ANY,
+        Effect.CONVERTED,
+        Effect.REFUSED,
+        Effect.REFUSED,
+        False,
+        _BASE_V,
+        until="0.6.3",
+    ),
     Assembly(
         Engine.VLLM,
         CT,
@@ -195,9 +227,15 @@ ASSEMBLIES: tuple[Assembly, ...] = (
 )
 
 AUTO_RULES: tuple[AutoRule, ...] = (
-    AutoRule(Engine.VLLM, CT | MODELOPT, "vllm/utils/torch_utils.py, resolve_kv_cache_dtype_string; attention.py"),
+    AutoRule(
+        Engine.VLLM,
+        CT | MODELOPT,
+        "vllm/utils/torch_utils.py, resolve_kv_cache_dtype_string; attention.py",
+    ),
     AutoRule(Engine.SGLANG, CT | MODELOPT, "sglang/srt/mem_cache/kv_cache_dtype.py"),
-    AutoRule(Engine.TGI, CT, "server/text_generation_server/models/__init__.py, CUDA with flashinfer"),
+    AutoRule(
+        Engine.TGI, CT, "server/text_generation_server/models/__init__.py, CUDA with flashinfer"
+    ),
 )
 
 # What vLLM's backends and options change from 0.32 on. The first is of scales per head alone.

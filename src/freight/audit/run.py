@@ -1,7 +1,8 @@
-"""audit: what each engine does with a checkpoint, what that costs here, and what mends it. The one way in.
+"""audit: what each engine does with a checkpoint, what that costs here, and what mends it. The one
+way in.
 
-What the rules say needs config.json, tensor names and the scales alone. Measuring needs a family that Freight runs and
-a text; where either lacks, the report says so and the rest of it stands.
+What the rules say needs config.json, tensor names and the scales alone. Measuring needs a family
+that Freight runs and a text; where either lacks, the report says so and the rest of it stands.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class EngineReport:
-    """One engine: what it does, what that costs (None where not measured), its worst layers, and the verdict.
+    """One engine: what it does, what that costs (None where not measured), its worst layers, and
+    the verdict.
 
-    `cost` rounds to nearest, as GPU kernels do; `cpu_cost` as the engine's CPU kernels do, None where that is the same.
+    `cost` rounds to nearest, as GPU kernels do; `cpu_cost` as the engine's CPU kernels do, None
+    where that is the same.
     """
 
     view: EngineView
@@ -46,8 +49,9 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """The whole report. `plain`, `dynamic` and `stored` are costs of a 16-bit cache, of one with a scale per token,
-    and of the stored scales; None where not measured or not there. `unmeasured` says why nothing was measured.
+    """The whole report. `plain`, `dynamic` and `stored` are costs of a 16-bit cache, of one with a
+    scale per token, and of the stored scales; None where not measured or not there. `unmeasured`
+    says why nothing was measured.
     """
 
     facts: Facts
@@ -82,8 +86,9 @@ def audit(
 ) -> AuditReport:
     """Audit `args.model` for `engines`, and write a mended checkpoint into `fix` if it is given.
 
-    At most `max_tokens` of `text` are measured, `layer_tokens` for the ranking of layers. `calibration` is what missing
-    scales are measured on for `fix`; default: `text`. Raises ConfigError and CheckpointError.
+    At most `max_tokens` of `text` are measured, `layer_tokens` for the ranking of layers.
+    `calibration` is what missing scales are measured on for `fix`; default: `text`. Raises
+    ConfigError and CheckpointError.
     """
     if fix is not None:
         require_new(fix)
@@ -105,7 +110,9 @@ def audit(
         write_mended(checkpoint, one_each, form, fix)
     scales = [engine_scales(one) for one in views]
     if measured is None or mended is None:
-        silent = tuple(EngineReport(one, None, None, (), sentence(one, None, None, None)) for one in views)
+        silent = tuple(
+            EngineReport(one, None, None, (), sentence(one, None, None, None)) for one in views
+        )
         return AuditReport(facts, silent, None, None, None, 0, unmeasured, form)
     cpu = [own if one.truncates_on_cpus else None for one, own in zip(views, scales, strict=True)]
     costs = _measure(args, (*scales, stored), cpu, measured, window, max_tokens, on_progress)
@@ -114,10 +121,20 @@ def audit(
         cost = costs.of[own] if own is not None else None
         cpu_cost = costs.truncated[truncated] if truncated is not None else None
         shown = partial(on_progress, "layers")
-        worst = worst_layers(args, own, mended, measured, window, layer_tokens, shown) if own is not None else ()
-        reports.append(EngineReport(one, cost, cpu_cost, worst, sentence(one, cost, costs.plain, costs.dynamic)))
+        worst = (
+            worst_layers(args, own, mended, measured, window, layer_tokens, shown)
+            if own is not None
+            else ()
+        )
+        reports.append(
+            EngineReport(
+                one, cost, cpu_cost, worst, sentence(one, cost, costs.plain, costs.dynamic)
+            )
+        )
     of_stored = costs.of[stored] if stored is not None else None
-    return AuditReport(facts, tuple(reports), costs.plain, costs.dynamic, of_stored, costs.num_tokens, "", form)
+    return AuditReport(
+        facts, tuple(reports), costs.plain, costs.dynamic, of_stored, costs.num_tokens, "", form
+    )
 
 
 def _measure(
@@ -129,29 +146,47 @@ def _measure(
     max_tokens: int,
     on_progress: Progress,
 ) -> _Costs:
-    """The cost of each of `scales`, and of each of `cpu` as vLLM's CPU kernels round; equal ones are measured once."""
-    distinct, truncated = (list(dict.fromkeys(one for one in some if one is not None)) for some in (scales, cpu))
-    scored = measure(args, distinct, text, window, max_tokens, partial(on_progress, "measuring"), truncated)
+    """The cost of each of `scales`, and of each of `cpu` as vLLM's CPU kernels round; equal ones
+    are measured once.
+    """
+    distinct, truncated = (
+        list(dict.fromkeys(one for one in some if one is not None)) for some in (scales, cpu)
+    )
+    scored = measure(
+        args, distinct, text, window, max_tokens, partial(on_progress, "measuring"), truncated
+    )
     plain, dynamic, *others = map(_cost, scored)
     count = len(distinct)
     nearest, towards_zero = dict(zip(distinct, others[:count], strict=True)), others[count:]
-    return _Costs(plain, dynamic, nearest, dict(zip(truncated, towards_zero, strict=True)), scored[0].num_tokens)
+    return _Costs(
+        plain,
+        dynamic,
+        nearest,
+        dict(zip(truncated, towards_zero, strict=True)),
+        scored[0].num_tokens,
+    )
 
 
 def _per_tensor(scales: KVScales) -> KVScales:
     """The largest scale of each layer and side."""
-    layers = tuple(x and LayerScales((max(x.k),), (max(x.v),), Granularity.TENSOR) for x in scales.layers)
+    layers = tuple(
+        x and LayerScales((max(x.k),), (max(x.v),), Granularity.TENSOR) for x in scales.layers
+    )
     return KVScales(layers, scales.format, unneeded=scales.unneeded)
 
 
 def _stored_scales(path: Path, args: EngineArgs) -> tuple[KVScales | None, str]:
-    """The checkpoint's scales, if K and V of every layer have them, per tensor or head; why it cannot be measured."""
+    """The checkpoint's scales, if K and V of every layer have them, per tensor or head; why it
+    cannot be measured.
+    """
     try:
         opened = open_folder(path, args.model, args.ignore_config_keys)
         scales = opened.uncentered_scales()
     except (ConfigError, CheckpointError) as error:
         return None, f"Freight does not run this checkpoint: {error}"
-    fine = any(layer is not None and layer.granularity is Granularity.CHANNEL for layer in scales.layers)
+    fine = any(
+        layer is not None and layer.granularity is Granularity.CHANNEL for layer in scales.layers
+    )
     if scales.missing or scales.alone("k") or scales.alone("v") or fine:
         return None, ""
     # The names of the tensors are no part of what is compared.
@@ -182,12 +217,20 @@ def as_json(model: str, report: AuditReport) -> dict[str, Any]:
         "unmeasured": report.unmeasured or None,
         "fixed": None
         if report.fixed is None
-        else {"names": report.fixed.names, "quant_method": report.fixed.method, "engines": list(report.fixed.engines)},
+        else {
+            "names": report.fixed.names,
+            "quant_method": report.fixed.method,
+            "engines": list(report.fixed.engines),
+        },
     }
 
 
 def _figures(cost: Cost | None) -> dict[str, float] | None:
-    return None if cost is None else {"perplexity": cost.perplexity, "kl_mean": cost.kl_mean, "same_top": cost.same_top}
+    return (
+        None
+        if cost is None
+        else {"perplexity": cost.perplexity, "kl_mean": cost.kl_mean, "same_top": cost.same_top}
+    )
 
 
 def _engine(report: EngineReport) -> dict[str, Any]:
@@ -204,7 +247,10 @@ def _engine(report: EngineReport) -> dict[str, Any]:
         "fp8_by_default": one.auto_fp8,
         "doubles_for_fnuz": one.doubled,
         "scales": one.counts,
-        "input_scales": [{"name": name, "count": count, "effect": effect} for name, count, effect in one.input_scales],
+        "input_scales": [
+            {"name": name, "count": count, "effect": effect}
+            for name, count, effect in one.input_scales
+        ],
         "cost": _figures(report.cost),
         "cost_on_cpus": _figures(report.cpu_cost),
         "worst_layers": [{"layer": cost.layer, "added_kl": cost.added_kl} for cost in report.worst],

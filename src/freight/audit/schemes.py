@@ -1,4 +1,6 @@
-"""A declared kv_cache_scheme of compressed-tensors, and what vLLM says to it before it reads a tensor. Pure."""
+"""A declared kv_cache_scheme of compressed-tensors, and what vLLM says to it before it reads a
+tensor. Pure.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,27 @@ class KVScheme:
 
 
 def vllm_refusal(scheme: KVScheme, per_head: bool) -> str:
-    """Why vLLM stops with an error at this scheme; '' if it does not. `per_head`: whether it knows attn_head."""
+    """Why vLLM stops with an error at this scheme; '' if it does not. `per_head`: whether it knows
+    attn_head.
+    """
     if scheme.type != "float" or scheme.num_bits != 8:
         return _error(
-            "NotImplementedError", f"num_bits {scheme.num_bits!r}, type {scheme.type!r}; it has 8 and 'float'"
+            "NotImplementedError",
+            f"num_bits {scheme.num_bits!r}, type {scheme.type!r}; it has 8 and 'float'",
         )
     accepted = ("tensor", "attn_head") if per_head else ("tensor",)
     if scheme.strategy not in _STRATEGIES and per_head:
-        return _error("ValueError", f"strategy {scheme.strategy!r} is none of compressed-tensors' strategies")
+        return _error(
+            "ValueError", f"strategy {scheme.strategy!r} is none of compressed-tensors' strategies"
+        )
     if scheme.strategy not in accepted:
-        return _error("NotImplementedError", f"strategy {scheme.strategy!r}; it has {' and '.join(accepted)}")
+        return _error(
+            "NotImplementedError", f"strategy {scheme.strategy!r}; it has {' and '.join(accepted)}"
+        )
     if not scheme.symmetric:
         return _error(
-            "NotImplementedError", f"symmetric {scheme.symmetric!r}; it has true alone, and absent is not true"
+            "NotImplementedError",
+            f"symmetric {scheme.symmetric!r}; it has true alone, and absent is not true",
         )
     return ""
 

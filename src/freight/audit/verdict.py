@@ -1,4 +1,6 @@
-"""The verdict in a sentence: is the FP8 cache of this engine safe with this checkpoint, and why. Pure."""
+"""The verdict in a sentence: is the FP8 cache of this engine safe with this checkpoint, and why.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from freight.evaluate.safety import within_bounds
 
 @dataclass(frozen=True)
 class Cost:
-    """Perplexity, KL against 16 bits in nats per token, and the share of equal top tokens, of one cache."""
+    """Perplexity, KL against 16 bits in nats per token, and the share of equal top tokens, of one
+    cache.
+    """
 
     perplexity: float
     kl_mean: float
@@ -46,7 +50,11 @@ def _does(view: EngineView) -> str:
         which = f"all {count} {layers}" if count > 1 else layers.replace("layers", "the one layer")
         return f"uses the stored scales of {which}"
     if lost:
-        where = f"in all {layers}" if lost == count else f"in {lost} of {count} {layers} ({_numbers(view.lost)})"
+        where = (
+            f"in all {layers}"
+            if lost == count
+            else f"in {lost} of {count} {layers} ({_numbers(view.lost)})"
+        )
         none = f", finds none in {unit - lost} more," if unit > lost else ""
         return f"drops stored scales {where}{none} and divides by 1.0 there"
     if unit == count:

@@ -1,8 +1,10 @@
-"""The rounding of vLLM's CPU kernels, which is not that of its GPU kernels: towards zero instead of to nearest.
+"""The rounding of vLLM's CPU kernels, which is not that of its GPU kernels: towards zero instead of
+to nearest.
 
-Read in vLLM's csrc/cpu/cpu_attn_fp8.hpp (0.32): the value is multiplied by 1 / scale, clipped to ±448, and the bits
-that E4M3 has no room for are dropped. `VllmCpuKernels` stores that way; everything else is the reference kernels'. The
-truncated value times its scale is what the ordinary store then rounds to the same number, so no cast is needed here.
+Read in vLLM's csrc/cpu/cpu_attn_fp8.hpp (0.32): the value is multiplied by 1 / scale, clipped to
+±448, and the bits that E4M3 has no room for are dropped. `VllmCpuKernels` stores that way;
+everything else is the reference kernels'. The truncated value times its scale is what the ordinary
+store then rounds to the same number, so no cast is needed here.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _MANTISSA_BITS = 3
 
 @dataclass(frozen=True)
 class VllmCpuKernels(ReferenceKernels):
-    """The reference kernels, with keys and values truncated as vLLM's CPU kernels do. For static scales in E4M3FN."""
+    """The reference kernels, with keys and values truncated as vLLM's CPU kernels do. For static
+    scales in E4M3FN.
+    """
 
     name: str = "vllm-cpu"
 

@@ -1,8 +1,10 @@
-"""One streamed answer as load sees it: when its tokens came, how many they were, and whether it was in order.
+"""One streamed answer as load sees it: when its tokens came, how many they were, and whether it was
+in order.
 
-Guarantees: tokens are counted from `usage`, never from the number of events, because an event may carry several tokens
-or none. An answer counts as complete only if it ended with `[DONE]` and said its usage; everything else is an error
-with a kind: `error_event`, `no_done`, `malformed`, `closed`, `no_usage`, `empty`, `http_429`, ...
+Guarantees: tokens are counted from `usage`, never from the number of events, because an event may
+carry several tokens or none. An answer counts as complete only if it ended with `[DONE]` and said
+its usage; everything else is an error with a kind: `error_event`, `no_done`, `malformed`, `closed`,
+`no_usage`, `empty`, `http_429`, ...
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ class AnswerStream:
             error = chunk.get("error")
             if error is not None:
                 message = error.get("message") if isinstance(error, dict) else error
-                raise StreamError("error_event", f"the server ended the stream with an error: {message}")
+                raise StreamError(
+                    "error_event", f"the server ended the stream with an error: {message}"
+                )
             usage = chunk.get("usage")
             if usage:
                 before = self._usage["completion_tokens"] if self._usage else 0
@@ -87,14 +91,18 @@ class AnswerStream:
                 self._times.append(now)
                 self._counts = None
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise StreamError("malformed", f"an event is not a chunk of a completion: {event[:60]!r}") from None
+            raise StreamError(
+                "malformed", f"an event is not a chunk of a completion: {event[:60]!r}"
+            ) from None
 
     def answer(self, start: float, sent: float, wanted: int) -> Answer:
         """The whole. Raises StreamError for a stream that is not complete."""
         if self.done_at is None:
             raise StreamError("no_done", "the stream ended without [DONE]")
         if self._usage is None:
-            raise StreamError("no_usage", "the stream says no usage, so its tokens cannot be counted")
+            raise StreamError(
+                "no_usage", "the stream says no usage, so its tokens cannot be counted"
+            )
         num_tokens = self._usage["completion_tokens"]
         if not num_tokens or not self._times:
             raise StreamError("empty", "the answer has no token")
@@ -122,4 +130,6 @@ def _carries(choice: Mapping[str, Any]) -> bool:
     delta = choice.get("delta")
     if not delta:
         return False
-    return any(delta.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
+    return any(
+        delta.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls")
+    )

@@ -1,7 +1,9 @@
-"""A picture of requests per second by cache as SVG text: a group for each size of the cache, a bar for each format.
+"""A picture of requests per second by cache as SVG text: a group for each size of the cache, a bar
+for each format.
 
-The line at a bar's end is the interval of its median. At the right stand the rate, its ratio to the first format at
-that size, and how many tokens fit. The picture follows the reader's light or dark setting, and needs no other file.
+The line at a bar's end is the interval of its median. At the right stand the rate, its ratio to the
+first format at that size, and how many tokens fit. The picture follows the reader's light or dark
+setting, and needs no other file.
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ from itertools import groupby
 from typing import Any
 
 WIDTH = 860
-_LEFT, _TOP, _BAR, _GAP, _PLOT = 210, 84, 26, 22, 400  # pixels; _BAR is the height of one, with the space below it
+_LEFT, _TOP, _BAR, _GAP, _PLOT = (
+    210,
+    84,
+    26,
+    22,
+    400,
+)  # pixels; _BAR is the height of one, with the space below it
 _STYLE = """
 text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}
 .soft{fill:var(--soft)}.title{font-size:18px;font-weight:600}.head{font-weight:600}
@@ -25,7 +33,9 @@ svg{--paper:#fff;--ink:#1d2329;--soft:#626b75;--line:#c3cad1;--c0:#8b95a0;--c1:#
 
 def cache_picture(found: Mapping[str, Any]) -> str:
     """SVG of what `measure_caches` returned."""
-    groups = [list(rows) for _, rows in groupby(found["rows"], key=lambda row: row["kv_cache_memory"])]
+    groups = [
+        list(rows) for _, rows in groupby(found["rows"], key=lambda row: row["kv_cache_memory"])
+    ]
     most = max(row["requests_per_second"]["high"] for row in found["rows"])
     height = _TOP + sum(_BAR * len(rows) + _GAP for rows in groups) + 16
     title = f"{found['model']}: requests per second by KV cache"

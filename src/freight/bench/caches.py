@@ -1,9 +1,11 @@
-"""`freight bench throughput --compare`: the gain of a cache alone. Several caches, on the same weights and requests.
+"""`freight bench throughput --compare`: the gain of a cache alone. Several caches, on the same
+weights and requests.
 
-A smaller cache entry lets more requests run at once where memory binds, and changes little where it does not. So each
-format is measured at each size of the cache. The weights are loaded once and shared. A repeat runs every format at
-every size on the same prompts, and each repeat begins with another one. Ratios are taken within a repeat, to the first
-format at the same size; intervals are those of order statistics for the median.
+A smaller cache entry lets more requests run at once where memory binds, and changes little where it
+does not. So each format is measured at each size of the cache. The weights are loaded once and
+shared. A repeat runs every format at every size on the same prompts, and each repeat begins with
+another one. Ratios are taken within a repeat, to the first format at the same size; intervals are
+those of order statistics for the median.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from freight.models.open import OpenModel
 
 @dataclass
 class _Cell:
-    """One format at one size, and what has been measured of it so far: a rate and the steps of each repeat."""
+    """One format at one size, and what has been measured of it so far: a rate and the steps of each
+    repeat.
+    """
 
     memory: str | int | None
     engine: Engine
@@ -48,7 +52,8 @@ def measure_caches(
     repeats: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """What --json prints: facts of the run, and `rows`, one for each size and format, in the order given.
+    """What --json prints: facts of the run, and `rows`, one for each size and format, in the order
+    given.
 
     caches    values of `kv_cache_dtype`; the first is the one that others are compared with
     memories  values of `kv_cache_memory`, None for its default
@@ -89,7 +94,10 @@ def measure_caches(
         "input_tokens": sum(before for before, _ in lengths),
         "output_tokens": sum(after),
         "repeats": repeats,
-        "rows": [_row(cell, cells[len(caches) * (index // len(caches))]) for index, cell in enumerate(cells)],
+        "rows": [
+            _row(cell, cells[len(caches) * (index // len(caches))])
+            for index, cell in enumerate(cells)
+        ],
     }
 
 
@@ -118,7 +126,15 @@ def _median(values: Sequence[float]) -> dict[str, float]:
 def as_table(found: dict[str, Any]) -> str:
     """For people, and for documents: Markdown, a row for each size and format."""
     shares = [row["requests_per_second"]["coverage"] for row in found["rows"]]
-    headings = ("cache memory", "KV cache", "tokens that fit", "running at once", "requests/s", "ratio", "interval")
+    headings = (
+        "cache memory",
+        "KV cache",
+        "tokens that fit",
+        "running at once",
+        "requests/s",
+        "ratio",
+        "interval",
+    )
     lines = [f"| {' | '.join(headings)} |", "|---|---|---:|---:|---:|---:|---|"]
     for row in found["rows"]:
         rate, ratio = row["requests_per_second"], row["ratio"]

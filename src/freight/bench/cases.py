@@ -1,8 +1,9 @@
-"""What `freight bench kernels` measures: one operation with the memory that it reads, by kernel, format and shape.
+"""What `freight bench kernels` measures: one operation with the memory that it reads, by kernel,
+format and shape.
 
-Shapes: `linear` [rows, out_features, in_features]; `attention` [batch, new tokens, context, num_heads, num_kv_heads,
-head_dim]; `rotate_store` [tokens, num_heads + 2 * num_kv_heads, head_dim]; `by_head` [rows, num_heads, out_features,
-in_features]. Weights and pages hold random finite codes.
+Shapes: `linear` [rows, out_features, in_features]; `attention` [batch, new tokens, context,
+num_heads, num_kv_heads, head_dim]; `rotate_store` [tokens, num_heads + 2 * num_kv_heads, head_dim];
+`by_head` [rows, num_heads, out_features, in_features]. Weights and pages hold random finite codes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ SCALE = 0.02
 
 @dataclass(frozen=True)
 class Case:
-    """One row. `calls` do the same on different memory; each has to move `num_bytes` and to do `num_flops`."""
+    """One row. `calls` do the same on different memory; each has to move `num_bytes` and to do
+    `num_flops`.
+    """
 
     kernel: str
     format: str
@@ -48,8 +51,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of an attention layer. `v_dim`: channels of a head of v; None: `head_dim`, as of q and k; `v_in_k`:
-    whether they are the last of k (`KVPages.v_in_k`)."""
+    """The heads of an attention layer. `v_dim`: channels of a head of v; None: `head_dim`, as of q
+    and k; `v_in_k`: whether they are the last of k (`KVPages.v_in_k`)."""
 
     num_heads: int
     num_kv_heads: int
@@ -66,37 +69,60 @@ class Heads:
 
 @dataclass(frozen=True)
 class Bench:
-    """Makes cases of `kernels` on `device`: with copies of what they read, as many as exceed `cache_size` bytes."""
+    """Makes cases of `kernels` on `device`: with copies of what they read, as many as exceed
+    `cache_size` bytes.
+    """
 
     kernels: KernelSet
     device: str
     cache_size: int = 0
 
     def linear(
-        self, rows: int, shape: tuple[int, int], format: Format, activations: Activations = Activations.DYNAMIC
+        self,
+        rows: int,
+        shape: tuple[int, int],
+        format: Format,
+        activations: Activations = Activations.DYNAMIC,
     ) -> Case:
-        """The product with a weight [out_features, in_features]; `activations` are those of an FP8 weight."""
+        """The product with a weight [out_features, in_features]; `activations` are those of an FP8
+        weight.
+        """
         x, source = self._activations(rows, shape[1]), self._source(format)
         size = shape[0] * shape[1] * format.bytes + (4 * shape[0] if format.is_fp8 else 0)
         weights = [source.weight("", shape) for _ in self._copies(size)]
         if format.is_fp8:
             weights = [replace(weight, activations=activations) for weight in weights]
-        calls = [partial(self.kernels.linear, x, self.kernels.pack(weight), None) for weight in weights]
+        calls = [
+            partial(self.kernels.linear, x, self.kernels.pack(weight), None) for weight in weights
+        ]
         name = f"{format}, activations {activations}" if format.is_fp8 else str(format)
         return _product("linear", name, rows, shape, size + 2 * rows * sum(shape), calls)
 
     def torch_linear(self, rows: int, shape: tuple[int, int]) -> Case:
-        x, source, size = self._activations(rows, shape[1]), self._source(Format.BFLOAT16), 2 * shape[0] * shape[1]
-        calls = [partial(functional.linear, x, source.tensor("", shape)) for _ in self._copies(size)]
-        return _product("torch.linear", str(Format.BFLOAT16), rows, shape, size + 2 * rows * sum(shape), calls)
+        x, source, size = (
+            self._activations(rows, shape[1]),
+            self._source(Format.BFLOAT16),
+            2 * shape[0] * shape[1],
+        )
+        calls = [
+            partial(functional.linear, x, source.tensor("", shape)) for _ in self._copies(size)
+        ]
+        return _product(
+            "torch.linear", str(Format.BFLOAT16), rows, shape, size + 2 * rows * sum(shape), calls
+        )
 
     def scaled_mm(self, rows: int, shape: tuple[int, int], fast: bool = False) -> Case:
-        """torch's FP8 product alone: activations are quantized beforehand. On a GPU with a scale for each row."""
+        """torch's FP8 product alone: activations are quantized beforehand. On a GPU with a scale
+        for each row.
+        """
         out_features, in_features = shape
         source, size = self._source(Format.E4M3FN), out_features * in_features
         x = source.weight("", (rows, in_features))
         assert x.scale is not None
-        by_row = x.scale[:, None], torch.full((1, out_features), SCALE, dtype=torch.float32, device=self.device)
+        by_row = (
+            x.scale[:, None],
+            torch.full((1, out_features), SCALE, dtype=torch.float32, device=self.device),
+        )
         one = torch.ones((), dtype=torch.float32, device=self.device)
         scale_a, scale_b = (one, one) if self.device == "cpu" else by_row
 
@@ -108,7 +134,14 @@ class Bench:
 
         calls = [partial(call, source.weight("", shape).data) for _ in self._copies(size)]
         name = f"{Format.E4M3FN}{', fast sums' if fast else ''}"
-        return _product("torch._scaled_mm", name, rows, shape, size + rows * (2 * out_features + in_features), calls)
+        return _product(
+            "torch._scaled_mm",
+            name,
+            rows,
+            shape,
+            size + rows * (2 * out_features + in_features),
+            calls,
+        )
 
     def attention(
         self,
@@ -120,11 +153,15 @@ class Bench:
         granularity: Granularity | None,
         note: str = "",
     ) -> Case:
-        """Sequences of `context` keys, the last `new_tokens` of them new; their blocks lie in no order."""
+        """Sequences of `context` keys, the last `new_tokens` of them new; their blocks lie in no
+        order.
+        """
         blocks = -(-context // BLOCK_SIZE)
         pages, size = self._pages(heads, format, granularity, batch_size * blocks)
         generator = torch.Generator().manual_seed(2)
-        order = torch.randperm(batch_size * blocks, generator=generator, dtype=torch.int64, device="cpu")
+        order = torch.randperm(
+            batch_size * blocks, generator=generator, dtype=torch.int64, device="cpu"
+        )
         slices = [
             SequenceSlice([0] * new_tokens, context - new_tokens, (own,), Logits.LAST)
             for own in order.view(batch_size, blocks).tolist()
@@ -132,24 +169,46 @@ class Bench:
         sequences = prepare(slices, [Pages((0,), 0, None, BLOCK_SIZE)], self.device).sequences(0)
         q = self._activations(batch_size * new_tokens, heads.num_heads * heads.head_dim)
         q = q.view(-1, heads.num_heads, heads.head_dim)
-        calls = [partial(self.kernels.attention, q, page, sequences, heads.head_dim**-0.5, None) for page in pages]
+        calls = [
+            partial(self.kernels.attention, q, page, sequences, heads.head_dim**-0.5, None)
+            for page in pages
+        ]
         shape = (batch_size, new_tokens, context)
         size_of_ends, flops = attention_work(shape, heads)
         extents = (*shape, heads.num_heads, heads.num_kv_heads, heads.head_dim)
         num_bytes = size * batch_size * context + size_of_ends
-        return Case("attention", cache_name(format, granularity) + note, extents, num_bytes, flops, calls)
+        return Case(
+            "attention", cache_name(format, granularity) + note, extents, num_bytes, flops, calls
+        )
 
     def by_head(self, rows: int, shape: tuple[int, int, int]) -> Case:
-        """The product of each head with its matrix, of `shape` [num_heads, out_features, in_features] in bfloat16."""
+        """The product of each head with its matrix, of `shape` [num_heads, out_features,
+        in_features] in bfloat16.
+        """
         heads, out_features, in_features = shape
         x = self._activations(rows, heads * in_features).view(rows, heads, in_features)
         source, size = self._source(Format.BFLOAT16), 2 * math.prod(shape)
-        each = [[source.weight("", (out_features, in_features)) for _ in range(heads)] for _ in self._copies(size)]
-        calls = [partial(self.kernels.by_head, x, self.kernels.pack_experts(matrices)) for matrices in each]
+        each = [
+            [source.weight("", (out_features, in_features)) for _ in range(heads)]
+            for _ in self._copies(size)
+        ]
+        calls = [
+            partial(self.kernels.by_head, x, self.kernels.pack_experts(matrices))
+            for matrices in each
+        ]
         num_bytes = size + 2 * rows * heads * (out_features + in_features)
-        return Case("by_head", str(Format.BFLOAT16), (rows, *shape), num_bytes, 2 * rows * math.prod(shape), calls)
+        return Case(
+            "by_head",
+            str(Format.BFLOAT16),
+            (rows, *shape),
+            num_bytes,
+            2 * rows * math.prod(shape),
+            calls,
+        )
 
-    def rotate_store(self, tokens: int, heads: Heads, format: Format, granularity: Granularity | None) -> Case:
+    def rotate_store(
+        self, tokens: int, heads: Heads, format: Format, granularity: Granularity | None
+    ) -> Case:
         pages, size = self._pages(heads, format, granularity, -(-tokens // BLOCK_SIZE))
         all_heads, dim = heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim
         qkv = self._activations(tokens, heads.width)
@@ -157,9 +216,21 @@ class Bench:
         slots = torch.randperm(tokens, dtype=torch.int64, device=self.device)
         rotary = Rotary(*torch.rand(2, tokens, dim // 2, dtype=torch.float32, device=self.device))
         # qkv and q; cosines and sines
-        num_bytes = size * tokens + 2 * tokens * (heads.width + heads.num_heads * dim) + 4 * tokens * dim
-        calls = [partial(self.kernels.rotate_store, qkv, rotary, positions, slots, page) for page in pages]
-        return Case("rotate_store", cache_name(format, granularity), (tokens, all_heads, dim), num_bytes, 0, calls)
+        num_bytes = (
+            size * tokens + 2 * tokens * (heads.width + heads.num_heads * dim) + 4 * tokens * dim
+        )
+        calls = [
+            partial(self.kernels.rotate_store, qkv, rotary, positions, slots, page)
+            for page in pages
+        ]
+        return Case(
+            "rotate_store",
+            cache_name(format, granularity),
+            (tokens, all_heads, dim),
+            num_bytes,
+            0,
+            calls,
+        )
 
     def _copies(self, num_bytes: int) -> range:
         """Enough of them that none stays in a cache until its turn comes again."""
@@ -186,7 +257,10 @@ class Bench:
             k, v = ((SCALE,) * granularity.num_scales(heads.num_kv_heads, dim) for dim in dims)
             scales = KVScales((LayerScales(k, v, granularity),), format)
         layer = LayerKVSpec(format, granularity, heads.num_kv_heads, *dims, v_in_k=heads.v_in_k)
-        spec, config = KVCacheSpec((layer,), BLOCK_SIZE), KVCacheConfig(format, granularity, source, scales)
+        spec, config = (
+            KVCacheSpec((layer,), BLOCK_SIZE),
+            KVCacheConfig(format, granularity, source, scales),
+        )
         copies = self._copies(spec.bytes_per_token * blocks * BLOCK_SIZE)
         pools = [allocate_pool(spec, config, (blocks,), self.kernels, self.device) for _ in copies]
         pages = [pool.paged[0].pages for pool in pools]
@@ -200,7 +274,9 @@ def cache_name(format: Format, granularity: Granularity | None) -> str:
 
 
 def attention_work(shape: tuple[int, int, int], heads: Heads) -> tuple[int, int]:
-    """(bytes of q and of the output, floating point operations over the keys that causal attention sees)."""
+    """(bytes of q and of the output, floating point operations over the keys that causal attention
+    sees).
+    """
     batch_size, new_tokens, context = shape
     pairs = batch_size * (new_tokens * context - new_tokens * (new_tokens - 1) // 2)
     width = heads.num_heads * (heads.head_dim + (heads.v_dim or heads.head_dim))
@@ -208,7 +284,12 @@ def attention_work(shape: tuple[int, int, int], heads: Heads) -> tuple[int, int]
 
 
 def _product(
-    kernel: str, format: str, rows: int, shape: tuple[int, int], num_bytes: int, calls: Sequence[Callable[[], object]]
+    kernel: str,
+    format: str,
+    rows: int,
+    shape: tuple[int, int],
+    num_bytes: int,
+    calls: Sequence[Callable[[], object]],
 ) -> Case:
     return Case(kernel, format, (rows, *shape), num_bytes, 2 * rows * shape[0] * shape[1], calls)
 
@@ -218,7 +299,9 @@ def _fill(pages: KVPages) -> None:
         if not pages.format.is_quantized:
             page.normal_()
         else:
-            page.view(torch.uint8).random_(0, 256).bitwise_and_(0xBF).bitwise_or_(1)  # no NaN in any FP8 format
+            page.view(torch.uint8).random_(0, 256).bitwise_and_(0xBF).bitwise_or_(
+                1
+            )  # no NaN in any FP8 format
     if pages.rotated is not None:
         pages.rotated.normal_()
     if pages.dynamic:

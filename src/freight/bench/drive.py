@@ -1,4 +1,6 @@
-"""Requests through the engine, step by step, with the time of each: what `latency` and `throughput` have in common."""
+"""Requests through the engine, step by step, with the time of each: what `latency` and `throughput`
+have in common.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class TimedRows(StepRows):
 
 @dataclass(frozen=True)
 class TimedRunner(ModelRunner):
-    """A runner that records how long each part of a step took, in seconds, as the host sees it: layers, then logits.
+    """A runner that records how long each part of a step took, in seconds, as the host sees it:
+    layers, then logits.
 
     Captured steps are replayed as they are without it; theirs is one part.
     """
@@ -48,19 +51,24 @@ class TimedRunner(ModelRunner):
 
     @staticmethod
     def over(runner: ModelRunner) -> TimedRunner:
-        return TimedRunner(**{part.name: getattr(runner, part.name) for part in fields(ModelRunner)})
+        return TimedRunner(
+            **{part.name: getattr(runner, part.name) for part in fields(ModelRunner)}
+        )
 
     def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> StepRows:
         begin = time.perf_counter()
         rows = super().run(slices, tokens)
         self.seconds.append(time.perf_counter() - begin)
-        return TimedRows(**{part.name: getattr(rows, part.name) for part in fields(StepRows)}, seconds=self.seconds)
+        return TimedRows(
+            **{part.name: getattr(rows, part.name) for part in fields(StepRows)},
+            seconds=self.seconds,
+        )
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step: its time and the model's part of it, how many requests got a token, how many ran, and the share of the
-    cache's blocks in use."""
+    """One step: its time and the model's part of it, how many requests got a token, how many ran,
+    and the share of the cache's blocks in use."""
 
     seconds: float
     model_seconds: float
@@ -78,7 +86,9 @@ def greedy(length: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
 
 
-def drive(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[StepRecord]:
+def drive(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[StepRecord]:
     """Add all requests at once and step until they are done; then forget them."""
     ids = [f"bench {index}" for index in range(len(prompts))]
     for request_id, prompt, one in zip(ids, prompts, params, strict=True):
@@ -102,13 +112,17 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sam
     return records
 
 
-def weight_bytes(model: ModelConfig, compute_format: Format, weight_format: Format, num_rows: int = 1) -> int:
-    """Bytes of weights that a step of `num_rows` tokens reads, scales included. Of an embedding that is not the head,
-    and of tables of positions and per-layer inputs, only rows are read, which are not counted; of experts, as many as
-    are chosen on average if all are equally likely."""
+def weight_bytes(
+    model: ModelConfig, compute_format: Format, weight_format: Format, num_rows: int = 1
+) -> int:
+    """Bytes of weights that a step of `num_rows` tokens reads, scales included. Of an embedding
+    that is not the head, and of tables of positions and per-layer inputs, only rows are read, which
+    are not counted; of experts, as many as are chosen on average if all are equally likely."""
     names, total = tensor_names(model), 0
     for name, shape in tensor_shapes(model).items():
-        if name in (names.positions, names.own_table) or (name == names.embedding and not model.tie_word_embeddings):
+        if name in (names.positions, names.own_table) or (
+            name == names.embedding and not model.tie_word_embeddings
+        ):
             continue
         linear = len(shape) > 1 and not name.endswith("bias") and name not in names.outer
         total += math.prod(shape) * (weight_format if linear else compute_format).bytes
@@ -127,8 +141,12 @@ def _experts_left_out(model: ModelConfig, weight_format: Format, num_rows: int) 
             channels = moe.expert_channels(model.hidden_size)
             outputs = sum(moe.up_sizes) + channels
             values = (sum(moe.up_sizes) + moe.intermediate_size) * channels
-            expert = values * weight_format.bytes + (outputs * Format.FLOAT32.bytes if weight_format.is_fp8 else 0)
-            total += moe.num_experts * expert * (1 - moe.routing.top_k / moe.num_experts) ** num_rows
+            expert = values * weight_format.bytes + (
+                outputs * Format.FLOAT32.bytes if weight_format.is_fp8 else 0
+            )
+            total += (
+                moe.num_experts * expert * (1 - moe.routing.top_k / moe.num_experts) ** num_rows
+            )
     return total
 
 

@@ -1,11 +1,14 @@
-"""The goals of the GPU table in docs/benchmarks.md: what was aimed at, what was found, and what binds.
+"""The goals of the GPU table in docs/benchmarks.md: what was aimed at, what was found, and what
+binds.
 
-A `Row` is what `freight bench … --json` prints. `Results` has the rows of each command by its name; those of
-`freight bench kernels` by "kernels". Rows with `error` count as not measured. Loads no torch.
+A `Row` is what `freight bench … --json` prints. `Results` has the rows of each command by its name;
+those of `freight bench kernels` by "kernels". Rows with `error` count as not measured. Loads no
+torch.
 
-What binds follows from counters where a row has them (`issue_active`, `dram`: percent of all cycles and of the
-memory's peak, as ncu reads them), else from the row's own figures: bytes over time beside a copy's, launches times the
-time that an empty one takes, and operations beside the fastest product that was measured.
+What binds follows from counters where a row has them (`issue_active`, `dram`: percent of all cycles
+and of the memory's peak, as ncu reads them), else from the row's own figures: bytes over time
+beside a copy's, launches times the time that an empty one takes, and operations beside the fastest
+product that was measured.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ ISSUES = 45.0  # percent of cycles with an instruction issued: kernels of small 
 
 @dataclass(frozen=True)
 class Goal:
-    """A line of the table. `find` raises LookupError for what was not measured; `row` is the row that it is about.
+    """A line of the table. `find` raises LookupError for what was not measured; `row` is the row
+    that it is about.
 
     `unit`: "" for a share, " x" for how many times as fast or as much.
     """
@@ -37,7 +41,9 @@ class Goal:
 
 
 def kernel(results: Results, name: str, form: str, shape: tuple[int, ...]) -> Row:
-    """The row of `freight bench kernels` with this format and a shape that begins so; the last of several."""
+    """The row of `freight bench kernels` with this format and a shape that begins so; the last of
+    several.
+    """
     for row in reversed(results["kernels"]):
         if "error" in row or (row["kernel"], row["format"]) != (name, form):
             continue
@@ -76,15 +82,22 @@ def binds(row: Row, results: Results) -> str:
 
 
 def _of_peak(row: Row, rows: list[Row]) -> float:
-    """Operations per second as a share of those of torch's fastest product, in FP8 for rows that multiply FP8."""
+    """Operations per second as a share of those of torch's fastest product, in FP8 for rows that
+    multiply FP8.
+    """
     in_fp8 = row["kernel"] in ("linear", SCALED) or "FP8 products" in row["format"]
     products = ("torch.linear", SCALED) if in_fp8 else ("torch.linear",)
-    peak = max((one["tflops"] for one in rows if "error" not in one and one["kernel"] in products), default=0.0)
+    peak = max(
+        (one["tflops"] for one in rows if "error" not in one and one["kernel"] in products),
+        default=0.0,
+    )
     return float(row["tflops"] / peak) if peak else 0.0
 
 
 def _from_counters(issue: float, dram: float) -> str:
-    found = f"the memory is busy {dram:.0f} % and instructions issue in {issue:.0f} % of cycles (ncu)."
+    found = (
+        f"the memory is busy {dram:.0f} % and instructions issue in {issue:.0f} % of cycles (ncu)."
+    )
     if dram >= 100 * ENOUGH:
         return f"Bandwidth binds: {found}"
     if issue >= ISSUES:
@@ -111,7 +124,13 @@ def share(what: str, aim: float, name: str, form: str, shape: tuple[int, ...]) -
     return Goal(what, aim, "", lambda results: float(row(results)["bandwidth_fraction"]), row)
 
 
-def faster(what: str, aim: float | None, fast: tuple[str, str], slow: tuple[str, str], shape: tuple[int, ...]) -> Goal:
+def faster(
+    what: str,
+    aim: float | None,
+    fast: tuple[str, str],
+    slow: tuple[str, str],
+    shape: tuple[int, ...],
+) -> Goal:
     """A goal for how many times as fast one kernel and format is as another, at one shape."""
 
     def row(results: Results) -> Row:
@@ -123,7 +142,13 @@ def faster(what: str, aim: float | None, fast: tuple[str, str], slow: tuple[str,
     return Goal(what, aim, " x", find, row)
 
 
-BATCH, LONG, PREFILL, STORE, PRODUCT = (64, 1, 8192), (1, 1, 131072), (1, 8192, 8192), (8192,), (8192, 8192, 8192)
+BATCH, LONG, PREFILL, STORE, PRODUCT = (
+    (64, 1, 8192),
+    (1, 1, 131072),
+    (1, 8192, 8192),
+    (8192,),
+    (8192, 8192, 8192),
+)
 STATIC, TOKEN = ("attention", "fp8_e4m3fn, tensor"), ("attention", "fp8_e4m3fn, token")
 SIXTEEN = ("attention", "bfloat16")
 FLASH = ("torch.sdpa", "bfloat16, FlashAttention")
@@ -137,7 +162,13 @@ KERNEL_GOALS = (
     share("decode attention, 1 x 128 k: of the copy bandwidth", 0.75, *STATIC, LONG),
     faster("prefill attention, 8 k, against FlashAttention", 0.8, STATIC, FLASH, PREFILL),
     faster("… computed in FP8", 1.2, IN_FP8, FLASH, PREFILL),
-    share("rotate, quantize and store, 8 k tokens: of the copy bandwidth", 0.7, "rotate_store", STATIC[1], STORE),
+    share(
+        "rotate, quantize and store, 8 k tokens: of the copy bandwidth",
+        0.7,
+        "rotate_store",
+        STATIC[1],
+        STORE,
+    ),
     faster(
         "FP8 product, 8192³, activations quantized, against BF16",
         1.6,
@@ -145,8 +176,16 @@ KERNEL_GOALS = (
         BF16_PRODUCT,
         PRODUCT,
     ),
-    faster("torch._scaled_mm alone, full sums", None, (SCALED, "fp8_e4m3fn"), BF16_PRODUCT, PRODUCT),
-    faster("torch._scaled_mm alone, fast sums", None, (SCALED, "fp8_e4m3fn, fast sums"), BF16_PRODUCT, PRODUCT),
+    faster(
+        "torch._scaled_mm alone, full sums", None, (SCALED, "fp8_e4m3fn"), BF16_PRODUCT, PRODUCT
+    ),
+    faster(
+        "torch._scaled_mm alone, fast sums",
+        None,
+        (SCALED, "fp8_e4m3fn, fast sums"),
+        BF16_PRODUCT,
+        PRODUCT,
+    ),
 )
 
 
@@ -154,12 +193,20 @@ def _ratio(what: str, aim: float, one: str, other: str, figure: str) -> Goal:
     def find(results: Results) -> float:
         return float(engine(results, one)[figure] / engine(results, other)[figure])
 
-    return Goal(what, aim, " x", find, (lambda results: engine(results, one)) if "decode" in figure else None)
+    return Goal(
+        what,
+        aim,
+        " x",
+        find,
+        (lambda results: engine(results, one)) if "decode" in figure else None,
+    )
 
 
 def _tokens_for_the_same_bytes(what: str, aim: float, command: str) -> Goal:
     def find(results: Results) -> float:
-        sixteen, eight = (engine(results, name)["kv_cache"] for name in ("8b batch 1, BF16", command))
+        sixteen, eight = (
+            engine(results, name)["kv_cache"] for name in ("8b batch 1, BF16", command)
+        )
         return float(sixteen["bytes_per_token"] / eight["bytes_per_token"])
 
     return Goal(what, aim, " x", find)
@@ -174,8 +221,12 @@ def _of_70b(results: Results) -> str:
 ALONE = "8b batch 1, FP8"
 BATCHES = ("8b batch 64, FP8", "8b batch 64, BF16")
 ENGINE_GOALS = (
-    _ratio("llama-8b, batch 64, decode, FP8 against BF16", 1.6, *BATCHES, "decode_tokens_per_second"),
-    _ratio("llama-8b, batch 64, prefill, FP8 against BF16", 1.3, *BATCHES, "prefill_tokens_per_second"),
+    _ratio(
+        "llama-8b, batch 64, decode, FP8 against BF16", 1.6, *BATCHES, "decode_tokens_per_second"
+    ),
+    _ratio(
+        "llama-8b, batch 64, prefill, FP8 against BF16", 1.3, *BATCHES, "prefill_tokens_per_second"
+    ),
     _tokens_for_the_same_bytes("tokens for the same bytes, static scales", 2.0, "8b, one scale"),
     _tokens_for_the_same_bytes("tokens for the same bytes, a scale per token", 1.96, ALONE),
     Goal(
@@ -193,7 +244,13 @@ def table(results: Results, goals: tuple[Goal, ...] = KERNEL_GOALS + ENGINE_GOAL
     """The lines of a Markdown table: every goal, its aim, what was found, and what binds."""
     lines = ["| | aim | found | what binds |", "|---|---:|---:|---|"]
     for goal in goals:
-        aim = goal.unit if goal.unit == "runs" else "" if goal.aim is None else f"{goal.aim:g}{goal.unit}"
+        aim = (
+            goal.unit
+            if goal.unit == "runs"
+            else ""
+            if goal.aim is None
+            else f"{goal.aim:g}{goal.unit}"
+        )
         found, why = "not measured", ""
         try:
             value = goal.find(results)

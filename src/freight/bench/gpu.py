@@ -1,7 +1,9 @@
-"""`freight bench kernels` on a GPU: what the Triton kernel set does, beside torch's own, timed by events over graphs.
+"""`freight bench kernels` on a GPU: what the Triton kernel set does, beside torch's own, timed by
+events over graphs.
 
-`bandwidth_fraction` is the bytes that a row has to read and write, over its median time and the bandwidth of a copy on
-the same device, read and written bytes both counted. `cases.py` has the shapes.
+`bandwidth_fraction` is the bytes that a row has to read and write, over its median time and the
+bandwidth of a copy on the same device, read and written bytes both counted. `cases.py` has the
+shapes.
 """
 
 from __future__ import annotations
@@ -42,13 +44,20 @@ class Sizes:
     heads: Heads = LLAMA_8B
     store: int = 8192
     product: tuple[int, int, int] = (8192, 8192, 8192)
-    decode_products: tuple[tuple[int, int, int], ...] = ((1, 4096, 14336), (1, 28672, 4096), (64, 28672, 4096))
+    decode_products: tuple[tuple[int, int, int], ...] = (
+        (1, 4096, 14336),
+        (1, 28672, 4096),
+        (64, 28672, 4096),
+    )
     latents: Heads = DEEPSEEK_V3
     latent_attention: tuple[tuple[int, int, int], ...] = (
         (32, 1, 8192),
         (1, 4096, 4096),
     )  # of no goal: goals.py goes by shape
-    by_head: tuple[tuple[int, int], ...] = ((512, 128), (128, 512))  # of each head of latents: keys, values
+    by_head: tuple[tuple[int, int], ...] = (
+        (512, 128),
+        (128, 512),
+    )  # of each head of latents: keys, values
     by_head_rows: tuple[int, ...] = (1, 64, 4096)
 
 
@@ -57,8 +66,9 @@ def measure_on_gpu(
 ) -> Iterator[dict[str, Any]]:
     """Yield what --json prints, a row at a time; `only` names the kernels wanted, none: all.
 
-    Rows are numbered from 1 as `case`, and the first `after` are left out. A case that fails gives a row with `error`.
-    Raises the GPU's error behind that row if the GPU takes no more work from this process.
+    Rows are numbered from 1 as `case`, and the first `after` are left out. A case that fails gives
+    a row with `error`. Raises the GPU's error behind that row if the GPU takes no more work from
+    this process.
     """
     gap = launch_gap()
     for number, (kernel, make) in enumerate(cases(kernels, sizes, "cuda", only), 1):
@@ -79,7 +89,10 @@ def _row(
         return named | measure()
     except Exception as error:  # whatever it is, the other rows can be measured
         what = make.args if isinstance(make, partial) else ()
-        return named | {"what": ", ".join(map(str, what)), "error": f"{type(error).__name__}: {str(error)[:600]}"}
+        return named | {
+            "what": ", ".join(map(str, what)),
+            "error": f"{type(error).__name__}: {str(error)[:600]}",
+        }
 
 
 def _measured(make: Callable[[], Case], seconds: float) -> dict[str, Any]:
@@ -132,7 +145,8 @@ def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    # Larger than any cache, and read before each run: what a write leaves in the cache would drain during the run.
+    # Larger than any cache, and read before each run: what a write leaves in the cache would drain
+    # during the run.
     flush = torch.zeros(2**26, dtype=torch.float32, device="cuda")
     samples: list[float] = []
     while len(samples) < least or (sum(samples) < seconds and len(samples) < 200):
@@ -159,7 +173,11 @@ def cases(kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = (
     """Each case's kernel, and what makes it, one at a time, as together they are large."""
     bench = Bench(kernels, device)
     made = chain(
-        *(_attention_cases(bench, sizes, device), _store_cases(bench, sizes), _product_cases(bench, sizes, device)),
+        *(
+            _attention_cases(bench, sizes, device),
+            _store_cases(bench, sizes),
+            _product_cases(bench, sizes, device),
+        ),
         _latent_cases(bench, sizes),
     )
     return ((kernel, make) for kernel, make in made if not only or kernel in only)
@@ -173,14 +191,23 @@ def _attention_cases(bench: Bench, sizes: Sizes, device: str) -> _Made:
             yield "attention", partial(bench.attention, *given)
             if format.is_e4m3:
                 yield "attention", partial(in_fp8.attention, *given, ", FP8 products")
-        yield "torch.sdpa", partial(_torch_attention, sizes.heads, shape, device, SDPBackend.FLASH_ATTENTION)
+        yield (
+            "torch.sdpa",
+            partial(_torch_attention, sizes.heads, shape, device, SDPBackend.FLASH_ATTENTION),
+        )
         if device == "cuda" and shape[1] > 1 and torch.version.hip is None:
-            yield "torch.sdpa", partial(_torch_attention, sizes.heads, shape, device, SDPBackend.CUDNN_ATTENTION)
+            yield (
+                "torch.sdpa",
+                partial(_torch_attention, sizes.heads, shape, device, SDPBackend.CUDNN_ATTENTION),
+            )
 
 
 def _store_cases(bench: Bench, sizes: Sizes) -> _Made:
     for format, granularity in CACHES:
-        yield "rotate_store", partial(bench.rotate_store, sizes.store, sizes.heads, format, granularity)
+        yield (
+            "rotate_store",
+            partial(bench.rotate_store, sizes.store, sizes.heads, format, granularity),
+        )
 
 
 def _product_cases(bench: Bench, sizes: Sizes, device: str) -> _Made:
@@ -191,7 +218,10 @@ def _product_cases(bench: Bench, sizes: Sizes, device: str) -> _Made:
         yield "torch.linear", partial(bench.torch_linear, rows, matrix)
     if device == "cuda":
         for fast in (False, True):
-            yield "torch._scaled_mm", partial(bench.scaled_mm, sizes.product[0], sizes.product[1:], fast)
+            yield (
+                "torch._scaled_mm",
+                partial(bench.scaled_mm, sizes.product[0], sizes.product[1:], fast),
+            )
 
 
 def _latent_cases(bench: Bench, sizes: Sizes) -> _Made:
@@ -203,12 +233,18 @@ def _latent_cases(bench: Bench, sizes: Sizes) -> _Made:
             yield "by_head", partial(bench.by_head, rows, (sizes.latents.num_heads, *matrices))
 
 
-def _torch_attention(heads: Heads, shape: tuple[int, int, int], device: str, backend: SDPBackend) -> Case:
-    """torch's FlashAttention or cuDNN over contiguous bfloat16; cuDNN gets a KV head for each query head."""
+def _torch_attention(
+    heads: Heads, shape: tuple[int, int, int], device: str, backend: SDPBackend
+) -> Case:
+    """torch's FlashAttention or cuDNN over contiguous bfloat16; cuDNN gets a KV head for each query
+    head.
+    """
     batch, rows, context = shape
 
     def tensor(count: int, length: int) -> Tensor:
-        return torch.randn(batch, count, length, heads.head_dim, dtype=torch.bfloat16, device=device)
+        return torch.randn(
+            batch, count, length, heads.head_dim, dtype=torch.bfloat16, device=device
+        )
 
     kv_heads = heads.num_heads if backend is SDPBackend.CUDNN_ATTENTION else heads.num_kv_heads
     q, k, v = tensor(heads.num_heads, rows), tensor(kv_heads, context), tensor(kv_heads, context)
@@ -222,5 +258,7 @@ def _torch_attention(heads: Heads, shape: tuple[int, int, int], device: str, bac
     ends, flops = attention_work(shape, heads)
     extents = (*shape, heads.num_heads, heads.num_kv_heads, heads.head_dim)
     size = 4 * batch * context * kv_heads * heads.head_dim + ends
-    name = "bfloat16, cuDNN" if backend is SDPBackend.CUDNN_ATTENTION else "bfloat16, FlashAttention"
+    name = (
+        "bfloat16, cuDNN" if backend is SDPBackend.CUDNN_ATTENTION else "bfloat16, FlashAttention"
+    )
     return Case("torch.sdpa", name, extents, size, flops, [call])

@@ -1,9 +1,11 @@
-"""A small HTTP/1.1 client for load: one request at a time on each connection, the answer handed on as it arrives.
+"""A small HTTP/1.1 client for load: one request at a time on each connection, the answer handed on
+as it arrives.
 
-Guarantees: every piece of an answer carries the time at which the event loop gave it to this process, and whatever is
-wrong with an answer (a refused connection, broken framing, an early end) is a `StreamError` with its kind, so that it
-can be counted. It stands here because the load comes from the cores that the server computes on: per piece of a
-stream it costs a small part of what a general client does (figures in docs/benchmarks.md).
+Guarantees: every piece of an answer carries the time at which the event loop gave it to this
+process, and whatever is wrong with an answer (a refused connection, broken framing, an early end)
+is a `StreamError` with its kind, so that it can be counted. It stands here because the load comes
+from the cores that the server computes on: per piece of a stream it costs a small part of what a
+general client does (figures in docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -42,14 +44,25 @@ class Address:
 
     @staticmethod
     def parse(url: str) -> Address:
-        """From http://host:port, with or without a path, and with or without the /v1 that clients are given."""
+        """From http://host:port, with or without a path, and with or without the /v1 that clients
+        are given.
+        """
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError:
-            raise ConfigError(f"--url {url!r} has no valid port: write http://127.0.0.1:8000") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-            raise ConfigError(f"--url {url!r} is not the address of a server: write http://127.0.0.1:8000")
+            raise ConfigError(
+                f"--url {url!r} has no valid port: write http://127.0.0.1:8000"
+            ) from None
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or parts.query
+            or parts.username
+        ):
+            raise ConfigError(
+                f"--url {url!r} is not the address of a server: write http://127.0.0.1:8000"
+            )
         secure = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return Address(url, parts.hostname, port or (443 if secure else 80), secure, prefix)
@@ -57,20 +70,28 @@ class Address:
     def head(self, method: str, path: str, num_bytes: int, headers: Mapping[str, str]) -> bytes:
         """Request line and headers."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        lines = [f"{method} {self.prefix}{path} HTTP/1.1", f"Host: {host}:{self.port}", f"Content-Length: {num_bytes}"]
+        lines = [
+            f"{method} {self.prefix}{path} HTTP/1.1",
+            f"Host: {host}:{self.port}",
+            f"Content-Length: {num_bytes}",
+        ]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
 class AnswerReader:
-    """The bytes of one answer -> status, headers, and its body without framing. Knows nothing of time or transport."""
+    """The bytes of one answer -> status, headers, and its body without framing. Knows nothing of
+    time or transport.
+    """
 
     def __init__(self) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.complete = False
         self._buffer = b""
-        self._left: int | None = None  # bytes to come of the body, or of this chunk; None: up to the connection's end
+        self._left: int | None = (
+            None  # bytes to come of the body, or of this chunk; None: up to the connection's end
+        )
         self._chunked = False
         self._state = "head"
 
@@ -81,7 +102,9 @@ class AnswerReader:
         return self.complete and not closing and (self._chunked or "content-length" in self.headers)
 
     def feed(self, data: bytes) -> bytes:
-        """Take more bytes; returns what is new of the body. Raises StreamError where the framing is broken."""
+        """Take more bytes; returns what is new of the body. Raises StreamError where the framing is
+        broken.
+        """
         self._buffer = self._buffer + data if self._buffer else data
         while self._state == "head":
             if not self._read_head():
@@ -110,7 +133,9 @@ class AnswerReader:
         head, found, rest = self._buffer.partition(b"\r\n\r\n")
         if not found or len(head) > MAX_HEAD:
             if len(head) > MAX_HEAD:
-                raise StreamError("malformed", f"the answer's headers are longer than {MAX_HEAD} bytes")
+                raise StreamError(
+                    "malformed", f"the answer's headers are longer than {MAX_HEAD} bytes"
+                )
             return False
         first, *lines = head.decode("latin-1").split("\r\n")
         words = first.split(" ", 2)
@@ -121,7 +146,8 @@ class AnswerReader:
             return True
         self.status = int(words[1])
         self.headers = {
-            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+            name.strip().lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines)
         }
         self._chunked = self.headers.get("transfer-encoding", "").lower() == "chunked"
         length = self.headers.get("content-length")
@@ -181,7 +207,9 @@ class EventReader:
         self._buffer = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take more bytes; returns the data of every event that is complete now. Comments and names are left out."""
+        """Take more bytes; returns the data of every event that is complete now. Comments and names
+        are left out.
+        """
         buffer = self._buffer + data if self._buffer else data
         if b"\r" in buffer:
             if buffer.endswith(b"\r"):  # half of a line's end, perhaps
@@ -196,7 +224,11 @@ class EventReader:
             if block.startswith(b"data: ") and b"\n" not in block:  # nearly all
                 found.append(block[6:])
                 continue
-            lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]
+            lines = [
+                line[5:].removeprefix(b" ")
+                for line in block.split(b"\n")
+                if line.startswith(b"data:")
+            ]
             if lines:
                 found.append(b"\n".join(lines))
         return found
@@ -206,7 +238,9 @@ OnBody = Callable[[bytes, float], None]  # a piece of the body, and when it came
 
 
 class Connection(asyncio.Protocol):
-    """One connection to a server. `Connection.open` makes it, `send` uses it, `reusable` says whether it can go on."""
+    """One connection to a server. `Connection.open` makes it, `send` uses it, `reusable` says
+    whether it can go on.
+    """
 
     def __init__(self) -> None:
         self.reusable = True
@@ -224,16 +258,20 @@ class Connection(asyncio.Protocol):
             made = loop.create_connection(Connection, address.host, address.port, ssl=secure)
             _, connection = await asyncio.wait_for(made, seconds)
         except TimeoutError:
-            raise StreamError("connection", f"{address.url} does not answer within {seconds:g} s") from None
+            raise StreamError(
+                "connection", f"{address.url} does not answer within {seconds:g} s"
+            ) from None
         except OSError as error:  # ssl's errors are OSErrors
             reason = error.strerror or str(error)
             raise StreamError("connection", f"{address.url} cannot be reached: {reason}") from None
         return connection
 
     async def send(self, request: bytes, on_body: OnBody = lambda data, now: None) -> AnswerReader:
-        """Send one request and wait for the end of its answer, whose body goes to `on_body` piece by piece.
+        """Send one request and wait for the end of its answer, whose body goes to `on_body` piece
+        by piece.
 
-        Raises StreamError, after which the connection is closed and not reusable; so it is when this is cancelled.
+        Raises StreamError, after which the connection is closed and not reusable; so it is when
+        this is cancelled.
         """
         assert self.reusable
         assert self._transport is not None

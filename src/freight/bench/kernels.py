@@ -1,8 +1,9 @@
-"""`freight bench kernels` on a CPU: each operation of the selected kernel set on its own, beside torch's.
+"""`freight bench kernels` on a CPU: each operation of the selected kernel set on its own, beside
+torch's.
 
-Every row takes turns over copies of what it reads, together larger than any cache, as it is when a model runs. Its
-`bandwidth_fraction` is the bytes that it has to read and write, divided by its median time and by the bandwidth
-measured right before and after it. `cases.py` has the shapes.
+Every row takes turns over copies of what it reads, together larger than any cache, as it is when a
+model runs. Its `bandwidth_fraction` is the bytes that it has to read and write, divided by its
+median time and by the bandwidth measured right before and after it. `cases.py` has the shapes.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ def measure_kernels(
     only: Sequence[str] = (),
     cache_size: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield what --json prints, a row at a time. `matrix` [out_features, in_features] comes beside the model's own.
+    """Yield what --json prints, a row at a time. `matrix` [out_features, in_features] comes beside
+    the model's own.
 
-    `only` names the kernels wanted; none: all. `seconds` are spent on each row, and at least five runs. `cache_size`,
-    in bytes, is what the copies together exceed; default: `bytes_beyond_caches`.
+    `only` names the kernels wanted; none: all. `seconds` are spent on each row, and at least five
+    runs. `cache_size`, in bytes, is what the copies together exceed; default:
+    `bytes_beyond_caches`.
     """
     cache_size = cache_size or bytes_beyond_caches()
     probe = MemoryProbe(max(2 * cache_size, 4096))
@@ -77,7 +80,9 @@ def _cases(
     context: int,
     only: Sequence[str],
 ) -> Iterator[Callable[[], Case]]:
-    """What makes each case, in the order of the report; one exists at a time, as together they are large."""
+    """What makes each case, in the order of the report; one exists at a time, as together they are
+    large.
+    """
 
     def wanted(kernel: str) -> bool:
         return not only or kernel in only
@@ -101,7 +106,9 @@ def _attention_cases(
     context: int,
     wanted: Callable[[str], bool],
 ) -> Iterator[Callable[[], Case]]:
-    """Of the operations between the projections: over caches, and of latents the products of their heads."""
+    """Of the operations between the projections: over caches, and of latents the products of their
+    heads.
+    """
     v_in_k = isinstance(mixer, LatentConfig)
     heads = Heads(mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim, v_in_k)
     caches = [one for one in CACHES if one[1] is not Granularity.GROUP or groups_fit({0: mixer})]

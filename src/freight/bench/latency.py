@@ -1,10 +1,12 @@
-"""`freight bench latency`: one batch that arrives at once, prefill and decode apart, beside the speed of the memory.
+"""`freight bench latency`: one batch that arrives at once, prefill and decode apart, beside the
+speed of the memory.
 
-Prefill lasts until the last of the batch has its first token. A decode step counts when every sequence gets a token in
-it, so its batch size is the one asked for. `decode_bandwidth_fraction` is what a step has to read, the weights once and
-each sequence's keys and values, divided by its time and by the bandwidth right before and after its run: 1.0 is
-as fast as this memory allows. `overhead_fraction` is the share of a decode step that passes outside the model's
-runner: scheduling, sampling, bookkeeping (null on a GPU, which the host does not wait for there).
+Prefill lasts until the last of the batch has its first token. A decode step counts when every
+sequence gets a token in it, so its batch size is the one asked for. `decode_bandwidth_fraction` is
+what a step has to read, the weights once and each sequence's keys and values, divided by its time
+and by the bandwidth right before and after its run: 1.0 is as fast as this memory allows.
+`overhead_fraction` is the share of a decode step that passes outside the model's runner:
+scheduling, sampling, bookkeeping (null on a GPU, which the host does not wait for there).
 """
 
 from __future__ import annotations
@@ -33,18 +35,24 @@ def measure_latency(
     repeats: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Medians over `repeats` runs, after one to warm up; lengths in tokens. Returns what --json prints.
+    """Medians over `repeats` runs, after one to warm up; lengths in tokens. Returns what --json
+    prints.
 
     Raises what `start_engine` raises, and ConfigError when no decode step has the whole batch.
     """
     imported = peak_rss_bytes()
     length = opened.args.max_model_len or input_len + output_len
-    args = replace(opened.args, max_num_seqs=batch_size, max_model_len=length, skip_tokenizer_init=True)
+    args = replace(
+        opened.args, max_num_seqs=batch_size, max_model_len=length, skip_tokenizer_init=True
+    )
     engine, config = start_engine(replace(opened, args=args))
     numbers = random.Random(config.seed)
 
     def run() -> tuple[float, list[StepRecord]]:
-        prompts = [random_prompt(input_len, engine.runner.model.config.vocab_size, numbers) for _ in range(batch_size)]
+        prompts = [
+            random_prompt(input_len, engine.runner.model.config.vocab_size, numbers)
+            for _ in range(batch_size)
+        ]
         return split(drive(engine, prompts, [greedy(output_len)] * batch_size), batch_size)
 
     on_progress(0, repeats + 1)
@@ -60,11 +68,19 @@ def measure_latency(
         runs.append(run())
         bandwidths.append((before + probe.sample()) / 2)
     on_progress(repeats + 1, repeats + 1)
-    weights = weight_bytes(engine.runner.model.config, config.compute_format, config.weight_format, batch_size)
-    cache = round(batch_size * read_bytes(engine.runner.pool.spec, input_len + output_len / 2))  # half way
+    weights = weight_bytes(
+        engine.runner.model.config, config.compute_format, config.weight_format, batch_size
+    )
+    cache = round(
+        batch_size * read_bytes(engine.runner.pool.spec, input_len + output_len / 2)
+    )  # half way
     figures = _figures(runs, batch_size, input_len)
     figures["decode_bandwidth_fraction"] = Spread.of(
-        [(weights + cache) / (step.seconds * b) for (_, full), b in zip(runs, bandwidths, strict=True) for step in full]
+        [
+            (weights + cache) / (step.seconds * b)
+            for (_, full), b in zip(runs, bandwidths, strict=True)
+            for step in full
+        ]
     )
     figures["read_bandwidth_bytes_per_second"] = probe.bandwidth()
     overhead = figures["overhead_ms"].median / figures["decode_step_ms"].median
@@ -83,24 +99,34 @@ def measure_latency(
     }
 
 
-def _figures(runs: Sequence[tuple[float, list[StepRecord]]], batch_size: int, input_len: int) -> dict[str, Spread]:
+def _figures(
+    runs: Sequence[tuple[float, list[StepRecord]]], batch_size: int, input_len: int
+) -> dict[str, Spread]:
     """`runs`: seconds until all have their first token, and the steps after it."""
     steps = [step for _, full in runs for step in full]
     return {
-        "prefill_tokens_per_second": Spread.of([batch_size * input_len / until_first for until_first, _ in runs]),
-        "decode_tokens_per_second": Spread.of([batch_size / mean(one.seconds for one in full) for _, full in runs]),
+        "prefill_tokens_per_second": Spread.of(
+            [batch_size * input_len / until_first for until_first, _ in runs]
+        ),
+        "decode_tokens_per_second": Spread.of(
+            [batch_size / mean(one.seconds for one in full) for _, full in runs]
+        ),
         "decode_step_ms": Spread.of([step.seconds * 1e3 for step in steps]),
         "overhead_ms": Spread.of([(step.seconds - step.model_seconds) * 1e3 for step in steps]),
     }
 
 
 def read_bytes(spec: KVCacheSpec, num_tokens: float) -> float:
-    """Bytes of keys and values that a decode step reads of one sequence; of a window's layers, those in the window."""
+    """Bytes of keys and values that a decode step reads of one sequence; of a window's layers,
+    those in the window.
+    """
     return sum(group.read_bytes(num_tokens) for group in spec.groups)
 
 
 def _room(pool: KVPool, device: str) -> dict[str, int]:
-    """What the cache takes, and how many tokens it could hold in all that is free; a CPU's is not touched yet."""
+    """What the cache takes, and how many tokens it could hold in all that is free; a CPU's is not
+    touched yet.
+    """
     taken = pool.num_bytes
     free = memory_for_cache(device) + (taken if device == "cuda" else 0)
     return {"kv_cache_bytes": taken, "tokens_that_fit": pool.spec.tokens_in(free)}

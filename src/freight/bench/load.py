@@ -1,8 +1,9 @@
 """Load on a server: so many requests at a time, or so many a second, each streamed and timed.
 
-Guarantees: a rate is kept whether the server answers or not (Poisson arrivals, from a seed), and a request's time
-counts from the moment it was due, so a server that falls behind cannot slow its own load down. A connection carries
-one request at a time and is used again; one that the server closed in between is replaced without an error.
+Guarantees: a rate is kept whether the server answers or not (Poisson arrivals, from a seed), and a
+request's time counts from the moment it was due, so a server that falls behind cannot slow its own
+load down. A connection carries one request at a time and is used again; one that the server closed
+in between is replaced without an error.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ OnAnswer = Callable[[Answer], None]
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a server takes beyond the common fields. It is found by asking once, before anything is measured."""
+    """What a server takes beyond the common fields. It is found by asking once, before anything is
+    measured.
+    """
 
     ignore_eos: bool = True
     continuous_usage: bool = True
@@ -47,24 +50,36 @@ class Target:
 
     def request(self, ask: Ask) -> bytes:
         """The bytes of one request."""
-        body: dict[str, Any] = {"model": self.model, "max_tokens": ask.max_tokens, "temperature": 0.0, "stream": True}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": ask.max_tokens,
+            "temperature": 0.0,
+            "stream": True,
+        }
         body["stream_options"] = {"include_usage": True}
         if self.accepted.continuous_usage:
             body["stream_options"]["continuous_usage_stats"] = True
         if self.accepted.ignore_eos:
             body["ignore_eos"] = True
         if self.endpoint == "chat":
-            body["messages"] = ask.content if ask.is_messages else [{"role": "user", "content": ask.content}]
+            body["messages"] = (
+                ask.content if ask.is_messages else [{"role": "user", "content": ask.content}]
+            )
         else:
             body["prompt"] = ask.content
         data = json.dumps(body).encode()
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"} | self.headers()
+        headers = {
+            "Content-Type": "application/json",
+            "Accept": "text/event-stream",
+        } | self.headers()
         return self.address.head("POST", ENDPOINTS[self.endpoint], len(data), headers) + data
 
 
 @dataclass(frozen=True)
 class Level:
-    """How hard a server is pressed: `concurrency` requests at a time, or `rate` a second; one of them is given."""
+    """How hard a server is pressed: `concurrency` requests at a time, or `rate` a second; one of
+    them is given.
+    """
 
     concurrency: int | None = None
     rate: float | None = None
@@ -75,7 +90,9 @@ class Level:
 
 @dataclass(frozen=True)
 class Amount:
-    """When a run ends: after `requests`, or when none begins any more after `seconds`; whichever comes first."""
+    """When a run ends: after `requests`, or when none begins any more after `seconds`; whichever
+    comes first.
+    """
 
     requests: int | None = None
     seconds: float | None = None
@@ -89,7 +106,9 @@ class Connections:
         self._idle: list[Connection] = []
 
     async def send(self, request: bytes) -> AnswerStream:
-        """Send on an idle connection, or a new one; returns what was read of the stream. Raises StreamError."""
+        """Send on an idle connection, or a new one; returns what was read of the stream. Raises
+        StreamError.
+        """
         while True:
             used = bool(self._idle)
             connection = self._idle.pop() if used else await Connection.open(self.address)
@@ -100,12 +119,16 @@ class Connections:
                 reader = await connection.send(request, body.take)
             except StreamError as error:
                 if used and error.kind == "closed" and not connection.reader.status:
-                    continue  # the server closed an idle connection while this request was on its way
+                    # the server closed an idle connection while this request was on its way
+                    continue
                 raise
             if connection.reusable:
                 self._idle.append(connection)
             if reader.status != 200:
-                raise StreamError(f"http_{reader.status}", f"status {reader.status}: {_message(bytes(body.plain))}")
+                raise StreamError(
+                    f"http_{reader.status}",
+                    f"status {reader.status}: {_message(bytes(body.plain))}",
+                )
             return body.stream
 
     def close(self) -> None:
@@ -115,7 +138,9 @@ class Connections:
 
 
 class _Body:
-    """Where the body of one answer goes: events of a stream, or, for another status than 200, plain text."""
+    """Where the body of one answer goes: events of a stream, or, for another status than 200, plain
+    text.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self.stream, self.plain = AnswerStream(), bytearray()
@@ -140,7 +165,9 @@ def _message(body: bytes) -> str:
     return " ".join(text.split())[:300]
 
 
-async def ask_once(target: Target, connections: Connections, ask: Ask, due: float | None = None) -> Answer:
+async def ask_once(
+    target: Target, connections: Connections, ask: Ask, due: float | None = None
+) -> Answer:
     """One request, from the moment it is due (now if not given). Errors are in the Answer."""
     sent = time.perf_counter()
     start = sent if due is None else due
@@ -152,11 +179,18 @@ async def ask_once(target: Target, connections: Connections, ask: Ask, due: floa
         kind, message = "timeout", f"no complete answer within {target.timeout:g} s"
     except StreamError as error:
         kind, message = error.kind, str(error)
-    return Answer(start, sent, time.perf_counter(), wanted=ask.max_tokens, error=kind, message=message)
+    return Answer(
+        start, sent, time.perf_counter(), wanted=ask.max_tokens, error=kind, message=message
+    )
 
 
 async def run_level(
-    target: Target, prompts: Prompts, level: Level, amount: Amount, seed: int, on_answer: OnAnswer = lambda answer: None
+    target: Target,
+    prompts: Prompts,
+    level: Level,
+    amount: Amount,
+    seed: int,
+    on_answer: OnAnswer = lambda answer: None,
 ) -> list[Answer]:
     """All answers of one run. `seed` fixes prompts, lengths and arrivals."""
     drawn = prompts.asks(seed)
@@ -201,20 +235,27 @@ async def run_level(
 
 
 async def fetch(target: Target, path: str) -> Any:
-    """The JSON of one GET. Raises StreamError, of kind `http_404` and so on for another status than 200."""
+    """The JSON of one GET. Raises StreamError, of kind `http_404` and so on for another status than
+    200.
+    """
     connection = await Connection.open(target.address)
     body = bytearray()
     try:
         async with asyncio.timeout(30):
-            request = target.address.head("GET", path, 0, {"Accept": "application/json"} | target.headers())
+            request = target.address.head(
+                "GET", path, 0, {"Accept": "application/json"} | target.headers()
+            )
             reader = await connection.send(request, lambda data, now: body.extend(data))
     except TimeoutError:
-        raise StreamError("timeout", f"{target.address.url} does not answer {path} within 30 s") from None
+        raise StreamError(
+            "timeout", f"{target.address.url} does not answer {path} within 30 s"
+        ) from None
     finally:
         connection.close()
     if reader.status != 200:
         raise StreamError(
-            f"http_{reader.status}", f"{path} answers with status {reader.status}: {_message(bytes(body))}"
+            f"http_{reader.status}",
+            f"{path} answers with status {reader.status}: {_message(bytes(body))}",
         )
     try:
         return json.loads(bytes(body))
@@ -223,11 +264,18 @@ async def fetch(target: Target, path: str) -> Any:
 
 
 async def find_accepted(target: Target, ask: Ask) -> tuple[Target, Answer]:
-    """The target with what its server takes, and the first answer. Raises StreamError where nothing is answered."""
+    """The target with what its server takes, and the first answer. Raises StreamError where nothing
+    is answered.
+    """
     connections = Connections(target.address)
     answer: Answer | None = None
     try:
-        for accepted in (Accepted(), Accepted(continuous_usage=False), Accepted(False, True), Accepted(False, False)):
+        for accepted in (
+            Accepted(),
+            Accepted(continuous_usage=False),
+            Accepted(False, True),
+            Accepted(False, False),
+        ):
             target = replace(target, accepted=accepted)
             answer = await ask_once(target, connections, ask)
             if answer.error not in ("http_400", "http_422"):

@@ -1,7 +1,9 @@
-"""What a load asks for: prompts and lengths, drawn from a seed, so that every server compared gets the same requests.
+"""What a load asks for: prompts and lengths, drawn from a seed, so that every server compared gets
+the same requests.
 
-`Text` takes pieces of a text at random places; `Ids` draws token ids evenly; `Listed` goes round a user's own list.
-With a shared prefix, all prompts begin with the same tokens and go on each in its own way.
+`Text` takes pieces of a text at random places; `Ids` draws token ids evenly; `Listed` goes round a
+user's own list. With a shared prefix, all prompts begin with the same tokens and go on each in its
+own way.
 """
 
 from __future__ import annotations
@@ -49,7 +51,11 @@ class Ask:
 
     @property
     def is_messages(self) -> bool:
-        return not isinstance(self.content, str) and bool(self.content) and isinstance(self.content[0], Mapping)
+        return (
+            not isinstance(self.content, str)
+            and bool(self.content)
+            and isinstance(self.content[0], Mapping)
+        )
 
 
 class Prompts(Protocol):
@@ -64,7 +70,9 @@ def _numbers(seed: int) -> random.Random:
 
 @dataclass(frozen=True)
 class Text:
-    """Pieces of `text` of about so many tokens; `per_token` is the characters of one, as the server counted before."""
+    """Pieces of `text` of about so many tokens; `per_token` is the characters of one, as the server
+    counted before.
+    """
 
     text: str
     per_token: float
@@ -106,7 +114,9 @@ class Ids:
 
 @dataclass(frozen=True)
 class Listed:
-    """The requests of a list, in its order, again from the start where it ends; every run gets the same."""
+    """The requests of a list, in its order, again from the start where it ends; every run gets the
+    same.
+    """
 
     listed: Sequence[Ask]
 
@@ -115,12 +125,15 @@ class Listed:
 
 
 def read_prompts(path: Path, output: Lengths, seed: int) -> list[Ask]:
-    """One JSON object a line: `prompt` (text or token ids) or `messages`, and `max_tokens` if it is not `output`'s.
+    """One JSON object a line: `prompt` (text or token ids) or `messages`, and `max_tokens` if it is
+    not `output`'s.
 
     Raises ConfigError that names the line.
     """
     try:
-        lines = read_text(path, "utf-8-sig", DATA_LIMIT).split("\n")  # splitlines() also splits inside of JSON: U+2028
+        lines = read_text(path, "utf-8-sig", DATA_LIMIT).split(
+            "\n"
+        )  # splitlines() also splits inside of JSON: U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path} cannot be read as text: {error}") from None
     numbers, asks = random.Random(seed), []
@@ -131,7 +144,11 @@ def read_prompts(path: Path, output: Lengths, seed: int) -> list[Ask]:
             entry = json.loads(line)
             content = entry["messages"] if "messages" in entry else entry["prompt"]
             ask = Ask(content, entry.get("max_tokens") or output.draw(numbers))
-            if not content or not isinstance(content, str | list) or not isinstance(ask.max_tokens, int):
+            if (
+                not content
+                or not isinstance(content, str | list)
+                or not isinstance(ask.max_tokens, int)
+            ):
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(

@@ -1,8 +1,9 @@
-"""`freight bench serving`: load on a server that speaks OpenAI's API, ours or another's, or on several in turns.
+"""`freight bench serving`: load on a server that speaks OpenAI's API, ours or another's, or on
+several in turns.
 
-Guarantees: before anything is measured each server is asked once, so a wrong address, key or model is one error, and
-what it does not accept is known and reported. Servers that are compared get the same requests, and take turns within
-each round, the first one changing from round to round.
+Guarantees: before anything is measured each server is asked once, so a wrong address, key or model
+is one error, and what it does not accept is known and reported. Servers that are compared get the
+same requests, and take turns within each round, the first one changing from round to round.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from freight.errors import ConfigError, FreightError
 HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
 PROMPT_KINDS = ("text", "ids")
 PROBE_CHARACTERS = 400  # of the text by which a server's characters per token are found at first
-PROBES = (16, 64)  # pieces of the length asked for, by which they are found then; the shorter, the more they differ
+PROBES = (
+    16,
+    64,
+)  # pieces of the length asked for, by which they are found then; the shorter, the more they differ
 PROBE_TOKENS = 2560  # so many tokens in all, within these numbers of pieces
 OnProgress = Callable[[int, int], None]
 
@@ -62,8 +66,12 @@ def check(args: ServingArgs) -> None:
         raise ConfigError("--url is given twice with the same address: give each server once")
 
 
-def measure_serving(args: ServingArgs, on_progress: OnProgress = lambda done, total: None) -> tuple[list[Run], Any]:
-    """All runs, and what --json prints. Raises FreightError for a server that does not answer, or answers nothing."""
+def measure_serving(
+    args: ServingArgs, on_progress: OnProgress = lambda done, total: None
+) -> tuple[list[Run], Any]:
+    """All runs, and what --json prints. Raises FreightError for a server that does not answer, or
+    answers nothing.
+    """
     check(args)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_measure(args, on_progress))
@@ -92,31 +100,49 @@ async def _measure(args: ServingArgs, on_progress: OnProgress) -> tuple[list[Run
     for number, level in enumerate(args.levels):
         for turn in range(args.rounds):
             first = turn % len(targets)
-            seed = args.seed + 1000 * number + turn  # the same requests for all servers, others in each round
+            seed = (
+                args.seed + 1000 * number + turn
+            )  # the same requests for all servers, others in each round
             for target in [*targets[first:], *targets[:first]]:
                 if turn == 0 and args.warmup:
                     warm = Level(concurrency=level.concurrency or args.warmup)
-                    below = args.seed - 1 - number  # no run's seed, so that no run finds a prompt in a prefix cache
+                    below = (
+                        args.seed - 1 - number
+                    )  # no run's seed, so that no run finds a prompt in a prefix cache
                     await run_level(target, prompts, warm, Amount(requests=args.warmup), below)
                 answers = await run_level(target, prompts, level, args.amount, seed, count)
                 runs.append(Run(target.address.url, level, turn, answers))
     if not any(run.answers for run in runs):
-        raise ConfigError(f"no request was due within --duration {args.amount.seconds:g}: raise it, or --rate")
+        raise ConfigError(
+            f"no request was due within --duration {args.amount.seconds:g}: raise it, or --rate"
+        )
     if all(answer.error for run in runs for answer in run.answers):
         run = next(run for run in runs if run.answers)
-        raise FreightError(f"{run.url}: no request was answered; the first failed so: {run.answers[0].message}")
+        raise FreightError(
+            f"{run.url}: no request was answered; the first failed so: {run.answers[0].message}"
+        )
     return runs, describe(args, targets, runs)
 
 
 def describe(args: ServingArgs, targets: Sequence[Target], runs: Sequence[Run]) -> dict[str, Any]:
-    """What --json prints: the settings, a row for each server and load, and ratios where there are several servers."""
+    """What --json prints: the settings, a row for each server and load, and ratios where there are
+    several servers.
+    """
     urls = {target.address.url: target for target in targets}
     rows = []
     for level in args.levels:
         for url, target in urls.items():
             mine = [run for run in runs if run.url == url and run.level == level]
-            kept = {"ignore_eos": target.accepted.ignore_eos, "usage_in_every_event": target.accepted.continuous_usage}
-            load = {"url": url, "model": target.model, "concurrency": level.concurrency, "rate": level.rate}
+            kept = {
+                "ignore_eos": target.accepted.ignore_eos,
+                "usage_in_every_event": target.accepted.continuous_usage,
+            }
+            load = {
+                "url": url,
+                "model": target.model,
+                "concurrency": level.concurrency,
+                "rate": level.rate,
+            }
             rows.append(load | kept | figures(mine))
     return {
         "endpoint": targets[0].endpoint,
@@ -137,7 +163,9 @@ def describe(args: ServingArgs, targets: Sequence[Target], runs: Sequence[Run]) 
 async def _prepare(args: ServingArgs) -> tuple[list[Target], Prompts]:
     """The servers, each asked once, and the prompts for all of them."""
     text = HELD_OUT.read_text(encoding="utf-8")
-    by_ids = args.prompt_kind == "ids" and args.prompts_file is None  # the server may have no tokenizer
+    by_ids = (
+        args.prompt_kind == "ids" and args.prompts_file is None
+    )  # the server may have no tokenizer
     probe = Ask([0] * 8 if by_ids else text[:PROBE_CHARACTERS], 2)
     targets: list[Target] = []
     per_token = 4.0
@@ -179,8 +207,13 @@ async def _prompts(args: ServingArgs, target: Target, text: str, per_token: floa
         asks = read_prompts(args.prompts_file, args.output, args.seed)
         if any(ask.is_messages for ask in asks) and target.endpoint != "chat":
             raise ConfigError(f"--prompts {args.prompts_file} has messages: add --endpoint chat")
-        if any(isinstance(ask.content, list) and not ask.is_messages for ask in asks) and target.endpoint == "chat":
-            raise ConfigError(f"--prompts {args.prompts_file} has token ids: leave --endpoint chat out")
+        if (
+            any(isinstance(ask.content, list) and not ask.is_messages for ask in asks)
+            and target.endpoint == "chat"
+        ):
+            raise ConfigError(
+                f"--prompts {args.prompts_file} has token ids: leave --endpoint chat out"
+            )
         return Listed(asks)
     if args.prompt_kind == "text":
         per_token = await _characters_per_token(target, text, args.prompt, per_token)
@@ -190,10 +223,11 @@ async def _prompts(args: ServingArgs, target: Target, text: str, per_token: floa
 
 
 async def _characters_per_token(target: Target, text: str, lengths: Lengths, guess: float) -> float:
-    """As the server counts them in pieces of the length asked for, its chat template and BOS included.
+    """As the server counts them in pieces of the length asked for, its chat template and BOS
+    included.
 
-    The pieces begin at even distances, where those of a load, which begin at random, will hardly begin. `guess` where
-    the server does not answer them; the load itself then says why.
+    The pieces begin at even distances, where those of a load, which begin at random, will hardly
+    begin. `guess` where the server does not answer them; the load itself then says why.
     """
     wanted = (lengths.low + lengths.high) / 2
     length = max(1, round(wanted * guess))
@@ -217,4 +251,6 @@ async def _vocab_size(target: Target) -> int:
             continue
         if isinstance(found, int) and found > 0:
             return found
-    raise ConfigError(f"{target.address.url} does not say the size of its vocabulary: give it with --vocab-size")
+    raise ConfigError(
+        f"{target.address.url} does not say the size of its vocabulary: give it with --vocab-size"
+    )

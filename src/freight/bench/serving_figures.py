@@ -1,8 +1,10 @@
-"""The figures of a load: percentiles of times, rates, errors by kind, and ratios of two servers with an interval.
+"""The figures of a load: percentiles of times, rates, errors by kind, and ratios of two servers
+with an interval.
 
-Guarantees: errors are in no time and no rate of tokens, and are counted; a ratio is taken within each round first,
-because the speed of a machine that others use too changes between rounds. The interval is that of order statistics: it
-assumes nothing about how the ratios are distributed, and says its own coverage, which few rounds keep below 95 %.
+Guarantees: errors are in no time and no rate of tokens, and are counted; a ratio is taken within
+each round first, because the speed of a machine that others use too changes between rounds. The
+interval is that of order statistics: it assumes nothing about how the ratios are distributed, and
+says its own coverage, which few rounds keep below 95 %.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class Samples:
     itl   between tokens: every gap; for an event of k tokens, k times a k-th of its gap
     tpot  an answer's time from its first to its last token, over its tokens but the first
     e2e   from when a request was due to the end of its answer
-    unit  "token", or "event" where a server does not say how many tokens an event has: `itl` is then between events
+    unit  "token", or "event" where a server does not say how many tokens an event has: `itl` is
+          then between events
     """
 
     ttft: Sequence[float]
@@ -62,13 +65,23 @@ class Samples:
         by_token = all(answer.counts is not None for answer in good)
         gaps: list[float] = []
         for answer in good:
-            counts = answer.counts if by_token and answer.counts is not None else (1,) * len(answer.times)
-            for before, after, count in zip(answer.times, answer.times[1:], counts[1:], strict=False):
+            counts = (
+                answer.counts
+                if by_token and answer.counts is not None
+                else (1,) * len(answer.times)
+            )
+            for before, after, count in zip(
+                answer.times, answer.times[1:], counts[1:], strict=False
+            ):
                 gaps += [1e3 * (after - before) / count] * count
         return Samples(
             ttft=[1e3 * (answer.times[0] - answer.start) for answer in good],
             itl=gaps,
-            tpot=[1e3 * (a.times[-1] - a.times[0]) / (a.num_tokens - 1) for a in good if a.num_tokens > 1],
+            tpot=[
+                1e3 * (a.times[-1] - a.times[0]) / (a.num_tokens - 1)
+                for a in good
+                if a.num_tokens > 1
+            ],
             e2e=[1e3 * (answer.end - answer.start) for answer in good],
             unit="token" if by_token else "event",
         )
@@ -83,7 +96,9 @@ def percentiles(samples: Sequence[float]) -> dict[str, float | None]:
 
 
 def figures(runs: Sequence[Run]) -> dict[str, Any]:
-    """The row of one server under one load: times over the answers of all its rounds, rates as medians of rounds."""
+    """The row of one server under one load: times over the answers of all its rounds, rates as
+    medians of rounds.
+    """
     answers = [answer for run in runs for answer in run.answers]
     good = [answer for answer in answers if not answer.error]
     bad = [answer for answer in answers if answer.error]
@@ -112,7 +127,11 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _seconds(answers: Sequence[Answer]) -> float:
     """From when the first request was due to the end of the last."""
-    return max(answer.end for answer in answers) - min(answer.start for answer in answers) if answers else 0.0
+    return (
+        max(answer.end for answer in answers) - min(answer.start for answer in answers)
+        if answers
+        else 0.0
+    )
 
 
 def _median_rate(runs: Sequence[Run], seconds: Sequence[float], amount: Any) -> float:
@@ -124,7 +143,9 @@ def _median_rate(runs: Sequence[Run], seconds: Sequence[float], amount: Any) -> 
 
 
 def ratios(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The first server over each other one, at every load: median over rounds of the ratio within a round."""
+    """The first server over each other one, at every load: median over rounds of the ratio within a
+    round.
+    """
     found = []
     urls = list(dict.fromkeys(run.url for run in runs))
     for level in dict.fromkeys(run.level for run in runs):
@@ -132,13 +153,20 @@ def ratios(runs: Sequence[Run]) -> list[dict[str, Any]]:
         numbers = sorted({number for _, number in rounds})
         for other in urls[1:]:
             for path, more_is_better in COMPARED:
-                pairs = [(_at(rounds[urls[0], n], path), _at(rounds[other, n], path)) for n in numbers]
+                pairs = [
+                    (_at(rounds[urls[0], n], path), _at(rounds[other, n], path)) for n in numbers
+                ]
                 values = [mine / theirs for mine, theirs in pairs if mine and theirs]
                 if values:
                     low, high, coverage = interval(values)
                     found.append(
                         {"level": str(level), "of": urls[0], "to": other, "figure": "_".join(path)}
-                        | {"ratio": statistics.median(values), "low": low, "high": high, "coverage": coverage}
+                        | {
+                            "ratio": statistics.median(values),
+                            "low": low,
+                            "high": high,
+                            "coverage": coverage,
+                        }
                         | {"rounds": len(values), "more_is_better": more_is_better}
                     )
     return found
@@ -152,10 +180,12 @@ def _at(row: Mapping[str, Any], path: Sequence[str]) -> float | None:
 
 
 def interval(values: Sequence[float], coverage: float = 0.95) -> tuple[float, float, float]:
-    """An interval for the median of what `values` are drawn from: two of them, and the probability that it holds it.
+    """An interval for the median of what `values` are drawn from: two of them, and the probability
+    that it holds it.
 
-    The k-th smallest and the k-th largest, with the largest k whose probability is at least `coverage`; the smallest
-    and the largest of all where there is none, as with fewer than six values for 95 %.
+    The k-th smallest and the k-th largest, with the largest k whose probability is at least
+    `coverage`; the smallest and the largest of all where there is none, as with fewer than six
+    values for 95 %.
     """
     assert values
     ordered, n = sorted(values), len(values)

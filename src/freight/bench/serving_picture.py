@@ -1,9 +1,11 @@
-"""A picture of a load as SVG text: how the times to the first token and between tokens are distributed.
+"""A picture of a load as SVG text: how the times to the first token and between tokens are
+distributed.
 
-A row is one load, a colour is one server, and both halves have a logarithmic axis of milliseconds. Each shape is a
-histogram over that axis, so equal areas are equal numbers of samples. The long line is the median, the short one p99;
-the numbers at the right say both. Requests that failed are in no shape, and counted in a line below. The picture
-follows the reader's light or dark setting, and needs no other file.
+A row is one load, a colour is one server, and both halves have a logarithmic axis of milliseconds.
+Each shape is a histogram over that axis, so equal areas are equal numbers of samples. The long line
+is the median, the short one p99; the numbers at the right say both. Requests that failed are in no
+shape, and counted in a line below. The picture follows the reader's light or dark setting, and
+needs no other file.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ from freight.bench.serving_figures import Run, Samples, percentiles
 
 WIDTH = 1120
 _LEFT, _TOP, _ROW, _BOTTOM = 104, 116, 84, 46  # pixels; _ROW is the height of one load
-_PLOT, _NUMBERS, _GAP = 346, 120, 30  # widths: of an axis, of the numbers beside it, between the halves
+_PLOT, _NUMBERS, _GAP = (
+    346,
+    120,
+    30,
+)  # widths: of an axis, of the numbers beside it, between the halves
 _BINS = 90
 _STYLE = """
 text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}
@@ -42,7 +48,9 @@ class _Axis:
     high: float
 
     def at(self, value: float) -> float:
-        share = (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
+        share = (math.log10(value) - math.log10(self.low)) / (
+            math.log10(self.high) - math.log10(self.low)
+        )
         return round(self.x + min(1.0, max(0.0, share)) * _PLOT, 1)
 
     def ticks(self) -> list[float]:
@@ -55,7 +63,10 @@ class _Axis:
 
 def serving_picture(title: str, runs: Sequence[Run]) -> str:
     """SVG of all runs; those of one server and load are one shape."""
-    urls, levels = list(dict.fromkeys(run.url for run in runs)), list(dict.fromkeys(run.level for run in runs))
+    urls, levels = (
+        list(dict.fromkeys(run.url for run in runs)),
+        list(dict.fromkeys(run.level for run in runs)),
+    )
     samples = {(url, level): _samples(runs, url, level) for url in urls for level in levels}
     failed = _failed(urls, runs)
     height = _TOP + _ROW * len(levels) + _BOTTOM + (24 if failed else 0)
@@ -69,10 +80,18 @@ def serving_picture(title: str, runs: Sequence[Run]) -> str:
         *(_level(level, index) for index, level in enumerate(levels)),
         *([f'<text x="24" y="{height - 12}">{escape(failed)}</text>'] if failed else []),
     ]
-    for half, (name, field) in enumerate((("Time to first token", "ttft"), (f"Between {unit}", "itl"))):
+    for half, (name, field) in enumerate(
+        (("Time to first token", "ttft"), (f"Between {unit}", "itl"))
+    ):
         x = _LEFT + half * (_PLOT + _NUMBERS + _GAP)
         values = {key: list(getattr(one, field)) for key, one in samples.items()}
-        parts += _half(name, _axis(x, [v for several in values.values() for v in several]), urls, levels, values)
+        parts += _half(
+            name,
+            _axis(x, [v for several in values.values() for v in several]),
+            urls,
+            levels,
+            values,
+        )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -82,16 +101,22 @@ def _failed(urls: Sequence[str], runs: Sequence[Run]) -> str:
     for url in urls:
         answers = [answer for run in runs if run.url == url for answer in run.answers]
         if bad := sum(bool(answer.error) for answer in answers):
-            parts.append(f"{bad:,} of {len(answers):,} requests{f' of {url}' if len(urls) > 1 else ''}")
+            parts.append(
+                f"{bad:,} of {len(answers):,} requests{f' of {url}' if len(urls) > 1 else ''}"
+            )
     return f"Failed, and in no shape: {', '.join(parts)}" if parts else ""
 
 
 def _samples(runs: Sequence[Run], url: str, level: Level) -> Samples:
-    return Samples.of(a for run in runs if run.url == url and run.level == level for a in run.answers)
+    return Samples.of(
+        a for run in runs if run.url == url and run.level == level for a in run.answers
+    )
 
 
 def _axis(x: float, values: Sequence[float]) -> _Axis:
-    """Over nearly all samples: the lowest half percent, such as tokens that came together, lies at the left edge."""
+    """Over nearly all samples: the lowest half percent, such as tokens that came together, lies at
+    the left edge.
+    """
     seen = [value for value in values if value > 0] or [1.0]
     low, high = (float(v) for v in np.percentile(seen, [0.5, 100.0]))
     middle = math.sqrt(low * high)
@@ -108,7 +133,9 @@ def _legend(urls: Sequence[str]) -> Iterator[str]:
 
 def _level(level: Level, index: int) -> str:
     y = _TOP + _ROW * (index + 1) - 6
-    number, what = (level.concurrency, "at a time") if level.concurrency else (f"{level.rate:g}", "a second")
+    number, what = (
+        (level.concurrency, "at a time") if level.concurrency else (f"{level.rate:g}", "a second")
+    )
     head = f'<text x="24" y="{y - 18}" class="title">{number}</text>'
     return f'{head}<text x="24" y="{y}" class="soft">{what}</text>'
 
@@ -151,7 +178,9 @@ def _half(
 
 
 def _density(axis: _Axis, values: Sequence[float]) -> list[float]:
-    """The share of the samples around each of `_BINS` places of the axis, smoothed over about two bins each way."""
+    """The share of the samples around each of `_BINS` places of the axis, smoothed over about two
+    bins each way.
+    """
     if not values:
         return []
     places = np.log10(np.clip(values, axis.low, axis.high))
@@ -163,7 +192,9 @@ def _density(axis: _Axis, values: Sequence[float]) -> list[float]:
 
 def _shape(axis: _Axis, base: float, shape: Sequence[float], most: float, colour: str) -> str:
     step, tall = _PLOT / _BINS, _ROW - 22
-    points = [(axis.x + (i + 0.5) * step, base - tall * value / most) for i, value in enumerate(shape)]
+    points = [
+        (axis.x + (i + 0.5) * step, base - tall * value / most) for i, value in enumerate(shape)
+    ]
     line = " ".join(f"L{x:.1f} {y:.1f}" for x, y in points)
     path = f"M{axis.x} {base} {line} L{axis.x + _PLOT} {base}"
     return f'<path d="{path} Z" fill="{colour}" fill-opacity="0.22" stroke="{colour}" stroke-opacity="0.75"/>'

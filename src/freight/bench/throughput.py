@@ -1,8 +1,9 @@
-"""`freight bench throughput`: many requests of different lengths, all there at the start, through the whole engine.
+"""`freight bench throughput`: many requests of different lengths, all there at the start, through
+the whole engine.
 
-Lengths are drawn evenly from half to one and a half times the ones given, so sequences come and go as they do in
-service. Rates are over the whole time; occupancy is the mean over time of sequences running, against `max_num_seqs`,
-and of the cache's blocks in use.
+Lengths are drawn evenly from half to one and a half times the ones given, so sequences come and go
+as they do in service. Rates are over the whole time; occupancy is the mean over time of sequences
+running, against `max_num_seqs`, and of the cache's blocks in use.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def measure_throughput(
     repeats: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Medians over `repeats` runs of the same lengths, after a short one to warm up. Returns what --json prints."""
+    """Medians over `repeats` runs of the same lengths, after a short one to warm up. Returns what
+    --json prints.
+    """
     numbers = random.Random(opened.args.seed)
     lengths = draw_lengths(num_requests, input_len, output_len, numbers)
     longest = opened.args.max_model_len or max(before + after for before, after in lengths)
@@ -35,7 +38,10 @@ def measure_throughput(
     engine, config = start_engine(replace(opened, args=args))
 
     def run(lengths: Sequence[tuple[int, int]]) -> list[StepRecord]:
-        prompts = [random_prompt(before, engine.runner.model.config.vocab_size, numbers) for before, _ in lengths]
+        prompts = [
+            random_prompt(before, engine.runner.model.config.vocab_size, numbers)
+            for before, _ in lengths
+        ]
         return drive(engine, prompts, [greedy(after) for _, after in lengths])
 
     on_progress(0, repeats + 1)
@@ -70,9 +76,13 @@ def measure_throughput(
     }
 
 
-def draw_lengths(count: int, input_len: int, output_len: int, numbers: random.Random) -> list[tuple[int, int]]:
+def draw_lengths(
+    count: int, input_len: int, output_len: int, numbers: random.Random
+) -> list[tuple[int, int]]:
     """(prompt, answer) of each request, in tokens."""
-    return [(draw_length(input_len, numbers), draw_length(output_len, numbers)) for _ in range(count)]
+    return [
+        (draw_length(input_len, numbers), draw_length(output_len, numbers)) for _ in range(count)
+    ]
 
 
 def draw_length(length: int, numbers: random.Random) -> int:

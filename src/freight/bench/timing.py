@@ -1,7 +1,9 @@
-"""How Freight measures: warm up, alternate what is compared, report the median and the spread; memory and its speed.
+"""How Freight measures: warm up, alternate what is compared, report the median and the spread;
+memory and its speed.
 
-Guarantees: nothing is measured by a single run, and the speed of the memory, which bounds decoding, is measured in the
-same process between the runs that are compared with it, because it drifts on a machine that others use too.
+Guarantees: nothing is measured by a single run, and the speed of the memory, which bounds decoding,
+is measured in the same process between the runs that are compared with it, because it drifts on a
+machine that others use too.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import torch
 
 from freight.device import ROOT, last_level_cache, memory
 
-CACHE_SIZE = 2**27  # bytes, at least: what is taken where the size of the last-level cache is not known
+CACHE_SIZE = (
+    2**27
+)  # bytes, at least: what is taken where the size of the last-level cache is not known
 MEMORY_SHARE = 0.25  # of what is free, at most: what is compared, and a probe of twice its size
 
 
@@ -47,12 +51,17 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def time_alternately(
-    calls: Mapping[str, Sequence[Callable[[], object]]], seconds: float, least: int = 5, most: int = 200
+    calls: Mapping[str, Sequence[Callable[[], object]]],
+    seconds: float,
+    least: int = 5,
+    most: int = 200,
 ) -> dict[str, Spread]:
-    """Seconds of each named call, in turns, for `seconds` each or until all have `least` samples, at most `most`.
+    """Seconds of each named call, in turns, for `seconds` each or until all have `least` samples,
+    at most `most`.
 
-    A name stands for several calls that do the same on different memory: they take turns as well, so that with enough
-    of them nothing is found in a cache. Every call runs once beforehand, and does not count.
+    A name stands for several calls that do the same on different memory: they take turns as well,
+    so that with enough of them nothing is found in a cache. Every call runs once beforehand, and
+    does not count.
     """
     for several in calls.values():
         for call in several:
@@ -66,21 +75,28 @@ def time_alternately(
         open_names = [
             name
             for name in open_names
-            if len(samples[name]) < least or (sum(samples[name]) < seconds and len(samples[name]) < most)
+            if len(samples[name]) < least
+            or (sum(samples[name]) < seconds and len(samples[name]) < most)
         ]
     return {name: Spread.of(taken) for name, taken in samples.items()}
 
 
 def bytes_beyond_caches(root: Path = ROOT) -> int:
-    """Bytes of which no cache keeps anything until their turn comes again: twice the last-level cache.
+    """Bytes of which no cache keeps anything until their turn comes again: twice the last-level
+    cache.
 
-    No more than MEMORY_SHARE of the free memory: where that is not enough, figures are partly a cache's.
+    No more than MEMORY_SHARE of the free memory: where that is not enough, figures are partly a
+    cache's.
     """
-    return min(max(CACHE_SIZE, 2 * (last_level_cache(root) or 0)), int(memory(root)[1] * MEMORY_SHARE))
+    return min(
+        max(CACHE_SIZE, 2 * (last_level_cache(root) or 0)), int(memory(root)[1] * MEMORY_SHARE)
+    )
 
 
 class MemoryProbe:
-    """Reads the device's memory, a CPU's with all of torch's threads; `sample` before and after what is compared."""
+    """Reads the device's memory, a CPU's with all of torch's threads; `sample` before and after
+    what is compared.
+    """
 
     def __init__(self, size: int | None = None, device: str = "cpu") -> None:
         """`size` in bytes: much more than any cache; a GPU's is read so fast that it takes more."""

@@ -1,15 +1,19 @@
-"""BlockAllocator: which blocks are in use. The only writer of reference counts, free list and prefix index.
+"""BlockAllocator: which blocks are in use. The only writer of reference counts, free list and
+prefix index.
 
-A block is in exactly one of three states, so that num_free + num_held + num_cached is always the size of the pool:
+A block is in exactly one of three states, so that num_free + num_held + num_cached is always the
+size of the pool:
 
     free     no request refers to it, and its content is unspecified
     held     at least one request refers to it
-    cached   no request refers to it, but its content is indexed: a later request may reuse it, or it is evicted
+    cached   no request refers to it, but its content is indexed: a later request may reuse it, or
+             it is evicted
 
 The prefix index maps a key (cache/prefix.py) to the block with that content.
 
-Eviction takes the block that was released longest ago; of blocks released together, the one farthest from the start
-of the sequence, because a block is only found after those before it. Not thread-safe. Imports no torch.
+Eviction takes the block that was released longest ago; of blocks released together, the one
+farthest from the start of the sequence, because a block is only found after those before it. Not
+thread-safe. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,12 +23,15 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockAllocator:
-    """Hands out the blocks 0 … num_blocks - 1 of `block_size` tokens, and finds computed ones again by their key.
+    """Hands out the blocks 0 … num_blocks - 1 of `block_size` tokens, and finds computed ones again
+    by their key.
 
     Without prefix caching `register` does nothing and `acquire_prefix` finds nothing.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+    ) -> None:
         assert min(num_blocks, block_size) > 0, (num_blocks, block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -37,7 +44,9 @@ class BlockAllocator:
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest release first
         self._num_held = 0
         self._references = [0] * self.num_blocks
-        self._keys: list[bytes | None] = [None] * self.num_blocks  # key under which a block is indexed
+        self._keys: list[bytes | None] = [
+            None
+        ] * self.num_blocks  # key under which a block is indexed
         self._index: dict[bytes, int] = {}  # the inverse of _keys
 
     @property
@@ -62,7 +71,8 @@ class BlockAllocator:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with unspecified content, one reference each; None, and no change, if there are fewer.
+        """`count` blocks with unspecified content, one reference each; None, and no change, if
+        there are fewer.
 
         Free blocks go first, then cached ones are evicted.
         """
@@ -77,7 +87,8 @@ class BlockAllocator:
         return blocks
 
     def acquire_prefix(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest indexed run at the start of `keys`, with a reference taken on each.
+        """The blocks of the longest indexed run at the start of `keys`, with a reference taken on
+        each.
 
         They are shared: the holder reads them and never writes them.
         """
@@ -97,7 +108,9 @@ class BlockAllocator:
         return key in self._index
 
     def register(self, block: int, key: bytes) -> None:
-        """Index a held block whose every slot is computed and stored. A block already indexed under `key` stays."""
+        """Index a held block whose every slot is computed and stored. A block already indexed under
+        `key` stays.
+        """
         assert self._references[block] > 0, f"block {block} is registered but not held"
         if not self.enable_prefix_caching or key in self._index:
             return
@@ -106,12 +119,15 @@ class BlockAllocator:
         self._index[key] = block
 
     def release(self, blocks: Sequence[int], forget: bool = False) -> None:
-        """Give back one reference to each block of a sequence, in sequence order. Unheld ones become cached or free.
+        """Give back one reference to each block of a sequence, in sequence order. Unheld ones
+        become cached or free.
 
         With `forget` their content is removed from the index, so no later request reuses it.
         """
         for block in reversed(blocks):  # the tail becomes evictable before the head
-            assert self._references[block] > 0, f"block {block} is released more often than it was taken"
+            assert self._references[block] > 0, (
+                f"block {block} is released more often than it was taken"
+            )
             if forget:
                 self._forget(block)
             self._references[block] -= 1
@@ -124,7 +140,9 @@ class BlockAllocator:
                 self._cached[block] = None
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Remove content from the index, so that no later request reuses it; what nobody holds becomes free."""
+        """Remove content from the index, so that no later request reuses it; what nobody holds
+        becomes free.
+        """
         for key in keys:
             block = self._index.get(key)
             if block is None:

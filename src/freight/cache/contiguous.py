@@ -3,8 +3,9 @@
 The bytes and scales are those that `rotate_store` writes into pages for the same keys and values.
 `read` decodes all of them. `append`, `keep` and `select` are the only writers.
 
-Memory is allocated outside of inference mode: tensors made in it could not be written to after it, and a cache that was
-filled in `torch.inference_mode()` is often continued by `generate`, which runs under `no_grad` only.
+Memory is allocated outside of inference mode: tensors made in it could not be written to after it,
+and a cache that was filled in `torch.inference_mode()` is often continued by `generate`, which runs
+under `no_grad` only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from freight.errors import ConfigError
 from freight.fp8.cast import amax, decode, encode, token_scale, torch_dtype
 from freight.fp8.formats import Format
 
-SPARE_TOKENS = 16  # memory is taken for this many tokens more than there are, or for a part of theirs more
+SPARE_TOKENS = (
+    16  # memory is taken for this many tokens more than there are, or for a part of theirs more
+)
 SPARE_PART = 32
 
 
@@ -26,7 +29,8 @@ SPARE_PART = 32
 class Storage:
     """How the keys, or the values, of a layer are stored.
 
-    `scale` is [num_kv_heads, head_dim] float32: static; None with `dynamic`, and where stored values are the true ones.
+    `scale` is [num_kv_heads, head_dim] float32: static; None with `dynamic`, and where stored
+    values are the true ones.
     """
 
     format: Format
@@ -35,13 +39,14 @@ class Storage:
 
 
 class StoredTokens:
-    """The keys, or the values, of one layer: bytes [batch, num_kv_heads, tokens, head_dim], and bfloat16 scales
-    [batch, num_kv_heads, tokens] if they are dynamic, in memory with some room for tokens to come."""
+    """The keys, or the values, of one layer: bytes [batch, num_kv_heads, tokens, head_dim], and
+    bfloat16 scales [batch, num_kv_heads, tokens] if they are dynamic, in memory with some room for
+    tokens to come."""
 
     @torch.inference_mode(False)
     def __init__(self, storage: Storage, states: Tensor) -> None:
-        """Nothing yet, for states of the shape and on the device of `states`. Raises ConfigError if the scales have
-        another shape."""
+        """Nothing yet, for states of the shape and on the device of `states`. Raises ConfigError if
+        the scales have another shape."""
         batch, heads, _, dim = states.shape
         if storage.scale is not None and storage.scale.shape != (heads, dim):
             raise ConfigError(
@@ -65,16 +70,24 @@ class StoredTokens:
 
     @property
     def scale(self) -> Tensor | None:
-        """Their scales: bfloat16 [batch, num_kv_heads, tokens], or float32 [num_kv_heads, head_dim], or none."""
+        """Their scales: bfloat16 [batch, num_kv_heads, tokens], or float32 [num_kv_heads,
+        head_dim], or none.
+        """
         return self._scales[:, :, self._begin : self._end] if self._dynamic else self._static
 
     @property
     def num_bytes(self) -> int:
         """Memory that is held, with the room for tokens to come and the scales."""
-        return self._bytes.nbytes + self._scales.nbytes + (0 if self._static is None else self._static.nbytes)
+        return (
+            self._bytes.nbytes
+            + self._scales.nbytes
+            + (0 if self._static is None else self._static.nbytes)
+        )
 
     def append(self, states: Tensor) -> None:
-        """Quantize states, [batch, num_kv_heads, new tokens, head_dim], and store them behind the others."""
+        """Quantize states, [batch, num_kv_heads, new tokens, head_dim], and store them behind the
+        others.
+        """
         states, end = states.detach(), self._end + states.shape[2]
         if end > self._bytes.shape[2]:
             self._allocate(self.num_tokens + states.shape[2])
@@ -95,7 +108,9 @@ class StoredTokens:
         scale = self.scale
         if scale is None:
             return decode(self.stored).to(dtype)
-        return decode(self.stored, scale.float()[..., None] if self._dynamic else scale[:, None]).to(dtype)
+        return decode(
+            self.stored, scale.float()[..., None] if self._dynamic else scale[:, None]
+        ).to(dtype)
 
     def keep(self, last: int, but: int = 0) -> None:
         """Forget the `but` last tokens, and of the others all but the `last` ones."""
@@ -113,7 +128,11 @@ class StoredTokens:
     @torch.inference_mode(False)
     def _allocate(self, tokens: int) -> None:
         """Move what is in use to memory for `tokens` tokens and some more."""
-        (batch, heads, _, dim), capacity, used = self._bytes.shape, tokens + _spare(tokens), self.num_tokens
+        (batch, heads, _, dim), capacity, used = (
+            self._bytes.shape,
+            tokens + _spare(tokens),
+            self.num_tokens,
+        )
         stored = self._bytes.new_empty((batch, heads, capacity, dim))
         stored[:, :, :used] = self._bytes[:, :, self._begin : self._end]
         if self._dynamic:

@@ -1,9 +1,11 @@
-"""Groups of layers that share block tables: which blocks a sequence needs in each. Imports no torch.
+"""Groups of layers that share block tables: which blocks a sequence needs in each. Imports no
+torch.
 
-A group is the layers of one kind and window, however many bytes a token has in each of them. A group has its own blocks
-and its own block tables: a window's layers give back blocks that no later token sees, while other layers keep theirs.
-There are two kinds of groups. In pages every token has a place. Of a state a sequence has one, which every token
-changes; what it was stays behind every so many tokens.
+A group is the layers of one kind and window, however many bytes a token has in each of them. A
+group has its own blocks and its own block tables: a window's layers give back blocks that no later
+token sees, while other layers keep theirs. There are two kinds of groups. In pages every token has
+a place. Of a state a sequence has one, which every token changes; what it was stays behind every so
+many tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from freight.operands.tiles import KEY_TILE
 
 
 class CacheGroup(Protocol):
-    """What decides which blocks a sequence needs in one group. Entry i of its block table is block i of the sequence.
+    """What decides which blocks a sequence needs in one group. Entry i of its block table is block
+    i of the sequence.
 
     tokens_per_block    a multiple of the block size that prefix keys are made for
     keeps_all           whether it gives no block back before the end: `first_block` is always 0
@@ -28,15 +31,18 @@ class CacheGroup(Protocol):
     def keeps_all(self) -> bool: ...
 
     def first_block(self, start: int) -> int:
-        """The first entry that computing a token at position `start`, or a later one, reads; rises with `start`.
+        """The first entry that computing a token at position `start`, or a later one, reads; rises
+        with `start`.
 
-        So a sequence can continue at `start`, a multiple of tokens_per_block, from the entries first_block(start) …
-        start / tokens_per_block - 1 alone.
+        So a sequence can continue at `start`, a multiple of tokens_per_block, from the entries
+        first_block(start) … start / tokens_per_block - 1 alone.
         """
         ...
 
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Blocks that a sequence holds at most at once until it has `num_tokens` tokens, `step_tokens` a step."""
+        """Blocks that a sequence holds at most at once until it has `num_tokens` tokens,
+        `step_tokens` a step.
+        """
         ...
 
     def describe(self) -> str:
@@ -49,8 +55,8 @@ class LayerGroup(CacheGroup, Protocol):
 
     layers             indices into the model's
     bytes_per_block    of all of them together
-    has_slots          whether each token of a sequence has a place of its own in the block that its position falls
-                       into: then computing it twice stores the same as once
+    has_slots          whether each token of a sequence has a place of its own in the block that its
+                       position falls into: then computing it twice stores the same as once
     kind               behind a number of layers: 'with a window of 1,024'
     """
 
@@ -67,12 +73,14 @@ class LayerGroup(CacheGroup, Protocol):
     def kind(self) -> str: ...
 
     def held_by(self, num_seqs: int, num_tokens: int, step_tokens: int) -> int:
-        """Blocks that sequences of up to `num_tokens` tokens need at once, which compute `step_tokens` in a step
-        together; of one sequence `most_blocks`."""
+        """Blocks that sequences of up to `num_tokens` tokens need at once, which compute
+        `step_tokens` in a step together; of one sequence `most_blocks`."""
         ...
 
     def spare(self, held: int) -> int:
-        """Further blocks that are worth having beside `held`, for what requests to come may find again."""
+        """Further blocks that are worth having beside `held`, for what requests to come may find
+        again.
+        """
         ...
 
     def read_bytes(self, num_tokens: float) -> float:
@@ -86,7 +94,9 @@ class LayerGroup(CacheGroup, Protocol):
 
 @dataclass(frozen=True)
 class Pages:
-    """The K and V pages of `layers`, indices into the model's. `bytes_per_token` is the sum over them."""
+    """The K and V pages of `layers`, indices into the model's. `bytes_per_token` is the sum over
+    them.
+    """
 
     layers: tuple[int, ...]
     bytes_per_token: int
@@ -104,9 +114,11 @@ class Pages:
         return self.window is None
 
     def first_block(self, start: int) -> int:
-        """The block in which the first key tile lies that the window of the token at `start` touches.
+        """The block in which the first key tile lies that the window of the token at `start`
+        touches.
 
-        Attention reads that tile whole, so a key before the window must not have been overwritten if it lies there.
+        Attention reads that tile whole, so a key before the window must not have been overwritten
+        if it lies there.
         """
         if self.window is None or start < self.window:
             return 0
@@ -120,7 +132,9 @@ class Pages:
         return -(-num_tokens // self.tokens_per_block)
 
     def held_by(self, num_seqs: int, num_tokens: int, step_tokens: int) -> int:
-        together = num_seqs * self.most_blocks(num_tokens, 1) + -(-step_tokens // self.tokens_per_block)
+        together = num_seqs * self.most_blocks(num_tokens, 1) + -(
+            -step_tokens // self.tokens_per_block
+        )
         return min(num_seqs * self.most_blocks(num_tokens, step_tokens), together)
 
     def spare(self, held: int) -> int:
@@ -137,16 +151,20 @@ class Pages:
         return "without a window" if self.window is None else f"with a window of {self.window:,}"
 
     def describe(self) -> str:
-        return "every layer" if self.window is None else f"the layers with a window of {self.window} tokens"
+        return (
+            "every layer"
+            if self.window is None
+            else f"the layers with a window of {self.window} tokens"
+        )
 
 
 @dataclass(frozen=True)
 class StateBlocks:
     """The states of `layers`, of which a sequence has a block for every `tokens_per_block` tokens.
 
-    Block i holds the state behind the last token so far that falls into it. Its first token reads the state of block
-    i - 1 and writes block i, later ones read and write block i. So a full block, which others may share, is never
-    written: layout does what copying on write would do.
+    Block i holds the state behind the last token so far that falls into it. Its first token reads
+    the state of block i - 1 and writes block i, later ones read and write block i. So a full block,
+    which others may share, is never written: layout does what copying on write would do.
     """
 
     layers: tuple[int, ...]
@@ -157,21 +175,28 @@ class StateBlocks:
     keeps_all = False
 
     def first_block(self, start: int) -> int:
-        """The block of the token before: what it holds is the state that the token at `start` begins with."""
+        """The block of the token before: what it holds is the state that the token at `start`
+        begins with.
+        """
         return max(0, start - 1) // self.tokens_per_block
 
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """The one that is read, and those that a step writes."""
-        return min(-(-num_tokens // self.tokens_per_block), 1 + -(-step_tokens // self.tokens_per_block))
+        return min(
+            -(-num_tokens // self.tokens_per_block), 1 + -(-step_tokens // self.tokens_per_block)
+        )
 
     def held_by(self, num_seqs: int, num_tokens: int, step_tokens: int) -> int:
-        """One for each sequence, and two in the one step of `tokens_per_block` that begins a block: an eighth more is
-        room for that, as sequences are not all at the same place. Those that find none wait, or begin anew."""
+        """One for each sequence, and two in the one step of `tokens_per_block` that begins a block:
+        an eighth more is room for that, as sequences are not all at the same place. Those that find
+        none wait, or begin anew."""
         together = num_seqs + -(-num_seqs // 8) + -(-step_tokens // self.tokens_per_block)
         return min(num_seqs * self.most_blocks(num_tokens, step_tokens), together)
 
     def spare(self, held: int) -> int:
-        """As many again: a prefix is found again by the state behind it, while pages have room left in any case."""
+        """As many again: a prefix is found again by the state behind it, while pages have room left
+        in any case.
+        """
         return held
 
     def read_bytes(self, num_tokens: float) -> float:

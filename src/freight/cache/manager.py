@@ -1,12 +1,14 @@
-"""CacheManager: which blocks each sequence has, in every group of the cache. What the Scheduler asks. Imports no torch.
+"""CacheManager: which blocks each sequence has, in every group of the cache. What the Scheduler
+asks. Imports no torch.
 
-Every group has a BlockAllocator of its own. A sequence has a block table per group, and tables are absolute: entry i is
-block i of the sequence. What a group no longer reads (`CacheGroup.first_block`) is given back before the next chunk is
-computed; those entries become 0. Full blocks are indexed as they are computed, and stay cached when they are given
-back.
+Every group has a BlockAllocator of its own. A sequence has a block table per group, and tables are
+absolute: entry i is block i of the sequence. What a group no longer reads
+(`CacheGroup.first_block`) is given back before the next chunk is computed; those entries become 0.
+Full blocks are indexed as they are computed, and stay cached when they are given back.
 
-A prefix hit is the longest prefix that every group can serve. A group has to have only the blocks that the first token
-to compute reads: all of them for full attention, those of the last window for a sliding one.
+A prefix hit is the longest prefix that every group can serve. A group has to have only the blocks
+that the first token to compute reads: all of them for full attention, those of the last window for
+a sliding one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from freight.cache.groups import CacheGroup
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The blocks of one sequence, by group. Replaced, never changed in place, so that a step may keep them.
+    """The blocks of one sequence, by group. Replaced, never changed in place, so that a step may
+    keep them.
 
     block_ids    the block tables; () for a sequence that holds nothing
     given_back   by group, how many entries at the start of the table are 0 and not held
@@ -44,19 +47,24 @@ class Shortfall:
     num_blocks: int
 
     def describe(self, limit: int) -> str:
-        """Tokens that there is room for, and those needed at once where a window makes them less than all `limit`."""
+        """Tokens that there is room for, and those needed at once where a window makes them less
+        than all `limit`.
+        """
         size = self.group.tokens_per_block
         has, needed = self.num_blocks * size, self.needed * size
         return (
-            f"{has}" if needed >= limit else f"{has} of the {needed} that it needs at once in {self.group.describe()}"
+            f"{has}"
+            if needed >= limit
+            else f"{has} of the {needed} that it needs at once in {self.group.describe()}"
         )
 
 
 class CacheManager:
-    """The blocks of all groups: `num_blocks` of each. Prefix keys are made for every `block_size` tokens.
+    """The blocks of all groups: `num_blocks` of each. Prefix keys are made for every `block_size`
+    tokens.
 
-    A step computes at most `step_tokens` tokens of a sequence. `capacity_tokens` is what fits of whole sequences: in
-    the groups that give nothing back before the end, if there are any.
+    A step computes at most `step_tokens` tokens of a sequence. `capacity_tokens` is what fits of
+    whole sequences: in the groups that give nothing back before the end, if there are any.
     """
 
     def __init__(
@@ -75,9 +83,13 @@ class CacheManager:
             for group, count in zip(groups, num_blocks, strict=True)
         )
         self._step_tokens = step_tokens
-        self._giving_back = tuple(index for index, group in enumerate(groups) if not group.keeps_all)
+        self._giving_back = tuple(
+            index for index, group in enumerate(groups) if not group.keeps_all
+        )
         tokens = [allocator.num_blocks * allocator.block_size for allocator in self.allocators]
-        self.capacity_tokens = min([n for index, n in enumerate(tokens) if index not in self._giving_back] or tokens)
+        self.capacity_tokens = min(
+            [n for index, n in enumerate(tokens) if index not in self._giving_back] or tokens
+        )
 
     @property
     def num_held(self) -> int:
@@ -87,16 +99,22 @@ class CacheManager:
     @property
     def used_share(self) -> float:
         """Share of blocks that are held, in the group in which it is largest."""
-        return max(1.0 - allocator.num_available / allocator.num_blocks for allocator in self.allocators)
+        return max(
+            1.0 - allocator.num_available / allocator.num_blocks for allocator in self.allocators
+        )
 
     def usage(self) -> tuple[int, int]:
-        """Tokens of `capacity_tokens` in blocks that are held, and in cached blocks that nobody holds.
+        """Tokens of `capacity_tokens` in blocks that are held, and in cached blocks that nobody
+        holds.
 
         Of the group of which the largest share is held: its blocks, as shares of `capacity_tokens`.
         """
         fullest = max(self.allocators, key=lambda one: one.num_held / one.num_blocks)
         capacity, num_blocks = self.capacity_tokens, fullest.num_blocks
-        return fullest.num_held * capacity // num_blocks, fullest.num_cached * capacity // num_blocks
+        return (
+            fullest.num_held * capacity // num_blocks,
+            fullest.num_cached * capacity // num_blocks,
+        )
 
     def reset(self) -> None:
         """Make every block free and forget what was indexed."""
@@ -104,18 +122,24 @@ class CacheManager:
             allocator.reset()
 
     def shortfall(self, num_tokens: int) -> Shortfall | None:
-        """The first group that could not hold a sequence of `num_tokens` tokens, were it alone; None if all could."""
+        """The first group that could not hold a sequence of `num_tokens` tokens, were it alone;
+        None if all could.
+        """
         for group, allocator in zip(self.groups, self.allocators, strict=True):
             needed = group.most_blocks(num_tokens, self._step_tokens)
             if needed > allocator.num_blocks:
                 return Shortfall(group, needed, allocator.num_blocks)
         return None
 
-    def admit(self, keys: Sequence[bytes], num_tokens: int, reserve: int) -> tuple[Held, int] | None:
-        """The blocks of the longest cached prefix, and its tokens. None, and no change, if that is too much.
+    def admit(
+        self, keys: Sequence[bytes], num_tokens: int, reserve: int
+    ) -> tuple[Held, int] | None:
+        """The blocks of the longest cached prefix, and its tokens. None, and no change, if that is
+        too much.
 
-        keys: those of the full blocks that may be hits, from the first. It is too much if some group could not also
-        give the blocks for the rest of `num_tokens` tokens, and `reserve` more.
+        keys: those of the full blocks that may be hits, from the first. It is too much if some
+        group could not also give the blocks for the rest of `num_tokens` tokens, and `reserve`
+        more.
         """
         start = self._longest_hit(keys)
         tables, given_back, fits = [], [], True
@@ -156,21 +180,28 @@ class CacheManager:
         return Held(tuple(block_ids), tuple(given_back), held.room)
 
     def grow(self, held: Held, num_tokens: int) -> Held | None:
-        """Add the blocks that `num_tokens` tokens need; None, and no change, if a group has not enough."""
+        """Add the blocks that `num_tokens` tokens need; None, and no change, if a group has not
+        enough.
+        """
         if num_tokens <= held.room:
             return held
         missing = [
             max(allocator.blocks_for(num_tokens) - len(table), 0)
             for table, allocator in zip(held.block_ids, self.allocators, strict=True)
         ]
-        if any(count > one.num_available for count, one in zip(missing, self.allocators, strict=True)):
+        if any(
+            count > one.num_available for count, one in zip(missing, self.allocators, strict=True)
+        ):
             return None
         tables = []
         for table, count, allocator in zip(held.block_ids, missing, self.allocators, strict=True):
             fresh = allocator.allocate(count)
             assert fresh is not None
             tables.append(table + tuple(fresh))
-        room = min(len(table) * group.tokens_per_block for table, group in zip(tables, self.groups, strict=True))
+        room = min(
+            len(table) * group.tokens_per_block
+            for table, group in zip(tables, self.groups, strict=True)
+        )
         return Held(tuple(tables), held.given_back, room)
 
     def register(self, held: Held, keys: Sequence[bytes], before: int, after: int) -> None:
@@ -178,9 +209,13 @@ class CacheManager:
 
         keys: those of the sequence's full blocks, `after` // block_size at least.
         """
-        for group, allocator, table in zip(self.groups, self.allocators, held.block_ids, strict=True):
+        for group, allocator, table in zip(
+            self.groups, self.allocators, held.block_ids, strict=True
+        ):
             first, end = before // group.tokens_per_block, after // group.tokens_per_block
-            for block, key in zip(table[first:end], self._keys_of(group, keys, first, end), strict=True):
+            for block, key in zip(
+                table[first:end], self._keys_of(group, keys, first, end), strict=True
+            ):
                 allocator.register(block, key)
 
     def release(self, held: Held) -> None:
@@ -188,20 +223,28 @@ class CacheManager:
         self._release(held, forget=False)
 
     def forget(self, held: Held, keys: Sequence[bytes]) -> None:
-        """Give back everything, and remove from the index what the sequence computed, given back before or not."""
+        """Give back everything, and remove from the index what the sequence computed, given back
+        before or not.
+        """
         if not held.block_ids:
             return
-        for group, allocator, first in zip(self.groups, self.allocators, held.given_back, strict=True):
+        for group, allocator, first in zip(
+            self.groups, self.allocators, held.given_back, strict=True
+        ):
             known = len(keys) * self.block_size // group.tokens_per_block
             allocator.forget(self._keys_of(group, keys, 0, min(first, known)))
         self._release(held, forget=True)
 
     def _release(self, held: Held, forget: bool) -> None:
-        for allocator, table, first in zip(self.allocators, held.block_ids, held.given_back, strict=False):
+        for allocator, table, first in zip(
+            self.allocators, held.block_ids, held.given_back, strict=False
+        ):
             allocator.release(table[first:], forget)
 
     def _longest_hit(self, keys: Sequence[bytes]) -> int:
-        """Tokens of the longest prefix that every group can serve: what one cannot, the others need not."""
+        """Tokens of the longest prefix that every group can serve: what one cannot, the others need
+        not.
+        """
         length, agreed, index = len(keys) * self.block_size, 0, 0
         while agreed < len(self.groups):
             shorter = self._longest_hit_of(index, keys, length)
@@ -215,7 +258,9 @@ class CacheManager:
         size = group.tokens_per_block
         per = size // self.block_size
         end = length // size
-        if group.first_block(end * size) == 0:  # every block is needed, so the first that is missing ends it
+        if (
+            group.first_block(end * size) == 0
+        ):  # every block is needed, so the first that is missing ends it
             run = 0
             while run < end and allocator.is_indexed(keys[(run + 1) * per - 1]):
                 run += 1
@@ -227,7 +272,9 @@ class CacheManager:
                 end = block
         return end * size
 
-    def _keys_of(self, group: CacheGroup, keys: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
+    def _keys_of(
+        self, group: CacheGroup, keys: Sequence[bytes], first: int, end: int
+    ) -> Sequence[bytes]:
         """The keys of a group's blocks first … end - 1: each that of the last tokens in it."""
         per = group.tokens_per_block // self.block_size
         return keys[(first + 1) * per - 1 : end * per : per]

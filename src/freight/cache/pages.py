@@ -1,4 +1,6 @@
-"""The memory of one layer's pages. Kernels follow the strides they find; a layout is chosen here alone."""
+"""The memory of one layer's pages. Kernels follow the strides they find; a layout is chosen here
+alone.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,25 @@ from freight.operands.kv_pages import KVPages
 
 
 def allocate_pages(
-    spec: LayerKVSpec, layout: PageLayout, scales: LayerScales | None, num_blocks: int, block_size: int, device: str
+    spec: LayerKVSpec,
+    layout: PageLayout,
+    scales: LayerScales | None,
+    num_blocks: int,
+    block_size: int,
+    device: str,
 ) -> KVPages:
-    """`num_blocks` blocks of one layer, in memory that is touched when it is first written. `scales` are static."""
+    """`num_blocks` blocks of one layer, in memory that is touched when it is first written.
+    `scales` are static.
+    """
     if spec.granularity is Granularity.GROUP:
         return _grouped_pages(spec, layout, (num_blocks, block_size, spec.num_kv_heads), device)
     dynamic = spec.granularity is Granularity.TOKEN
     assert scales is None or (spec.format.is_fp8 and not dynamic)
     dtype, first = torch_dtype(spec.format), spec.k_dim - spec.v_dim
     sizes = (spec.k_dim,) if spec.v_in_k else (spec.k_dim, spec.v_dim)
-    parts = [(size, dtype) for size in sizes] + [(1, torch.bfloat16)] * (len(sizes) if dynamic else 0)
+    parts = [(size, dtype) for size in sizes] + [(1, torch.bfloat16)] * (
+        len(sizes) if dynamic else 0
+    )
     tensors = _tensors(parts, layout, (num_blocks, block_size, spec.num_kv_heads), device)
     k, v = tensors[0], tensors[0][..., first:] if spec.v_in_k else tensors[1]
     k_scale = v_scale = None
@@ -31,7 +42,8 @@ def allocate_pages(
         k_scale, v_scale = tensors[len(sizes)].squeeze(-1), tensors[-1].squeeze(-1)
     elif scales is not None:
         k_scale = expand_scale(scales.k, spec.num_kv_heads, spec.k_dim).to(device)
-        # values in keys have been stored with the scale of keys, whatever a checkpoint says of values
+        # values in keys have been stored with the scale of keys, whatever a checkpoint says of
+        # values
         v_scale = (
             k_scale[:, first:].contiguous()
             if spec.v_in_k
@@ -41,8 +53,12 @@ def allocate_pages(
     return KVPages(k, v, k_scale, v_scale, counters, v_in_k=spec.v_in_k)
 
 
-def _grouped_pages(spec: LayerKVSpec, layout: PageLayout, shape: tuple[int, int, int], device: str) -> KVPages:
-    """`allocate_pages` of `group` scales: codes of the latent, what comes before it in bfloat16, and scales."""
+def _grouped_pages(
+    spec: LayerKVSpec, layout: PageLayout, shape: tuple[int, int, int], device: str
+) -> KVPages:
+    """`allocate_pages` of `group` scales: codes of the latent, what comes before it in bfloat16,
+    and scales.
+    """
     sizes = spec.k_dim - spec.v_dim, spec.v_dim // SCALE_GROUP
     parts = [(spec.v_dim, torch_dtype(spec.format)), *((size, torch.bfloat16) for size in sizes)]
     codes, rotated, scale = _tensors(parts, layout, shape, device)
@@ -51,15 +67,23 @@ def _grouped_pages(spec: LayerKVSpec, layout: PageLayout, shape: tuple[int, int,
 
 
 def _tensors(
-    parts: list[tuple[int, torch.dtype]], layout: PageLayout, shape: tuple[int, int, int], device: str
+    parts: list[tuple[int, torch.dtype]],
+    layout: PageLayout,
+    shape: tuple[int, int, int],
+    device: str,
 ) -> list[Tensor]:
-    """[num_blocks, block_size, num_kv_heads, size] of each part's size and dtype, laid out as `layout` says."""
+    """[num_blocks, block_size, num_kv_heads, size] of each part's size and dtype, laid out as
+    `layout` says.
+    """
     num_blocks, block_size, heads = shape
     if layout is PageLayout.TOKENS:
         return [torch.empty(*shape, size, dtype=dtype, device=device) for size, dtype in parts]
     if layout is PageLayout.HEADS:
         by_head = num_blocks, heads, block_size
-        return [torch.empty(*by_head, size, dtype=dtype, device=device).transpose(1, 2) for size, dtype in parts]
+        return [
+            torch.empty(*by_head, size, dtype=dtype, device=device).transpose(1, 2)
+            for size, dtype in parts
+        ]
     widths = [block_size * heads * size * dtype.itemsize for size, dtype in parts]
     blocks = torch.empty(num_blocks, sum(widths), dtype=torch.uint8, device=device).split(widths, 1)
     typed = [block.view(dtype) for block, (_, dtype) in zip(blocks, parts, strict=True)]
@@ -69,6 +93,8 @@ def _tensors(
 def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) -> Tensor:
     """1, num_kv_heads or num_kv_heads * head_dim scales -> [num_kv_heads, head_dim] float32."""
     size = num_kv_heads * head_dim
-    assert len(values) in (1, num_kv_heads, size), f"{len(values)} scales for {num_kv_heads} KV heads"
+    assert len(values) in (1, num_kv_heads, size), (
+        f"{len(values)} scales for {num_kv_heads} KV heads"
+    )
     scale = torch.tensor(values, dtype=torch.float32, device="cpu")
     return scale.repeat_interleave(size // len(values)).view(num_kv_heads, head_dim)

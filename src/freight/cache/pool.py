@@ -1,5 +1,5 @@
-"""KVPool: the memory of the cache, by layer. `PagedKV.store` is the only writer of pages and their scales; a state is
-written by the mixer of its layer alone.
+"""KVPool: the memory of the cache, by layer. `PagedKV.store` is the only writer of pages and their
+scales; a state is written by the mixer of its layer alone.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from freight.operands.states import States, Stretch
 
 
 class LayerKV(Protocol):
-    """One layer's part of the cache, as the layer sees it. `store` comes first in a step, then `attend`."""
+    """One layer's part of the cache, as the layer sees it. `store` comes first in a step, then
+    `attend`.
+    """
 
     def store(self, qkv: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
-        """Norm and rotate the queries and keys in qkv, quantize keys and values into the batch's slots; returns q.
+        """Norm and rotate the queries and keys in qkv, quantize keys and values into the batch's
+        slots; returns q.
 
-        qkv: [num_tokens, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], as projected; q: [num_tokens, num_heads,
-        k_dim].
+        qkv: [num_tokens, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], as projected; q:
+        [num_tokens, num_heads, k_dim].
         """
         ...
 
     def rotate(self, q: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
-        """In place of `store` where another layer has stored keys and values: norm and rotate the queries.
+        """In place of `store` where another layer has stored keys and values: norm and rotate the
+        queries.
 
         q: [num_tokens, num_heads * k_dim], as projected; returns [num_tokens, num_heads, k_dim].
         """
@@ -51,7 +55,9 @@ class LayerKV(Protocol):
         sinks: Tensor | None = None,
         consumer: PackedWeight | None = None,
     ) -> Rows:
-        """Attention of q over what is stored, [num_tokens, num_heads, v_dim], for `consumer`: `KernelSet.attention`."""
+        """Attention of q over what is stored, [num_tokens, num_heads, v_dim], for `consumer`:
+        `KernelSet.attention`.
+        """
         ...
 
 
@@ -59,8 +65,8 @@ class LayerKV(Protocol):
 class PagedKV:
     """A `LayerKV` over pages, with the kernels that write and read them.
 
-    `group` is the cache group whose slots and block tables the layer follows. The pages are those of another layer if
-    it is `shared`.
+    `group` is the cache group whose slots and block tables the layer follows. The pages are those
+    of another layer if it is `shared`.
     """
 
     pages: KVPages
@@ -70,7 +76,9 @@ class PagedKV:
 
     def store(self, qkv: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
         assert not self.shared, "its pages are another layer's"
-        return self.kernels.rotate_store(qkv, rotary, batch.positions, batch.slots[self.group], self.pages)
+        return self.kernels.rotate_store(
+            qkv, rotary, batch.positions, batch.slots[self.group], self.pages
+        )
 
     def rotate(self, q: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
         return self.kernels.rotate_store(q, rotary, batch.positions, None, self.pages)
@@ -86,12 +94,15 @@ class PagedKV:
         consumer: PackedWeight | None = None,
     ) -> Rows:
         sequences = batch.sequences(self.group)
-        return self.kernels.attention(q, self.pages, sequences, softmax_scale, window, soft_cap, sinks, consumer)
+        return self.kernels.attention(
+            q, self.pages, sequences, softmax_scale, window, soft_cap, sinks, consumer
+        )
 
 
 @dataclass(frozen=True)
 class PagedState:
-    """One layer's states, as its mixer sees them: it reads the source of each stretch, and writes its target.
+    """One layer's states, as its mixer sees them: it reads the source of each stretch, and writes
+    its target.
 
     group   the cache group whose block tables the layer follows
     """
@@ -104,13 +115,16 @@ class PagedState:
         return self.states.stretches(batch.sequences(self.group))
 
 
-# What a layer's mixer has of the tokens before, of the mixer's kind; None for a layer that keeps nothing.
+# What a layer's mixer has of the tokens before, of the mixer's kind; None for a layer that keeps
+# nothing.
 LayerCache = LayerKV | PagedState | None
 
 
 @dataclass(frozen=True)
 class KVPool:
-    """The cache of all layers: in each group, `num_blocks` blocks. A layer that keeps nothing has None."""
+    """The cache of all layers: in each group, `num_blocks` blocks. A layer that keeps nothing has
+    None.
+    """
 
     layers: tuple[PagedKV | PagedState | None, ...]
     spec: KVCacheSpec
@@ -123,7 +137,11 @@ class KVPool:
     @property
     def capacity_blocks(self) -> int:
         """Blocks for whole sequences: those of the groups that keep all of them, if there are any."""
-        whole = [count for count, group in zip(self.num_blocks, self.spec.groups, strict=True) if group.keeps_all]
+        whole = [
+            count
+            for count, group in zip(self.num_blocks, self.spec.groups, strict=True)
+            if group.keeps_all
+        ]
         return min(whole or self.num_blocks)
 
     @property
@@ -138,23 +156,31 @@ class KVPool:
     @property
     def paged(self) -> dict[int, PagedKV]:
         """The layers with pages, their own or another layer's, by index."""
-        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, PagedKV)}
+        return {
+            index: layer for index, layer in enumerate(self.layers) if isinstance(layer, PagedKV)
+        }
 
     @property
     def states(self) -> dict[int, PagedState]:
         """The layers with a state, by index."""
-        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, PagedState)}
+        return {
+            index: layer for index, layer in enumerate(self.layers) if isinstance(layer, PagedState)
+        }
 
     def with_layers(self, layers: Mapping[int, PagedKV | PagedState]) -> KVPool:
         """The pool with these in place of its own, by index."""
-        return replace(self, layers=tuple(layers.get(index, layer) for index, layer in enumerate(self.layers)))
+        return replace(
+            self, layers=tuple(layers.get(index, layer) for index, layer in enumerate(self.layers))
+        )
 
     @property
     def values_per_token(self) -> int:
         return self.spec.values_per_token
 
     def counters(self) -> tuple[int, int]:
-        """(NaNs stored since the start, values clipped to their scale's range); a working model stores no NaN."""
+        """(NaNs stored since the start, values clipped to their scale's range); a working model
+        stores no NaN.
+        """
         counts = [layer.pages.counters for layer in self.paged.values() if not layer.shared]
         if not counts:  # states are not counted
             return 0, 0
@@ -173,21 +199,27 @@ def allocate_pool(
     device: str = "cpu",
     rotaries: Sequence[Rotary | None] | None = None,
 ) -> KVPool:
-    """Allocate pages and states: `num_blocks` by group. Memory is touched when it is first written, not here.
+    """Allocate pages and states: `num_blocks` by group. Memory is touched when it is first written,
+    not here.
 
-    `rotaries` has the rotary tables of each layer, None for a layer without; they are needed for centered keys only.
+    `rotaries` has the rotary tables of each layer, None for a layer without; they are needed for
+    centered keys only.
     """
     of_layers = kv.scales.layers if kv.scales is not None else (None,) * len(spec.layers)
     tables = AngleTables()
     pages_of: dict[int, PagedKV] = {}
     states_of: dict[int, PagedState] = {}
     groups = {layer: index for index, group in enumerate(spec.groups) for layer in group.layers}
-    assert len(of_layers) == len(spec.layers), f"scales of {len(of_layers)} layers for {len(spec.layers)}"
+    assert len(of_layers) == len(spec.layers), (
+        f"scales of {len(of_layers)} layers for {len(spec.layers)}"
+    )
     for index, layer in spec.kept.items():
         scales = of_layers[index]
         if isinstance(layer, LayerStateSpec):
             group = groups[index]
-            states_of[index] = PagedState(_allocate_states(layer, num_blocks[group], spec, device), group)
+            states_of[index] = PagedState(
+                _allocate_states(layer, num_blocks[group], spec, device), group
+            )
             continue
         if layer.source is not None:
             pages_of[index] = replace(pages_of[layer.source], shared=True)
@@ -209,7 +241,9 @@ class AngleTables:
     """The angle tables of key centers; one pair for all layers that share their rotary tables."""
 
     def __init__(self) -> None:
-        self._tiles: dict[int, tuple[Tensor, Angles]] = {}  # by address; the tensor keeps it from being used again
+        self._tiles: dict[
+            int, tuple[Tensor, Angles]
+        ] = {}  # by address; the tensor keeps it from being used again
 
     def of(self, rotary: Rotary) -> Angles:
         address = rotary.cos.data_ptr()
@@ -219,8 +253,15 @@ class AngleTables:
         return self._tiles[address][1]
 
 
-def _allocate_states(spec: LayerStateSpec, num_blocks: int, cache: KVCacheSpec, device: str) -> States:
+def _allocate_states(
+    spec: LayerStateSpec, num_blocks: int, cache: KVCacheSpec, device: str
+) -> States:
     assert cache.state_every is not None
-    shapes = {part.name: ((num_blocks, *part.shape), torch_dtype(part.format)) for part in spec.parts}
-    parts = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+    shapes = {
+        part.name: ((num_blocks, *part.shape), torch_dtype(part.format)) for part in spec.parts
+    }
+    parts = {
+        name: torch.empty(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in shapes.items()
+    }
     return States(parts, cache.state_every)

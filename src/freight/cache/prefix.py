@@ -1,8 +1,9 @@
-"""Keys of full blocks: equal keys mean equal tokens from position 0 on, and equal salts. Imports no torch.
+"""Keys of full blocks: equal keys mean equal tokens from position 0 on, and equal salts. Imports no
+torch.
 
-The key of a full block is a digest over the key of the block before it and its own token ids; the first block's parent
-is a digest of the request's cache salt. The digest is cryptographic: a caller must not be able to construct a prompt
-that is answered from someone else's blocks.
+The key of a full block is a digest over the key of the block before it and its own token ids; the
+first block's parent is a digest of the request's cache salt. The digest is cryptographic: a caller
+must not be able to construct a prompt that is answered from someone else's blocks.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def extend_keys(
-    keys: list[bytes], count: int, block_size: int, salt: str | None, tokens: Callable[[int, int], Sequence[int]]
+    keys: list[bytes],
+    count: int,
+    block_size: int,
+    salt: str | None,
+    tokens: Callable[[int, int], Sequence[int]],
 ) -> None:
-    """Have at least `count` keys of a sequence in `keys`, in its order; only missing ones are computed.
+    """Have at least `count` keys of a sequence in `keys`, in its order; only missing ones are
+    computed.
 
     `tokens(start, stop)` gives the token ids at positions start … stop - 1.
     """

@@ -1,16 +1,19 @@
-"""How much memory a request takes, and how a cache's memory is split over its groups. Imports no torch.
+"""How much memory a request takes, and how a cache's memory is split over its groups. Imports no
+torch.
 
-Layers without a window need room for every token of a sequence, layers with one (and all others that give blocks
-back) for the window only, however long the sequence. A split that serves long sequences best, in the ratio of what
-one of `max_model_len` tokens takes, leaves the windows room for a few sequences; short sequences, which take as many
-tokens of one group as of the other, would then wait for windows beside free memory. So windows come first: they get
-room for as many sequences as run at once, of which each holds its window and all together compute one step, but
+Layers without a window need room for every token of a sequence, layers with one (and all others
+that give blocks back) for the window only, however long the sequence. A split that serves long
+sequences best, in the ratio of what one of `max_model_len` tokens takes, leaves the windows room
+for a few sequences; short sequences, which take as many tokens of one group as of the other, would
+then wait for windows beside free memory. So windows come first: they get room for as many sequences
+as run at once, of which each holds its window and all together compute one step, but
 
 - never so much that a request of `max_model_len` tokens does not fit, and
-- more than half of the memory only where the rest holds as many whole sequences of `max_model_len` tokens.
+- more than half of the memory only where the rest holds as many whole sequences of `max_model_len`
+  tokens.
 
-Layers that keep a state for each sequence are as windows, with as many states again for prefixes that are found again.
-Layers without a window get the rest.
+Layers that keep a state for each sequence are as windows, with as many states again for prefixes
+that are found again. Layers without a window get the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from bisect import bisect_left, bisect_right
 from freight.cache.groups import LayerGroup
 from freight.cache.spec import KVCacheSpec
 
-# Of what is free once the weights are loaded, when --kv-cache-memory is not given; a GPU is rarely shared.
+# Of what is free once the weights are loaded, when --kv-cache-memory is not given; a GPU is rarely
+# shared.
 MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
@@ -35,20 +39,30 @@ def bytes_of_request(spec: KVCacheSpec, num_tokens: int, step_tokens: int) -> in
 
 
 def longest_request(spec: KVCacheSpec, memory: int, limit: int, step_tokens: int) -> int:
-    """Tokens of the longest request that fits into `memory` bytes, in whole blocks; `limit` or more ends the search."""
+    """Tokens of the longest request that fits into `memory` bytes, in whole blocks; `limit` or more
+    ends the search.
+    """
     size = spec.block_size
     lengths = range(size, limit + size, size)
-    return size * bisect_right(lengths, memory, key=lambda length: bytes_of_request(spec, length, step_tokens))
+    return size * bisect_right(
+        lengths, memory, key=lambda length: bytes_of_request(spec, length, step_tokens)
+    )
 
 
 def held_memory(spec: KVCacheSpec, max_model_len: int, num_seqs: int, step_tokens: int) -> int:
     """Bytes that `num_seqs` requests of `max_model_len` tokens need at once."""
-    return spec.bytes_of(tuple(group.held_by(num_seqs, max_model_len, step_tokens) for group in spec.groups))
+    return spec.bytes_of(
+        tuple(group.held_by(num_seqs, max_model_len, step_tokens) for group in spec.groups)
+    )
 
 
-def useful_memory(spec: KVCacheSpec, max_model_len: int, max_num_seqs: int, step_tokens: int) -> int:
+def useful_memory(
+    spec: KVCacheSpec, max_model_len: int, max_num_seqs: int, step_tokens: int
+) -> int:
     """`held_memory`, and what is worth having beside it."""
-    return spec.bytes_of(tuple(_useful(group, max_model_len, max_num_seqs, step_tokens) for group in spec.groups))
+    return spec.bytes_of(
+        tuple(_useful(group, max_model_len, max_num_seqs, step_tokens) for group in spec.groups)
+    )
 
 
 def split_memory(
@@ -66,12 +80,18 @@ def split_memory(
     def windows(num_seqs: int) -> tuple[int, ...]:
         """For 0 sequences what a request takes."""
         return tuple(
-            0 if group.keeps_all else _useful(group, max_model_len, num_seqs, step_tokens) if num_seqs else alone
+            0
+            if group.keeps_all
+            else _useful(group, max_model_len, num_seqs, step_tokens)
+            if num_seqs
+            else alone
             for group, alone in zip(spec.groups, request, strict=True)
         )
 
     def too_many(num_seqs: int) -> bool:
-        """False for 0, because `memory` holds a request; once True it stays so, because `windows` only grow."""
+        """False for 0, because `memory` holds a request; once True it stays so, because `windows`
+        only grow.
+        """
         rest = memory - spec.bytes_of(windows(num_seqs))
         return rest < (whole_request if 2 * rest >= memory else num_seqs * whole_request)
 

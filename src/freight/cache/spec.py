@@ -1,7 +1,9 @@
-"""What a layer's cache looks like, what a token costs in it, and which layers form a group. Imports no torch.
+"""What a layer's cache looks like, what a token costs in it, and which layers form a group. Imports
+no torch.
 
-Format and granularity belong to each layer, so mixed caches need no new concept; the pool sums bytes, scales included.
-`_SPECS` says what a kind of mixer keeps, pages or a state, and `groups.py` what follows for a sequence's blocks.
+Format and granularity belong to each layer, so mixed caches need no new concept; the pool sums
+bytes, scales included. `_SPECS` says what a kind of mixer keeps, pages or a state, and `groups.py`
+what follows for a sequence's blocks.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ LEAST_EVERY = 64  # tokens of a block of states, where nothing else is asked for
 
 @dataclass(frozen=True)
 class LayerKVSpec:
-    """One layer's K and V pages. `granularity` is None for 16 bits, `window` for a layer that sees every token.
+    """One layer's K and V pages. `granularity` is None for 16 bits, `window` for a layer that sees
+    every token.
 
-    `source` is the layer whose pages this one reads; it has none of its own then. With `v_in_k` values are the last
-    `v_dim` channels of keys, and take no memory (`KVPages.v_in_k`).
+    `source` is the layer whose pages this one reads; it has none of its own then. With `v_in_k`
+    values are the last `v_dim` channels of keys, and take no memory (`KVPages.v_in_k`).
     """
 
     format: Format
@@ -50,7 +53,9 @@ class LayerKVSpec:
 
     def __post_init__(self) -> None:
         grouped = self.granularity is Granularity.GROUP
-        assert not grouped or (self.v_in_k and self.v_dim % SCALE_GROUP == 0), "refused by name in config.kv_source"
+        assert not grouped or (self.v_in_k and self.v_dim % SCALE_GROUP == 0), (
+            "refused by name in config.kv_source"
+        )
 
     @property
     def values_per_token(self) -> int:
@@ -60,8 +65,9 @@ class LayerKVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V of one token, with its measured scales in bfloat16: `token`, one per KV head, K and V apart unless V
-        is in K; `group`, beside channels of K that are not of V in bfloat16."""
+        """K and V of one token, with its measured scales in bfloat16: `token`, one per KV head, K
+        and V apart unless V is in K; `group`, beside channels of K that are not of V in bfloat16.
+        """
         if self.source is not None:
             return 0
         if self.granularity is Granularity.GROUP:
@@ -91,7 +97,12 @@ class LayerKVSpec:
 
     def grouped(self, members: Mapping[int, LayerSpec], spec: KVCacheSpec) -> Pages:
         """The group of `members`, layers by index, which have this one's `key`."""
-        return Pages(tuple(members), sum(one.bytes_per_token for one in members.values()), self.window, spec.block_size)
+        return Pages(
+            tuple(members),
+            sum(one.bytes_per_token for one in members.values()),
+            self.window,
+            spec.block_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -109,9 +120,11 @@ class StatePart:
 
 @dataclass(frozen=True)
 class LayerStateSpec:
-    """One layer's state: what it keeps of all tokens before, in a size that does not grow with them.
+    """One layer's state: what it keeps of all tokens before, in a size that does not grow with
+    them.
 
-    It has the properties of `LayerKVSpec`. No token has a place in it, and no layer reads that of another.
+    It has the properties of `LayerKVSpec`. No token has a place in it, and no layer reads that of
+    another.
     """
 
     parts: tuple[StatePart, ...]
@@ -131,7 +144,10 @@ class LayerStateSpec:
     @property
     def float32_bytes_per_state(self) -> int:
         """With the matrices in float32, which need no scales."""
-        parts = (replace(part, format=Format.FLOAT32) if part.name == "state" else part for part in self.parts)
+        parts = (
+            replace(part, format=Format.FLOAT32) if part.name == "state" else part
+            for part in self.parts
+        )
         return sum(part.bytes for part in parts if part.name != "scale")
 
     @property
@@ -148,7 +164,9 @@ class LayerStateSpec:
 
     def grouped(self, members: Mapping[int, LayerSpec], spec: KVCacheSpec) -> StateBlocks:
         assert spec.state_every is not None
-        return StateBlocks(tuple(members), sum(one.bytes_per_state for one in members.values()), spec.state_every)
+        return StateBlocks(
+            tuple(members), sum(one.bytes_per_state for one in members.values()), spec.state_every
+        )
 
 
 LayerSpec = LayerKVSpec | LayerStateSpec  # what the cache holds of one layer
@@ -171,9 +189,17 @@ def _columns(channels: int, width: int, compute: Format) -> StatePart:
 
 
 def _matrices(
-    key_heads: int, heads: int, k_dim: int, v_dim: int, compute: Format, state: Format, by_channel: bool = False
+    key_heads: int,
+    heads: int,
+    k_dim: int,
+    v_dim: int,
+    compute: Format,
+    state: Format,
+    by_channel: bool = False,
 ) -> tuple[StatePart, ...]:
-    """What `KernelSet.recurrence` keeps (`operands/states.py`); `by_channel`: with a decay of each channel of a key."""
+    """What `KernelSet.recurrence` keeps (`operands/states.py`); `by_channel`: with a decay of each
+    channel of a key.
+    """
     scale = (StatePart("scale", (heads, v_dim), Format.BFLOAT16),) if state.is_quantized else ()
     return (
         StatePart("state", (heads, k_dim, v_dim), state),
@@ -184,7 +210,9 @@ def _matrices(
     )
 
 
-def _short_conv(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerStateSpec:
+def _short_conv(
+    mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format
+) -> LayerStateSpec:
     assert isinstance(mixer, ShortConvConfig)
     return LayerStateSpec((_columns(mixer.channels, mixer.width, compute),))
 
@@ -195,7 +223,9 @@ def _delta_net(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format
     return LayerStateSpec((*matrices, _columns(mixer.channels, mixer.width, compute)))
 
 
-def _kimi_delta(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerStateSpec:
+def _kimi_delta(
+    mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format
+) -> LayerStateSpec:
     assert isinstance(mixer, KimiDeltaConfig)
     heads, size = mixer.heads, mixer.head_dim
     matrices = _matrices(heads, heads, size, size, compute, state, by_channel=True)
@@ -204,12 +234,14 @@ def _kimi_delta(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Forma
 
 def _mamba2(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerStateSpec:
     assert isinstance(mixer, Mamba2Config)
-    matrices = _matrices(mixer.groups, mixer.heads, mixer.state_size, mixer.head_dim, compute, state)
+    matrices = _matrices(
+        mixer.groups, mixer.heads, mixer.state_size, mixer.head_dim, compute, state
+    )
     return LayerStateSpec((*matrices, _columns(mixer.channels, mixer.width, compute)))
 
 
-# The mixer, how its layer's keys and values would be stored, what is computed in, and how states are stored -> the
-# layer's spec.
+# The mixer, how its layer's keys and values would be stored, what is computed in, and how states
+# are stored -> the layer's spec.
 _SPECS: Mapping[type, Callable[[Mixer, LayerKVFormat, Format, Format], LayerSpec]] = {
     AttentionConfig: _pages_of,
     LatentConfig: _latents_of,
@@ -220,12 +252,18 @@ _SPECS: Mapping[type, Callable[[Mixer, LayerKVFormat, Format, Format], LayerSpec
 }
 
 
-def layer_spec(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format | None = None) -> LayerSpec | None:
+def layer_spec(
+    mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format | None = None
+) -> LayerSpec | None:
     """What the cache holds of a layer with this mixer; None: nothing.
 
     Pages are stored as `kind`, states as `state` (None: `default_state`), all else in `compute`.
     """
-    return None if mixer is None else _SPECS[type(mixer)](mixer, kind, compute, state or default_state(compute))
+    return (
+        None
+        if mixer is None
+        else _SPECS[type(mixer)](mixer, kind, compute, state or default_state(compute))
+    )
 
 
 def cache_spec(
@@ -236,7 +274,8 @@ def cache_spec(
     state_every: int | None = None,
     max_len: int | None = None,
 ) -> KVCacheSpec:
-    """The cache of every layer of `model`, stored as `kv` says, for sequences of up to `max_len` tokens.
+    """The cache of every layer of `model`, stored as `kv` says, for sequences of up to `max_len`
+    tokens.
 
     compute       what is computed in; None: the checkpoint's dtype
     state_every   tokens between the states that stay behind; None: `default_every`
@@ -246,7 +285,8 @@ def cache_spec(
     """
     compute = compute or model.checkpoint_format
     layers = (
-        layer_spec(layer.mixer, kv.of_layer(index), compute, kv.state) for index, layer in enumerate(model.layers)
+        layer_spec(layer.mixer, kv.of_layer(index), compute, kv.state)
+        for index, layer in enumerate(model.layers)
     )
     spec = KVCacheSpec(tuple(layers), block_size)
     if spec.bytes_per_state == 0:
@@ -256,11 +296,15 @@ def cache_spec(
                 "sequence, there are pages of keys and values alone; omit --state-every"
             )
         return spec
-    return replace(spec, state_every=state_every or default_every(spec, max_len or model.max_position_embeddings))
+    return replace(
+        spec,
+        state_every=state_every or default_every(spec, max_len or model.max_position_embeddings),
+    )
 
 
 def default_every(spec: KVCacheSpec, max_len: int) -> int:
-    """The least power of two, from LEAST_EVERY on, at which a state takes no more than the pages of as many tokens.
+    """The least power of two, from LEAST_EVERY on, at which a state takes no more than the pages of
+    as many tokens.
 
     It is at most an eighth of `max_len`, so that short contexts have prefix hits, too.
     """
@@ -299,7 +343,9 @@ class KVCacheSpec:
 
     @property
     def repeatable(self) -> bool:
-        """Whether a step that is computed again stores the same: not where a state would have its tokens twice."""
+        """Whether a step that is computed again stores the same: not where a state would have its
+        tokens twice.
+        """
         return all(group.has_slots for group in self.groups)
 
     @property
@@ -310,7 +356,9 @@ class KVCacheSpec:
     @property
     def state_format(self) -> Format | None:
         """How recurrent states are stored; None where no layer keeps one."""
-        return next((one.state_format for one in self._states if one.state_format is not None), None)
+        return next(
+            (one.state_format for one in self._states if one.state_format is not None), None
+        )
 
     @property
     def float32_bytes_per_state(self) -> int:
@@ -332,26 +380,35 @@ class KVCacheSpec:
         return sum(layer.values_per_token for layer in self.kept.values())
 
     def blocks_of(self, num_tokens: int) -> tuple[int, ...]:
-        """Blocks by group that hold a sequence of `num_tokens` tokens of which nothing is given back."""
+        """Blocks by group that hold a sequence of `num_tokens` tokens of which nothing is given
+        back.
+        """
         return tuple(-(-num_tokens // group.tokens_per_block) for group in self.groups)
 
     def unquantized(self, format: Format) -> KVCacheSpec:
         """The cache of the same layers in `format`, of 16 or 32 bits."""
-        return replace(self, layers=tuple(layer and layer.unquantized(format) for layer in self.layers))
+        return replace(
+            self, layers=tuple(layer and layer.unquantized(format) for layer in self.layers)
+        )
 
     def tokens_in(self, memory: int) -> int:
-        """How many tokens that every layer sees `memory` bytes hold, in whole blocks; where no layer has pages, those
-        of the states that stay behind."""
+        """How many tokens that every layer sees `memory` bytes hold, in whole blocks; where no
+        layer has pages, those of the states that stay behind."""
         if self.bytes_per_token == 0 and self.state_every is not None:
             return memory // self.bytes_per_state * self.state_every
         return memory // (self.bytes_per_token * self.block_size) * self.block_size
 
     def capacity_tokens(self, num_blocks: tuple[int, ...]) -> int:
-        """Tokens of whole sequences in so many blocks of each group: of those that keep all, if there are any."""
+        """Tokens of whole sequences in so many blocks of each group: of those that keep all, if
+        there are any.
+        """
         groups = list(zip(self.groups, num_blocks, strict=True))
         whole = [one for one in groups if one[0].keeps_all]
         return min(count * group.tokens_per_block for group, count in whole or groups)
 
     def bytes_of(self, num_blocks: tuple[int, ...]) -> int:
         """Bytes of so many blocks in each group."""
-        return sum(count * group.bytes_per_block for count, group in zip(num_blocks, self.groups, strict=True))
+        return sum(
+            count * group.bytes_per_block
+            for count, group in zip(num_blocks, self.groups, strict=True)
+        )

@@ -1,10 +1,11 @@
 """A KV cache chosen by layer within a budget: FP8 in one of its granularities, or unquantized.
 
-The samples are split. On one half the scales are calibrated and each layer's divergence is measured with that layer
-alone quantized (`calibrate.sensitivity`). The sum over the layers predicts that of a choice, and one pass over the
-layers finds, for every number of bytes, the choice of the least predicted divergence. What is promised is not the
-prediction: the cheapest such choice is taken whose divergence, measured as a whole, keeps within the budget, on that
-half and on the other, which nothing was chosen by. If the other half needs it, a dearer choice is taken.
+The samples are split. On one half the scales are calibrated and each layer's divergence is measured
+with that layer alone quantized (`calibrate.sensitivity`). The sum over the layers predicts that of
+a choice, and one pass over the layers finds, for every number of bytes, the choice of the least
+predicted divergence. What is promised is not the prediction: the cheapest such choice is taken
+whose divergence, measured as a whole, keeps within the budget, on that half and on the other, which
+nothing was chosen by. If the other half needs it, a dearer choice is taken.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from freight.fp8.formats import Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
 from freight.models.open import OpenModel, open_model
 
-MEASURED = 16384  # tokens of each half, at most, that are run with one layer quantized after the other
+MEASURED = (
+    16384  # tokens of each half, at most, that are run with one layer quantized after the other
+)
 QUANTIZED = (*KV_GRANULARITIES, Granularity.TOKEN)
 CANDIDATES = (*QUANTIZED, None)  # None: unquantized
 
@@ -40,7 +43,8 @@ class Option:
 
 @dataclass(frozen=True)
 class KVChoice:
-    """What was chosen and measured. KL in nats per token, against an unquantized cache under unquantized weights.
+    """What was chosen and measured. KL in nats per token, against an unquantized cache under
+    unquantized weights.
 
     granularities        by layer; None is 16 bits
     bits                 per stored value, scales per token included
@@ -65,7 +69,9 @@ class KVChoice:
 
     @property
     def uniform(self) -> Granularity | None:
-        """The static granularity of every layer, which other engines can be told of; None where layers differ."""
+        """The static granularity of every layer, which other engines can be told of; None where
+        layers differ.
+        """
         found = set(self.granularities)
         return found.pop() if len(found) == 1 and not found & {None, Granularity.TOKEN} else None
 
@@ -83,15 +89,17 @@ def split(samples: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
 def frontier(kl: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]]) -> list[Option]:
     """The choices that no other beats in both, from the fewest bytes to the most.
 
-    kl, sizes: [layers][candidates], the divergence and bytes per token of one layer. Exact: layer by layer, the best of
-    each total; layers have few sizes, so totals are few.
+    kl, sizes: [layers][candidates], the divergence and bytes per token of one layer. Exact: layer
+    by layer, the best of each total; layers have few sizes, so totals are few.
     """
     front = [Option(0, 0.0, ())]
     for of_layer, size in zip(kl, sizes, strict=True):
         best: dict[int, Option] = {}
         for option in front:
             for index, (cost, count) in enumerate(zip(of_layer, size, strict=True)):
-                longer = Option(option.num_bytes + count, option.predicted_kl + cost, (*option.choice, index))
+                longer = Option(
+                    option.num_bytes + count, option.predicted_kl + cost, (*option.choice, index)
+                )
                 held = best.get(longer.num_bytes)
                 if held is None or longer.predicted_kl < held.predicted_kl:
                     best[longer.num_bytes] = longer
@@ -103,9 +111,11 @@ def frontier(kl: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]]) -> l
 
 
 def cheapest(front: Sequence[Option], limit: float, measure: Callable[[Option], float]) -> int:
-    """The index of the first option that measures at most `limit`, begun where the prediction says; the last one does.
+    """The index of the first option that measures at most `limit`, begun where the prediction says;
+    the last one does.
 
-    By halves, as if what is measured fell with the bytes. Where it does not, what is found is still within the limit.
+    By halves, as if what is measured fell with the bytes. Where it does not, what is found is still
+    within the limit.
     """
     low, high = 0, len(front) - 1
     probe = next((i for i, option in enumerate(front) if option.predicted_kl <= limit), high)
@@ -119,14 +129,23 @@ def cheapest(front: Sequence[Option], limit: float, measure: Callable[[Option], 
 
 
 def choose(
-    engine: EngineArgs, budget: KVBudget, calibration: Calibration, halves: tuple[Samples, Samples], say: Progress
+    engine: EngineArgs,
+    budget: KVBudget,
+    calibration: Calibration,
+    halves: tuple[Samples, Samples],
+    say: Progress,
 ) -> KVChoice:
-    """Measure and choose. `engine` names the folder of the unquantized model; `halves` are those of `split`."""
+    """Measure and choose. `engine` names the folder of the unquantized model; `halves` are those of
+    `split`.
+    """
     longest = max(len(ids) for half in halves for ids in half)
     opened = open_model(replace(engine, max_model_len=longest))
     config = opened.resolve(opened.args)
     scales = [calibration.by_granularity.get(granularity) for granularity in QUANTIZED]
-    caches = [_candidate(opened, granularity, of_all) for granularity, of_all in zip(QUANTIZED, scales, strict=True)]
+    caches = [
+        _candidate(opened, granularity, of_all)
+        for granularity, of_all in zip(QUANTIZED, scales, strict=True)
+    ]
     chosen, other = (at_most(half, MEASURED) for half in halves)
     with opened.threads(config):
         meter = Meter.open(opened, config, caches, longest)
@@ -153,7 +172,11 @@ def _choose(
         return meter.whole([None if i == len(caches) else i for i in option.choice], texts[text])
 
     if budget.kind is BudgetKind.BITS:
-        index = max(i for i, option in enumerate(front) if option.num_bytes * 8 <= budget.limit * values or i == 0)
+        index = max(
+            i
+            for i, option in enumerate(front)
+            if option.num_bytes * 8 <= budget.limit * values or i == 0
+        )
     else:
         index = cheapest(front, budget.limit, lambda option: kl(option, 0))
         while max(kl(front[index], 0), kl(front[index], 1)) > budget.limit:
@@ -174,8 +197,12 @@ def _choose(
     )
 
 
-def _candidate(opened: OpenModel, granularity: Granularity, scales: KVScales | None) -> KVCacheConfig:
-    """FP8 in every layer: with the calibrated scales, or with scales per token, measured as they are stored."""
+def _candidate(
+    opened: OpenModel, granularity: Granularity, scales: KVScales | None
+) -> KVCacheConfig:
+    """FP8 in every layer: with the calibrated scales, or with scales per token, measured as they
+    are stored.
+    """
     native = opened.device.native_e4m3
     if scales is None:
         assert granularity is Granularity.TOKEN
@@ -186,11 +213,14 @@ def _candidate(opened: OpenModel, granularity: Granularity, scales: KVScales | N
 def as_chosen(calibration: Calibration, choice: KVChoice) -> Calibration:
     """What is written of a choice: the scales of its layers and nothing of the others.
 
-    One static granularity in every layer is what other engines can be told of, with a scale per layer beside it; for
-    any other choice the side file alone has it, because they would take 1.0 for the layers without scales.
+    One static granularity in every layer is what other engines can be told of, with a scale per
+    layer beside it; for any other choice the side file alone has it, because they would take 1.0
+    for the layers without scales.
     """
     layers = tuple(
-        None if granularity in (None, Granularity.TOKEN) else calibration.by_granularity[granularity].layers[index]
+        None
+        if granularity in (None, Granularity.TOKEN)
+        else calibration.by_granularity[granularity].layers[index]
         for index, granularity in enumerate(choice.granularities)
     )
     if choice.uniform is not None:

@@ -1,4 +1,6 @@
-"""The KV scales that a model already has, complete and for E4M3FN: what is put into another, or kept by `quantize`."""
+"""The KV scales that a model already has, complete and for E4M3FN: what is put into another, or
+kept by `quantize`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.models.open import OpenCheckpoint, open_folder, require_native
 
-_SHAPE: Mapping[str, Callable[[ModelConfig], object]] = {  # what two models share whose KV scales fit each other
+_SHAPE: Mapping[
+    str, Callable[[ModelConfig], object]
+] = {  # what two models share whose KV scales fit each other
     "model_type": lambda model: model.model_type,
     "num_layers": lambda model: model.num_layers,
     "num_kv_heads": lambda model: _by_layer(model, "num_kv_heads"),
@@ -75,7 +79,9 @@ def carried_by(stored: OpenCheckpoint, name: str) -> Carried:
     return Carried(for_variant(scales, Format.E4M3FN), coarse)
 
 
-def require_fit(source: ModelConfig | RankExport, source_name: str, model: ModelConfig, name: str) -> None:
+def require_fit(
+    source: ModelConfig | RankExport, source_name: str, model: ModelConfig, name: str
+) -> None:
     """Raises ConfigError if the scales of `source` are for a model of another shape than `model`."""
     for what, theirs in _facts(source, model).items():
         ours = _SHAPE[what](model)
@@ -89,7 +95,9 @@ def _facts(source: ModelConfig | RankExport, model: ModelConfig) -> dict[str, ob
     """What is known of `source`, by the names of `_SHAPE`."""
     if isinstance(source, ModelConfig):
         return {what: of(source) for what, of in _SHAPE.items()}
-    exported_as = model.model_type if model.model_type in source.model_types else source.model_types[0]
+    exported_as = (
+        model.model_type if model.model_type in source.model_types else source.model_types[0]
+    )
     known = {
         "model_type": exported_as,
         "num_layers": source.num_layers,
@@ -107,9 +115,15 @@ def _require_complete(scales: KVScales, name: str) -> None:
         )
     if scales.alone("v"):
         which = ", ".join(map(str, scales.alone("v")))
-        raise CheckpointError(f"{name} has KV scales of V alone for layers {which}; make both with freight quantize")
+        raise CheckpointError(
+            f"{name} has KV scales of V alone for layers {which}; make both with freight quantize"
+        )
     if scales.missing:
-        which = "no KV scales" if scales.empty else f"no KV scales for layers {', '.join(map(str, scales.missing))}"
+        which = (
+            "no KV scales"
+            if scales.empty
+            else f"no KV scales for layers {', '.join(map(str, scales.missing))}"
+        )
         raise CheckpointError(f"{name} has {which}; make them with freight quantize --kv-cache fp8")
 
 

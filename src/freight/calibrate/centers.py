@@ -1,11 +1,12 @@
 """Centers: constants that are subtracted from keys before these are rounded to E4M3.
 
-E4M3's error is relative, so the mean squared error of a rounded key is proportional to E[k^2] = mean^2 + variance;
-subtracting the mean leaves the variance. An error on a key's channel reaches the scores in proportion to the query's
-energy there, E[q^2]. Rotary embedding mixes the two channels of a pair but keeps the pair's energy, so keys are
-weighted and selected by pair, before rotary embedding. Channels that are not rotated have no pair and no center.
-A centered pair costs attention two multiplications per score, so only pairs whose mean^2 exceeds their variance are
-centered. Values are not centered: in trained models that gained nothing (docs/numerics.md).
+E4M3's error is relative, so the mean squared error of a rounded key is proportional to E[k^2] =
+mean^2 + variance; subtracting the mean leaves the variance. An error on a key's channel reaches the
+scores in proportion to the query's energy there, E[q^2]. Rotary embedding mixes the two channels of
+a pair but keeps the pair's energy, so keys are weighted and selected by pair, before rotary
+embedding. Channels that are not rotated have no pair and no center. A centered pair costs attention
+two multiplications per score, so only pairs whose mean^2 exceeds their variance are centered.
+Values are not centered: in trained models that gained nothing (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -80,10 +81,16 @@ class CenterWatch:
     def centers(self, pair_ratio: float = PAIR_RATIO, worth: float = WORTH) -> LayerCenters:
         mean, spread, turned = self.k.mean, self.k.variance, slice(self._rotary_dim)
         looked_at = self.q.energy.unflatten(0, (len(mean), -1)).sum(1)  # [num_kv_heads, head_dim]
-        weight, of_mean, of_spread = (_by_pair(x[:, turned]) for x in (looked_at, mean.square(), spread))
+        weight, of_mean, of_spread = (
+            _by_pair(x[:, turned]) for x in (looked_at, mean.square(), spread)
+        )
         large = of_mean > pair_ratio * of_spread
-        whole = float((looked_at * self.k.energy)[:, self._rotary_dim :].sum())  # of the channels that stay whole
-        before = float((weight * (of_mean + of_spread)).sum()) + 2 * whole  # a pair's product counts it twice
+        whole = float(
+            (looked_at * self.k.energy)[:, self._rotary_dim :].sum()
+        )  # of the channels that stay whole
+        before = (
+            float((weight * (of_mean + of_spread)).sum()) + 2 * whole
+        )  # a pair's product counts it twice
         after = before - float((weight * of_mean * large).sum())
         gain = _ratio(before, after)
         b = torch.zeros_like(mean)
@@ -92,7 +99,9 @@ class CenterWatch:
 
 
 def _by_pair(x: Tensor) -> Tensor:
-    """Sums over the channel pairs (i, i + rotary_dim / 2): [heads, rotary_dim] -> [heads, rotary_dim / 2]."""
+    """Sums over the channel pairs (i, i + rotary_dim / 2): [heads, rotary_dim] -> [heads,
+    rotary_dim / 2].
+    """
     first, second = x.tensor_split(2, dim=-1)
     return first + second
 

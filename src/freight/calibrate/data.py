@@ -1,10 +1,11 @@
 """Calibration data -> samples, each a list of token ids.
 
-A file that ends in .jsonl has one sample per line: an object with `text`, with `messages` (through the model's chat
-template), or with `input_ids`, which need no tokenizer. The rows of a .parquet file and of a data set of the hub
-(`hub_data`) are such objects. Any other file is one text, cut into samples of `max_seq_len` tokens. Files are UTF-8,
-with or without a byte order mark. Texts get the model's special tokens (BOS), as at inference. For a model without a
-chat template, messages become the text that they contain.
+A file that ends in .jsonl has one sample per line: an object with `text`, with `messages` (through
+the model's chat template), or with `input_ids`, which need no tokenizer. The rows of a .parquet
+file and of a data set of the hub (`hub_data`) are such objects. Any other file is one text, cut
+into samples of `max_seq_len` tokens. Files are UTF-8, with or without a byte order mark. Texts get
+the model's special tokens (BOS), as at inference. For a model without a chat template, messages
+become the text that they contain.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ _KEYS = ("text", "messages", "input_ids")
 
 
 def read_samples(
-    data: object, num_samples: int, max_seq_len: int, vocab_size: int, load_tokenizer: Callable[[], Tokenizer]
+    data: object,
+    num_samples: int,
+    max_seq_len: int,
+    vocab_size: int,
+    load_tokenizer: Callable[[], Tokenizer],
 ) -> Samples:
     """At most `num_samples` samples of at most `max_seq_len` tokens.
 
-    `data` is a path, a data set of the hub (`owner/name`), or a sequence of strings, of lists of token ids, or of dicts
-    as the lines of a .jsonl file.
-    `load_tokenizer` is called if there is text.
-    Raises ConfigError for a file that cannot be read, a line that is no sample, a token id that the model does not
-    have, and where there is no token at all. Fewer than FEW_TOKENS tokens are a warning.
+    `data` is a path, a data set of the hub (`owner/name`), or a sequence of strings, of lists of
+    token ids, or of dicts as the lines of a .jsonl file. `load_tokenizer` is called if there is
+    text. Raises ConfigError for a file that cannot be read, a line that is no sample, a token id
+    that the model does not have, and where there is no token at all. Fewer than FEW_TOKENS tokens
+    are a warning.
     """
     tokenizer = _Lazy(load_tokenizer)
     where = f"--calibration-data {data}" if isinstance(data, str | Path) else "calibration_data"
@@ -50,7 +55,9 @@ def read_samples(
     for ids in samples:
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             bad = next(token for token in ids if not 0 <= token < vocab_size)
-            raise ConfigError(f"{where}: token id {bad} is not in the model's vocabulary, [0, {vocab_size})")
+            raise ConfigError(
+                f"{where}: token id {bad} is not in the model's vocabulary, [0, {vocab_size})"
+            )
     total = sum(map(len, samples))
     if total == 0:
         raise ConfigError(f"{where} has no token to calibrate with; give text")
@@ -78,7 +85,10 @@ class _Lazy:
     def say_no_template(self, where: str) -> None:
         """Once: conversations become plain text."""
         if not self._said:
-            logger.warning("%s has `messages`, and the model has no chat template: their texts are used alone", where)
+            logger.warning(
+                "%s has `messages`, and the model has no chat template: their texts are used alone",
+                where,
+            )
         self._said = True
 
     def __call__(self) -> Tokenizer:
@@ -111,16 +121,22 @@ def _from_file(where: str, path: Path, tokenizer: _Lazy, max_seq_len: int) -> It
 
 
 def _pieces(text: str, tokenizer: Tokenizer, max_seq_len: int) -> Iterator[list[int]]:
-    """The text in samples of at most `max_seq_len` tokens, each with BOS if the model has it before a text."""
+    """The text in samples of at most `max_seq_len` tokens, each with BOS if the model has it before
+    a text.
+    """
     ids = tokenizer.encode(text, add_special_tokens=False)
-    begin = [tokenizer.bos_token_id] if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] else []
+    begin = (
+        [tokenizer.bos_token_id] if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] else []
+    )
     step = max_seq_len - len(begin)
     for start in range(0, len(ids), step):
         yield [*(token for token in begin if token is not None), *ids[start : start + step]]
 
 
 def _lines(where: str, text: str, tokenizer: _Lazy) -> Iterator[list[int]]:
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines() also splits inside of JSON strings: U+2028
+    for number, line in enumerate(
+        text.split("\n"), 1
+    ):  # splitlines() also splits inside of JSON strings: U+2028
         if line.strip():
             yield _line(f"{where}, line {number}", line, tokenizer)
 
@@ -138,7 +154,9 @@ def _sample(where: str, entry: object, tokenizer: _Lazy) -> list[int]:
     keys = [key for key in _KEYS if isinstance(entry, dict) and key in entry]
     if len(keys) != 1:
         has = f"has {sorted(entry)}" if isinstance(entry, dict) else f"is {type(entry).__name__}"
-        raise ConfigError(f"{where} {has}; each sample is an object with one of `text`, `messages` or `input_ids`")
+        raise ConfigError(
+            f"{where} {has}; each sample is an object with one of `text`, `messages` or `input_ids`"
+        )
     assert isinstance(entry, dict)
     value: Any = entry[keys[0]]
     if keys[0] == "input_ids":
@@ -170,15 +188,23 @@ def _as_list(value: object) -> list[object]:
 
 def _from_python(where: str, data: object, tokenizer: _Lazy) -> Iterator[list[int]]:
     if not isinstance(data, Sequence):
-        raise ConfigError(f"{where} is {type(data).__name__}; give a path, strings, or lists of token ids")
+        raise ConfigError(
+            f"{where} is {type(data).__name__}; give a path, strings, or lists of token ids"
+        )
     for number, sample in enumerate(data):
         if isinstance(sample, dict):
             yield _sample(f"{where}[{number}]", sample, tokenizer)
         else:
-            yield tokenizer().encode(sample) if isinstance(sample, str) else _ids(f"{where}[{number}]", sample)
+            yield (
+                tokenizer().encode(sample)
+                if isinstance(sample, str)
+                else _ids(f"{where}[{number}]", sample)
+            )
 
 
 def _ids(where: str, value: object) -> list[int]:
-    if not isinstance(value, Sequence) or not all(isinstance(x, int) and not isinstance(x, bool) for x in value):
+    if not isinstance(value, Sequence) or not all(
+        isinstance(x, int) and not isinstance(x, bool) for x in value
+    ):
         raise ConfigError(f"{where}: token ids must be a list of integers, not {str(value)[:60]}")
     return list(value)

@@ -1,7 +1,9 @@
-"""Experts in calibration: computed one after the other, so that what each side of them takes as input can be observed.
+"""Experts in calibration: computed one after the other, so that what each side of them takes as
+input can be observed.
 
-Kernels for experts keep what lies between the two products to themselves, and may pack all experts of a layer as one.
-Here every expert is packed alone and computed by the set's own products, as `kernels.experts` defines the result.
+Kernels for experts keep what lies between the two products to themselves, and may pack all experts
+of a layer as one. Here every expert is packed alone and computed by the set's own products, as
+`kernels.experts` defines the result.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from freight.operands.weight import Weights
 class ExpertWatch:
     """Observes the experts of one layer; the inputs of one side are those of all experts together.
 
-    gate_up, down   take inputs as [1, count]: those of each token once, and what is between for each of its experts
+    gate_up, down   take inputs as [1, count]: those of each token once, and what is between for
+                    each of its experts
     num_tokens      int64 [num_experts], counted up: the tokens that reached each expert
     """
 
@@ -58,15 +61,21 @@ class _OneByOne:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None) -> Rows:
+    def gated(
+        self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None
+    ) -> Rows:
         return self._seen(self.inner.gated(gate_up, activation, consumer))
 
-    def activated(self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Rows:
+    def activated(
+        self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None
+    ) -> Rows:
         return self._seen(self.inner.activated(x, activation, consumer))
 
     def _seen(self, hidden: Rows) -> Rows:
         if self.watch is not None:
-            self.watch.down(plain(hidden).reshape(1, -1))  # weights in calibration are not quantized
+            self.watch.down(
+                plain(hidden).reshape(1, -1)
+            )  # weights in calibration are not quantized
         return hidden
 
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> ExpertList:
@@ -92,5 +101,9 @@ class _OneByOne:
         assert isinstance(down, ExpertList)
         if self.watch is not None:
             self.watch.gate_up(x.reshape(1, -1))
-            self.watch.num_tokens.add_(torch.bincount(ids.flatten(), minlength=len(self.watch.num_tokens)))
-        return experts.experts(cast(KernelSet, self), x, ids, weights, gate_up, down, activation, base)
+            self.watch.num_tokens.add_(
+                torch.bincount(ids.flatten(), minlength=len(self.watch.num_tokens))
+            )
+        return experts.experts(
+            cast(KernelSet, self), x, ids, weights, gate_up, down, activation, base
+        )

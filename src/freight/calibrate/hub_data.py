@@ -1,7 +1,7 @@
 """Rows of data sets: of the Hugging Face hub by `owner/name`, and of .parquet files.
 
-Both need the package `datasets`, or the pyarrow that it brings, which Freight does not install by itself. Where they
-are missing, the error says how to get them and what works without.
+Both need the package `datasets`, or the pyarrow that it brings, which Freight does not install by
+itself. Where they are missing, the error says how to get them and what works without.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ _INSTALL = install("datasets")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` is `owner/name` or `owner/name:split`, and neither a file that is there nor the name of one."""
+    """Whether `name` is `owner/name` or `owner/name:split`, and neither a file that is there nor
+    the name of one.
+    """
     there = Path(name).exists() or Path(name).parent.is_dir()
     return bool(_HUB_ID.fullmatch(name)) and not name.lower().endswith(_FILES) and not there
 
 
 def hub_rows(where: str, name: str) -> Iterable[Any]:
-    """The rows of a data set of the hub: of the split that is named behind a colon, else of its training split.
+    """The rows of a data set of the hub: of the split that is named behind a colon, else of its
+    training split.
 
-    Raises ConfigError without `datasets`, for a data set that cannot be fetched, and for an unknown split.
+    Raises ConfigError without `datasets`, for a data set that cannot be fetched, and for an unknown
+    split.
     """
     repository, _, split = name.partition(":")
     try:
@@ -46,7 +50,9 @@ def hub_rows(where: str, name: str) -> Iterable[Any]:
             f"connection, or give a local file ({type(error).__name__}: {reason})"
         ) from error
     splits = sorted(found)
-    chosen = split or next((one for one in splits if one.startswith("train")), splits[0] if len(splits) == 1 else "")
+    chosen = split or next(
+        (one for one in splits if one.startswith("train")), splits[0] if len(splits) == 1 else ""
+    )
     if chosen not in splits:
         raise ConfigError(
             f"{where}: the data set has the splits {', '.join(splits)}; name one of them: {repository}:{splits[0]}"
@@ -56,7 +62,9 @@ def hub_rows(where: str, name: str) -> Iterable[Any]:
 
 
 def parquet_rows(where: str, path: Path) -> Iterator[Any]:
-    """The rows of a .parquet file, as objects. Raises ConfigError without pyarrow, and for a file that is none."""
+    """The rows of a .parquet file, as objects. Raises ConfigError without pyarrow, and for a file
+    that is none.
+    """
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile

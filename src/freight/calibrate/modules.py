@@ -1,7 +1,8 @@
 """The Linear modules of a model by name, and which of them a list of patterns ignores.
 
-A pattern is a module's full name, or `re:` and a regular expression that is searched in it, as in AutoFP8. Patterns
-are expanded to names here, so a written checkpoint does not depend on the pattern syntax of its reader.
+A pattern is a module's full name, or `re:` and a regular expression that is searched in it, as in
+AutoFP8. Patterns are expanded to names here, so a written checkpoint does not depend on the pattern
+syntax of its reader.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from freight.models.shapes import shared_names
 class ExpertModules:
     """The experts of one layer, full names; `gate_up` and `down` have those of all experts, by id.
 
-    An expert's module is `prefix` with its id: 'model.layers.0.mlp.experts.{}.' -> 'model.layers.0.mlp.experts.3'.
-    Where all of them are one tensor (`TensorNames.interleaved`), so is its name, and each side has one.
+    An expert's module is `prefix` with its id: 'model.layers.0.mlp.experts.{}.' ->
+    'model.layers.0.mlp.experts.3'. Where all of them are one tensor (`TensorNames.interleaved`), so
+    is its name, and each side has one.
     """
 
     prefix: str
@@ -37,14 +39,18 @@ class ExpertModules:
 
 @dataclass(frozen=True)
 class LayerModules:
-    """Linear modules of one layer, full names; those of one field share their input and are computed together.
+    """Linear modules of one layer, full names; those of one field share their input and are
+    computed together.
 
     mixer           of the layer's mixer: `MixerParts.module`; '' in a layer without one
-    mixed           by the field of the mixer that they are (`MixerParts.projections`); empty in a layer without one
+    mixed           by the field of the mixer that they are (`MixerParts.projections`); empty in a
+                    layer without one
     gate_up, down   of the feed-forward, or of the shared experts; empty in a layer without these
     experts         None in a layer without experts
-    latent_in, latent_out   before and behind experts in a smaller space; empty without one (`MoEConfig.latent_size`)
-    own_gate, own_down   of what each token has for this layer alone (`LayerConfig.input`); empty without it
+    latent_in, latent_out   before and behind experts in a smaller space; empty without one
+                            (`MoEConfig.latent_size`)
+    own_gate, own_down   of what each token has for this layer alone (`LayerConfig.input`); empty
+                         without it
     kept            a router, and what weighs shared experts or heads: they stay in 16 bits
     """
 
@@ -64,13 +70,19 @@ class LayerModules:
         """Those that share an input scale: all experts of a layer do, on each side."""
         experts = () if self.experts is None else (self.experts.gate_up, self.experts.down)
         others = (self.latent_in, self.latent_out, self.own_gate, self.own_down)
-        return tuple(group for group in (*self.mixed.values(), self.gate_up, self.down, *experts, *others) if group)
+        return tuple(
+            group
+            for group in (*self.mixed.values(), self.gate_up, self.down, *experts, *others)
+            if group
+        )
 
     def input_of(self, group: tuple[str, ...]) -> str:
         """What the input that the modules of `group` share is called in messages."""
         first = group[0]
         if self.experts is not None and group in (self.experts.gate_up, self.experts.down):
-            first = self.experts.prefix.format("*") + first.removeprefix(self.experts.prefix.format(0))
+            first = self.experts.prefix.format("*") + first.removeprefix(
+                self.experts.prefix.format(0)
+            )
         return f"{first}: input"
 
 
@@ -80,7 +92,10 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
     def of(index: int, layer: LayerConfig) -> LayerModules:
         mlp, prefix = layer.feed_forward, names.layer.format(index)
         parts = mixer_parts(layer.mixer, config.hidden_size, names)
-        mixed = {field: tuple(prefix + one for one in group.modules) for field, group in parts.projections.items()}
+        mixed = {
+            field: tuple(prefix + one for one in group.modules)
+            for field, group in parts.projections.items()
+        }
         kept = tuple(prefix + module for module in parts.kept)
         mixer = LayerModules(prefix + parts.module if parts.module else "", mixed, kept=kept)
         if mlp is None:
@@ -100,7 +115,11 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
         kept += (prefix + names.router, *((prefix + names.shared_gate,) if mlp.shared_gate else ()))
         mixer = replace(mixer, experts=experts, kept=kept)
         if mlp.latent_size is not None:
-            mixer = replace(mixer, latent_in=(prefix + names.latent_in,), latent_out=(prefix + names.latent_out,))
+            mixer = replace(
+                mixer,
+                latent_in=(prefix + names.latent_in,),
+                latent_out=(prefix + names.latent_out,),
+            )
         return mixer if mlp.shared is None else replace(mixer, gate_up=gate_up, down=down)
 
     def with_own(index: int, layer: LayerConfig) -> LayerModules:
@@ -113,8 +132,12 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
 
 
 def linear_modules(config: ModelConfig) -> tuple[str, ...]:
-    """The Linear modules that are quantized unless they are ignored: all of the layers but `LayerModules.kept`."""
-    return tuple(name for layer in layer_modules(config) for group in layer.groups for name in group)
+    """The Linear modules that are quantized unless they are ignored: all of the layers but
+    `LayerModules.kept`.
+    """
+    return tuple(
+        name for layer in layer_modules(config) for group in layer.groups for name in group
+    )
 
 
 def head_module(config: ModelConfig) -> str:
@@ -123,8 +146,8 @@ def head_module(config: ModelConfig) -> str:
 
 
 def kept_modules(config: ModelConfig) -> tuple[str, ...]:
-    """Linear modules beside the head that always stay in 16 bits: routers, gates of shared experts and of heads, and
-    those outside of the layers.
+    """Linear modules beside the head that always stay in 16 bits: routers, gates of shared experts
+    and of heads, and those outside of the layers.
     """
     names = tensor_names(config)
     outer = () if config.embedding_size is None else (names.project_in, names.project_out)
@@ -133,20 +156,26 @@ def kept_modules(config: ModelConfig) -> tuple[str, ...]:
 
 
 def ignored_modules(
-    config: ModelConfig, patterns: Sequence[str], lm_head: bool = False, others: Collection[str] = ()
+    config: ModelConfig,
+    patterns: Sequence[str],
+    lm_head: bool = False,
+    others: Collection[str] = (),
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(names of ignored modules, names of quantized modules whose group is partly ignored).
 
-    Ignored are the modules that `patterns` match, `kept_modules`, and the output head unless `lm_head` is True.
-    `lm_head` raises ConfigError if the head is tied to the embedding. The second list matters to engines that merge q,
-    k, v or gate, up: they need one scheme for the whole group. Raises ConfigError for a pattern that matches no module,
-    and for patterns that match some experts of a layer: no engine computes those together. `others` are modules that
-    are never quantized, so a pattern may match them alone.
+    Ignored are the modules that `patterns` match, `kept_modules`, and the output head unless
+    `lm_head` is True. `lm_head` raises ConfigError if the head is tied to the embedding. The second
+    list matters to engines that merge q, k, v or gate, up: they need one scheme for the whole
+    group. Raises ConfigError for a pattern that matches no module, and for patterns that match some
+    experts of a layer: no engine computes those together. `others` are modules that are never
+    quantized, so a pattern may match them alone.
     """
     layers = layer_modules(config)
     head, kept = head_module(config), kept_modules(config)
     if lm_head and config.tie_word_embeddings:
-        raise ConfigError(f"--lm-head: {head} is this model's embedding, which stays in 16 bits; omit --lm-head")
+        raise ConfigError(
+            f"--lm-head: {head} is this model's embedding, which stays in 16 bits; omit --lm-head"
+        )
     known = [*linear_modules(config), *kept, head]
     names, ignored = frozenset(known), {*kept} if lm_head else {*kept, head}
     never = tuple(others)
@@ -155,7 +184,11 @@ def ignored_modules(
         matched = _matches(pattern, known, names)
         if not matched and not _matches(pattern, never, frozenset(never)):
             ends = any(name.endswith(f".{pattern}") for name in known)
-            hint = f" (did you mean 're:{pattern}$'?)" if ends else nearest(pattern, () if regular else known)
+            hint = (
+                f" (did you mean 're:{pattern}$'?)"
+                if ends
+                else nearest(pattern, () if regular else known)
+            )
             raise ConfigError(
                 f"--ignore {pattern!r} matches no Linear module{hint}; give a full name such as {known[0]!r}, or "
                 "re: and a regular expression, as in 're:.*down_proj'"
@@ -163,7 +196,9 @@ def ignored_modules(
         ignored.update(matched)
     _require_whole_experts(layers, ignored)
     groups = [group for layer in layers for group in layer.groups]
-    torn = [name for group in groups if ignored & set(group) for name in group if name not in ignored]
+    torn = [
+        name for group in groups if ignored & set(group) for name in group if name not in ignored
+    ]
     return tuple(name for name in known if name in ignored), tuple(torn)
 
 
@@ -195,7 +230,9 @@ def _require_whole_experts(layers: Sequence[LayerModules], ignored: Set[str]) ->
 
 
 def _matches(pattern: str, known: Sequence[str], names: Set[str]) -> list[str]:
-    """Those of `known` that `pattern` means; `names` are the same as a set, for a model of many experts has many."""
+    """Those of `known` that `pattern` means; `names` are the same as a set, for a model of many
+    experts has many.
+    """
     if not pattern.startswith("re:"):
         return [pattern] if pattern in names else []
     try:

@@ -1,13 +1,16 @@
 """Observers: collect the statistics that a scale needs, piece by piece, without keeping the values.
 
-An observer sees values [groups, count] and keeps, per group, the largest magnitude and, if it needs one, a histogram
-of magnitudes. `amax()` is the magnitude that will be encoded as the format's largest number:
+An observer sees values [groups, count] and keeps, per group, the largest magnitude and, if it needs
+one, a histogram of magnitudes. `amax()` is the magnitude that will be encoded as the format's
+largest number:
 
 absmax       the largest observed: no value of the calibration data saturates
 percentile   the smallest that at least 99.99 % of the values do not exceed
-mse          the one, of 50 between half the largest and the largest, with the least mean squared error after rounding
+mse          the one, of 50 between half the largest and the largest, with the least mean squared
+             error after rounding
 
-A NaN or an infinity raises an error that names what was observed, because no scale can represent it.
+A NaN or an infinity raises an error that names what was observed, because no scale can represent
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from freight.fp8.formats import Format, Granularity
 
 PERCENTILE = 0.9999
 MSE_STEPS = 50
-_SHIFT = 17  # of float32's 23 bits of mantissa, 6 remain: 64 bins an octave, each at most 1.6 % wide
+_SHIFT = (
+    17  # of float32's 23 bits of mantissa, 6 remain: 64 bins an octave, each at most 1.6 % wide
+)
 _LOWEST = (127 - 40) << 23 >> _SHIFT  # the bin of 2 ** -40; smaller magnitudes are counted in it
 _NUM_BINS = 64 * 72  # up to 2 ** 32
 _AT_ONCE = 2**20  # numbers that `mse` rounds at a time
@@ -111,7 +116,9 @@ class MeanSquaredError(_Histogram):
 
 
 def _error(values: Tensor, counts: Tensor, amax: Tensor) -> Tensor:
-    """Sum of squared errors of `values` [bins], each `counts` [groups, bins] times, under `amax` [groups]."""
+    """Sum of squared errors of `values` [bins], each `counts` [groups, bins] times, under `amax`
+    [groups].
+    """
     scale = scale_from_amax(amax, Format.E4M3FN)[:, None]
     rounded = decode(encode(values.expand_as(counts), scale, Format.E4M3FN), scale)
     return ((rounded - values).square() * counts).sum(1)

@@ -1,9 +1,10 @@
-"""Tensors of a checkpoint beside the text model that is quantized: of pictures and sound, of adapters for these, of
-layers that predict further tokens.
+"""Tensors of a checkpoint beside the text model that is quantized: of pictures and sound, of
+adapters for these, of layers that predict further tokens.
 
-They do not run here, so nothing of them is calibrated. A quantized checkpoint has each of them under its name, with the
-bits and the dtype that it had, and names their Linear modules among those that are not quantized, so that other engines
-run the whole model. One exception: keys and values of layers that read those of another layer (`kv_twins`).
+They do not run here, so nothing of them is calibrated. A quantized checkpoint has each of them
+under its name, with the bits and the dtype that it had, and names their Linear modules among those
+that are not quantized, so that other engines run the whole model. One exception: keys and values of
+layers that read those of another layer (`kv_twins`).
 """
 
 from __future__ import annotations
@@ -24,14 +25,20 @@ _SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale"
 
 
 def tensors_beside(checkpoint: Checkpoint, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors that the text model does not need (`TensorNames.unused`), by name, with their shapes."""
-    found = {name for at, _ in tensor_names(model).unused for name in fnmatch.filter(checkpoint.names, at)}
+    """The tensors that the text model does not need (`TensorNames.unused`), by name, with their
+    shapes.
+    """
+    found = {
+        name
+        for at, _ in tensor_names(model).unused
+        for name in fnmatch.filter(checkpoint.names, at)
+    }
     return {name: checkpoint.shape_of(name) for name in sorted(found)}
 
 
 def require_unquantized(checkpoint: Checkpoint, beside: Iterable[str]) -> None:
-    """Raises CheckpointError for one that is in FP8 or less, or has the name of a scale of such a matrix: the written
-    checkpoint says that their modules are not quantized.
+    """Raises CheckpointError for one that is in FP8 or less, or has the name of a scale of such a
+    matrix: the written checkpoint says that their modules are not quantized.
     """
     for name in beside:
         dtype = checkpoint.entry(name).dtype
@@ -46,15 +53,17 @@ def require_unquantized(checkpoint: Checkpoint, beside: Iterable[str]) -> None:
 
 def modules_beside(beside: Shapes) -> list[str]:
     """The modules with a matrix, as Linear modules have."""
-    matrices = (name for name, shape in beside.items() if name.endswith(".weight") and len(shape) == 2)
+    matrices = (
+        name for name, shape in beside.items() if name.endswith(".weight") and len(shape) == 2
+    )
     return [name.removesuffix(".weight") for name in matrices]
 
 
 def kv_twins(model: ModelConfig) -> dict[str, str]:
     """k and v of layers that read the keys and values of another layer -> q of the same layer.
 
-    Nothing uses these matrices, but engines merge q, k and v of every layer, and need one scheme for the three. So they
-    are quantized where q is, with the input scale of q.
+    Nothing uses these matrices, but engines merge q, k and v of every layer, and need one scheme
+    for the three. So they are quantized where q is, with the input scale of q.
     """
     names = tensor_names(model)
     found: dict[str, str] = {}
@@ -66,11 +75,11 @@ def kv_twins(model: ModelConfig) -> dict[str, str]:
 
 
 def in_both_names(model: ModelConfig, modules: Iterable[str]) -> list[str]:
-    """`modules`, by their names in the checkpoint; then by those that transformers' classes give them, where these are
-    others.
+    """`modules`, by their names in the checkpoint; then by those that transformers' classes give
+    them, where these are others.
 
-    A class for text and pictures has its parts under `model.` and its head outside, whatever older files call them, and
-    transformers compares a list of modules with the names in the class.
+    A class for text and pictures has its parts under `model.` and its head outside, whatever older
+    files call them, and transformers compares a list of modules with the names in the class.
     """
     stored = list(modules)
     if not model.architecture.endswith("ForConditionalGeneration"):
@@ -91,5 +100,7 @@ def in_both_names(model: ModelConfig, modules: Iterable[str]) -> list[str]:
 def stored_formats(checkpoint: Checkpoint, model: ModelConfig) -> dict[str, int]:
     """The number of tensors that are copied as they are, by the name of their dtype."""
     twins = kv_twins(model)
-    copied = [name for name in tensors_beside(checkpoint, model) if name.rpartition(".")[0] not in twins]
+    copied = [
+        name for name in tensors_beside(checkpoint, model) if name.rpartition(".")[0] not in twins
+    ]
     return dict(Counter(checkpoint.entry(name).dtype_name for name in copied).most_common())

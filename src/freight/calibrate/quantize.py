@@ -2,8 +2,8 @@
 
     freight.quantize("demo", "out", weights="fp8", activations="static", kv_cache="fp8")
 
-In order: settings, headers, data; then the weights once for calibration (if anything is calibrated) and once for
-writing. Everything that can be refused is refused before the first computation.
+In order: settings, headers, data; then the weights once for calibration (if anything is calibrated)
+and once for writing. Everything that can be refused is refused before the first computation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ from freight.checkpoint.writer import require_new
 from freight.config.engine import EngineArgs, names_of
 from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
-from freight.config.quantize_plan import DTYPES, Layout, QuantizeArgs, QuantizePlan, WeightScheme, plan
+from freight.config.quantize_plan import (
+    DTYPES,
+    Layout,
+    QuantizeArgs,
+    QuantizePlan,
+    WeightScheme,
+    plan,
+)
 from freight.device import choose_threads, probe
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.weights import BLOCK
@@ -61,11 +68,12 @@ class QuantizeResult:
     """What was written, with figures and warnings.
 
     centers    by layer, with their gains; empty unless requested
-    warnings   sentences: scales that had not settled, values that were always zero, experts that no token reached,
-               partly ignored merged groups, blocks that other engines refuse
+    warnings   sentences: scales that had not settled, values that were always zero, experts that no
+               token reached, partly ignored merged groups, blocks that other engines refuse
     kv_choice  with a budget: the KV cache by layer, and what it costs
     form       of the checkpoint: a `Layout`, or 'mxfp4' of a model that keeps its experts so
-    beside     the number of tensors of other parts than the text model, copied as they are, by the name of their dtype
+    beside     the number of tensors of other parts than the text model, copied as they are, by the
+               name of their dtype
     """
 
     path: Path
@@ -97,22 +105,34 @@ class Unquantized:
 
     @property
     def modules_beside(self) -> list[str]:
-        """Those of other parts than the text model, by every name: a pattern of what is ignored may mean them."""
-        return in_both_names(self.model, modules_beside(tensors_beside(self.checkpoint, self.model)))
+        """Those of other parts than the text model, by every name: a pattern of what is ignored may
+        mean them.
+        """
+        return in_both_names(
+            self.model, modules_beside(tensors_beside(self.checkpoint, self.model))
+        )
 
-    def quantized_as(self, weights: WeightScheme, layout: Layout, kept: Collection[str]) -> Unquantized:
-        """As it is quantized, with the modules `kept` in 16 bits: experts of one tensor for a layer become separate
-        matrices, unless they are kept. Raises ConfigError for what a model with experts in MXFP4 cannot become.
+    def quantized_as(
+        self, weights: WeightScheme, layout: Layout, kept: Collection[str]
+    ) -> Unquantized:
+        """As it is quantized, with the modules `kept` in 16 bits: experts of one tensor for a layer
+        become separate matrices, unless they are kept. Raises ConfigError for what a model with
+        experts in MXFP4 cannot become.
         """
         if self.packed:
             require_own_form(self, weights, layout)
-        if weights is WeightScheme.NONE or keeps_experts(self.model, kept) or not tensor_names(self.model).interleaved:
+        if (
+            weights is WeightScheme.NONE
+            or keeps_experts(self.model, kept)
+            or not tensor_names(self.model).interleaved
+        ):
             return self
         return replace(self, model=separate(self.checkpoint, self.model))
 
     def load_tokenizer(self) -> Tokenizer:
         return Tokenizer.load(
-            self.checkpoint.path, "calibrate with token ids: a .jsonl file with `input_ids` in each line"
+            self.checkpoint.path,
+            "calibrate with token ids: a .jsonl file with `input_ids` in each line",
         )
 
     def calibrate(
@@ -129,20 +149,26 @@ class Unquantized:
         compute = self.model.checkpoint_format
         source = CheckpointSource(self.checkpoint, compute, compute, kind)
         if self.packed:  # become E4M3 or 16 bits, exactly
-            source = replace(source, weight_format=facts.native_e4m3, rounds=False, packed=self.packed)
+            source = replace(
+                source, weight_format=facts.native_e4m3, rounds=False, packed=self.packed
+            )
         kernels = select_kernels("auto", kind)
         with choose_threads(None, facts.cores):
             return calibrate(self.model, source, kernels, plan, samples, ignored, kind, on_progress)
 
 
 def open_unquantized(
-    model: str, revision: str | None = None, keep_kv: bool = False, ignore_keys: Collection[str] = ()
+    model: str,
+    revision: str | None = None,
+    keep_kv: bool = False,
+    ignore_keys: Collection[str] = (),
 ) -> Unquantized:
     """Open `model` ('demo', a folder or a hub id) for quantizing.
 
-    Raises CheckpointError for one that is quantized already, or lacks tensors, and for one with KV scales, unless
-    `keep_kv` is True and its weights are not quantized. Experts in MXFP4 are no obstacle: so gpt-oss is published.
-    `ignore_keys` of config.json are read over (`config.keys.check_keys`).
+    Raises CheckpointError for one that is quantized already, or lacks tensors, and for one with KV
+    scales, unless `keep_kv` is True and its weights are not quantized. Experts in MXFP4 are no
+    obstacle: so gpt-oss is published. `ignore_keys` of config.json are read over
+    (`config.keys.check_keys`).
     """
     stored = open_checkpoint(model, revision, ignore_keys)
     require_native(stored.model, model, "quantizing")
@@ -164,11 +190,15 @@ def open_unquantized(
     for name, shape in unpacked.items():
         checkpoint.take(name, shape)  # mapped, not read
     checkpoint.finish(pending=beside)
-    return Unquantized(checkpoint, config, model, carried_by(stored, model) if keeps else None, packed)
+    return Unquantized(
+        checkpoint, config, model, carried_by(stored, model) if keeps else None, packed
+    )
 
 
 def _has_fp8_matrix(stored: OpenCheckpoint) -> bool:
-    """Whether any is stored in FP8. A scheme of AutoFP8 that leaves out every matrix declares FP8 and has none."""
+    """Whether any is stored in FP8. A scheme of AutoFP8 that leaves out every matrix declares FP8
+    and has none.
+    """
     if stored.scheme.weight_format is None:
         return False
     names = tensor_shapes(stored.model).keys() & stored.checkpoint.names
@@ -185,13 +215,14 @@ def quantize(
     on_progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> QuantizeResult:
-    """Quantize `model` into the new folder `out`; with `overwrite` it may be one that Freight wrote before.
+    """Quantize `model` into the new folder `out`; with `overwrite` it may be one that Freight wrote
+    before.
 
-    `revision` is a hub model's branch, tag or commit; `ignore_config_keys` names keys of its config.json to read over.
-    `options` are the fields of `QuantizeArgs`, named as the flags of
-    `freight quantize`. `on_progress(what, done, total)` is called as it goes on. Raises ConfigError for settings and
-    data, CheckpointError for the model (NaN during calibration among them), CapacityError for a full disk; whatever is
-    raised, `out` is not there, or as it was.
+    `revision` is a hub model's branch, tag or commit; `ignore_config_keys` names keys of its
+    config.json to read over. `options` are the fields of `QuantizeArgs`, named as the flags of
+    `freight quantize`. `on_progress(what, done, total)` is called as it goes on. Raises ConfigError
+    for settings and data, CheckpointError for the model (NaN during calibration among them),
+    CapacityError for a full disk; whatever is raised, `out` is not there, or as it was.
 
     A model that has KV scales beside 16-bit weights keeps them, unless `kv_cache` is given.
     """
@@ -203,8 +234,12 @@ def quantize(
     opened = open_unquantized(str(model), revision, _keeps_kv(args), names_of(ignore_config_keys))
     require_other(opened.checkpoint, Path(out))
     _require_dtype(args.dtype, opened)
-    opened = opened.quantized_as(decided.weights, decided.layout, matched_modules(opened.model, decided.ignore))
-    ignored, torn = ignored_modules(opened.model, decided.ignore, decided.lm_head, opened.modules_beside)
+    opened = opened.quantized_as(
+        decided.weights, decided.layout, matched_modules(opened.model, decided.ignore)
+    )
+    ignored, torn = ignored_modules(
+        opened.model, decided.ignore, decided.lm_head, opened.modules_beside
+    )
     if opened.carried is None:
         require_any(opened.model, decided, ignored)
     require_blocks(opened.model, decided, ignored)
@@ -218,7 +253,9 @@ def quantize(
         samples = load_samples(opened, measured, args.calibration_data)
         halves = split(samples) if measured.kv_budget else (samples, samples)
         samples = halves[0]
-        calibration = opened.calibrate(measured, samples, ignored, on_progress, args.device or "auto")
+        calibration = opened.calibrate(
+            measured, samples, ignored, on_progress, args.device or "auto"
+        )
         require_gain(measured, calibration)
         if measured.kv_budget is not None:
             engine = EngineArgs(
@@ -227,7 +264,10 @@ def quantize(
                 ignore_config_keys=opened.model.ignored_keys,
             )
             choice = choose(engine, measured.kv_budget, calibration, halves, on_progress)
-            calibration, decided = as_chosen(calibration, choice), replace(decided, kv_granularity=choice.uniform)
+            calibration, decided = (
+                as_chosen(calibration, choice),
+                replace(decided, kv_granularity=choice.uniform),
+            )
     if opened.carried is not None:
         calibration = replace(calibration, kv=opened.carried.coarse, kv_finer=opened.carried.finer)
     result = write(opened, decided, ignored, torn, calibration, Path(out), on_progress, overwrite)
@@ -241,8 +281,9 @@ def require_other(checkpoint: Checkpoint, out: Path) -> None:
 
 
 def require_own_form(opened: Unquantized, weights: WeightScheme, layout: Layout) -> None:
-    """Raises ConfigError for anything but KV scales of a model with experts in MXFP4: `quant_method` mxfp4, by which
-    engines know them, says that all else is in 16 bits, and no other declaration has these tensors beside FP8.
+    """Raises ConfigError for anything but KV scales of a model with experts in MXFP4:
+    `quant_method` mxfp4, by which engines know them, says that all else is in 16 bits, and no other
+    declaration has these tensors beside FP8.
     """
     if weights is not WeightScheme.NONE:
         raise ConfigError(
@@ -259,7 +300,9 @@ def require_own_form(opened: Unquantized, weights: WeightScheme, layout: Layout)
 
 
 def _require_dtype(dtype: str | None, opened: Unquantized) -> None:
-    """Raises ConfigError for a dtype other than the model's: quantizing converts nothing but what becomes FP8."""
+    """Raises ConfigError for a dtype other than the model's: quantizing converts nothing but what
+    becomes FP8.
+    """
     stored = opened.model.checkpoint_format
     if dtype is not None and DTYPES.get(dtype, stored) is not stored:
         raise ConfigError(
@@ -269,18 +312,28 @@ def _require_dtype(dtype: str | None, opened: Unquantized) -> None:
 
 def _keeps_kv(args: QuantizeArgs) -> bool:
     """Whether nothing is asked of the KV cache, so that scales which are there may stay."""
-    return args.kv_cache is None and args.kv_granularity is None and not args.center and args.kv_budget is None
+    return (
+        args.kv_cache is None
+        and args.kv_granularity is None
+        and not args.center
+        and args.kv_budget is None
+    )
 
 
 def require_any(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
     """Raises ConfigError if every module is ignored and nothing else is to be quantized."""
-    if plan.kv_granularity is None and {*linear_modules(model), head_module(model)}.issubset(ignored):
-        raise ConfigError(f"--ignore {' '.join(plan.ignore)} leaves no module to quantize; ignore fewer")
+    if plan.kv_granularity is None and {*linear_modules(model), head_module(model)}.issubset(
+        ignored
+    ):
+        raise ConfigError(
+            f"--ignore {' '.join(plan.ignore)} leaves no module to quantize; ignore fewer"
+        )
 
 
 def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
-    """Raises ConfigError for experts whose blocks of scales would span gate and up, which engines compute as one matrix
-    with one scale for a block; and for matrices that engines take apart by head, where blocks would span heads.
+    """Raises ConfigError for experts whose blocks of scales would span gate and up, which engines
+    compute as one matrix with one scale for a block; and for matrices that engines take apart by
+    head, where blocks would span heads.
     """
     if plan.weights is WeightScheme.NONE:
         return
@@ -289,7 +342,11 @@ def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
         _require_whole_heads(model, left_out)
     for layer, modules in zip(model.layers, layer_modules(model), strict=True):
         mlp, experts = layer.feed_forward, modules.experts
-        if not isinstance(mlp, MoEConfig) or experts is None or left_out.issuperset(experts.gate_up):
+        if (
+            not isinstance(mlp, MoEConfig)
+            or experts is None
+            or left_out.issuperset(experts.gate_up)
+        ):
             continue
         merged = len(mlp.up_sizes) > 1
         if plan.weights is WeightScheme.BLOCK and merged and mlp.intermediate_size % BLOCK:
@@ -300,11 +357,16 @@ def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
 
 
 def _require_whole_heads(model: ModelConfig, ignored: Collection[str]) -> None:
-    """Raises ConfigError for a matrix whose rows are brought into another order at load (`MixerParts.whole`)."""
+    """Raises ConfigError for a matrix whose rows are brought into another order at load
+    (`MixerParts.whole`).
+    """
     names = tensor_names(model)
     for index, layer in enumerate(model.layers):
         for module, sizes in mixer_parts(layer.mixer, model.hidden_size, names).whole.items():
-            name, uneven = names.layer.format(index) + module, [size for size in sizes if size % BLOCK]
+            name, uneven = (
+                names.layer.format(index) + module,
+                [size for size in sizes if size % BLOCK],
+            )
             if uneven and name not in ignored:
                 raise ConfigError(
                     f"--weights fp8-block: {name} has parts of {uneven[0]} rows for each head, no multiple of {BLOCK}, "
@@ -323,7 +385,9 @@ def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:
 
 
 def load_samples(opened: Unquantized, plan: QuantizePlan, data: object) -> Samples:
-    """The calibration samples; for 'demo' the text that ships for this. Raises ConfigError where there is none."""
+    """The calibration samples; for 'demo' the text that ships for this. Raises ConfigError where
+    there is none.
+    """
     if data is None:
         if opened.name != "demo":
             raise ConfigError(
@@ -332,7 +396,9 @@ def load_samples(opened: Unquantized, plan: QuantizePlan, data: object) -> Sampl
             )
         data = opened.checkpoint.path / "calibration.txt"
     length = min(plan.max_seq_len, opened.model.max_position_embeddings)
-    return read_samples(data, plan.num_samples, length, opened.model.vocab_size, opened.load_tokenizer)
+    return read_samples(
+        data, plan.num_samples, length, opened.model.vocab_size, opened.load_tokenizer
+    )
 
 
 def write(
@@ -348,7 +414,14 @@ def write(
     """Write the checkpoint, and collect the warnings."""
     source = opened.checkpoint, opened.model
     before, after = write_quantized(
-        *source, plan, ignored, calibration, out, on_progress, overwrite=overwrite, packed=opened.packed
+        *source,
+        plan,
+        ignored,
+        calibration,
+        out,
+        on_progress,
+        overwrite=overwrite,
+        packed=opened.packed,
     )
     warnings = [
         f"{name}: the scale still grew by {growth - 1:.0%} in the last quarter of the data; use more of it"
@@ -366,14 +439,24 @@ def write(
     form = "mxfp4" if opened.packed else str(plan.layout)
     beside = stored_formats(*source)
     return QuantizeResult(
-        out, plan, *counts, before, after, calibration.centers, tuple(warnings), form=form, beside=beside
+        out,
+        plan,
+        *counts,
+        before,
+        after,
+        calibration.centers,
+        tuple(warnings),
+        form=form,
+        beside=beside,
     )
 
 
 def _ragged_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> list[str]:
     """A sentence about the first module that blocks do not cover evenly, if there is one."""
     shapes, left_out = tensor_shapes(model), frozenset(ignored)
-    modules = (name for name in (*linear_modules(model), head_module(model)) if name not in left_out)
+    modules = (
+        name for name in (*linear_modules(model), head_module(model)) if name not in left_out
+    )
     for name in modules if plan.weights is WeightScheme.BLOCK else ():
         shape = shapes[f"{name}.weight"]
         if any(size % BLOCK for size in shape):
@@ -385,7 +468,9 @@ def _ragged_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
 
 
 def _unseen(names: Sequence[str]) -> list[str]:
-    """A sentence for each layer about its experts that no token of the calibration data reached, by name."""
+    """A sentence for each layer about its experts that no token of the calibration data reached, by
+    name.
+    """
     layers: dict[str, list[str]] = {}
     for name in names:
         layers.setdefault(name.rpartition(".")[0], []).append(name)

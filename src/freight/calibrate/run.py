@@ -1,4 +1,5 @@
-"""Calibration: run the unquantized model over samples, one layer at a time, and observe what will be quantized.
+"""Calibration: run the unquantized model over samples, one layer at a time, and observe what will
+be quantized.
 
 All samples go through a layer before the next layer is read, so memory holds one layer with its observers, its cache
 for one sample, the scales of the layers before, and the hidden states of all samples (tokens x hidden_size in the
@@ -44,7 +45,8 @@ from freight.operands.rotary import Rotary
 
 BLOCK_SIZE = 64  # of the cache that one sample is computed with
 LATE = 0.75  # share of the tokens after which scales are compared with the final ones
-MOVING = 1.05  # a scale that grows by more than this factor after that has not settled; about one step of E4M3
+# a scale that grows by more than this factor after that has not settled; about one step of E4M3
+MOVING = 1.05
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
@@ -55,12 +57,14 @@ class Calibration:
 
     kv            one scale per layer for K and one for V; None if the cache was not observed
     kv_finer      per head or channel, if requested; with centers, in any granularity
-    centers       by layer, the gain of centering, and the centers where it is large enough; empty if not requested
+    centers       by layer, the gain of centering, and the centers where it is large enough; empty
+                  if not requested
     input_scales  by Linear module; empty if activations were not observed
     moving        name -> growth of scales that had not settled: more data would change them
     zeros         names of what was always zero; its scale is 1.0
     by_granularity  scales of every granularity that was observed; all static ones for a budget
-    unseen          names of experts that no token reached, where inputs were observed; they have the scales of the rest
+    unseen          names of experts that no token reached, where inputs were observed; they have
+                    the scales of the rest
     """
 
     kv: KVScales | None
@@ -86,14 +90,15 @@ def calibrate(
     device: str = "cpu",
     on_progress: Progress = lambda what, done, total: None,
 ) -> Calibration:
-    """Measure the scales that `plan` needs, on `samples` of token ids. `source` gives unquantized weights.
+    """Measure the scales that `plan` needs, on `samples` of token ids. `source` gives unquantized
+    weights.
 
-    Keys and values are stored and read by the reference, in float32: the rounding of faster kernels depends on the
-    machine, and would become part of the scales. Centers need a second pass through each layer, because scales are for
-    the centered keys, and the hidden states twice; everything else is measured as without them.
-    Layers that read the keys and values of another have its scales; what it stores of all samples is kept for them.
-    Raises CheckpointError that names the layer and what in it is NaN or infinite, and for a budget of a model with
-    such layers.
+    Keys and values are stored and read by the reference, in float32: the rounding of faster kernels
+    depends on the machine, and would become part of the scales. Centers need a second pass through
+    each layer, because scales are for the centered keys, and the hidden states twice; everything
+    else is measured as without them. Layers that read the keys and values of another have its
+    scales; what it stores of all samples is kept for them. Raises CheckpointError that names the
+    layer and what in it is NaN or infinite, and for a budget of a model with such layers.
     """
     names, left_out = tensor_names(config), frozenset(ignored)
     sources, sharing = _sources(config, plan)
@@ -101,20 +106,36 @@ def calibrate(
     ropes = build_ropes(config.ropes, max(lengths), device)
     passes = config.num_layers + (config.num_layers - len(sharing) if plan.center else 0)
     total = passes * sum(lengths)
-    run = _Run(config.checkpoint_format, lengths, device, lambda done: on_progress("calibrating", done, total))
-    tokens = torch.tensor([token for ids in samples for token in ids], dtype=torch.int64, device=device)
-    positions = torch.cat([torch.arange(length, dtype=torch.int64, device=device) for length in lengths])
+    run = _Run(
+        config.checkpoint_format,
+        lengths,
+        device,
+        lambda done: on_progress("calibrating", done, total),
+    )
+    tokens = torch.tensor(
+        [token for ids in samples for token in ids], dtype=torch.int64, device=device
+    )
+    positions = torch.cat(
+        [torch.arange(length, dtype=torch.int64, device=device) for length in lengths]
+    )
     hidden = build_embedding(config, source, kernels)(tokens, positions)
     embedded = None if config.input_vocab_size is None else hidden.clone()
     watched: list[LayerWatch] = []
     centered: list[tuple[LayerCenters, LayerWatch]] = []
     for index, modules in enumerate(layer_modules(config)):
-        layer, mixer = build_layer(config, source, one_by_one(kernels), index, ropes), config.layers[index].mixer
+        layer, mixer = (
+            build_layer(config, source, one_by_one(kernels), index, ropes),
+            config.layers[index].mixer,
+        )
         watch = watch_layer(plan, mixer, modules, left_out, device)
         own = build_layer_inputs(config, source, kernels, index)
-        inputs = None if own is None or embedded is None else partial(_inputs_of, own, embedded, tokens)
+        inputs = (
+            None if own is None or embedded is None else partial(_inputs_of, own, embedded, tokens)
+        )
         through = partial(run.through, mixer, inputs=inputs)
-        keep = sources[index] if any(sources[other] == sources[index] for other in sharing) else None
+        keep = (
+            sources[index] if any(sources[other] == sources[index] for other in sharing) else None
+        )
         if index in sharing:
             through(watch.around(layer), hidden, watch, keep=keep)
             centered += centered[sources[index] : sources[index] + 1]
@@ -135,12 +156,16 @@ def calibrate(
             )
         watched.append(watch)
         del layer, own, inputs, through  # before the next one is read
-    return _summary(plan, watched, {index: watched[sources[index]] for index in config.paged}, centered, lengths)
+    return _summary(
+        plan, watched, {index: watched[sources[index]] for index in config.paged}, centered, lengths
+    )
 
 
 def _sources(config: ModelConfig, plan: QuantizePlan) -> tuple[list[int], list[int]]:
     """(for each layer the one whose keys and values it reads, the layers that read another's)."""
-    read = {index: mixer.kv_from for index, mixer in config.paged.items() if mixer.kv_from is not None}
+    read = {
+        index: mixer.kv_from for index, mixer in config.paged.items() if mixer.kv_from is not None
+    }
     sources, sharing = [read.get(index, index) for index in range(config.num_layers)], list(read)
     if plan.kv_granularity is not None and not config.paged:
         raise CheckpointError(
@@ -192,7 +217,8 @@ class _Run:
         self._angles = AngleTables()
 
     def _cache(self, mixer: Mixer, keep: int | None) -> PagedKV | PagedState | None:
-        """A cache for one sample, the same for all layers of one shape; or that of layer `keep`, for all samples.
+        """A cache for one sample, the same for all layers of one shape; or that of layer `keep`,
+        for all samples.
 
         None for a layer that keeps nothing of the tokens before.
         """
@@ -223,16 +249,20 @@ class _Run:
     ) -> None:
         """hidden: [total, hidden_size], samples end to end; overwritten with the layer's output.
 
-        keep: the layer whose keys and values, of all samples, this one stores or reads; None: nothing reads them later
-        inputs: the per-layer embeddings of some rows, in models that have them (`layers/per_layer_embeddings.py`)
+        keep: the layer whose keys and values, of all samples, this one stores or reads; None:
+        nothing reads them later inputs: the per-layer embeddings of some rows, in models that have
+        them (`layers/per_layer_embeddings.py`)
 
-        `watch` observes keys and values as they are stored, the keys less `centers` if given, and is then finished.
+        `watch` observes keys and values as they are stored, the keys less `centers` if given, and
+        is then finished.
         """
         cache: LayerCache = self._cache(mixer, keep)
         if isinstance(cache, PagedKV):
             pages = cache.pages
             if centers is not None and centers.k is not None:
-                pages = replace(pages, k_center=KeyCenter.of(centers.k, *self._angles.of(_rotary(layer))))
+                pages = replace(
+                    pages, k_center=KeyCenter.of(centers.k, *self._angles.of(_rotary(layer)))
+                )
             cache = WatchedKV(pages, cache.kernels, stored=watch.see_kv, projected=projected)
         begin, late = 0, min(LATE * self._total, self._total - self._lengths[-1])
         first = 0
@@ -252,9 +282,13 @@ class _Run:
             one.finish()
 
     def _batch(self, length: int, first: int) -> ForwardBatch:
-        """One sequence from its beginning, in the blocks from `first` on. Layers do not use token ids."""
+        """One sequence from its beginning, in the blocks from `first` on. Layers do not use token
+        ids.
+        """
         position = torch.arange(length, dtype=torch.int64, device=self._device)
-        blocks = first + torch.arange(-(-length // BLOCK_SIZE), dtype=torch.int32, device=self._device)
+        blocks = first + torch.arange(
+            -(-length // BLOCK_SIZE), dtype=torch.int32, device=self._device
+        )
         return ForwardBatch(
             token_ids=position,
             positions=position,
@@ -273,28 +307,38 @@ def _summary(
     centered: Sequence[tuple[LayerCenters, LayerWatch]],
     lengths: Sequence[int],
 ) -> Calibration:
-    """`stored` has, of each layer with attention, the watch of the layer whose keys and values it reads: its own in
-    most models.
+    """`stored` has, of each layer with attention, the watch of the layer whose keys and values it
+    reads: its own in most models.
     """
 
     def scales(granularity: Granularity) -> KVScales:
-        found = [stored[at].layer_scales(granularity) if at in stored else None for at in range(len(watched))]
+        found = [
+            stored[at].layer_scales(granularity) if at in stored else None
+            for at in range(len(watched))
+        ]
         return KVScales(tuple(found), unneeded=frozenset(range(len(watched))) - stored.keys())
 
-    everything = [watch for layer in (*watched, *(rest for _, rest in centered)) for watch in layer.all]
+    everything = [
+        watch for layer in (*watched, *(rest for _, rest in centered)) for watch in layer.all
+    ]
     coarse, finer = Granularity.TENSOR, plan.kv_granularity
     kv = kv_finer = None
     if finer is not None:
         kv = scales(coarse)
         if centered:
-            kv_finer = KVScales(tuple(rest.layer_scales(finer, centers) for centers, rest in centered))
+            kv_finer = KVScales(
+                tuple(rest.layer_scales(finer, centers) for centers, rest in centered)
+            )
         elif finer is not coarse:
             kv_finer = scales(finer)
     return Calibration(
         kv=kv,
         kv_finer=kv_finer,
         input_scales={
-            name: float(watch.scales()) for layer in watched for group, watch in layer.inputs.items() for name in group
+            name: float(watch.scales())
+            for layer in watched
+            for group, watch in layer.inputs.items()
+            for name in group
         },
         num_samples=len(lengths),
         num_tokens=sum(lengths),

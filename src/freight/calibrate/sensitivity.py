@@ -1,11 +1,14 @@
-"""What one layer's cache costs: the divergence of next-token distributions with that layer alone quantized.
+"""What one layer's cache costs: the divergence of next-token distributions with that layer alone
+quantized.
 
-The model runs once with an unquantized cache, and its stream before every layer is kept. With layer l quantized only
-the layers from l on compute anything else, so they alone run again: N layers take (N + 1) / 2 passes a candidate.
-The kernels are the engine's, so on a CPU these are the bits that it computes. Layers that read the keys and values of
-another layer count to that one: quantizing its cache changes what all of them read.
+The model runs once with an unquantized cache, and its stream before every layer is kept. With layer
+l quantized only the layers from l on compute anything else, so they alone run again: N layers take
+(N + 1) / 2 passes a candidate. The kernels are the engine's, so on a CPU these are the bits that it
+computes. Layers that read the keys and values of another layer count to that one: quantizing its
+cache changes what all of them read.
 
-KL is KL(unquantized || quantized) in nats, the mean over all tokens of all samples. It is 0 where nothing is quantized.
+KL is KL(unquantized || quantized) in nats, the mean over all tokens of all samples. It is 0 where
+nothing is quantized.
 """
 
 from __future__ import annotations
@@ -33,8 +36,10 @@ OnPass = Callable[[int, int], None]  # (samples done, of how many)
 class Sensitivity:
     """KL of each cache quantized alone, over `num_tokens` tokens.
 
-    kl       [cache][candidate], in the order of the layers that have a cache; all do unless some share one
-    shared   of each cache, the layers that attend over it: the one that stores first, then its readers
+    kl       [cache][candidate], in the order of the layers that have a cache; all do unless some
+             share one
+    shared   of each cache, the layers that attend over it: the one that stores first, then its
+             readers
     """
 
     kl: tuple[tuple[float, ...], ...]
@@ -44,7 +49,9 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Meter:
-    """A loaded model with an unquantized cache (`plain`) and others for the same layers, all of one sample's length."""
+    """A loaded model with an unquantized cache (`plain`) and others for the same layers, all of one
+    sample's length.
+    """
 
     decoder: Decoder
     plain: KVPool
@@ -52,15 +59,21 @@ class Meter:
     device: str
 
     @staticmethod
-    def open(opened: OpenModel, config: EngineConfig, caches: Sequence[KVCacheConfig], length: int) -> Meter:
-        """`config` has the unquantized cache; `caches` are measured against it, on samples of at most `length`."""
+    def open(
+        opened: OpenModel, config: EngineConfig, caches: Sequence[KVCacheConfig], length: int
+    ) -> Meter:
+        """`config` has the unquantized cache; `caches` are measured against it, on samples of at
+        most `length`.
+        """
         require_native(opened.model, opened.args.model, "measuring its layers one at a time")
         decoder, kernels = opened.load(config, length), opened.kernels(config)
         assert isinstance(decoder, Decoder)
 
         def pool(kv: KVCacheConfig) -> KVPool:
             spec = opened.cache_spec(replace(config, kv=kv))
-            return allocate_pool(spec, kv, spec.blocks_of(length), kernels, config.device, decoder.rotaries)
+            return allocate_pool(
+                spec, kv, spec.blocks_of(length), kernels, config.device, decoder.rotaries
+            )
 
         return Meter(decoder, pool(config.kv), tuple(map(pool, caches)), config.device)
 
@@ -79,13 +92,19 @@ class Meter:
             for of_layer, sharing in reversed(list(zip(sums, shared, strict=True))):
                 first = sharing[0]
                 for candidate, cache in enumerate(self.caches):
-                    # layers behind `first` overwrite their unquantized pages, which nothing reads again
-                    layers = [cache.layers[i] if i in sharing else plain[i] for i in range(first, len(plain))]
+                    # layers behind `first` overwrite their unquantized pages, which nothing reads
+                    # again
+                    layers = [
+                        cache.layers[i] if i in sharing else plain[i]
+                        for i in range(first, len(plain))
+                    ]
                     own = self._normed(self._through(first, streams[first], batch, layers))
                     of_layer[candidate] += self._kl(reference, own)
         on_pass(len(samples), len(samples))
         total = sum(map(len, samples))
-        return Sensitivity(tuple(tuple(value / total for value in of_layer) for of_layer in sums), shared, total)
+        return Sensitivity(
+            tuple(tuple(value / total for value in of_layer) for of_layer in sums), shared, total
+        )
 
     @torch.inference_mode()
     def whole(self, choice: Sequence[int | None], samples: Samples) -> float:
@@ -96,13 +115,16 @@ class Meter:
         plain = list(self.plain.layers)
         assert all(len({choice[layer] for layer in sharing}) == 1 for sharing in self._shared())
         chosen = [
-            plain[layer] if index is None else self.caches[index].layers[layer] for layer, index in enumerate(choice)
+            plain[layer] if index is None else self.caches[index].layers[layer]
+            for layer, index in enumerate(choice)
         ]
         total = 0.0
         for ids in samples:
             batch = self._batch(ids)
             embedded = self._begin(batch)
-            reference, own = (self._normed(self._through(0, embedded, batch, kv)) for kv in (plain, chosen))
+            reference, own = (
+                self._normed(self._through(0, embedded, batch, kv)) for kv in (plain, chosen)
+            )
             total += self._kl(reference, own)
         return total / sum(map(len, samples))
 
@@ -118,7 +140,9 @@ class Meter:
     def _begin(self, batch: ForwardBatch) -> Residual:
         return self.decoder.begin(batch)
 
-    def _through(self, first: int, stream: Residual, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Residual:
+    def _through(
+        self, first: int, stream: Residual, batch: ForwardBatch, caches: Sequence[LayerCache]
+    ) -> Residual:
         for layer, kv in zip(self.decoder.layers[first:], caches, strict=True):
             stream = layer(stream, batch, kv)
         return stream
@@ -144,7 +168,10 @@ class Meter:
         """One sequence from its beginning."""
         spec, length = self.plain.spec, len(ids)
         position = torch.arange(length, dtype=torch.int64, device=self.device)
-        counts = (torch.arange(count, dtype=torch.int32, device=self.device) for count in spec.blocks_of(length))
+        counts = (
+            torch.arange(count, dtype=torch.int32, device=self.device)
+            for count in spec.blocks_of(length)
+        )
         return ForwardBatch(
             token_ids=torch.tensor(list(ids), dtype=torch.int64, device=self.device),
             positions=position,

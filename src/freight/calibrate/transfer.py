@@ -1,4 +1,6 @@
-"""KV scales from one checkpoint, or from a file, into another: what `freight scales` does. No weight is changed."""
+"""KV scales from one checkpoint, or from a file, into another: what `freight scales` does. No
+weight is changed.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,25 @@ from typing import Any
 
 from freight.calibrate.carried import Carried, open_scales, require_fit
 from freight.calibrate.modules import head_module, kept_modules, linear_modules
-from freight.calibrate.quantize import NOTHING_CALIBRATED, Unquantized, open_unquantized, require_own_form
+from freight.calibrate.quantize import (
+    NOTHING_CALIBRATED,
+    Unquantized,
+    open_unquantized,
+    require_own_form,
+)
 from freight.calibrate.run import Progress
 from freight.calibrate.write import check_disk_space, write_quantized
 from freight.checkpoint.kv_scales import read_scale_json
 from freight.checkpoint.writer import require_new
 from freight.config.model import ModelConfig
 from freight.config.options import choose
-from freight.config.quantize_plan import ActivationScheme, Layout, ObserverKind, QuantizePlan, WeightScheme
+from freight.config.quantize_plan import (
+    ActivationScheme,
+    Layout,
+    ObserverKind,
+    QuantizePlan,
+    WeightScheme,
+)
 from freight.errors import ConfigError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales
@@ -29,10 +42,11 @@ def extract_scales(
     on_progress: Progress = lambda what, done, total: None,
     format: str = Layout.COMPRESSED_TENSORS,
 ) -> KVScales:
-    """Write `base`, a 16-bit model, into the new folder `out` with the KV scales of `quantized`, a model of its shape.
+    """Write `base`, a 16-bit model, into the new folder `out` with the KV scales of `quantized`, a
+    model of its shape.
 
-    `quantized` may be an export of AMMO or ModelOpt for TensorRT-LLM. `format` is a Layout. Raises ConfigError where
-    the two differ, CheckpointError where scales are missing.
+    `quantized` may be an export of AMMO or ModelOpt for TensorRT-LLM. `format` is a Layout. Raises
+    ConfigError where the two differ, CheckpointError where scales are missing.
     """
     layout = _layout(format)
     require_new(out)
@@ -67,8 +81,9 @@ def import_scales(
 def export_scales(model: str, file: Path) -> KVScales:
     """Write the KV scales of `model` as the kv_cache_scales.json of older engines.
 
-    That file has one factor per layer, for K and V and all heads: the largest of the layer's scales, so no value
-    saturates that did not before. Raises ConfigError if the file exists, CheckpointError where scales are missing.
+    That file has one factor per layer, for K and V and all heads: the largest of the layer's
+    scales, so no value saturates that did not before. Raises ConfigError if the file exists,
+    CheckpointError where scales are missing.
     """
     if file.exists():
         raise ConfigError(f"{file} exists; remove it, or name another")
@@ -78,7 +93,9 @@ def export_scales(model: str, file: Path) -> KVScales:
     model_type = source.model_type if isinstance(source, ModelConfig) else source.model_types[0]
     kv_cache: dict[str, Any] = {"dtype": Format.E4M3FN.torch_name, "scaling_factor": {"0": factors}}
     try:
-        file.write_text(json.dumps({"model_type": model_type, "kv_cache": kv_cache}, indent=2) + "\n")
+        file.write_text(
+            json.dumps({"model_type": model_type, "kv_cache": kv_cache}, indent=2) + "\n"
+        )
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error}") from error
     return carried.coarse
@@ -88,10 +105,13 @@ def _layout(format: str) -> Layout:
     return Layout(choose("--format", format, tuple(Layout)))
 
 
-def _write(opened: Unquantized, carried: Carried, out: Path, layout: Layout, on_progress: Progress) -> KVScales:
+def _write(
+    opened: Unquantized, carried: Carried, out: Path, layout: Layout, on_progress: Progress
+) -> KVScales:
     """Scales are written in float32, with the bits that were read.
 
-    AutoFP8's form declares FP8 weights by leaving modules out, so there every module is listed as left out.
+    AutoFP8's form declares FP8 weights by leaving modules out, so there every module is listed as
+    left out.
     """
     if opened.packed:
         require_own_form(opened, WeightScheme.NONE, layout)
@@ -110,5 +130,7 @@ def _write(opened: Unquantized, carried: Carried, out: Path, layout: Layout, on_
     ignored = every if layout is Layout.FP8 else ()
     measured = replace(NOTHING_CALIBRATED, kv=carried.coarse, kv_finer=carried.finer)
     source = opened.checkpoint, opened.model
-    write_quantized(*source, plan, ignored, measured, out, on_progress, Format.FLOAT32, packed=opened.packed)
+    write_quantized(
+        *source, plan, ignored, measured, out, on_progress, Format.FLOAT32, packed=opened.packed
+    )
     return carried.scales

@@ -13,10 +13,14 @@ from freight.models.architectures import tensor_names
 from freight.models.loader import tensor_shapes
 
 
-def model_tree(checkpoint: Checkpoint, config: ModelConfig, plan: QuantizePlan | None, ignored: Collection[str]) -> str:
-    """Lines of the form `(self_attn.q_proj): Linear(256 -> 256), bfloat16`; layers that are alike share theirs.
+def model_tree(
+    checkpoint: Checkpoint, config: ModelConfig, plan: QuantizePlan | None, ignored: Collection[str]
+) -> str:
+    """Lines of the form `(self_attn.q_proj): Linear(256 -> 256), bfloat16`; layers that are alike
+    share theirs.
 
-    With a plan, modules that are not `ignored` are shown as it quantizes them, else as they are stored.
+    With a plan, modules that are not `ignored` are shown as it quantizes them, else as they are
+    stored.
     """
     prefix = tensor_names(config).layer
     prefixes = [prefix.format(index) for index in range(config.num_layers)]
@@ -28,7 +32,9 @@ def model_tree(checkpoint: Checkpoint, config: ModelConfig, plan: QuantizePlan |
     layers: list[list[str]] = [[] for _ in prefixes]
     for name, shape in tensor_shapes(config).items():
         module, _, kind = name.rpartition(".")
-        index = next((index for index, start in enumerate(prefixes) if name.startswith(start)), None)
+        index = next(
+            (index for index, start in enumerate(prefixes) if name.startswith(start)), None
+        )
         expert = module.rpartition(".")[0]
         if module in every and expert not in spans:
             continue  # like the first of the layer
@@ -54,7 +60,9 @@ def _folded(name: str, layers: list[list[str]]) -> list[str]:
     lines, start = [f"({name}): ("], 0
     for index in range(1, len(layers) + 1):
         if index == len(layers) or layers[index] != layers[start]:
-            span = f"({start}):" if index - start == 1 else f"({start}-{index - 1}): {index - start} x"
+            span = (
+                f"({start}):" if index - start == 1 else f"({start}-{index - 1}): {index - start} x"
+            )
             lines += [f"  {span} (", *(f"    {line}" for line in layers[start]), "  )"]
             start = index
     return [*lines, ")"]

@@ -1,4 +1,6 @@
-"""What calibration observes of a layer: the keys and values that it stores, and the inputs of its Linear modules."""
+"""What calibration observes of a layer: the keys and values that it stores, and the inputs of its
+Linear modules.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,16 @@ from freight.operands.kv_pages import read_slots
 from freight.operands.packed import Rows, plain
 from freight.operands.rotary import Rotary
 
-FLOOR = 2.0**-8  # least scale of a head or channel, as a share of the layer's. E4M3 spans a factor of 2 ** 17, so this
-# loses no precision, and a channel that was inactive in calibration does not saturate as soon as it is active
+FLOOR = (
+    2.0**-8
+)  # least scale of a head or channel, as a share of the layer's. E4M3 spans a factor of 2 ** 17, so this
+# loses no precision, and a channel that was inactive in calibration does not saturate as soon as it
+# is active
 
 
 class Watch:
-    """One observer of a layer, with its amax before the last part of the data (`mark`) and at the end (`finish`).
+    """One observer of a layer, with its amax before the last part of the data (`mark`) and at the
+    end (`finish`).
 
     `finish` keeps the amax and releases the observer, whose histograms are far larger.
     """
@@ -57,7 +63,9 @@ class Watch:
         assert self._observer is not None, "finished"
         amax = self._observer.amax()
         if self._earlier is not None:
-            self.growth = float((amax / self._earlier.clamp(min=SMALLEST_SCALE)).clamp(max=1e6).mean())
+            self.growth = float(
+                (amax / self._earlier.clamp(min=SMALLEST_SCALE)).clamp(max=1e6).mean()
+            )
         self._amax = amax.cpu()
         self._observer = self._earlier = None
 
@@ -67,7 +75,9 @@ class Watch:
 
     def scales(self) -> Tensor:
         """float32 [groups]; 1.0 if only zeros were seen."""
-        return torch.ones_like(self._seen) if self.zero else scale_from_amax(self._seen, Format.E4M3FN)
+        return (
+            torch.ones_like(self._seen) if self.zero else scale_from_amax(self._seen, Format.E4M3FN)
+        )
 
     @property
     def _seen(self) -> Tensor:
@@ -88,7 +98,9 @@ class _Watched(UnmergedLinear):
 
 @dataclass(frozen=True)
 class WatchedKV(PagedKV):
-    """A layer's cache that passes what it has stored to `stored`, and q and k before that to `projected`."""
+    """A layer's cache that passes what it has stored to `stored`, and q and k before that to
+    `projected`.
+    """
 
     stored: Callable[[Tensor, Tensor], None] = lambda k, v: None
     projected: Callable[[Tensor, Tensor], None] | None = None
@@ -107,7 +119,9 @@ class LayerWatch:
     """All observers of one layer."""
 
     modules: LayerModules
-    kv: Mapping[tuple[str, Granularity], Watch]  # by ('k' or 'v', granularity); without 'v' where V is in K
+    kv: Mapping[
+        tuple[str, Granularity], Watch
+    ]  # by ('k' or 'v', granularity); without 'v' where V is in K
     inputs: Mapping[tuple[str, ...], Watch]  # by the modules that share the input
     experts: ExpertWatch | None = None
     v_dim: int = 0  # of values that are the last channels of keys
@@ -132,11 +146,18 @@ class LayerWatch:
             return _Watched(parts, watch.observe)
 
         def dense(mlp: MLP) -> MLP:
-            return replace(mlp, gate_up=watched(mlp.gate_up, modules.gate_up), down=watched(mlp.down, modules.down))
+            return replace(
+                mlp,
+                gate_up=watched(mlp.gate_up, modules.gate_up),
+                down=watched(mlp.down, modules.down),
+            )
 
         if mixer is not None:
             own: Any = mixer  # a frozen dataclass, whose fields `MixerParts.projections` names
-            mixer = replace(own, **{name: watched(getattr(own, name), one) for name, one in modules.mixed.items()})
+            mixer = replace(
+                own,
+                **{name: watched(getattr(own, name), one) for name, one in modules.mixed.items()},
+            )
         if isinstance(mlp, MLP):
             mlp = dense(mlp)
         elif mlp is not None:
@@ -153,7 +174,10 @@ class LayerWatch:
             beside = replace(beside, moe=self.experts.around(beside.moe))
         given = layer.input
         if given is not None:
-            gate, down = watched(given.gate, modules.own_gate), watched(given.down, modules.own_down)
+            gate, down = (
+                watched(given.gate, modules.own_gate),
+                watched(given.down, modules.own_down),
+            )
             given = replace(given, gate=gate, down=down)
         return replace(layer, mixer=mixer, mlp=mlp, input=given, beside=beside)
 
@@ -163,7 +187,9 @@ class LayerWatch:
             return []
         return [self.modules.experts.named(expert) for expert in self.experts.unseen()]
 
-    def layer_scales(self, granularity: Granularity, centers: LayerCenters | None = None) -> LayerScales:
+    def layer_scales(
+        self, granularity: Granularity, centers: LayerCenters | None = None
+    ) -> LayerScales:
         k, v = (self._side(side, granularity) for side in "kv")
         b = None if centers is None else centers.k
         return LayerScales(k, v, granularity, (), () if b is None else tuple(b.flatten().tolist()))
@@ -180,7 +206,11 @@ def observed(plan: QuantizePlan) -> tuple[Granularity, ...]:
     """The granularities whose scales are measured; a budget chooses among all of them."""
     if plan.kv_granularity is None:
         return ()
-    return KV_GRANULARITIES if plan.kv_budget else tuple(dict.fromkeys((Granularity.TENSOR, plan.kv_granularity)))
+    return (
+        KV_GRANULARITIES
+        if plan.kv_budget
+        else tuple(dict.fromkeys((Granularity.TENSOR, plan.kv_granularity)))
+    )
 
 
 def watch_layer(
@@ -194,7 +224,9 @@ def watch_layer(
     if plan.kv_granularity is not None and isinstance(mixer, PagedMixer) and mixer.kv_from is None:
         for side, what in (("k", "latents"),) if latent else (("k", "keys"), ("v", "values")):
             for granularity in observed(plan):
-                groups = granularity.num_scales(mixer.num_kv_heads, mixer.k_dim if side == "k" else mixer.v_dim)
+                groups = granularity.num_scales(
+                    mixer.num_kv_heads, mixer.k_dim if side == "k" else mixer.v_dim
+                )
                 kv[side, granularity] = watch(f"{modules.mixer}: {what}", groups)
     if plan.activations is ActivationScheme.STATIC:
         for group in modules.groups:
@@ -205,4 +237,6 @@ def watch_layer(
         gate_up, down = inputs[modules.experts.gate_up], inputs[modules.experts.down]
         num_tokens = torch.zeros(modules.experts.count, dtype=torch.int64, device=device)
         experts = ExpertWatch(gate_up.observe, down.observe, num_tokens)
-    return LayerWatch(modules, kv, inputs, experts, mixer.v_dim if isinstance(mixer, LatentConfig) else 0)
+    return LayerWatch(
+        modules, kv, inputs, experts, mixer.v_dim if isinstance(mixer, LatentConfig) else 0
+    )

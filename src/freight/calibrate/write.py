@@ -1,4 +1,6 @@
-"""Write a checkpoint with its scales: every tensor once, in the model's order, quantized as planned."""
+"""Write a checkpoint with its scales: every tensor once, in the model's order, quantized as
+planned.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _ROUND = {
 
 
 def check_disk_space(checkpoint: Checkpoint, out: Path) -> None:
-    """Raises CapacityError unless the disk of `out` has room for a copy of the checkpoint; the output is no larger."""
+    """Raises CapacityError unless the disk of `out` has room for a copy of the checkpoint; the
+    output is no larger.
+    """
     require_space(out, sum(checkpoint.entry(name).size for name in checkpoint.names))
 
 
@@ -47,14 +51,15 @@ def write_quantized(
     overwrite: bool = False,
     packed: Mapping[str, StoredExperts] | None = None,
 ) -> tuple[int, int]:
-    """Write `checkpoint`, which is unquantized, into the new folder `out`; (bytes of tensors before, after).
+    """Write `checkpoint`, which is unquantized, into the new folder `out`; (bytes of tensors
+    before, after).
 
-    Experts in MXFP4, `packed` by the names of their tensors in 16 bits, are written as they are; so are the tensors
-    beside the text model (`calibrate.beside`).
+    Experts in MXFP4, `packed` by the names of their tensors in 16 bits, are written as they are; so
+    are the tensors beside the text model (`calibrate.beside`).
 
-    KV scales are stored in the scale format of `plan.layout`, unless `kv_scale_format` is given. With `overwrite`,
-    `out` may be a folder that Freight wrote.
-    Raises what CheckpointWriter raises, and CheckpointError for a weight that is NaN or infinite.
+    KV scales are stored in the scale format of `plan.layout`, unless `kv_scale_format` is given.
+    With `overwrite`, `out` may be a folder that Freight wrote. Raises what CheckpointWriter raises,
+    and CheckpointError for a weight that is NaN or infinite.
     """
     scales_in = scale_format(plan.layout, model.checkpoint_format)
     quantizes = plan.weights is not WeightScheme.NONE
@@ -78,7 +83,9 @@ def write_quantized(
             before += sum(one.nbytes for one in tensors.values())
             if kind == "weight" and like in linear:
                 data, scale = _rounded(name, tensors[name], plan.weights, scales_in)
-                tensors = weight_tensors(plan, module, data, scale, calibration.input_scales.get(like), scales_in)
+                tensors = weight_tensors(
+                    plan, module, data, scale, calibration.input_scales.get(like), scales_in
+                )
             after += sum(one.nbytes for one in tensors.values())
             writer.add(tensors)
             on_progress("writing", done, len(shapes))
@@ -93,7 +100,9 @@ def write_quantized(
     return before, after
 
 
-def _add_kv(writer: CheckpointWriter, model: ModelConfig, plan: QuantizePlan, kv: KVScales, format: Format) -> None:
+def _add_kv(
+    writer: CheckpointWriter, model: ModelConfig, plan: QuantizePlan, kv: KVScales, format: Format
+) -> None:
     """The KV scales of every layer that stores keys and values, in `format`."""
     modules = layer_modules(model)
     for index, mixer in model.paged.items():
@@ -103,8 +112,12 @@ def _add_kv(writer: CheckpointWriter, model: ModelConfig, plan: QuantizePlan, kv
             writer.add(kv_tensors(plan, modules[index].mixer, layer, format))
 
 
-def _rounded(name: str, weight: Tensor, scheme: WeightScheme, scales_in: Format) -> tuple[Tensor, Tensor]:
+def _rounded(
+    name: str, weight: Tensor, scheme: WeightScheme, scales_in: Format
+) -> tuple[Tensor, Tensor]:
     """The matrix `name` in E4M3, and its scales."""
     if not bool(weight.isfinite().all()):
-        raise CheckpointError(f"{name} has values that are NaN or infinite; a damaged checkpoint cannot be quantized")
+        raise CheckpointError(
+            f"{name} has values that are NaN or infinite; a damaged checkpoint cannot be quantized"
+        )
     return _ROUND[scheme](weight, Format.E4M3FN, scales_in)

@@ -1,10 +1,11 @@
-"""LoRA adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors -> what changes in which tensor.
+"""LoRA adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors -> what
+changes in which tensor.
 
     W' = W + scaling * B @ A        scaling = alpha / r, or alpha / sqrt(r) with use_rslora
     W' = m * (W + scaling * B @ A) / |W + scaling * B @ A|     by output row, with use_dora
 
-A [r, inputs], B [outputs, r], m [outputs]; of an embedding A [r, rows], B [width, r]. What a config declares beyond
-that is refused: an adapter that was merged without it would be another one.
+A [r, inputs], B [outputs, r], m [outputs]; of an embedding A [r, rows], B [width, r]. What a config
+declares beyond that is refused: an adapter that was merged without it would be another one.
 """
 
 from __future__ import annotations
@@ -29,12 +30,41 @@ _PREFIX = "base_model.model."
 _READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"}
 _READ |= {"init_lora_weights", "ensure_weight_tying"}
 _NO_EFFECT = {  # on what a trained adapter computes: they decided what was trained, and how
-    *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias"),
-    *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "kasa_config"),
+    *(
+        "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "task_type",
+        "inference_mode",
+        "peft_version",
+    ),
+    *(
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "modules_to_save",
+        "bias",
+    ),
+    *(
+        "lora_dropout",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "runtime_config",
+        "kasa_config",
+    ),
     *("megatron_core", "qalora_group_size", "monteclora_config", "velora_config"),
 }
-_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # the others change the base model's weights as well
+_INITIAL = (
+    True,
+    False,
+    None,
+    "gaussian",
+    "eva",
+    "orthogonal",
+)  # the others change the base model's weights as well
 _WAY_OUT = "merge it with peft's merge_and_unload"
 _PARTS = {
     ".lora_A.weight": "a",
@@ -59,18 +89,24 @@ class Change:
 
 
 class Adapter:
-    """An opened adapter. `changes`: by the name of the tensor of the base model, as transformers calls it."""
+    """An opened adapter. `changes`: by the name of the tensor of the base model, as transformers
+    calls it.
+    """
 
     def __init__(self, name: str) -> None:
-        """`name`: a folder or a hub id. Raises CheckpointError for a damaged one, ConfigError for one that is not
-        merged here."""
+        """`name`: a folder or a hub id. Raises CheckpointError for a damaged one, ConfigError for
+        one that is not merged here."""
         self.path = resolve_model(name, fetched=(CONFIG, "adapter_model.*"))
         config = read_json(self.path / CONFIG)
         if config is None:
             raise CheckpointError(f"{self.path} has no {CONFIG}, so it is not a PEFT adapter")
         if not (self.path / WEIGHTS).is_file():
             pickled = (self.path / "adapter_model.bin").is_file()
-            hint = "; load adapter_model.bin with peft and save it again, as safetensors" if pickled else ""
+            hint = (
+                "; load adapter_model.bin with peft and save it again, as safetensors"
+                if pickled
+                else ""
+            )
             raise CheckpointError(f"{self.path} has no {WEIGHTS}{hint}")
         _check_config(self.path / CONFIG, config)
         self.ties_weights = config.get("ensure_weight_tying") is True
@@ -79,7 +115,9 @@ class Adapter:
         self.changes = self._changes(config)
 
     def merged(self, change: Change, weight: Tensor) -> Tensor:
-        """`weight` [outputs, inputs] with the change, computed in float32 and rounded once to `weight`'s dtype."""
+        """`weight` [outputs, inputs] with the change, computed in float32 and rounded once to
+        `weight`'s dtype.
+        """
         if change.whole is not None:
             weight = self._read(change.whole).to(weight.dtype)
         if not change.parts:
@@ -92,14 +130,20 @@ class Adapter:
             whole *= (magnitude / torch.linalg.norm(whole, dim=1)).view(-1, 1)
         rounded = whole.to(weight.dtype)  # float16 ends at 65,504
         if not rounded.isfinite().all():
-            raise CheckpointError(f"{self._file}: with {change.parts['b']} the weight is not finite in {weight.dtype}")
+            raise CheckpointError(
+                f"{self._file}: with {change.parts['b']} the weight is not finite in {weight.dtype}"
+            )
         return rounded
 
     def check(self, name: str, change: Change, shape: tuple[int, ...]) -> None:
-        """Raises CheckpointError unless `change` fits the tensor `name` of the base model, of `shape`."""
+        """Raises CheckpointError unless `change` fits the tensor `name` of the base model, of
+        `shape`.
+        """
         found = self._shape(change)
         if found is not None and found != shape:
-            is_vocabulary = found[1:] == shape[1:] and name.endswith(("embed_tokens.weight", "lm_head.weight"))
+            is_vocabulary = found[1:] == shape[1:] and name.endswith(
+                ("embed_tokens.weight", "lm_head.weight")
+            )
             hint = ". Its vocabulary was extended: merge it with peft" if is_vocabulary else ""
             raise CheckpointError(
                 f"{self._file} has {list(found)} for {name}, which is {list(shape)} in the base model: they do not "
@@ -116,14 +160,19 @@ class Adapter:
         """The shape of what is added, [outputs, inputs]; None where nothing is."""
         if not change.parts:
             return None
-        inputs, outputs = self._entries[change.parts["a"]].shape[1], self._entries[change.parts["b"]].shape[0]
+        inputs, outputs = (
+            self._entries[change.parts["a"]].shape[1],
+            self._entries[change.parts["b"]].shape[0],
+        )
         return (inputs, outputs) if change.is_embedding else (outputs, inputs)
 
     def _changes(self, config: Mapping[str, Any]) -> dict[str, Change]:
         changes: dict[str, Change] = {}
         for name in self._entries:
             if not name.startswith(_PREFIX):
-                raise CheckpointError(f"{self._file}: {name} does not begin with {_PREFIX}, as PEFT's tensors do")
+                raise CheckpointError(
+                    f"{self._file}: {name} does not begin with {_PREFIX}, as PEFT's tensors do"
+                )
             module = name.removeprefix(_PREFIX)
             suffix = next((end for end in _PARTS if module.endswith(end)), None)
             if suffix is not None:
@@ -133,7 +182,9 @@ class Adapter:
                 change.is_embedding = change.is_embedding or "embedding" in suffix
                 change.scaling = _scaling(config, module)
             elif ".lora_" in module:
-                raise ConfigError(f"{self._file}: {name} is not merged here (lora_bias, target_parameters); {_WAY_OUT}")
+                raise ConfigError(
+                    f"{self._file}: {name} is not merged here (lora_bias, target_parameters); {_WAY_OUT}"
+                )
             else:
                 changes.setdefault(module.replace(".base_layer.", "."), Change()).whole = name
         for tensor, change in changes.items():
@@ -148,9 +199,13 @@ class Adapter:
             return
         magnitude = parts.pop("magnitude", None)
         if parts.keys() != {"a", "b"} or (magnitude is None) is bool(config.get("use_dora")):
-            raise CheckpointError(f"{self._file}: of what is added to {tensor} it has {', '.join(change.parts)} alone")
+            raise CheckpointError(
+                f"{self._file}: of what is added to {tensor} it has {', '.join(change.parts)} alone"
+            )
         if magnitude is not None and change.is_embedding:
-            raise ConfigError(f"{self._file}: DoRA of the embedding {tensor} is not merged here; {_WAY_OUT}")
+            raise ConfigError(
+                f"{self._file}: DoRA of the embedding {tensor} is not merged here; {_WAY_OUT}"
+            )
         rank = _of_module(config, "rank_pattern", "r", tensor.removesuffix(".weight"))
         a, b = parts["a"].shape, parts["b"].shape
         if not (len(a) == len(b) == 2 and a[0] == b[1] == rank and _has_room(magnitude, b[0])):
@@ -165,7 +220,9 @@ class Adapter:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._file}: tensor {name} cannot be read: {error}") from error
         if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise CheckpointError(f"{self._file}: {name} is {tensor.dtype}; an adapter has 16 or 32 bits")
+            raise CheckpointError(
+                f"{self._file}: {name} is {tensor.dtype}; an adapter has 16 or 32 bits"
+            )
         return tensor
 
 
@@ -177,17 +234,27 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
     """Raises ConfigError for what is declared and not merged here."""
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise ConfigError(f"{file}: peft_type is {shown(kind)}; only LORA is merged here, {_WAY_OUT}")
+        raise ConfigError(
+            f"{file}: peft_type is {shown(kind)}; only LORA is merged here, {_WAY_OUT}"
+        )
     initial = config.get("init_lora_weights")
-    if not any(initial is known or (isinstance(initial, str) and initial == known) for known in _INITIAL):
+    if not any(
+        initial is known or (isinstance(initial, str) and initial == known) for known in _INITIAL
+    ):
         raise ConfigError(
             f"{file}: init_lora_weights is {shown(initial)}, which changes the base model as well; {_WAY_OUT}"
         )
     for key, value in config.items():
-        if key not in _READ | _NO_EFFECT and value not in (None, False, 0) and value not in ({}, [], ""):
+        if (
+            key not in _READ | _NO_EFFECT
+            and value not in (None, False, 0)
+            and value not in ({}, [], "")
+        ):
             if key == "megatron_config" or key.startswith("_"):
                 continue
-            raise ConfigError(f"{file}: {key} is {shown(value)}, which is not merged here; {_WAY_OUT}")
+            raise ConfigError(
+                f"{file}: {key} is {shown(value)}, which is not merged here; {_WAY_OUT}"
+            )
 
 
 def _scaling(config: Mapping[str, Any], module: str) -> float:
@@ -197,7 +264,9 @@ def _scaling(config: Mapping[str, Any], module: str) -> float:
 
 
 def _of_module(config: Mapping[str, Any], pattern: str, default: str, module: str) -> float:
-    """The number of a module: that of the first pattern which its name ends with, as PEFT looks it up."""
+    """The number of a module: that of the first pattern which its name ends with, as PEFT looks it
+    up.
+    """
     given = config.get(pattern) or {}
     try:
         key = next((key for key in given if re.match(rf"(.*\.)?({key})$", module)), None)

@@ -1,4 +1,5 @@
-"""A model's config.json, and the dtype of its tensors where that names none: for questions that need no weights.
+"""A model's config.json, and the dtype of its tensors where that names none: for questions that
+need no weights.
 
 Imports no torch.
 """
@@ -23,14 +24,16 @@ Json = Mapping[str, Any]
 def read_config_only(model: str, revision: str | None = None) -> tuple[Json, Json | None]:
     """(config.json, ModelOpt's hf_quant_config.json if it lies beside it) of `model`.
 
-    That is a preset ('llama-8b', 'llama-8b:4'), 'demo', a folder, the path of a config.json, or a hub id, of which
-    config.json alone is fetched. Raises CheckpointError where there is none, ConfigError for a revision of what has
-    none.
+    That is a preset ('llama-8b', 'llama-8b:4'), 'demo', a folder, the path of a config.json, or a
+    hub id, of which config.json alone is fetched. Raises CheckpointError where there is none,
+    ConfigError for a revision of what has none.
     """
     path = _path(model)
     is_local = is_preset(model) or (bool(model) and path.exists())
     if is_local and revision is not None:
-        raise ConfigError(f"--revision {revision}: {model} is not on the hub, only a hub id has revisions; omit it")
+        raise ConfigError(
+            f"--revision {revision}: {model} is not on the hub, only a hub id has revisions; omit it"
+        )
     if is_preset(model):
         return preset(model), None
     if not is_local:
@@ -41,10 +44,11 @@ def read_config_only(model: str, revision: str | None = None) -> tuple[Json, Jso
 
 
 def tensors_dtype(model: str, config: Json, revision: str | None = None) -> Format | None:
-    """The dtype of the tensors beside `config`, which is the config.json of `model`, from their headers.
+    """The dtype of the tensors beside `config`, which is the config.json of `model`, from their
+    headers.
 
-    They are read where config.json names no dtype: from the folder, or from the hub by range requests. None: it names
-    one, or the headers cannot be had.
+    They are read where config.json names no dtype: from the folder, or from the hub by range
+    requests. None: it names one, or the headers cannot be had.
     """
     path = _path(model)
     if names_dtype(config) or is_preset(model):
@@ -55,7 +59,11 @@ def tensors_dtype(model: str, config: Json, revision: str | None = None) -> Form
 
 
 def _path(model: str) -> Path:
-    return Path(__file__).resolve().parent.parent / "demo" if model == "demo" else Path(model).expanduser()
+    return (
+        Path(__file__).resolve().parent.parent / "demo"
+        if model == "demo"
+        else Path(model).expanduser()
+    )
 
 
 def _object(file: Path) -> Json:
@@ -74,10 +82,15 @@ def _fetched(model: str, revision: str | None) -> Path:
     hint = nearest(model, PRESETS)
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or not model:
         raise CheckpointError(f"there is no folder or config.json {model!r}{hint}")
-    from huggingface_hub import snapshot_download  # hf_hub_download tries for half a minute without a network
+    from huggingface_hub import (
+        snapshot_download,
+    )  # hf_hub_download tries for half a minute without a network
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=["config.json"])) / "config.json"
+        return (
+            Path(snapshot_download(model, revision=revision, allow_patterns=["config.json"]))
+            / "config.json"
+        )
     except Exception as error:  # the client's own errors, and whatever its network stack raises
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(

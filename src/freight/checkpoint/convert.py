@@ -2,9 +2,10 @@
 
     convert("./opt-125m", Path("out"))
 
-Each pytorch_model*.bin is read by a process of its own (`unpickle.py`), one at a time, which writes it as safetensors
-into the writer's hidden folder. What it wrote is then read here as any other safetensors file is: its header is checked
-against its size. A file that cannot be read, a deadline or Ctrl-C leaves nothing at the output.
+Each pytorch_model*.bin is read by a process of its own (`unpickle.py`), one at a time, which writes
+it as safetensors into the writer's hidden folder. What it wrote is then read here as any other
+safetensors file is: its header is checked against its size. A file that cannot be read, a deadline
+or Ctrl-C leaves nothing at the output.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from freight.config.model import parse_model_config
 from freight.errors import CapacityError, CheckpointError, ConfigError
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-# The deadline of a file: so long, and one second more for so many bytes. A busy machine takes a minute to import torch.
+# The deadline of a file: so long, and one second more for so many bytes. A busy machine takes a
+# minute to import torch.
 SECONDS, BYTES_PER_SECOND = 600.0, 2**24
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
@@ -33,7 +35,9 @@ Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 @dataclass(frozen=True)
 class ConvertResult:
-    """What was written. `tied`: names of tensors that were not written, because another one is the same memory."""
+    """What was written. `tied`: names of tensors that were not written, because another one is the
+    same memory.
+    """
 
     path: Path
     num_tensors: int
@@ -48,13 +52,17 @@ def deadline(size: int) -> float:
 
 
 def convert(
-    model: str, out: Path, revision: str | None = None, on_progress: Progress = lambda what, done, total: None
+    model: str,
+    out: Path,
+    revision: str | None = None,
+    on_progress: Progress = lambda what, done, total: None,
 ) -> ConvertResult:
-    """Write the pickled checkpoint `model`, a folder or a hub id, as safetensors into the new folder `out`.
+    """Write the pickled checkpoint `model`, a folder or a hub id, as safetensors into the new
+    folder `out`.
 
-    config.json, tokenizer and the other files of the model are copied. Raises CheckpointError for files that are not
-    tensors alone or that contradict their index, CapacityError for a full disk, ConfigError for `out`; whatever is
-    raised, `out` is not there.
+    config.json, tokenizer and the other files of the model are copied. Raises CheckpointError for
+    files that are not tensors alone or that contradict their index, CapacityError for a full disk,
+    ConfigError for `out`; whatever is raised, `out` is not there.
     """
     require_new(out)
     source = resolve_model(model, revision, PICKLED)
@@ -82,25 +90,41 @@ def convert(
             tied |= gone
             found |= entries
         writer.finish(config, source)
-    return ConvertResult(out, len(found), sum(entry.size for entry in found.values()), len(shards), tied)
+    return ConvertResult(
+        out, len(found), sum(entry.size for entry in found.values()), len(shards), tied
+    )
 
 
 def _shards(source: Path) -> dict[Path, frozenset[str] | None]:
-    """The pickled files with the tensors that the index names in each; None where there is no index."""
+    """The pickled files with the tensors that the index names in each; None where there is no
+    index.
+    """
     if any(source.glob("*.safetensors")):
-        raise ConfigError(f"{source} has safetensors already, which Freight reads: there is nothing to convert")
+        raise ConfigError(
+            f"{source} has safetensors already, which Freight reads: there is nothing to convert"
+        )
     if (source / SINGLE).is_file():
         return {source / SINGLE: None}
     content = read_json(source / INDEX)
     if content is None:
-        raise CheckpointError(f"{source} has neither {SINGLE} nor {INDEX}: there is nothing to convert")
+        raise CheckpointError(
+            f"{source} has neither {SINGLE} nor {INDEX}: there is nothing to convert"
+        )
     named = content.get("weight_map")
-    if not isinstance(named, dict) or not named or not all(isinstance(shard, str) for shard in named.values()):
-        raise CheckpointError(f"{source / INDEX}: weight_map is missing, or does not give a file for every tensor")
+    if (
+        not isinstance(named, dict)
+        or not named
+        or not all(isinstance(shard, str) for shard in named.values())
+    ):
+        raise CheckpointError(
+            f"{source / INDEX}: weight_map is missing, or does not give a file for every tensor"
+        )
     shards: dict[Path, frozenset[str] | None] = {}
     for shard in sorted(set(named.values())):
         if Path(shard).name != shard:
-            raise CheckpointError(f"{source / INDEX} names {shard!r}, which lies outside the folder")
+            raise CheckpointError(
+                f"{source / INDEX} names {shard!r}, which lies outside the folder"
+            )
         if not (source / shard).is_file():
             raise CheckpointError(f"{source}: the shard {shard}, which {INDEX} names, is missing")
         shards[source / shard] = frozenset(name for name, file in named.items() if file == shard)
@@ -108,7 +132,9 @@ def _shards(source: Path) -> dict[Path, frozenset[str] | None]:
 
 
 def _untied(config: Mapping[str, object]) -> tuple[str, ...]:
-    """Tensors to write although they are another one: the head, where config.json says that it has its own."""
+    """Tensors to write although they are another one: the head, where config.json says that it has
+    its own.
+    """
     try:
         tied = parse_model_config(config).tie_word_embeddings
     except CheckpointError:  # a model that Freight does not run
@@ -123,10 +149,14 @@ def _check_shard(
     tied: Mapping[str, str],
     found: Mapping[str, TensorEntry],
 ) -> None:
-    """Raises CheckpointError unless the file holds what the index names there, and nothing that came before."""
+    """Raises CheckpointError unless the file holds what the index names there, and nothing that
+    came before.
+    """
     held = {*entries, *tied}
     if named is not None and held != named:
-        raise CheckpointError(f"{file}: {INDEX} places {min(held ^ named)} elsewhere, or not at all; fetch it again")
+        raise CheckpointError(
+            f"{file}: {INDEX} places {min(held ^ named)} elsewhere, or not at all; fetch it again"
+        )
     twice = held & found.keys()
     if twice:
         raise CheckpointError(f"{file}: tensor {min(twice)} is in two files")
@@ -135,13 +165,27 @@ def _check_shard(
 def _convert_file(
     file: Path, out: Path, untied: tuple[str, ...], on_progress: Callable[[int, int], None]
 ) -> dict[str, str]:
-    """Let a process of its own write `file` as safetensors into `out`; returns the names that are tied to others."""
-    command = [sys.executable, "-P", "-m", "freight.checkpoint.unpickle", str(file.resolve()), str(out), *untied]
+    """Let a process of its own write `file` as safetensors into `out`; returns the names that are
+    tied to others.
+    """
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "freight.checkpoint.unpickle",
+        str(file.resolve()),
+        str(out),
+        *untied,
+    ]
     seconds = deadline(file.stat().st_size)
     last: dict[str, object] = {}
     late = threading.Event()
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     ) as process:
 
         def end() -> None:
@@ -153,7 +197,9 @@ def _convert_file(
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                with contextlib.suppress(ValueError):  # a line that the end of the process has cut short
+                with contextlib.suppress(
+                    ValueError
+                ):  # a line that the end of the process has cut short
                     last = json.loads(line)
                 if "done" in last:
                     on_progress(int(str(last["done"])), int(str(last["total"])))
@@ -164,8 +210,12 @@ def _convert_file(
     if isinstance(last.get("tied"), dict) and status == 0:
         return {str(name): str(kept) for name, kept in last["tied"].items()}  # type: ignore[attr-defined]
     if "full" in last:
-        raise CapacityError(f"the disk of {out.parent} is full: {last['full']}; nothing was left there")
+        raise CapacityError(
+            f"the disk of {out.parent} is full: {last['full']}; nothing was left there"
+        )
     reason = str(last.get("refused", f"the process that read it ended with status {status}"))
     if late.is_set():
         reason = f"reading it took more than {seconds:.0f} seconds"
-    raise CheckpointError(f"{file} was not converted: {reason}. Use a copy of the model in safetensors")
+    raise CheckpointError(
+        f"{file} was not converted: {reason}. Use a copy of the model in safetensors"
+    )

@@ -1,15 +1,19 @@
-"""Written checkpoint layouts: the declaration in config.json, and names, shapes and dtypes of scale tensors.
+"""Written checkpoint layouts: the declaration in config.json, and names, shapes and dtypes of scale
+tensors.
 
-compressed-tensors  `weight_scale` [1], [rows, 1] or [blocks, blocks], `input_scale` [1], `k_scale`, `v_scale` [1], in
-                    bfloat16 for a bfloat16 model, as llm-compressor writes them, else in float32
-fp8                 AutoFP8's: `weight_scale`, `input_scale`, `k_scale`, `v_scale` float32 []; with blocks DeepSeek's:
-                    `weight_scale_inv` float32 [blocks, blocks], a multiplier as every scale is
+compressed-tensors  `weight_scale` [1], [rows, 1] or [blocks, blocks], `input_scale` [1], `k_scale`,
+                    `v_scale` [1], in bfloat16 for a bfloat16 model, as llm-compressor writes them,
+                    else in float32
+fp8                 AutoFP8's: `weight_scale`, `input_scale`, `k_scale`, `v_scale` float32 []; with
+                    blocks DeepSeek's: `weight_scale_inv` float32 [blocks, blocks], a multiplier as
+                    every scale is
 tgi                 `kv_scale` float32 [], for K and V, and `kv_cache_torch_dtype` in config.json
-mxfp4               gpt-oss's own, kept; `k_scale` and `v_scale` as in compressed-tensors, and `kv_cache_format` within
-                    its quantization_config
+mxfp4               gpt-oss's own, kept; `k_scale` and `v_scale` as in compressed-tensors, and
+                    `kv_cache_format` within its quantization_config
 
-These tensors hold one KV scale per layer and side. Finer scales go into a file of their own (`checkpoint.extras`), so
-every engine can use the tensors. Only keys that old readers know are written, because some refuse unknown ones.
+These tensors hold one KV scale per layer and side. Finer scales go into a file of their own
+(`checkpoint.extras`), so every engine can use the tensors. Only keys that old readers know are
+written, because some refuse unknown ones.
 """
 
 from __future__ import annotations
@@ -27,8 +31,18 @@ from freight.fp8.formats import Format
 from freight.fp8.scheme import LayerScales
 from freight.fp8.weights import BLOCK
 
-_REPLACED = ("quantization_config", "compression_config", "kv_cache_torch_dtype", "kv_cache_dtype", "freight")
-_STRATEGIES = {WeightScheme.TENSOR: "tensor", WeightScheme.CHANNEL: "channel", WeightScheme.BLOCK: "block"}
+_REPLACED = (
+    "quantization_config",
+    "compression_config",
+    "kv_cache_torch_dtype",
+    "kv_cache_dtype",
+    "freight",
+)
+_STRATEGIES = {
+    WeightScheme.TENSOR: "tensor",
+    WeightScheme.CHANNEL: "channel",
+    WeightScheme.BLOCK: "block",
+}
 
 
 def scale_format(layout: Layout, model_format: Format) -> Format:
@@ -41,23 +55,32 @@ def scale_format(layout: Layout, model_format: Format) -> Format:
 def declare(
     config: Mapping[str, Any], plan: QuantizePlan, ignored: Sequence[str], keeps: bool = False
 ) -> dict[str, Any]:
-    """`config` (the content of config.json of the 16-bit model) with the declaration of what `plan` quantizes.
+    """`config` (the content of config.json of the 16-bit model) with the declaration of what `plan`
+    quantizes.
 
-    What the model declared of KV scales that it already has is replaced. `keeps`: it declares weights that stay as they
-    are (MXFP4), and the format of its KV scales is added to that.
+    What the model declared of KV scales that it already has is replaced. `keeps`: it declares
+    weights that stay as they are (MXFP4), and the format of its KV scales is added to that.
     """
     declared = _without(config)
-    declared |= {key: _without(declared[key]) for key in TEXT_KEYS if isinstance(declared.get(key), Mapping)}
+    declared |= {
+        key: _without(declared[key]) for key in TEXT_KEYS if isinstance(declared.get(key), Mapping)
+    }
     if keeps:
         own = config.get("quantization_config") or config.get("compression_config") or {}
         kv = {} if plan.kv_granularity is None else {"kv_cache_format": str(Format.E4M3FN)}
-        rest = {key: value for key, value in own.items() if key not in ("kv_cache_format", "kv_cache_scheme")}
+        rest = {
+            key: value
+            for key, value in own.items()
+            if key not in ("kv_cache_format", "kv_cache_scheme")
+        }
         declared["quantization_config"] = rest | kv
     elif plan.layout is Layout.TGI:
         declared["kv_cache_torch_dtype"] = Format.E4M3FN.torch_name
     elif plan.layout is Layout.FP8:
         declared["quantization_config"] = _fp8(plan, ignored)
-    elif plan.weights is not WeightScheme.NONE or plan.kv_granularity is not None:  # else a mixed cache alone
+    elif (
+        plan.weights is not WeightScheme.NONE or plan.kv_granularity is not None
+    ):  # else a mixed cache alone
         declared["quantization_config"] = _compressed_tensors(plan, ignored)
     return declared
 
@@ -73,7 +96,11 @@ def _fp8(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
         "ignored_layers": list(ignored),
     }
     if plan.weights is WeightScheme.BLOCK:
-        content |= {"fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": list(ignored)}
+        content |= {
+            "fmt": "e4m3",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": list(ignored),
+        }
     return content | _kv(plan, "static")
 
 
@@ -81,8 +108,14 @@ def _compressed_tensors(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str,
     quantized = plan.weights is not WeightScheme.NONE
     format, groups = "dense", {}
     if quantized:
-        format = "naive-quantized" if plan.activations is ActivationScheme.NONE else "float-quantized"
-        group = {"targets": ["Linear"], "weights": _weights(plan.weights), "input_activations": _activations(plan)}
+        format = (
+            "naive-quantized" if plan.activations is ActivationScheme.NONE else "float-quantized"
+        )
+        group = {
+            "targets": ["Linear"],
+            "weights": _weights(plan.weights),
+            "input_activations": _activations(plan),
+        }
         groups = {"group_0": group}
     return {
         "quant_method": "compressed-tensors",
@@ -101,9 +134,17 @@ def _kv(plan: QuantizePlan, scheme: object) -> dict[str, Any]:
     return {"kv_cache_scheme": scheme, "kv_cache_format": str(Format.E4M3FN)}
 
 
-def _arguments(strategy: str, *, dynamic: bool = False, observer: str | None = None) -> dict[str, Any]:
+def _arguments(
+    strategy: str, *, dynamic: bool = False, observer: str | None = None
+) -> dict[str, Any]:
     """compressed-tensors' QuantizationArgs."""
-    content = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
+    content = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": strategy,
+        "dynamic": dynamic,
+    }
     return content | {"group_size": None, "block_structure": None, "observer": observer}
 
 
@@ -123,9 +164,16 @@ def _activations(plan: QuantizePlan) -> dict[str, Any] | None:
 
 
 def weight_tensors(
-    plan: QuantizePlan, module: str, data: Tensor, scale: Tensor, input_scale: float | None, format: Format
+    plan: QuantizePlan,
+    module: str,
+    data: Tensor,
+    scale: Tensor,
+    input_scale: float | None,
+    format: Format,
 ) -> dict[str, Tensor]:
-    """One quantized Linear: `data` FP8, `scale` float32 [], [rows] or [blocks, blocks]; scales are kept in `format`."""
+    """One quantized Linear: `data` FP8, `scale` float32 [], [rows] or [blocks, blocks]; scales are
+    kept in `format`.
+    """
     stored = scale.to(torch_dtype(format))
     if plan.layout is Layout.COMPRESSED_TENSORS and stored.ndim < 2:
         stored = stored.view(1) if stored.ndim == 0 else stored[:, None]
@@ -136,12 +184,19 @@ def weight_tensors(
     return tensors
 
 
-def kv_tensors(plan: QuantizePlan, attention: str, scales: LayerScales, format: Format) -> dict[str, Tensor]:
-    """The KV scales of the attention module named `attention`; `scales` has one for K and one for V."""
+def kv_tensors(
+    plan: QuantizePlan, attention: str, scales: LayerScales, format: Format
+) -> dict[str, Tensor]:
+    """The KV scales of the attention module named `attention`; `scales` has one for K and one for
+    V.
+    """
     (k,), (v,) = scales.k, scales.v
     if plan.layout is Layout.TGI:
         return {f"{attention}.kv_scale": _scalar(plan.layout, max(k, v), format)}
-    return {f"{attention}.{side}_scale": _scalar(plan.layout, x, format) for side, x in (("k", k), ("v", v))}
+    return {
+        f"{attention}.{side}_scale": _scalar(plan.layout, x, format)
+        for side, x in (("k", k), ("v", v))
+    }
 
 
 def _scalar(layout: Layout, value: float, format: Format) -> Tensor:

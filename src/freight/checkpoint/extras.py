@@ -1,18 +1,21 @@
 """KV scales per head or per channel, and centers of keys, in a side file that other engines ignore.
 
-The standard tensors hold one scale per layer, valid without the file. config.json names the file and its SHA-256; a
-file that is missing, or belongs to another run, is an error, and there is no fallback:
+The standard tensors hold one scale per layer, valid without the file. config.json names the file
+and its SHA-256; a file that is missing, or belongs to another run, is an error, and there is no
+fallback:
 
     "freight": {"kv_scales": {"file": "freight_kv_scales.json", "sha256": "…"}}
 
-The file is JSON: {"format": "fp8_e4m3fn", "granularity": "channel", "layers": [{"k": […], "v": […]}, …]}; scales are
-float32, row-major over [num_kv_heads, head_dim]. A layer that subtracts a constant from its keys before it stores
-them has that as `k_center`, one number per channel; its scales of keys are for the differences.
+The file is JSON: {"format": "fp8_e4m3fn", "granularity": "channel", "layers": [{"k": […], "v":
+[…]}, …]}; scales are float32, row-major over [num_kv_heads, head_dim]. A layer that subtracts a
+constant from its keys before it stores them has that as `k_center`, one number per channel; its
+scales of keys are for the differences.
 
-Where layers are stored in different ways (`freight quantize --kv-budget`), the file's granularity is "mixed", and each
-layer has its own: {"granularity": "head", "k": […], "v": […]}, {"granularity": "token"}, which is measured as it is
-stored, or {"granularity": null} for 16 bits. There are no tensors and no declared KV scheme beside it then: another
-engine would take 1.0 for the layers without scales.
+Where layers are stored in different ways (`freight quantize --kv-budget`), the file's granularity
+is "mixed", and each layer has its own: {"granularity": "head", "k": […], "v": […]}, {"granularity":
+"token"}, which is measured as it is stored, or {"granularity": null} for 16 bits. There are no
+tensors and no declared KV scheme beside it then: another engine would take 1.0 for the layers
+without scales.
 """
 
 from __future__ import annotations
@@ -33,13 +36,17 @@ from freight.fp8.scheme import KVScales, LayerScales
 
 FILE = "freight_kv_scales.json"
 MIXED = "mixed"
-WRITTEN = {"checkpoint": 1}  # `freight` in the config.json of whatever Freight writes: its folders may be overwritten
+WRITTEN = {
+    "checkpoint": 1
+}  # `freight` in the config.json of whatever Freight writes: its folders may be overwritten
 _REQUIRED = dict.fromkeys(("k", "v"))  # fields of LayerScales
 _OPTIONAL = dict.fromkeys(("k_center",))
 
 
 def write_extras(scales: KVScales) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(entries for config.json, {file name: content}). Every layer must have scales, or a choice in `mixed`."""
+    """(entries for config.json, {file name: content}). Every layer must have scales, or a choice in
+    `mixed`.
+    """
     if scales.mixed:
         assert len(scales.mixed) == len(scales.layers)
         granularity = MIXED
@@ -58,18 +65,26 @@ def write_extras(scales: KVScales) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def read_extras(checkpoint: Checkpoint, model: ModelConfig) -> KVScales | None:
-    """The scales of the file that config.json names; None if it names none. Raises CheckpointError for another file."""
+    """The scales of the file that config.json names; None if it names none. Raises CheckpointError
+    for another file.
+    """
     declared = checkpoint.config.get("freight")
     if declared is None or declared == WRITTEN:
         return None
     known = isinstance(declared, dict) and set(declared) - set(WRITTEN) == {"kv_scales"}
     named = declared.get("kv_scales") if known else None
-    if not isinstance(named, dict) or set(named) != {"file", "sha256"} or not all(map(_is_str, named.values())):
+    if (
+        not isinstance(named, dict)
+        or set(named) != {"file", "sha256"}
+        or not all(map(_is_str, named.values()))
+    ):
         raise CheckpointError(
             f"{checkpoint.path}/config.json: freight = {declared!r} is not understood by this version"
         )
     if Path(named["file"]).name != named["file"]:
-        raise CheckpointError(f"{checkpoint.path}/config.json names {named['file']!r}, which lies outside the folder")
+        raise CheckpointError(
+            f"{checkpoint.path}/config.json names {named['file']!r}, which lies outside the folder"
+        )
     path = checkpoint.path / named["file"]
     way_out = (
         "copy it from the folder that the model was written to, or remove `freight` from config.json to use one scale "
@@ -78,9 +93,13 @@ def read_extras(checkpoint: Checkpoint, model: ModelConfig) -> KVScales | None:
     try:
         data = read_bytes(path)
     except OSError as error:
-        raise CheckpointError(f"{path}, which config.json names, cannot be read: {error}; {way_out}") from error
+        raise CheckpointError(
+            f"{path}, which config.json names, cannot be read: {error}; {way_out}"
+        ) from error
     if hashlib.sha256(data).hexdigest() != named["sha256"]:
-        raise CheckpointError(f"{path} is not the file that config.json names: its SHA-256 differs; {way_out}")
+        raise CheckpointError(
+            f"{path} is not the file that config.json names: its SHA-256 differs; {way_out}"
+        )
     return _parse(path, data, model)
 
 
@@ -101,14 +120,25 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         format, by_layer = Format(content["format"]), content["layers"]
         mixed: tuple[Granularity | None, ...] = ()
         if content["granularity"] == MIXED:
-            mixed = tuple(one["granularity"] and Granularity(one["granularity"]) for one in by_layer)
-            by_layer = [{key: values for key, values in one.items() if key != "granularity"} for one in by_layer]
+            mixed = tuple(
+                one["granularity"] and Granularity(one["granularity"]) for one in by_layer
+            )
+            by_layer = [
+                {key: values for key, values in one.items() if key != "granularity"}
+                for one in by_layer
+            ]
         granularity = Granularity.TENSOR if mixed else Granularity(content["granularity"])
-        layers = [{key: tuple(map(float, values)) for key, values in layer.items()} for layer in by_layer]
+        layers = [
+            {key: tuple(map(float, values)) for key, values in layer.items()} for layer in by_layer
+        ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} holds no KV scales: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{path} holds no KV scales: {type(error).__name__}: {error}"
+        ) from error
     if Granularity.GROUP in mixed:
-        raise CheckpointError(f"{path} has a layer with scales per group, which no file chooses; quantize again")
+        raise CheckpointError(
+            f"{path} has a layer with scales per group, which no file chooses; quantize again"
+        )
     if not format.is_e4m3 or granularity.is_dynamic or len(layers) != model.num_layers:
         raise CheckpointError(
             f"{path} has {MIXED if mixed else granularity} scales for {format} and {len(layers)} layers; the model has "
@@ -116,10 +146,16 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         )
     scales: list[LayerScales | None] = []
     for index, layer in enumerate(layers):
-        where, mixer, own = f"{path}: layer {index}", model.paged.get(index), mixed[index] if mixed else granularity
+        where, mixer, own = (
+            f"{path}: layer {index}",
+            model.paged.get(index),
+            mixed[index] if mixed else granularity,
+        )
         if own is None or own is Granularity.TOKEN or mixer is None:
             if layer:
-                raise CheckpointError(f"{where} has {sorted(layer)}, but it is stored without static scales")
+                raise CheckpointError(
+                    f"{where} has {sorted(layer)}, but it is stored without static scales"
+                )
             scales.append(None)
             continue
         _check_layer(where, layer, own, mixer)
@@ -127,11 +163,15 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         rotated = None if isinstance(mixer, LatentConfig) else mixer.rope
         rotary_dim = 0 if rotated is None else model.ropes[rotated].rotary_dim
         _check_rotated(where, layer.get("k_center", ()), mixer.k_dim, rotary_dim)
-        scales.append(LayerScales(**layer, granularity=own, names=(f"{path.name}:layers[{index}]",), alone=""))
+        scales.append(
+            LayerScales(**layer, granularity=own, names=(f"{path.name}:layers[{index}]",), alone="")
+        )
     return KVScales(tuple(scales), format, mixed=mixed, unneeded=model.without_pages)
 
 
-def _check_layer(where: str, layer: dict[str, tuple[float, ...]], granularity: Granularity, mixer: PagedMixer) -> None:
+def _check_layer(
+    where: str, layer: dict[str, tuple[float, ...]], granularity: Granularity, mixer: PagedMixer
+) -> None:
     """Raises CheckpointError if scales or centers do not fit the layer, or are no valid numbers."""
     if "v_center" in layer:
         raise CheckpointError(
@@ -139,12 +179,16 @@ def _check_layer(where: str, layer: dict[str, tuple[float, ...]], granularity: G
             "quantize the model again with --center"
         )
     if not set(_REQUIRED) <= set(layer) <= set(_REQUIRED | _OPTIONAL):
-        raise CheckpointError(f"{where} has {sorted(layer)}, which this version does not understand")
+        raise CheckpointError(
+            f"{where} has {sorted(layer)}, which this version does not understand"
+        )
     heads, dims = mixer.num_kv_heads, {"k": mixer.k_dim, "v": mixer.v_dim}
     for side in _REQUIRED:
         needed = granularity.num_scales(heads, dims[side])
         if len(layer[side]) != needed:
-            raise CheckpointError(f"{where} has {len(layer[side])} scales of {side}, the model needs {needed}")
+            raise CheckpointError(
+                f"{where} has {len(layer[side])} scales of {side}, the model needs {needed}"
+            )
         if not all(math.isfinite(value) and value > 0 for value in layer[side]):
             raise CheckpointError(f"{where}: a scale of {side} is not finite and above 0")
     for center in _OPTIONAL:
@@ -154,7 +198,9 @@ def _check_layer(where: str, layer: dict[str, tuple[float, ...]], granularity: G
 
 
 def _check_rotated(where: str, k_center: tuple[float, ...], k_dim: int, rotary_dim: int) -> None:
-    """Raises CheckpointError for a center of a key's channel behind those that are rotated (`KeyCenter`)."""
+    """Raises CheckpointError for a center of a key's channel behind those that are rotated
+    (`KeyCenter`).
+    """
     for index, value in enumerate(k_center):
         if value and index % k_dim >= rotary_dim:
             raise CheckpointError(

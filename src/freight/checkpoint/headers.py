@@ -15,8 +15,27 @@ from freight.errors import CheckpointError
 from freight.files import open_regular
 from freight.fp8.formats import Format
 
-_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64}
-_BITS |= {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "U16": 16,
+    "I16": 16,
+    "U32": 32,
+    "I32": 32,
+    "U64": 64,
+    "I64": 64,
+}
+_BITS |= {
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "C64": 64,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
 _BITS |= {"F8_E4M3": 8, "F8_E4M3FNUZ": 8, "F8_E5M2": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8}
 FORMAT_NAMES = {
     "F32": Format.FLOAT32,
@@ -35,9 +54,9 @@ Index = tuple[int | slice, ...]  # of a part within a stored tensor, from its fi
 class TensorEntry:
     """The header entry of one tensor. `dtype` is safetensors' name, e.g. 'BF16'; `size` in bytes.
 
-    A tensor that `Checkpoint.divide` presents lies at `index` in the tensor that the file has as `stored`, and the
-    declaration knows its module as `module`; these are empty for all others. With `turned` the file has its two
-    dimensions in the other order.
+    A tensor that `Checkpoint.divide` presents lies at `index` in the tensor that the file has as
+    `stored`, and the declaration knows its module as `module`; these are empty for all others. With
+    `turned` the file has its two dimensions in the other order.
     """
 
     file: Path
@@ -51,7 +70,9 @@ class TensorEntry:
 
     @property
     def dtype_name(self) -> str:
-        """Freight's name of the dtype ('bfloat16'); safetensors' in lower case for a dtype that no Format has."""
+        """Freight's name of the dtype ('bfloat16'); safetensors' in lower case for a dtype that no
+        Format has.
+        """
         return str(FORMAT_NAMES.get(self.dtype, self.dtype.lower()))
 
 
@@ -62,7 +83,9 @@ def unreadable(path: Path, error: OSError) -> str:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of one safetensors file. Raises CheckpointError unless the header describes the file exactly."""
+    """The tensors of one safetensors file. Raises CheckpointError unless the header describes the
+    file exactly.
+    """
     try:
         with open_regular(file) as stream:
             return _read_header(file, stream, file.stat().st_size)
@@ -73,7 +96,9 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 def _read_header(file: Path, stream: BinaryIO, size: int) -> dict[str, TensorEntry]:
     length = int.from_bytes(stream.read(8), "little")
     if size < 8 or length > min(_MAX_HEADER, size - 8):
-        raise CheckpointError(f"{file} is truncated, or not a safetensors file: {size} bytes, header of {length}")
+        raise CheckpointError(
+            f"{file} is truncated, or not a safetensors file: {size} bytes, header of {length}"
+        )
     try:
         header = json.loads(stream.read(length), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -83,14 +108,19 @@ def _read_header(file: Path, stream: BinaryIO, size: int) -> dict[str, TensorEnt
     header.pop("__metadata__", None)
     end, entries = 0, {}
     for name, (entry, begin, stop) in sorted(
-        ((name, _entry(file, name, fields)) for name, fields in header.items()), key=lambda item: item[1][1:]
+        ((name, _entry(file, name, fields)) for name, fields in header.items()),
+        key=lambda item: item[1][1:],
     ):
         if begin != end:
-            raise CheckpointError(f"{file}: tensor {name} begins at byte {begin}, where {end} is expected")
+            raise CheckpointError(
+                f"{file}: tensor {name} begins at byte {begin}, where {end} is expected"
+            )
         end, entries[name] = stop, entry
     if size != 8 + length + end:
         kind = "truncated" if size < 8 + length + end else "too long"
-        raise CheckpointError(f"{file} is {kind}: {size} bytes where its header describes {8 + length + end}")
+        raise CheckpointError(
+            f"{file} is {kind}: {size} bytes where its header describes {8 + length + end}"
+        )
     return entries
 
 
@@ -105,13 +135,21 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(file: Path, name: str, fields: Any) -> tuple[TensorEntry, int, int]:
     """One header entry and its byte range; dtype, shape and size are checked against each other."""
     try:
-        dtype, shape, (begin, stop) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+        dtype, shape, (begin, stop) = (
+            fields["dtype"],
+            tuple(fields["shape"]),
+            fields["data_offsets"],
+        )
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{file}: the header's entry of {name} is damaged: {fields!r}") from error
+        raise CheckpointError(
+            f"{file}: the header's entry of {name} is damaged: {fields!r}"
+        ) from error
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise CheckpointError(f"{file}: tensor {name} has dtype {dtype!r}, which is unknown")
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, stop)):
         raise CheckpointError(f"{file}: the header's entry of {name} is damaged: {fields!r}")
     if (stop - begin) * 8 != math.prod(shape) * _BITS[dtype]:
-        raise CheckpointError(f"{file}: tensor {name}, {dtype} {list(shape)}, does not fill its {stop - begin} bytes")
+        raise CheckpointError(
+            f"{file}: tensor {name}, {dtype} {list(shape)}, does not fill its {stop - begin} bytes"
+        )
     return TensorEntry(file, dtype, shape, stop - begin), begin, stop

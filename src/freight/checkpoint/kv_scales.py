@@ -1,8 +1,8 @@
 """KV scales, from a checkpoint's tensors or from the kv_cache_scales.json of older engines.
 
-Scales are found by tensor name, whatever the declared method: one pattern covers the names of all known producers.
-Each scale is checked when it is read (shape, finite, above 0). A layer has valid scales or None; a missing scale is
-never replaced by 1.0.
+Scales are found by tensor name, whatever the declared method: one pattern covers the names of all
+known producers. Each scale is checked when it is read (shape, finite, above 0). A layer has valid
+scales or None; a missing scale is never replaced by 1.0.
 """
 
 from __future__ import annotations
@@ -46,19 +46,26 @@ _NAME = re.compile(
     )$""",
     re.VERBOSE,
 )
-_AFFINE = re.compile(r"layers\.\d+\.(?:self_attn|mixer)\.(?:k_proj\.k|v_proj\.v)_bias$")  # ModelOpt's affine cache
-# parts with layers of their own, numbered from 0: one that predicts further tokens, and models of pictures and sounds
+_AFFINE = re.compile(
+    r"layers\.\d+\.(?:self_attn|mixer)\.(?:k_proj\.k|v_proj\.v)_bias$"
+)  # ModelOpt's affine cache
+# parts with layers of their own, numbered from 0: one that predicts further tokens, and models of
+# pictures and sounds
 _OTHER_PART = re.compile(r"(?:^|\.)(?:mtp|\w*(?:vision|visual|audio|sound)\w*)\.")
 _ORDER = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)  # from coarse to fine
 
 
 def is_other_part(name: str) -> bool:
-    """Whether the tensor is of a part with layers of its own, whose numbers are not those of the decoder."""
+    """Whether the tensor is of a part with layers of its own, whose numbers are not those of the
+    decoder.
+    """
     return _OTHER_PART.search(name) is not None
 
 
 def parse_scale_name(name: str) -> tuple[int, str] | None:
-    """(layer, 'k', 'v' or 'kv') of a KV scale's tensor name; None for any other tensor, and for other parts' scales."""
+    """(layer, 'k', 'v' or 'kv') of a KV scale's tensor name; None for any other tensor, and for
+    other parts' scales.
+    """
     match = _NAME.search(name)
     if match is None or is_other_part(name):
         return None
@@ -66,18 +73,24 @@ def parse_scale_name(name: str) -> tuple[int, str] | None:
     return int(match["layer"]), next(iter(sides.values()))
 
 
-def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, extras: bool = True) -> KVScales:
-    """Take all KV scales of the checkpoint, made for the format that `scheme` declares, else (assumed) for E4M3FN.
+def read_kv_scales(
+    checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, extras: bool = True
+) -> KVScales:
+    """Take all KV scales of the checkpoint, made for the format that `scheme` declares, else
+    (assumed) for E4M3FN.
 
     Those of a side file (`checkpoint.extras`) take precedence if it has one.
 
     With `extras` False the scales of the tensors are returned, which are valid without centers.
 
-    If only K or V has a scale, both hold it, and `LayerScales.alone` says so; `kv_scale` is for both. Raises
-    CheckpointError, naming tensor and value, for a scale that is not positive and finite, has a shape that fits neither
-    tensor, head nor channel granularity, or has different values under two names, and for affine (biased) KV scales.
+    If only K or V has a scale, both hold it, and `LayerScales.alone` says so; `kv_scale` is for
+    both. Raises CheckpointError, naming tensor and value, for a scale that is not positive and
+    finite, has a shape that fits neither tensor, head nor channel granularity, or has different
+    values under two names, and for affine (biased) KV scales.
     """
-    affine = sorted(name for name in checkpoint.names if _AFFINE.search(name) and not is_other_part(name))
+    affine = sorted(
+        name for name in checkpoint.names if _AFFINE.search(name) and not is_other_part(name)
+    )
     if affine:
         raise CheckpointError(
             f"{checkpoint.path}: {affine[0]}: an affine KV cache (a bias beside each scale) is not implemented; export "
@@ -92,7 +105,9 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, e
         if model.num_layers <= layer < model.num_layers + model.prediction_layers:
             continue  # it predicts further tokens, and does not run
         if layer >= model.num_layers:
-            raise CheckpointError(f"{name} is a KV scale of layer {layer}, but the model has {model.num_layers} layers")
+            raise CheckpointError(
+                f"{name} is a KV scale of layer {layer}, but the model has {model.num_layers} layers"
+            )
         if layer in model.without_pages:
             raise CheckpointError(
                 f"{name} is a KV scale of layer {layer}, which has no attention and stores no keys and values; remove "
@@ -126,7 +141,9 @@ def read_kv_scales(checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, e
     )
 
 
-def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: PagedMixer | None) -> LayerScales | None:
+def _layer(
+    sides: dict[str, tuple[str, tuple[float, ...]]], mixer: PagedMixer | None
+) -> LayerScales | None:
     """Scales of K and V, both in the finer of their granularities; expanding is exact."""
     if not sides or mixer is None:
         return None
@@ -135,19 +152,32 @@ def _layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: PagedMixer | 
     (k_name, k), (v_name, v) = (sides.get(side) or next(iter(sides.values())) for side in "kv")
     heads, dims = mixer.num_kv_heads, (mixer.k_dim, mixer.v_dim)
     found = (
-        next(granularity for granularity in _ORDER if granularity.num_scales(heads, dim) == len(values))
+        next(
+            granularity
+            for granularity in _ORDER
+            if granularity.num_scales(heads, dim) == len(values)
+        )
         for values, dim in zip((k, v), dims, strict=True)
     )
     granularity = max(found, key=_ORDER.index)
     names = tuple(dict.fromkeys((k_name, v_name)))
-    k, v = (_repeat(x, granularity.num_scales(heads, dim)) for x, dim in zip((k, v), dims, strict=True))
+    k, v = (
+        _repeat(x, granularity.num_scales(heads, dim)) for x, dim in zip((k, v), dims, strict=True)
+    )
     return LayerScales(k, v, granularity, names, alone=next(iter(sides)) if len(sides) == 1 else "")
 
 
-def _latent_layer(sides: dict[str, tuple[str, tuple[float, ...]]], mixer: LatentConfig) -> LayerScales:
+def _latent_layer(
+    sides: dict[str, tuple[str, tuple[float, ...]]], mixer: LatentConfig
+) -> LayerScales:
     """Values are channels of keys, so K's scale is that of both, and one of V is not used."""
-    k, names = (sides.get("k") or sides["v"])[1], tuple(dict.fromkeys(name for name, _ in sides.values()))
-    granularity = next((one for one in _ORDER if one.num_scales(1, mixer.k_dim) == len(k)), _ORDER[-1])
+    k, names = (
+        (sides.get("k") or sides["v"])[1],
+        tuple(dict.fromkeys(name for name, _ in sides.values())),
+    )
+    granularity = next(
+        (one for one in _ORDER if one.num_scales(1, mixer.k_dim) == len(k)), _ORDER[-1]
+    )
     return LayerScales(k, k[-mixer.v_dim :], granularity, names, alone="" if "k" in sides else "v")
 
 
@@ -181,12 +211,14 @@ def _require_positive(what: str, value: float) -> None:
 
 
 def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
-    """The kv_cache_scales.json of older engines: one factor per layer, for K and V, made for E4M3FN.
+    """The kv_cache_scales.json of older engines: one factor per layer, for K and V, made for
+    E4M3FN.
 
-    Form: {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.015, …}}}},
-    rank by rank, {rank: {layer: factor}}. `model_type` may be missing. Several ranks must have equal factors, since one
-    factor is for all heads here. Raises CheckpointError, naming file and entry, unless there is one positive finite
-    factor for each of the model's layers with attention.
+    Form: {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0":
+    {"0": 0.015, …}}}}, rank by rank, {rank: {layer: factor}}. `model_type` may be missing. Several
+    ranks must have equal factors, since one factor is for all heads here. Raises CheckpointError,
+    naming file and entry, unless there is one positive finite factor for each of the model's layers
+    with attention.
     """
     content = _load(path)
     if content.get("model_type") not in (None, model.model_type):
@@ -195,7 +227,9 @@ def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
         )
     kv_cache = _object(path, content, "kv_cache")
     if kv_cache.get("dtype") != "float8_e4m3fn":
-        raise CheckpointError(f"{path}: kv_cache.dtype is {kv_cache.get('dtype')!r}; only 'float8_e4m3fn' can be read")
+        raise CheckpointError(
+            f"{path}: kv_cache.dtype is {kv_cache.get('dtype')!r}; only 'float8_e4m3fn' can be read"
+        )
     ranks = _object(path, kv_cache, "scaling_factor")
     _check_ranks(path, ranks, model)
     expected = [str(layer) for layer in model.paged]
@@ -221,8 +255,14 @@ def _check_ranks(path: Path, ranks: dict[str, Any], model: ModelConfig) -> None:
     count = len(ranks)
     if not ranks or set(ranks) != {str(rank) for rank in range(count)}:
         bad = [rank for rank in ranks if not rank.isdecimal()]
-        why = f"{bad[0]!r} is not a rank number" if bad else f"it has {count} ranks, {_some(ranks) or 'none'}"
-        raise CheckpointError(f"{path}: scaling_factor must have ranks '0', '1' and so on without a gap, but {why}")
+        why = (
+            f"{bad[0]!r} is not a rank number"
+            if bad
+            else f"it has {count} ranks, {_some(ranks) or 'none'}"
+        )
+        raise CheckpointError(
+            f"{path}: scaling_factor must have ranks '0', '1' and so on without a gap, but {why}"
+        )
     for index, mixer in model.paged.items():
         heads = mixer.num_kv_heads
         if heads % count and count % heads:
@@ -232,7 +272,9 @@ def _check_ranks(path: Path, ranks: dict[str, Any], model: ModelConfig) -> None:
             )
 
 
-def _rank_layers(path: Path, ranks: dict[str, Any], rank: str, expected: list[str]) -> tuple[LayerScales, ...]:
+def _rank_layers(
+    path: Path, ranks: dict[str, Any], rank: str, expected: list[str]
+) -> tuple[LayerScales, ...]:
     factors = _object(path, ranks, rank)
     if set(factors) != set(expected):
         lacking = [layer for layer in expected if layer not in factors]
@@ -240,7 +282,11 @@ def _rank_layers(path: Path, ranks: dict[str, Any], rank: str, expected: list[st
         of_rank = f" in rank {rank}" if len(ranks) > 1 else ""
         raise CheckpointError(
             f"{path} has factors for {len(factors)} layers{of_rank}, but the model has {len(expected)}: "
-            + "; ".join(f"{word} {_some(some)}" for word, some in (("lacking", lacking), ("unknown", beyond)) if some)
+            + "; ".join(
+                f"{word} {_some(some)}"
+                for word, some in (("lacking", lacking), ("unknown", beyond))
+                if some
+            )
         )
     return tuple(_json_layer(path, rank, layer, factors[layer]) for layer in expected)
 

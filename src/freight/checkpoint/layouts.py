@@ -1,9 +1,10 @@
-"""read_scheme: what a checkpoint declares about its quantization. Declarations only, no tensors; imports no torch.
+"""read_scheme: what a checkpoint declares about its quantization. Declarations only, no tensors;
+imports no torch.
 
-Supported are `quant_method` fp8 (AutoFP8, Quark's vLLM export, DeepSeek's blocks, transformers), compressed-tensors
-(llm-compressor), modelopt (NVIDIA), quark (AMD), fbgemm_fp8, torchao and mxfp4, each read in `producers/`, and the
-keys that Text Generation Inference reads. A declared scheme that is not implemented, such as an INT8 cache, raises
-CheckpointError; there is no fallback.
+Supported are `quant_method` fp8 (AutoFP8, Quark's vLLM export, DeepSeek's blocks, transformers),
+compressed-tensors (llm-compressor), modelopt (NVIDIA), quark (AMD), fbgemm_fp8, torchao and mxfp4,
+each read in `producers/`, and the keys that Text Generation Inference reads. A declared scheme that
+is not implemented, such as an INT8 cache, raises CheckpointError; there is no fallback.
 """
 
 from __future__ import annotations
@@ -49,27 +50,34 @@ def read_scheme(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
     if declared is None:
         return _described(_in_named_format(Scheme(), config))
     if not isinstance(declared, Mapping):
-        raise CheckpointError(f"config.json: quantization_config = {declared!r} is not a JSON object")
+        raise CheckpointError(
+            f"config.json: quantization_config = {declared!r} is not a JSON object"
+        )
     method = declared.get("quant_method")
     if method is None and "quant_algo" in declared:
         method = "modelopt"  # version 0.31 wrote no quant_method, and config_groups too
     if method is None and "config_groups" in declared:
         method = "compressed-tensors"  # files of 2024 have no quant_method
     if method == "mxfp4":
-        return _described(_in_named_format(read_mxfp4(declared, config.get("model_type")), {**declared, **config}))
+        return _described(
+            _in_named_format(read_mxfp4(declared, config.get("model_type")), {**declared, **config})
+        )
     if not isinstance(method, str) or method not in _READERS:
         known = choices((*_READERS, "mxfp4"))
         raise CheckpointError(f"quantization method {method!r} is not implemented; {known} are")
     if method.startswith("modelopt"):  # config.json wins where both files have a key
         own = (hf_quant_config or {}).get("quantization") or {}
         if not isinstance(own, Mapping):
-            raise CheckpointError(f"hf_quant_config.json: quantization = {own!r} is not a JSON object")
+            raise CheckpointError(
+                f"hf_quant_config.json: quantization = {own!r} is not a JSON object"
+            )
         declared = {**own, **declared}
     return _described(_in_named_format(_READERS[method](declared), {**declared, **config}))
 
 
 def declaration(config: Mapping[str, Any]) -> Any:
-    """What config.json says of quantization, for the whole model, else for its text model: Kimi-K2.5 has it there.
+    """What config.json says of quantization, for the whole model, else for its text model:
+    Kimi-K2.5 has it there.
 
     None where it says nothing.
     """
@@ -91,15 +99,17 @@ def _described(scheme: Scheme) -> Scheme:
 def _in_named_format(scheme: Scheme, config: Mapping[str, Any]) -> Scheme:
     """`scheme` with the E4M3 variant that config.json names for the KV scales, if it names one.
 
-    A variant without a declared KV scheme also declares that the checkpoint has static scales. The keys are
-    `kv_cache_torch_dtype` (or, from the same tool, `kv_cache_dtype`) beside the model's own, and `kv_cache_format`
-    within quantization_config.
+    A variant without a declared KV scheme also declares that the checkpoint has static scales. The
+    keys are `kv_cache_torch_dtype` (or, from the same tool, `kv_cache_dtype`) beside the model's
+    own, and `kv_cache_format` within quantization_config.
     """
     keys = ("kv_cache_torch_dtype", "kv_cache_dtype", "kv_cache_format")
     declared = {key: config[key] for key in keys if config.get(key) is not None}
     for key, name in declared.items():
         if name not in tuple(_NAMED):  # it may be a list
-            raise CheckpointError(f"config.json: {key} = {name!r} is not implemented; {choices(_NAMED)} are")
+            raise CheckpointError(
+                f"config.json: {key} = {name!r} is not implemented; {choices(_NAMED)} are"
+            )
     formats = {_NAMED[name] for name in declared.values()}
     if len(formats) > 1:
         raise CheckpointError(
@@ -107,4 +117,6 @@ def _in_named_format(scheme: Scheme, config: Mapping[str, Any]) -> Scheme:
         )
     if not formats:
         return scheme
-    return replace(scheme, kv_format=formats.pop(), kv_static=scheme.kv_static or scheme.kv_format is None)
+    return replace(
+        scheme, kv_format=formats.pop(), kv_static=scheme.kv_static or scheme.kv_format is None
+    )

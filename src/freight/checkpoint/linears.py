@@ -1,8 +1,10 @@
-"""FP8 matrices of a checkpoint: where their tensors are, how their scales are laid out, and the Weight of each.
+"""FP8 matrices of a checkpoint: where their tensors are, how their scales are laid out, and the
+Weight of each.
 
-`find_linears` compares the declaration with the stored tensors and reads every scale, so a mismatch is reported before
-a weight is read. Whatever the producer, a matrix becomes a Weight with one scale per output row or per 128 x 128
-block. Bytes and scales are the producer's, so dequantized values are the same to the bit.
+`find_linears` compares the declaration with the stored tensors and reads every scale, so a mismatch
+is reported before a weight is read. Whatever the producer, a matrix becomes a Weight with one scale
+per output row or per 128 x 128 block. Bytes and scales are the producer's, so dequantized values
+are the same to the bit.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class StoredLinear:
     input_limit: float | None
 
     def read(self, checkpoint: Checkpoint, format: Format, device: str) -> Weight:
-        """The matrix in `format`, an E4M3 variant. Raises CheckpointError for bytes without a counterpart in it."""
+        """The matrix in `format`, an E4M3 variant. Raises CheckpointError for bytes without a
+        counterpart in it.
+        """
         stored = checkpoint.take(self.weight, self.shape, self.format)
         if self.format is Format.E4M3FNUZ and format is Format.E4M3FN:
             largest = int((stored.view(torch.uint8) & 0x7F == 0x7F).sum())
@@ -51,7 +55,13 @@ class StoredLinear:
                     f"have no counterpart in {format}, this device's format; quantize the model to {format}"
                 )
         data, scale = convert_e4m3(stored.to(device), self.scale.to(device), format)
-        return Weight(data.contiguous(), scale, self.activations, self.input_scale_in(format), self.input_limit)
+        return Weight(
+            data.contiguous(),
+            scale,
+            self.activations,
+            self.input_scale_in(format),
+            self.input_limit,
+        )
 
     def input_scale_in(self, format: Format) -> float | None:
         """The input scale of `read`."""
@@ -61,9 +71,13 @@ class StoredLinear:
 
 
 def find_linears(
-    checkpoint: Checkpoint, scheme: Scheme, shapes: Mapping[str, tuple[int, ...]], free: frozenset[str]
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    shapes: Mapping[str, tuple[int, ...]],
+    free: frozenset[str],
 ) -> dict[str, StoredLinear]:
-    """The matrices that are stored in FP8, by the names in `shapes` ('model.layers.0.mlp.down_proj.weight').
+    """The matrices that are stored in FP8, by the names in `shapes`
+    ('model.layers.0.mlp.down_proj.weight').
 
     `shapes` are all tensors of the model; those in `free` (head and embedding) may be quantized or not, whatever is
     declared. Raises CheckpointError, naming tensors, for a declared matrix that is not stored in FP8 or has no scale,
@@ -74,10 +88,15 @@ def find_linears(
         module, dot, suffix = name.rpartition(".")
         if suffix != "weight" or len(shape) != 2:
             continue
-        weight = next((module + dot + s for s in WEIGHTS if module + dot + s in checkpoint.names), None)
+        weight = next(
+            (module + dot + s for s in WEIGHTS if module + dot + s in checkpoint.names), None
+        )
         if weight is None:
             continue  # `Checkpoint.check` reports missing tensors
-        stored, declared = checkpoint.format_of(weight), scheme.linear(checkpoint.declared_module(weight))
+        stored, declared = (
+            checkpoint.format_of(weight),
+            scheme.linear(checkpoint.declared_module(weight)),
+        )
         if stored.is_fp8:
             found[name] = _stored_linear(
                 checkpoint, module, weight, shape, _declared(checkpoint, weight, scheme, module)
@@ -88,9 +107,14 @@ def find_linears(
 
 
 def _declared(checkpoint: Checkpoint, weight: str, scheme: Scheme, module: str) -> LinearScheme:
-    declared, stored = scheme.linear(checkpoint.declared_module(weight)), checkpoint.format_of(weight)
+    declared, stored = (
+        scheme.linear(checkpoint.declared_module(weight)),
+        checkpoint.format_of(weight),
+    )
     if stored not in (Format.E4M3FN, Format.E4M3FNUZ):
-        raise CheckpointError(f"{checkpoint.path}: {weight} is stored in {stored}; weights in E4M3 are implemented")
+        raise CheckpointError(
+            f"{checkpoint.path}: {weight} is stored in {stored}; weights in E4M3 are implemented"
+        )
     if declared is None and scheme.weight_format is None:
         raise CheckpointError(
             f"{checkpoint.path}: {weight} is stored in {stored}, but config.json declares no quantization of weights; "
@@ -105,9 +129,16 @@ def _declared(checkpoint: Checkpoint, weight: str, scheme: Scheme, module: str) 
 
 
 def _require_plain(
-    checkpoint: Checkpoint, weight: str, scheme: Scheme, declared: LinearScheme | None, module: str, free: bool
+    checkpoint: Checkpoint,
+    weight: str,
+    scheme: Scheme,
+    declared: LinearScheme | None,
+    module: str,
+    free: bool,
 ) -> None:
-    """Raises CheckpointError for a matrix in 16 or 32 bits that is declared quantized, or that has a scale."""
+    """Raises CheckpointError for a matrix in 16 or 32 bits that is declared quantized, or that has
+    a scale.
+    """
     stored = checkpoint.format_of(weight)
     if declared is not None and not declared.or_plain and not free:
         raise CheckpointError(
@@ -133,7 +164,8 @@ def _stored_linear(
     name = _one_of(checkpoint, module, _SCALES)
     if name is None:
         expected = next(
-            (one for one in _SCALES if any(name.endswith(f".{one}") for name in checkpoint.names)), _SCALES[0]
+            (one for one in _SCALES if any(name.endswith(f".{one}") for name in checkpoint.names)),
+            _SCALES[0],
         )
         raise CheckpointError(
             f"{checkpoint.path}: {weight} is stored in FP8, and its scale {module}.{expected} is missing"
@@ -157,19 +189,31 @@ def _stored_linear(
             f"{checkpoint.path}: there is {input_name}, but config.json declares activations {declared.activations}"
         )
     return StoredLinear(
-        weight, shape, checkpoint.format_of(weight), scale, declared.activations, input_scale, declared.input_limit
+        weight,
+        shape,
+        checkpoint.format_of(weight),
+        scale,
+        declared.activations,
+        input_scale,
+        declared.input_limit,
     )
 
 
 def _one_of(checkpoint: Checkpoint, module: str, suffixes: tuple[str, ...]) -> str | None:
     names = [name for suffix in suffixes if (name := f"{module}.{suffix}") in checkpoint.names]
     if len(names) > 1:
-        raise CheckpointError(f"{checkpoint.path}: {names[0]} and {names[1]} are the same scale twice")
+        raise CheckpointError(
+            f"{checkpoint.path}: {names[0]} and {names[1]} are the same scale twice"
+        )
     return names[0] if names else None
 
 
-def _weight_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], declared: LinearScheme) -> Tensor:
-    """float32, as in `Weight.scale`. Raises CheckpointError for a shape that does not fit the declared granularity."""
+def _weight_scale(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], declared: LinearScheme
+) -> Tensor:
+    """float32, as in `Weight.scale`. Raises CheckpointError for a shape that does not fit the
+    declared granularity.
+    """
     rows, columns = shape
     scale = checkpoint.take_scale(name)
     if declared.scales is WeightScales.TENSOR:
@@ -182,9 +226,13 @@ def _weight_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dec
             return scale.reshape(rows)
     else:
         assert declared.block is not None
-        grid = tuple(math.ceil(size / side) for size, side in zip(shape, declared.block, strict=True))
+        grid = tuple(
+            math.ceil(size / side) for size, side in zip(shape, declared.block, strict=True)
+        )
         expected = f"{list(grid)}"
-        single = math.prod(grid) == scale.numel() == 1  # ModelOpt writes [] for a matrix of one block
+        single = (
+            math.prod(grid) == scale.numel() == 1
+        )  # ModelOpt writes [] for a matrix of one block
         if single or scale.shape in (grid, (grid[0], 1, grid[1], 1)):
             regrouped = regroup(scale.reshape(grid), declared.block, shape)
             if regrouped is None:

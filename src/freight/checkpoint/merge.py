@@ -2,8 +2,8 @@
 
     merge("./llama", "./adapter", Path("out"))
 
-Each weight that the adapter changes is computed in float32 and rounded once; every other tensor keeps its bits. Tensors
-are read one at a time, so memory holds one shard and one weight.
+Each weight that the adapter changes is computed in float32 and rounded once; every other tensor
+keeps its bits. Tensors are read one at a time, so memory holds one shard and one weight.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _RENAMED = (
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What was written. untied: the head has a tensor of its own now, which it shared with the embedding before."""
+    """What was written. untied: the head has a tensor of its own now, which it shared with the
+    embedding before.
+    """
 
     path: Path
     num_changed: int
@@ -48,25 +50,32 @@ def merge(
     revision: str | None = None,
     on_progress: Progress = lambda what, done, total: None,
 ) -> MergeResult:
-    """Write the model with the adapter merged into the new folder `out`, with the model's config and other files.
+    """Write the model with the adapter merged into the new folder `out`, with the model's config
+    and other files.
 
-    model, adapter: folders or hub ids. Raises ConfigError for a quantized model, for an adapter that is not merged here
-    and for `out`; CheckpointError for files that are damaged or do not belong together; CapacityError for a full disk.
-    Whatever is raised, `out` is not there.
+    model, adapter: folders or hub ids. Raises ConfigError for a quantized model, for an adapter
+    that is not merged here and for `out`; CheckpointError for files that are damaged or do not
+    belong together; CapacityError for a full disk. Whatever is raised, `out` is not there.
     """
     require_new(out)
     base = Checkpoint(resolve_model(model, revision))
     _refuse_quantized(model, base)
     lora = Adapter(adapter)
     names, config = sorted(base.names), dict(base.config)
-    sources = {name: name for name in names}  # of what is written -> the tensor of `base` that it begins with
+    sources = {
+        name: name for name in names
+    }  # of what is written -> the tensor of `base` that it begins with
     untied = _untie(base, lora, sources, config)
-    changes = {_stored_name(base, lora, name, sources): change for name, change in lora.changes.items()}
+    changes = {
+        _stored_name(base, lora, name, sources): change for name, change in lora.changes.items()
+    }
     for name, change in changes.items():
         entry = base.entry(sources[name])
         lora.check(name, change, entry.shape)
         if entry.dtype not in ("BF16", "F16", "F32"):
-            raise ConfigError(f"{base.path}: {name} is stored as {entry.dtype}; merge into the model in 16 bits")
+            raise ConfigError(
+                f"{base.path}: {name} is stored as {entry.dtype}; merge into the model in 16 bits"
+            )
     num_bytes = sum(base.entry(source).size for source in sources.values())
     require_space(out, num_bytes)
     with CheckpointWriter(out) as writer:
@@ -89,7 +98,10 @@ def _refuse_quantized(model: str, base: Checkpoint) -> None:
 
 def _stored_name(base: Checkpoint, lora: Adapter, name: str, known: Mapping[str, str]) -> str:
     """The tensor of the output that transformers calls `name`. Raises CheckpointError."""
-    spelled = [name, *(new + name.removeprefix(old) for old, new in _RENAMED if name.startswith(old))]
+    spelled = [
+        name,
+        *(new + name.removeprefix(old) for old, new in _RENAMED if name.startswith(old)),
+    ]
     found = next((one for one in spelled if one in known), None)
     if found is None:
         raise CheckpointError(
@@ -99,13 +111,19 @@ def _stored_name(base: Checkpoint, lora: Adapter, name: str, known: Mapping[str,
     return found
 
 
-def _untie(base: Checkpoint, lora: Adapter, sources: dict[str, str], config: dict[str, Any]) -> bool:
-    """Give the head a tensor of its own where it is the embedding and the adapter changes one of the two.
+def _untie(
+    base: Checkpoint, lora: Adapter, sources: dict[str, str], config: dict[str, Any]
+) -> bool:
+    """Give the head a tensor of its own where it is the embedding and the adapter changes one of
+    the two.
 
-    An adapter adds to what one module computes. In a matrix that both share it would change the other as well.
+    An adapter adds to what one module computes. In a matrix that both share it would change the
+    other as well.
     """
     ends = (_HEAD, _EMBEDDING)
-    if not any(name.endswith(ends) for name in lora.changes) or any(name.endswith(_HEAD) for name in sources):
+    if not any(name.endswith(ends) for name in lora.changes) or any(
+        name.endswith(_HEAD) for name in sources
+    ):
         return False
     if not parse_model_config(base.config, base.names).tie_word_embeddings:
         return False
@@ -116,7 +134,9 @@ def _untie(base: Checkpoint, lora: Adapter, sources: dict[str, str], config: dic
         )
     embeddings = [name for name in sources if name.endswith(_EMBEDDING)]
     if len(embeddings) != 1:
-        raise CheckpointError(f"{base.path} has {len(embeddings)} tensors *{_EMBEDDING}, and no head: not merged here")
+        raise CheckpointError(
+            f"{base.path} has {len(embeddings)} tensors *{_EMBEDDING}, and no head: not merged here"
+        )
     sources[_HEAD] = embeddings[0]
     for part in (config, config.get("text_config")):
         if isinstance(part, dict) and (part is config or "tie_word_embeddings" in part):

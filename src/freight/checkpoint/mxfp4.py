@@ -1,10 +1,11 @@
-"""Experts in MXFP4: where their tensors are, in what they can be computed exactly, and the Weight of each.
+"""Experts in MXFP4: where their tensors are, in what they can be computed exactly, and the Weight
+of each.
 
-A matrix of all experts, `X` [experts, inputs, outputs] in 16 bits, is stored as `X_blocks` [experts, outputs,
-inputs / 32, 16], two codes a byte, and `X_scales` [experts, outputs, inputs / 32], both uint8. Its experts stay
-so where the kernels compute with them (`KernelSet.packs_mxfp4`, `mxfp4.normal`). Elsewhere they become E4M3 with a
-power of two per row where every row allows it exactly, and 16 bits otherwise: they are computed together, so they have
-one format.
+A matrix of all experts, `X` [experts, inputs, outputs] in 16 bits, is stored as `X_blocks`
+[experts, outputs, inputs / 32, 16], two codes a byte, and `X_scales` [experts, outputs, inputs /
+32], both uint8. Its experts stay so where the kernels compute with them (`KernelSet.packs_mxfp4`,
+`mxfp4.normal`). Elsewhere they become E4M3 with a power of two per row where every row allows it
+exactly, and 16 bits otherwise: they are computed together, so they have one format.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """One tensor `name` of all experts, its scales checked. `exact_rows` of its `rows` are exactly E4M3.
-    `normal`: whether kernels may take it as it is."""
+    """One tensor `name` of all experts, its scales checked. `exact_rows` of its `rows` are exactly
+    E4M3. `normal`: whether kernels may take it as it is."""
 
     name: str
     shape: tuple[int, int, int]  # experts, inputs, outputs
@@ -45,7 +46,10 @@ class StoredExperts:
         """The names and shapes of what is stored."""
         experts, inputs, outputs = self.shape
         groups = inputs // mxfp4.GROUP
-        return {self.name + _BLOCKS: (experts, outputs, groups, 16), self.name + _SCALES: (experts, outputs, groups)}
+        return {
+            self.name + _BLOCKS: (experts, outputs, groups, 16),
+            self.name + _SCALES: (experts, outputs, groups),
+        }
 
     def stored(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
         """Blocks and scales by their names, mapped from their file."""
@@ -57,10 +61,17 @@ class StoredExperts:
         return blocks, scales
 
     def read(
-        self, checkpoint: Checkpoint, compute: Format, format: Format, device: str, order: Tensor, keeps: bool
+        self,
+        checkpoint: Checkpoint,
+        compute: Format,
+        format: Format,
+        device: str,
+        order: Tensor,
+        keeps: bool,
     ) -> Iterator[Weight]:
-        """The matrix [outputs, inputs] of each expert: as it is if the kernels take it so (`keeps`) and it is `normal`;
-        else in `format`, an E4M3 variant, if all rows can be; else in `compute`.
+        """The matrix [outputs, inputs] of each expert: as it is if the kernels take it so (`keeps`)
+        and it is `normal`; else in `format`, an E4M3 variant, if all rows can be; else in
+        `compute`.
 
         order: int64 [outputs], which stored output is each of them.
 
@@ -88,19 +99,33 @@ class StoredExperts:
 def find_experts(
     checkpoint: Checkpoint, scheme: Scheme, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, StoredExperts]:
-    """The tensors of experts that are stored in MXFP4, by the names in `shapes`, which are all tensors of the model.
+    """The tensors of experts that are stored in MXFP4, by the names in `shapes`, which are all
+    tensors of the model.
 
-    Raises CheckpointError for what is stored so and not declared, or declared and stored in 16 bits, for other modules
-    than experts, and for scales of NaN and values that are not finite.
+    Raises CheckpointError for what is stored so and not declared, or declared and stored in 16
+    bits, for other modules than experts, and for scales of NaN and values that are not finite.
     """
-    experts = {name: shape for name, shape in shapes.items() if len(shape) == 3 and not name.endswith(".weight")}
+    experts = {
+        name: shape
+        for name, shape in shapes.items()
+        if len(shape) == 3 and not name.endswith(".weight")
+    }
     for name in sorted(checkpoint.names):
-        if name.endswith((_BLOCKS, _SCALES)) and name.rpartition("_")[0] not in experts and scheme.method == "mxfp4":
-            raise CheckpointError(f"{checkpoint.path}: {name} is not of an expert; MXFP4 is read for experts alone")
+        if (
+            name.endswith((_BLOCKS, _SCALES))
+            and name.rpartition("_")[0] not in experts
+            and scheme.method == "mxfp4"
+        ):
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} is not of an expert; MXFP4 is read for experts alone"
+            )
     found = {}
     for name, (count, inputs, outputs) in experts.items():
         declared = scheme.linear(name)
-        stored, wanted = name + _BLOCKS in checkpoint.names, declared is not None and declared.bits == 4
+        stored, wanted = (
+            name + _BLOCKS in checkpoint.names,
+            declared is not None and declared.bits == 4,
+        )
         if stored and not wanted:
             raise CheckpointError(
                 f"{checkpoint.path}: {name}{_BLOCKS} is there, but config.json does not declare that module to be in "
@@ -112,7 +137,9 @@ def find_experts(
                 "is in 16 bits, list its module in modules_to_not_convert"
             )
         if stored:
-            found[name] = _stored(checkpoint, StoredExperts(name, (count, inputs, outputs), 0, False))
+            found[name] = _stored(
+                checkpoint, StoredExperts(name, (count, inputs, outputs), 0, False)
+            )
     return found
 
 
@@ -140,12 +167,20 @@ def describe(experts: Mapping[str, StoredExperts], compute: Format, keeps: bool)
     if packed:
         line = f"experts in MXFP4: {packed} of {len(experts)} tensors are computed with as they are"
         rest = {name: one for name, one in experts.items() if not one.normal}
-        return line + (f"; scales beyond 3 to 252 in the others: {_converted(rest, compute)}" if rest else "")
+        return line + (
+            f"; scales beyond 3 to 252 in the others: {_converted(rest, compute)}" if rest else ""
+        )
     return f"experts in MXFP4: {_converted(experts, compute)}"
 
 
 def _converted(experts: Mapping[str, StoredExperts], compute: Format) -> str:
-    rows, exact = (sum(getattr(one, what) for one in experts.values()) for what in ("rows", "exact_rows"))
+    rows, exact = (
+        sum(getattr(one, what) for one in experts.values()) for what in ("rows", "exact_rows")
+    )
     line = f"{exact:,} of {rows:,} rows exactly in E4M3"
     wide = sum(one.exact_rows < one.rows for one in experts.values())
-    return line + (f"; {wide} of {len(experts)} tensors have rows that are not, and are in {compute}" if wide else "")
+    return line + (
+        f"; {wide} of {len(experts)} tensors have rows that are not, and are in {compute}"
+        if wide
+        else ""
+    )

@@ -1,8 +1,10 @@
-"""Partial: the hidden folder that a checkpoint is written into. The next run removes those of runs that were killed.
+"""Partial: the hidden folder that a checkpoint is written into. The next run removes those of runs
+that were killed.
 
-Each has a lock file, which its process holds by flock(2) as long as it lives: the system gives the lock up with the
-process, however that ends, so no process id can be taken for another's. A folder whose lock can be had is nobody's.
-The lock file names the output. On a file system without flock nothing is removed.
+Each has a lock file, which its process holds by flock(2) as long as it lives: the system gives the
+lock up with the process, however that ends, so no process id can be taken for another's. A folder
+whose lock can be had is nobody's. The lock file names the output. On a file system without flock
+nothing is removed.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Partial:
 
     def remove(self) -> None:
         """Remove the folder with all that is in it, as far as that can be removed."""
-        (self.path / "config.json").unlink(missing_ok=True)  # first, in case the rest is interrupted as well
+        (self.path / "config.json").unlink(
+            missing_ok=True
+        )  # first, in case the rest is interrupted as well
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.descriptor)
 
@@ -68,20 +72,24 @@ class Partial:
 
 
 def workplace(out: Path) -> Path:
-    """The folder on the disk of `out` that hidden folders lie in: `out` itself if it exists, else its parent."""
+    """The folder on the disk of `out` that hidden folders lie in: `out` itself if it exists, else
+    its parent.
+    """
     return out if out.is_dir() else out.absolute().parent
 
 
 def remove_abandoned(out: Path) -> None:
     """Remove the hidden folders for `out`, and others where it would lie, that no process holds.
 
-    Raises ConfigError where a living run writes `out`, and where a run was killed while it replaced the files of `out`:
-    the hidden folder has the old ones then, and `out` no config.json.
+    Raises ConfigError where a living run writes `out`, and where a run was killed while it replaced
+    the files of `out`: the hidden folder has the old ones then, and `out` no config.json.
     """
     for folder in sorted(workplace(out).glob(PATTERN)):
         with _locked(folder) as mine:
             if mine is False and _output_of(folder) == out.absolute():
-                raise ConfigError(f"another run writes {out} ({folder}): wait for it, or name another output")
+                raise ConfigError(
+                    f"another run writes {out} ({folder}): wait for it, or name another output"
+                )
             if not mine:
                 continue
             if any((folder / REPLACED).glob("*")) and not (folder.parent / "config.json").exists():
@@ -95,7 +103,9 @@ def remove_abandoned(out: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool | None]:
-    """Try to hold the folder's lock: True if it is held, False if another process holds it, None if nobody can."""
+    """Try to hold the folder's lock: True if it is held, False if another process holds it, None if
+    nobody can.
+    """
     try:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:  # gone by now, or another user's

@@ -1,12 +1,14 @@
-"""Exports of AMMO (later ModelOpt) for TensorRT-LLM: one file of tensors per rank, and a JSON file of their own layout.
+"""Exports of AMMO (later ModelOpt) for TensorRT-LLM: one file of tensors per rank, and a JSON file
+of their own layout.
 
-    rankN.safetensors   `transformer.layers.N.attention.kv_cache_scaling_factor`, float32 [1], in each of them
+    rankN.safetensors   `transformer.layers.N.attention.kv_cache_scaling_factor`, float32 [1], in
+                        each of them
     llama_tp2.json      AMMO's own keys: `layers`, `tensor_parallel`, `pipeline_parallel`
     config.json         or TensorRT-LLM's: `architecture`, `mapping`, `quantization`
 
-Weights are merged and split for that engine, so Freight takes the KV scales and nothing else. The producer measures one
-factor for K and V of a layer and writes the same into every rank; ranks that differ are refused, because a single
-device would have to choose. Nothing here reads a weight.
+Weights are merged and split for that engine, so Freight takes the KV scales and nothing else. The
+producer measures one factor for K and V of a layer and writes the same into every rank; ranks that
+differ are refused, because a single device would have to choose. Nothing here reads a weight.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from freight.fp8.scheme import KVScales, LayerScales
 
 _RANK_FILE = re.compile(r"(?:^|[^a-z])rank(\d+)\.safetensors$")
 _SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.attention\.kv_cache_scaling_factor$")
-_DECODERS = {  # decoder_type, or architecture, of the export -> the model_types that are exported as it
+# decoder_type, or architecture, of the export -> the model_types that are exported as it
+_DECODERS = {
     "llama": ("llama", "mistral"),
     "LlamaForCausalLM": ("llama", "mistral"),
     "MistralForCausalLM": ("mistral",),
@@ -54,7 +57,8 @@ class RankExport:
     path          the folder; `config_file` is the JSON file that describes it
     producer      'ammo' or 'modelopt', with the version if the JSON file has it
     decoder       its name of the architecture; `model_types` are ours that it stands for
-    num_kv_heads  of the whole model; None if the JSON file does not say, as `head_dim` and `max_position_embeddings`
+    num_kv_heads  of the whole model; None if the JSON file does not say, as `head_dim` and
+                  `max_position_embeddings`
     weights       its name of the weights' scheme, 'fp8'; 'none' if they are not quantized
     entries       header entries of all ranks, in the order of their ranks
     """
@@ -102,8 +106,12 @@ class _Said:
 
 
 def is_rank_export(path: Path) -> bool:
-    """Whether `path` is such a folder: it has rankN.safetensors, or the .npz files of older versions, and no model."""
-    if any((path / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+    """Whether `path` is such a folder: it has rankN.safetensors, or the .npz files of older
+    versions, and no model.
+    """
+    if any(
+        (path / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")
+    ):
         return False
     return any(_RANK_FILE.search(file.name) for file in path.glob("*rank*.safetensors")) or any(
         path.glob("*_tp*_rank*.npz")
@@ -111,7 +119,9 @@ def is_rank_export(path: Path) -> bool:
 
 
 def refuse_to_run(path: Path, name: str) -> None:
-    """Raises CheckpointError, with the way out, if `path` is an export: its weights are not for Freight."""
+    """Raises CheckpointError, with the way out, if `path` is an export: its weights are not for
+    Freight.
+    """
     if is_rank_export(path):
         raise CheckpointError(
             f"{name} is an export of AMMO or ModelOpt for TensorRT-LLM: its weights are laid out for that engine; put "
@@ -122,8 +132,9 @@ def refuse_to_run(path: Path, name: str) -> None:
 def read_rank_export(path: Path) -> RankExport:
     """Read headers and KV scales of the export in `path`.
 
-    Raises CheckpointError, naming the file: for a rank, a layer or the JSON file that is missing, ranks that differ,
-    pipeline parallelism, a KV cache other than FP8, and a scale that is not one positive finite number.
+    Raises CheckpointError, naming the file: for a rank, a layer or the JSON file that is missing,
+    ranks that differ, pipeline parallelism, a KV cache other than FP8, and a scale that is not one
+    positive finite number.
     """
     files = _rank_files(path)
     said = _described(path)
@@ -132,15 +143,22 @@ def read_rank_export(path: Path) -> RankExport:
             f"{said.file}: it is split into {said.pipeline_parallel} stages of a pipeline, which is not implemented; "
             "export with one (--pp_size 1)"
         )
-    lacking = [f"rank{rank}.safetensors" for rank in range(said.tensor_parallel) if rank not in files]
+    lacking = [
+        f"rank{rank}.safetensors" for rank in range(said.tensor_parallel) if rank not in files
+    ]
     beyond = [file.name for rank, file in files.items() if rank >= said.tensor_parallel]
     if lacking or beyond:
-        fault = f"{', '.join(lacking)} is missing" if lacking else f"{', '.join(beyond)} is beyond them"
+        fault = (
+            f"{', '.join(lacking)} is missing" if lacking else f"{', '.join(beyond)} is beyond them"
+        )
         raise CheckpointError(
             f"{path}: {said.file.name} describes {said.tensor_parallel} ranks, but {fault}; copy the whole export"
         )
     headers = tuple(read_header(files[rank]) for rank in sorted(files))
-    ranks = [_read_scales(files[rank], header) for rank, header in zip(sorted(files), headers, strict=True)]
+    ranks = [
+        _read_scales(files[rank], header)
+        for rank, header in zip(sorted(files), headers, strict=True)
+    ]
     return RankExport(
         path=path,
         config_file=said.file,
@@ -162,12 +180,18 @@ def _rank_files(path: Path) -> dict[int, Path]:
     for file in sorted(path.glob("*.safetensors")):
         match = _RANK_FILE.search(file.name)
         if match is None:
-            raise CheckpointError(f"{path}: {file.name} names no rank, as rank0.safetensors does; remove it")
+            raise CheckpointError(
+                f"{path}: {file.name} names no rank, as rank0.safetensors does; remove it"
+            )
         if int(match[1]) in files:
-            raise CheckpointError(f"{path}: {files[int(match[1])].name} and {file.name} are both of rank {match[1]}")
+            raise CheckpointError(
+                f"{path}: {files[int(match[1])].name} and {file.name} are both of rank {match[1]}"
+            )
         files[int(match[1])] = file
     if not files:
-        raise CheckpointError(f"{path} has .npz files only; export again as safetensors, which AMMO 0.7 writes")
+        raise CheckpointError(
+            f"{path} has .npz files only; export again as safetensors, which AMMO 0.7 writes"
+        )
     return files
 
 
@@ -186,7 +210,9 @@ def _described(path: Path) -> _Said:
             "copy the whole export"
         )
     if len(found) > 1:
-        raise CheckpointError(f"{path}: {found[0].file.name} and {found[1].file.name} both describe an export")
+        raise CheckpointError(
+            f"{path}: {found[0].file.name} and {found[1].file.name} both describe an export"
+        )
     return found[0]
 
 
@@ -220,13 +246,19 @@ def _from_tensorrt_llm(file: Path, content: Mapping[str, Any]) -> _Said:
     heads = content.get("num_key_value_heads") or content.get("num_attention_heads")
     return _Said(
         file=file,
-        producer=" ".join(str(producer[key]) for key in ("name", "version") if producer.get(key)) or "tensorrt_llm",
+        producer=" ".join(str(producer[key]) for key in ("name", "version") if producer.get(key))
+        or "tensorrt_llm",
         decoder=_text(file, "architecture", content["architecture"]),
         num_layers=_count(file, "num_hidden_layers", content.get("num_hidden_layers") or 0) or 0,
         num_kv_heads=_count(file, "num_key_value_heads", heads),
         head_dim=_count(file, "head_size", content.get("head_size")),
-        max_position_embeddings=_count(file, "max_position_embeddings", content.get("max_position_embeddings")),
-        tensor_parallel=_count(file, "mapping.tp_size", mapping.get("tp_size", mapping.get("world_size"))) or 1,
+        max_position_embeddings=_count(
+            file, "max_position_embeddings", content.get("max_position_embeddings")
+        ),
+        tensor_parallel=_count(
+            file, "mapping.tp_size", mapping.get("tp_size", mapping.get("world_size"))
+        )
+        or 1,
         pipeline_parallel=_count(file, "mapping.pp_size", mapping.get("pp_size")) or 1,
         weights=str(quantization.get("quant_algo") or "none").lower(),
         kv_cache=quantization.get("kv_cache_quant_algo"),
@@ -235,7 +267,9 @@ def _from_tensorrt_llm(file: Path, content: Mapping[str, Any]) -> _Said:
 
 def _text(file: Path, key: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise CheckpointError(f"{file}: {key} is {value!r}, not the name of a decoder such as 'llama'")
+        raise CheckpointError(
+            f"{file}: {key} is {value!r}, not the name of a decoder such as 'llama'"
+        )
     return value
 
 
@@ -255,20 +289,28 @@ def _read_scales(file: Path, header: Mapping[str, TensorEntry]) -> dict[int, tup
         if match is None:
             continue
         if math.prod(header[name].shape) != 1:
-            raise CheckpointError(f"{file}: {name} has shape {list(header[name].shape)}; a scale has one number")
+            raise CheckpointError(
+                f"{file}: {name} has shape {list(header[name].shape)}; a scale has one number"
+            )
         try:
             with safe_open(file, framework="pt") as handle:
                 value = float(handle.get_tensor(name).float().item())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from error
         if not (math.isfinite(value) and value > 0):
-            raise CheckpointError(f"{file}: {name} is {value}; a scale has to be finite and above 0")
+            raise CheckpointError(
+                f"{file}: {name} is {value}; a scale has to be finite and above 0"
+            )
         found[int(match[1])] = (name, value)
     return found
 
 
-def _agreed(said: _Said, path: Path, files: list[str], ranks: list[dict[int, tuple[str, float]]]) -> KVScales:
-    """The scales that every rank has. Raises CheckpointError naming layer and files where they differ."""
+def _agreed(
+    said: _Said, path: Path, files: list[str], ranks: list[dict[int, tuple[str, float]]]
+) -> KVScales:
+    """The scales that every rank has. Raises CheckpointError naming layer and files where they
+    differ.
+    """
     if not any(ranks):
         return KVScales((None,) * said.num_layers)
     algorithm = said.kv_cache or said.weights
@@ -280,7 +322,9 @@ def _agreed(said: _Said, path: Path, files: list[str], ranks: list[dict[int, tup
     for layer in range(said.num_layers):
         lacking = [file for file, scales in zip(files, ranks, strict=True) if layer not in scales]
         if lacking:
-            raise CheckpointError(f"{path}: {lacking[0]} has no kv_cache_scaling_factor of layer {layer}")
+            raise CheckpointError(
+                f"{path}: {lacking[0]} has no kv_cache_scaling_factor of layer {layer}"
+            )
         by_value: dict[float, str] = {}
         for file, scales in zip(files, ranks, strict=True):
             by_value.setdefault(scales[layer][1], file)
@@ -294,7 +338,9 @@ def _agreed(said: _Said, path: Path, files: list[str], ranks: list[dict[int, tup
         layers.append(LayerScales((value,), (value,), Granularity.TENSOR, (name,)))
     beyond = [number for scales in ranks for number in scales if number >= said.num_layers]
     if beyond:
-        raise CheckpointError(f"{path}: there is a KV scale of layer {beyond[0]}, but {said.num_layers} layers")
+        raise CheckpointError(
+            f"{path}: there is a KV scale of layer {beyond[0]}, but {said.num_layers} layers"
+        )
     return KVScales(tuple(layers), Format.E4M3FN)
 
 

@@ -1,9 +1,11 @@
-"""Checkpoint: a folder of safetensors, opened by its headers and read lazily; every tensor is accounted for.
+"""Checkpoint: a folder of safetensors, opened by its headers and read lazily; every tensor is
+accounted for.
 
-Opening checks every header against its file: sizes, offsets, shards and index must agree, and no tensor may appear
-twice, so damage is reported before a weight is read. `take` maps one tensor into memory. `finish` refuses a checkpoint
-with tensors that were neither taken nor skipped by name, because an unused tensor means that config.json describes
-another model. Only safetensors are read: pickle files can run code when they are opened (`convert.py` reads those).
+Opening checks every header against its file: sizes, offsets, shards and index must agree, and no
+tensor may appear twice, so damage is reported before a weight is read. `take` maps one tensor into
+memory. `finish` refuses a checkpoint with tensors that were neither taken nor skipped by name,
+because an unused tensor means that config.json describes another model. Only safetensors are read:
+pickle files can run code when they are opened (`convert.py` reads those).
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from freight.files import read_text
 from freight.fp8.formats import Format
 
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*")
-PICKLED = ("*.json", "pytorch_model*.bin", "*.jinja", "*.txt", "tokenizer*", "*.model")  # what `convert` fetches
+PICKLED = (
+    "*.json",
+    "pytorch_model*.bin",
+    "*.jinja",
+    "*.txt",
+    "tokenizer*",
+    "*.model",
+)  # what `convert` fetches
 _NOT_FETCHED = ["*/*", "consolidated*"]  # other forms of the same weights
 # Tensors that other tools write and that change nothing here, by name, with the reason.
 _UNUSED = {
@@ -46,10 +55,14 @@ _ZERO_POINTS = (
 
 
 class Checkpoint:
-    """One opened folder; `config`, `generation_config`, `hf_quant_config` hold its JSON files, or None if not there."""
+    """One opened folder; `config`, `generation_config`, `hf_quant_config` hold its JSON files, or
+    None if not there.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError, naming file and fault, for a folder that is incomplete or damaged."""
+        """Raises CheckpointError, naming file and fault, for a folder that is incomplete or
+        damaged.
+        """
         self.path = path
         config = read_json(path / "config.json")
         if config is None:
@@ -70,7 +83,9 @@ class Checkpoint:
     @cached_property
     def stored_format(self) -> Format | None:
         """The dtype of the weights that are not quantized; None: no tensor shows one."""
-        return stored_format((name, entry.dtype, entry.size) for name, entry in self._entries.items())
+        return stored_format(
+            (name, entry.dtype, entry.size) for name, entry in self._entries.items()
+        )
 
     @property
     def skipped(self) -> Mapping[str, str]:
@@ -90,37 +105,50 @@ class Checkpoint:
         """Raises CheckpointError for a dtype that Freight does not compute with, such as integers."""
         dtype = self.entry(name).dtype
         if dtype not in FORMAT_NAMES:
-            raise CheckpointError(f"{self.path}: tensor {name} is stored as {dtype}, which is not implemented")
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is stored as {dtype}, which is not implemented"
+            )
         return FORMAT_NAMES[dtype]
 
     def declared_module(self, name: str) -> str:
         """The name by which the quantization_config knows the module of the tensor `name`."""
         return self.entry(name).module or name.rpartition(".")[0]
 
-    def divide(self, stored: str, parts: Mapping[str, tuple[Index, str]], turned: bool = False) -> None:
-        """Present the tensor `stored` as `parts`: name -> (its index in `stored`, its module in the declaration).
+    def divide(
+        self, stored: str, parts: Mapping[str, tuple[Index, str]], turned: bool = False
+    ) -> None:
+        """Present the tensor `stored` as `parts`: name -> (its index in `stored`, its module in the
+        declaration).
 
         An empty index is the whole tensor under another name. A part is read alone. `stored` itself is gone. With
         `turned` the last two dimensions of a part are exchanged; its index is that in the file. Raises CheckpointError
         for a part whose name another tensor has.
         """
         whole = self.entry(stored)
-        twice = min((name for name in parts if name in self._entries and name != stored), default=None)
+        twice = min(
+            (name for name in parts if name in self._entries and name != stored), default=None
+        )
         if twice is not None:
             raise CheckpointError(f"{self.path}: {stored} and {twice} are the same tensor twice")
         del self._entries[stored]
         for name, (index, module) in parts.items():
             picked = [
-                len(range(size)[at]) for size, at in zip(whole.shape, index, strict=False) if isinstance(at, slice)
+                len(range(size)[at])
+                for size, at in zip(whole.shape, index, strict=False)
+                if isinstance(at, slice)
             ]
             shape = (*picked, *whole.shape[len(index) :])
             shape = (*shape[:-2], *reversed(shape[-2:])) if turned else shape
             size = whole.size * math.prod(shape) // max(1, math.prod(whole.shape))
-            self._entries[name] = TensorEntry(whole.file, whole.dtype, shape, size, stored, index, module, turned)
+            self._entries[name] = TensorEntry(
+                whole.file, whole.dtype, shape, size, stored, index, module, turned
+            )
         self.__dict__.pop("names", None)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare with the shapes that a model needs; reads no tensor. Raises CheckpointError with all mismatches."""
+        """Compare with the shapes that a model needs; reads no tensor. Raises CheckpointError with
+        all mismatches.
+        """
         faults = [f"{name} is missing" for name in shapes if name not in self._entries]
         faults += [
             f"{name} has shape {list(self._entries[name].shape)}, config.json asks for {list(shape)}"
@@ -131,9 +159,11 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {_listed(faults, '; ')}")
 
     def take(self, name: str, shape: Iterable[int], format: Format | None = None) -> Tensor:
-        """The tensor, mapped from its file. Raises CheckpointError if it is missing, or of another shape or format.
+        """The tensor, mapped from its file. Raises CheckpointError if it is missing, or of another
+        shape or format.
 
-        Without `format` any 16- or 32-bit format is accepted. FP8 must be requested: it is meaningless without a scale.
+        Without `format` any 16- or 32-bit format is accepted. FP8 must be requested: it is
+        meaningless without a scale.
         """
         shape = tuple(shape)
         entry, stored = self.entry(name), self.format_of(name)
@@ -143,12 +173,16 @@ class Checkpoint:
             )
         if stored is not format if format is not None else stored.is_fp8:
             expected = format or "16 or 32 bits, as no quantization is declared,"
-            raise CheckpointError(f"{self.path}: {name} is stored in {stored} where {expected} is expected")
+            raise CheckpointError(
+                f"{self.path}: {name} is stored in {stored} where {expected} is expected"
+            )
         self._taken.add(name)
         return self._read(name)
 
     def copy(self, name: str) -> Tensor:
-        """The tensor in whatever dtype it is stored, which no code here needs to know; mapped from its file."""
+        """The tensor in whatever dtype it is stored, which no code here needs to know; mapped from
+        its file.
+        """
         self.entry(name)
         self._taken.add(name)
         return self._read(name)
@@ -164,9 +198,11 @@ class Checkpoint:
         return self._read(name).view(torch.uint8)
 
     def take_scale(self, name: str) -> Tensor:
-        """Scales as float32, in a copy. Raises CheckpointError unless every one is finite and above 0.
+        """Scales as float32, in a copy. Raises CheckpointError unless every one is finite and above
+        0.
 
-        Stored in 16 or 32 bits, or as powers of two in one byte, E8M0: 2 ** (byte - 127) (OCP MX 1.0, section 5.4).
+        Stored in 16 or 32 bits, or as powers of two in one byte, E8M0: 2 ** (byte - 127) (OCP MX
+        1.0, section 5.4).
         """
         dtype = self.entry(name).dtype
         self._taken.add(name)
@@ -174,7 +210,9 @@ class Checkpoint:
         if dtype in ("U8", "F8_E8M0"):
             stored = torch.exp2(stored.view(torch.uint8).double() - 127)
         elif self.format_of(name).is_fp8:
-            raise CheckpointError(f"{self.path}: the scale {name} is stored as {dtype}, which is not implemented")
+            raise CheckpointError(
+                f"{self.path}: the scale {name} is stored as {dtype}, which is not implemented"
+            )
         scale = stored.to(torch.float32, copy=True)
         bad = scale[~((scale > 0) & (scale < torch.inf))]
         if len(bad):
@@ -185,22 +223,29 @@ class Checkpoint:
         return scale
 
     def skip(self, pattern: str, reason: str) -> None:
-        """Skip the tensors whose name matches `pattern` (`*`, `?` and `[...]`), and record the reason."""
+        """Skip the tensors whose name matches `pattern` (`*`, `?` and `[...]`), and record the
+        reason.
+        """
         for name in fnmatch.filter(self._entries, pattern):
             if name not in self._taken:
                 self._skipped[name] = reason
 
     def finish(self, pending: Iterable[str] = ()) -> None:
-        """Raises CheckpointError that lists every tensor neither taken, nor skipped, nor about to be (`pending`).
+        """Raises CheckpointError that lists every tensor neither taken, nor skipped, nor about to
+        be (`pending`).
 
-        Tensors that other tools write and Freight does not use are skipped by name: `inv_freq` buffers, scales of
-        queries and probabilities, and zero points, which must be zero.
+        Tensors that other tools write and Freight does not use are skipped by name: `inv_freq`
+        buffers, scales of queries and probabilities, and zero points, which must be zero.
         """
         for pattern, reason in _UNUSED.items():
             self.skip(pattern, reason)
-        for name in [name for pattern in _ZERO_POINTS for name in fnmatch.filter(self._entries, pattern)]:
+        for name in [
+            name for pattern in _ZERO_POINTS for name in fnmatch.filter(self._entries, pattern)
+        ]:
             if self._read(name).float().any():
-                raise CheckpointError(f"{self.path}: {name} is not zero; only symmetric quantization is implemented")
+                raise CheckpointError(
+                    f"{self.path}: {name} is not zero; only symmetric quantization is implemented"
+                )
             self.skip(name, "a zero point that is zero")
         left = sorted(self.names - self._taken - set(self._skipped) - set(pending))
         if left:
@@ -214,10 +259,14 @@ class Checkpoint:
         entry = self._entries[name]
         file, stored = entry.file, entry.stored or name
         strided = [isinstance(at, slice) and at.step is not None for at in entry.index]
-        index = tuple(slice(None) if every else at for at, every in zip(entry.index, strided, strict=True))
+        index = tuple(
+            slice(None) if every else at for at, every in zip(entry.index, strided, strict=True)
+        )
         try:
             with safe_open(file, framework="pt") as handle:
-                tensor: Tensor = handle.get_slice(stored)[index] if index else handle.get_tensor(stored)
+                tensor: Tensor = (
+                    handle.get_slice(stored)[index] if index else handle.get_tensor(stored)
+                )
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from error
         if any(strided):  # safetensors reads neighbours alone
@@ -227,27 +276,38 @@ class Checkpoint:
         return tensor.mT.contiguous() if entry.turned else tensor
 
 
-def resolve_model(name: str, revision: str | None = None, fetched: Sequence[str] = _FETCHED) -> Path:
-    """The folder of a model: 'demo' (shipped with Freight), an existing folder, or a Hugging Face hub id, of which the
-    files that match `fetched` are downloaded.
+def resolve_model(
+    name: str, revision: str | None = None, fetched: Sequence[str] = _FETCHED
+) -> Path:
+    """The folder of a model: 'demo' (shipped with Freight), an existing folder, or a Hugging Face
+    hub id, of which the files that match `fetched` are downloaded.
 
-    Raises CheckpointError if there is none, ConfigError for a revision of something that has no revisions.
+    Raises CheckpointError if there is none, ConfigError for a revision of something that has no
+    revisions.
     """
     name = str(name)
     demo = Path(__file__).resolve().parent.parent / "demo"
     folder = demo if name == "demo" else Path(name).expanduser()
     if name and folder.is_dir():
         if revision is not None:
-            raise ConfigError(f"--revision {revision}: {name} is a folder, only a hub id has revisions; omit it")
+            raise ConfigError(
+                f"--revision {revision}: {name} is a folder, only a hub id has revisions; omit it"
+            )
         return folder
     if folder.is_file():
-        raise CheckpointError(f"{name} is a file; give the folder that holds config.json and *.safetensors")
+        raise CheckpointError(
+            f"{name} is a file; give the folder that holds config.json and *.safetensors"
+        )
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
         raise CheckpointError(f"there is no folder {name!r}")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[*fetched], ignore_patterns=_NOT_FETCHED))
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=[*fetched], ignore_patterns=_NOT_FETCHED
+            )
+        )
     except Exception as error:  # the client's own errors, and whatever its network stack raises
         which = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -258,7 +318,9 @@ def resolve_model(name: str, revision: str | None = None, fetched: Sequence[str]
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None if there is no such file. Raises CheckpointError for anything else."""
+    """The object in a JSON file, or None if there is no such file. Raises CheckpointError for
+    anything else.
+    """
     if not _is_there(path):
         return None
     try:
@@ -273,7 +335,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a folder has an entry of this name. A dangling link counts, so that the error names its target."""
+    """Whether a folder has an entry of this name. A dangling link counts, so that the error names
+    its target.
+    """
     return path.is_symlink() or path.exists()
 
 
@@ -290,7 +354,9 @@ def _read_entries(path: Path) -> dict[str, TensorEntry]:
     if len(files) == 1:
         return read_header(files[0])
     if files:
-        raise CheckpointError(f"{path} has {_listed([f.name for f in files], ', ')}, but no {index.name} to join them")
+        raise CheckpointError(
+            f"{path} has {_listed([f.name for f in files], ', ')}, but no {index.name} to join them"
+        )
     pickles = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in path.glob(pattern))
     if pickles:
         raise CheckpointError(
@@ -303,9 +369,13 @@ def _read_entries(path: Path) -> dict[str, TensorEntry]:
 
 
 def _refuse_consolidated(path: Path) -> None:
-    """Raises CheckpointError for a folder in Mistral's own format alone; it is called where the usual files are absent.
-    Repositories that have both forms pass."""
-    found = sorted(file.name for pattern in ("params.json", "consolidated*.safetensors") for file in path.glob(pattern))
+    """Raises CheckpointError for a folder in Mistral's own format alone; it is called where the
+    usual files are absent. Repositories that have both forms pass."""
+    found = sorted(
+        file.name
+        for pattern in ("params.json", "consolidated*.safetensors")
+        for file in path.glob(pattern)
+    )
     if found:
         raise CheckpointError(
             f"{path} is in Mistral's own format ({_listed(found, ', ')}), which is not read; give the folder with "
@@ -316,21 +386,31 @@ def _refuse_consolidated(path: Path) -> None:
 
 def _read_shards(path: Path, index: Path) -> dict[str, TensorEntry]:
     weight_map = (read_json(index) or {}).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map is missing, or does not give a file for every tensor")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
+        raise CheckpointError(
+            f"{index}: weight_map is missing, or does not give a file for every tensor"
+        )
     entries: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
             raise CheckpointError(f"{index} names {shard!r}, which lies outside the folder")
         if not _is_there(path / shard):
-            raise CheckpointError(f"{path}: the shard {shard}, which {index.name} names, is missing")
+            raise CheckpointError(
+                f"{path}: the shard {shard}, which {index.name} names, is missing"
+            )
         for name, entry in read_header(path / shard).items():
             if name in entries:
-                raise CheckpointError(f"{path}: tensor {name} is in both {entries[name].file.name} and {shard}")
+                raise CheckpointError(
+                    f"{path}: tensor {name} is in both {entries[name].file.name} and {shard}"
+                )
             entries[name] = entry
     for name, shard in weight_map.items():
         if name not in entries or entries[name].file.name != shard:
-            raise CheckpointError(f"{path}: {index.name} places tensor {name} in {shard}, which does not hold it")
+            raise CheckpointError(
+                f"{path}: {index.name} places tensor {name} in {shard}, which does not hold it"
+            )
     return entries
 
 

@@ -1,4 +1,5 @@
-"""The dtype of the weights that are not quantized, from headers of safetensors: of a folder, or of a model on the hub.
+"""The dtype of the weights that are not quantized, from headers of safetensors: of a folder, or of
+a model on the hub.
 
 Imports no torch.
 """
@@ -17,7 +18,8 @@ from freight.errors import CheckpointError
 from freight.fp8.formats import COMPUTE_FORMATS, Format
 
 HUB_SECONDS = 20.0  # for all requests; after it the dtype counts as not known
-_HUB_FILES = 3  # shards of which the header is read at most; the first decides, unless it has no tensor that counts
+# shards of which the header is read at most; the first decides, unless it has no tensor that counts
+_HUB_FILES = 3
 
 Size = tuple[str, str, int]  # a tensor's name, its dtype as safetensors names it, its bytes
 
@@ -28,11 +30,12 @@ _QUANTIZED = ("F4", "F6", "F8", "I8", "U8")  # of U8: codes of MXFP4
 
 
 def stored_format(tensors: Iterable[Size]) -> Format | None:
-    """The dtype of the weights that are not quantized: bfloat16, float16 or float32, that of the most bytes.
+    """The dtype of the weights that are not quantized: bfloat16, float16 or float32, that of the
+    most bytes.
 
-    Scales do not count, nor do tensors of vision and audio models. Beside quantized weights float32 counts only if
-    nothing is in 16 bits: routers and their biases are often in float32 there, and can outweigh norms. None: no tensor
-    is in one of these dtypes.
+    Scales do not count, nor do tensors of vision and audio models. Beside quantized weights float32
+    counts only if nothing is in 16 bits: routers and their biases are often in float32 there, and
+    can outweigh norms. None: no tensor is in one of these dtypes.
     """
     sizes, quantized = Counter[Format](), False
     for name, dtype, size in tensors:
@@ -46,18 +49,27 @@ def stored_format(tensors: Iterable[Size]) -> Format | None:
 
 
 def stored_in_folder(folder: Path) -> Format | None:
-    """`stored_format` of the safetensors files in `folder`; None also for files that cannot be read."""
+    """`stored_format` of the safetensors files in `folder`; None also for files that cannot be
+    read.
+    """
     files = sorted(folder.glob("*.safetensors"))
-    files = [file for file in files if not file.name.startswith("consolidated")] or files  # the same weights again
+    files = [
+        file for file in files if not file.name.startswith("consolidated")
+    ] or files  # the same weights again
     try:
         headers = [read_header(file) for file in files]
     except CheckpointError:
         return None  # loading says what is wrong with it
-    return stored_format((name, one.dtype, one.size) for header in headers for name, one in header.items())
+    return stored_format(
+        (name, one.dtype, one.size) for header in headers for name, one in header.items()
+    )
 
 
-def stored_on_hub(model: str, revision: str | None = None, seconds: float = HUB_SECONDS) -> Format | None:
-    """`stored_format` of a hub model, from the header of one file of its weights, read by range requests.
+def stored_on_hub(
+    model: str, revision: str | None = None, seconds: float = HUB_SECONDS
+) -> Format | None:
+    """`stored_format` of a hub model, from the header of one file of its weights, read by range
+    requests.
 
     None where that cannot be had: no network, no safetensors, or more than `seconds`.
     """
@@ -65,11 +77,15 @@ def stored_on_hub(model: str, revision: str | None = None, seconds: float = HUB_
 
     def read() -> None:
         try:
-            found.append(next((one for one in _hub_formats(model, revision) if one is not None), None))
+            found.append(
+                next((one for one in _hub_formats(model, revision) if one is not None), None)
+            )
         except Exception:  # the client's errors, and whatever its network stack raises
             found.append(None)
 
-    thread = threading.Thread(target=read, daemon=True)  # which ends with the process where a request hangs
+    thread = threading.Thread(
+        target=read, daemon=True
+    )  # which ends with the process where a request hangs
     thread.start()
     thread.join(seconds)
     return found[0] if found else None
@@ -89,7 +105,9 @@ def _in_hub_file(model: str, revision: str | None, file: str) -> Format | None:
     from huggingface_hub import parse_safetensors_file_metadata
 
     header = parse_safetensors_file_metadata(model, file, revision=revision).tensors
-    return stored_format((name, one.dtype, one.data_offsets[1] - one.data_offsets[0]) for name, one in header.items())
+    return stored_format(
+        (name, one.dtype, one.data_offsets[1] - one.data_offsets[0]) for name, one in header.items()
+    )
 
 
 def _shards(model: str, revision: str | None) -> list[str]:

@@ -1,13 +1,15 @@
-"""The process that reads one pickled file of tensors: `python -P -m freight.checkpoint.unpickle FILE OUT`.
+"""The process that reads one pickled file of tensors: `python -P -m freight.checkpoint.unpickle
+FILE OUT`.
 
-It is the only part of Freight that reads pickle. `torch.load(weights_only=True)` rebuilds tensors and plain containers
-and refuses everything else, so code in the file does not run. A file may still be made to take all memory or to never
-end; therefore this is a process of its own, which limits its memory and which its parent (`convert.py`) ends at a
-deadline.
+It is the only part of Freight that reads pickle. `torch.load(weights_only=True)` rebuilds tensors
+and plain containers and refuses everything else, so code in the file does not run. A file may still
+be made to take all memory or to never end; therefore this is a process of its own, which limits its
+memory and which its parent (`convert.py`) ends at a deadline.
 
-It writes OUT as safetensors, one tensor after the other, so that memory holds the mapped file and one copy of one
-tensor. On standard output there is a JSON object a line: {"done": bytes, "total": bytes} as it goes on, then
-{"tied": {name: written name}}, or {"refused": reason}, or {"full": reason} where the disk is full.
+It writes OUT as safetensors, one tensor after the other, so that memory holds the mapped file and
+one copy of one tensor. On standard output there is a JSON object a line: {"done": bytes, "total":
+bytes} as it goes on, then {"tied": {name: written name}}, or {"refused": reason}, or {"full":
+reason} where the disk is full.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from torch import Tensor
 from freight.checkpoint.headers import FORMAT_NAMES
 from freight.fp8.cast import torch_dtype
 
-MEMORY_FACTOR = 2  # times the file's size: the file, mapped or read, and a copy of its largest tensor
+MEMORY_FACTOR = (
+    2  # times the file's size: the file, mapped or read, and a copy of its largest tensor
+)
 MEMORY_MORE = 2**30  # bytes of memory beside that
 HEAD = "lm_head.weight"  # of tied tensors, the one that is not written
 
@@ -56,7 +60,9 @@ def end_with_parent() -> None:
 
 
 def limit_memory(size: int) -> None:
-    """Allow this process `MEMORY_FACTOR` × `size` + `MEMORY_MORE` bytes of address space beyond what it has now."""
+    """Allow this process `MEMORY_FACTOR` × `size` + `MEMORY_MORE` bytes of address space beyond
+    what it has now.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = Path("/proc/self/statm")
     if pages.exists():  # where it does not exist, the system does not limit address space either
@@ -66,14 +72,18 @@ def limit_memory(size: int) -> None:
 
 
 def read(file: Path) -> Mapping[str, Tensor]:
-    """The tensors of `file` by name. Raises RefusedError for anything but a dict of ordinary tensors."""
+    """The tensors of `file` by name. Raises RefusedError for anything but a dict of ordinary
+    tensors.
+    """
     try:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
             if "_use_new_zipfile_serialization" not in str(error):
                 raise
-            content = torch.load(file, map_location="cpu", weights_only=True)  # the format before torch 1.6
+            content = torch.load(
+                file, map_location="cpu", weights_only=True
+            )  # the format before torch 1.6
     except MemoryError:
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
@@ -84,7 +94,9 @@ def read(file: Path) -> Mapping[str, Tensor]:
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise RefusedError(f"{name!r} in it is {type(tensor).__name__}, not a tensor")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in _DTYPES:
-            raise RefusedError(f"{name} in it is a tensor of {tensor.dtype}, {tensor.layout}, which is not implemented")
+            raise RefusedError(
+                f"{name} in it is a tensor of {tensor.dtype}, {tensor.layout}, which is not implemented"
+            )
     return content
 
 
@@ -93,13 +105,17 @@ def _reason(error: Exception) -> str:
     asked = re.search(r"(?i:unsupported (?:(?:global:? )+|class ))`?([\w.]+)", text)
     if asked:
         return f"it asks for {asked[1]}, which is no part of a tensor; nothing of it was run"
-    lines = [line.strip() for line in text.splitlines() if "weights_only" not in line]  # torch's advice to allow code
+    lines = [
+        line.strip() for line in text.splitlines() if "weights_only" not in line
+    ]  # torch's advice to allow code
     first = next(filter(None, lines), "")
     return f"it cannot be read ({type(error).__name__}: {first[:200]})"
 
 
 def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names of tensors that are another one, in the same memory, with the name that is written; the head is not."""
+    """Names of tensors that are another one, in the same memory, with the name that is written; the
+    head is not.
+    """
     places: dict[object, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
@@ -109,15 +125,25 @@ def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: kept for kept, *others in groups for name in others}
 
 
-def write(tensors: Mapping[str, Tensor], stream: BinaryIO, on_written: Any = lambda done: None) -> None:
-    """Write `tensors` as safetensors: the length of the header in 8 bytes, the header, the tensors without gaps."""
-    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # each is aligned to its own size
+def write(
+    tensors: Mapping[str, Tensor], stream: BinaryIO, on_written: Any = lambda done: None
+) -> None:
+    """Write `tensors` as safetensors: the length of the header in 8 bytes, the header, the tensors
+    without gaps.
+    """
+    names = sorted(
+        tensors, key=lambda name: (-tensors[name].itemsize, name)
+    )  # each is aligned to its own size
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
         tensor = tensors[name]
         offsets = [end, end := end + tensor.nbytes]
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     stream.write(len(text).to_bytes(8, "little") + text)
@@ -131,7 +157,8 @@ def write(tensors: Mapping[str, Tensor], stream: BinaryIO, on_written: Any = lam
 
 
 def convert_file(file: Path, out: Path, untied: Iterable[str]) -> dict[str, str]:
-    """Write the tensors of `file` into the new safetensors file `out`; returns `ties`. Those in `untied` are copied.
+    """Write the tensors of `file` into the new safetensors file `out`; returns `ties`. Those in
+    `untied` are copied.
 
     Raises RefusedError, MemoryError, and OSError of `out`.
     """
@@ -141,7 +168,9 @@ def convert_file(file: Path, out: Path, untied: Iterable[str]) -> dict[str, str]
     written = {name: tensor for name, tensor in tensors.items() if name not in tied}
     total = sum(tensor.nbytes for tensor in written.values())
     if total > MEMORY_FACTOR * size + MEMORY_MORE:
-        raise RefusedError(f"its tensors claim {total:,} bytes, more than its {size:,} bytes can hold")
+        raise RefusedError(
+            f"its tensors claim {total:,} bytes, more than its {size:,} bytes can hold"
+        )
     with out.open("xb") as stream:
         write(written, stream, lambda done: say(done=done, total=total))
     return tied
@@ -159,7 +188,9 @@ def main(file: str, out: str, *untied: str) -> None:
     except RefusedError as error:
         say(refused=str(error))
     except MemoryError:
-        say(refused=f"it needs more memory than {MEMORY_FACTOR} times its size and {MEMORY_MORE:,} bytes")
+        say(
+            refused=f"it needs more memory than {MEMORY_FACTOR} times its size and {MEMORY_MORE:,} bytes"
+        )
     except OSError as error:
         kind = "full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "refused"
         say(**{kind: str(error)})

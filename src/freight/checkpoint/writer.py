@@ -1,12 +1,13 @@
 """CheckpointWriter: a whole checkpoint, or none.
 
-Everything is written into a hidden folder, config.json last. Where the output does not exist, that folder lies beside
-it and is renamed when it is complete. An empty folder that exists may be a mount point or a link, which no rename
-replaces, so the hidden folder lies inside of it and its files move up in the end, config.json last. An error, Ctrl-C or
-a full disk removes all of it. To overwrite a folder, which has to be one that Freight wrote, the same is done inside of
-it, and the old files are removed when the new ones are in their place. After SIGKILL files remain, which nothing loads
-without a config.json; the next run removes them (`partial.py`). Tensors go into shards in the order they are added, so
-memory holds one shard.
+Everything is written into a hidden folder, config.json last. Where the output does not exist, that
+folder lies beside it and is renamed when it is complete. An empty folder that exists may be a mount
+point or a link, which no rename replaces, so the hidden folder lies inside of it and its files move
+up in the end, config.json last. An error, Ctrl-C or a full disk removes all of it. To overwrite a
+folder, which has to be one that Freight wrote, the same is done inside of it, and the old files are
+removed when the new ones are in their place. After SIGKILL files remain, which nothing loads
+without a config.json; the next run removes them (`partial.py`). Tensors go into shards in the order
+they are added, so memory holds one shard.
 """
 
 from __future__ import annotations
@@ -31,11 +32,25 @@ from freight.checkpoint.partial import LOCK, PATTERN, REPLACED, Partial, remove_
 from freight.errors import CapacityError, CheckpointError, ConfigError
 
 SHARD_BYTES = 2 * 2**30
-# What belongs to a model beside config.json and weights: tokenizer, generation defaults, chat template, what prepares
-# pictures and sound, licence.
+# What belongs to a model beside config.json and weights: tokenizer, generation defaults, chat
+# template, what prepares pictures and sound, licence.
 _COPIED = (
-    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json", "*.jinja", "chat_template.json"),
+    *(
+        "generation_config.json",
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+    ),
+    *(
+        "merges.txt",
+        "vocab.txt",
+        "*.model",
+        "*.tiktoken",
+        "tekken.json",
+        "*.jinja",
+        "chat_template.json",
+    ),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
@@ -47,10 +62,12 @@ _WRITTEN = (
 
 
 def require_new(out: Path, overwrite: bool | None = None) -> None:
-    """Raises ConfigError unless `out` is free (or an empty folder), in a folder that exists and can be written.
+    """Raises ConfigError unless `out` is free (or an empty folder), in a folder that exists and can
+    be written.
 
-    Removes what runs that were killed left there. With `overwrite` it may also be a folder that Freight wrote, with
-    nothing else in it. None: the caller has no such option, so the error does not offer it.
+    Removes what runs that were killed left there. With `overwrite` it may also be a folder that
+    Freight wrote, with nothing else in it. None: the caller has no such option, so the error does
+    not offer it.
     """
     try:
         remove_abandoned(out)
@@ -67,7 +84,9 @@ def require_new(out: Path, overwrite: bool | None = None) -> None:
                 hint = ", or overwrite it (--overwrite, overwrite=True)" if offered else ""
                 raise ConfigError(f"the output {out} exists; remove it, or name another{hint}")
         if not out.absolute().parent.is_dir():
-            raise ConfigError(f"the output {out} has no parent folder; make {out.absolute().parent} first")
+            raise ConfigError(
+                f"the output {out} has no parent folder; make {out.absolute().parent} first"
+            )
         Partial.make(out).remove()  # names the other reasons before any work is done
     except OSError as error:
         raise ConfigError(f"the output {out} cannot be written: {error}; name another") from error
@@ -102,13 +121,16 @@ def require_space(out: Path, num_bytes: int) -> None:
 
 
 class CheckpointWriter:
-    """`with CheckpointWriter(out) as writer: writer.add(…); …; writer.finish(…)`. Leaving without `finish` removes all.
+    """`with CheckpointWriter(out) as writer: writer.add(…); …; writer.finish(…)`. Leaving without
+    `finish` removes all.
 
-    Raises ConfigError if `out` is taken or cannot be made, CapacityError when the disk is full, CheckpointError when it
-    cannot be written otherwise.
+    Raises ConfigError if `out` is taken or cannot be made, CapacityError when the disk is full,
+    CheckpointError when it cannot be written otherwise.
     """
 
-    def __init__(self, out: Path, shard_bytes: int = SHARD_BYTES, overwrite: bool | None = None) -> None:
+    def __init__(
+        self, out: Path, shard_bytes: int = SHARD_BYTES, overwrite: bool | None = None
+    ) -> None:
         """With `overwrite`, `out` may be a folder that Freight wrote. None is as in `require_new`."""
         self._out = out.absolute()
         self._overwrite = overwrite
@@ -131,7 +153,10 @@ class CheckpointWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if not self._finished:
             for file in reversed(self._published):
@@ -158,8 +183,12 @@ class CheckpointWriter:
         self._shards.append(list(sizes))
         self._total += sum(sizes.values())
 
-    def finish(self, config: Mapping[str, Any], source: Path, files: Mapping[str, bytes] | None = None) -> None:
-        """Write pending tensors, tokenizer and other files of `source`, `files` and config.json; then publish `out`."""
+    def finish(
+        self, config: Mapping[str, Any], source: Path, files: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Write pending tensors, tokenizer and other files of `source`, `files` and config.json;
+        then publish `out`.
+        """
         self._flush()
         try:
             self._name_shards()
@@ -170,8 +199,12 @@ class CheckpointWriter:
             for name, content in (files or {}).items():
                 (self._folder / name).write_bytes(content)
             marked = {**config, "freight": {**WRITTEN, **config.get("freight", {})}}
-            (self._folder / "config.json").write_text(json.dumps(marked, indent=2) + "\n", encoding="utf-8")
-            for shard in self._folder.glob("*.safetensors"):  # safetensors makes its files readable by the owner alone
+            (self._folder / "config.json").write_text(
+                json.dumps(marked, indent=2) + "\n", encoding="utf-8"
+            )
+            for shard in self._folder.glob(
+                "*.safetensors"
+            ):  # safetensors makes its files readable by the owner alone
                 shutil.copymode(self._folder / "config.json", shard)
             self._publish()
         except OSError as error:
@@ -184,11 +217,18 @@ class CheckpointWriter:
             return
         old = [path for path in self._out.iterdir() if not fnmatch.fnmatchcase(path.name, PATTERN)]
         if old and (not self._overwrite or _foreign(self._out) is not None):
-            raise CheckpointError(f"{self._out} was filled by another program meanwhile; nothing was changed there")
-        names = sorted((file.name for file in self._folder.iterdir() if file.name != LOCK), key="config.json".__eq__)
+            raise CheckpointError(
+                f"{self._out} was filled by another program meanwhile; nothing was changed there"
+            )
+        names = sorted(
+            (file.name for file in self._folder.iterdir() if file.name != LOCK),
+            key="config.json".__eq__,
+        )
         if old:
             (self._folder / REPLACED).mkdir()
-        for path in sorted(old, key=lambda path: path.name != "config.json"):  # first, so that no mixture loads
+        for path in sorted(
+            old, key=lambda path: path.name != "config.json"
+        ):  # first, so that no mixture loads
             self._replaced.append(path)
             os.rename(path, self._folder / REPLACED / path.name)
         for name in names:
@@ -200,7 +240,11 @@ class CheckpointWriter:
         if not self._pending:
             return
         try:
-            save_file(self._pending, self._folder / _shard_name(len(self._shards), 0), metadata={"format": "pt"})
+            save_file(
+                self._pending,
+                self._folder / _shard_name(len(self._shards), 0),
+                metadata={"format": "pt"},
+            )
         except (OSError, SafetensorError) as error:
             raise self._fault(error) from error
         self._shards.append(list(self._pending))
@@ -214,16 +258,22 @@ class CheckpointWriter:
             return
         weight_map: dict[str, str] = {}
         for index, names in enumerate(self._shards):
-            os.rename(self._folder / _shard_name(index, 0), self._folder / _shard_name(index, count))
+            os.rename(
+                self._folder / _shard_name(index, 0), self._folder / _shard_name(index, count)
+            )
             weight_map |= dict.fromkeys(names, _shard_name(index, count))
         content = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        (self._folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+        (self._folder / "model.safetensors.index.json").write_text(
+            json.dumps(content, indent=2) + "\n"
+        )
 
     def _fault(self, error: Exception) -> CapacityError | CheckpointError:
         match = re.search(r"\(os error (\d+)\)", str(error))  # how safetensors reports the errno
         number = int(match[1]) if match else getattr(error, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return CapacityError(f"the disk of {self._out} is full: {error}; nothing was left there")
+            return CapacityError(
+                f"the disk of {self._out} is full: {error}; nothing was left there"
+            )
         return CheckpointError(f"{self._out} cannot be written: {error}")
 
 

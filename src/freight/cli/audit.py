@@ -1,4 +1,6 @@
-"""`freight audit`: what vLLM, SGLang and TGI do with a checkpoint's KV scales, what that costs, and what mends it."""
+"""`freight audit`: what vLLM, SGLang and TGI do with a checkpoint's KV scales, what that costs, and
+what mends it.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,43 @@ def audit(
     args: EngineArgs,
     engine: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[=VERSION]", help="vllm, sglang or tgi; may be repeated. Default: all."),
+        typer.Option(
+            metavar="NAME[=VERSION]", help="vllm, sglang or tgi; may be repeated. Default: all."
+        ),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Text to measure on; for 'demo', its held-out text by default."),
+        typer.Option(
+            metavar="FILE", help="Text to measure on; for 'demo', its held-out text by default."
+        ),
     ] = None,
     calibration_data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text that --fix measures missing scales on; default: --data.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Text that --fix measures missing scales on; default: --data."
+        ),
     ] = None,
     fix: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Write a checkpoint whose scales the first engine loads.")
+        Path | None,
+        typer.Option(metavar="OUT", help="Write a checkpoint whose scales the first engine loads."),
     ] = None,
-    window: Annotated[int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")] = None,
-    max_tokens: Annotated[int, typer.Option(metavar="COUNT", min=2, help="Tokens measured at most.")] = 8192,
-    layer_tokens: Annotated[int, typer.Option(metavar="COUNT", min=2, help="Tokens to rank layers by.")] = 1024,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    window: Annotated[
+        int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="COUNT", min=2, help="Tokens measured at most.")
+    ] = 8192,
+    layer_tokens: Annotated[
+        int, typer.Option(metavar="COUNT", min=2, help="Tokens to rank layers by.")
+    ] = 1024,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
 ) -> None:
     """Say what other engines do with a checkpoint's KV scales.
 
-    Which scales vLLM, SGLang and TGI load, drop or take as 1.0, what that costs on a text, and what mends it.
+    Which scales vLLM, SGLang and TGI load, drop or take as 1.0, what that costs on a text, and what
+    mends it.
     """
     engines = [parse_engine(name) for name in engine or map(str, Engine)]
     text = read_text(args.model, data) if data is not None or args.model == "demo" else None
@@ -76,7 +95,9 @@ def audit(
         if fix is not None and report.fixed is not None:
             named = " and ".join(map(str, report.fixed.engines))
             count = report.facts.num_layers - len(report.facts.without_keys)
-            typer.echo(f"{fix}: KV scales of {count} layer{'s' * (count > 1)}, as {named} load them")
+            typer.echo(
+                f"{fix}: KV scales of {count} layer{'s' * (count > 1)}, as {named} load them"
+            )
 
 
 def _print(report: AuditReport) -> None:
@@ -96,13 +117,26 @@ def _print(report: AuditReport) -> None:
         ("as stored", report.stored),
     ]
     for one in report.engines:
-        rows += [(f"as {one.view.title}", one.cost), (f"as {one.view.title} on a CPU", one.cpu_cost)]
-    cells = [(name, f"{c.perplexity:.3f}", f"{c.kl_mean:.5f}", f"{c.same_top:.2%}") for name, c in rows if c]
+        rows += [
+            (f"as {one.view.title}", one.cost),
+            (f"as {one.view.title} on a CPU", one.cpu_cost),
+        ]
+    cells = [
+        (name, f"{c.perplexity:.3f}", f"{c.kl_mean:.5f}", f"{c.same_top:.2%}")
+        for name, c in rows
+        if c
+    ]
     if cells:
-        typer.echo(markdown([("KV cache", "perplexity", "mean KL", "same top"), *cells], num_left=1))
-        typer.echo(f"{report.num_tokens:,} tokens. KL (nats) and top token are against the first row.")
+        typer.echo(
+            markdown([("KV cache", "perplexity", "mean KL", "same top"), *cells], num_left=1)
+        )
+        typer.echo(
+            f"{report.num_tokens:,} tokens. KL (nats) and top token are against the first row."
+        )
         if any(one.cpu_cost for one in report.engines):
-            typer.echo("Values are rounded to nearest, as GPU kernels do; on a CPU vLLM rounds them towards zero.")
+            typer.echo(
+                "Values are rounded to nearest, as GPU kernels do; on a CPU vLLM rounds them towards zero."
+            )
     else:
         typer.echo(f"Not measured: {report.unmeasured}.")
 
@@ -111,8 +145,12 @@ def _details(view: EngineView) -> list[str]:
     lines = []
     if view.rules_of != view.version:
         lines.append(f"by the rules of {view.rules_of}, of which it is a patch release")
-    reasons = {(side.why, side.source): side.name for side in view.sides if side.why and side.source}
-    lines += [f"{name}: {why} ({source})" for (why, source), name in reasons.items() if not view.refusal]
+    reasons = {
+        (side.why, side.source): side.name for side in view.sides if side.why and side.source
+    }
+    lines += [
+        f"{name}: {why} ({source})" for (why, source), name in reasons.items() if not view.refusal
+    ]
     if not view.refusal:
         lines += view.notes
     for name, count, effect in view.input_scales:

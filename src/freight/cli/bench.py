@@ -1,4 +1,6 @@
-"""`freight bench`: how fast this machine runs a model, or one kernel; speed beside the bandwidth of the memory."""
+"""`freight bench`: how fast this machine runs a model, or one kernel; speed beside the bandwidth of
+the memory.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,36 @@ if TYPE_CHECKING:
     from freight.kernels.interface import KernelSet
     from freight.models.open import OpenModel
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure speed, beside the memory's own.")
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure speed, beside the memory's own."
+)
 app.command()(serving)
 
 RandomWeights = Annotated[
     str | None,
-    typer.Option(metavar="SHAPE", help="No checkpoint: a model of this shape, a preset's name or a config.json."),
+    typer.Option(
+        metavar="SHAPE",
+        help="No checkpoint: a model of this shape, a preset's name or a config.json.",
+    ),
 ]
-BatchSize = Annotated[int, typer.Option(metavar="COUNT", min=1, help="Sequences that arrive at once.")]
+BatchSize = Annotated[
+    int, typer.Option(metavar="COUNT", min=1, help="Sequences that arrive at once.")
+]
 Requests = Annotated[int, typer.Option(metavar="COUNT", min=1, help="Requests in all.")]
 InputLen = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Length of a prompt.")]
 OutputLen = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Tokens generated for each.")]
-Repeats = Annotated[int, typer.Option(metavar="COUNT", min=1, help="Runs that count; one to warm up comes before.")]
+Repeats = Annotated[
+    int, typer.Option(metavar="COUNT", min=1, help="Runs that count; one to warm up comes before.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-KERNEL_NAMES = ("linear", "attention", "rotate_store", "by_head", "torch.linear", "torch._scaled_mm")
+KERNEL_NAMES = (
+    "linear",
+    "attention",
+    "rotate_store",
+    "by_head",
+    "torch.linear",
+    "torch._scaled_mm",
+)
 GPU_KERNEL_NAMES = (*KERNEL_NAMES, "torch.sdpa")
 
 
@@ -56,12 +74,16 @@ def latency(
     repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Prefill and decode of one batch, apart, and the share of the memory's bandwidth that decoding reaches."""
+    """Prefill and decode of one batch, apart, and the share of the memory's bandwidth that decoding
+    reaches.
+    """
     opened, name = _open(args, random_weights)
     from freight.bench.latency import measure_latency
 
     with choose_threads(args.threads, opened.device.cores), progress("measuring") as on_progress:
-        found = measure_latency(opened, name, batch_size, input_len, output_len, repeats, on_progress)
+        found = measure_latency(
+            opened, name, batch_size, input_len, output_len, repeats, on_progress
+        )
     _print(found, as_json)
 
 
@@ -75,31 +97,47 @@ def throughput(
     output_len: OutputLen = 64,
     repeats: Repeats = 1,
     compare: Annotated[
-        list[str] | None, typer.Option(metavar="DTYPE", help="Caches to run in turns; twice or more.")
+        list[str] | None,
+        typer.Option(metavar="DTYPE", help="Caches to run in turns; twice or more."),
     ] = None,
     compare_memory: Annotated[
-        list[str] | None, typer.Option(metavar="SIZE", help="Cache memory for --compare; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="SIZE", help="Cache memory for --compare; may be repeated."),
     ] = None,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw what --compare found.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw what --compare found.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Many requests of different lengths through the whole engine: rates, and how full batch and cache were."""
+    """Many requests of different lengths through the whole engine: rates, and how full batch and
+    cache were.
+    """
     if compare or compare_memory or picture:
         _check_compared(args, compare or [], compare_memory or [], picture)
         sizes = (num_requests, input_len, output_len, repeats)
         _compare(
-            args, random_weights, compare or [], compare_memory or (args.kv_cache_memory,), sizes, picture, as_json
+            args,
+            random_weights,
+            compare or [],
+            compare_memory or (args.kv_cache_memory,),
+            sizes,
+            picture,
+            as_json,
         )
         return
     opened, name = _open(args, random_weights)
     from freight.bench.throughput import measure_throughput
 
     with choose_threads(args.threads, opened.device.cores), progress("measuring") as on_progress:
-        found = measure_throughput(opened, name, num_requests, input_len, output_len, repeats, on_progress)
+        found = measure_throughput(
+            opened, name, num_requests, input_len, output_len, repeats, on_progress
+        )
     _print(found, as_json)
 
 
-def _check_compared(args: EngineArgs, caches: list[str], memories: list[str], picture: Path | None) -> None:
+def _check_compared(
+    args: EngineArgs, caches: list[str], memories: list[str], picture: Path | None
+) -> None:
     """Raises ConfigError for what cannot be compared, before torch is loaded."""
     if len(caches) < 2 or len(set(caches)) < len(caches) or len(set(memories)) < len(memories):
         raise ConfigError(
@@ -107,7 +145,11 @@ def _check_compared(args: EngineArgs, caches: list[str], memories: list[str], pi
         )
     for flag, given, other in (
         ("--kv-cache-dtype", args.kv_cache_dtype != "auto", "--compare"),
-        ("--kv-cache-memory", bool(memories) and args.kv_cache_memory is not None, "--compare-memory"),
+        (
+            "--kv-cache-memory",
+            bool(memories) and args.kv_cache_memory is not None,
+            "--compare-memory",
+        ),
     ):
         if given:
             raise ConfigError(f"{flag} and {other} both choose the cache: give one of the two")
@@ -141,26 +183,48 @@ def _compare(
 def kernels(
     random_weights: Annotated[
         str | None,
-        typer.Option(metavar="SHAPE", help="Whose shapes are measured: a preset or a config.json; default: llama-1b."),
+        typer.Option(
+            metavar="SHAPE",
+            help="Whose shapes are measured: a preset or a config.json; default: llama-1b.",
+        ),
     ] = None,
     matrix: Annotated[
-        str | None, typer.Option(metavar="OUTxIN", help="One more weight, output by input; default: 14336x4096.")
+        str | None,
+        typer.Option(
+            metavar="OUTxIN", help="One more weight, output by input; default: 14336x4096."
+        ),
     ] = None,
-    rows: Annotated[list[int] | None, typer.Option(metavar="COUNT", min=1, help="May be repeated; 1, 8, 512.")] = None,
+    rows: Annotated[
+        list[int] | None, typer.Option(metavar="COUNT", min=1, help="May be repeated; 1, 8, 512.")
+    ] = None,
     context: Annotated[
-        int | None, typer.Option(metavar="TOKENS", min=1, help="Keys that attention reads; default: 16384.")
+        int | None,
+        typer.Option(metavar="TOKENS", min=1, help="Keys that attention reads; default: 16384."),
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(metavar="KERNEL", help="May be repeated; default: all.")] = None,
-    seconds: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time for each row.")] = 0.3,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="KERNEL", help="May be repeated; default: all.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Time for each row.")
+    ] = 0.3,
     after: Annotated[
-        int, typer.Option(metavar="CASE", min=0, help="On a GPU: begin behind the row of this number.")
+        int,
+        typer.Option(metavar="CASE", min=0, help="On a GPU: begin behind the row of this number."),
     ] = 0,
-    threads: Annotated[int | None, typer.Option(metavar="COUNT", min=1, envvar="FREIGHT_THREADS")] = None,
-    device: Annotated[str, typer.Option(metavar="|".join(DEVICES), envvar="FREIGHT_DEVICE")] = "auto",
-    kernels: Annotated[str, typer.Option(metavar="|".join(KERNELS), envvar="FREIGHT_KERNELS")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(metavar="COUNT", min=1, envvar="FREIGHT_THREADS")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="|".join(DEVICES), envvar="FREIGHT_DEVICE")
+    ] = "auto",
+    kernels: Annotated[
+        str, typer.Option(metavar="|".join(KERNELS), envvar="FREIGHT_KERNELS")
+    ] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Each operation on its own, beside torch's; on a GPU in the sizes of the table in docs/benchmarks.md."""
+    """Each operation on its own, beside torch's; on a GPU in the sizes of the table in
+    docs/benchmarks.md.
+    """
     check(EngineArgs(kernels=kernels, threads=threads, device=device))
     positive("--seconds", seconds, "a number of seconds for each row")
     size = _matrix(matrix or "14336x4096")
@@ -186,7 +250,9 @@ def kernels(
             "context": context,
         }.items():
             if value is not None:
-                raise ConfigError(f"--{flag} is for --device cpu: the sizes on a GPU are those of docs/benchmarks.md")
+                raise ConfigError(
+                    f"--{flag} is for --device cpu: the sizes on a GPU are those of docs/benchmarks.md"
+                )
         _kernels_on_gpu(kernel_set, only or [], seconds, after, as_json)
         return
     if after:
@@ -196,11 +262,15 @@ def kernels(
     from freight.bench.kernels import measure_kernels
 
     with used:
-        found = measure_kernels(kernel_set, model, size, rows or [1, 8, 512], context or 16384, seconds, only or [])
+        found = measure_kernels(
+            kernel_set, model, size, rows or [1, 8, 512], context or 16384, seconds, only or []
+        )
         _print_rows(found, as_json)
 
 
-def _kernels_on_gpu(kernel_set: KernelSet, only: list[str], seconds: float, after: int, as_json: bool) -> None:
+def _kernels_on_gpu(
+    kernel_set: KernelSet, only: list[str], seconds: float, after: int, as_json: bool
+) -> None:
     """Rows as they are measured; for people, the goals that they bear on below."""
     from freight.bench.goals import KERNEL_GOALS, table
     from freight.bench.gpu import Sizes, measure_on_gpu
@@ -220,7 +290,9 @@ def _matrix(value: str) -> tuple[int, int]:
 def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
     """One kernel a line, as it is measured; returns them all."""
     if not as_json:
-        typer.echo(f"{'kernel':18}{'format':34}{'shape':28}{'median us':>12}{'spread':>22}{'of bandwidth':>14}")
+        typer.echo(
+            f"{'kernel':18}{'format':34}{'shape':28}{'median us':>12}{'spread':>22}{'of bandwidth':>14}"
+        )
     rows = []
     for row in found:
         rows.append(row)
@@ -248,7 +320,9 @@ def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]
 
         return open_model(args), args.model
     if args.model != "demo":
-        raise ConfigError(f"MODEL is {args.model!r} and --random-weights {random_weights!r}: give one of the two")
+        raise ConfigError(
+            f"MODEL is {args.model!r} and --random-weights {random_weights!r}: give one of the two"
+        )
     shape_config(random_weights)  # refused before torch is loaded
     from freight.models.open import open_random
 
@@ -263,11 +337,15 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
 
 
 def _table(found: dict[str, Any]) -> Table:
-    """For people: a line a figure, with its spread where it has one. Parts of a figure are lines of their own."""
+    """For people: a line a figure, with its spread where it has one. Parts of a figure are lines of
+    their own.
+    """
     from rich.box import MARKDOWN
     from rich.table import Column, Table
 
-    table = Table(Column("figure", no_wrap=True), Column("value", overflow="fold"), "from", "to", box=MARKDOWN)
+    table = Table(
+        Column("figure", no_wrap=True), Column("value", overflow="fold"), "from", "to", box=MARKDOWN
+    )
     for name, value in found.items():
         if name == "spread":
             continue

@@ -1,4 +1,6 @@
-"""`freight bench serving`: load on a server that speaks OpenAI's API, and its times, rates and errors."""
+"""`freight bench serving`: load on a server that speaks OpenAI's API, and its times, rates and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -19,39 +21,81 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 def serving(
     url: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help=f"A server; repeat it to compare; default: {DEFAULT_URL}.")
+        list[str] | None,
+        typer.Option(
+            metavar="URL", help=f"A server; repeat it to compare; default: {DEFAULT_URL}."
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="Default: the first that the server lists.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Default: the first that the server lists.")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(metavar="KEY", envvar="FREIGHT_API_KEY")] = None,
-    endpoint: Annotated[str, typer.Option(metavar="completions|chat", help="Which API is called.")] = "completions",
+    endpoint: Annotated[
+        str, typer.Option(metavar="completions|chat", help="Which API is called.")
+    ] = "completions",
     concurrency: Annotated[
-        list[int] | None, typer.Option(metavar="COUNT", min=1, help="Requests at a time; may be repeated; default: 1.")
+        list[int] | None,
+        typer.Option(
+            metavar="COUNT", min=1, help="Requests at a time; may be repeated; default: 1."
+        ),
     ] = None,
     rate: Annotated[
-        list[float] | None, typer.Option(metavar="NUMBER", help="Requests a second, at random times; may be repeated.")
+        list[float] | None,
+        typer.Option(metavar="NUMBER", help="Requests a second, at random times; may be repeated."),
     ] = None,
-    num_requests: Annotated[int | None, typer.Option(metavar="COUNT", min=1, help="Default: 64.")] = None,
-    duration: Annotated[float | None, typer.Option(metavar="SECONDS", help="No request begins after it.")] = None,
-    prompt: Annotated[str, typer.Option(metavar="text|ids", help="Pieces of a text, or random token ids.")] = "text",
-    prompts: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Your own prompts, one a line.")] = None,
-    prompt_tokens: Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Length of a prompt.")] = "128",
-    output_tokens: Annotated[str, typer.Option(metavar="N|LOW:HIGH", help="Tokens generated for each.")] = "64",
+    num_requests: Annotated[
+        int | None, typer.Option(metavar="COUNT", min=1, help="Default: 64.")
+    ] = None,
+    duration: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="No request begins after it.")
+    ] = None,
+    prompt: Annotated[
+        str, typer.Option(metavar="text|ids", help="Pieces of a text, or random token ids.")
+    ] = "text",
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Your own prompts, one a line.")
+    ] = None,
+    prompt_tokens: Annotated[
+        str, typer.Option(metavar="N|LOW:HIGH", help="Length of a prompt.")
+    ] = "128",
+    output_tokens: Annotated[
+        str, typer.Option(metavar="N|LOW:HIGH", help="Tokens generated for each.")
+    ] = "64",
     shared_prefix: Annotated[
-        int, typer.Option(metavar="TOKENS", min=0, help="With which every prompt begins, besides its own.")
+        int,
+        typer.Option(
+            metavar="TOKENS", min=0, help="With which every prompt begins, besides its own."
+        ),
     ] = 0,
-    vocab_size: Annotated[int | None, typer.Option(metavar="COUNT", min=1, help="For --prompt ids.")] = None,
-    warmup: Annotated[int, typer.Option(metavar="COUNT", min=0, help="Requests before a run that do not count.")] = 4,
+    vocab_size: Annotated[
+        int | None, typer.Option(metavar="COUNT", min=1, help="For --prompt ids.")
+    ] = None,
+    warmup: Annotated[
+        int, typer.Option(metavar="COUNT", min=0, help="Requests before a run that do not count.")
+    ] = 4,
     rounds: Annotated[
-        int | None, typer.Option(metavar="COUNT", min=1, help="Runs of each load; default: 1, for several servers 6.")
+        int | None,
+        typer.Option(
+            metavar="COUNT", min=1, help="Runs of each load; default: 1, for several servers 6."
+        ),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one answer.")] = 600.0,
     seed: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="Of prompts, lengths and arrivals; default: a new one.")
+        int | None,
+        typer.Option(
+            metavar="NUMBER", help="Of prompts, lengths and arrivals; default: a new one."
+        ),
     ] = None,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the distributions.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the distributions.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
 ) -> None:
-    """Load on any OpenAI-compatible server: time to first token, between tokens, rates, errors; several in turns."""
+    """Load on any OpenAI-compatible server: time to first token, between tokens, rates, errors;
+    several in turns.
+    """
     from freight.bench.prompts import Lengths
     from freight.bench.serving import ServingArgs, measure_serving
 
@@ -120,7 +164,9 @@ def check_picture(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix != ".svg":
-        raise ConfigError(f"--picture {path}: the picture is SVG, so name it {path.with_suffix('.svg')}")
+        raise ConfigError(
+            f"--picture {path}: the picture is SVG, so name it {path.with_suffix('.svg')}"
+        )
     if path.exists() or not path.parent.is_dir():
         raise ConfigError(f"--picture {path}: name a new file in a folder that exists")
 
@@ -163,7 +209,18 @@ def _rows(found: dict[str, Any]) -> Any:
     from rich.box import MARKDOWN
     from rich.table import Column, Table
 
-    names = ["load", "first token ms", "p99", "between ms", "p99", "whole s", "p99", "tokens/s", "requests/s", "errors"]
+    names = [
+        "load",
+        "first token ms",
+        "p99",
+        "between ms",
+        "p99",
+        "whole s",
+        "p99",
+        "tokens/s",
+        "requests/s",
+        "errors",
+    ]
     several = len({row["url"] for row in found["rows"]}) > 1
     columns = [Column(name, justify="right", no_wrap=True) for name in names]
     table = Table(*([Column("server", no_wrap=True)] if several else []), *columns, box=MARKDOWN)
@@ -172,7 +229,9 @@ def _rows(found: dict[str, Any]) -> Any:
         for figure, unit in (("ttft_ms", 1.0), ("itl_ms", 1.0), ("e2e_ms", 1e3)):
             cells += [_text(row[figure][name], unit) for name in ("median", "p99")]
         cells += [f"{row['output_tokens_per_second']:,.1f}", f"{row['requests_per_second']:,.2f}"]
-        cells.append(f"{sum(row['errors'].values())} of {row['requests']}" if row["errors"] else "0")
+        cells.append(
+            f"{sum(row['errors'].values())} of {row['requests']}" if row["errors"] else "0"
+        )
         table.add_row(*([row["url"]] if several else []), *cells)
     return table
 
@@ -190,10 +249,14 @@ def _notes(found: dict[str, Any]) -> list[str]:
     for row in found["rows"]:
         where = f"{row['url']}, {row['concurrency'] or row['rate']}"
         if row["itl_unit"] == "event":
-            notes.append(f"{where}: does not say the tokens of each event, so 'between' is between events")
+            notes.append(
+                f"{where}: does not say the tokens of each event, so 'between' is between events"
+            )
         if row["cached_tokens"]:
             share = row["cached_tokens"] / row["prompt_tokens"]
-            notes.append(f"{where}: {share:.0%} of the prompts' tokens came from the server's prefix cache")
+            notes.append(
+                f"{where}: {share:.0%} of the prompts' tokens came from the server's prefix cache"
+            )
         if not row["ignore_eos"]:
             notes.append(f"{where}: does not take ignore_eos")
         if row["short_answers"]:
@@ -202,7 +265,9 @@ def _notes(found: dict[str, Any]) -> list[str]:
             notes.append(f"{where}: {count} x {kind}: {row['error_messages'][kind]}")
         late = row["late_ms"]["p99"]
         if row["rate"] and late and late > 10:
-            notes.append(f"{where}: the load itself was late by {late:.0f} ms (p99): its times include that")
+            notes.append(
+                f"{where}: the load itself was late by {late:.0f} ms (p99): its times include that"
+            )
     return notes
 
 
@@ -210,7 +275,9 @@ def _ratios(found: dict[str, Any]) -> Any:
     from rich.box import MARKDOWN
     from rich.table import Column, Table
 
-    table = Table("figure", "load", Column("ratio", justify="right"), "interval", "better", box=MARKDOWN)
+    table = Table(
+        "figure", "load", Column("ratio", justify="right"), "interval", "better", box=MARKDOWN
+    )
     table.title = f"{found['rows'][0]['url']} over the others: medians of the ratios of {found['rounds']} rounds"
     table.title_justify = "left"
     for row in found["ratios"]:

@@ -36,7 +36,9 @@ def chat(
 ) -> None:
     """Talk with a model that has a chat template."""
     if args.skip_tokenizer_init:
-        raise ConfigError("chat needs a tokenizer: omit --skip-tokenizer-init, or use freight generate")
+        raise ConfigError(
+            "chat needs a tokenizer: omit --skip-tokenizer-init, or use freight generate"
+        )
     start = [{"role": "system", "content": system}] if system else []
 
     from freight.llm import LLM
@@ -57,12 +59,18 @@ def chat(
             else:
                 _explain(command)
             continue
-        asked = [*messages, {"role": "user", "content": line.removeprefix("/") if line.startswith("//") else line}]
+        asked = [
+            *messages,
+            {"role": "user", "content": line.removeprefix("/") if line.startswith("//") else line},
+        ]
         try:
             answer = print_stream(llm, llm.chat_prompt(asked), params)
         except KeyboardInterrupt:
             typer.echo()
-        except (RequestError, GenerationError) as error:  # the conversation has outgrown the context, say
+        except (
+            RequestError,
+            GenerationError,
+        ) as error:  # the conversation has outgrown the context, say
             terminal.write(f"error: {error}; /clear starts anew", err=True, fg="red")
         else:
             messages = [*asked, {"role": "assistant", "content": answer}]
@@ -76,13 +84,18 @@ def _explain(command: str) -> None:
         return
     word = command.split()[0]
     hint = nearest(word, [*COMMANDS, *_SAME])
-    terminal.write(f"no such command: {word}{hint}; // sends a message that begins with a slash", err=True, dim=True)
+    terminal.write(
+        f"no such command: {word}{hint}; // sends a message that begins with a slash",
+        err=True,
+        dim=True,
+    )
 
 
 def _read_line() -> str | None:
     """The next line typed, None at the end: Ctrl-D, or Ctrl-C twice in a row at a terminal.
 
-    Editing keys and history work where Python has readline. Raises KeyboardInterrupt where no terminal is read.
+    Editing keys and history work where Python has readline. Raises KeyboardInterrupt where no
+    terminal is read.
     """
     if not sys.stdin.isatty():
         return _next_line("")

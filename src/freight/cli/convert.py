@@ -11,19 +11,28 @@ from freight.calibrate.stages import stages
 
 
 def convert(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder with pytorch_model*.bin, or a hub id.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")],
-    revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub model.")] = None,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder with pytorch_model*.bin, or a hub id.")
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")
+    ],
+    revision: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub model.")
+    ] = None,
 ) -> None:
     """Write a checkpoint of pytorch_model.bin files as safetensors.
 
-    Pickled files can hold code. It is not run: they are read as tensors alone, in a process with limited memory.
+    Pickled files can hold code. It is not run: they are read as tensors alone, in a process with
+    limited memory.
     """
     from freight.checkpoint.convert import convert as run
 
     with stages() as on_progress:
         result = run(model, out, revision, on_progress)
     files = "1 file" if result.num_files == 1 else f"{result.num_files} files"
-    typer.echo(f"{result.path}: {result.num_tensors:,} tensors, {result.num_bytes / 2**20:,.2f} MiB, in {files}")
+    typer.echo(
+        f"{result.path}: {result.num_tensors:,} tensors, {result.num_bytes / 2**20:,.2f} MiB, in {files}"
+    )
     for name, kept in result.tied.items():
         typer.echo(f"{name} is {kept}: written once")

@@ -1,6 +1,7 @@
 """`freight demo`: the main job on the model that ships, in two minutes. What `make demo` runs.
 
-Three prompts with a 16-bit and with FP8 caches, then what the FP8 caches cost and save. Every figure is computed now.
+Three prompts with a 16-bit and with FP8 caches, then what the FP8 caches cost and save. Every
+figure is computed now.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ PROMPTS = (
 
 
 def demo(
-    max_tokens: Annotated[int, typer.Option(metavar="COUNT", min=1, help="Tokens to generate for each prompt.")] = 32,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="COUNT", min=1, help="Tokens to generate for each prompt.")
+    ] = 32,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
 ) -> None:
     """Generate and measure with the shipped model.
 
-    Three prompts with a 16-bit and with FP8 KV caches, then what the FP8 caches cost and save on held-out text.
+    Three prompts with a 16-bit and with FP8 KV caches, then what the FP8 caches cost and save on
+    held-out text.
     """
     from freight.evaluate.report import as_json as rows
     from freight.evaluate.report import as_table, compare_caches

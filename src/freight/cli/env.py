@@ -15,7 +15,9 @@ from freight import openmp
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
 
-def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
     """Show versions, processor, memory, GPU and the kernels in use."""
     facts = collect()
     if as_json:
@@ -50,11 +52,15 @@ def collect() -> dict[str, Any]:
     from freight.kernels.select import select_kernels
 
     device = probe("auto")
-    threads, possible = choose_threads(None, device.cores).count, min(device.cores, physical_cores() or device.cores)
+    threads, possible = (
+        choose_threads(None, device.cores).count,
+        min(device.cores, physical_cores() or device.cores),
+    )
     notes = (openmp.few_threads(os.environ, threads, possible), openmp.long_waits(os.environ))
     hip = getattr(torch.version, "hip", None)
     return {
-        "versions": {"freight": freight.__version__, "python": platform.python_version()} | _versions(),
+        "versions": {"freight": freight.__version__, "python": platform.python_version()}
+        | _versions(),
         "platform": platform.platform(),
         "cpu": cpu_name(),
         "cpu_features": list(cpu_features()),
@@ -69,7 +75,11 @@ def collect() -> dict[str, Any]:
         "native_e4m3": str(device.native_e4m3),
         "memory_total": device.memory_total,
         "memory_free": device.memory_free,
-        "torch_build": f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {hip}" if hip else "CPU",
+        "torch_build": f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"ROCm {hip}"
+        if hip
+        else "CPU",
         "gpu_present": gpu_present(),
         "kernels": select_kernels("auto", str(device.kind)).name,
         "kernels_because": cpu_library.describe(),

@@ -18,7 +18,8 @@ from freight.files import DATA_LIMIT, open_regular
 from freight.start_log import log_to_stderr
 from freight.terminal import progress
 
-# What `freight demo` shows. E5M2 needs no scales, and cannot use those that a checkpoint has for E4M3.
+# What `freight demo` shows. E5M2 needs no scales, and cannot use those that a checkpoint has for
+# E4M3.
 CACHES = [("fp8_e4m3", "auto"), ("fp8_e5m2", "unit")]
 LAYER_TOKENS = 16384  # of the text, for --per-layer, which runs the model (layers + 1) / 2 times
 LEGEND = "KL (nats) and top token are against the first row."
@@ -26,38 +27,66 @@ HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
 
 
 Data = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Text or JSONL to judge by; for 'demo', its held-out text.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Text or JSONL to judge by; for 'demo', its held-out text."),
 ]
-Field = Annotated[str, typer.Option(metavar="NAME", help="The field of a JSONL line that has its text.")]
-Tokens = Annotated[int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")]
-MaxTokens = Annotated[int | None, typer.Option(metavar="COUNT", min=2, help="Judge the first tokens only.")]
+Field = Annotated[
+    str, typer.Option(metavar="NAME", help="The field of a JSONL line that has its text.")
+]
+Tokens = Annotated[
+    int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(metavar="COUNT", min=2, help="Judge the first tokens only.")
+]
 Caches = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Of unit,tensor,head,channel,token,group,e5m2,centered,int8.")
+    str | None,
+    typer.Option(
+        metavar="LIST", help="Of unit,tensor,head,channel,token,group,e5m2,centered,int8."
+    ),
 ]
 States = Annotated[
     str | None,
-    typer.Option(metavar="LIST", help="Formats of recurrent states to measure: float32,bfloat16,int8,fp8."),
+    typer.Option(
+        metavar="LIST", help="Formats of recurrent states to measure: float32,bfloat16,int8,fp8."
+    ),
 ]
 Weights = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Weights to measure as well: fp8,fp8-channel,fp8-block.")
+    str | None,
+    typer.Option(metavar="LIST", help="Weights to measure as well: fp8,fp8-channel,fp8-block."),
 ]
 CalibrationData = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Text for static scales that the checkpoint does not have.")
+    str | None,
+    typer.Option(metavar="FILE", help="Text for static scales that the checkpoint does not have."),
 ]
 Speed = Annotated[bool, typer.Option(help="Time prefill and decoding.")]
 Report = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Write report.html, report.md with its charts, and report.json.")
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Write report.html, report.md with its charts, and report.json."
+    ),
 ]
-PerLayer = Annotated[bool, typer.Option("--per-layer", help="Each layer's share of what the cache costs, instead.")]
+PerLayer = Annotated[
+    bool, typer.Option("--per-layer", help="Each layer's share of what the cache costs, instead.")
+]
 Tasks = Annotated[
     str | None,
-    typer.Option(metavar="NAME,…", help="Run these tasks of lm-eval instead, with an FP8 cache and without."),
+    typer.Option(
+        metavar="NAME,…", help="Run these tasks of lm-eval instead, with an FP8 cache and without."
+    ),
 ]
-IncludePath = Annotated[Path | None, typer.Option(metavar="DIR", help="Task files of your own, for --tasks.")]
+IncludePath = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Task files of your own, for --tasks.")
+]
 Limit = Annotated[int | None, typer.Option(metavar="COUNT", min=1, help="Documents of each task.")]
-NumFewshot = Annotated[int | None, typer.Option(metavar="COUNT", min=0, help="Examples before each document.")]
+NumFewshot = Annotated[
+    int | None, typer.Option(metavar="COUNT", min=0, help="Examples before each document.")
+]
 Long = Annotated[
-    bool, typer.Option("--long", help="Measure retrieval and perplexity by depth in a long context instead.")
+    bool,
+    typer.Option(
+        "--long", help="Measure retrieval and perplexity by depth in a long context instead."
+    ),
 ]
 Contexts = Annotated[int, typer.Option(metavar="COUNT", min=2, help="Contexts of --long.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -87,16 +116,30 @@ def evaluate(
 ) -> None:
     """Measure what FP8 costs and saves, and say which setting to take.
 
-    Perplexity, divergence from a 16-bit cache, memory and speed, of all FP8 caches or of the one asked for.
+    Perplexity, divergence from a 16-bit cache, memory and speed, of all FP8 caches or of the one
+    asked for.
     """
     _refuse_unused(
         {"--tasks": tasks, "--long": long, "--per-layer": per_layer},
-        {"--data": data, "--field": field, "--window": window, "--max-tokens": max_tokens, "--caches": caches}
+        {
+            "--data": data,
+            "--field": field,
+            "--window": window,
+            "--max-tokens": max_tokens,
+            "--caches": caches,
+        }
         | {"--states": states, "--weights": weights, "--calibration-data": calibration_data}
         | {"--no-speed": not speed, "--report": report}
-        | {"--include-path": include_path, "--limit": limit, "--num-fewshot": num_fewshot, "--contexts": contexts},
+        | {
+            "--include-path": include_path,
+            "--limit": limit,
+            "--num-fewshot": num_fewshot,
+            "--contexts": contexts,
+        },
     )
-    named = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
+    named = (
+        args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
+    )
     asked = (args.kv_cache_dtype, args.kv_scales) if named else None
     if tasks is not None:
         from freight.cli.evaluate_tasks import evaluate_tasks
@@ -121,10 +164,23 @@ def evaluate(
     _evaluate_grid(args, path, field, options, report, as_json)
 
 
-_UNSET = {"--field": "text", "--contexts": 16, "--no-speed": False}  # what stands for "not given"; else None
+_UNSET = {
+    "--field": "text",
+    "--contexts": 16,
+    "--no-speed": False,
+}  # what stands for "not given"; else None
 _TEXT = frozenset(("--data", "--field", "--window"))
 _USED = {  # by each measurement; "": that of the caches over a text
-    "": _TEXT | {"--max-tokens", "--caches", "--states", "--weights", "--calibration-data", "--no-speed", "--report"},
+    "": _TEXT
+    | {
+        "--max-tokens",
+        "--caches",
+        "--states",
+        "--weights",
+        "--calibration-data",
+        "--no-speed",
+        "--report",
+    },
     "--tasks": frozenset(("--include-path", "--limit", "--num-fewshot")),
     "--long": _TEXT | {"--contexts"},
     "--per-layer": _TEXT,
@@ -132,10 +188,14 @@ _USED = {  # by each measurement; "": that of the caches over a text
 
 
 def _refuse_unused(kinds: Mapping[str, object], options: Mapping[str, object]) -> None:
-    """Raises ConfigError for two kinds of measurement, and for an option that the chosen one would not read."""
+    """Raises ConfigError for two kinds of measurement, and for an option that the chosen one would
+    not read.
+    """
     chosen = [flag for flag, value in kinds.items() if value not in (None, False)]
     if len(chosen) > 1:
-        raise ConfigError("--tasks, --long and --per-layer are different measurements: give one of them")
+        raise ConfigError(
+            "--tasks, --long and --per-layer are different measurements: give one of them"
+        )
     kind = chosen[0] if chosen else ""
     for flag, value in options.items():
         if value == _UNSET.get(flag) or flag in _USED[kind]:
@@ -148,7 +208,12 @@ def _refuse_unused(kinds: Mapping[str, object], options: Mapping[str, object]) -
 
 
 def _evaluate_grid(
-    args: EngineArgs, path: Path, field: str, options: tuple[Any, ...], report: Path | None, as_json: bool
+    args: EngineArgs,
+    path: Path,
+    field: str,
+    options: tuple[Any, ...],
+    report: Path | None,
+    as_json: bool,
 ) -> None:
     """Every cache over the text. `options`: the fields of GridArgs."""
     if report is not None:
@@ -199,7 +264,9 @@ def data_path(model: str, data: Path | None) -> Path:
         raise ConfigError(f"--data {data} cannot be read as text: {error}") from None
 
 
-def show_layers(args: EngineArgs, path: Path, field: str, window: int | None, as_json: bool) -> None:
+def show_layers(
+    args: EngineArgs, path: Path, field: str, window: int | None, as_json: bool
+) -> None:
     """`--per-layer`: each layer quantized alone, as a table or as JSON."""
     from freight.evaluate import sensitivity
     from freight.evaluate.documents import cut_documents, read_documents, window_length
@@ -218,7 +285,9 @@ def show_layers(args: EngineArgs, path: Path, field: str, window: int | None, as
         print(json.dumps({"model": args.model, **sensitivity.as_json(found)}))
         return
     typer.echo(sensitivity.as_table(found))
-    typer.echo(f"KL in nats against a 16-bit cache, over the first {found.num_tokens:,} tokens; one layer at a time")
+    typer.echo(
+        f"KL in nats against a 16-bit cache, over the first {found.num_tokens:,} tokens; one layer at a time"
+    )
 
 
 def read_text(model: str, data: Path | None) -> str:
@@ -231,10 +300,14 @@ def read_text(model: str, data: Path | None) -> str:
 
 
 def require_writable(folder: Path) -> None:
-    """Make the report's folder, and try to write there. Raises ConfigError, before anything is measured."""
+    """Make the report's folder, and try to write there. Raises ConfigError, before anything is
+    measured.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(f"--report {folder} cannot be written: {error}; name another folder") from None
+        raise ConfigError(
+            f"--report {folder} cannot be written: {error}; name another folder"
+        ) from None

@@ -1,4 +1,6 @@
-"""`freight evaluate --tasks`: lm-eval's tasks under the 16-bit cache and another, with the difference."""
+"""`freight evaluate --tasks`: lm-eval's tasks under the 16-bit cache and another, with the
+difference.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def evaluate_tasks(
     folder = None if include_path is None else str(include_path)
     found = compare_tasks(args, cache, names, folder, limit, num_fewshot)
     if as_json:
-        caches, scores = [dict(facts) for facts in found.caches], [asdict(score) for score in found.scores]
+        caches, scores = (
+            [dict(facts) for facts in found.caches],
+            [asdict(score) for score in found.scores],
+        )
         print(json.dumps({"model": args.model, "caches": caches, "tasks": scores}))
         return
     first, second = (str(facts["dtype"]) for facts in found.caches)
@@ -37,6 +42,10 @@ def evaluate_tasks(
     typer.echo(f"{second}: scales {scales['granularity']}, {scales['scale_source']}")
     methods = {score.method for score in found.scores}
     if "paired" in methods:
-        typer.echo("± is one standard error; the difference's is of the differences by document (paired).")
+        typer.echo(
+            "± is one standard error; the difference's is of the differences by document (paired)."
+        )
     if "bootstrap" in methods:
-        typer.echo("Where a metric is no mean over documents, ± is of 500 draws of documents, the same for both.")
+        typer.echo(
+            "Where a metric is no mean over documents, ± is of 500 draws of documents, the same for both."
+        )

@@ -35,22 +35,31 @@ def generate(
         list[str] | None, typer.Option(metavar="TEXT", help="A text to complete; may be repeated.")
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A file that is one prompt; - reads standard input.")
+        Path | None,
+        typer.Option(metavar="FILE", help="A file that is one prompt; - reads standard input."),
     ] = None,
     prompt_token_ids: Annotated[
-        list[str] | None, typer.Option(metavar="1,2,3", help="A prompt as token ids; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="1,2,3", help="A prompt as token ids; may be repeated."),
     ] = None,
-    n: Annotated[int, typer.Option("--n", "-n", metavar="COUNT", help="Completions per prompt.")] = 1,
+    n: Annotated[
+        int, typer.Option("--n", "-n", metavar="COUNT", help="Completions per prompt.")
+    ] = 1,
     json_schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A JSON schema that each completion satisfies.")
+        Path | None,
+        typer.Option(metavar="FILE", help="A JSON schema that each completion satisfies."),
     ] = None,
     regex: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="A regular expression that each completion matches.")
+        str | None,
+        typer.Option(metavar="TEXT", help="A regular expression that each completion matches."),
     ] = None,
     choice: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="A possible completion; repeat it for each.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="A possible completion; repeat it for each."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
 ) -> None:
     """Complete prompts. One prompt prints its text as it comes; several are computed together."""
     form = read_form(json_schema, regex, choice or [])
@@ -96,7 +105,9 @@ def print_outputs(outputs: list[RequestOutput], params: SamplingParams, only_err
 
 
 def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> Prompts:
-    """The prompts, of one kind only. Raises RequestError for none, for two kinds, and for an empty one."""
+    """The prompts, of one kind only. Raises RequestError for none, for two kinds, and for an empty
+    one.
+    """
     ways = sum((bool(texts), file is not None, bool(token_ids)))
     if ways != 1:
         fault = "the prompt is given in more than one way" if ways else "there is no prompt"
@@ -131,23 +142,33 @@ def require_token_ids(prompts: Prompts, form: StructuredOutputs | None) -> None:
             "a text needs a tokenizer: omit --skip-tokenizer-init, or give the prompt as --prompt-token-ids 1,2,3"
         )
     if form is not None:
-        raise RequestError("--json-schema, --regex and --choice need a tokenizer: omit --skip-tokenizer-init")
+        raise RequestError(
+            "--json-schema, --regex and --choice need a tokenizer: omit --skip-tokenizer-init"
+        )
 
 
-def read_form(json_schema: Path | None, regex: str | None, choice: list[str]) -> StructuredOutputs | None:
-    """The form that was asked for, if one. Raises RequestError for several, and for one that is none."""
+def read_form(
+    json_schema: Path | None, regex: str | None, choice: list[str]
+) -> StructuredOutputs | None:
+    """The form that was asked for, if one. Raises RequestError for several, and for one that is
+    none.
+    """
     given: dict[str, object] = {}
     if json_schema is not None:
         try:
             given["json"] = read_text(json_schema)
         except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"--json-schema {json_schema} cannot be read as text: {error}") from None
+            raise RequestError(
+                f"--json-schema {json_schema} cannot be read as text: {error}"
+            ) from None
     if regex is not None:
         given["regex"] = regex
     if choice:
         given["choice"] = choice
     if len(given) > 1:
-        raise RequestError("a completion has one form; give one of --json-schema FILE, --regex TEXT and --choice TEXT")
+        raise RequestError(
+            "a completion has one form; give one of --json-schema FILE, --regex TEXT and --choice TEXT"
+        )
     try:
         return StructuredOutputs.of(given) if given else None
     except RequestError as error:
@@ -160,7 +181,9 @@ def _parse_ids(text: str) -> list[int]:
     try:
         return [int(item) for item in text.split(",")]
     except ValueError:
-        raise RequestError(f"--prompt-token-ids is {text!r}; it must be whole numbers, as in 1,2,3") from None
+        raise RequestError(
+            f"--prompt-token-ids is {text!r}; it must be whole numbers, as in 1,2,3"
+        ) from None
 
 
 def text_of(completion: CompletionOutput, params: SamplingParams) -> str:
@@ -169,7 +192,9 @@ def text_of(completion: CompletionOutput, params: SamplingParams) -> str:
 
 
 def print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
-    """Print one completion as it grows; gives back all of it. Raises GenerationError when it fails half-way."""
+    """Print one completion as it grows; gives back all of it. Raises GenerationError when it fails
+    half-way.
+    """
     shown = ""
     try:
         for output in llm.stream(prompt, params):

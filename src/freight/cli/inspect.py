@@ -1,7 +1,9 @@
-"""freight inspect MODEL: what a checkpoint is, from its headers and its KV scales; no weight is read.
+"""freight inspect MODEL: what a checkpoint is, from its headers and its KV scales; no weight is
+read.
 
-Also works on checkpoints that Freight cannot load, exports for TensorRT-LLM among them, and on a config.json alone: it
-says whether the model runs natively, through transformers, or which key stands in the way.
+Also works on checkpoints that Freight cannot load, exports for TensorRT-LLM among them, and on a
+config.json alone: it says whether the model runs natively, through transformers, or which key
+stands in the way.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ if TYPE_CHECKING:
     from freight.fp8.formats import Format
     from freight.fp8.scheme import KVScales, LayerScales, Scheme
 
-_NOT_PARAMETERS = ("scale", "scale_inv", "scale_ub", "zero_point", "inv_freq", "qscale_act", "qscale_weight", "_scales")
+_NOT_PARAMETERS = (
+    "scale",
+    "scale_inv",
+    "scale_ub",
+    "zero_point",
+    "inv_freq",
+    "qscale_act",
+    "qscale_weight",
+    "_scales",
+)
 
 
 def inspect(
@@ -51,7 +62,9 @@ def inspect(
 
 def _check_picture(picture: Path) -> None:
     if picture.suffix != ".svg":
-        raise ConfigError(f"--picture {picture}: what is drawn is SVG; name a file that ends in .svg")
+        raise ConfigError(
+            f"--picture {picture}: what is drawn is SVG; name a file that ends in .svg"
+        )
     if picture.exists():
         raise ConfigError(f"--picture {picture}: the file exists; remove it, or name another")
 
@@ -63,31 +76,38 @@ def _draw(facts: dict[str, Any], picture: Path) -> None:
     if not any(entry["k"] for entry in scales):
         raise ConfigError(f"--picture {picture}: {facts['model']} has no KV scales to draw")
     try:
-        picture.write_text(scale_picture(facts["model"], facts["kv_cache"]["scales_format"], scales), encoding="utf-8")
+        picture.write_text(
+            scale_picture(facts["model"], facts["kv_cache"]["scales_format"], scales),
+            encoding="utf-8",
+        )
     except OSError as error:
         raise ConfigError(f"--picture {picture} cannot be written: {error}") from error
 
 
-def describe(model: str, revision: str | None = None, ignore_keys: Collection[str] = ()) -> dict[str, Any]:
-    """The JSON object of `freight inspect --json`. `revision` is a hub model's branch, tag or commit; `ignore_keys` of
-    config.json are read over.
+def describe(
+    model: str, revision: str | None = None, ignore_keys: Collection[str] = ()
+) -> dict[str, Any]:
+    """The JSON object of `freight inspect --json`. `revision` is a hub model's branch, tag or
+    commit; `ignore_keys` of config.json are read over.
 
-    model, path, architecture, model_type, num_layers, num_parameters, max_position_embeddings; dtype, of the weights
-    that are not quantized, and dtype_source: where it was found (`DtypeSource`); runs: 'natively',
-    'through transformers' (docs/add-a-model.md), or null for what Freight cannot run; obstacle: why it cannot, or null;
-    unread_keys: {unknown, harmless, ignored}, lists of keys of config.json that decide nothing;
-    bytes: {dtype: count}; skipped: {reason: number of tensors that the text model does not need};
-    scheme: {method, weight_format, kv_format, kv_static, description, fp8_weights}, where fp8_weights has the number of
-    matrices stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14}; kv_cache:
-    {scales_format, scales_format_assumed, scales}. scales_format_assumed says that nothing declares the format; scales
-    has an entry per layer, {layer, k, v}, and is empty when there are none. k and v are null, or {granularity, min,
-    max, value, centered, names}; an entry of a layer without keys and values, which needs no scale, has `stores_keys`,
-    false; where a checkpoint chooses by layer (`freight quantize --kv-budget`), an entry also
-    has `dtype` (scales_format or '16 bits') and `granularity`;
-    `value` is there for granularity 'tensor', and `centered`, whether a mean was
-    subtracted, for k. An export of AMMO or ModelOpt for TensorRT-LLM has the same keys; num_parameters is null there,
-    because ranks share some of them. So has a config.json, or a folder with nothing beside it, where num_parameters is
-    null and bytes is empty; and a model that cannot be run, where what config.json does not say is null and KV scales
+    model, path, architecture, model_type, num_layers, num_parameters, max_position_embeddings;
+    dtype, of the weights that are not quantized, and dtype_source: where it was found
+    (`DtypeSource`); runs: 'natively', 'through transformers' (docs/add-a-model.md), or null for
+    what Freight cannot run; obstacle: why it cannot, or null; unread_keys: {unknown, harmless,
+    ignored}, lists of keys of config.json that decide nothing; bytes: {dtype: count}; skipped:
+    {reason: number of tensors that the text model does not need}; scheme: {method, weight_format,
+    kv_format, kv_static, description, fp8_weights}, where fp8_weights has the number of matrices
+    stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14};
+    kv_cache: {scales_format, scales_format_assumed, scales}. scales_format_assumed says that
+    nothing declares the format; scales has an entry per layer, {layer, k, v}, and is empty when
+    there are none. k and v are null, or {granularity, min, max, value, centered, names}; an entry
+    of a layer without keys and values, which needs no scale, has `stores_keys`, false; where a
+    checkpoint chooses by layer (`freight quantize --kv-budget`), an entry also has `dtype`
+    (scales_format or '16 bits') and `granularity`; `value` is there for granularity 'tensor', and
+    `centered`, whether a mean was subtracted, for k. An export of AMMO or ModelOpt for TensorRT-LLM
+    has the same keys; num_parameters is null there, because ranks share some of them. So has a
+    config.json, or a folder with nothing beside it, where num_parameters is null and bytes is
+    empty; and a model that cannot be run, where what config.json does not say is null and KV scales
     are not read.
     """
     from freight.checkpoint.config_only import read_config_only, tensors_dtype
@@ -102,12 +122,24 @@ def describe(model: str, revision: str | None = None, ignore_keys: Collection[st
         architecture, _, scheme = _read(config, hf_quant_config, (), stored, ignore_keys)
         sizes: dict[str, Any] = {"num_parameters": None, "bytes": {}, "skipped": {}}
         path = str(Path(model).expanduser())
-        return {"model": model, "path": path, **architecture, **sizes, "scheme": _scheme(scheme), **_kv_cache(None)}
+        return {
+            "model": model,
+            "path": path,
+            **architecture,
+            **sizes,
+            "scheme": _scheme(scheme),
+            **_kv_cache(None),
+        }
     folder = resolve_model(model, revision)
     if is_rank_export(folder):
         return _describe_rank_export(model, folder)
     checkpoint = Checkpoint(folder)
-    described = checkpoint.config, checkpoint.hf_quant_config, checkpoint.names, checkpoint.stored_format
+    described = (
+        checkpoint.config,
+        checkpoint.hf_quant_config,
+        checkpoint.names,
+        checkpoint.stored_format,
+    )
     architecture, found, scheme = _read(*described, ignore_keys)
     scales = None if found is None else read_kv_scales(checkpoint, found, scheme)
     without_keys = frozenset[int]() if found is None else found.without_pages
@@ -125,7 +157,9 @@ def describe(model: str, revision: str | None = None, ignore_keys: Collection[st
 def _is_config_alone(path: Path) -> bool:
     if path.is_dir():
         weights = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".npz")
-        return (path / "config.json").is_file() and not any(file.name.endswith(weights) for file in path.iterdir())
+        return (path / "config.json").is_file() and not any(
+            file.name.endswith(weights) for file in path.iterdir()
+        )
     return path.is_file()
 
 
@@ -136,7 +170,9 @@ def _read(
     stored: Format | None,
     ignore_keys: Collection[str],
 ) -> tuple[dict[str, Any], ModelConfig | None, Scheme]:
-    """What a config.json describes: (its facts, the model that runs or None, the declared scheme or an empty one)."""
+    """What a config.json describes: (its facts, the model that runs or None, the declared scheme or
+    an empty one).
+    """
     from freight.checkpoint.layouts import read_scheme
     from freight.fp8.scheme import Scheme
     from freight.models.open import read_model_config
@@ -160,7 +196,9 @@ def _blocked(config: Mapping[str, Any], obstacle: str, stored: Format | None) ->
     inner = {**config, **text} if isinstance(text, dict) else config
     architectures = config.get("architectures")
     return {
-        "architecture": architectures[0] if isinstance(architectures, list) and architectures else None,
+        "architecture": architectures[0]
+        if isinstance(architectures, list) and architectures
+        else None,
         "model_type": config.get("model_type"),
         "dtype": dtype,
         "dtype_source": source,
@@ -248,7 +286,9 @@ def _sizes(checkpoint: Checkpoint) -> dict[str, Any]:
         entry = checkpoint.entry(name)
         sizes[entry.dtype_name] += entry.size
         if not name.endswith(_NOT_PARAMETERS):
-            parameters += math.prod(entry.shape) * (2 if name.endswith("_blocks") else 1)  # of MXFP4: two in a byte
+            parameters += math.prod(entry.shape) * (
+                2 if name.endswith("_blocks") else 1
+            )  # of MXFP4: two in a byte
     return {"num_parameters": parameters, "bytes": dict(sizes.most_common())}
 
 
@@ -258,18 +298,28 @@ def _fp8_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
 
     kinds = Counter[str]()
     for name in checkpoint.names:
-        if name.rpartition(".")[2] in WEIGHTS and checkpoint.entry(name).dtype_name.startswith("fp8"):
+        if name.rpartition(".")[2] in WEIGHTS and checkpoint.entry(name).dtype_name.startswith(
+            "fp8"
+        ):
             kinds[str(scheme.linear(checkpoint.declared_module(name)) or "not declared")] += 1
     return dict(kinds.most_common())
 
 
 def _scales(scales: KVScales, without_keys: Collection[int]) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]]
-    entries = [{"layer": i, "k": _side(layer, "k"), "v": _side(layer, "v")} for i, layer in enumerate(scales.layers)]
+    entries = [
+        {"layer": i, "k": _side(layer, "k"), "v": _side(layer, "v")}
+        for i, layer in enumerate(scales.layers)
+    ]
     for index in without_keys:
         entries[index]["stores_keys"] = False
-    for entry, granularity in zip(entries, scales.mixed, strict=False):  # empty unless layers differ
-        entry["dtype"], entry["granularity"] = scales.format if granularity else "16 bits", granularity
+    for entry, granularity in zip(
+        entries, scales.mixed, strict=False
+    ):  # empty unless layers differ
+        entry["dtype"], entry["granularity"] = (
+            scales.format if granularity else "16 bits",
+            granularity,
+        )
     return entries
 
 
@@ -281,7 +331,11 @@ def _side(layer: LayerScales | None, side: str) -> dict[str, Any] | None:
     values = layer.k if side == "k" else layer.v
     sides = {name: (parse_scale_name(name) or (0, "kv"))[1] for name in layer.names}
     own = [name for name in layer.names if side in sides[name]]
-    facts: dict[str, Any] = {"granularity": layer.granularity, "min": min(values), "max": max(values)}
+    facts: dict[str, Any] = {
+        "granularity": layer.granularity,
+        "min": min(values),
+        "max": max(values),
+    }
     if len(values) == 1:
         facts["value"] = values[0]
     if side == "k":
@@ -297,16 +351,27 @@ def _print_table(facts: dict[str, Any]) -> None:
     sizes = ", ".join(f"{_size(count)} {dtype}" for dtype, count in facts["bytes"].items())
     for label, value in (
         ("model", facts["path"]),
-        ("architecture", f"{facts['architecture'] or 'unknown'}, {facts['num_layers'] or 'unknown'} layers"),
+        (
+            "architecture",
+            f"{facts['architecture'] or 'unknown'}, {facts['num_layers'] or 'unknown'} layers",
+        ),
         ("runs", facts["runs"] or f"no: {facts['obstacle']}"),
         ("parameters", _or_unknown(facts["num_parameters"], lambda n: f"{n / 1e6:,.1f} M")),
         ("dtype", _dtype(facts)),
         ("context", _or_unknown(facts["max_position_embeddings"], lambda n: f"{n:,} tokens")),
         ("weights", sizes or "none: a config.json alone"),
         ("declared scheme", facts["scheme"]["description"]),
-        ("FP8 matrices", "; ".join(f"{n}: {kind}" for kind, n in facts["scheme"]["fp8_weights"].items()) or "none"),
+        (
+            "FP8 matrices",
+            "; ".join(f"{n}: {kind}" for kind, n in facts["scheme"]["fp8_weights"].items())
+            or "none",
+        ),
         ("KV scales", _made_for(facts["kv_cache"])),
-        *(("not read", f"{', '.join(keys)} ({kind})") for kind, keys in facts["unread_keys"].items() if keys),
+        *(
+            ("not read", f"{', '.join(keys)} ({kind})")
+            for kind, keys in facts["unread_keys"].items()
+            if keys
+        ),
         *(("skipped", f"{n} tensors {reason}") for reason, n in facts["skipped"].items()),
     ):
         table.add_row(label, value)
@@ -318,7 +383,11 @@ def _print_table(facts: dict[str, Any]) -> None:
 def _dtype(facts: dict[str, Any]) -> str:
     from freight.config.dtype import describe_dtype
 
-    return "unknown" if facts["dtype"] is None else describe_dtype(facts["dtype"], facts["dtype_source"])
+    return (
+        "unknown"
+        if facts["dtype"] is None
+        else describe_dtype(facts["dtype"], facts["dtype_source"])
+    )
 
 
 def _or_unknown(value: int | None, write: Callable[[int], str]) -> str:
@@ -349,12 +418,23 @@ def _scale_table(layers: list[dict[str, Any]]) -> Any:
         k, v = entry["k"], entry["v"]
         if k is None:
             chosen = entry.get("granularity")
-            what = "missing" if "granularity" not in entry else "measured as stored" if chosen else "16 bits"
+            what = (
+                "missing"
+                if "granularity" not in entry
+                else "measured as stored"
+                if chosen
+                else "16 bits"
+            )
             if not entry.get("stores_keys", True):
                 chosen, what = None, "no keys"
-            table.add_row(str(entry["layer"]), chosen or "", what, what.replace("keys", "values"), "")
+            table.add_row(
+                str(entry["layer"]), chosen or "", what, what.replace("keys", "values"), ""
+            )
             continue
-        names = "\n".join(name.rpartition(f".{entry['layer']}.")[2] for name in dict.fromkeys(k["names"] + v["names"]))
+        names = "\n".join(
+            name.rpartition(f".{entry['layer']}.")[2]
+            for name in dict.fromkeys(k["names"] + v["names"])
+        )
         table.add_row(str(entry["layer"]), k["granularity"], _range(k), _range(v), names)
     return table
 

@@ -17,15 +17,21 @@ NOT_DECLARED = (
 
 
 def choice_judgement(choice: KVChoice) -> Judgement:
-    """By the bounds of `freight evaluate`: of its figures KL alone was measured, so it can fail and not pass."""
+    """By the bounds of `freight evaluate`: of its figures KL alone was measured, so it can fail and
+    not pass.
+    """
     if not KL_BOUND.holds(choice.kl_verified):
         reason = f"mean KL is {choice.kl_verified:.3g} on the text that it was verified with, and {KL_BOUND.limit}"
         return Judgement(Verdict.NOT_SAFE, (reason,))
-    return Judgement(Verdict.CANNOT_BE_SAID, ("KL alone was measured; `freight evaluate OUT --data FILE` says it",))
+    return Judgement(
+        Verdict.CANNOT_BE_SAID,
+        ("KL alone was measured; `freight evaluate OUT --data FILE` says it",),
+    )
 
 
 def choice_facts(choice: KVChoice) -> dict[str, Any]:
-    """The `kv_budget` of `freight quantize --json`. A layer's `granularity` is null for 16 bits; KL in nats per token.
+    """The `kv_budget` of `freight quantize --json`. A layer's `granularity` is null for 16 bits; KL
+    in nats per token.
 
     `kl` of a layer is what each granularity costs there alone.
     """
@@ -37,7 +43,9 @@ def choice_facts(choice: KVChoice) -> dict[str, Any]:
         "limit": choice.budget.limit,
         "layers": [
             {"layer": index, "granularity": chosen, "kl": alone}
-            for index, (chosen, alone) in enumerate(zip(choice.granularities, choice.kl_by_layer, strict=True))
+            for index, (chosen, alone) in enumerate(
+                zip(choice.granularities, choice.kl_by_layer, strict=True)
+            )
         ],
         "bytes_per_token": choice.bytes_per_token,
         "bytes_per_token_at_16_bits": choice.bytes_unquantized,
@@ -53,7 +61,9 @@ def choice_facts(choice: KVChoice) -> dict[str, Any]:
 
 def choice_sentences(choice: KVChoice) -> Iterator[str]:
     """A line a layer, then the whole."""
-    for index, (chosen, alone) in enumerate(zip(choice.granularities, choice.kl_by_layer, strict=True)):
+    for index, (chosen, alone) in enumerate(
+        zip(choice.granularities, choice.kl_by_layer, strict=True)
+    ):
         costs = ", ".join(f"{granularity} {kl:.2g}" for granularity, kl in alone.items())
         what = "16 bits" if chosen is None else f"fp8 per {chosen}"
         yield f"layer {index}: {what} (KL of this layer alone: {costs})"

@@ -1,9 +1,10 @@
-"""`freight --model-id MODEL …`: TGI's launcher. It is `freight serve`, and also takes TGI's flags and variables.
+"""`freight --model-id MODEL …`: TGI's launcher. It is `freight serve`, and also takes TGI's flags
+and variables.
 
-A command line that begins with an option has this form. A flag of TGI that does what one of ours does is passed on
-under our name. TGI's variables (`MODEL_ID`, `KV_CACHE_DTYPE`, `PORT`, …) rank below `FREIGHT_…` and flags.
-`HOSTNAME` is not among them, because every container sets it. What is ignored without harm is named at start; anything
-else is refused. No verb reads these variables.
+A command line that begins with an option has this form. A flag of TGI that does what one of ours
+does is passed on under our name. TGI's variables (`MODEL_ID`, `KV_CACHE_DTYPE`, `PORT`, …) rank
+below `FREIGHT_…` and flags. `HOSTNAME` is not among them, because every container sets it. What is
+ignored without harm is named at start; anything else is refused. No verb reads these variables.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ class Given:
 
 def is_launcher(argv: Sequence[str]) -> bool:
     """Whether a command line has TGI's form: options and no verb."""
-    return bool(argv) and argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version", "--")
+    return (
+        bool(argv)
+        and argv[0].startswith("-")
+        and argv[0] not in ("-h", "--help", "--version", "--")
+    )
 
 
 def launch(argv: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -61,7 +66,9 @@ def launch(argv: Sequence[str], environ: Mapping[str, str]) -> None:
 
     settings = {**CONTEXT, "allow_extra_args": True}
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(cls=Command, context_settings=settings)(replace_parameter(serve, "model", [], build))
+    app.command(cls=Command, context_settings=settings)(
+        replace_parameter(serve, "model", [], build)
+    )
     get_command(app).main(args=given.argv, prog_name="freight", default_map=given.defaults)
 
 
@@ -84,8 +91,12 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
 
 
 def _flag(token: str, rest: Iterator[str]) -> tuple[str | None, str]:
-    """(name, value) of a flag that only TGI has, whose value may be the next token; (None, '') for any other token."""
-    spelling, equals, value = ("port", "", "") if token == "-p" else token.removeprefix("--").partition("=")
+    """(name, value) of a flag that only TGI has, whose value may be the next token; (None, '') for
+    any other token.
+    """
+    spelling, equals, value = (
+        ("port", "", "") if token == "-p" else token.removeprefix("--").partition("=")
+    )
     name = spelling.replace("-", "_")
     if not (token.startswith("--") or token == "-p") or name not in TGI_OPTIONS:
         return None, ""
@@ -126,7 +137,10 @@ def _take_variable(given: Given, name: str, value: str) -> None:
     elif option.field is not None:
         if option.field in _INTEGERS and not value.isdecimal():
             raise ConfigError(f"{variable} {value!r} must be an integer")
-        ours, given.defaults[option.field] = option.field, value.split(",") if option.field in _LISTS else value
+        ours, given.defaults[option.field] = (
+            option.field,
+            value.split(",") if option.field in _LISTS else value,
+        )
     else:
         _pass_over(given, name, variable, value)
         return
@@ -159,13 +173,17 @@ def _check_form(ctx: typer.Context, values: Mapping[str, Any]) -> None:
 
 
 def _apply_concurrent(ctx: typer.Context, values: dict[str, Any], given: Given) -> None:
-    """Requests that run (`max_num_seqs`) and those that wait (`max_queue`) become TGI's number together."""
+    """Requests that run (`max_num_seqs`) and those that wait (`max_queue`) become TGI's number
+    together.
+    """
     if given.concurrent is None:
         return
     spelling, count = given.concurrent
     source = _source(ctx, "max_queue")
     if source == "COMMANDLINE" and spelling.startswith("--"):
-        raise ConfigError(f"{spelling} and --max-queue both bound the requests that wait: give one of the two")
+        raise ConfigError(
+            f"{spelling} and --max-queue both bound the requests that wait: give one of the two"
+        )
     if source == "COMMANDLINE" or (source == "ENVIRONMENT" and not spelling.startswith("--")):
         return
     values["max_num_seqs"] = min(values["max_num_seqs"], count)
@@ -176,7 +194,11 @@ def _apply_concurrent(ctx: typer.Context, values: dict[str, Any], given: Given) 
 
 def _say(ctx: typer.Context, given: Given) -> None:
     """One line on stderr: which variables of TGI act, and what is ignored."""
-    acting = [shown for ours, shown in given.variables.items() if not ours or _source(ctx, ours) == "DEFAULT_MAP"]
+    acting = [
+        shown
+        for ours, shown in given.variables.items()
+        if not ours or _source(ctx, ours) == "DEFAULT_MAP"
+    ]
     parts = [f"from TGI's variables: {', '.join(acting)}"] if acting else []
     parts += [f"not used: {', '.join(given.unused)}"] if given.unused else []
     if parts:

@@ -1,9 +1,9 @@
 """The `freight` command: its verbs, and how errors reach a person.
 
-A FreightError becomes one line on stderr, without a traceback: exit status 2 for what was asked wrongly (ConfigError,
-RequestError), 1 for the rest. So does a full disk, with 1. Where nobody reads standard output any more the command ends
-with 141 and says nothing. Signals are `__main__.py`'s. Nothing here loads torch; a verb does, once its arguments are
-checked.
+A FreightError becomes one line on stderr, without a traceback: exit status 2 for what was asked
+wrongly (ConfigError, RequestError), 1 for the rest. So does a full disk, with 1. Where nobody reads
+standard output any more the command ends with 141 and says nothing. Signals are `__main__.py`'s.
+Nothing here loads torch; a verb does, once its arguments are checked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from freight.cli.options import CONTEXT, Command, IgnoredKeys, takes_model
 from freight.cli.plan import plan
 from freight.cli.quantize import quantize
 from freight.cli.serve import serve
-from freight.cli.streams import CLOSED_PIPE, ClosedPipeError, OutputError, discard_stdout, finish_stdout
+from freight.cli.streams import (
+    CLOSED_PIPE,
+    ClosedPipeError,
+    OutputError,
+    discard_stdout,
+    finish_stdout,
+)
 from freight.config.engine import names_of
 from freight.errors import ConfigError, FreightError, RequestError
 
@@ -57,7 +63,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Run large language models with an FP8 KV cache."""
@@ -67,9 +76,12 @@ def _root(
 def _inspect(
     model: str,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw the KV scales by layer into a new file.")
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Draw the KV scales by layer into a new file."),
     ] = None,
-    revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub model.")] = None,
+    revision: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub model.")
+    ] = None,
     ignore_config_keys: IgnoredKeys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -80,7 +92,20 @@ def _inspect(
     inspect(model, as_json, picture, revision, names_of(ignore_config_keys or ()))
 
 
-for verb in (generate, chat, serve, batch, quantize, convert, merge, evaluate, audit, plan, demo, env):
+for verb in (
+    generate,
+    chat,
+    serve,
+    batch,
+    quantize,
+    convert,
+    merge,
+    evaluate,
+    audit,
+    plan,
+    demo,
+    env,
+):
     app.command(cls=Command)(verb)
 app.command("run", cls=Command, help="The same as serve.")(serve)
 app.command("inspect", cls=Command)(_inspect)
@@ -114,7 +139,11 @@ def main() -> None:
         sys.exit(1)
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, or none that this user may take
+_FULL = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+)  # no room on the disk, or none that this user may take
 
 
 def _warn_of_variables() -> None:

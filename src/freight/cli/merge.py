@@ -11,14 +11,23 @@ from freight.calibrate.stages import stages
 
 
 def merge(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="The model in 16 bits, a folder or a hub id.")],
-    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="PEFT's adapter, a folder or a hub id.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")],
-    revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub BASE.")] = None,
+    base: Annotated[
+        str, typer.Argument(metavar="BASE", help="The model in 16 bits, a folder or a hub id.")
+    ],
+    adapter: Annotated[
+        str, typer.Argument(metavar="ADAPTER", help="PEFT's adapter, a folder or a hub id.")
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")
+    ],
+    revision: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub BASE.")
+    ] = None,
 ) -> None:
     """Merge a LoRA adapter into the weights of its model.
 
-    Computed in float32 and rounded once. The result is a model like any other: serve it, or quantize it.
+    Computed in float32 and rounded once. The result is a model like any other: serve it, or
+    quantize it.
     """
     from freight.checkpoint.merge import merge as run
 
@@ -29,4 +38,6 @@ def merge(
         f"{result.num_bytes / 2**20:,.2f} MiB"
     )
     if result.untied:
-        typer.echo("lm_head has a tensor of its own now: the adapter changes it or the embedding, which it shared")
+        typer.echo(
+            "lm_head has a tensor of its own now: the adapter changes it or the embedding, which it shared"
+        )

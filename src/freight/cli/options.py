@@ -1,11 +1,13 @@
-"""The options that several verbs share, each defined once: model, engine (one per `EngineArgs` field), sampling.
+"""The options that several verbs share, each defined once: model, engine (one per `EngineArgs`
+field), sampling.
 
-`@takes_engine_options` gives a command all of them and one `args: EngineArgs` in their place; `@takes_sampling_options`
-does the same with `params: SamplingParams`. Values are checked here, before torch is loaded.
+`@takes_engine_options` gives a command all of them and one `args: EngineArgs` in their place;
+`@takes_sampling_options` does the same with `params: SamplingParams`. Values are checked here,
+before torch is loaded.
 
-An option's environment variable is `FREIGHT_` and the field's name, and only `freight.cli` reads those. Variables that
-are not Freight's are read elsewhere, too: TGI's in `launcher.py`, OpenMP's in `device.py` and `freight/__init__.py`,
-XDG_CACHE_HOME in `kernels/cpu/tuning.py`.
+An option's environment variable is `FREIGHT_` and the field's name, and only `freight.cli` reads
+those. Variables that are not Freight's are read elsewhere, too: TGI's in `launcher.py`, OpenMP's in
+`device.py` and `freight/__init__.py`, XDG_CACHE_HOME in `kernels/cpu/tuning.py`.
 """
 
 from __future__ import annotations
@@ -46,9 +48,13 @@ CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` v
 }
 CONTEXT: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
-    "token_normalize_func": lambda token: token.replace("_", "-"),  # --kv_cache_dtype is --kv-cache-dtype
+    "token_normalize_func": lambda token: token.replace(
+        "_", "-"
+    ),  # --kv_cache_dtype is --kv-cache-dtype
 }
-MAX_TOKENS = 256  # what a person at a terminal expects, where SamplingParams has the 16 of other libraries
+MAX_TOKENS = (
+    256  # what a person at a terminal expects, where SamplingParams has the 16 of other libraries
+)
 
 
 @dataclass(frozen=True)
@@ -72,39 +78,111 @@ class Flag:
     def option(self, envvar: str | None) -> Any:
         """As an option of typer."""
         name = f"{self.name}/--no-{self.name[2:]}" if self.negatable else self.name
-        metavar = self.metavar or ("|".join(map(str, CHOICES[self.field])) if self.field in CHOICES else None)
+        metavar = self.metavar or (
+            "|".join(map(str, CHOICES[self.field])) if self.field in CHOICES else None
+        )
         return typer.Option(name, help=self.help, metavar=metavar, envvar=envvar)
 
     def parameter(self, default: Any, envvar: str | None = None) -> inspect.Parameter:
         """A keyword of a command, as typer reads it."""
         annotation: Any = Annotated[self.type, self.option(envvar)]
-        return inspect.Parameter(self.field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        return inspect.Parameter(
+            self.field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
 
 
 ENGINE_FLAGS = (
     Flag("dtype", str, "What weights and activations are computed in; auto: the checkpoint's own."),
-    Flag("kv_cache_dtype", str, "What the KV cache stores; auto: what the checkpoint declares, else the dtype."),
-    Flag("kv_cache_dtype_skip_layers", list[str], "Layers whose cache stays in 16 bits.", "LAYER|sliding_window"),
-    Flag("kv_scales", str, "Where the scales of an FP8 cache come from; a kv_cache_scales.json, or numbers."),
-    Flag("quantization_param_path", str | None, "The same as --kv-scales FILE, as older engines call it.", "FILE"),
+    Flag(
+        "kv_cache_dtype",
+        str,
+        "What the KV cache stores; auto: what the checkpoint declares, else the dtype.",
+    ),
+    Flag(
+        "kv_cache_dtype_skip_layers",
+        list[str],
+        "Layers whose cache stays in 16 bits.",
+        "LAYER|sliding_window",
+    ),
+    Flag(
+        "kv_scales",
+        str,
+        "Where the scales of an FP8 cache come from; a kv_cache_scales.json, or numbers.",
+    ),
+    Flag(
+        "quantization_param_path",
+        str | None,
+        "The same as --kv-scales FILE, as older engines call it.",
+        "FILE",
+    ),
     Flag("quantization", str | None, "Quantize the weights while they load.", "METHOD"),
     Flag("max_model_len", int | None, "Longest context in tokens; default: the model's.", "TOKENS"),
     Flag("max_num_seqs", int, "Most requests in one step.", "COUNT"),
-    Flag("max_num_batched_tokens", int | None, "Most tokens in one step; longer prompts go in chunks.", "TOKENS"),
-    Flag("max_step_seconds", float | None, "Seconds that prompts may make a step take while others decode.", "SECONDS"),
+    Flag(
+        "max_num_batched_tokens",
+        int | None,
+        "Most tokens in one step; longer prompts go in chunks.",
+        "TOKENS",
+    ),
+    Flag(
+        "max_step_seconds",
+        float | None,
+        "Seconds that prompts may make a step take while others decode.",
+        "SECONDS",
+    ),
     Flag("block_size", int, "Tokens per block of the cache."),
-    Flag("state_every", int | None, "Tokens between states that recurrent layers leave for later prompts.", "TOKENS"),
-    Flag("state_dtype", str, "What recurrent layers store their states in; auto: int8 beside an 8-bit KV cache."),
-    Flag("enable_prefix_caching", bool, "Keep the blocks of earlier prompts for later ones.", negatable=True),
-    Flag("kv_cache_memory", str | None, "Memory for the KV cache; default: a share of what is free.", "BYTES|4GiB"),
+    Flag(
+        "state_every",
+        int | None,
+        "Tokens between states that recurrent layers leave for later prompts.",
+        "TOKENS",
+    ),
+    Flag(
+        "state_dtype",
+        str,
+        "What recurrent layers store their states in; auto: int8 beside an 8-bit KV cache.",
+    ),
+    Flag(
+        "enable_prefix_caching",
+        bool,
+        "Keep the blocks of earlier prompts for later ones.",
+        negatable=True,
+    ),
+    Flag(
+        "kv_cache_memory",
+        str | None,
+        "Memory for the KV cache; default: a share of what is free.",
+        "BYTES|4GiB",
+    ),
     Flag("device", str, "What to compute on; auto: a GPU if torch sees one."),
     Flag("kernels", str, "Which kernels; reference is the plain torch definition of each."),
-    Flag("attention_compute", str, "fp8: attention multiplies FP8 by FP8 on a GPU that can; auto: 16 bits."),
-    Flag("threads", int | None, "CPU threads; default: one for each physical core that is free to use.", "COUNT"),
-    Flag("seed", int, "Makes sampling repeatable: the same seed and prompts, the same tokens.", "NUMBER"),
+    Flag(
+        "attention_compute",
+        str,
+        "fp8: attention multiplies FP8 by FP8 on a GPU that can; auto: 16 bits.",
+    ),
+    Flag(
+        "threads",
+        int | None,
+        "CPU threads; default: one for each physical core that is free to use.",
+        "COUNT",
+    ),
+    Flag(
+        "seed",
+        int,
+        "Makes sampling repeatable: the same seed and prompts, the same tokens.",
+        "NUMBER",
+    ),
     Flag("revision", str | None, "Branch, tag or commit of a hub model.", "NAME"),
-    Flag("ignore_config_keys", list[str], "Keys of config.json to read over that Freight does not implement.", "NAME"),
-    Flag("tokenizer", str | None, "A folder or hub id to take the tokenizer from instead.", "MODEL"),
+    Flag(
+        "ignore_config_keys",
+        list[str],
+        "Keys of config.json to read over that Freight does not implement.",
+        "NAME",
+    ),
+    Flag(
+        "tokenizer", str | None, "A folder or hub id to take the tokenizer from instead.", "MODEL"
+    ),
     Flag("skip_tokenizer_init", bool, "Run without a tokenizer: token ids in, token ids out."),
 )
 
@@ -114,24 +192,50 @@ SAMPLING_FLAGS = (
     Flag("temperature", float, "Divides the logits; 0 takes the most likely token.", "NUMBER"),
     Flag("top_p", float, "Draw from the smallest set of tokens with this probability.", "SHARE"),
     Flag("top_k", int, "Draw from this many most likely tokens; 0: all.", "COUNT"),
-    Flag("min_p", float, "Draw from tokens with this share of the most likely one's probability.", "SHARE"),
+    Flag(
+        "min_p",
+        float,
+        "Draw from tokens with this share of the most likely one's probability.",
+        "SHARE",
+    ),
     Flag("stop", list[str], "Text that ends the completion; may be repeated.", "TEXT"),
     Flag("stop_token_ids", list[int], "Token id that ends the completion; may be repeated.", "ID"),
     Flag("ignore_eos", bool, "Go on after the model's own end of text."),
-    Flag("presence_penalty", float, "Subtracted once from the logits of tokens already generated.", "NUMBER"),
+    Flag(
+        "presence_penalty",
+        float,
+        "Subtracted once from the logits of tokens already generated.",
+        "NUMBER",
+    ),
     Flag("frequency_penalty", float, "Subtracted for each time a token was generated.", "NUMBER"),
     Flag("repetition_penalty", float, "Divides the logits of tokens seen so far.", "NUMBER"),
-    Flag("logit_bias", list[str], "Number to add to the logit of a token id; may be repeated.", "ID=NUMBER"),
-    Flag("timeout_s", float | None, "Seconds after which a completion ends with what it has by then.", "SECONDS"),
+    Flag(
+        "logit_bias",
+        list[str],
+        "Number to add to the logit of a token id; may be repeated.",
+        "ID=NUMBER",
+    ),
+    Flag(
+        "timeout_s",
+        float | None,
+        "Seconds after which a completion ends with what it has by then.",
+        "SECONDS",
+    ),
     Flag("skip_special_tokens", bool, "Leave special tokens out of the text.", negatable=True),
 )
 
 MODEL_VARIABLE = "FREIGHT_MODEL_ID"
 ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="A folder, a hub id, or 'demo', the model that ships (default).")
+    str | None,
+    typer.Argument(
+        metavar="MODEL", help="A folder, a hub id, or 'demo', the model that ships (default)."
+    ),
 ]
 ModelIdOption = Annotated[
-    str | None, typer.Option("--model-id", metavar="MODEL", envvar=MODEL_VARIABLE, help="The model, as an option.")
+    str | None,
+    typer.Option(
+        "--model-id", metavar="MODEL", envvar=MODEL_VARIABLE, help="The model, as an option."
+    ),
 ]
 
 
@@ -162,14 +266,18 @@ class Command(TyperCommand):
                 if spelling == short[:2] and short in given:
                     spelling = name
             instead = instead_of(spelling.lstrip("-").replace("-", "_"), as_flag)
-            known = {flag for option in self.params for flag in (*option.opts, *option.secondary_opts)}
+            known = {
+                flag for option in self.params for flag in (*option.opts, *option.secondary_opts)
+            }
             if instead is None or not known.issuperset(re.findall(r"--[a-z-]+", instead)):
                 raise
             raise ConfigError(f"no such option: {spelling}; {instead}") from None
 
 
 def _layers_joined(args: Sequence[str]) -> list[str]:
-    """vLLM's form of a list, `--kv-cache-dtype-skip-layers 0 2 sliding_window`, as one value. A folder 2 is ./2."""
+    """vLLM's form of a list, `--kv-cache-dtype-skip-layers 0 2 sliding_window`, as one value. A
+    folder 2 is ./2.
+    """
     joined: list[str] = []
     is_value = False  # whether the last of `joined` is this option's value
     for arg in args:
@@ -181,13 +289,25 @@ def _layers_joined(args: Sequence[str]) -> list[str]:
     return joined
 
 
-_SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
+_SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+}
 
 
 def require_name(model: str | None, model_id: str | None) -> None:
-    """Raises ConfigError for an empty name, which is a shell's variable without a value and never the demo model."""
-    variable = os.environ.get(MODEL_VARIABLE) if model is None and model_id is None else None  # typer passes over ""
-    for given, what in ((model, "MODEL"), (model_id, f"--model-id or {MODEL_VARIABLE}"), (variable, MODEL_VARIABLE)):
+    """Raises ConfigError for an empty name, which is a shell's variable without a value and never
+    the demo model.
+    """
+    variable = (
+        os.environ.get(MODEL_VARIABLE) if model is None and model_id is None else None
+    )  # typer passes over ""
+    for given, what in (
+        (model, "MODEL"),
+        (model_id, f"--model-id or {MODEL_VARIABLE}"),
+        (variable, MODEL_VARIABLE),
+    ):
         if given is not None and not given.strip():
             raise ConfigError(f"{what} is {given!r}: name a model, or leave it out")
 
@@ -201,8 +321,12 @@ def takes_model(command: Function) -> Function:
         source = ctx.get_parameter_source("model_id")
         require_name(model, model_id)
         if model and model_id and source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(f"MODEL is {model!r} and --model-id {model_id!r}: give one of the two")
-        return {"model": model if model is not None else model_id if model_id is not None else "demo"}
+            raise ConfigError(
+                f"MODEL is {model!r} and --model-id {model_id!r}: give one of the two"
+            )
+        return {
+            "model": model if model is not None else model_id if model_id is not None else "demo"
+        }
 
     kind = inspect.Parameter.KEYWORD_ONLY
     return replace_parameter(
@@ -222,13 +346,16 @@ def model_and_others(
 ) -> list[str]:
     """The arguments called `names`, in order, where --model-id may stand for the one called MODEL.
 
-    `given` are the arguments as typed, None for those beyond. Raises ConfigError for one too few or too many.
+    `given` are the arguments as typed, None for those beyond. Raises ConfigError for one too few or
+    too many.
     """
     require_name(None, model_id)
     present = [str(value) for value in given if value is not None]
     index, source = names.index("MODEL"), ctx.get_parameter_source("model_id")
     if len(present) == len(names) and source is not None and source.name == "COMMANDLINE":
-        raise ConfigError(f"MODEL is {present[index]!r} and --model-id {model_id!r}: give one of the two")
+        raise ConfigError(
+            f"MODEL is {present[index]!r} and --model-id {model_id!r}: give one of the two"
+        )
     if len(present) < len(names) and model_id and len(present) >= index:
         present.insert(index, model_id)
     if len(present) < len(names):
@@ -237,7 +364,8 @@ def model_and_others(
 
 
 def takes_engine_options(command: Function, without: Sequence[str] = ()) -> Function:
-    """Replace the command's parameter `args: EngineArgs` by MODEL, --model-id and an option for every other field.
+    """Replace the command's parameter `args: EngineArgs` by MODEL, --model-id and an option for
+    every other field.
 
     The fields in `without` get neither option nor variable, and keep their defaults.
     """
@@ -245,7 +373,9 @@ def takes_engine_options(command: Function, without: Sequence[str] = ()) -> Func
     flags = [flag for flag in ENGINE_FLAGS if flag.field not in without]
 
     def build(values: dict[str, Any]) -> dict[str, Any]:
-        args = EngineArgs(model=values.pop("model"), **{flag.field: values.pop(flag.field) for flag in flags})
+        args = EngineArgs(
+            model=values.pop("model"), **{flag.field: values.pop(flag.field) for flag in flags}
+        )
         resolve.check(args)
         return {"args": args}
 
@@ -266,7 +396,9 @@ def takes_sampling_options(command: Function) -> Function:
         given = {flag.field: values.pop(flag.field) for flag in SAMPLING_FLAGS}
         return {"params": SamplingParams(**given | {"logit_bias": _biases(given["logit_bias"])})}
 
-    return replace_parameter(command, "params", [flag.parameter(default(flag)) for flag in SAMPLING_FLAGS], build)
+    return replace_parameter(
+        command, "params", [flag.parameter(default(flag)) for flag in SAMPLING_FLAGS], build
+    )
 
 
 def _biases(pairs: Sequence[str]) -> dict[int, float]:
@@ -274,7 +406,9 @@ def _biases(pairs: Sequence[str]) -> dict[int, float]:
     try:
         return {int(token): float(bias) for token, bias in (pair.split("=") for pair in pairs)}
     except ValueError:
-        raise RequestError(f"--logit-bias is {' '.join(pairs)!r}; each must be ID=NUMBER, as in 42=-5") from None
+        raise RequestError(
+            f"--logit-bias is {' '.join(pairs)!r}; each must be ID=NUMBER, as in 42=-5"
+        ) from None
 
 
 def replace_parameter(
@@ -283,14 +417,20 @@ def replace_parameter(
     options: Sequence[inspect.Parameter],
     build: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> Function:
-    """`command` with `options` in the place of `parameter`, which `build` makes by taking theirs out of the values."""
+    """`command` with `options` in the place of `parameter`, which `build` makes by taking theirs
+    out of the values.
+    """
 
     @functools.wraps(command)
     def wrapped(**values: Any) -> None:
         made = build(values)
         command(**values, **made)
 
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
+    own = [
+        p
+        for p in inspect.signature(command, eval_str=True).parameters.values()
+        if p.name != parameter
+    ]
     known = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
     wrapped.__signature__ = inspect.Signature([*known, *options])  # type: ignore[attr-defined]
     wrapped.__annotations__ = {p.name: p.annotation for p in (*known, *options)}

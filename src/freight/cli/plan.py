@@ -1,4 +1,6 @@
-"""`freight plan`: what fits into a memory, before anything is downloaded: a table with bars, or JSON."""
+"""`freight plan`: what fits into a memory, before anything is downloaded: a table with bars, or
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,31 @@ _REST = 68  # of the columns before it
 @takes_model
 def plan(
     model: str,
-    memory: Annotated[str, typer.Option(metavar="BYTES|24GiB", help="Memory of the device, weights included.")],
+    memory: Annotated[
+        str, typer.Option(metavar="BYTES|24GiB", help="Memory of the device, weights included.")
+    ],
     context: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Tokens of each request; default: the model's context.")
+        int | None,
+        typer.Option(
+            metavar="TOKENS", help="Tokens of each request; default: the model's context."
+        ),
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(metavar="COUNT", help="Requests of that length in the cache at once.")
+        int | None,
+        typer.Option(metavar="COUNT", help="Requests of that length in the cache at once."),
     ] = None,
     device: Annotated[
-        str, typer.Option(metavar="auto|cpu|cuda", help="What it will run on; auto: a GPU if there is one here.")
+        str,
+        typer.Option(
+            metavar="auto|cpu|cuda", help="What it will run on; auto: a GPU if there is one here."
+        ),
     ] = "auto",
     dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="What is computed in; auto: the checkpoint's own.")
     ] = "auto",
-    revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub model.")] = None,
+    revision: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub model.")
+    ] = None,
     kv_cache_dtype_skip_layers: SkippedLayers = None,
     state_every: StateEvery = None,
     state_dtype: StateDtype = "auto",
@@ -58,7 +71,17 @@ def plan(
     packed = Layout.TILES if {"amx_tile", "amx_bf16"} <= set(cpu_features()) else Layout.PACKED
     layout = packed if device == "cpu" else Layout.PLAIN
     skipped = layer_names(kv_cache_dtype_skip_layers or ())
-    wish = Wish(read_memory(memory), context, concurrency, device, layout, dtype, skipped, state_every, state_dtype)
+    wish = Wish(
+        read_memory(memory),
+        context,
+        concurrency,
+        device,
+        layout,
+        dtype,
+        skipped,
+        state_every,
+        state_dtype,
+    )
     config, hf_quant_config = read_config_only(model, revision)
     stored = tensors_dtype(model, config, revision) if dtype == "auto" else None
     made = make_plan(config, wish, hf_quant_config, stored, names_of(ignore_config_keys or ()))
@@ -79,7 +102,9 @@ def _print(model: str, made: Plan) -> None:
     console = terminal.console(markup=False, highlight=False, soft_wrap=True)
     wish = made.wish
     share = f"{MEMORY_SHARE[wish.device]:.0%}"
-    console.print(f"{model} on {wish.device} with {size(wish.memory)}, requests of {made.context:,} tokens")
+    console.print(
+        f"{model} on {wish.device} with {size(wish.memory)}, requests of {made.context:,} tokens"
+    )
     console.print(f"dtype: {describe_dtype(made.dtype, made.dtype_source)}")
     kv = made.settings[-1].kv
     if kv.layers is not None:
@@ -111,7 +136,9 @@ def _print(model: str, made: Plan) -> None:
 
 
 def _states(made: Plan) -> str:
-    """What a request's states take: beside a cache of 16 bits, beside one of 8 where that differs, and in float32."""
+    """What a request's states take: beside a cache of 16 bits, beside one of 8 where that differs,
+    and in float32.
+    """
     from freight.evaluate.capacity import size
 
     plain, eight = made.settings[0].spec, made.settings[-1].spec
@@ -122,7 +149,9 @@ def _states(made: Plan) -> str:
         line += f", {size(eight.bytes_per_state)} in {eight.state_format} beside 8-bit caches"
     if eight.bytes_per_state < eight.float32_bytes_per_state:
         line += f" (in float32 {size(eight.float32_bytes_per_state)})"
-    return f"{line}, and as much again for those that stay behind every {plain.state_every:,} tokens."
+    return (
+        f"{line}, and as much again for those that stay behind every {plain.state_every:,} tokens."
+    )
 
 
 def _row(one: Setting, made: Plan, mark: str, longest: int) -> tuple[str, ...]:

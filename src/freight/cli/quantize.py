@@ -1,4 +1,6 @@
-"""freight quantize MODEL OUT: FP8 weights, activations and KV cache, calibrated, in a checkpoint others load too."""
+"""freight quantize MODEL OUT: FP8 weights, activations and KV cache, calibrated, in a checkpoint
+others load too.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,16 @@ if TYPE_CHECKING:
     from freight.calibrate.quantize import QuantizeResult
 
 
-_QFORMATS = {"fp8": str(WeightScheme.TENSOR), "full_prec": str(WeightScheme.NONE)}  # AMMO's names -> --weights
+_QFORMATS = {
+    "fp8": str(WeightScheme.TENSOR),
+    "full_prec": str(WeightScheme.NONE),
+}  # AMMO's names -> --weights
 
 
 def _option(values: str | Iterable[object], sentence: str) -> Any:
-    return typer.Option(metavar=values if isinstance(values, str) else "|".join(map(str, values)), help=sentence)
+    return typer.Option(
+        metavar=values if isinstance(values, str) else "|".join(map(str, values)), help=sentence
+    )
 
 
 def _named(names: str, metavar: str, sentence: str) -> Any:
@@ -44,25 +51,50 @@ def _named(names: str, metavar: str, sentence: str) -> Any:
     return typer.Option(*names.split(), metavar=metavar, help=sentence)
 
 
-Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="A folder, a hub id, or 'demo'.")]
-Out = Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")]
+Model = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="A folder, a hub id, or 'demo'.")
+]
+Out = Annotated[
+    Path | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")
+]
 ModelId = Annotated[
     str | None,
-    typer.Option("--model-id", "--model-dir", envvar="FREIGHT_MODEL_ID", metavar="MODEL", help="The same as MODEL."),
+    typer.Option(
+        "--model-id",
+        "--model-dir",
+        envvar="FREIGHT_MODEL_ID",
+        metavar="MODEL",
+        help="The same as MODEL.",
+    ),
 ]
 OutputDir = Annotated[Path | None, _named("--output-dir --save-path", "OUT", "The same as OUT.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="OUT may be a folder that Freight wrote before.")]
-Dtype = Annotated[str | None, _option("DTYPE", "What the model is stored in; another dtype is refused.")]
-QFormat = Annotated[str | None, _option("fp8|full_prec", "The same as --weights fp8 or none, as AMMO calls it.")]
-BatchSize = Annotated[int | None, _option("COUNT", "Taken from AMMO's command line; changes no scale.")]
-Device = Annotated[str | None, _option(DEVICES, "Where the model runs while it is calibrated; default: auto.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="OUT may be a folder that Freight wrote before.")
+]
+Dtype = Annotated[
+    str | None, _option("DTYPE", "What the model is stored in; another dtype is refused.")
+]
+QFormat = Annotated[
+    str | None, _option("fp8|full_prec", "The same as --weights fp8 or none, as AMMO calls it.")
+]
+BatchSize = Annotated[
+    int | None, _option("COUNT", "Taken from AMMO's command line; changes no scale.")
+]
+Device = Annotated[
+    str | None, _option(DEVICES, "Where the model runs while it is calibrated; default: auto.")
+]
 Weights = Annotated[
     str | None,
-    _option(WeightScheme, "One scale per tensor, output row or 128 x 128 block. Default: fp8-channel."),
+    _option(
+        WeightScheme, "One scale per tensor, output row or 128 x 128 block. Default: fp8-channel."
+    ),
 ]
 Activations = Annotated[
     str | None,
-    _option(ActivationScheme, "Inputs of FP8 weights: measured as they come (default), calibrated, or in 16 bits."),
+    _option(
+        ActivationScheme,
+        "Inputs of FP8 weights: measured as they come (default), calibrated, or in 16 bits.",
+    ),
 ]
 KVCache = Annotated[
     str | None,
@@ -72,26 +104,42 @@ KVCache = Annotated[
         "Calibrate scales for an FP8 KV cache; default: none.",
     ),
 ]
-KVGranularity = Annotated[str | None, _option(KV_GRANULARITIES, "What shares a KV scale; default: tensor.")]
+KVGranularity = Annotated[
+    str | None, _option(KV_GRANULARITIES, "What shares a KV scale; default: tensor.")
+]
 KVBudget = Annotated[
     str | None,
-    _option("kl=NATS|bits=BITS", "Choose by layer among FP8 and 16 bits, so that the KV cache costs at most this."),
+    _option(
+        "kl=NATS|bits=BITS",
+        "Choose by layer among FP8 and 16 bits, so that the KV cache costs at most this.",
+    ),
 ]
 Center = Annotated[
     bool | None,
-    typer.Option("--center", help="Subtract the means of keys before they are stored, where that pays."),
+    typer.Option(
+        "--center", help="Subtract the means of keys before they are stored, where that pays."
+    ),
 ]
-LmHead = Annotated[bool | None, typer.Option("--lm-head", help="Round the output head as well; default: 16 bits.")]
+LmHead = Annotated[
+    bool | None, typer.Option("--lm-head", help="Round the output head as well; default: 16 bits.")
+]
 Ignore = Annotated[
-    list[str] | None, _option("PATTERN", "A module to leave in 16 bits: a name, or re:REGEX; may be repeated.")
+    list[str] | None,
+    _option("PATTERN", "A module to leave in 16 bits: a name, or re:REGEX; may be repeated."),
 ]
-Data = Annotated[Path | None, _option("FILE", "Text, or .jsonl with text, messages or input_ids in each line.")]
+Data = Annotated[
+    Path | None, _option("FILE", "Text, or .jsonl with text, messages or input_ids in each line.")
+]
 NumSamples = Annotated[
     int | None,
-    _named("--num-samples --calib-size", "COUNT", f"Samples to calibrate with; default: {NUM_SAMPLES}."),
+    _named(
+        "--num-samples --calib-size", "COUNT", f"Samples to calibrate with; default: {NUM_SAMPLES}."
+    ),
 ]
 MaxSeqLen = Annotated[int | None, _option("TOKENS", f"Longest sample; default: {MAX_SEQ_LEN}.")]
-Observer = Annotated[str | None, _option(ObserverKind, "How a scale follows from what was seen; default: absmax.")]
+Observer = Annotated[
+    str | None, _option(ObserverKind, "How a scale follows from what was seen; default: absmax.")
+]
 Format = Annotated[str, _option(Layout, "The form of the checkpoint.")]
 Revision = Annotated[str | None, _option("NAME", "Branch, tag or commit of a hub model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -152,15 +200,27 @@ def quantize(
     from freight.calibrate.quantize import quantize as run
 
     if batch_size is not None:
-        typer.echo(f"note: --batch-size {batch_size} changes no scale: each sample is measured on its own", err=True)
-    source: dict[str, Any] = {"revision": revision, "ignore_config_keys": names_of(ignore_config_keys or ())}
+        typer.echo(
+            f"note: --batch-size {batch_size} changes no scale: each sample is measured on its own",
+            err=True,
+        )
+    source: dict[str, Any] = {
+        "revision": revision,
+        "ignore_config_keys": names_of(ignore_config_keys or ()),
+    }
     with stages() as on_progress:
-        result = run(name, Path(folder), overwrite=overwrite, on_progress=on_progress, **source, **options)
+        result = run(
+            name, Path(folder), overwrite=overwrite, on_progress=on_progress, **source, **options
+        )
     _show(result, as_json)
 
 
 def _names(
-    ctx: typer.Context, model: str | None, out: Path | None, model_id: str | None, output_dir: Path | None
+    ctx: typer.Context,
+    model: str | None,
+    out: Path | None,
+    model_id: str | None,
+    output_dir: Path | None,
 ) -> tuple[str, str]:
     """MODEL and OUT, in either of their forms."""
     if output_dir is None:
@@ -212,7 +272,8 @@ def facts(result: QuantizeResult) -> dict[str, Any]:
         **({} if result.kv_choice is None else {"kv_budget": choice_facts(result.kv_choice)}),
         "granularity": plan.kv_granularity,
         "centers": [
-            {"layer": index, "k": one.k_gain if one.k is not None else None} for index, one in enumerate(result.centers)
+            {"layer": index, "k": one.k_gain if one.k is not None else None}
+            for index, one in enumerate(result.centers)
         ],
         "num_samples": result.num_samples,
         "num_tokens": result.num_tokens,

@@ -1,4 +1,6 @@
-"""freight scales: KV scales out of one checkpoint, into another, and from and to the JSON file of older engines."""
+"""freight scales: KV scales out of one checkpoint, into another, and from and to the JSON file of
+older engines.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,18 @@ app = typer.Typer(
 @app.command()
 def extract(
     quantized: Annotated[
-        str | None, typer.Argument(metavar="QUANTIZED", help="A model with KV scales, or an export.")
+        str | None,
+        typer.Argument(metavar="QUANTIZED", help="A model with KV scales, or an export."),
     ] = None,
-    base: Annotated[str | None, typer.Argument(metavar="BASE", help="The 16-bit model that gets them.")] = None,
-    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")] = None,
-    quantized_model: Annotated[str | None, typer.Option(metavar="QUANTIZED", help="The same as QUANTIZED.")] = None,
+    base: Annotated[
+        str | None, typer.Argument(metavar="BASE", help="The 16-bit model that gets them.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")
+    ] = None,
+    quantized_model: Annotated[
+        str | None, typer.Option(metavar="QUANTIZED", help="The same as QUANTIZED.")
+    ] = None,
     model: Annotated[str | None, typer.Option(metavar="BASE", help="The same as BASE.")] = None,
     save_path: Annotated[Path | None, typer.Option(metavar="OUT", help="The same as OUT.")] = None,
     format: Format = Layout.COMPRESSED_TENSORS,
@@ -50,9 +59,12 @@ def extract(
 @app.command("export")
 def export(
     ctx: typer.Context,
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A model with KV scales, or an export.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A model with KV scales, or an export.")
+    ] = None,
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE.json", help="The file to write; it must not exist.")
+        Path | None,
+        typer.Argument(metavar="FILE.json", help="The file to write; it must not exist."),
     ] = None,
     model_id: ModelIdOption = None,
 ) -> None:
@@ -66,14 +78,22 @@ def export(
 @app.command("import")
 def import_(
     ctx: typer.Context,
-    file: Annotated[Path | None, typer.Argument(metavar="FILE.json", help="A kv_cache_scales.json.")] = None,
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="The 16-bit model that gets the scales.")] = None,
-    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE.json", help="A kv_cache_scales.json.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The 16-bit model that gets the scales.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")
+    ] = None,
     model_id: ModelIdOption = None,
     format: Format = Layout.COMPRESSED_TENSORS,
 ) -> None:
     """Put the factors of a kv_cache_scales.json into a 16-bit checkpoint."""
-    source, name, folder = model_and_others(ctx, model_id, ("FILE.json", "MODEL", "OUT"), (file, model, out))
+    source, name, folder = model_and_others(
+        ctx, model_id, ("FILE.json", "MODEL", "OUT"), (file, model, out)
+    )
     from freight.calibrate.transfer import import_scales
 
     with stages() as on_progress:

@@ -20,41 +20,152 @@ NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 SERVER_FLAGS: tuple[tuple[Flag, Any], ...] = (  # each with its default
     (Flag("host", str, "Where to listen.", "ADDRESS"), "127.0.0.1"),
     (Flag("port", int, "Where to listen; 0 takes a free one.", "PORT"), 8000),
-    (Flag("served_model_name", list[str], "What clients call the model; may be repeated.", "NAME"), []),
+    (
+        Flag(
+            "served_model_name", list[str], "What clients call the model; may be repeated.", "NAME"
+        ),
+        [],
+    ),
     (Flag("api_key", list[str], "A key that clients need; may be repeated.", "[NAME:]KEY"), []),
     (Flag("api_key_file", Path | None, "Keys, one a line.", "FILE"), None),
-    (Flag("shared_prefix_cache", bool, "Clients with different keys share cached prefixes."), False),
-    (Flag("ssl_certfile", Path | None, "Serve HTTPS with this certificate (chain), in PEM.", "FILE"), None),
+    (
+        Flag("shared_prefix_cache", bool, "Clients with different keys share cached prefixes."),
+        False,
+    ),
+    (
+        Flag(
+            "ssl_certfile",
+            Path | None,
+            "Serve HTTPS with this certificate (chain), in PEM.",
+            "FILE",
+        ),
+        None,
+    ),
     (Flag("ssl_keyfile", Path | None, "Its key, in PEM; default: in the same file.", "FILE"), None),
-    (Flag("ssl_keyfile_password", str | None, "Of an encrypted key; rather in the variable.", "TEXT"), None),
+    (
+        Flag(
+            "ssl_keyfile_password",
+            str | None,
+            "Of an encrypted key; rather in the variable.",
+            "TEXT",
+        ),
+        None,
+    ),
     (Flag("insecure", bool, "Listen on a public address without a key."), False),
-    (Flag("max_queue", int, "Completions that may wait beside those that run; then 429.", "COUNT"), 256),
+    (
+        Flag(
+            "max_queue", int, "Completions that may wait beside those that run; then 429.", "COUNT"
+        ),
+        256,
+    ),
     (Flag("max_connections", int, "Open connections at most.", "COUNT"), 1024),
     (Flag("request_timeout", float | None, "Longest time for one answer.", "SECONDS"), None),
-    (Flag("write_timeout", float, "Longest time in which a client reads nothing of its answer.", "SECONDS"), 60.0),
-    (Flag("template_timeout", float, "Longest time for one chat template or grammar.", "SECONDS"), 10.0),
-    (Flag("max_events_per_second", float, "Events of one stream; faster tokens share one. 0: any.", "RATE"), 50.0),
-    (Flag("drain_timeout", float, "Time for running answers after SIGTERM.", "SECONDS"), 30.0),
-    (Flag("restart_engine", bool, "Start a new engine when its process ends or is stalled, instead of ending."), False),
     (
-        Flag("stall_timeout", float, "Silence after which the engine is stalled; 0: any.", "SECONDS"),
+        Flag(
+            "write_timeout",
+            float,
+            "Longest time in which a client reads nothing of its answer.",
+            "SECONDS",
+        ),
         60.0,
     ),
-    (Flag("chat_template", Path | None, "A Jinja file to use instead of the model's own template.", "FILE"), None),
-    (Flag("tool_call_parser", str | None, "The form of tool calls; else the chat template decides.", "NAME"), None),
-    (Flag("reasoning_parser", str | None, "The form of reasoning; else the chat template decides.", "NAME"), None),
+    (
+        Flag(
+            "template_timeout", float, "Longest time for one chat template or grammar.", "SECONDS"
+        ),
+        10.0,
+    ),
+    (
+        Flag(
+            "max_events_per_second",
+            float,
+            "Events of one stream; faster tokens share one. 0: any.",
+            "RATE",
+        ),
+        50.0,
+    ),
+    (Flag("drain_timeout", float, "Time for running answers after SIGTERM.", "SECONDS"), 30.0),
+    (
+        Flag(
+            "restart_engine",
+            bool,
+            "Start a new engine when its process ends or is stalled, instead of ending.",
+        ),
+        False,
+    ),
+    (
+        Flag(
+            "stall_timeout", float, "Silence after which the engine is stalled; 0: any.", "SECONDS"
+        ),
+        60.0,
+    ),
+    (
+        Flag(
+            "chat_template",
+            Path | None,
+            "A Jinja file to use instead of the model's own template.",
+            "FILE",
+        ),
+        None,
+    ),
+    (
+        Flag(
+            "tool_call_parser",
+            str | None,
+            "The form of tool calls; else the chat template decides.",
+            "NAME",
+        ),
+        None,
+    ),
+    (
+        Flag(
+            "reasoning_parser",
+            str | None,
+            "The form of reasoning; else the chat template decides.",
+            "NAME",
+        ),
+        None,
+    ),
     (Flag("enable_auto_tool_choice", bool, "Accepted and always so: tools need no option."), False),
-    (Flag("unknown_fields", str, "What to do with unknown fields of requests.", "refuse|ignore"), "refuse"),
-    (Flag("strict_schemas", bool, "Refuse JSON schemas that a grammar cannot enforce whole."), False),
-    (Flag("enable_tokenizer_info_endpoint", bool, "Answer /tokenizer_info, which shows the chat template."), False),
-    (Flag("allow_origin", list[str], "Web pages of this origin may call; may be repeated.", "ORIGIN"), []),
-    (Flag("old_metrics", bool, "Export metrics also under the names that older dashboards read."), False),
+    (
+        Flag("unknown_fields", str, "What to do with unknown fields of requests.", "refuse|ignore"),
+        "refuse",
+    ),
+    (
+        Flag("strict_schemas", bool, "Refuse JSON schemas that a grammar cannot enforce whole."),
+        False,
+    ),
+    (
+        Flag(
+            "enable_tokenizer_info_endpoint",
+            bool,
+            "Answer /tokenizer_info, which shows the chat template.",
+        ),
+        False,
+    ),
+    (
+        Flag(
+            "allow_origin",
+            list[str],
+            "Web pages of this origin may call; may be repeated.",
+            "ORIGIN",
+        ),
+        [],
+    ),
+    (
+        Flag(
+            "old_metrics", bool, "Export metrics also under the names that older dashboards read."
+        ),
+        False,
+    ),
     (Flag("log_format", str, "How the log is written.", "text|json"), "text"),
 )
 
 
 def takes_server_options(names: Sequence[str]) -> Callable[[Function], Function]:
-    """Replace the command's parameter `server: dict` by those options of the server, by their names."""
+    """Replace the command's parameter `server: dict` by those options of the server, by their
+    names.
+    """
     flags = [(flag, default) for flag, default in SERVER_FLAGS if flag.field in names]
 
     def build(values: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +182,10 @@ def serve(
     args: EngineArgs,
     server: dict[str, Any],
     random_weights: Annotated[
-        str | None, typer.Option(metavar="SHAPE", help="Random weights of a known shape, to measure: llama-1b, …")
+        str | None,
+        typer.Option(
+            metavar="SHAPE", help="Random weights of a known shape, to measure: llama-1b, …"
+        ),
     ] = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, TGI's, metrics and a page."""
@@ -80,7 +194,9 @@ def serve(
         raise ConfigError(f"freight serve needs {', '.join(missing)}: {install('server')}")
     if random_weights is not None:
         if args.model != "demo":
-            raise ConfigError(f"MODEL is {args.model!r} and --random-weights {random_weights!r}: give one of the two")
+            raise ConfigError(
+                f"MODEL is {args.model!r} and --random-weights {random_weights!r}: give one of the two"
+            )
         shape_config(random_weights)  # refused before anything is started
     from freight.server.lifecycle import run
     from freight.server.processes.client import WorkerOptions
@@ -99,4 +215,8 @@ def serve(
     raise typer.Exit(run(ServerSettings(**server), options))
 
 
-_LISTS = {"names": "served_model_name", "api_keys": "api_key", "allow_origins": "allow_origin"}  # settings by option
+_LISTS = {
+    "names": "served_model_name",
+    "api_keys": "api_key",
+    "allow_origins": "allow_origin",
+}  # settings by option

@@ -1,7 +1,7 @@
 """Standard output that fails: a full disk, a pipe that was closed, no standard output at all.
 
-`guard_stdout` turns what the system says into an `OutputError`, so that it is not taken for that of another file.
-`finish_stdout` writes what is left before the process says that all went well.
+`guard_stdout` turns what the system says into an `OutputError`, so that it is not taken for that of
+another file. `finish_stdout` writes what is left before the process says that all went well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class OutputError(FreightError):
 
 
 class ClosedPipeError(OutputError):
-    """Nobody reads standard output any more, as behind `| head -1`: a reason to end, and nothing to report."""
+    """Nobody reads standard output any more, as behind `| head -1`: a reason to end, and nothing to
+    report.
+    """
 
 
 class _Stdout(io.FileIO):
@@ -36,8 +38,15 @@ class _Stdout(io.FileIO):
 def guard_stdout() -> None:
     """Put a stream whose failures are OutputErrors in the place of sys.stdout."""
     plain = sys.stdout
-    if plain is None:  # closed before the process began (>&-): the first write fails, as it would there
-        descriptor, encoding, errors, by_line = os.open(os.devnull, os.O_RDONLY), "utf-8", "strict", False
+    if (
+        plain is None
+    ):  # closed before the process began (>&-): the first write fails, as it would there
+        descriptor, encoding, errors, by_line = (
+            os.open(os.devnull, os.O_RDONLY),
+            "utf-8",
+            "strict",
+            False,
+        )
     elif isinstance(plain, io.TextIOWrapper):
         plain.flush()
         descriptor, encoding, errors = plain.fileno(), plain.encoding, str(plain.errors)

@@ -1,4 +1,6 @@
-"""FREIGHT_… variables that nothing reads: a misspelt one would change nothing, and nobody would know."""
+"""FREIGHT_… variables that nothing reads: a misspelt one would change nothing, and nobody would
+know.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from freight.errors import nearest
 
 PREFIX = "FREIGHT_"
 # Read by the tests; and what Kubernetes sets in every pod beside a service called freight
-_OTHERS = re.compile(r"FREIGHT_(TEST_\w+|SOAK_SECONDS|SERVICE_(HOST|PORT)\w*|PORT_\d+_(TCP|UDP)\w*)")
+_OTHERS = re.compile(
+    r"FREIGHT_(TEST_\w+|SOAK_SECONDS|SERVICE_(HOST|PORT)\w*|PORT_\d+_(TCP|UDP)\w*)"
+)
 
 
 def known(command: Any) -> set[str]:
@@ -19,13 +23,22 @@ def known(command: Any) -> set[str]:
 
 
 def unknown(environ: Mapping[str, str], names: Iterable[str]) -> str | None:
-    """One line that names the variables that nothing reads, each with the nearest known; None where there are none."""
+    """One line that names the variables that nothing reads, each with the nearest known; None where
+    there are none.
+    """
     names = set(names)
-    found = sorted(n for n in environ if n.startswith(PREFIX) and n not in names and not _OTHERS.fullmatch(n))
+    found = sorted(
+        n for n in environ if n.startswith(PREFIX) and n not in names and not _OTHERS.fullmatch(n)
+    )
     if not found:
         return None
-    ends = {name.removeprefix(PREFIX): name for name in sorted(names)}  # the common prefix would make all alike
-    hints = [nearest(name.removeprefix(PREFIX), ends).replace("mean ", f"mean {PREFIX}") for name in found]
+    ends = {
+        name.removeprefix(PREFIX): name for name in sorted(names)
+    }  # the common prefix would make all alike
+    hints = [
+        nearest(name.removeprefix(PREFIX), ends).replace("mean ", f"mean {PREFIX}")
+        for name in found
+    ]
     return f"freight: not read: {', '.join(map(str.__add__, found, hints))}"
 
 

@@ -1,4 +1,6 @@
-"""The attention of each layer, out of a config.json: windows, ropes, heads that differ by layer. Imports no torch."""
+"""The attention of each layer, out of a config.json: windows, ropes, heads that differ by layer.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ MOST_LAYERS = 10_000  # a damaged number would take all memory, one layer after 
 
 
 def parse_mixers(config: Mapping[str, Any], family: Family) -> tuple[AttentionConfig, ...]:
-    """The attention of each layer, also of those that will have another mixer (`Family.other_layers`).
+    """The attention of each layer, also of those that will have another mixer
+    (`Family.other_layers`).
 
     `config` has the family's defaults.
     """
@@ -23,12 +26,18 @@ def parse_mixers(config: Mapping[str, Any], family: Family) -> tuple[AttentionCo
     local = 0 if family.local_theta is None else 1  # the rope of layers with a window
     num_layers = integer(config, "num_hidden_layers")
     if num_layers > MOST_LAYERS:
-        raise CheckpointError(f"config.json: num_hidden_layers = {num_layers} must be at most {MOST_LAYERS}")
+        raise CheckpointError(
+            f"config.json: num_hidden_layers = {num_layers} must be at most {MOST_LAYERS}"
+        )
     windows = _windows(config, family, num_layers)
-    return tuple(replace(mixer, window=window, rope=0 if window is None else local) for window in windows)
+    return tuple(
+        replace(mixer, window=window, rope=0 if window is None else local) for window in windows
+    )
 
 
-def require_multiple(heads: int, kv_heads: int, key: str, heads_key: str = "num_attention_heads") -> None:
+def require_multiple(
+    heads: int, kv_heads: int, key: str, heads_key: str = "num_attention_heads"
+) -> None:
     if heads % kv_heads:
         raise CheckpointError(
             f"config.json contradicts itself: {heads_key} = {heads} is not a multiple of {key} = {kv_heads}"
@@ -36,10 +45,16 @@ def require_multiple(heads: int, kv_heads: int, key: str, heads_key: str = "num_
 
 
 def _mixer(config: Mapping[str, Any], family: Family) -> AttentionConfig:
-    """The attention of every layer, without window, as the keys without a kind of layer in their name say."""
+    """The attention of every layer, without window, as the keys without a kind of layer in their
+    name say.
+    """
     heads = integer(config, "num_attention_heads")
     # null means one KV head per attention head, as does absence where the family has no default
-    kv_heads = heads if config.get("num_key_value_heads") is None else integer(config, "num_key_value_heads")
+    kv_heads = (
+        heads
+        if config.get("num_key_value_heads") is None
+        else integer(config, "num_key_value_heads")
+    )
     require_multiple(heads, kv_heads, "num_key_value_heads")
     qkv_bias, o_bias = (key != "" and flag(config, key) for key in family.bias_keys[:2])
     head_dim = parse_head_dim(config)
@@ -72,13 +87,16 @@ def parse_head_dim(config: Mapping[str, Any]) -> int:
 def even_head_dim(own: Mapping[str, Any], default: int) -> int:
     head_dim = integer(own, "head_dim", default)
     if head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim = {head_dim} is odd; rotary embedding rotates pairs of channels")
+        raise CheckpointError(
+            f"config.json: head_dim = {head_dim} is odd; rotary embedding rotates pairs of channels"
+        )
     return head_dim
 
 
 def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: `layer_types` decides, else `sliding_window_pattern` (every n-th layer has none), else
-    `max_window_layers` (the layers before have none), else all layers have it."""
+    """The window of each layer: `layer_types` decides, else `sliding_window_pattern` (every n-th
+    layer has none), else `max_window_layers` (the layers before have none), else all layers have
+    it."""
     window = config.get("sliding_window")
     if not flag(config, "use_sliding_window"):
         window = None
@@ -88,7 +106,9 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
     pattern = integer(config, "global_attn_every_n_layers", num_layers + 1)
     if not config.get("layer_types"):  # else EXAONE 4 has 0 there, or a word of letters: 'LLLG'
         pattern = integer(config, "sliding_window_pattern", pattern)
-    default = [window is not None and i >= first and (i + 1) % pattern != 0 for i in range(num_layers)]
+    default = [
+        window is not None and i >= first and (i + 1) % pattern != 0 for i in range(num_layers)
+    ]
     layer_types = config.get("layer_types")
     if not layer_types:
         return tuple(window if slides else None for slides in default)

@@ -11,7 +11,9 @@ from freight.errors import ConfigError
 
 
 class BudgetKind(StrEnum):
-    """What is limited: `KL` in nats per token, or `BITS` per stored value, scales per token included."""
+    """What is limited: `KL` in nats per token, or `BITS` per stored value, scales per token
+    included.
+    """
 
     KL = "kl"
     BITS = "bits"
@@ -29,7 +31,9 @@ class KVBudget:
 
 
 def parse_budget(text: str) -> KVBudget:
-    """'kl=0.002' or 'bits=9'. Raises ConfigError for anything else, and for fewer than the 8 bits of FP8."""
+    """'kl=0.002' or 'bits=9'. Raises ConfigError for anything else, and for fewer than the 8 bits
+    of FP8.
+    """
     match = re.fullmatch(r"\s*(kl|bits)\s*=\s*(\S+)\s*", text) if isinstance(text, str) else None
     try:
         limit = float(match[2]) if match else math.nan

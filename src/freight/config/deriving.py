@@ -32,8 +32,12 @@ def with_attention(model: ModelConfig, **values: Any) -> ModelConfig:
     return with_mixers(model, [replace(mixer, **values) for mixer in model.attention.values()])
 
 
-def with_layers(config: Mapping[str, Any], model: ModelConfig, kinds: Mapping[str, Mixer]) -> ModelConfig:
-    """`model` with these mixers in the layers of these kinds, by `layer_types` (`Family.other_layers`)."""
+def with_layers(
+    config: Mapping[str, Any], model: ModelConfig, kinds: Mapping[str, Mixer]
+) -> ModelConfig:
+    """`model` with these mixers in the layers of these kinds, by `layer_types`
+    (`Family.other_layers`).
+    """
     layers = tuple(
         replace(layer, mixer=kinds[kind]) if kind in kinds else layer
         for layer, kind in zip(model.layers, config["layer_types"], strict=True)
@@ -46,19 +50,28 @@ def rotate_in_windows(config: Mapping[str, Any], model: ModelConfig) -> ModelCon
     if config.get("sliding_window") is None:
         return model
     mixers = model.attention.values()
-    return with_mixers(model, [replace(mixer, rope=None if mixer.window is None else mixer.rope) for mixer in mixers])
+    return with_mixers(
+        model,
+        [replace(mixer, rope=None if mixer.window is None else mixer.rope) for mixer in mixers],
+    )
 
 
 def conv_width(config: Mapping[str, Any], key: str) -> int:
-    """Inputs of a channel that a convolution sees. Raises CheckpointError for what no kernel computes."""
+    """Inputs of a channel that a convolution sees. Raises CheckpointError for what no kernel
+    computes.
+    """
     width = integer(config, key)
     if not 2 <= width <= _WIDEST:
-        raise CheckpointError(f"config.json: {key} = {width} is not implemented; 2 to {_WIDEST} are")
+        raise CheckpointError(
+            f"config.json: {key} = {width} is not implemented; 2 to {_WIDEST} are"
+        )
     return width
 
 
 def require_silu(config: Mapping[str, Any]) -> None:
-    """For mixers whose convolution has the activation that `hidden_act` names. Raises CheckpointError for another."""
+    """For mixers whose convolution has the activation that `hidden_act` names. Raises
+    CheckpointError for another.
+    """
     named = config.get("hidden_act", "silu")
     if named not in ("silu", "swish"):
         raise CheckpointError(
@@ -68,15 +81,23 @@ def require_silu(config: Mapping[str, Any]) -> None:
 
 
 def step_limits(config: Mapping[str, Any]) -> tuple[float, float]:
-    """`Mamba2Config.limits` as `time_step_limit` has them: two numbers; infinity may be an object, as transformers
-    writes it, or beyond float32. Raises CheckpointError for anything else."""
+    """`Mamba2Config.limits` as `time_step_limit` has them: two numbers; infinity may be an object,
+    as transformers writes it, or beyond float32. Raises CheckpointError for anything else."""
     given = config.get("time_step_limit") or (0.0, inf)
-    values = [inf if one == {"__float__": "Infinity"} else one for one in given] if isinstance(given, Sequence) else []
-    if len(values) == 2 and all(isinstance(one, int | float) and not isinstance(one, bool) for one in values):
+    values = (
+        [inf if one == {"__float__": "Infinity"} else one for one in given]
+        if isinstance(given, Sequence)
+        else []
+    )
+    if len(values) == 2 and all(
+        isinstance(one, int | float) and not isinstance(one, bool) for one in values
+    ):
         low, high = (inf if one > _LARGEST else float(one) for one in values)
         if 0 <= low <= high and low < inf:
             return low, high
-    raise CheckpointError(f"config.json: time_step_limit = {given!r} must be two numbers, 0 ≤ low ≤ high")
+    raise CheckpointError(
+        f"config.json: time_step_limit = {given!r} must be two numbers, 0 ≤ low ≤ high"
+    )
 
 
 def default_rope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -31,17 +31,22 @@ _FOUND = {
 }
 
 
-def checkpoint_dtype(config: Mapping[str, Any], stored: Format | None = None) -> tuple[Format, DtypeSource]:
+def checkpoint_dtype(
+    config: Mapping[str, Any], stored: Format | None = None
+) -> tuple[Format, DtypeSource]:
     """The dtype of the checkpoint that has `config`, the content of its config.json.
 
-    In this order: config.json, its `text_config`, `stored` (that of the tensors, None: not known), bfloat16. Raises
-    CheckpointError for a dtype that is not implemented, and for two that differ in one object.
+    In this order: config.json, its `text_config`, `stored` (that of the tensors, None: not known),
+    bfloat16. Raises CheckpointError for a dtype that is not implemented, and for two that differ in
+    one object.
     """
     for source, part in _places(config):
         named = _named(part)
         if named is not None:
             return named, source
-    return (Format.BFLOAT16, DtypeSource.ASSUMED) if stored is None else (stored, DtypeSource.TENSORS)
+    return (
+        (Format.BFLOAT16, DtypeSource.ASSUMED) if stored is None else (stored, DtypeSource.TENSORS)
+    )
 
 
 def names_dtype(config: Mapping[str, Any]) -> bool:
@@ -63,7 +68,11 @@ def _places(config: Mapping[str, Any]) -> Iterator[tuple[DtypeSource, Mapping[st
 
 def _values(part: Mapping[str, Any]) -> dict[str, str]:
     """What `dtype` and `torch_dtype` name; 'torch.bfloat16' is 'bfloat16'."""
-    return {key: str(part[key]).removeprefix("torch.") for key in ("dtype", "torch_dtype") if part.get(key) is not None}
+    return {
+        key: str(part[key]).removeprefix("torch.")
+        for key in ("dtype", "torch_dtype")
+        if part.get(key) is not None
+    }
 
 
 def _named(part: Mapping[str, Any]) -> Format | None:
@@ -76,5 +85,7 @@ def _named(part: Mapping[str, Any]) -> Format | None:
         )
     name = next(iter(values.values()))
     if name not in tuple(COMPUTE_FORMATS):
-        raise CheckpointError(f"config.json: dtype {name!r} is not implemented; {choices(COMPUTE_FORMATS)} are")
+        raise CheckpointError(
+            f"config.json: dtype {name!r} is not implemented; {choices(COMPUTE_FORMATS)} are"
+        )
     return Format(name)

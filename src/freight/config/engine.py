@@ -1,7 +1,8 @@
-"""Two configurations: `EngineArgs`, the options as given, and `EngineConfig`, the resolved ones. Imports no torch.
+"""Two configurations: `EngineArgs`, the options as given, and `EngineConfig`, the resolved ones.
+Imports no torch.
 
-In `EngineArgs`, None and 'auto' mean "not given". `EngineConfig` is immutable, and `config.resolve.resolve` builds it
-once, with every choice made.
+In `EngineArgs`, None and 'auto' mean "not given". `EngineConfig` is immutable, and
+`config.resolve.resolve` builds it once, with every choice made.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from freight.fp8.scheme import KVScales
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """Options as given, with the names that other engines use. Sizes in tokens, memory in bytes or as '4GiB'."""
+    """Options as given, with the names that other engines use. Sizes in tokens, memory in bytes or
+    as '4GiB'.
+    """
 
     model: str = "demo"
     tokenizer: str | None = None
@@ -54,10 +57,14 @@ class EngineArgs:
     def __post_init__(self) -> None:
         """Numbers of other types, such as NumPy's, are kept as Python's, and names as a tuple."""
         object.__setattr__(self, "ignore_config_keys", names_of(self.ignore_config_keys))
-        object.__setattr__(self, "kv_cache_dtype_skip_layers", layer_names(self.kv_cache_dtype_skip_layers))
+        object.__setattr__(
+            self, "kv_cache_dtype_skip_layers", layer_names(self.kv_cache_dtype_skip_layers)
+        )
         for name, value in vars(self).items():
             if isinstance(value, Real) and not isinstance(value, bool):
-                object.__setattr__(self, name, int(value) if isinstance(value, Integral) else float(value))
+                object.__setattr__(
+                    self, name, int(value) if isinstance(value, Integral) else float(value)
+                )
 
     @staticmethod
     def from_options(**options: Any) -> EngineArgs:
@@ -77,21 +84,31 @@ class EngineArgs:
 
     def with_cache(self, kv_cache_dtype: str) -> EngineArgs:
         """The same for another cache. One that is not quantized has no layers to skip."""
-        skipped = () if kv_cache_dtype in map(str, COMPUTE_FORMATS) else self.kv_cache_dtype_skip_layers
+        skipped = (
+            () if kv_cache_dtype in map(str, COMPUTE_FORMATS) else self.kv_cache_dtype_skip_layers
+        )
         return replace(self, kv_cache_dtype=kv_cache_dtype, kv_cache_dtype_skip_layers=skipped)
 
     def with_plain_cache(self, kv_cache_dtype: str = "float32") -> EngineArgs:
-        """The same with an unquantized cache, states too, and without the options that only a quantized one has."""
+        """The same with an unquantized cache, states too, and without the options that only a
+        quantized one has.
+        """
         state = self.state_dtype if self.state_dtype in map(str, COMPUTE_FORMATS) else "auto"
         plain = replace(
-            self, kv_scales="auto", quantization_param_path=None, attention_compute="auto", state_dtype=state
+            self,
+            kv_scales="auto",
+            quantization_param_path=None,
+            attention_compute="auto",
+            state_dtype=state,
         )
         return plain.with_cache(kv_cache_dtype)
 
 
 def names_of(value: object) -> tuple[str, ...]:
     """The names in a text with commas or spaces between them, or in a list of such texts."""
-    wrong = ConfigError(f"ignore_config_keys is {value!r}; give names of keys, as in ['alibi', 'scale_emb']")
+    wrong = ConfigError(
+        f"ignore_config_keys is {value!r}; give names of keys, as in ['alibi', 'scale_emb']"
+    )
     return listed_names(value, (str,), wrong)
 
 
@@ -121,19 +138,25 @@ MIXED = "mixed"  # for `dtype` or `granularity` in a JSON of a cache whose layer
 class PageLayout(StrEnum):
     """How a layer's pages lie in memory. No bit of a result depends on it."""
 
-    TOKENS = "tokens"  # K apart from V; in a block one token after another, its heads next to each other
-    HEADS = "heads"  # K apart from V; in a block one head after another, its tokens next to each other
+    TOKENS = (
+        "tokens"  # K apart from V; in a block one token after another, its heads next to each other
+    )
+    HEADS = (
+        "heads"  # K apart from V; in a block one head after another, its tokens next to each other
+    )
     BLOCKS = "blocks"  # a block's K, V and token scales are one run of bytes
 
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The resolved KV cache. `scales` holds static scales; it is None for measured ones, `unit` and 16 bits.
+    """The resolved KV cache. `scales` holds static scales; it is None for measured ones, `unit` and
+    16 bits.
 
-    `granularity` and `scale_source` are None for a 16-bit cache. `note` explains the choice in the log at start-up.
-    `layers`, if not None, is how each layer is stored where they differ; `format` and `granularity` are then those of
-    the quantized layers, the finest of the granularities, and `scales` has None for layers that need no static ones.
-    `state` is how layers with a recurrent state store it (`states.default_state` if None).
+    `granularity` and `scale_source` are None for a 16-bit cache. `note` explains the choice in the
+    log at start-up. `layers`, if not None, is how each layer is stored where they differ; `format`
+    and `granularity` are then those of the quantized layers, the finest of the granularities, and
+    `scales` has None for layers that need no static ones. `state` is how layers with a recurrent
+    state store it (`states.default_state` if None).
     """
 
     format: Format
@@ -157,20 +180,32 @@ class KVCacheConfig:
 
     def of_layer(self, index: int) -> LayerKVFormat:
         """How layer `index` is stored."""
-        return LayerKVFormat(self.format, self.granularity) if self.layers is None else self.layers[index]
+        return (
+            LayerKVFormat(self.format, self.granularity)
+            if self.layers is None
+            else self.layers[index]
+        )
 
     def skipping(self, skipped: Set[int], num_layers: int, compute: Format) -> KVCacheConfig:
-        """This quantized cache of `num_layers` layers with those of `skipped`, fewer than all, in `compute`."""
+        """This quantized cache of `num_layers` layers with those of `skipped`, fewer than all, in
+        `compute`.
+        """
         if not skipped:
             return self
         plain = LayerKVFormat(compute, None)
-        layers = tuple(plain if index in skipped else self.of_layer(index) for index in range(num_layers))
+        layers = tuple(
+            plain if index in skipped else self.of_layer(index) for index in range(num_layers)
+        )
         left = [layer.granularity for layer in layers if layer.granularity is not None]
         scales = None if self.scales is None else self.scales.without(skipped)
-        return replace(self, granularity=max(left, key=list(Granularity).index), scales=scales, layers=layers)
+        return replace(
+            self, granularity=max(left, key=list(Granularity).index), scales=scales, layers=layers
+        )
 
     def describe(self) -> str:
-        """'fp8_e4m3fn, layers 0 and 2 in bfloat16'; 'mixed' where quantized layers differ from each other."""
+        """'fp8_e4m3fn, layers 0 and 2 in bfloat16'; 'mixed' where quantized layers differ from each
+        other.
+        """
         if self.layers is None:
             return str(self.format)
         plain = [index for index, layer in enumerate(self.layers) if layer.granularity is None]
@@ -179,30 +214,43 @@ class KVCacheConfig:
         return f"{self.format}, {listed_layers(plain, len(self.layers))} in {self.layers[plain[0]].format}"
 
     def layer_names(self) -> list[dict[str, str | None]] | None:
-        """`dtype` and `granularity` of each layer, as every JSON has them; None where layers do not differ."""
-        kinds = [(str(kind.format), kind.granularity and str(kind.granularity)) for kind in self.layers or ()]
-        return [{"dtype": dtype, "granularity": granularity} for dtype, granularity in kinds] or None
+        """`dtype` and `granularity` of each layer, as every JSON has them; None where layers do not
+        differ.
+        """
+        kinds = [
+            (str(kind.format), kind.granularity and str(kind.granularity))
+            for kind in self.layers or ()
+        ]
+        return [
+            {"dtype": dtype, "granularity": granularity} for dtype, granularity in kinds
+        ] or None
 
     def names(self) -> dict[str, str | None]:
-        """`dtype`, `granularity` and `scale_source`, as every JSON has them; `mixed` where layers differ."""
+        """`dtype`, `granularity` and `scale_source`, as every JSON has them; `mixed` where layers
+        differ.
+        """
         kinds = self.layers or (self.of_layer(0),)
         dtypes = {str(kind.format) for kind in kinds}
         granularities = {str(kind.granularity) for kind in kinds if kind.granularity is not None}
         return {
             "dtype": dtypes.pop() if len(dtypes) == 1 else MIXED,
-            "granularity": (granularities.pop() if len(granularities) == 1 else MIXED) if granularities else None,
+            "granularity": (granularities.pop() if len(granularities) == 1 else MIXED)
+            if granularities
+            else None,
             "scale_source": None if self.scale_source is None else str(self.scale_source),
         }
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All settings, resolved before a weight is read. `kv_cache_memory` in bytes; None: a share of the free memory.
+    """All settings, resolved before a weight is read. `kv_cache_memory` in bytes; None: a share of
+    the free memory.
 
-    `weight_format` is the format of Linear weights; weights (the head included) that a quantized checkpoint leaves
-    unquantized have `compute_format`. `fp8_attention`: attention multiplies FP8 by FP8 where the hardware can.
-    `state_every`: tokens between states that stay behind; None: `cache.spec.default_every`, where layers have states.
-    `max_step_seconds`: prompts leave a step in which a request decodes about so short; 0: as long as they are.
+    `weight_format` is the format of Linear weights; weights (the head included) that a quantized
+    checkpoint leaves unquantized have `compute_format`. `fp8_attention`: attention multiplies FP8
+    by FP8 where the hardware can. `state_every`: tokens between states that stay behind; None:
+    `cache.spec.default_every`, where layers have states. `max_step_seconds`: prompts leave a step
+    in which a request decodes about so short; 0: as long as they are.
     """
 
     compute_format: Format

@@ -15,28 +15,35 @@ from freight.operands.routing import Routing, Scoring
 
 @dataclass(frozen=True)
 class MoEFamily:
-    """How the experts of one model_type are described. A `..._key` is the key of config.json that has the value.
+    """How the experts of one model_type are described. A `..._key` is the key of config.json that
+    has the value.
 
     count            number of experts, where none of `count_keys` is there
-    count_keys       number of experts; transformers writes other names than the hub's files have, so any of them
+    count_keys       number of experts; transformers writes other names than the hub's files have,
+                     so any of them
     top_k_keys       how many of them a token goes through
     width_key        `intermediate_size` of an expert
-    norm_key         whether a token's weights are divided by their sum; None: they are, unless they sum up to 1 anyway
+    norm_key         whether a token's weights are divided by their sum; None: they are, unless they
+                     sum up to 1 anyway
     factor_key       multiplies the weights
     group_keys       number of groups, and of those that a token chooses among
     group_best       `Routing.group_best`
     choice_bias      whether the router has a bias for the choice
-    shared_width_key `intermediate_size` of the shared experts together; shared_count_key: how many there are, each as
+    shared_width_key `intermediate_size` of the shared experts together; shared_count_key: how many
+    there are, each as
                      wide as an expert
     shared_gate      whether a projection to one number weighs the shared experts
-    router_bias      whether the router adds a bias to its logits; bias: whether the projections of experts have one
+    router_bias      whether the router adds a bias to its logits; bias: whether the projections of
+                     experts have one
     activation       of experts, where `hidden_act` does not name it
     latent_key       `MoEConfig.latent_size`; none, or null: the experts take the token itself
     switch_key       whether there are experts at all, or how many, which may be 0; None: there are
-    beside           `MoEConfig.beside`; the shared feed-forward is as wide as `intermediate_size` says
-    dense_keys       what tells the layers without experts: `decoder_sparse_step`, `mlp_only_layers`,
-                     `first_k_dense_replace`, `num_dense_layers`, `mlp_layer_types`, `moe_layer_start_index`,
-                     `moe_layer_end_index`, `moe_layer_interval`
+    beside           `MoEConfig.beside`; the shared feed-forward is as wide as `intermediate_size`
+                     says
+    dense_keys       what tells the layers without experts: `decoder_sparse_step`,
+                     `mlp_only_layers`, `first_k_dense_replace`, `num_dense_layers`,
+                     `mlp_layer_types`, `moe_layer_start_index`, `moe_layer_end_index`,
+                     `moe_layer_interval`
     """
 
     count: int | None = None
@@ -97,10 +104,16 @@ def has_experts(config: Mapping[str, Any], family: MoEFamily) -> bool:
 
 
 def parse_moe(config: Mapping[str, Any], family: MoEFamily, activation: AnyActivation) -> MoEConfig:
-    """The experts of every layer that has them. Raises CheckpointError for what is missing or contradictory."""
+    """The experts of every layer that has them. Raises CheckpointError for what is missing or
+    contradictory.
+    """
     width = integer(config, family.width_key)
     activation = family.activation or activation
-    latent = None if family.latent_key is None or config.get(family.latent_key) is None else family.latent_key
+    latent = (
+        None
+        if family.latent_key is None or config.get(family.latent_key) is None
+        else family.latent_key
+    )
     return MoEConfig(
         routing=_routing(config, family),
         intermediate_size=width,
@@ -128,7 +141,9 @@ def _routing(config: Mapping[str, Any], family: MoEFamily) -> Routing:
         num_experts=count,
         top_k=top_k,
         scoring=family.scoring,
-        normed=family.scoring is not Scoring.CHOSEN if family.norm_key is None else flag(config, family.norm_key),
+        normed=family.scoring is not Scoring.CHOSEN
+        if family.norm_key is None
+        else flag(config, family.norm_key),
         factor=1.0 if family.factor_key is None else number(config, family.factor_key, 1.0),
         num_groups=groups,
         top_groups=top_groups,
@@ -146,7 +161,9 @@ def _one_of(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
     return next(iter(named), keys[0])
 
 
-def _shared(config: Mapping[str, Any], family: MoEFamily, width: int, activation: AnyActivation) -> DenseConfig | None:
+def _shared(
+    config: Mapping[str, Any], family: MoEFamily, width: int, activation: AnyActivation
+) -> DenseConfig | None:
     if family.shared_width_key is not None:
         size = integer(config, family.shared_width_key, 0, least=0)
     elif family.shared_count_key is not None:
@@ -172,11 +189,18 @@ def layers_with_experts(config: Mapping[str, Any], num_layers: int) -> list[bool
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(not isinstance(index, int) for index in dense):
         raise CheckpointError(f"config.json: mlp_only_layers = {dense!r} must be a list of layers")
-    return [first <= index < end and (index + 1) % step == 0 and index not in dense for index in range(num_layers)]
+    return [
+        first <= index < end and (index + 1) % step == 0 and index not in dense
+        for index in range(num_layers)
+    ]
 
 
 def _sparse_types(types: object, num_layers: int) -> list[bool]:
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or not set(types) <= {"dense", "sparse"}
+    ):
         raise CheckpointError(
             f"config.json: mlp_layer_types = {types!r} must be a list of num_hidden_layers = {num_layers} entries, "
             "each 'dense' or 'sparse'"

@@ -30,8 +30,10 @@ class RopeForm(StrEnum):
     """What the ropes of some families may have, and those of others may not."""
 
     PROPORTIONAL = "proportional"  # this kind
-    QUERY_SCALING = "query scaling"  # `llama_4_scaling_beta` of yarn: queries are multiplied by a factor of position
-    SECTIONS = "sections"  # for time, height and width (M-RoPE): a text token has one position in all of them
+    # `llama_4_scaling_beta` of yarn: queries are multiplied by a factor of position
+    QUERY_SCALING = "query scaling"
+    # for time, height and width (M-RoPE): a text token has one position in all of them
+    SECTIONS = "sections"
 
 
 Translate: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -40,44 +42,56 @@ Derive: TypeAlias = "Callable[[Mapping[str, Any], ModelConfig], ModelConfig]"
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of one model_type have in common. A `..._key` is the key of config.json that has the value.
+    """What the models of one model_type have in common. A `..._key` is the key of config.json that
+    has the value.
 
-    architecture       the only value of `architectures`, but for `same`, which are other names of it
+    architecture       the only value of `architectures`, but for `same`, which are other names of
+                       it
     tensors            what its tensors are called
-    defaults           of keys that a config.json lacks, as transformers' configuration class has them
+    defaults           of keys that a config.json lacks, as transformers' configuration class has
+                       them
     keys               keys that this family has and others do not
-    fixed              keys that it has, with the only values that are computed; of a list, those of its entries
+    fixed              keys that it has, with the only values that are computed; of a list, those of
+                       its entries
     synonyms           further names of keys that this family has
     lacks              keys that every other family has and this one does not
     qkv_bias           whether q, k and v have biases whatever the value of `attention_bias`
-    bias_keys          whether q, k and v, the output of attention, and the feed-forward have biases; "": they have none
+    bias_keys          whether q, k and v, the output of attention, and the feed-forward have
+                       biases; "": they have none
     qk_norm            whether q and k are normed, head by head
     norms              what is normed in a layer
     wide_norms         whether norms multiply by their weight in float32, before they round
-    scales_embedding   whether the embedding's rows are multiplied by the square root of `hidden_size`, rounded to the
-                       compute dtype
+    scales_embedding   whether the embedding's rows are multiplied by the square root of
+                       `hidden_size`, rounded to the compute dtype
     mixed_windows      whether layers may differ in their window
     other_layers       kinds in `layer_types` whose mixer is no attention: `derive` puts it in
     gated              whether the feed-forward has a gate
     activation_key     names the activation; the other one is not read
     theta              of rotary embedding, where config.json names none
-    local_theta        the same of layers with a window, if these have a rope of their own (`rope_local_base_freq`)
-    rotary_factor      share of a head's channels that are rotated, where no `partial_rotary_factor` says it; None: all
-                       are, and no key may say otherwise
+    local_theta        the same of layers with a window, if these have a rope of their own
+                       (`rope_local_base_freq`)
+    rotary_factor      share of a head's channels that are rotated, where no `partial_rotary_factor`
+                       says it; None: all are, and no key may say otherwise
     interleaved        whether the rope's pairs are neighbours (`RopeConfig.interleaved`)
     ropes              what a rope may have that others may not
-    bodies             what may precede the names of the decoder's tensors, and that of its head; the first is usual
+    bodies             what may precede the names of the decoder's tensors, and that of its head;
+                       the first is usual
     moe                what its config.json says of experts; None: it has none
-    text_type          the model_type in `text_config`, where the decoder is described, if it is one part of the model
+    text_type          the model_type in `text_config`, where the decoder is described, if it is one
+                       part of the model
     text_key           that key, where it has another name
-    flat               whether the decoder may be described by the keys outside, without a `text_config`
-    other_texts        further model_types that `text_config` may have; their own rows describe the decoder then
+    flat               whether the decoder may be described by the keys outside, without a
+                       `text_config`
+    other_texts        further model_types that `text_config` may have; their own rows describe the
+                       decoder then
     wrapper_keys       keys outside of `text_config`; they describe the other parts
-    next_token_keys    number of layers behind the decoder's own, which predict further tokens and do not run
-    translate          the keys as the common reading takes them, with those that only this family has put into others;
-                       None: they are
-    derive             what the common reading made of the keys, changed where only this family differs; ropes are read
-                       after it, for the layers that it returns. None: nothing is
+    next_token_keys    number of layers behind the decoder's own, which predict further tokens and
+                       do not run
+    translate          the keys as the common reading takes them, with those that only this family
+                       has put into others; None: they are
+    derive             what the common reading made of the keys, changed where only this family
+                       differs; ropes are read after it, for the layers that it returns. None:
+                       nothing is
     """
 
     architecture: str

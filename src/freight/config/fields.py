@@ -1,6 +1,7 @@
 """Values of a config.json, read with their types checked. Imports no torch.
 
-Each raises a CheckpointError that names the key and its value. `default` is the value of a key that is absent.
+Each raises a CheckpointError that names the key and its value. `default` is the value of a key that
+is absent.
 """
 
 from __future__ import annotations
@@ -19,14 +20,22 @@ def integer(config: Mapping[str, Any], key: str, default: int | None = None, lea
     if value is None:
         raise CheckpointError(f"config.json lacks {key}")
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
-        raise CheckpointError(f"config.json: {key} = {value!r} must be an integer from {least} to {_LARGEST}")
+        raise CheckpointError(
+            f"config.json: {key} = {value!r} must be an integer from {least} to {_LARGEST}"
+        )
     return value
 
 
-def number(config: Mapping[str, Any], key: str, default: float | None = None, least: float | None = None) -> float:
+def number(
+    config: Mapping[str, Any], key: str, default: float | None = None, least: float | None = None
+) -> float:
     """A finite number > 0, or ≥ `least` if that is given."""
     value = default if config.get(key) is None else config[key]
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    ):
         number = float(value)
         if number > 0 or (least is not None and number >= least):
             return number

@@ -13,15 +13,17 @@ if TYPE_CHECKING:
 
 
 def check_hardware(args: EngineArgs, compute: Format | None) -> None:
-    """What the named device cannot compute, as far as the options alone say it: `compute` is --dtype, None for 'auto'.
-    Raises ConfigError."""
+    """What the named device cannot compute, as far as the options alone say it: `compute` is
+    --dtype, None for 'auto'. Raises ConfigError."""
     if args.kv_cache_dtype == Format.INT8 and args.device == "cuda" and args.kernels != "reference":
         raise _no_int8("--device cuda")
     if args.kv_scales == "group" and args.device == "cuda" and args.kernels != "reference":
         raise _no_groups("--device cuda")
     if args.attention_compute == "fp8":
         if args.kv_scales == "group":
-            raise _no_fp8_attention("--kv-scales group: a product has one scale for a key; use --kv-scales dynamic")
+            raise _no_fp8_attention(
+                "--kv-scales group: a product has one scale for a key; use --kv-scales dynamic"
+            )
         stored = Format(args.kv_cache_dtype) if args.kv_cache_dtype in map(str, Format) else None
         problem = _attention_problem(compute, stored)
         if not problem and args.device == "cpu" and args.kernels != "reference":
@@ -31,7 +33,9 @@ def check_hardware(args: EngineArgs, compute: Format | None) -> None:
 
 
 def check_kernels(kv: KVCacheConfig, device: DeviceFacts, kernels: str) -> None:
-    """Raises ConfigError for a cache that the kernels for `device` do not have; `kernels` is --kernels."""
+    """Raises ConfigError for a cache that the kernels for `device` do not have; `kernels` is
+    --kernels.
+    """
     if device.kind == "cpu" or kernels == "reference":
         return
     if kv.format is Format.INT8:
@@ -59,11 +63,15 @@ def _no_groups(device: str) -> ConfigError:
     )
 
 
-_ON_A_CPU = "a CPU, which has no FP8 products; --kernels reference computes it, slowly, to measure accuracy"
+_ON_A_CPU = (
+    "a CPU, which has no FP8 products; --kernels reference computes it, slowly, to measure accuracy"
+)
 
 
 def _attention_problem(compute: Format | None, stored: Format | None) -> str:
-    """Why attention cannot multiply in FP8 with these formats, '' if it can; None is a format not known yet."""
+    """Why attention cannot multiply in FP8 with these formats, '' if it can; None is a format not
+    known yet.
+    """
     if stored is not None and not stored.is_e4m3:
         return f"a cache in {stored}: it multiplies E4M3 as it is stored; use --kv-cache-dtype fp8"
     if compute is Format.FLOAT32:
@@ -76,7 +84,9 @@ def _no_fp8_attention(problem: str) -> ConfigError:
 
 
 def fp8_attention(args: EngineArgs, compute: Format, stored: Format, device: DeviceFacts) -> bool:
-    """Whether attention multiplies FP8 by FP8. The reference kernels do it anywhere, to measure its accuracy."""
+    """Whether attention multiplies FP8 by FP8. The reference kernels do it anywhere, to measure its
+    accuracy.
+    """
     if args.attention_compute == "auto":
         return False
     problem = _attention_problem(compute, stored)

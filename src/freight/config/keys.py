@@ -1,8 +1,10 @@
-"""The keys of a config.json: which are read, which are refused, and which are read over. Imports no torch.
+"""The keys of a config.json: which are read, which are refused, and which are read over. Imports no
+torch.
 
-A key that no row reads is refused if it decides what some model computes: `computing_keys.txt` lists these
-(`tools/config_keys.py`). It is read over where its value switches it off (null, false, 0, empty), and where the user
-names it (`--ignore-config-keys`). Every other key is read over and named at start: publishers add what they like.
+A key that no row reads is refused if it decides what some model computes: `computing_keys.txt`
+lists these (`tools/config_keys.py`). It is read over where its value switches it off (null, false,
+0, empty), and where the user names it (`--ignore-config-keys`). Every other key is read over and
+named at start: publishers add what they like.
 """
 
 from __future__ import annotations
@@ -28,15 +30,17 @@ READ = words(
     attn_logit_softcapping final_logit_softcapping hidden_act hidden_activation partial_rotary_factor
     """
 )
-# of these, keys that a model of several parts has outside of `text_config`, and that hold for the decoder
+# of these, keys that a model of several parts has outside of `text_config`, and that hold for the
+# decoder
 _SHARED = words(
     """
     dtype torch_dtype bos_token_id eos_token_id tie_word_embeddings quantization_config compression_config
     kv_cache_torch_dtype kv_cache_dtype freight
     """
 )
-# training, bookkeeping, and defaults of transformers' generate(). pretraining_tp cuts products into parts of one sum;
-# max_window_layers is one of Qwen's, and of files made from theirs; model_max_length is a tokenizer's, but for Kimi's
+# training, bookkeeping, and defaults of transformers' generate(). pretraining_tp cuts products into
+# parts of one sum; max_window_layers is one of Qwen's, and of files made from theirs;
+# model_max_length is a tokenizer's, but for Kimi's
 HARMLESS = words(
     """
     transformers_version use_cache initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout
@@ -53,7 +57,9 @@ HARMLESS = words(
     aux_loss_alpha seq_aux block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init
     """
 )
-NEUTRAL: Mapping[str, tuple[object, ...]] = {  # keys that change the computation, and the values that do not
+NEUTRAL: Mapping[
+    str, tuple[object, ...]
+] = {  # keys that change the computation, and the values that do not
     "rotary_pct": (1,),
     "rope_ratio": (1,),
     "full_attn_mod": (1,),
@@ -97,7 +103,9 @@ class _EveryKey(Collection[str]):
         return 0
 
 
-EVERY_KEY = _EveryKey()  # to ignore whatever would be refused: for callers that do not compute the model
+EVERY_KEY = (
+    _EveryKey()
+)  # to ignore whatever would be refused: for callers that do not compute the model
 
 
 @dataclass(frozen=True)
@@ -116,14 +124,22 @@ class UnreadKeys:
     def describe(self) -> str | None:
         """One line for the start; None if every key is read."""
         parts = [f"{', '.join(self.unknown)} (unknown to Freight)"] if self.unknown else []
-        parts += [f"{', '.join(self.ignored)} (--ignore-config-keys: results may differ)"] if self.ignored else []
-        parts += [f"{', '.join(self.harmless)} (known to change no result)"] if self.harmless else []
+        parts += (
+            [f"{', '.join(self.ignored)} (--ignore-config-keys: results may differ)"]
+            if self.ignored
+            else []
+        )
+        parts += (
+            [f"{', '.join(self.harmless)} (known to change no result)"] if self.harmless else []
+        )
         return f"config.json: not read: {'; '.join(parts)}" if parts else None
 
 
 @cache
 def computing_keys() -> frozenset[str]:
-    """Keys that decide what some language model computes: those of the list, and all that the rows read."""
+    """Keys that decide what some language model computes: those of the list, and all that the rows
+    read.
+    """
     lines = Path(__file__).with_name("computing_keys.txt").read_text(encoding="utf-8").splitlines()
     found = READ | {line for line in lines if not line.startswith("#")}
     for family in FAMILIES.values():
@@ -133,19 +149,30 @@ def computing_keys() -> frozenset[str]:
 
 
 def find_family(config: Mapping[str, Any]) -> tuple[str, Family]:
-    """(model_type, its row). Raises CheckpointError for a model_type, or an architecture of it, that is not here."""
+    """(model_type, its row). Raises CheckpointError for a model_type, or an architecture of it,
+    that is not here.
+    """
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise CheckpointError(f"config.json: model_type {model_type!r} is not implemented; {choices(FAMILIES)} are")
+        raise CheckpointError(
+            f"config.json: model_type {model_type!r} is not implemented; {choices(FAMILIES)} are"
+        )
     assert isinstance(model_type, str)
     architectures = config.get("architectures") or [family.architecture]
     refuse_uncompared_architecture(architectures)
-    # the first Llama files write LLaMAForCausalLM, and transformers Kimi_K25ForConditionalGeneration
+    # the first Llama files write LLaMAForCausalLM, and transformers
+    # Kimi_K25ForConditionalGeneration
     known = (str([one]).lower().replace("_", "") for one in (family.architecture, *family.same))
     if str(architectures).lower().replace("_", "") not in known:
-        in_parts = family.text_type is not None and not family.flat and not config.get(family.text_key)
-        lacks = f". config.json lacks {family.text_key}, in which it describes the language model" if in_parts else ""
+        in_parts = (
+            family.text_type is not None and not family.flat and not config.get(family.text_key)
+        )
+        lacks = (
+            f". config.json lacks {family.text_key}, in which it describes the language model"
+            if in_parts
+            else ""
+        )
         raise CheckpointError(
             f"config.json: architectures {architectures!r} with model_type {model_type!r} is not implemented; "
             f"Freight runs [{family.architecture!r}]{lacks}"
@@ -154,18 +181,25 @@ def find_family(config: Mapping[str, Any]) -> tuple[str, Family]:
 
 
 def decoder_config(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
-    """(the decoder's row, the keys that describe it), out of `Family.text_key` if that is where they are."""
+    """(the decoder's row, the keys that describe it), out of `Family.text_key` if that is where
+    they are.
+    """
     family, text_type, text = _decoder_row(config, find_family(config)[1])
     if text_type is None:
         return family, config
-    return family, {**text, **{key: config[key] for key in sorted(_SHARED) if config.get(key) is not None}}
+    return family, {
+        **text,
+        **{key: config[key] for key in sorted(_SHARED) if config.get(key) is not None},
+    }
 
 
 def check_keys(config: Mapping[str, Any], ignore: Collection[str] = ()) -> UnreadKeys:
-    """The keys of `config` that are not read, of which `ignore` may name some that are refused otherwise.
+    """The keys of `config` that are not read, of which `ignore` may name some that are refused
+    otherwise.
 
-    Raises CheckpointError for a key that computes and is not implemented, and for another value than those in
-    `Family.fixed`, false too; ConfigError for a key in `ignore` that is read, or that is not there.
+    Raises CheckpointError for a key that computes and is not implemented, and for another value
+    than those in `Family.fixed`, false too; ConfigError for a key in `ignore` that is read, or that
+    is not there.
     """
     model_type, family = find_family(config)
     family, text_type, text = _decoder_row(config, family)
@@ -183,7 +217,10 @@ def check_keys(config: Mapping[str, Any], ignore: Collection[str] = ()) -> Unrea
         _require_ignorable(name, parts)
     found = [(key, part.kind(key, ignore)) for part in parts for key in part.config]
     return UnreadKeys(
-        *(tuple(dict.fromkeys(key for key, kind in found if kind == one)) for one in (_UNKNOWN, _HARMLESS, _IGNORED))
+        *(
+            tuple(dict.fromkeys(key for key, kind in found if kind == one))
+            for one in (_UNKNOWN, _HARMLESS, _IGNORED)
+        )
     )
 
 
@@ -200,14 +237,18 @@ class _Part:
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     def kind(self, key: str, ignore: Collection[str]) -> str:
-        """What becomes of a key. Raises CheckpointError for one that computes and is not implemented."""
+        """What becomes of a key. Raises CheckpointError for one that computes and is not
+        implemented.
+        """
         if key in self.read:
             return _READ
         if key in HARMLESS or key.startswith("_"):
             return _HARMLESS
         obstacle = self._obstacle(key)
         if obstacle is not None and key not in ignore:
-            raise CheckpointError(f"{obstacle}. --ignore-config-keys {key} reads over it, and results may differ")
+            raise CheckpointError(
+                f"{obstacle}. --ignore-config-keys {key} reads over it, and results may differ"
+            )
         if obstacle is not None:
             return _IGNORED
         decided = key in self.fixed or key in NEUTRAL or key in computing_keys()
@@ -240,7 +281,9 @@ def _require_ignorable(name: str, parts: Sequence[_Part]) -> None:
     """Raises ConfigError for a key that --ignore-config-keys cannot pass."""
     if not any(name in part.config for part in parts):
         known = sorted({key for part in parts for key in part.config})
-        raise ConfigError(f"--ignore-config-keys {name}: config.json has no such key{nearest(name, known)}")
+        raise ConfigError(
+            f"--ignore-config-keys {name}: config.json has no such key{nearest(name, known)}"
+        )
     part = next((part for part in parts if name in part.config and name in part.read), None)
     if part is not None:
         raise ConfigError(
@@ -257,7 +300,8 @@ def _short(value: object) -> str:
 def _decoder_row(
     config: Mapping[str, Any], family: Family
 ) -> tuple[Family, str, Mapping[str, Any]] | tuple[Family, None, Mapping[str, Any]]:
-    """(the row of the decoder, the model_type in `text_config`, that object), or (family, None, config) without one.
+    """(the row of the decoder, the model_type in `text_config`, that object), or (family, None,
+    config) without one.
 
     The decoder's row has the wrapper's architecture, names of tensors and keys outside.
     """
@@ -270,7 +314,9 @@ def _decoder_row(
     if not isinstance(text, Mapping) or text_type not in types:
         refuse_mechanisms(config, config.get("model_type"))
         said = f"{family.text_key} = {_short(text)}"
-        said = f"{family.text_key} of model_type {text_type!r}" if isinstance(text, Mapping) else said
+        said = (
+            f"{family.text_key} of model_type {text_type!r}" if isinstance(text, Mapping) else said
+        )
         raise CheckpointError(
             f"config.json: {said} with model_type {config.get('model_type')!r} is not implemented; an object of "
             f"model_type {choices(map(repr, types))} is"
@@ -282,7 +328,8 @@ def _decoder_row(
 
 
 def with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """`config` with the family's defaults of what it lacks, and each key under the name that is read.
+    """`config` with the family's defaults of what it lacks, and each key under the name that is
+    read.
 
     Raises CheckpointError for two names of one value that differ.
     """
@@ -292,5 +339,7 @@ def with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
             given.setdefault(read, None)
         value = given.pop(name, None)
         if value is not None and given.setdefault(read, value) != value:
-            raise CheckpointError(f"config.json contradicts itself: {name} = {value!r}, but {read} = {given[read]!r}")
+            raise CheckpointError(
+                f"config.json contradicts itself: {name} = {value!r}, but {read} = {given[read]!r}"
+            )
     return {**family.defaults, **given}

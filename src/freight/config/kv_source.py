@@ -1,4 +1,5 @@
-"""What --kv-scales and --quantization-param-path ask for. Values only: reads no file, imports no torch.
+"""What --kv-scales and --quantization-param-path ask for. Values only: reads no file, imports no
+torch.
 
 A source of scales that cannot belong to the named cache is refused here, from the options alone.
 """
@@ -22,7 +23,16 @@ from freight.fp8.scheme import KVScales, LayerScales
 if TYPE_CHECKING:
     from freight.config.engine import EngineArgs
 
-KV_DTYPES = ("auto", *map(str, COMPUTE_FORMATS), "fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "int8")
+KV_DTYPES = (
+    "auto",
+    *map(str, COMPUTE_FORMATS),
+    "fp8",
+    "fp8_e4m3",
+    "fp8_e4m3fn",
+    "fp8_e4m3fnuz",
+    "fp8_e5m2",
+    "int8",
+)
 KV_SCALES = ("auto", "checkpoint", "dynamic", "group", "unit")  # or FILE.json, or numbers
 _GROUPS = f"scales per group of {SCALE_GROUP} channels are for latents (MLA)"
 _OTHERS = ("FILE.json", "a number, or two for K and V as in 0.03,0.02")
@@ -36,7 +46,8 @@ _FITTING = {  # others: E4M3 takes all
 class KVSource:
     """Where scales come from. `flag` and `named` are the option and its value, for messages.
 
-    At most one of `word` (not 'auto'), `file` and `values` (K, V) is given; without any of them `word` is 'auto'.
+    At most one of `word` (not 'auto'), `file` and `values` (K, V) is given; without any of them
+    `word` is 'auto'.
     """
 
     flag: str
@@ -47,10 +58,11 @@ class KVSource:
 
 
 def kv_source(args: EngineArgs) -> KVSource:
-    """What `args` ask for. Raises ConfigError for an unknown source, for two of them, and for a file that is missing.
+    """What `args` ask for. Raises ConfigError for an unknown source, for two of them, and for a
+    file that is missing.
 
-    A source that the named cache cannot use is refused as well. Whether an `auto` cache can is decided by
-    `config.resolve.resolve`.
+    A source that the named cache cannot use is refused as well. Whether an `auto` cache can is
+    decided by `config.resolve.resolve`.
     """
     if args.quantization_param_path is None:
         source = _parse(args.kv_scales)
@@ -59,7 +71,9 @@ def kv_source(args: EngineArgs) -> KVSource:
         source = KVSource("--quantization-param-path", path, file=Path(path))
     else:
         named = _parse(args.kv_scales)
-        twice = "a file of scales is given twice" if named.file else "two sources of scales are named"
+        twice = (
+            "a file of scales is given twice" if named.file else "two sources of scales are named"
+        )
         raise ConfigError(
             f"{twice}: --kv-scales {args.kv_scales} and --quantization-param-path {args.quantization_param_path}; "
             "omit one"
@@ -73,7 +87,9 @@ def kv_source(args: EngineArgs) -> KVSource:
 
 
 def require_fit(format: Format, cache: str, source: KVSource) -> None:
-    """Raises ConfigError if a cache in `format`, described by `cache`, cannot have scales from `source`."""
+    """Raises ConfigError if a cache in `format`, described by `cache`, cannot have scales from
+    `source`.
+    """
     fitting = ("auto",) if not format.is_quantized else _FITTING.get(format, KV_SCALES)
     static = source.file is not None or source.values is not None
     if not (source.word not in fitting or (static and not format.is_e4m3)):
@@ -100,8 +116,8 @@ def require_fit(format: Format, cache: str, source: KVSource) -> None:
 
 
 def check_groups(layers: Mapping[int, PagedMixer], model_type: str) -> None:
-    """Raises ConfigError for `--kv-scales group` unless `layers`, those that store quantized keys and values, are
-    latents of whole groups."""
+    """Raises ConfigError for `--kv-scales group` unless `layers`, those that store quantized keys
+    and values, are latents of whole groups."""
     for index, mixer in layers.items():
         if not isinstance(mixer, LatentConfig):
             raise ConfigError(
@@ -122,7 +138,9 @@ def check_groups(layers: Mapping[int, PagedMixer], model_type: str) -> None:
 
 def groups_fit(layers: Mapping[int, PagedMixer]) -> bool:
     """Whether `check_groups` would pass."""
-    return bool(layers) and all(isinstance(x, LatentConfig) and x.latent % SCALE_GROUP == 0 for x in layers.values())
+    return bool(layers) and all(
+        isinstance(x, LatentConfig) and x.latent % SCALE_GROUP == 0 for x in layers.values()
+    )
 
 
 def uniform_scales(values: tuple[float, float], num_layers: int) -> KVScales:
@@ -141,7 +159,9 @@ def written(value: object) -> str:
     given = value if isinstance(value, Sequence) else [value]
     numbers = [float(x) for x in given if isinstance(x, Real) and not isinstance(x, bool)]
     if not 1 <= len(given) <= 2 or len(numbers) != len(given):
-        raise ConfigError(f"kv_scales {value!r} is unknown: choose {choices((*KV_SCALES, *_OTHERS))}")
+        raise ConfigError(
+            f"kv_scales {value!r} is unknown: choose {choices((*KV_SCALES, *_OTHERS))}"
+        )
     return ",".join(map(repr, numbers))
 
 
@@ -157,7 +177,9 @@ def _parse(text: str) -> KVSource:
         numbers = []
     if not 1 <= len(numbers) <= 2:
         hint = nearest(text, KV_SCALES)
-        raise ConfigError(f"--kv-scales {text!r} is unknown{hint}: choose {choices((*KV_SCALES, *_OTHERS))}")
+        raise ConfigError(
+            f"--kv-scales {text!r} is unknown{hint}: choose {choices((*KV_SCALES, *_OTHERS))}"
+        )
     k, v = (_float32(text, number) for number in (numbers[0], numbers[-1]))
     return KVSource("--kv-scales", text, values=(k, v))
 
@@ -169,5 +191,7 @@ def _float32(text: str, number: float) -> float:
     except OverflowError:
         stored = math.inf
     if not (math.isfinite(stored) and stored > 0):
-        raise ConfigError(f"--kv-scales {text}: a scale has to be finite and above 0 in float32; {number:g} is not")
+        raise ConfigError(
+            f"--kv-scales {text}: a scale has to be finite and above 0 in float32; {number:g} is not"
+        )
     return stored

@@ -15,25 +15,39 @@ from freight.errors import CheckpointError
 if TYPE_CHECKING:
     from freight.config.model import ModelConfig
 
-LATENT_KEYS = words("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim")
-# `Family.fixed`: other values of these are in no published file. False is the only `attention_bias` that is run
-LATENT_FIXED: Mapping[str, tuple[object, ...]] = {"rope_interleave": (True,), "attention_bias": (False,)}
+LATENT_KEYS = words(
+    "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim"
+)
+# `Family.fixed`: other values of these are in no published file. False is the only `attention_bias`
+# that is run
+LATENT_FIXED: Mapping[str, tuple[object, ...]] = {
+    "rope_interleave": (True,),
+    "attention_bias": (False,),
+}
 # of an indexer, which does not run: up to `index_topk` tokens it would choose all of them
 INDEXER_KEYS = words(
     "index_topk index_head_dim index_n_heads index_topk_freq index_topk_pattern index_skip_topk_offset"
 )
-INDEXER_KEYS |= words("index_share_for_mtp_iteration indexer_rope_interleave indexer_types layer_types")
+INDEXER_KEYS |= words(
+    "index_share_for_mtp_iteration indexer_rope_interleave indexer_types layer_types"
+)
 INDEXED = "indexed_attention"  # in `layer_types`, as transformers writes them
-INDEXER = (("*.self_attn.indexer.*", "of an indexer: up to index_topk tokens, sparse attention attends to all"),)
+INDEXER = (
+    (
+        "*.self_attn.indexer.*",
+        "of an indexer: up to index_topk tokens, sparse attention attends to all",
+    ),
+)
 _SHARE = "partial_rotary_factor"
 
 
 def translate_latent(config: Mapping[str, Any], whole_heads: bool = False) -> Mapping[str, Any]:
-    """`config` with the heads that the common reading asks for. Raises CheckpointError for heads of another size, and
-    for a `rope_interleave` of null, which switches it off where transformers reads it.
+    """`config` with the heads that the common reading asks for. Raises CheckpointError for heads of
+    another size, and for a `rope_interleave` of null, which switches it off where transformers
+    reads it.
 
-    `whole_heads`: `head_dim` counts all channels of a head, and `partial_rotary_factor` is the share of them that is
-    rotated (Mistral 4). Else `head_dim` counts those that are rotated.
+    `whole_heads`: `head_dim` counts all channels of a head, and `partial_rotary_factor` is the
+    share of them that is rotated (Mistral 4). Else `head_dim` counts those that are rotated.
     """
     if config.get("rope_interleave", True) not in (True,):
         raise CheckpointError(
@@ -43,7 +57,11 @@ def translate_latent(config: Mapping[str, Any], whole_heads: bool = False) -> Ma
     whole = integer(config, "qk_nope_head_dim") + rotated
     config = _without_share(config, rotated, whole) if whole_heads else config
     named = whole if whole_heads else rotated
-    for key, expected in (("num_key_value_heads", heads), ("head_dim", named), ("qk_head_dim", whole)):
+    for key, expected in (
+        ("num_key_value_heads", heads),
+        ("head_dim", named),
+        ("qk_head_dim", whole),
+    ):
         if config.get(key) is not None and config[key] != expected:
             raise CheckpointError(
                 f"config.json contradicts itself: {key} = {config[key]!r}, but latent attention with "
@@ -54,13 +72,15 @@ def translate_latent(config: Mapping[str, Any], whole_heads: bool = False) -> Ma
 
 
 def translate_indexed(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`translate_latent` without `head_dim`, which transformers reads over: 192 in GLM-5.2, where 64 are rotated."""
+    """`translate_latent` without `head_dim`, which transformers reads over: 192 in GLM-5.2, where
+    64 are rotated.
+    """
     return translate_latent({key: value for key, value in config.items() if key != "head_dim"})
 
 
 def _without_share(config: Mapping[str, Any], rotated: int, whole: int) -> Mapping[str, Any]:
-    """`config` without `partial_rotary_factor`, in a rope or outside. Raises CheckpointError unless it is the share
-    that `rotated` is of `whole`."""
+    """`config` without `partial_rotary_factor`, in a rope or outside. Raises CheckpointError unless
+    it is the share that `rotated` is of `whole`."""
     found = dict(config)
     for where in ("", "rope_parameters", "rope_scaling"):
         part = found.get(where) if where else found
@@ -77,7 +97,9 @@ def _without_share(config: Mapping[str, Any], rotated: int, whole: int) -> Mappi
 
 
 def refuse_tied(config: Mapping[str, Any]) -> None:
-    """Of families whose class in transformers has a head of its own whatever `tie_word_embeddings` says."""
+    """Of families whose class in transformers has a head of its own whatever `tie_word_embeddings`
+    says.
+    """
     if flag(config, "tie_word_embeddings"):
         raise CheckpointError(
             "config.json: tie_word_embeddings = True is not implemented for this model_type: transformers' class reads "
@@ -106,7 +128,9 @@ def latent_of(config: Mapping[str, Any]) -> LatentConfig:
 
 
 def with_indexed(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
-    """`model` with latent attention in every layer, for contexts in which the sparse one attends to all tokens."""
+    """`model` with latent attention in every layer, for contexts in which the sparse one attends to
+    all tokens.
+    """
     limit = integer(config, "index_topk")
     positions = min(model.max_position_embeddings, limit)
     return replace(with_latent(config, model), max_position_embeddings=positions, dense_limit=limit)

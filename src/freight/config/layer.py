@@ -1,8 +1,8 @@
 """LayerConfig: one decoder layer as data. Imports no torch.
 
-A layer is a mixer (attention over the tokens before, or a state of them), a feed-forward, and norms around both. It may
-lack one of the two. Models that differ in these values need no code of their own; layers of one model may differ as
-well.
+A layer is a mixer (attention over the tokens before, or a state of them), a feed-forward, and norms
+around both. It may lack one of the two. Models that differ in these values need no code of their
+own; layers of one model may differ as well.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from freight.operands.routing import Routing
 
 @dataclass(frozen=True)
 class OutputGate:
-    """A projection of the layer's input, whose `function` multiplies what attention returns, before it is projected.
+    """A projection of the layer's input, whose `function` multiplies what attention returns, before
+    it is projected.
 
     by_head   whether all channels of a head have one factor; else each channel has its own
-    in_q      whether it is part of the projection of q: the rows of each head's gate stand behind those of its q
+    in_q      whether it is part of the projection of q: the rows of each head's gate stand behind
+              those of its q
     """
 
     function: GateFunction
@@ -34,17 +36,20 @@ class AttentionConfig:
 
     k_dim, v_dim     channels of a query or key head, and of a value head
     softmax_scale    multiplies q . k
-    window           sliding window in tokens: a key at distance < window is seen; None: every key is
+    window           sliding window in tokens: a key at distance < window is seen; None: every key
+                     is
     rope             index into `ModelConfig.ropes`; None: queries and keys are not rotated
     qk_norm          RMSNorm over each head of q and of k, before the rotation
     qk_norm_whole    whether that norm is over all heads of q together, and of k, instead
     qk_norm_last     whether it comes behind the rotation instead (Hunyuan)
     qk_norm_bare     whether it has no weights (Muse-Glimmer)
     v_norm           whether each head of v is divided by its root mean square; there is no weight
-    v_factor         multiplies v, rounded to the compute dtype, before v is stored; None: nothing does
-    k_eq_v           whether v is k as it is projected, before its norm and rotation: there is no projection of v
-    kv_from          the layer whose keys and values this one reads; it has neither its own projections of them nor
-                     pages. None: it has its own
+    v_factor         multiplies v, rounded to the compute dtype, before v is stored; None: nothing
+                     does
+    k_eq_v           whether v is k as it is projected, before its norm and rotation: there is no
+                     projection of v
+    kv_from          the layer whose keys and values this one reads; it has neither its own
+                     projections of them nor pages. None: it has its own
     qkv_bias, o_bias whether the projections have biases
     soft_cap         a score s becomes soft_cap * tanh(s / soft_cap); None: unbounded
     sinks            whether each query head has a sink (`KernelSet.attention`)
@@ -82,11 +87,17 @@ class AttentionConfig:
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
         """Values of q, k and v that a token has."""
-        return self.num_heads * self.k_dim, self.num_kv_heads * self.k_dim, self.num_kv_heads * self.v_dim
+        return (
+            self.num_heads * self.k_dim,
+            self.num_kv_heads * self.k_dim,
+            self.num_kv_heads * self.v_dim,
+        )
 
     @property
     def factor_groups(self) -> tuple[int, int]:
-        """Equal parts of a token's q and k, and of its v: the fewest with which no part has channels of both."""
+        """Equal parts of a token's q and k, and of its v: the fewest with which no part has
+        channels of both.
+        """
         q, k, v = self.qkv_sizes
         size = gcd(q + k, v)
         return (q + k) // size, v // size
@@ -114,21 +125,25 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Latent attention (MLA, DeepSeek-V2, Liu et al. 2024): keys and values of all heads are projections of one latent
-    vector of the token, which the cache holds, beside one rotated part that the keys of all heads share.
+    """Latent attention (MLA, DeepSeek-V2, Liu et al. 2024): keys and values of all heads are
+    projections of one latent vector of the token, which the cache holds, beside one rotated part
+    that the keys of all heads share.
 
-    It is computed absorbed: queries are multiplied by each head's projection of keys, and what attention returns by
-    that of values. So there is one KV head. Its key is the rotated part and the latent, and its value is the latent.
+    It is computed absorbed: queries are multiplied by each head's projection of keys, and what
+    attention returns by that of values. So there is one KV head. Its key is the rotated part and
+    the latent, and its value is the latent.
 
-    q_rank          channels of the latent of q, normed before q is projected; None: q is projected from the input
+    q_rank          channels of the latent of q, normed before q is projected; None: q is projected
+                    from the input
     latent          channels of the latent of keys and values
     nope, rotated   channels of a query that are not rotated, and that are
     head_size       channels of a value of each head
     softmax_scale   multiplies q . k
-    rope            index into `ModelConfig.ropes`; None: nothing is rotated, and the `rotated` channels of the key are
-                    shared by all heads as they are (Kimi Linear)
+    rope            index into `ModelConfig.ropes`; None: nothing is rotated, and the `rotated`
+                    channels of the key are shared by all heads as they are (Kimi Linear)
     eps             of the norms of both latents
-    gated           whether a sigmoid of one more projection weighs the result of each head (Ling 3.0)
+    gated           whether a sigmoid of one more projection weighs the result of each head (Ling
+                    3.0)
     """
 
     num_heads: int
@@ -178,10 +193,11 @@ class ShortConvConfig:
 
 @dataclass(frozen=True)
 class DeltaNetConfig:
-    """A gated delta net (Yang et al. 2024): linear attention whose state decays, and forgets what it knew of a key.
+    """A gated delta net (Yang et al. 2024): linear attention whose state decays, and forgets what
+    it knew of a key.
 
-    q, k and v go through one convolution of `width` inputs and SiLU; the result of each head is normed, and weighed by
-    SiLU of a gate, before it is projected.
+    q, k and v go through one convolution of `width` inputs and SiLU; the result of each head is
+    normed, and weighed by SiLU of a gate, before it is projected.
 
     key_heads   heads of q and k; each serves heads / key_heads neighbouring value heads
     """
@@ -200,13 +216,15 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True)
 class KimiDeltaConfig:
-    """Kimi delta attention (Kimi Linear, 2025): a gated delta net where each channel of a key has its own decay.
+    """Kimi delta attention (Kimi Linear, 2025): a gated delta net where each channel of a key has
+    its own decay.
 
-    q, k and v go each through a convolution of `width` inputs and SiLU; the result of each head is normed, and weighed
-    by a sigmoid of a gate, before it is projected.
+    q, k and v go each through a convolution of `width` inputs and SiLU; the result of each head is
+    normed, and weighed by a sigmoid of a gate, before it is projected.
 
     head_dim   channels of a head of q, k and v
-    rank       values between the two projections of which decays come, and gates; None: each is one projection
+    rank       values between the two projections of which decays come, and gates; None: each is one
+               projection
     bound      of log decays, below 0 (`KernelSet.decays`); None: they have none
     """
 
@@ -226,8 +244,8 @@ class KimiDeltaConfig:
 class Mamba2Config:
     """Mamba-2 (Dao and Gu 2024): linear attention with a decay of each head and token.
 
-    Its x (values), B (keys) and C (queries) go through one convolution of `width` inputs and SiLU. The result, weighed
-    by SiLU of a gate, is normed in `norm_groups` equal parts and projected.
+    Its x (values), B (keys) and C (queries) go through one convolution of `width` inputs and SiLU.
+    The result, weighed by SiLU of a gate, is normed in `norm_groups` equal parts and projected.
 
     groups       heads of B and C; each serves heads / groups neighbouring heads of x
     head_dim     channels of a head of x
@@ -252,16 +270,25 @@ class Mamba2Config:
         return self.heads * self.head_dim + 2 * self.groups * self.state_size
 
 
-# What a layer does across tokens; None: nothing. Another kind stands here, in `models/mixers.py` with its builder, in
-# `models/mixer_parts.py` with its tensors, and in `cache/spec.py` with what it keeps of the tokens before.
-Mixer = AttentionConfig | LatentConfig | ShortConvConfig | DeltaNetConfig | KimiDeltaConfig | Mamba2Config | None
+# What a layer does across tokens; None: nothing. Another kind stands here, in `models/mixers.py`
+# with its builder, in `models/mixer_parts.py` with its tensors, and in `cache/spec.py` with what it
+# keeps of the tokens before.
+Mixer = (
+    AttentionConfig
+    | LatentConfig
+    | ShortConvConfig
+    | DeltaNetConfig
+    | KimiDeltaConfig
+    | Mamba2Config
+    | None
+)
 PagedMixer = AttentionConfig | LatentConfig  # those whose layers read keys and values
 
 
 @dataclass(frozen=True)
 class DenseConfig:
-    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x))); `intermediate_size` values wide
-    between.
+    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x)));
+    `intermediate_size` values wide between.
     """
 
     intermediate_size: int
@@ -271,27 +298,31 @@ class DenseConfig:
     @property
     def up_sizes(self) -> tuple[int, ...]:
         """Rows of the projections before the activation: of gate and up, or of up alone."""
-        return (self.intermediate_size,) * (2 if isinstance(self.activation, GatedActivation) else 1)
+        return (self.intermediate_size,) * (
+            2 if isinstance(self.activation, GatedActivation) else 1
+        )
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts: each token goes through the experts that its router chooses, and through `shared`.
+    """A mixture of experts: each token goes through the experts that its router chooses, and
+    through `shared`.
 
     routing            how experts are chosen
     intermediate_size  of each expert
     activation         of each expert, with a gate or without
-    latent_size        channels of what the experts take and return: the token goes through one projection to them, and
-                       the sum of its experts through another one back. Router and `shared` take the token itself, and
-                       what `shared` returns is added behind the second projection (Nemotron 3 Super, "LatentMoE").
-                       None: the experts take the token
+    latent_size        channels of what the experts take and return: the token goes through one
+                       projection to them, and the sum of its experts through another one back.
+                       Router and `shared` take the token itself, and what `shared` returns is added
+                       behind the second projection (Nemotron 3 Super, "LatentMoE"). None: the
+                       experts take the token
     router_bias, choice_bias   whether the router has these (`KernelSet.route`)
     bias               whether the projections of experts have biases
     shared             a feed-forward that every token goes through
     shared_gate        whether a sigmoid of one more projection multiplies its result
-    beside             whether router and experts take the residual stream, as `shared` does, each with a norm of its
-                       own, and both results are normed before they are added; `expert_scale` of the router multiplies
-                       the weight of each expert (Gemma 4)
+    beside             whether router and experts take the residual stream, as `shared` does, each
+                       with a norm of its own, and both results are normed before they are added;
+                       `expert_scale` of the router multiplies the weight of each expert (Gemma 4)
     """
 
     routing: Routing
@@ -306,7 +337,9 @@ class MoEConfig:
     latent_size: int | None = None
 
     def __post_init__(self) -> None:
-        assert not (self.beside and self.latent_size), "experts with a norm of their own take the stream"
+        assert not (self.beside and self.latent_size), (
+            "experts with a norm of their own take the stream"
+        )
 
     @property
     def num_experts(self) -> int:
@@ -332,8 +365,8 @@ FeedForward = DenseConfig | MoEConfig | None
 
 @dataclass(frozen=True)
 class LayerInputConfig:
-    """A vector that each token has for this layer alone (per-layer embeddings of Gemma 4): behind the feed-forward,
-    x += norm(projection(activation(gate(x)) * vector)).
+    """A vector that each token has for this layer alone (per-layer embeddings of Gemma 4): behind
+    the feed-forward, x += norm(projection(activation(gate(x)) * vector)).
 
     size   channels of the vector
     """
@@ -358,18 +391,21 @@ class NormPlacement(StrEnum):
         return self in (NormPlacement.SANDWICH, NormPlacement.OUTPUT)
 
     PRE = "pre"  # the inputs of mixer and feed-forward
-    SANDWICH = "sandwich"  # their inputs, and their outputs before these are added to the residual stream (Gemma 2)
+    # their inputs, and their outputs before these are added to the residual stream (Gemma 2)
+    SANDWICH = "sandwich"
     OUTPUT = "output"  # the outputs alone, before these are added (OLMo 2, arXiv 2501.00656)
     POST = "post"  # the residual stream after each addition (Vaswani et al. 2017; OPT 350M)
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms where `norms` says. Without a mixer, or
-    without a feed-forward, it is one of the two parts, with that part's norms.
+    """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms where `norms` says.
+    Without a mixer, or without a feed-forward, it is one of the two parts, with that part's norms.
 
-    scalar   whether the sum is multiplied by a number that the checkpoint has for this layer (Gemma 4)
-    input    what each token has for this layer alone; None: nothing. Scalar and input need a feed-forward before them
+    scalar   whether the sum is multiplied by a number that the checkpoint has for this layer (Gemma
+             4)
+    input    what each token has for this layer alone; None: nothing. Scalar and input need a
+             feed-forward before them
     """
 
     mixer: Mixer
@@ -380,4 +416,6 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         assert self.mixer is not None or self.feed_forward is not None, "a layer without parts"
-        assert self.feed_forward is not None or not (self.scalar or self.input), "these stand behind a feed-forward"
+        assert self.feed_forward is not None or not (self.scalar or self.input), (
+            "these stand behind a feed-forward"
+        )

@@ -1,7 +1,8 @@
-"""Mechanisms of published models that Freight does not have, told from keys of a config.json. Imports no torch.
+"""Mechanisms of published models that Freight does not have, told from keys of a config.json.
+Imports no torch.
 
-A model type without a row is refused for the mechanism that stands in the way, before transformers' modules are tried:
-a user then knows what is missing, and docs/models.md counts models by it.
+A model type without a row is refused for the mechanism that stands in the way, before transformers'
+modules are tried: a user then knows what is missing, and docs/models.md counts models by it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _TEXTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 @dataclass(frozen=True)
 class Mechanism:
-    """`keys` show it where they have a value, `prefixes` are beginnings of such keys; `sign` is a rule for others.
+    """`keys` show it where they have a value, `prefixes` are beginnings of such keys; `sign` is a
+    rule for others.
 
     `excluded` says of a config.json that beginnings of keys show nothing in it.
     """
@@ -34,7 +36,14 @@ class Mechanism:
         """The key of `config` that shows this mechanism."""
         named = next((key for key in self.keys if config.get(key)), None)
         prefixes = () if self.excluded(config) else self.prefixes
-        begins = next((key for key, value in config.items() if value and prefixes and key.startswith(prefixes)), None)
+        begins = next(
+            (
+                key
+                for key, value in config.items()
+                if value and prefixes and key.startswith(prefixes)
+            ),
+            None,
+        )
         return named or begins or (self.sign(config) if self.sign is not None else None)
 
 
@@ -44,7 +53,9 @@ def _kind(words: tuple[str, ...]) -> Callable[[Json], str | None]:
     def find(config: Json) -> str | None:
         for key in ("layer_types", "layers_block_type"):
             kinds = config.get(key)
-            if isinstance(kinds, list) and any(word in str(kind) for kind in kinds for word in words):
+            if isinstance(kinds, list) and any(
+                word in str(kind) for kind in kinds for word in words
+            ):
                 return key
         return None
 
@@ -52,9 +63,13 @@ def _kind(words: tuple[str, ...]) -> Callable[[Json], str | None]:
 
 
 def only_attention(config: Json) -> bool:
-    """Whether every layer is listed, and attends: then keys of recurrent layers describe none (Granite 4.0 350M)."""
+    """Whether every layer is listed, and attends: then keys of recurrent layers describe none
+    (Granite 4.0 350M).
+    """
     kinds = config.get("layer_types") or config.get("layers_block_type")
-    return isinstance(kinds, list) and all("attention" in str(kind) and "linear" not in str(kind) for kind in kinds)
+    return isinstance(kinds, list) and all(
+        "attention" in str(kind) and "linear" not in str(kind) for kind in kinds
+    )
 
 
 _recurrent_kind = _kind(("linear", "mamba", "conv", "recurrent", "delta"))
@@ -88,7 +103,9 @@ def _alibi(config: Json) -> str | None:
 MECHANISMS = (
     Mechanism("compressed keys and values (CSA, HCA)", ("compress_ratios", "compress_rates")),
     Mechanism(
-        "sparse attention over keys that an indexer chooses (DSA, MSA)", ("index_topk", "indexer_budget"), sign=_sparse
+        "sparse attention over keys that an indexer chooses (DSA, MSA)",
+        ("index_topk", "indexer_budget"),
+        sign=_sparse,
     ),
     Mechanism(
         "layers with a recurrent state (Mamba, linear attention)",
@@ -106,16 +123,23 @@ MECHANISMS = (
     ),
     Mechanism("latent attention (MLA)", ("kv_lora_rank",)),
     Mechanism("layers that attend in chunks (Llama 4)", sign=_chunked),
-    Mechanism("blocks without attention, or of different widths (block_configs)", ("block_configs",)),
+    Mechanism(
+        "blocks without attention, or of different widths (block_configs)", ("block_configs",)
+    ),
     Mechanism("biases of scores by position (ALiBi)", ("alibi",), sign=_alibi),
     Mechanism(
-        "an encoder, or cross attention", ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers")
+        "an encoder, or cross attention",
+        ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers"),
     ),
 )
 
 
 # model types whose results could be compared with nothing -> their models
-UNCOMPARED: Mapping[str, str] = {"plamo3": "PLaMo 3", "bailing_moe": "Ling and Ring 1T", "step3p5": "Step-3.5"}
+UNCOMPARED: Mapping[str, str] = {
+    "plamo3": "PLaMo 3",
+    "bailing_moe": "Ling and Ring 1T",
+    "step3p5": "Step-3.5",
+}
 
 
 # the same of architectures whose model_type has a row for another one
@@ -136,7 +160,9 @@ def refuse_uncompared_architecture(architectures: object) -> None:
 
 
 def refuse_uncompared(model_type: object) -> None:
-    """Raises CheckpointError for a model that Freight could compute, but with nothing to show that it does."""
+    """Raises CheckpointError for a model that Freight could compute, but with nothing to show that
+    it does.
+    """
     if model_type in UNCOMPARED:
         raise CheckpointError(
             f"config.json: model_type {model_type!r} ({UNCOMPARED[str(model_type)]}) is not implemented: no public "
@@ -146,8 +172,12 @@ def refuse_uncompared(model_type: object) -> None:
 
 
 def missing_mechanisms(config: Json) -> dict[str, str]:
-    """{name of a mechanism: "KEY" or "text_config: KEY"} of all that the model needs and Freight does not have."""
-    texts = [("", config)] + [(f"{key}: ", config[key]) for key in _TEXTS if isinstance(config.get(key), Mapping)]
+    """{name of a mechanism: "KEY" or "text_config: KEY"} of all that the model needs and Freight
+    does not have.
+    """
+    texts = [("", config)] + [
+        (f"{key}: ", config[key]) for key in _TEXTS if isinstance(config.get(key), Mapping)
+    ]
     found: dict[str, str] = {}
     for where, text in texts:
         for mechanism in MECHANISMS:
@@ -162,7 +192,9 @@ def refuse_mechanisms(config: Json, model_type: object) -> None:
     found = missing_mechanisms(config)
     if found:
         said = "; ".join(f"{name}: {key}" for name, key in found.items())
-        raise CheckpointError(f"config.json: model_type {model_type!r} needs what Freight does not have: {said}")
+        raise CheckpointError(
+            f"config.json: model_type {model_type!r} needs what Freight does not have: {said}"
+        )
 
 
 def _short(value: object) -> str:

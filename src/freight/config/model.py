@@ -1,8 +1,9 @@
 """ModelConfig: a model's hyperparameters, read from a config.json. Imports no torch.
 
-Every key of config.json is either used, on a list of keys that do not affect the model, or has a value that disables
-its feature. Any other key raises a CheckpointError that names it and its value, because ignoring it could silently
-change the output. An absent key has the default of transformers' configuration class of that model_type.
+Every key of config.json is either used, on a list of keys that do not affect the model, or has a
+value that disables its feature. Any other key raises a CheckpointError that names it and its value,
+because ignoring it could silently change the output. An absent key has the default of transformers'
+configuration class of that model_type.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ _ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg", "classifier"
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """What is known of a model that runs through the modules of transformers (`models/fallback.py`).
+    """What is known of a model that runs through the modules of transformers
+    (`models/fallback.py`).
 
     attention          the name of each layer's attention module
     tensors            names of the parameters with their shapes
     embedding, head    names of these matrices; the same where they are tied
-    linears            names of the matrices of Linear modules, without the head: these can be in FP8
+    linears            names of the matrices of Linear modules, without the head: these can be in
+                       FP8
     """
 
     attention: tuple[str, ...]
@@ -69,34 +72,45 @@ class ModelConfig:
 
     layers                 from the first to the last
     ropes                  the rotary embeddings that layers name by index
-    dense_limit            tokens of the longest context in which sparse attention attends to every token, which is all
-                           that runs (`index_topk`); `max_position_embeddings` is no larger. None: attention is dense
+    dense_limit            tokens of the longest context in which sparse attention attends to every
+                           token, which is all that runs (`index_topk`); `max_position_embeddings`
+                           is no larger. None: attention is dense
     norm_eps               of every norm
-    post_norm_eps          of norms of what layers add, where theirs is another; None: it is `norm_eps`
+    post_norm_eps          of norms of what layers add, where theirs is another; None: it is
+                           `norm_eps`
     norm_offset            what is added to a stored norm weight
     final_norm_offset      whether it is added to that of the last norm, too
     wide_norms             whether norm weights are float32 numbers (`KernelSet.add_rms_norm`)
-    float32_head           whether final states and head are multiplied in float32, so that logits are not rounded
+    float32_head           whether final states and head are multiplied in float32, so that logits
+                           are not rounded
     embedding_multiplier   multiplies the embedding's rows; None: nothing does
     embedding_norm         whether the embedding's rows are divided by their root mean square
-    input_vocab_size       rows of the table of `LayerConfig.input`, of all layers side by side; None: there is none
-    prediction_layers      layers of the checkpoint behind these, which predict further tokens; they do not run
+    input_vocab_size       rows of the table of `LayerConfig.input`, of all layers side by side;
+                           None: there is none
+    prediction_layers      layers of the checkpoint behind these, which predict further tokens; they
+                           do not run
     rounds_multiplier      whether that is rounded to the compute dtype first
     residual_multiplier    multiplies what a layer adds to the residual stream
     logit_divisor          divides the logits; None: nothing does
-    logit_soft_cap         a logit x becomes logit_soft_cap * tanh(x / logit_soft_cap); None: unbounded
+    logit_soft_cap         a logit x becomes logit_soft_cap * tanh(x / logit_soft_cap); None:
+                           unbounded
     checkpoint_format      the dtype of the weights that are not quantized
     dtype_source           where that was found
-    separate_experts       whether experts that this family has in one tensor for a layer are separate matrices here
-    prefixes               what precedes the names of the decoder's tensors in the checkpoint, and the name of its head
+    separate_experts       whether experts that this family has in one tensor for a layer are
+                           separate matrices here
+    prefixes               what precedes the names of the decoder's tensors in the checkpoint, and
+                           the name of its head
     norm_kind              of every norm
     final_norm             whether the output of the last layer is normed
     position_offset        row of position 0 in the embedding of positions; None: there is none
-    embedding_size         of a token, if it is projected to hidden_size, and back before the head; None: hidden_size
-    ignored_keys           keys that compute, and that the user wants read over: they are part of the fingerprint
+    embedding_size         of a token, if it is projected to hidden_size, and back before the head;
+                           None: hidden_size
+    ignored_keys           keys that compute, and that the user wants read over: they are part of
+                           the fingerprint
     unread_keys            all keys of config.json that decide nothing here
-    foreign                None for a model of Freight's own decoder. Otherwise `layers` says what the cache and
-                           attention of each layer need, and norms, ropes and multipliers are transformers' own
+    foreign                None for a model of Freight's own decoder. Otherwise `layers` says what
+                           the cache and attention of each layer need, and norms, ropes and
+                           multipliers are transformers' own
     """
 
     model_type: str
@@ -138,8 +152,8 @@ class ModelConfig:
 
     @property
     def position_limit(self) -> int:
-        """Positions that the ropes cover; linear and yarn scaling may reach past `max_position_embeddings`. None is
-        beyond `dense_limit`."""
+        """Positions that the ropes cover; linear and yarn scaling may reach past
+        `max_position_embeddings`. None is beyond `dense_limit`."""
         covered = max((self.max_position_embeddings, *map(self._covered, self.ropes)))
         return covered if self.dense_limit is None else min(covered, self.dense_limit)
 
@@ -154,7 +168,9 @@ class ModelConfig:
         )
 
     def for_context(self, max_len: int) -> ModelConfig:
-        """With the ropes of contexts of up to `max_len` tokens: tables of any length then have the same values."""
+        """With the ropes of contexts of up to `max_len` tokens: tables of any length then have the
+        same values.
+        """
         return replace(self, ropes=tuple(rope.for_context(max_len) for rope in self.ropes))
 
     def _covered(self, rope: RopeConfig) -> int:
@@ -172,27 +188,42 @@ class ModelConfig:
     @cached_property
     def attention(self) -> dict[int, AttentionConfig]:
         """The layers whose mixer is attention with keys and values of their own, by index."""
-        return {index: mixer for index, mixer in self.paged.items() if isinstance(mixer, AttentionConfig)}
+        return {
+            index: mixer
+            for index, mixer in self.paged.items()
+            if isinstance(mixer, AttentionConfig)
+        }
 
     @cached_property
     def paged(self) -> dict[int, PagedMixer]:
-        """The layers that read stored keys and values, by index: with attention, or with latent attention."""
+        """The layers that read stored keys and values, by index: with attention, or with latent
+        attention.
+        """
         mixers = enumerate(layer.mixer for layer in self.layers)
         return {index: mixer for index, mixer in mixers if isinstance(mixer, PagedMixer)}
 
     @property
     def without_pages(self) -> frozenset[int]:
-        """The layers that neither store keys and values nor read another's: they have no KV scales and miss none."""
-        return frozenset(range(self.num_layers)).difference(self.paged)  # `-` of keys is a set, which has no hash
+        """The layers that neither store keys and values nor read another's: they have no KV scales
+        and miss none.
+        """
+        return frozenset(range(self.num_layers)).difference(
+            self.paged
+        )  # `-` of keys is a set, which has no hash
 
     @property
     def recurrent(self) -> bool:
         """Whether a layer keeps a recurrent state, whose format --state-dtype chooses."""
-        return any(isinstance(layer.mixer, DeltaNetConfig | KimiDeltaConfig | Mamba2Config) for layer in self.layers)
+        return any(
+            isinstance(layer.mixer, DeltaNetConfig | KimiDeltaConfig | Mamba2Config)
+            for layer in self.layers
+        )
 
     @property
     def input_size(self) -> int:
-        """Columns of the table of `LayerConfig.input`: those of each layer in turn, all alike; 0: there is none."""
+        """Columns of the table of `LayerConfig.input`: those of each layer in turn, all alike; 0:
+        there is none.
+        """
         return sum(layer.input.size for layer in self.layers if layer.input is not None)
 
 
@@ -210,11 +241,12 @@ def parse_model_config(
     stored: Format | None = None,
     ignore_keys: Collection[str] = (),
 ) -> ModelConfig:
-    """Read the content of a config.json. Raises CheckpointError for what is missing, contradictory or not implemented.
+    """Read the content of a config.json. Raises CheckpointError for what is missing, contradictory
+    or not implemented.
 
-    `tensors` are the names of the checkpoint's tensors: where the decoder is one part of a model, they show where.
-    `stored` is the dtype of those that are not quantized, which counts where config.json names none.
-    `ignore_keys` are read over though they compute (`keys.check_keys`).
+    `tensors` are the names of the checkpoint's tensors: where the decoder is one part of a model,
+    they show where. `stored` is the dtype of those that are not quantized, which counts where
+    config.json names none. `ignore_keys` are read over though they compute (`keys.check_keys`).
     """
     outer, unread = config, check_keys(config, ignore_keys)
     model_type, _ = find_family(config)
@@ -226,7 +258,9 @@ def parse_model_config(
     limit = integer(config, "max_position_embeddings")
     mixers = parse_mixers(config, family)
     feed_forwards = _feed_forwards(config, family, len(mixers))
-    layers = [LayerConfig(*parts, family.norms) for parts in zip(mixers, feed_forwards, strict=True)]
+    layers = [
+        LayerConfig(*parts, family.norms) for parts in zip(mixers, feed_forwards, strict=True)
+    ]
     dtype, dtype_source = checkpoint_dtype(outer, stored)
     model = ModelConfig(
         model_type=model_type,
@@ -246,7 +280,9 @@ def parse_model_config(
         bos_token_id=next(iter(token_ids(config, "bos_token_id", None)), None),
         eos_token_ids=token_ids(config, "eos_token_id", None),
         prefixes=prefixes,
-        prediction_layers=max([integer(config, key, 0, least=0) for key in family.next_token_keys], default=0),
+        prediction_layers=max(
+            [integer(config, key, 0, least=0) for key in family.next_token_keys], default=0
+        ),
         rounds_multiplier=family.scales_embedding,
         wide_norms=family.wide_norms,
         ignored_keys=unread.ignored,
@@ -256,15 +292,22 @@ def parse_model_config(
     return replace(model, ropes=_ropes(config, family, model))
 
 
-def stop_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> frozenset[int]:
-    """The ids that end a completion: the union of config.json's and generation_config.json's `eos_token_id`.
+def stop_token_ids(
+    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
+) -> frozenset[int]:
+    """The ids that end a completion: the union of config.json's and generation_config.json's
+    `eos_token_id`.
 
     The default of the model_type applies only if neither file has that key.
     """
     generation = generation_config or {}
     if config.get("model_type") not in FAMILIES:
         return frozenset(token_ids(generation, "eos_token_id", None))
-    default = None if "eos_token_id" in generation else find_family(config)[1].defaults.get("eos_token_id")
+    default = (
+        None
+        if "eos_token_id" in generation
+        else find_family(config)[1].defaults.get("eos_token_id")
+    )
     own = token_ids(decoder_config(config)[1], "eos_token_id", default)
     return frozenset(own) | frozenset(token_ids(generation, "eos_token_id", None))
 
@@ -272,7 +315,8 @@ def stop_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, An
 def sampling_defaults(generation_config: Mapping[str, Any] | None) -> dict[str, float]:
     """What generation_config.json says of sampling, by SamplingParams' names.
 
-    `do_sample` is not followed: its absence in many files that give a temperature does not mean greedy.
+    `do_sample` is not followed: its absence in many files that give a temperature does not mean
+    greedy.
     """
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     found = {name: (generation_config or {}).get(name) for name in names}
@@ -285,10 +329,14 @@ def _prefixes(family: Family, tensors: Collection[str]) -> tuple[str, str]:
 
 
 def _tied(
-    outer: Mapping[str, Any], config: Mapping[str, Any], family: Family, prefix: str, tensors: Collection[str]
+    outer: Mapping[str, Any],
+    config: Mapping[str, Any],
+    family: Family,
+    prefix: str,
+    tensors: Collection[str],
 ) -> bool:
-    """Of a decoder that is one part of a model, transformers reads the key outside, which ties without being there; but
-    a head that is stored is used."""
+    """Of a decoder that is one part of a model, transformers reads the key outside, which ties
+    without being there; but a head that is stored is used."""
     if family.text_type is not None and outer.get("tie_word_embeddings") is None and tensors:
         return f"{prefix}lm_head.weight" not in tensors
     return flag(config, "tie_word_embeddings")
@@ -297,7 +345,9 @@ def _tied(
 def _ropes(config: Mapping[str, Any], family: Family, model: ModelConfig) -> tuple[RopeConfig, ...]:
     """By `AttentionConfig.rope`; a rope that no layer has is made for heads like the others."""
     mixers = list(model.paged.values())
-    unrotated = all(isinstance(mixer, LatentConfig) and mixer.rope is None for mixer in mixers)  # or there is none
+    unrotated = all(
+        isinstance(mixer, LatentConfig) and mixer.rope is None for mixer in mixers
+    )  # or there is none
     if model.position_offset is not None or unrotated:
         return ()
     sizes = {mixer.rope: _rotary_size(mixer) for mixer in mixers}
@@ -311,13 +361,17 @@ def _rotary_size(mixer: PagedMixer) -> int:
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> AnyActivation:
-    """What the family's key names; another key, which transformers does not read, must not name another."""
+    """What the family's key names; another key, which transformers does not read, must not name
+    another.
+    """
     known: Mapping[str, AnyActivation] = _ACTIVATIONS if family.gated else _UNGATED
     own = config.get(family.activation_key, "silu")
     for key in dict.fromkeys((family.activation_key, "hidden_act", "hidden_activation")):
         named = config.get(key, own)
         if not isinstance(named, str) or named not in known:
-            raise CheckpointError(f"config.json: {key} = {named!r} is not implemented; {choices(known)} are")
+            raise CheckpointError(
+                f"config.json: {key} = {named!r} is not implemented; {choices(known)} are"
+            )
         if known[named] is not known.get(own):
             raise CheckpointError(
                 f"config.json contradicts itself: {key} = {named!r}, but {family.activation_key} is {own!r}"
@@ -325,14 +379,18 @@ def _activation(config: Mapping[str, Any], family: Family) -> AnyActivation:
     return known[own]
 
 
-def _feed_forwards(config: Mapping[str, Any], family: Family, num_layers: int) -> list[DenseConfig | MoEConfig]:
+def _feed_forwards(
+    config: Mapping[str, Any], family: Family, num_layers: int
+) -> list[DenseConfig | MoEConfig]:
     """The feed-forward of each layer."""
     activation = _activation(config, family)
     described = family.moe if family.moe is not None and has_experts(config, family.moe) else None
     experts = [False] * num_layers if described is None else layers_with_experts(config, num_layers)
     dense: DenseConfig | MoEConfig | None = None
     if not all(experts):
-        dense = DenseConfig(integer(config, "intermediate_size"), activation, flag(config, family.bias_keys[2]))
+        dense = DenseConfig(
+            integer(config, "intermediate_size"), activation, flag(config, family.bias_keys[2])
+        )
     if described is None:
         assert dense is not None
         return [dense] * num_layers

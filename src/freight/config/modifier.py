@@ -1,8 +1,10 @@
-"""QuantizationModifier: what a recipe of llm-compressor quantizes -> weights, activations, KV scales. Imports no torch.
+"""QuantizationModifier: what a recipe of llm-compressor quantizes -> weights, activations, KV
+scales. Imports no torch.
 
-`QuantizationModifier` and `QuantizationArgs` have the fields and defaults of llm-compressor's and compressed-tensors'
-classes of these names; objects of those classes are read as well. What Freight does not do is an error that names it:
-another number format, several schemes in one model, an observer that clips. No field is passed over.
+`QuantizationModifier` and `QuantizationArgs` have the fields and defaults of llm-compressor's and
+compressed-tensors' classes of these names; objects of those classes are read as well. What Freight
+does not do is an error that names it: another number format, several schemes in one model, an
+observer that clips. No field is passed over.
 """
 
 from __future__ import annotations
@@ -28,13 +30,19 @@ _NOT_WRITTEN = frozenset(  # further preset schemes of compressed-tensors
     )
 )
 _BLOCKS = (None, [128, 128], (128, 128), "128x128")
-_WEIGHTS = {"tensor": WeightScheme.TENSOR, "channel": WeightScheme.CHANNEL, "block": WeightScheme.BLOCK}
+_WEIGHTS = {
+    "tensor": WeightScheme.TENSOR,
+    "channel": WeightScheme.CHANNEL,
+    "block": WeightScheme.BLOCK,
+}
 _KV = {"tensor": Granularity.TENSOR, "attn_head": Granularity.HEAD}
 
 
 @dataclass(frozen=True)
 class QuantizationArgs:
-    """How one tensor is quantized, as compressed-tensors says it. The default of `type` is its own, "int"."""
+    """How one tensor is quantized, as compressed-tensors says it. The default of `type` is its own,
+    "int".
+    """
 
     num_bits: int = 8
     type: str = "int"
@@ -54,10 +62,12 @@ class QuantizationArgs:
 class QuantizationModifier:
     """What to quantize, with llm-compressor's fields.
 
-    targets          "Linear", names of Linear modules, or `re:` and an expression that a name begins with
+    targets          "Linear", names of Linear modules, or `re:` and an expression that a name
+                     begins with
     scheme           "FP8", "FP8_DYNAMIC" or "FP8_BLOCK"; or {name: targets}
     config_groups    instead of `scheme`: {name: {targets, weights, input_activations}}
-    ignore           Linear modules that stay in 16 bits, by name or `re:`; `lm_head` is quantized unless it is here
+    ignore           Linear modules that stay in 16 bits, by name or `re:`; `lm_head` is quantized
+                     unless it is here
     kv_cache_scheme  QuantizationArgs, or a mapping: FP8, strategy "tensor" or "attn_head"
 
     Raises ConfigError for what Freight does not do.
@@ -82,7 +92,8 @@ class QuantizationModifier:
 class Recipe:
     """A recipe, resolved. `kv` None: the cache is not quantized. `weights` NONE: only the cache is.
 
-    `targets` and `ignore` are in compressed-tensors' syntax; `unquantized` applies them to a model's modules.
+    `targets` and `ignore` are in compressed-tensors' syntax; `unquantized` applies them to a
+    model's modules.
     """
 
     weights: WeightScheme
@@ -92,7 +103,9 @@ class Recipe:
     ignore: tuple[str, ...]
 
     def args(self, **options: Any) -> QuantizeArgs:
-        """The same for `freight quantize`; `options` are further fields. `ignore` is left to the caller."""
+        """The same for `freight quantize`; `options` are further fields. `ignore` is left to the
+        caller.
+        """
         return QuantizeArgs(
             weights=self.weights,
             activations=self.activations,
@@ -102,7 +115,8 @@ class Recipe:
         )
 
     def unquantized(self, linear: Sequence[str]) -> tuple[list[str], list[str]]:
-        """(those of the modules `linear` that stay in 16 bits, patterns of `ignore` that match none of them).
+        """(those of the modules `linear` that stay in 16 bits, patterns of `ignore` that match none
+        of them).
 
         Raises ConfigError for a target that is no Linear module.
         """
@@ -124,7 +138,9 @@ class Recipe:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether the Linear module `name` is meant: by its class, its name, or an expression that its name begins with."""
+    """Whether the Linear module `name` is meant: by its class, its name, or an expression that its
+    name begins with.
+    """
     if not pattern.startswith("re:"):
         return pattern in ("Linear", name)
     return re.match(pattern[3:], name) is not None
@@ -138,11 +154,15 @@ def resolve_modifier(modifier: Any) -> Recipe:
             "recipe: modules of one model get different schemes; Freight writes one: name it once, and leave other "
             "modules in 16 bits with ignore="
         )
-    (weights, activations), _ = groups[0] if groups else ((WeightScheme.NONE, ActivationScheme.NONE), ())
+    (weights, activations), _ = (
+        groups[0] if groups else ((WeightScheme.NONE, ActivationScheme.NONE), ())
+    )
     cache = _plain(modifier.kv_cache_scheme)
     kv = None if cache is None else _kv_scheme(require_mapping("recipe: kv_cache_scheme", cache))
     if not groups and kv is None:
-        raise ConfigError(f"recipe: QuantizationModifier quantizes nothing; add scheme={choices(map(repr, _PRESETS))}")
+        raise ConfigError(
+            f"recipe: QuantizationModifier quantizes nothing; add scheme={choices(map(repr, _PRESETS))}"
+        )
     return Recipe(
         weights,
         activations,
@@ -153,14 +173,20 @@ def resolve_modifier(modifier: Any) -> Recipe:
 
 
 def _groups(modifier: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """(name, a preset's name or a mapping of the group, its targets) of everything the modifier quantizes."""
+    """(name, a preset's name or a mapping of the group, its targets) of everything the modifier
+    quantizes.
+    """
     scheme, groups = _plain(modifier.scheme), _plain(modifier.config_groups)
     if scheme is not None and groups:
-        raise ConfigError("recipe: QuantizationModifier has both scheme and config_groups; give one of them")
+        raise ConfigError(
+            "recipe: QuantizationModifier has both scheme and config_groups; give one of them"
+        )
     if isinstance(scheme, str):
         yield "scheme", scheme, _patterns("targets", modifier.targets)
         return
-    for name, group in require_mapping("recipe: scheme or config_groups", scheme or groups or {}).items():
+    for name, group in require_mapping(
+        "recipe: scheme or config_groups", scheme or groups or {}
+    ).items():
         group = _plain(group)
         if isinstance(group, str | list | tuple):  # a preset's name with its targets
             yield f"scheme {name}", str(name), _patterns(f"targets of {name}", group)
@@ -177,7 +203,11 @@ def _scheme(
     if isinstance(scheme, str):
         given = scheme.upper()
         if given not in _PRESETS:
-            fault = "is not implemented" if given in _NOT_WRITTEN else f"is unknown{nearest(given, _PRESETS)}"
+            fault = (
+                "is not implemented"
+                if given in _NOT_WRITTEN
+                else f"is unknown{nearest(given, _PRESETS)}"
+            )
             raise ConfigError(
                 f"recipe: the scheme {scheme!r} {fault}; Freight writes {choices(_PRESETS)}, llm-compressor others"
             )
@@ -212,7 +242,9 @@ def _group_scheme(name: str, group: Mapping[str, Any]) -> tuple[WeightScheme, Ac
         )
     where = f"{name}: weights"
     args = _fp8_args(where, group["weights"])
-    strategy = args.strategy or ("channel" if args.group_size == -1 else "block" if args.block_structure else "tensor")
+    strategy = args.strategy or (
+        "channel" if args.group_size == -1 else "block" if args.block_structure else "tensor"
+    )
     if strategy not in _WEIGHTS or args.dynamic is not False or args.block_structure not in _BLOCKS:
         raise ConfigError(
             f"recipe: {where} have {_says(args)}; Freight writes static scales with strategy tensor, channel, or block "
@@ -220,7 +252,9 @@ def _group_scheme(name: str, group: Mapping[str, Any]) -> tuple[WeightScheme, Ac
         )
     _require_observer(where, args.observer, exact=True)
     weights = _WEIGHTS[strategy]
-    return weights, _activations(f"{name}: input_activations", group.get("input_activations"), weights)
+    return weights, _activations(
+        f"{name}: input_activations", group.get("input_activations"), weights
+    )
 
 
 def _activations(where: str, given: Any, weights: WeightScheme) -> ActivationScheme:
@@ -230,10 +264,16 @@ def _activations(where: str, given: Any, weights: WeightScheme) -> ActivationSch
     dynamic = ("group", 128) if weights is WeightScheme.BLOCK else ("token", None)
     if args.dynamic is True and (args.strategy or dynamic[0], args.group_size) == dynamic:
         return ActivationScheme.DYNAMIC
-    if args.dynamic is False and args.strategy in ("tensor", None) and weights is not WeightScheme.BLOCK:
+    if (
+        args.dynamic is False
+        and args.strategy in ("tensor", None)
+        and weights is not WeightScheme.BLOCK
+    ):
         _require_observer(where, args.observer)
         return ActivationScheme.STATIC
-    best = "strategy group with group_size 128" if weights is WeightScheme.BLOCK else "strategy token"
+    best = (
+        "strategy group with group_size 128" if weights is WeightScheme.BLOCK else "strategy token"
+    )
     static = "" if weights is WeightScheme.BLOCK else ", or dynamic: false with strategy tensor"
     raise ConfigError(
         f"recipe: {where} have {_says(args)}; with {weights} weights choose dynamic: true with {best}{static}"
@@ -249,7 +289,9 @@ def _kv_scheme(given: Mapping[str, Any]) -> Granularity:
         )
     strategy = args.strategy or "tensor"
     if strategy not in _KV:
-        raise ConfigError(f"recipe: kv_cache_scheme has strategy {strategy!r}; choose {choices(_KV)}")
+        raise ConfigError(
+            f"recipe: kv_cache_scheme has strategy {strategy!r}; choose {choices(_KV)}"
+        )
     _require_observer("kv_cache_scheme", args.observer)
     return _KV[strategy]
 
@@ -269,9 +311,13 @@ def _fp8_args(where: str, given: Any) -> QuantizationArgs:
             "and type: float. Use llm-compressor for other formats"
         )
     if args.symmetric is not True:
-        raise ConfigError(f"recipe: {where} has symmetric: {args.symmetric}; FP8 has no zero point: symmetric: true")
+        raise ConfigError(
+            f"recipe: {where} has symmetric: {args.symmetric}; FP8 has no zero point: symmetric: true"
+        )
     if args.actorder is not None or args.scale_dtype is not None:
-        raise ConfigError(f"recipe: {where} has actorder or scale_dtype, which FP8 scales do not have here; omit them")
+        raise ConfigError(
+            f"recipe: {where} has actorder or scale_dtype, which FP8 scales do not have here; omit them"
+        )
     if args.observer_kwargs:
         raise ConfigError(f"recipe: {where} has observer_kwargs; static_minmax has none: omit them")
     return args
@@ -282,14 +328,24 @@ def _observers(modifier: Any) -> dict[str, str | None]:
     every = dict(require_mapping("recipe: observer", modifier.observer or {}))
     for key in every:
         if key not in ("weights", "input", "output"):
-            raise ConfigError(f"recipe: observer has no key {key!r}; choose weights, input or output")
-    singly = {"weights": modifier.weight_observer, "input": modifier.input_observer, "output": modifier.output_observer}
+            raise ConfigError(
+                f"recipe: observer has no key {key!r}; choose weights, input or output"
+            )
+    singly = {
+        "weights": modifier.weight_observer,
+        "input": modifier.input_observer,
+        "output": modifier.output_observer,
+    }
     return {key: every.get(key, value) for key, value in singly.items()}
 
 
 def _require_observer(where: str, observer: str | None, exact: bool = False) -> None:
-    """Raises ConfigError unless `observer` is the largest magnitude; over one observation, `exact`, several are."""
-    if observer in (None, "static_minmax") or (exact and observer in ("minmax", "memoryless_minmax")):
+    """Raises ConfigError unless `observer` is the largest magnitude; over one observation, `exact`,
+    several are.
+    """
+    if observer in (None, "static_minmax") or (
+        exact and observer in ("minmax", "memoryless_minmax")
+    ):
         return
     raise ConfigError(
         f"recipe: {where} has observer {observer!r}; Freight takes the largest magnitude of all samples: choose "
@@ -300,13 +356,17 @@ def _require_observer(where: str, observer: str | None, exact: bool = False) -> 
 def _patterns(what: str, given: Any) -> tuple[str, ...]:
     patterns = (given,) if isinstance(given, str) else given
     if not isinstance(patterns, Iterable) or not all(isinstance(one, str) for one in patterns):
-        raise ConfigError(f"recipe: {what} is {shown(given)}; give names or re: and an expression, in a list")
+        raise ConfigError(
+            f"recipe: {what} is {shown(given)}; give names or re: and an expression, in a list"
+        )
     patterns = tuple(patterns)
     for one in patterns:
         try:
             re.compile(one[3:] if one.startswith("re:") else "")
         except re.error as error:
-            raise ConfigError(f"recipe: {what} {one!r} is not a regular expression: {error}") from None
+            raise ConfigError(
+                f"recipe: {what} {one!r} is not a regular expression: {error}"
+            ) from None
     if not patterns and what != "ignore":
         raise ConfigError(f"recipe: {what} is empty; give 'Linear'")
     return patterns
@@ -332,5 +392,7 @@ def _plain(value: Any) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """The string of an enumeration's member, as compressed-tensors has them; anything else as it is."""
+    """The string of an enumeration's member, as compressed-tensors has them; anything else as it
+    is.
+    """
     return getattr(value, "value", value)

@@ -8,7 +8,9 @@ from freight.errors import ConfigError, choices, nearest
 
 
 def require_known(names: Iterable[str], known: Sequence[str], synonyms: dict[str, str]) -> None:
-    """Raises ConfigError for the first of `names` that is not known; `synonyms` has other tools' names for ours."""
+    """Raises ConfigError for the first of `names` that is not known; `synonyms` has other tools'
+    names for ours.
+    """
     for name in names:
         if name not in known:
             hint = nearest(name, known, synonyms)
@@ -16,7 +18,8 @@ def require_known(names: Iterable[str], known: Sequence[str], synonyms: dict[str
 
 
 def listed_names(value: object, kinds: tuple[type, ...], wrong: ConfigError) -> tuple[str, ...]:
-    """The names in a text with commas or spaces between them, or in a list of what is of `kinds`; each once.
+    """The names in a text with commas or spaces between them, or in a list of what is of `kinds`;
+    each once.
 
     Raises `wrong` for anything else.
     """
@@ -26,11 +29,17 @@ def listed_names(value: object, kinds: tuple[type, ...], wrong: ConfigError) -> 
     found = list(items)
     if not all(isinstance(item, kinds) and not isinstance(item, bool) for item in found):
         raise wrong
-    return tuple(dict.fromkeys(name for item in found for name in str(item).replace(",", " ").split()))
+    return tuple(
+        dict.fromkeys(name for item in found for name in str(item).replace(",", " ").split())
+    )
 
 
 def choose(flag: str, value: object, known: tuple[str, ...]) -> str:
-    """`value`, which must be one of `known`. Raises ConfigError, which names the flag and the nearest known value."""
+    """`value`, which must be one of `known`. Raises ConfigError, which names the flag and the
+    nearest known value.
+    """
     if value not in known:
-        raise ConfigError(f"{flag} {value!r} is unknown{nearest(str(value), known)}: choose {choices(known)}")
+        raise ConfigError(
+            f"{flag} {value!r} is unknown{nearest(str(value), known)}: choose {choices(known)}"
+        )
     return str(value)

@@ -1,8 +1,9 @@
-"""Options of other engines (vLLM, Aphrodite, SGLang, TGI), and what to use here instead. Data; imports no torch.
+"""Options of other engines (vLLM, Aphrodite, SGLang, TGI), and what to use here instead. Data;
+imports no torch.
 
-A sentence names our options as {field}: `spell` writes them as keywords ('kv_cache_memory') or as flags
-('--kv-cache-memory'). Options that do what one of ours does are in RENAMED; TGI's launcher has a table of its own,
-because `freight --model-id M` reads its flags and variables.
+A sentence names our options as {field}: `spell` writes them as keywords ('kv_cache_memory') or as
+flags ('--kv-cache-memory'). Options that do what one of ours does are in RENAMED; TGI's launcher
+has a table of its own, because `freight --model-id M` reads its flags and variables.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ RENAMED = {  # other engines' names -> ours
     "allowed_origins": "allow_origin",
     "api_keys": "api_key",
 }
-_MEMORY = "the cache takes a share of the free memory, or the size that {kv_cache_memory}='4GiB' gives"
+_MEMORY = (
+    "the cache takes a share of the free memory, or the size that {kv_cache_memory}='4GiB' gives"
+)
 _ONE_DEVICE = "a model runs on one device: omit it"
 _NO_SWAP = "nothing is swapped to the CPU, a request that has to give up its blocks is computed again: omit it"
 _GRAPHS = "decode steps are captured and replayed where that is exact: omit it"
@@ -51,7 +54,9 @@ SENTENCES = {
     "kv_cache_scheme": "{kv_cache_dtype} selects what the cache stores, and the checkpoint's scheme decides without it",
     "mamba_cache_dtype": "use {state_dtype} for recurrent states; what convolutions keep has the dtype of computing",
     "fp8_kv_cache": "{kv_cache_dtype}='fp8' does it",
-    **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static", "num_gpu_blocks_override"), _MEMORY),
+    **dict.fromkeys(
+        ("gpu_memory_utilization", "mem_fraction_static", "num_gpu_blocks_override"), _MEMORY
+    ),
     **dict.fromkeys(("swap_space", "cpu_offload_gb", "preemption_mode", "max_cpu_loras"), _NO_SWAP),
     **dict.fromkeys(
         (
@@ -65,13 +70,23 @@ SENTENCES = {
         ),
         _ONE_DEVICE,
     ),
-    **dict.fromkeys(("distributed_executor_backend", "worker_use_ray", "disable_custom_all_reduce"), _ONE_DEVICE),
+    **dict.fromkeys(
+        ("distributed_executor_backend", "worker_use_ray", "disable_custom_all_reduce"), _ONE_DEVICE
+    ),
     **dict.fromkeys(("enable_expert_parallel", "max_parallel_loading_workers"), _ONE_DEVICE),
     **dict.fromkeys(
-        ("enforce_eager", "max_seq_len_to_capture", "max_context_len_to_capture", "compilation_config"), _GRAPHS
+        (
+            "enforce_eager",
+            "max_seq_len_to_capture",
+            "max_context_len_to_capture",
+            "compilation_config",
+        ),
+        _GRAPHS,
     ),
     **dict.fromkeys(("trust_remote_code", "code_revision"), _NO_CODE),
-    **dict.fromkeys(("load_format", "use_safetensors", "config_format", "download_dir", "hf_overrides"), _FILES),
+    **dict.fromkeys(
+        ("load_format", "use_safetensors", "config_format", "download_dir", "hf_overrides"), _FILES
+    ),
     "download_dir": _HUB,
     "hf_token": "set the variable HF_TOKEN",
     "tokenizer_mode": "the tokenizer follows the model's files: omit it",
@@ -88,17 +103,35 @@ SENTENCES = {
     "num_scheduler_steps": "a step is one token for each request: omit it",
     "max_logprobs": "a completion may ask for the log-probabilities of any number of tokens: omit it",
     **dict.fromkeys(
-        ("enable_lora", "lora_modules", "max_loras", "max_lora_rank", "prompt_adapters", "lora_paths"), _NO_LORA
+        (
+            "enable_lora",
+            "lora_modules",
+            "max_loras",
+            "max_lora_rank",
+            "prompt_adapters",
+            "lora_paths",
+        ),
+        _NO_LORA,
     ),
     **dict.fromkeys(
-        ("speculative_model", "speculative_config", "num_speculative_tokens", "num_lookahead_slots"), _NO_DRAFT
+        (
+            "speculative_model",
+            "speculative_config",
+            "num_speculative_tokens",
+            "num_lookahead_slots",
+        ),
+        _NO_DRAFT,
     ),
     **dict.fromkeys(("rope_scaling", "rope_theta", "rope_factor"), _ROPE),
     "enable_reasoning": _TOOLS,
     "response_role": "answers are the assistant's: omit it",
-    **dict.fromkeys(("disable_log_requests", "disable_log_stats", "uvicorn_log_level", "enable_log_requests"), _LOGS),
     **dict.fromkeys(
-        ("guided_decoding_backend", "structured_outputs_config"), "grammars have one compiler, llguidance: omit it"
+        ("disable_log_requests", "disable_log_stats", "uvicorn_log_level", "enable_log_requests"),
+        _LOGS,
+    ),
+    **dict.fromkeys(
+        ("guided_decoding_backend", "structured_outputs_config"),
+        "grammars have one compiler, llguidance: omit it",
     ),
     **dict.fromkeys(
         ("ssl_ca_certs", "ssl_cert_reqs", "enable_ssl_refresh"),
@@ -159,7 +192,9 @@ TGI_OPTIONS = {
     "max_total_tokens": TgiOption("max_model_len"),
     "max_batch_prefill_tokens": TgiOption("max_num_batched_tokens"),
     "max_batch_size": TgiOption("max_num_seqs"),
-    "max_concurrent_requests": TgiOption(None, (), "{max_num_seqs} run at once and {max_queue} wait"),
+    "max_concurrent_requests": TgiOption(
+        None, (), "{max_num_seqs} run at once and {max_queue} wait"
+    ),
     "json_output": TgiOption(None, ("false",), "{log_format}=json does it", switch=True),
     "num_shard": TgiOption(None, ("1",), _ONE_DEVICE),
     "sharded": TgiOption(None, ("false",), _ONE_DEVICE),
@@ -168,7 +203,9 @@ TGI_OPTIONS = {
     "rope_factor": TgiOption(None, (), _ROPE),
     "lora_adapters": TgiOption(None, (), _NO_LORA),
     "tokenizer_config_path": TgiOption(None, (), "{chat_template} FILE takes a Jinja template"),
-    "ngrok": TgiOption(None, ("false",), "a tunnel is a program of its own; it can point to {port}", switch=True),
+    "ngrok": TgiOption(
+        None, ("false",), "a tunnel is a program of its own; it can point to {port}", switch=True
+    ),
     "huggingface_hub_cache": TgiOption(None, (), _HUB),
     "weights_cache_override": TgiOption(None, (), _HUB),
     "env": TgiOption(None, (), "freight env shows it", switch=True),
@@ -180,13 +217,29 @@ TGI_OPTIONS = {
         TgiOption(None, (), "{max_model_len} bounds prompt and answer together", harmless=True),
     ),
     "max_batch_total_tokens": TgiOption(None, (), _MEMORY, harmless=True),
-    **dict.fromkeys(("waiting_served_ratio", "max_waiting_tokens"), TgiOption(None, (), _SCHEDULING, harmless=True)),
     **dict.fromkeys(
-        ("max_best_of", "max_stop_sequences", "max_top_n_tokens", "max_client_batch_size", "payload_limit"),
+        ("waiting_served_ratio", "max_waiting_tokens"),
+        TgiOption(None, (), _SCHEDULING, harmless=True),
+    ),
+    **dict.fromkeys(
+        (
+            "max_best_of",
+            "max_stop_sequences",
+            "max_top_n_tokens",
+            "max_client_batch_size",
+            "payload_limit",
+        ),
         TgiOption(None, (), _OWN_LIMITS, harmless=True),
     ),
     **dict.fromkeys(
-        ("validation_workers", "shard_uds_path", "master_addr", "master_port", "otlp_endpoint", "otlp_service_name"),
+        (
+            "validation_workers",
+            "shard_uds_path",
+            "master_addr",
+            "master_port",
+            "otlp_endpoint",
+            "otlp_service_name",
+        ),
         TgiOption(None, (), "there is nothing to set: omit it", harmless=True),
     ),
     **dict.fromkeys(
@@ -205,7 +258,17 @@ OTHER_QUANTIZATIONS = {  # values of `quantization` elsewhere
         "a checkpoint declares its own scheme, which is read without an option: omit it",
     ),
     **dict.fromkeys(
-        ("awq", "gptq", "marlin", "eetq", "exl2", "gguf", "bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4"),
+        (
+            "awq",
+            "gptq",
+            "marlin",
+            "eetq",
+            "exl2",
+            "gguf",
+            "bitsandbytes",
+            "bitsandbytes-nf4",
+            "bitsandbytes-fp4",
+        ),
         "weights have 16 or 32 bits or FP8 here: use 'fp8' with the unquantized checkpoint",
     ),
 }
@@ -220,7 +283,9 @@ def as_flag(field: str) -> str:
 
 
 def instead_of(name: str, spell: Callable[[str], str] = as_keyword) -> str | None:
-    """What to use instead of the option `name` of another engine, None for a name that none is known to have."""
+    """What to use instead of the option `name` of another engine, None for a name that none is
+    known to have.
+    """
     if name in RENAMED:
         return f"use {spell(RENAMED[name])}"
     sentence = SENTENCES.get(name)

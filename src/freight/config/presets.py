@@ -125,7 +125,11 @@ _QWEN3_5_9B = {  # its text model; every fourth layer has attention, the others 
     "linear_conv_kernel_dim": 4,
     "max_position_embeddings": 262144,
     "rms_norm_eps": 1e-06,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+    },
     "tie_word_embeddings": False,
 }
 _QWEN3_5_08B = {
@@ -165,10 +169,16 @@ _GLM_4_7_FLASH = {  # latent attention
     "rms_norm_eps": 1e-05,
     "tie_word_embeddings": False,
 }
-_OPT_125M = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "torch_dtype": "float16"}  # the defaults
+_OPT_125M = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "torch_dtype": "float16",
+}  # the defaults
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "llama-1b": _llama(2048, 16, 8192, 32, 64, 8192),  # a small vocabulary: nearly all of it is decoder layers
+    "llama-1b": _llama(
+        2048, 16, 8192, 32, 64, 8192
+    ),  # a small vocabulary: nearly all of it is decoder layers
     "llama-1b-128k": _llama(2048, 16, 8192, 32, 64, 128256),
     "llama-8b": _llama(4096, 32, 14336, 32, 128, 128256),
     "llama-70b": _llama(8192, 80, 28672, 64, 128, 128256),
@@ -177,7 +187,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "phi-3-mini": _PHI_3_MINI,
     "opt-125m": _OPT_125M,
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
-    "qwen3-coder-30b-a3b": {**_QWEN3_30B_A3B, "max_position_embeddings": 262144, "rope_theta": 10000000.0},
+    "qwen3-coder-30b-a3b": {
+        **_QWEN3_30B_A3B,
+        "max_position_embeddings": 262144,
+        "rope_theta": 10000000.0,
+    },
     "mixtral-8x7b": _MIXTRAL_8X7B,
     "qwen3.5-0.8b": _QWEN3_5_08B,
     "qwen3.5-9b": _QWEN3_5_9B,
@@ -196,13 +210,16 @@ def is_preset(shape: str) -> bool:
 def preset(shape: str) -> Mapping[str, Any]:
     """The config.json content of NAME, NAME:LAYERS or NAME:LAYERS:VOCABULARY.
 
-    With LAYERS it is a model of that many layers alone, and its vocabulary is VOCABULARY, by default the smaller of
-    8192 and its own, so that nearly all of it is layers. Raises ConfigError for numbers that are none above 0.
+    With LAYERS it is a model of that many layers alone, and its vocabulary is VOCABULARY, by
+    default the smaller of 8192 and its own, so that nearly all of it is layers. Raises ConfigError
+    for numbers that are none above 0.
     """
     name, *numbers = shape.split(":")
     if not numbers:
         return PRESETS[name]
-    if len(numbers) > 2 or not all(number.isascii() and number.isdigit() and int(number) > 0 for number in numbers):
+    if len(numbers) > 2 or not all(
+        number.isascii() and number.isdigit() and int(number) > 0 for number in numbers
+    ):
         raise ConfigError(
             f"the shape {shape!r} is not of the form NAME:LAYERS or NAME:LAYERS:VOCABULARY, as in {name}:8 and "
             f"{name}:8:8192"
@@ -210,11 +227,16 @@ def preset(shape: str) -> Mapping[str, Any]:
     layers, *vocabulary = map(int, numbers)
     own = PRESETS[name].get("vocab_size")
     small = _SMALL_VOCABULARY if own is None else min(own, _SMALL_VOCABULARY)
-    return {**PRESETS[name], "num_hidden_layers": layers, "vocab_size": vocabulary[0] if vocabulary else small}
+    return {
+        **PRESETS[name],
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary[0] if vocabulary else small,
+    }
 
 
 def shape_config(shape: str) -> Mapping[str, Any]:
-    """config.json content for `--random-weights SHAPE`: a preset, or the path of a config.json or its folder.
+    """config.json content for `--random-weights SHAPE`: a preset, or the path of a config.json or
+    its folder.
 
     Raises ConfigError for anything else.
     """
@@ -224,11 +246,15 @@ def shape_config(shape: str) -> Mapping[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         known = choices((*PRESETS, "CONFIG.json"))
-        raise ConfigError(f"--random-weights {shape!r} is not a file{nearest(shape, PRESETS)}: choose {known}")
+        raise ConfigError(
+            f"--random-weights {shape!r} is not a file{nearest(shape, PRESETS)}: choose {known}"
+        )
     try:
         content = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--random-weights {path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--random-weights {path} holds {type(content).__name__}, not a JSON object")
+        raise ConfigError(
+            f"--random-weights {path} holds {type(content).__name__}, not a JSON object"
+        )
     return content

@@ -1,8 +1,8 @@
 """Options of `freight quantize` -> QuantizePlan. Reads no file, imports no torch.
 
-`QuantizeArgs` holds the options as given, None meaning "not given"; `plan` resolves them once into a `QuantizePlan`.
-An option that would have no effect, such as an observer where nothing is calibrated, is an error, as is a scheme that
-the output format cannot express.
+`QuantizeArgs` holds the options as given, None meaning "not given"; `plan` resolves them once into
+a `QuantizePlan`. An option that would have no effect, such as an observer where nothing is
+calibrated, is an error, as is a scheme that the output format cannot express.
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ class ObserverKind(StrEnum):
 
 @dataclass(frozen=True)
 class QuantizePlan:
-    """A resolved quantizer run. `kv_granularity` is None if the KV cache is not quantized; `center` requires one.
+    """A resolved quantizer run. `kv_granularity` is None if the KV cache is not quantized; `center`
+    requires one.
 
-    `lm_head`: the output head is quantized like the other Linear modules. With `kv_budget` the granularity is chosen by
-    layer (`calibrate.budget`), and `kv_granularity` is the finest of those to choose from.
+    `lm_head`: the output head is quantized like the other Linear modules. With `kv_budget` the
+    granularity is chosen by layer (`calibrate.budget`), and `kv_granularity` is the finest of those
+    to choose from.
     """
 
     weights: WeightScheme
@@ -99,7 +101,12 @@ _SYNONYMS = {  # other tools' names -> ours
     "ignore_patterns": "ignore",
     "calib_size": "num_samples",
 }
-DTYPES = {"fp16": Format.FLOAT16, "float16": Format.FLOAT16, "bf16": Format.BFLOAT16, "bfloat16": Format.BFLOAT16}
+DTYPES = {
+    "fp16": Format.FLOAT16,
+    "float16": Format.FLOAT16,
+    "bf16": Format.BFLOAT16,
+    "bfloat16": Format.BFLOAT16,
+}
 DTYPES |= {"fp32": Format.FLOAT32, "float32": Format.FLOAT32}
 
 
@@ -120,12 +127,16 @@ class QuantizeArgs:
     max_seq_len: int | None = None
     observer: str | None = None
     format: str = Layout.COMPRESSED_TENSORS
-    dtype: str | None = None  # that of the model, which other tools are told; another one is refused
+    dtype: str | None = (
+        None  # that of the model, which other tools are told; another one is refused
+    )
     device: str | None = None  # where the model runs while it is calibrated
 
     @staticmethod
     def from_options(**options: Any) -> QuantizeArgs:
-        """QuantizeArgs from keyword options. Raises ConfigError for an unknown name, with the nearest known one."""
+        """QuantizeArgs from keyword options. Raises ConfigError for an unknown name, with the
+        nearest known one.
+        """
         require_known(options, [f.name for f in fields(QuantizeArgs)], _SYNONYMS)
         ignore = options.get("ignore", ())
         if isinstance(ignore, str):
@@ -134,21 +145,29 @@ class QuantizeArgs:
 
 
 def plan(args: QuantizeArgs) -> QuantizePlan:
-    """Fill in the defaults. Raises ConfigError for options that contradict each other or would have no effect."""
+    """Fill in the defaults. Raises ConfigError for options that contradict each other or would have
+    no effect.
+    """
     if args.dtype not in (None, "auto"):
         choose("--dtype", args.dtype, ("auto", *DTYPES))
     layout = Layout(choose("--format", args.format, tuple(Layout)))
-    default = {Layout.FP8: WeightScheme.TENSOR, Layout.TGI: WeightScheme.NONE}.get(layout, WeightScheme.CHANNEL)
+    default = {Layout.FP8: WeightScheme.TENSOR, Layout.TGI: WeightScheme.NONE}.get(
+        layout, WeightScheme.CHANNEL
+    )
     weights = WeightScheme(choose("--weights", args.weights or default, tuple(WeightScheme)))
     no_weights = weights is WeightScheme.NONE
-    requested = args.activations or (ActivationScheme.NONE if no_weights else ActivationScheme.DYNAMIC)
+    requested = args.activations or (
+        ActivationScheme.NONE if no_weights else ActivationScheme.DYNAMIC
+    )
     activations = ActivationScheme(choose("--activations", requested, tuple(ActivationScheme)))
     budget = None if args.kv_budget is None else _budget(args, args.kv_budget, layout)
     default_cache = "fp8" if layout is Layout.TGI or budget else "none"
     kv_cache = choose("--kv-cache", args.kv_cache or default_cache, KV_CACHES)
     coarsest = Granularity.CHANNEL if budget else Granularity.TENSOR
     granularity = Granularity(
-        choose("--kv-granularity", args.kv_granularity or coarsest, tuple(map(str, KV_GRANULARITIES)))
+        choose(
+            "--kv-granularity", args.kv_granularity or coarsest, tuple(map(str, KV_GRANULARITIES))
+        )
     )
     decided = QuantizePlan(
         weights=weights,
@@ -157,7 +176,9 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
         ignore=args.ignore,
         num_samples=_count("--num-samples", args.num_samples, NUM_SAMPLES, 1),
         max_seq_len=_count("--max-seq-len", args.max_seq_len, MAX_SEQ_LEN, 2),
-        observer=ObserverKind(choose("--observer", args.observer or ObserverKind.ABSMAX, tuple(ObserverKind))),
+        observer=ObserverKind(
+            choose("--observer", args.observer or ObserverKind.ABSMAX, tuple(ObserverKind))
+        ),
         layout=layout,
         center=args.center,
         lm_head=args.lm_head,
@@ -179,7 +200,9 @@ def _budget(args: QuantizeArgs, text: str, layout: Layout) -> KVBudget:
     }
     for option, is_given in given.items():
         if is_given:
-            raise ConfigError(f"--kv-budget {budget} with {option}: the budget chooses the cache by layer; omit one")
+            raise ConfigError(
+                f"--kv-budget {budget} with {option}: the budget chooses the cache by layer; omit one"
+            )
     if layout is Layout.TGI:
         raise ConfigError(
             f"--kv-budget {budget} with --format tgi: that format has one KV scale in every layer; "
@@ -204,7 +227,9 @@ def _check_scheme(plan: QuantizePlan) -> None:
             "--lm-head with --activations static: the head's input is not calibrated; choose --activations dynamic"
         )
     if plan.weights is WeightScheme.NONE and plan.kv_granularity is None:
-        raise ConfigError("--weights none and --kv-cache none leave nothing to do; choose --kv-cache fp8, or weights")
+        raise ConfigError(
+            "--weights none and --kv-cache none leave nothing to do; choose --kv-cache fp8, or weights"
+        )
 
 
 def _check_layout(plan: QuantizePlan) -> None:
@@ -227,7 +252,9 @@ def _check_layout(plan: QuantizePlan) -> None:
                 "choose --weights none, or --format compressed-tensors"
             )
         if plan.kv_granularity is None:
-            raise ConfigError("--format tgi with --kv-cache none: that format stores KV scales only")
+            raise ConfigError(
+                "--format tgi with --kv-cache none: that format stores KV scales only"
+            )
 
 
 def _check_nothing_is_idle(args: QuantizeArgs, plan: QuantizePlan) -> None:

@@ -1,8 +1,8 @@
 """llm-compressor's recipes -> Recipe. Imports no torch, reads no weight.
 
-A recipe is YAML text, the path of a YAML or JSON file, a `QuantizationModifier`, or a list of these. Another modifier,
-and a key that is not understood, is an error that names it. Passed over is only what llm-compressor itself does not use
-(`start`, `end`).
+A recipe is YAML text, the path of a YAML or JSON file, a `QuantizationModifier`, or a list of
+these. Another modifier, and a key that is not understood, is an error that names it. Passed over is
+only what llm-compressor itself does not use (`start`, `end`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ OTHER_MODIFIERS = {  # llm-compressor's other modifiers -> what to do instead
 
 
 def read_recipe(recipe: object) -> Recipe:
-    """`recipe` in any of its forms, resolved. Raises ConfigError for a recipe without exactly one QuantizationModifier,
-    and for what Freight does not do."""
+    """`recipe` in any of its forms, resolved. Raises ConfigError for a recipe without exactly one
+    QuantizationModifier, and for what Freight does not do."""
     found = [resolve_modifier(modifier) for modifier in _modifiers(recipe)]
     if len(found) != 1:
         raise ConfigError(
@@ -60,7 +60,9 @@ def _modifiers(recipe: object) -> Iterator[object]:
         for one in recipe:
             yield from _modifiers(one)
     elif recipe is None:
-        raise ConfigError("oneshot needs a recipe: YAML, or QuantizationModifier(targets='Linear', scheme='FP8', …)")
+        raise ConfigError(
+            "oneshot needs a recipe: YAML, or QuantizationModifier(targets='Linear', scheme='FP8', …)"
+        )
     else:
         _require_modifier(type(recipe).__name__)
         yield recipe
@@ -69,11 +71,15 @@ def _modifiers(recipe: object) -> Iterator[object]:
 def _parse(recipe: str | Path) -> Mapping[str, Any]:
     one_line = isinstance(recipe, Path) or "\n" not in recipe.strip()
     text = str(recipe)
-    if one_line and (isinstance(recipe, Path) or re.search(r"\.(ya?ml|json|md)$", text) or ":" not in text):
+    if one_line and (
+        isinstance(recipe, Path) or re.search(r"\.(ya?ml|json|md)$", text) or ":" not in text
+    ):
         try:
             text = read_text(Path(recipe))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"recipe {shown(str(recipe))} cannot be read as a file: {error}") from None
+            raise ConfigError(
+                f"recipe {shown(str(recipe))} cannot be read as a file: {error}"
+            ) from None
     try:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
@@ -84,7 +90,9 @@ def _parse(recipe: str | Path) -> Mapping[str, Any]:
 
 
 def _from_mapping(content: Mapping[str, Any]) -> Iterator[QuantizationModifier]:
-    """Stages have groups, `…_modifiers`, which have modifiers; groups may also come without a stage."""
+    """Stages have groups, `…_modifiers`, which have modifiers; groups may also come without a
+    stage.
+    """
     for key, value in content.items():
         if str(key).endswith("_stage"):
             yield from _from_mapping(require_mapping(f"recipe: {key}", value))
@@ -98,7 +106,13 @@ def _from_mapping(content: Mapping[str, Any]) -> Iterator[QuantizationModifier]:
             )
 
 
-_UNUSED = ("start", "end", "update", "index", "group")  # of every modifier; oneshot does not use them
+_UNUSED = (
+    "start",
+    "end",
+    "update",
+    "index",
+    "group",
+)  # of every modifier; oneshot does not use them
 
 
 def _modifier(options: Mapping[str, Any]) -> QuantizationModifier:
@@ -106,8 +120,12 @@ def _modifier(options: Mapping[str, Any]) -> QuantizationModifier:
     given = {str(name): value for name, value in options.items() if name not in _UNUSED}
     for name in given:
         if name not in known:
-            raise ConfigError(f"recipe: QuantizationModifier has no field {name!r}{nearest(name, known)}")
-    return QuantizationModifier(**{name: value for name, value in given.items() if value is not None})
+            raise ConfigError(
+                f"recipe: QuantizationModifier has no field {name!r}{nearest(name, known)}"
+            )
+    return QuantizationModifier(
+        **{name: value for name, value in given.items() if value is not None}
+    )
 
 
 def _require_modifier(name: str) -> None:

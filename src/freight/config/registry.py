@@ -8,7 +8,11 @@ from pathlib import Path
 
 from freight.config.family import Family
 
-_FIRST = ("llama", "mistral", "qwen")  # lists of model types begin with what is best known; then by file
+_FIRST = (
+    "llama",
+    "mistral",
+    "qwen",
+)  # lists of model types begin with what is best known; then by file
 
 
 def family_files() -> tuple[str, ...]:
@@ -22,7 +26,9 @@ def read_rows(names: Iterable[str]) -> dict[str, Family]:
     found: dict[str, Family] = {}
     for name in names:
         rows: Mapping[str, Family] = import_module(f"freight.config.families.{name}").ROWS
-        assert not found.keys() & rows.keys(), f"families/{name}.py has model types that another file has"
+        assert not found.keys() & rows.keys(), (
+            f"families/{name}.py has model types that another file has"
+        )
         found |= rows
     return found
 

@@ -1,7 +1,8 @@
-"""Options, model and device -> a frozen EngineConfig. Takes values only: reads no file, imports no torch.
+"""Options, model and device -> a frozen EngineConfig. Takes values only: reads no file, imports no
+torch.
 
-Every contradiction between settings, or between a setting and the checkpoint, is an error that names both sides and
-the way out. `KVCacheConfig.note` records choices that the options left open.
+Every contradiction between settings, or between a setting and the checkpoint, is an error that
+names both sides and the way out. `KVCacheConfig.note` records choices that the options left open.
 """
 
 from __future__ import annotations
@@ -29,11 +30,16 @@ if TYPE_CHECKING:
     from freight.config.model import ModelConfig
     from freight.device import DeviceFacts
 
-DTYPES = {"half": Format.FLOAT16, "float": Format.FLOAT32} | {str(format): format for format in COMPUTE_FORMATS}
+DTYPES = {"half": Format.FLOAT16, "float": Format.FLOAT32} | {
+    str(format): format for format in COMPUTE_FORMATS
+}
 QUANTIZATIONS = ("fp8",)
 KERNELS = ("auto", "reference")
 ATTENTION_COMPUTES = ("auto", "fp8")
-STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # per step at most: they keep the device busy, and a step short
+STEP_TOKENS = {
+    "cpu": 512,
+    "cuda": 8192,
+}  # per step at most: they keep the device busy, and a step short
 SERVED_STEP_SECONDS = 0.5  # on a CPU: the time between two tokens that a reader hardly notices
 EXPERT_ROWS, MOST_STEP_TOKENS = 64, 2048  # of mixtures of experts on a CPU (`step_tokens`)
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
@@ -46,14 +52,18 @@ _MAKE_SCALES = (
 
 
 def check(args: EngineArgs) -> None:
-    """Everything that is decidable from the settings alone. Raises ConfigError; `resolve` begins with it."""
+    """Everything that is decidable from the settings alone. Raises ConfigError; `resolve` begins
+    with it.
+    """
     choose("--dtype", args.dtype, ("auto", *DTYPES))
     choose("--kv-cache-dtype", args.kv_cache_dtype, KV_DTYPES)
     choose("--device", args.device, DEVICES)
     choose("--kernels", args.kernels, KERNELS)
     choose("--attention-compute", args.attention_compute, ATTENTION_COMPUTES)
     if args.quantization in OTHER_QUANTIZATIONS:
-        raise ConfigError(f"--quantization {args.quantization!r}: {OTHER_QUANTIZATIONS[args.quantization]}")
+        raise ConfigError(
+            f"--quantization {args.quantization!r}: {OTHER_QUANTIZATIONS[args.quantization]}"
+        )
     if args.quantization is not None:
         choose("--quantization", args.quantization, QUANTIZATIONS)
     for name, value, least in (
@@ -64,7 +74,9 @@ def check(args: EngineArgs) -> None:
         ("--seed", args.seed, 0),
     ):
         optional = value is None and name not in ("--max-num-seqs", "--seed")
-        if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        if not optional and (
+            not isinstance(value, int) or isinstance(value, bool) or value < least
+        ):
             raise ConfigError(f"{name} {value!r} must be an integer ≥ {least}")
     for name, flag in (
         ("enable_prefix_caching", args.enable_prefix_caching),
@@ -74,7 +86,9 @@ def check(args: EngineArgs) -> None:
             raise ConfigError(f"{name} is {flag!r}; it must be True or False")
     _check_step_seconds(args.max_step_seconds)
     if not isinstance(args.block_size, int) or args.block_size not in BLOCK_SIZES:
-        raise ConfigError(f"--block-size {args.block_size!r}: choose {choices(map(str, BLOCK_SIZES))} tokens")
+        raise ConfigError(
+            f"--block-size {args.block_size!r}: choose {choices(map(str, BLOCK_SIZES))} tokens"
+        )
     check_states(args.state_every, args.state_dtype, args.block_size)
     parse_memory(args.kv_cache_memory)
     check_skipped(args.kv_cache_dtype_skip_layers, args.kv_cache_dtype)
@@ -87,12 +101,14 @@ def resolve(
 ) -> EngineConfig:
     """Resolve all settings before a weight is read.
 
-    `kv_scales` are those of the checkpoint, or those that `kv_source` names: of a file, or uniform ones. Raises
-    ConfigError, and CheckpointError where the checkpoint is at fault.
+    `kv_scales` are those of the checkpoint, or those that `kv_source` names: of a file, or uniform
+    ones. Raises ConfigError, and CheckpointError where the checkpoint is at fault.
     """
     check(args)
     if args.device not in ("auto", device.kind):
-        raise ConfigError(f"--device {args.device}, but the device found is {device.kind} ({device.name})")
+        raise ConfigError(
+            f"--device {args.device}, but the device found is {device.kind} ({device.name})"
+        )
     check_threads(args.threads, device.cores)
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
     skipped = skipped_layers(args.kv_cache_dtype_skip_layers, model.paged, model.num_layers)
@@ -106,7 +122,9 @@ def resolve(
     check_kernels(kv, device, args.kernels)
     return EngineConfig(
         compute_format=compute,
-        weight_format=device.native_e4m3 if args.quantization == "fp8" or scheme.weight_format else compute,
+        weight_format=device.native_e4m3
+        if args.quantization == "fp8" or scheme.weight_format
+        else compute,
         kv=with_state(kv, args.state_dtype, compute, device.native_e4m3, model),
         max_model_len=_max_model_len(args, model),
         max_num_seqs=args.max_num_seqs,
@@ -127,13 +145,16 @@ def resolve(
 def step_tokens(device: str, model: ModelConfig) -> int:
     """The tokens of a step at most, where --max-num-batched-tokens does not say it.
 
-    On a CPU a step reads all experts of a mixture for few rows each. It takes so many tokens, a multiple of 512 up to
-    2,048, that an expert has 64 rows on average: then products take longer than reading their weights.
+    On a CPU a step reads all experts of a mixture for few rows each. It takes so many tokens, a
+    multiple of 512 up to 2,048, that an expert has 64 rows on average: then products take longer
+    than reading their weights.
     """
     least = STEP_TOKENS[device]
     if device != "cpu":
         return least
-    mixtures = {one.feed_forward.routing for one in model.layers if isinstance(one.feed_forward, MoEConfig)}
+    mixtures = {
+        one.feed_forward.routing for one in model.layers if isinstance(one.feed_forward, MoEConfig)
+    }
     wanted = max((EXPERT_ROWS * one.num_experts // one.top_k for one in mixtures), default=0)
     return min(max(least, -(-wanted // least) * least), MOST_STEP_TOKENS)
 
@@ -141,8 +162,8 @@ def step_tokens(device: str, model: ModelConfig) -> int:
 def for_serving(args: EngineArgs, device: str) -> EngineArgs:
     """`args` of a server on 'cpu' or 'cuda': with --max-step-seconds, where it is not given.
 
-    On a CPU a step of prompts takes seconds, in which nobody else gets a token. Offline nobody waits for single tokens,
-    and longer steps have the better rate.
+    On a CPU a step of prompts takes seconds, in which nobody else gets a token. Offline nobody
+    waits for single tokens, and longer steps have the better rate.
     """
     if args.max_step_seconds is not None or device != "cpu":
         return args
@@ -152,7 +173,9 @@ def for_serving(args: EngineArgs, device: str) -> EngineArgs:
 def _check_step_seconds(value: object) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 0 <= value < math.inf):  # type: ignore[operator]
-        raise ConfigError(f"--max-step-seconds {value!r} must be a number of seconds, or 0 for steps of any length")
+        raise ConfigError(
+            f"--max-step-seconds {value!r} must be a number of seconds, or 0 for steps of any length"
+        )
 
 
 def parse_memory(
@@ -167,8 +190,16 @@ def parse_memory(
     if value is None:
         return None
     match = re.fullmatch(r"\s*([0-9.]+(?:E[+]?[0-9]{1,2})?)\s*([A-Z]*)\s*", str(value).upper())
-    if isinstance(value, bool) or match is None or match[2] not in _UNITS or match[1].count(".") > 1 or match[1] == ".":
-        raise ConfigError(f"{flag} {value!r} is not an amount of memory; write 4GiB, 512MiB, 4GB or bytes")
+    if (
+        isinstance(value, bool)
+        or match is None
+        or match[2] not in _UNITS
+        or match[1].count(".") > 1
+        or match[1] == "."
+    ):
+        raise ConfigError(
+            f"{flag} {value!r} is not an amount of memory; write 4GiB, 512MiB, 4GB or bytes"
+        )
     amount = float(match[1]) * _UNITS[match[2]]
     if amount >= 2**63:
         raise ConfigError(f"{flag} {value!r} is more than any machine has{otherwise}")
@@ -179,10 +210,12 @@ def parse_memory(
 
 
 def for_variant(scales: KVScales, format: Format) -> KVScales:
-    """Scales made for one E4M3 variant, for a cache in the other: doubled FN -> FNUZ, halved FNUZ -> FN, both exact.
+    """Scales made for one E4M3 variant, for a cache in the other: doubled FN -> FNUZ, halved FNUZ
+    -> FN, both exact.
 
-    An FNUZ byte decodes to half its FN value, so with a doubled scale the stored values are the same. Only the ranges
-    differ: FNUZ's largest value, 240, is 480 at the FN scale, where FN saturates at 448.
+    An FNUZ byte decodes to half its FN value, so with a doubled scale the stored values are the
+    same. Only the ranges differ: FNUZ's largest value, 240, is 480 at the FN scale, where FN
+    saturates at 448.
     """
     if scales.format is format:
         return scales
@@ -193,9 +226,13 @@ def for_variant(scales: KVScales, format: Format) -> KVScales:
     def converted(layer: LayerScales | None) -> LayerScales | None:
         if layer is None:
             return None
-        return replace(layer, k=tuple(x * factor for x in layer.k), v=tuple(x * factor for x in layer.v))
+        return replace(
+            layer, k=tuple(x * factor for x in layer.k), v=tuple(x * factor for x in layer.v)
+        )
 
-    return KVScales(tuple(map(converted, scales.layers)), format, mixed=scales.mixed, unneeded=scales.unneeded)
+    return KVScales(
+        tuple(map(converted, scales.layers)), format, mixed=scales.mixed, unneeded=scales.unneeded
+    )
 
 
 def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
@@ -209,11 +246,16 @@ def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
     return args.max_model_len
 
 
-def _kv_format(args: EngineArgs, compute: Format, scheme: Scheme, native: Format) -> tuple[Format, str]:
+def _kv_format(
+    args: EngineArgs, compute: Format, scheme: Scheme, native: Format
+) -> tuple[Format, str]:
     """The cache's format, and where it comes from, for messages."""
     dtype = args.kv_cache_dtype
     if dtype == "auto" and scheme.kv_format is None:
-        return compute, f"--kv-cache-dtype auto (the checkpoint declares no FP8 cache, so {compute})"
+        return (
+            compute,
+            f"--kv-cache-dtype auto (the checkpoint declares no FP8 cache, so {compute})",
+        )
     if dtype == "auto" and scheme.kv_format is not None:
         format = native if scheme.kv_format.is_e4m3 else scheme.kv_format
         return format, f"--kv-cache-dtype auto (the checkpoint declares {scheme.kv_format})"
@@ -221,13 +263,19 @@ def _kv_format(args: EngineArgs, compute: Format, scheme: Scheme, native: Format
 
 
 def resolve_kv_cache(
-    args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, native: Format, skipped: Set[int]
+    args: EngineArgs,
+    compute: Format,
+    scheme: Scheme,
+    scales: KVScales,
+    native: Format,
+    skipped: Set[int],
 ) -> KVCacheConfig:
-    """--kv-cache-dtype selects the format, --kv-scales the source of scales; `auto` depends on the checkpoint.
+    """--kv-cache-dtype selects the format, --kv-scales the source of scales; `auto` depends on the
+    checkpoint.
 
-    Part of `resolve`, which has checked the settings. `compute` is the format of an unquantized cache, `native` the
-    E4M3 of the device; the layers of `skipped` stay in `compute` and need no scales. Raises ConfigError, and
-    CheckpointError where the checkpoint is at fault.
+    Part of `resolve`, which has checked the settings. `compute` is the format of an unquantized
+    cache, `native` the E4M3 of the device; the layers of `skipped` stay in `compute` and need no
+    scales. Raises ConfigError, and CheckpointError where the checkpoint is at fault.
     """
     if not skipped:
         return _cache(args, compute, scheme, scales, native)
@@ -235,10 +283,16 @@ def resolve_kv_cache(
     if kv.format.is_quantized:
         return kv.skipping(skipped, len(scales.layers), compute)
     names = args.kv_cache_dtype_skip_layers
-    raise nothing_left(names) if any(scales.mixed) else unquantized(names, _kv_format(args, compute, scheme, native)[1])
+    raise (
+        nothing_left(names)
+        if any(scales.mixed)
+        else unquantized(names, _kv_format(args, compute, scheme, native)[1])
+    )
 
 
-def _cache(args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, native: Format) -> KVCacheConfig:
+def _cache(
+    args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, native: Format
+) -> KVCacheConfig:
     """`resolve_kv_cache`, before layers are skipped that `scales` may have as unneeded."""
     source = kv_source(args)
     asked = scales.mixed and source.word in ("auto", "checkpoint")
@@ -254,9 +308,14 @@ def _cache(args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, 
     if not format.is_quantized:
         return KVCacheConfig(format, None, None, None, "" if scales.empty else _skipped(args))
     if source.word == "group":
-        return KVCacheConfig(format, Granularity.GROUP, ScaleSource.DYNAMIC, None, "measured per group as stored")
+        return KVCacheConfig(
+            format, Granularity.GROUP, ScaleSource.DYNAMIC, None, "measured per group as stored"
+        )
     if format is Format.INT8 and not scales.empty:
-        return _dynamic(format, f"measured per token as stored; the checkpoint's, for {scales.format}, are skipped")
+        return _dynamic(
+            format,
+            f"measured per token as stored; the checkpoint's, for {scales.format}, are skipped",
+        )
     if source.word == "dynamic" or format is Format.INT8:
         return _dynamic(format, "measured per token as stored")
     if source.word == "unit":
@@ -276,10 +335,13 @@ def _cache(args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, 
     return _from_checkpoint(format, source.word, scheme, scales)
 
 
-def _from_checkpoint(format: Format, source: str, scheme: Scheme, scales: KVScales) -> KVCacheConfig:
+def _from_checkpoint(
+    format: Format, source: str, scheme: Scheme, scales: KVScales
+) -> KVCacheConfig:
     """E4M3 with `auto` or `checkpoint`: the checkpoint decides; missing scales are never guessed.
 
-    A scale of K alone serves V as well, as in vLLM and SGLang; one of V alone says nothing about keys.
+    A scale of K alone serves V as well, as in vLLM and SGLang; one of V alone says nothing about
+    keys.
     """
     if scales.alone("v"):
         raise CheckpointError(
@@ -297,7 +359,9 @@ def _from_checkpoint(format: Format, source: str, scheme: Scheme, scales: KVScal
             "use --kv-scales dynamic to measure them all, or unit"
         )
     if source == "checkpoint" and scales.missing:
-        raise ConfigError(f"--kv-scales checkpoint, but the checkpoint has no KV scales: {_MAKE_SCALES}")
+        raise ConfigError(
+            f"--kv-scales checkpoint, but the checkpoint has no KV scales: {_MAKE_SCALES}"
+        )
     if scheme.kv_static and scales.missing:
         raise CheckpointError(
             f"the checkpoint declares static KV scales ({scheme.description}), but has none for {layers}; "
@@ -306,7 +370,9 @@ def _from_checkpoint(format: Format, source: str, scheme: Scheme, scales: KVScal
     if scheme.kv_format is not None and scheme.method == "modelopt":
         return _unit(format, "1.0: modelopt's cast mode declares an FP8 cache and stores no scales")
     if scheme.kv_format is not None:
-        return _dynamic(format, "the checkpoint declares dynamic scales: measured per token as stored")
+        return _dynamic(
+            format, "the checkpoint declares dynamic scales: measured per token as stored"
+        )
     return _dynamic(format, "no scales in the checkpoint: measured per token as stored")
 
 
@@ -316,8 +382,12 @@ def _skipped(args: EngineArgs) -> str:
     return "the checkpoint's KV scales are skipped: 16 bits were asked for"
 
 
-def mixed_cache(scales: KVScales, compute: Format, native: Format, source: ScaleSource) -> KVCacheConfig:
-    """The cache of `scales.mixed`: `compute`, the format of an unquantized cache, in the layers of 16 bits."""
+def mixed_cache(
+    scales: KVScales, compute: Format, native: Format, source: ScaleSource
+) -> KVCacheConfig:
+    """The cache of `scales.mixed`: `compute`, the format of an unquantized cache, in the layers of
+    16 bits.
+    """
     kinds = tuple(LayerKVFormat(native if chosen else compute, chosen) for chosen in scales.mixed)
     chosen = {granularity for granularity in scales.mixed if granularity is not None}
     if not chosen:
@@ -325,7 +395,9 @@ def mixed_cache(scales: KVScales, compute: Format, native: Format, source: Scale
     finest = max(chosen, key=list(Granularity).index)
     if chosen == {Granularity.TOKEN}:
         source = ScaleSource.DYNAMIC
-    return KVCacheConfig(native, finest, source, for_variant(scales, native), scales.by_granularity, kinds)
+    return KVCacheConfig(
+        native, finest, source, for_variant(scales, native), scales.by_granularity, kinds
+    )
 
 
 def _layers(indices: Sequence[int]) -> str:
@@ -334,7 +406,10 @@ def _layers(indices: Sequence[int]) -> str:
 
 def _static(format: Format, scales: KVScales, source: ScaleSource, note: str = "") -> KVCacheConfig:
     converted = for_variant(scales, format)
-    finest = max((layer.granularity for layer in converted.layers if layer is not None), key=list(Granularity).index)
+    finest = max(
+        (layer.granularity for layer in converted.layers if layer is not None),
+        key=list(Granularity).index,
+    )
     if scales.format is not format:
         note += f"{', ' if note else ''}converted from {scales.format}"
     if scales.format_assumed:
@@ -352,13 +427,14 @@ def _dynamic(format: Format, note: str) -> KVCacheConfig:
 def _by_group(kv: KVCacheConfig, args: EngineArgs, device: DeviceFacts) -> KVCacheConfig:
     """`kv` of latents with a scale for each group instead of each token, where kernels have them.
 
-    On a model that was trained they cost a quarter of the KL of scales per token in E4M3, and a sixth in INT8, for an
-    eighth more bytes (docs/numerics.md).
+    On a model that was trained they cost a quarter of the KL of scales per token in E4M3, and a
+    sixth in INT8, for an eighth more bytes (docs/numerics.md).
     """
     if args.attention_compute == "fp8" or not has_groups(device, args.kernels):
         return kv
     layers = kv.layers and tuple(
-        layer if layer.granularity is None else replace(layer, granularity=Granularity.GROUP) for layer in kv.layers
+        layer if layer.granularity is None else replace(layer, granularity=Granularity.GROUP)
+        for layer in kv.layers
     )
     note = kv.note.replace("per token", "per group")
     return replace(kv, granularity=Granularity.GROUP, layers=layers, note=note)

@@ -1,4 +1,6 @@
-"""RopeConfig: which rotary embedding a config.json asks for, in both of its spellings. Imports no torch."""
+"""RopeConfig: which rotary embedding a config.json asks for, in both of its spellings. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,23 @@ from freight.errors import CheckpointError, choices
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. `kind` is default, linear, llama3, yarn, longrope or proportional; `parameters` are that kind's
-    numbers.
+    """Rotary embedding. `kind` is default, linear, llama3, yarn, longrope or proportional;
+    `parameters` are that kind's numbers.
 
-    linear: factor. llama3: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
-    yarn: factor, original_max_position_embeddings and, where the checkpoint has them, attention_factor, beta_fast,
-    beta_slow, mscale, mscale_all_dim, truncate, llama_4_scaling_beta (of queries: `layers.rope`), and attn_factor,
-    which multiplies what the others give (YaRN's first code has it, and vLLM; transformers reads over it).
-    longrope: factor, original_max_position_embeddings, perhaps attention_factor, and what divides each frequency,
-    [rotary_dim / 2]: `short_factors` where no position lies beyond the original length, else `long_factors`.
-    proportional: perhaps factor, and partial_rotary_factor: the share of pairs that are rotated, those of the highest
-    frequencies; the others have frequency 0, and `rotary_dim` counts both.
-    The first `rotary_dim` channels of a head are rotated.
+    linear: factor. llama3: factor, low_freq_factor, high_freq_factor,
+    original_max_position_embeddings. yarn: factor, original_max_position_embeddings and, where the
+    checkpoint has them, attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim, truncate,
+    llama_4_scaling_beta (of queries: `layers.rope`), and attn_factor, which multiplies what the
+    others give (YaRN's first code has it, and vLLM; transformers reads over it). longrope: factor,
+    original_max_position_embeddings, perhaps attention_factor, and what divides each frequency,
+    [rotary_dim / 2]: `short_factors` where no position lies beyond the original length, else
+    `long_factors`. proportional: perhaps factor, and partial_rotary_factor: the share of pairs that
+    are rotated, those of the highest frequencies; the others have frequency 0, and `rotary_dim`
+    counts both. The first `rotary_dim` channels of a head are rotated.
 
-    interleaved   a checkpoint's pairs of channels are (2i, 2i + 1), and not (i, i + rotary_dim / 2) as those of every
-                  kernel. The loader brings the rows of q and k into the kernels' order, in which the cache has them too
+    interleaved   a checkpoint's pairs of channels are (2i, 2i + 1), and not (i, i + rotary_dim / 2)
+                  as those of every kernel. The loader brings the rows of q and k into the kernels'
+                  order, in which the cache has them too
     """
 
     rotary_dim: int
@@ -40,7 +44,9 @@ class RopeConfig:
     interleaved: bool = False
 
     def for_context(self, max_len: int) -> RopeConfig:
-        """As both lists of longrope, the factors that contexts of up to `max_len` tokens take; other kinds alone."""
+        """As both lists of longrope, the factors that contexts of up to `max_len` tokens take;
+        other kinds alone.
+        """
         if self.kind != "longrope":
             return self
         is_long = max_len > self.parameters["original_max_position_embeddings"]
@@ -51,7 +57,9 @@ class RopeConfig:
 _REQUIRED = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
     "yarn": frozenset({"factor", "original_max_position_embeddings"}),
     "longrope": frozenset({"factor", "original_max_position_embeddings"}),
 }
@@ -61,7 +69,15 @@ _SHARE = "partial_rotary_factor"
 _SECTIONS = "mrope_section"
 _OPTIONAL = {
     "yarn": frozenset(
-        {"attention_factor", "attn_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+        {
+            "attention_factor",
+            "attn_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        }
     ),
     "longrope": frozenset({"attention_factor"}),
     PROPORTIONAL: frozenset({"factor", _SHARE}),
@@ -72,14 +88,17 @@ _LENGTH = "original_max_position_embeddings"
 
 
 def yarn_mscale(scale: float, weight: float = 1.0) -> float:
-    """How much sharper attention is made for contexts that are `scale` times as long (YaRN, Peng et al. 2023)."""
+    """How much sharper attention is made for contexts that are `scale` times as long (YaRN, Peng et
+    al. 2023).
+    """
     return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
 
 def parse_ropes(
     config: Mapping[str, Any], family: Family, max_positions: int, head_dims: tuple[int, ...]
 ) -> tuple[RopeConfig, ...]:
-    """The rope of all layers; or, where layers with a window have their own, that of the others and then theirs.
+    """The rope of all layers; or, where layers with a window have their own, that of the others and
+    then theirs.
 
     Both spellings: `rope_theta`, `rope_local_base_freq` and `rope_scaling`, or `rope_parameters` with the theta inside,
     for each kind of layer where there are two ropes. `head_dims` has the head size of each of the two kinds.
@@ -106,7 +125,8 @@ def parse_ropes(
 def _without_length(by_kind: Mapping[str, Any]) -> dict[str, Any]:
     """`by_kind` without a pretrained length beside the ropes, which Laguna-XS.2 repeats there.
 
-    transformers does not read it, and others take it for the default of the ropes: each that needs one must name it.
+    transformers does not read it, and others take it for the default of the ropes: each that needs
+    one must name it.
     """
     for kind, rope in by_kind.items():
         own = rope if isinstance(rope, Mapping) else {}
@@ -131,7 +151,8 @@ def _parse_rope(
     if not declared:
         return _plain(config, {}, family, theta, head_dim)
     parsed = {
-        key: _parse(key, value, config, family, theta, head_dim, max_positions) for key, value in declared.items()
+        key: _parse(key, value, config, family, theta, head_dim, max_positions)
+        for key, value in declared.items()
     }
     if len(set(map(repr, parsed.values()))) > 1:
         spellings = " but ".join(f"{key} = {value}" for key, value in declared.items())
@@ -144,25 +165,40 @@ def _plain(
 ) -> RopeConfig:
     """A rope without scaling; `rope` may say how many channels it rotates."""
     rotary_dim = _rotary_dim(config, _of_heads(rope, family), family, head_dim)
-    return RopeConfig(rotary_dim, number(config, "rope_theta", theta), interleaved=family.interleaved)
+    return RopeConfig(
+        rotary_dim, number(config, "rope_theta", theta), interleaved=family.interleaved
+    )
 
 
 def _of_text(where: str, rope: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`rope` without the sections for time, height and width: a text token has one position in all of them."""
+    """`rope` without the sections for time, height and width: a text token has one position in all
+    of them.
+    """
     sections = rope.get(_SECTIONS)
-    if sections is not None and not (isinstance(sections, list) and all(type(size) is int for size in sections)):
-        raise CheckpointError(f"config.json: {_SECTIONS} = {sections!r} in {where} must be a list of numbers of pairs")
-    found = {key: value for key, value in rope.items() if key not in (_SECTIONS, "mrope_interleaved")}
+    if sections is not None and not (
+        isinstance(sections, list) and all(type(size) is int for size in sections)
+    ):
+        raise CheckpointError(
+            f"config.json: {_SECTIONS} = {sections!r} in {where} must be a list of numbers of pairs"
+        )
+    found = {
+        key: value for key, value in rope.items() if key not in (_SECTIONS, "mrope_interleaved")
+    }
     return found | {key: "default" for key in ("type", "rope_type") if found.get(key) == "mrope"}
 
 
 def _of_heads(rope: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     """`rope` without a share of the rotated channels that is a number of its kind (`RopeConfig`)."""
-    own = RopeForm.PROPORTIONAL in family.ropes and PROPORTIONAL in (rope.get("rope_type"), rope.get("type"))
+    own = RopeForm.PROPORTIONAL in family.ropes and PROPORTIONAL in (
+        rope.get("rope_type"),
+        rope.get("type"),
+    )
     return {key: value for key, value in rope.items() if not (own and key == _SHARE)}
 
 
-def _rotary_dim(config: Mapping[str, Any], rope: Mapping[str, Any], family: Family, head_dim: int) -> int:
+def _rotary_dim(
+    config: Mapping[str, Any], rope: Mapping[str, Any], family: Family, head_dim: int
+) -> int:
     """Channels that are rotated: all, or as many as `partial_rotary_factor` says, here or there."""
     factors = [number(source, _SHARE) for source in (rope, config) if source.get(_SHARE)]
     factors = factors or [1.0 if family.rotary_factor is None else family.rotary_factor]
@@ -194,28 +230,50 @@ def _parse(
     plain = _plain(config, rope, family, theta, head_dim)
     named = [rope[key] for key in ("type", "rope_type") if rope.get(key) is not None]
     if not all(isinstance(kind, str) for kind in named):
-        raise CheckpointError(f"config.json: {where} = {dict(rope)!r} has a rope_type that is not a word")
+        raise CheckpointError(
+            f"config.json: {where} = {dict(rope)!r} has a rope_type that is not a word"
+        )
     kinds = {*named} or {"default"}
     kind = kinds.pop()
     kind = "longrope" if kind == "su" else kind
-    required = _REQUIRED | ({PROPORTIONAL: frozenset[str]()} if RopeForm.PROPORTIONAL in family.ropes else {})
+    required = _REQUIRED | (
+        {PROPORTIONAL: frozenset[str]()} if RopeForm.PROPORTIONAL in family.ropes else {}
+    )
     if kinds or kind not in required:
-        said = repr(kind) if not kinds else f"type {rope['type']!r} and rope_type {rope['rope_type']!r}"
-        raise CheckpointError(f"config.json: {where} of {said} is not implemented; {choices(required)} are")
+        said = (
+            repr(kind)
+            if not kinds
+            else f"type {rope['type']!r} and rope_type {rope['rope_type']!r}"
+        )
+        raise CheckpointError(
+            f"config.json: {where} of {said} is not implemented; {choices(required)} are"
+        )
     allowed = required[kind] | _OPTIONAL.get(kind, frozenset())
     if RopeForm.QUERY_SCALING in family.ropes:
         rope, allowed = _with_query_scaling(where, rope, kind), allowed | {QUERY_SCALING}
-    thetas = {number(source, "rope_theta") for source in (rope, config) if source.get("rope_theta") is not None}
+    thetas = {
+        number(source, "rope_theta")
+        for source in (rope, config)
+        if source.get("rope_theta") is not None
+    }
     if len(thetas) > 1:
         raise CheckpointError(
             f"config.json contradicts itself: rope_theta = {config['rope_theta']}, and in {where} {rope['rope_theta']}"
         )
     other = _OTHER - ({_SHARE} if kind == PROPORTIONAL else set())
     values = {key: value for key, value in rope.items() if key not in other and value is not None}
-    factors = [_factors(where, values, key, plain.rotary_dim) if kind == "longrope" else () for key in _FACTORS]
-    # a pretrained length outside of this object takes precedence; without either, it is max_position_embeddings
+    factors = [
+        _factors(where, values, key, plain.rotary_dim) if kind == "longrope" else ()
+        for key in _FACTORS
+    ]
+    # a pretrained length outside of this object takes precedence; without either, it is
+    # max_position_embeddings
     outside = config.get("original_max_position_embeddings")
-    original = outside if outside is not None else values.pop("original_max_position_embeddings", max_positions)
+    original = (
+        outside
+        if outside is not None
+        else values.pop("original_max_position_embeddings", max_positions)
+    )
     values.pop("original_max_position_embeddings", None)
     if "original_max_position_embeddings" in required[kind]:
         values["original_max_position_embeddings"] = original
@@ -229,7 +287,9 @@ def _parse(
         )
     parameters = {key: _value(where, values, key) for key in sorted(values)}
     if kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
-        raise CheckpointError(f"config.json: {where} needs high_freq_factor > low_freq_factor, and has {dict(rope)}")
+        raise CheckpointError(
+            f"config.json: {where} needs high_freq_factor > low_freq_factor, and has {dict(rope)}"
+        )
     return replace(
         plain,
         theta=thetas.pop() if thetas else plain.theta,
@@ -257,7 +317,9 @@ def _factors(where: str, values: dict[str, Any], key: str, rotary_dim: int) -> t
     """Remove from `values` what divides each frequency."""
     found = values.pop(key, None)
     if not isinstance(found, list) or len(found) != rotary_dim // 2:
-        raise CheckpointError(f"config.json: {key} = {found!r} in {where} must be a list of {rotary_dim // 2} numbers")
+        raise CheckpointError(
+            f"config.json: {key} = {found!r} in {where} must be a list of {rotary_dim // 2} numbers"
+        )
     return tuple(number({key: value}, key) for value in found)
 
 
@@ -270,8 +332,14 @@ def _value(where: str, values: Mapping[str, Any], key: str) -> float | bool:
         )
     if key == "truncate":
         if not isinstance(value, bool):
-            raise CheckpointError(f"config.json: truncate = {value!r} in {where} must be true or false")
+            raise CheckpointError(
+                f"config.json: truncate = {value!r} in {where} must be true or false"
+            )
         return value
     if key == _SHARE and number(values, key) > 1:
-        raise CheckpointError(f"config.json: {key} = {value!r} in {where} must be a share of the channels, at most 1")
-    return number(values, key, least=0.0 if key.startswith("mscale") or key == QUERY_SCALING else None)
+        raise CheckpointError(
+            f"config.json: {key} = {value!r} in {where} must be a share of the channels, at most 1"
+        )
+    return number(
+        values, key, least=0.0 if key.startswith("mscale") or key == QUERY_SCALING else None
+    )

@@ -1,4 +1,5 @@
-"""--kv-cache-dtype-skip-layers: the layers whose KV cache stays unquantized beside others of 8 bits. Imports no torch.
+"""--kv-cache-dtype-skip-layers: the layers whose KV cache stays unquantized beside others of 8
+bits. Imports no torch.
 
 A layer that reads another's keys and values stores none: it follows the layer that it reads.
 """
@@ -20,7 +21,9 @@ _WAY_OUT = f"give layer numbers, as in 0,2, or {SLIDING} for the layers with a w
 
 
 class KVLayer(Protocol):
-    """What skipping reads of a layer: its window, and the layer whose keys and values it reads instead of its own."""
+    """What skipping reads of a layer: its window, and the layer whose keys and values it reads
+    instead of its own.
+    """
 
     @property
     def window(self) -> int | None: ...
@@ -38,21 +41,29 @@ class StoredLayer:
 
 
 def layer_names(value: object) -> tuple[str, ...]:
-    """The names in a text with commas or spaces between them, in a number, or in a list of these; each once."""
-    wrong = ConfigError(f"kv_cache_dtype_skip_layers is {shown(value)}; give [0, 2] or ['{SLIDING}']")
+    """The names in a text with commas or spaces between them, in a number, or in a list of these;
+    each once.
+    """
+    wrong = ConfigError(
+        f"kv_cache_dtype_skip_layers is {shown(value)}; give [0, 2] or ['{SLIDING}']"
+    )
     return listed_names(value, (str, Integral), wrong)
 
 
 def check_skipped(given: Sequence[object], kv_cache_dtype: str) -> None:
-    """What is decidable without the model. Raises ConfigError for a name that is neither a number nor a known word,
-    and for a cache in which no layer is quantized."""
+    """What is decidable without the model. Raises ConfigError for a name that is neither a number
+    nor a known word, and for a cache in which no layer is quantized."""
     names = tuple(map(str, given))
     for name in names:
         if (name.isascii() and name.isdecimal()) or name == SLIDING:
             continue
         if name.startswith("-") and name[1:].isdecimal():
-            raise ConfigError(f"{FLAG} {shown(name)}: layers count from 0, from the first on; {_WAY_OUT}")
-        raise ConfigError(f"{FLAG} {shown(name)} is unknown{nearest(name[:80], [SLIDING])}: {_WAY_OUT}")
+            raise ConfigError(
+                f"{FLAG} {shown(name)}: layers count from 0, from the first on; {_WAY_OUT}"
+            )
+        raise ConfigError(
+            f"{FLAG} {shown(name)} is unknown{nearest(name[:80], [SLIDING])}: {_WAY_OUT}"
+        )
     if names and kv_cache_dtype in map(str, COMPUTE_FORMATS):
         raise unquantized(names, f"--kv-cache-dtype {kv_cache_dtype}")
 
@@ -64,28 +75,44 @@ def unquantized(names: Sequence[object], cache: str) -> ConfigError:
     )
 
 
-def skipped_layers(given: Sequence[object], layers: Mapping[int, KVLayer], num_layers: int) -> frozenset[int]:
-    """Indices of the layers that `names`, which `check_skipped` has passed, stand for; readers of a skipped layer too.
+def skipped_layers(
+    given: Sequence[object], layers: Mapping[int, KVLayer], num_layers: int
+) -> frozenset[int]:
+    """Indices of the layers that `names`, which `check_skipped` has passed, stand for; readers of a
+    skipped layer too.
 
-    `layers` are those of `num_layers` that read keys and values, by index. Raises ConfigError for a number beyond the
-    layers, a layer that stores nothing unless the layer it reads is skipped as well, `sliding_window` where no layer
-    has a window, and for all layers.
+    `layers` are those of `num_layers` that read keys and values, by index. Raises ConfigError for a
+    number beyond the layers, a layer that stores nothing unless the layer it reads is skipped as
+    well, `sliding_window` where no layer has a window, and for all layers.
     """
     names = tuple(map(str, given))
     numbers = {name: _number(name, num_layers) for name in names if name != SLIDING}
     for name, index in numbers.items():
         if index not in layers:
-            kept = ", ".join(map(str, list(layers)[:8])) + (", …" if len(layers) > 8 else "") or "none: omit it"
+            kept = (
+                ", ".join(map(str, list(layers)[:8])) + (", …" if len(layers) > 8 else "")
+                or "none: omit it"
+            )
             raise ConfigError(
                 f"{FLAG} {name}: layer {index} has no attention, and stores no keys and values; choose among {kept}"
             )
     stored = set(numbers.values())
     if SLIDING in names:
-        windows = {index for index, layer in layers.items() if layer.window is not None and layer.kv_from is None}
+        windows = {
+            index
+            for index, layer in layers.items()
+            if layer.window is not None and layer.kv_from is None
+        }
         if not windows:
-            raise ConfigError(f"{FLAG} {SLIDING}: no layer of this model has a window; give layer numbers, or omit it")
+            raise ConfigError(
+                f"{FLAG} {SLIDING}: no layer of this model has a window; give layer numbers, or omit it"
+            )
         stored |= windows
-    found = {i for i, layer in layers.items() if (i if layer.kv_from is None else layer.kv_from) in stored}
+    found = {
+        i
+        for i, layer in layers.items()
+        if (i if layer.kv_from is None else layer.kv_from) in stored
+    }
     for name, index in numbers.items():
         if index not in found:
             source = layers[index].kv_from
@@ -109,7 +136,9 @@ def nothing_left(names: Sequence[object]) -> ConfigError:
 def _number(name: str, num_layers: int) -> int:
     digits = name.lstrip("0") or "0"
     if len(digits) > 9 or int(digits) >= num_layers:
-        raise ConfigError(f"{FLAG} {shown(name)}: this model has {num_layers} layers, 0 to {num_layers - 1}")
+        raise ConfigError(
+            f"{FLAG} {shown(name)}: this model has {num_layers} layers, 0 to {num_layers - 1}"
+        )
     return int(digits)
 
 

@@ -1,4 +1,5 @@
-"""--state-every: after how many tokens a state stays behind; --state-dtype: how recurrent states are stored.
+"""--state-every: after how many tokens a state stays behind; --state-dtype: how recurrent states
+are stored.
 
 All kernel sets take the same formats of states, and 16 bits are bfloat16 alone. Imports no torch.
 """
@@ -18,7 +19,16 @@ if TYPE_CHECKING:
     from freight.config.model import ModelConfig
 
 _MOST_EVERY = 2**30  # kernels take 32 bits, and no context is as long
-STATE_DTYPES = ("auto", "bfloat16", "float32", "int8", "fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz")
+STATE_DTYPES = (
+    "auto",
+    "bfloat16",
+    "float32",
+    "int8",
+    "fp8",
+    "fp8_e4m3",
+    "fp8_e4m3fn",
+    "fp8_e4m3fnuz",
+)
 _REFUSED: dict[object, str] = {
     "float16": "a state may grow beyond its largest number, 65,504; use bfloat16, which takes as much, or float32",
     "fp8_e5m2": "two bits of mantissa make twice the error of E4M3; use int8, which has the least of 8 bits, or fp8",
@@ -32,17 +42,26 @@ def check_states(every: object, dtype: object, block_size: int) -> None:
 
 
 def _check_every(value: object, block_size: int) -> None:
-    """None, or a power of two that is a multiple of the block size and of a state's tile. Raises ConfigError."""
+    """None, or a power of two that is a multiple of the block size and of a state's tile. Raises
+    ConfigError.
+    """
     if value is None:
         return
     least = max(STATE_TILE, block_size)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or value & (value - 1):
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < least
+        or value & (value - 1)
+    ):
         raise ConfigError(
             f"--state-every {value!r} must be a power of two, {least} or more: a multiple of {STATE_TILE} and "
             f"of --block-size {block_size}; give {least}, {2 * least} or {4 * least}, or omit it"
         )
     if value > _MOST_EVERY:
-        raise ConfigError(f"--state-every {value} must be at most {_MOST_EVERY}, beyond any context; or omit it")
+        raise ConfigError(
+            f"--state-every {value} must be at most {_MOST_EVERY}, beyond any context; or omit it"
+        )
 
 
 def _check_dtype(value: object) -> None:
@@ -52,16 +71,22 @@ def _check_dtype(value: object) -> None:
 
 
 def default_state(compute: Format) -> Format:
-    """The format of states that are not quantized: float32 beside float32, else bfloat16, whose range they need."""
+    """The format of states that are not quantized: float32 beside float32, else bfloat16, whose
+    range they need.
+    """
     return Format.FLOAT32 if compute is Format.FLOAT32 else Format.BFLOAT16
 
 
-def with_state(kv: KVCacheConfig, asked: str, compute: Format, native: Format, model: ModelConfig) -> KVCacheConfig:
-    """`kv` with the format of states that --state-dtype `asked` means beside it. `native`: the device's E4M3.
+def with_state(
+    kv: KVCacheConfig, asked: str, compute: Format, native: Format, model: ModelConfig
+) -> KVCacheConfig:
+    """`kv` with the format of states that --state-dtype `asked` means beside it. `native`: the
+    device's E4M3.
 
-    `auto` is INT8 where keys and values have 8 bits: it has less error in states than E4M3. The dtype that a
-    config.json may name (`mamba_ssm_dtype`) is that of its publisher's own code, and decides nothing here. Raises
-    ConfigError for a format that is named where no layer has such a state.
+    `auto` is INT8 where keys and values have 8 bits: it has less error in states than E4M3. The
+    dtype that a config.json may name (`mamba_ssm_dtype`) is that of its publisher's own code, and
+    decides nothing here. Raises ConfigError for a format that is named where no layer has such a
+    state.
     """
     if not model.recurrent:
         if asked != "auto":

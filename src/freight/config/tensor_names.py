@@ -23,14 +23,16 @@ class AttentionNames:
     head_gate: str = "self_attn.g_proj"
 
     def qkv_of(self, mixer: AttentionConfig) -> tuple[str, ...]:
-        """The modules of q, k and v that a layer has: those of `AttentionConfig.projected_sizes`, or one for all."""
+        """The modules of q, k and v that a layer has: those of `AttentionConfig.projected_sizes`,
+        or one for all.
+        """
         return self.qkv if len(self.qkv) == 1 else self.qkv[: len(mixer.projected_sizes)]
 
 
 @dataclass(frozen=True)
 class LatentNames:
-    """Names of latent attention within a layer (`LatentConfig`): `q`, or `q_a`, `q_norm` and `q_b`. `gate`: of what
-    attention returns, in models that have it."""
+    """Names of latent attention within a layer (`LatentConfig`): `q`, or `q_a`, `q_norm` and `q_b`.
+    `gate`: of what attention returns, in models that have it."""
 
     q: str = "self_attn.q_proj"
     q_a: str = "self_attn.q_a_proj"
@@ -47,7 +49,8 @@ class LatentNames:
 class DeltaNetNames:
     """Names of a gated delta net within a layer.
 
-    qkvz, ba   projections; one name alone has the rows of all, key head by key head with its value heads (Qwen3-Next)
+    qkvz, ba   projections; one name alone has the rows of all, key head by key head with its value
+               heads (Qwen3-Next)
     """
 
     qkvz: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
@@ -72,7 +75,11 @@ class KimiDeltaNames:
     decay: tuple[str, ...] = ("self_attn.f_a_proj", "self_attn.f_b_proj")
     beta: str = "self_attn.b_proj"
     gate: tuple[str, ...] = ("self_attn.g_a_proj", "self_attn.g_b_proj")
-    conv: tuple[str, ...] = ("self_attn.q_conv1d.weight", "self_attn.k_conv1d.weight", "self_attn.v_conv1d.weight")
+    conv: tuple[str, ...] = (
+        "self_attn.q_conv1d.weight",
+        "self_attn.k_conv1d.weight",
+        "self_attn.v_conv1d.weight",
+    )
     a_log: str = "self_attn.A_log"
     dt_bias: str = "self_attn.dt_bias"
     norm: str = "self_attn.o_norm.weight"
@@ -82,7 +89,9 @@ class KimiDeltaNames:
 
 @dataclass(frozen=True)
 class ShortConvNames:
-    """Names of a short convolution within a layer (`ShortConvConfig`); `conv` has a weight and perhaps a bias."""
+    """Names of a short convolution within a layer (`ShortConvConfig`); `conv` has a weight and
+    perhaps a bias.
+    """
 
     in_proj: str = "conv.in_proj"
     conv: str = "conv.conv"
@@ -91,7 +100,9 @@ class ShortConvNames:
 
 @dataclass(frozen=True)
 class MambaNames:
-    """Names of Mamba-2 within a layer (`Mamba2Config`); `conv` and the projections have a weight and perhaps a bias."""
+    """Names of Mamba-2 within a layer (`Mamba2Config`); `conv` and the projections have a weight
+    and perhaps a bias.
+    """
 
     in_proj: str = "mamba.in_proj"
     conv: str = "mamba.conv1d"
@@ -104,38 +115,51 @@ class MambaNames:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Checkpoint names; `{}` is the layer's index. Projections of one field may also be stored as one tensor, in the
-    order of their names: then the field has that name alone.
+    """Checkpoint names; `{}` is the layer's index. Projections of one field may also be stored as
+    one tensor, in the order of their names: then the field has that name alone.
 
     embedding, norm, layer, head, positions, project_in, project_out   follow `ModelConfig.prefixes`
     attention, latent, delta_net, kimi_delta, short_conv, mamba   of layers with these mixers
     positions                      learned embedding of positions, in models that have it
-    project_in, project_out        Linear modules behind the embedding and before the head, in models that have them
-    router, choice_bias            of a mixture of experts; `expert` is followed by the expert's index, and by the names
-                                   of its projections, and `shared` by those of `gate_up` and `down`
+    project_in, project_out        Linear modules behind the embedding and before the head, in
+                                   models that have them
+    router, choice_bias            of a mixture of experts; `expert` is followed by the expert's
+                                   index, and by the names of its projections, and `shared` by those
+                                   of `gate_up` and `down`
     expert_gate_up                 of up alone in experts without a gate, as `gate_up`
-    interleaved                    the experts of a layer are one tensor [experts, inputs, outputs] for each projection,
-                                   with its bias [experts, outputs]; of gate and up, one output of each in turn. With
-                                   `ModelConfig.separate_experts` they have the names that other families' experts have
-    stacked                        `gate_up` and `down` of all experts, or gate, up and down, where a checkpoint has a
-                                   3-D tensor of each
+    interleaved                    the experts of a layer are one tensor [experts, inputs, outputs]
+                                   for each projection, with its bias [experts, outputs]; of gate
+                                   and up, one output of each in turn. With
+                                   `ModelConfig.separate_experts` they have the names that other
+                                   families' experts have
+    stacked                        `gate_up` and `down` of all experts, or gate, up and down, where
+                                   a checkpoint has a 3-D tensor of each
     stacked_turned                 whether these may be [experts, inputs, outputs]
-    latent_in, latent_out          Linear modules before and behind the experts where `MoEConfig.latent_size`
-    router_scale, expert_scale     where `MoEConfig.beside`: they multiply the router's input and experts' weights
-    experts_norm, shared_post, experts_post   the norm before the experts then, and those behind the shared
+    latent_in, latent_out          Linear modules before and behind the experts where
+                                   `MoEConfig.latent_size`
+    router_scale, expert_scale     where `MoEConfig.beside`: they multiply the router's input and
+                                   experts' weights
+    experts_norm, shared_post, experts_post   the norm before the experts then, and those behind the
+                                              shared
                                    feed-forward and the experts
-    attention_norm, mlp_norm       norms of mixer and feed-forward (`NormPlacement`); where layers have one part, both
-                                   may have the same name
-    attention_post, mlp_post       norms of the outputs, in layers that have them (`NormPlacement.has_outputs`)
+    attention_norm, mlp_norm       norms of mixer and feed-forward (`NormPlacement`); where layers
+                                   have one part, both may have the same name
+    attention_post, mlp_post       norms of the outputs, in layers that have them
+                                   (`NormPlacement.has_outputs`)
     choice_bias_outer              dimensions of `choice_bias` before that of experts
-    for_pictures                   whether as many experts follow, for pictures, with a router of their own and a second
-                                   row of the choice bias; routers are stored as [inputs, experts] then (ERNIE 4.5 VL)
-    scalar                         what the output of a layer is multiplied by, in models that have it
-    own_table, own_projection, own_norm   of what each token has for each layer, in models that have it
+    for_pictures                   whether as many experts follow, for pictures, with a router of
+                                   their own and a second row of the choice bias; routers are stored
+                                   as [inputs, experts] then (ERNIE 4.5 VL)
+    scalar                         what the output of a layer is multiplied by, in models that have
+                                   it
+    own_table, own_projection, own_norm   of what each token has for each layer, in models that have
+                                          it
                                    (`LayerConfig.input`); they follow `ModelConfig.prefixes`
     own_gate, own_down, own_post   the same within a layer
-    unused                         patterns of tensors that the decoder does not need, with the reason
-    also                           names of modules within a layer that transformers writes, and what they are here
+    unused                         patterns of tensors that the decoder does not need, with the
+                                   reason
+    also                           names of modules within a layer that transformers writes, and
+                                   what they are here
     """
 
     embedding: str = "embed_tokens.weight"
@@ -189,7 +213,9 @@ class TensorNames:
     @property
     def outer(self) -> frozenset[str]:
         """Matrices outside of the layers."""
-        projections = (f"{name}.weight" for name in (self.project_in, self.project_out, self.own_projection))
+        projections = (
+            f"{name}.weight" for name in (self.project_in, self.project_out, self.own_projection)
+        )
         return frozenset((self.embedding, self.positions, self.head, self.own_table, *projections))
 
 
@@ -201,7 +227,9 @@ NORMED_OUTPUTS = TensorNames(
 
 def not_run(part: str, *patterns: str) -> tuple[tuple[str, str], ...]:
     """`TensorNames.unused` for a part of the model that is not its text model."""
-    return tuple((pattern, f"of the {part} model: Freight runs the text model alone") for pattern in patterns)
+    return tuple(
+        (pattern, f"of the {part} model: Freight runs the text model alone") for pattern in patterns
+    )
 
 
 VISION_TOWER = not_run("vision", "*vision_tower.*", "*multi_modal_projector.*")

@@ -1,7 +1,8 @@
 """What an engine counts: totals since it started, and when each request reached which point.
 
-Totals only rise. An exception in the middle of a change may leave what that change did uncounted; nothing is counted
-twice, because a total rises after what marks its cause as done. Imports no torch.
+Totals only rise. An exception in the middle of a change may leave what that change did uncounted;
+nothing is counted twice, because a total rises after what marks its cause as done. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from freight.outputs import RequestTimes
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the start, with the meaning that they have in `EngineStats`. The Scheduler writes them."""
+    """Counts since the start, with the meaning that they have in `EngineStats`. The Scheduler
+    writes them.
+    """
 
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -25,9 +28,11 @@ class Totals:
 
 @dataclass(slots=True)
 class Stamps:
-    """When a request was added, first scheduled, got its first token, and ended, in seconds of the engine's clock.
+    """When a request was added, first scheduled, got its first token, and ended, in seconds of the
+    engine's clock.
 
-    Of `n` completions: the first that is scheduled, the first that gets a token, the last that ends.
+    Of `n` completions: the first that is scheduled, the first that gets a token, the last that
+    ends.
     """
 
     added: float
@@ -40,4 +45,6 @@ class Stamps:
         end = now if self.ended is None else self.ended
         scheduled = end if self.scheduled is None else self.scheduled
         first_token = end if self.first_token is None else self.first_token
-        return RequestTimes(scheduled - self.added, first_token - scheduled, end - first_token, preemptions)
+        return RequestTimes(
+            scheduled - self.added, first_token - scheduled, end - first_token, preemptions
+        )

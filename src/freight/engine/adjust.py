@@ -1,7 +1,8 @@
-"""What a request's parameters change in its logits before a token is chosen: bias, penalties, and which may be drawn.
+"""What a request's parameters change in its logits before a token is chosen: bias, penalties, and
+which may be drawn.
 
-`sampler.py` has the definition. A row keeps what it needs as dense tensors on the logits' device, so that the cost of a
-step depends neither on the length of the prompt nor on that of the output.
+`sampler.py` has the definition. A row keeps what it needs as dense tensors on the logits' device,
+so that the cost of a step depends neither on the length of the prompt nor on that of the output.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from freight.sampling import SamplingParams
 
 
 class SamplingRow:
-    """How one request is sampled: built once for the request, and used in every step that draws a token for it.
+    """How one request is sampled: built once for the request, and used in every step that draws a
+    token for it.
 
     params            what the caller asked for
     seed              what the row draws from; with `position`, it decides the draw alone
     prompt_token_ids  read once
-    output_token_ids  the request's own list, read as it grows; it may grow by any number of tokens, and never shrinks
+    output_token_ids  the request's own list, read as it grows; it may grow by any number of tokens,
+                      and never shrinks
     stop_token_ids    barred before min_tokens; ids outside of the vocabulary are ignored
     grammar           which tokens may come next; None: all
     bad_words         which tokens may not come next; None: any may
 
-    A repetition penalty keeps 4 bytes for each token of the vocabulary on the device, presence and frequency penalties
-    together another 4. An exception inside `sample`, at any point, leaves the row as good as it was: what was done of
-    an update is done again, with the same result.
+    A repetition penalty keeps 4 bytes for each token of the vocabulary on the device, presence and
+    frequency penalties together another 4. An exception inside `sample`, at any point, leaves the
+    row as good as it was: what was done of an update is done again, with the same result.
     """
 
     def __init__(
@@ -52,12 +55,18 @@ class SamplingRow:
         self.stop_token_ids = stop_token_ids
         self.grammar = grammar
         self.bad_words = bad_words
-        penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        penalised = (
+            params.repetition_penalty != 1
+            or params.presence_penalty != 0
+            or params.frequency_penalty != 0
+        )
         masked = not (grammar is None and params.allowed_token_ids is None and bad_words is None)
         self._always_changes = penalised or bool(params.logit_bias) or masked
         self._may_bar_stop_ids = params.min_tokens > 0 and bool(stop_token_ids)
         self._changes: _Changes | None = None
-        self._allowed: NDArray[np.bool_] | None = None  # allowed_token_ids as a mask, once it is needed
+        self._allowed: NDArray[np.bool_] | None = (
+            None  # allowed_token_ids as a mask, once it is needed
+        )
 
     @property
     def position(self) -> int:
@@ -117,7 +126,9 @@ class SamplingRow:
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The logits [num_rows, vocab_size] that tokens are drawn from; the given tensor itself when no row changes any."""
+    """The logits [num_rows, vocab_size] that tokens are drawn from; the given tensor itself when no
+    row changes any.
+    """
     changing = [i for i, row in enumerate(rows) if row.changes_logits]
     if not changing:
         return logits
@@ -128,7 +139,9 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` on `device`; the host does not wait for what a GPU still computes, as torch.tensor would."""
+    """`values` on `device`; the host does not wait for what a GPU still computes, as torch.tensor
+    would.
+    """
     host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
@@ -142,21 +155,31 @@ class _Changes:
         self._params = params
         self._bias_ids = send(list(params.logit_bias), torch.int64, device)
         self._bias = send(list(params.logit_bias.values()), torch.float32, device)
-        stops = [token for token in row.stop_token_ids if token < vocab_size] if params.min_tokens else []
+        stops = (
+            [token for token in row.stop_token_ids if token < vocab_size]
+            if params.min_tokens
+            else []
+        )
         self._stop_ids = send(stops, torch.int64, device)
         self._factor: Tensor | None = None  # repetition_penalty at every token seen, 1 elsewhere
         if params.repetition_penalty != 1:
             self._factor = torch.ones(vocab_size, dtype=torch.float32, device=device)
             seen = send(row.prompt_token_ids, torch.int64, device)
             self._factor.index_fill_(0, seen, params.repetition_penalty)
-        self._cost: Tensor | None = None  # presence_penalty + frequency_penalty * n(v), 0 where n(v) is 0
+        self._cost: Tensor | None = (
+            None  # presence_penalty + frequency_penalty * n(v), 0 where n(v) is 0
+        )
         if params.presence_penalty != 0 or params.frequency_penalty != 0:
             self._cost = torch.zeros(vocab_size, dtype=torch.float32, device=device)
-        self._counts: dict[int, tuple[int, int]] = {}  # token -> its count in output[:end], and that end
+        self._counts: dict[
+            int, tuple[int, int]
+        ] = {}  # token -> its count in output[:end], and that end
         self._num_taken = 0  # leading output tokens that all of the above has taken in
 
     def catch_up(self, output: Sequence[int]) -> None:
-        """Take in the output tokens that came since the last call. Every assignment may be repeated."""
+        """Take in the output tokens that came since the last call. Every assignment may be
+        repeated.
+        """
         if self._factor is None and self._cost is None:
             return
         fresh = output[self._num_taken :]
@@ -172,16 +195,21 @@ class _Changes:
                     self._counts[token] = (count + 1, position + 1)
             presence, frequency = self._params.presence_penalty, self._params.frequency_penalty
             cost = [presence + frequency * self._counts[token][0] for token in fresh]
-            self._cost[ids] = send(cost, torch.float32, self.device)  # a token twice in `fresh` has one cost
-        self._num_taken += len(fresh)  # last: until here an exception makes the next call begin at the same token
+            self._cost[ids] = send(
+                cost, torch.float32, self.device
+            )  # a token twice in `fresh` has one cost
+        self._num_taken += len(
+            fresh
+        )  # last: until here an exception makes the next call begin at the same token
 
     def make(self, x: Tensor, bars_stop_ids: bool) -> None:
         """Change the logits x [vocab_size] in place, in the order of the definition."""
         if self._bias_ids.numel():
             x[self._bias_ids] += self._bias
         if self._factor is not None:
-            # Of x / r and x * r the definition takes the smaller for r > 1, the larger for r < 1, whatever x's sign.
-            # It is several times faster than `where`; a factor of 1 changes no bit.
+            # Of x / r and x * r the definition takes the smaller for r > 1, the larger for r < 1,
+            # whatever x's sign. It is several times faster than `where`; a factor of 1 changes no
+            # bit.
             choose = torch.minimum if self._params.repetition_penalty > 1 else torch.maximum
             choose(x / self._factor, x * self._factor, out=x)
         if self._cost is not None:

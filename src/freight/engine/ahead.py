@@ -1,22 +1,26 @@
-"""The next decode step is launched while this one runs: on a device that works on its own, the host is one step behind.
+"""The next decode step is launched while this one runs: on a device that works on its own, the host
+is one step behind.
 
-What is known when. A decode step's work follows from lengths and blocks, and they are known before it has run: each of
-its requests has one token more. Only the tokens' values are missing, and they are where the next step needs them, on
-the device. So `Engine.step`
+What is known when. A decode step's work follows from lengths and blocks, and they are known before
+it has run: each of its requests has one token more. Only the tokens' values are missing, and they
+are where the next step needs them, on the device. So `Engine.step`
 
 1. takes the step that was launched ahead, or schedules and launches one;
-2. asks the scheduler for the step that follows (`Scheduler.follow`) and launches it, with the tokens that the step
-   under way draws as its input; requests that are known to end by `max_tokens` are not in it;
-3. waits for the tokens of the first of the two and applies them, while the device computes the second.
+2. asks the scheduler for the step that follows (`Scheduler.follow`) and launches it, with the
+   tokens that the step under way draws as its input; requests that are known to end by `max_tokens`
+   are not in it;
+3. waits for the tokens of the first of the two and applies them, while the device computes the
+   second.
 
-A request that turns out to have ended (a stop id, a deadline, an abort, a failure) is dropped from the second when that
-is applied. Its row stored one token behind all that is indexed for prefix hits, in a block that nobody else writes
-before: what is scheduled later also runs later.
+A request that turns out to have ended (a stop id, a deadline, an abort, a failure) is dropped from
+the second when that is applied. Its row stored one token behind all that is indexed for prefix
+hits, in a block that nobody else writes before: what is scheduled later also runs later.
 
-Steps that need the host run as without this: chunks of prefill, grammars, penalties, biases, barred stop ids, stop
-strings, log-probabilities. So do all repairs. A step with a row that has no token, or none yet (NaN, a nucleus wider
-than what was looked at), or that raised, is computed again by `compute`, and what was launched on top of it is
-forgotten. It is scheduled again and stores the same slots again. So results and errors are those of `compute`.
+Steps that need the host run as without this: chunks of prefill, grammars, penalties, biases, barred
+stop ids, stop strings, log-probabilities. So do all repairs. A step with a row that has no token,
+or none yet (NaN, a nucleus wider than what was looked at), or that raised, is computed again by
+`compute`, and what was launched on top of it is forgotten. It is scheduled again and stores the
+same slots again. So results and errors are those of `compute`.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ logger = logging.getLogger("freight")
 class Launched:
     """A step under way. `tokens` are those that it draws, int64 [chunks] on the device.
 
-    `facts` [2, chunks] are the tokens and whether each is usable, on the host once `copied` has happened.
+    `facts` [2, chunks] are the tokens and whether each is usable, on the host once `copied` has
+    happened.
     """
 
     step: Step
@@ -66,7 +71,9 @@ class Launched:
 
 
 def can_launch(work: Sequence[ChunkWork]) -> bool:
-    """Whether every chunk is one token that is followed by a drawn one, which needs nothing of the host."""
+    """Whether every chunk is one token that is followed by a drawn one, which needs nothing of the
+    host.
+    """
     return bool(work) and all(_draws_alone(one) for one in work)
 
 

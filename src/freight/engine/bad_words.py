@@ -1,9 +1,10 @@
 """`SamplingParams.bad_words` as token ids, and which of them may not come next. Imports no torch.
 
-A word is blocked as the tokenizer writes it at the start of a text and behind a space. Of these tokens the last is
-barred wherever the output ends with the others; tokens of the prompt do not count, as in vLLM. The same letters in
-other tokens ("w" + "ord") stay possible. vLLM leaves out the form behind a space where it has another number of tokens
-than the form without; here it is blocked too.
+A word is blocked as the tokenizer writes it at the start of a text and behind a space. Of these
+tokens the last is barred wherever the output ends with the others; tokens of the prompt do not
+count, as in vLLM. The same letters in other tokens ("w" + "ord") stay possible. vLLM leaves out the
+form behind a space where it has another number of tokens than the form without; here it is blocked
+too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class BadWords:
         """sequences: the token ids of each word, at least one."""
         forms = dict.fromkeys(map(tuple, sequences))
         self.single = sorted({form[0] for form in forms if len(form) == 1})
-        self._behind: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # longer ones by the last token but one
+        self._behind: dict[int, list[tuple[int, ...]]] = defaultdict(
+            list
+        )  # longer ones by the last token but one
         for form in forms:
             if len(form) > 1:
                 self._behind[form[-2]].append(form)
@@ -32,7 +35,9 @@ class BadWords:
         if not output or output[-1] not in self._behind:
             return self.single
         longer = self._behind[output[-1]]
-        return self.single + [form[-1] for form in longer if tuple(output[1 - len(form) :]) == form[:-1]]
+        return self.single + [
+            form[-1] for form in longer if tuple(output[1 - len(form) :]) == form[:-1]
+        ]
 
 
 def read_bad_words(words: Sequence[str], tokenizer: Tokenizer, vocab_size: int) -> BadWords | None:
@@ -45,7 +50,9 @@ def read_bad_words(words: Sequence[str], tokenizer: Tokenizer, vocab_size: int) 
         start = word.lstrip()
         alone = tokenizer.encode(start, add_special_tokens=False)
         if not alone:
-            raise RequestError(f"bad_words[{index}] is {shown(word)}, which has no token; leave it out")
+            raise RequestError(
+                f"bad_words[{index}] is {shown(word)}, which has no token; leave it out"
+            )
         sequences += [alone, tokenizer.encode(f" {start}", add_special_tokens=False)]
     possible = [form for form in sequences if form and max(form) < vocab_size]
     return BadWords(possible) if words else None

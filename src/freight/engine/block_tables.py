@@ -1,12 +1,15 @@
-"""The block tables of captured steps: they stay where they are, and a step writes only what is new in them.
+"""The block tables of captured steps: they stay where they are, and a step writes only what is new
+in them.
 
-From one step to the next a sequence gets a block at most, and most get none. What was written is remembered by row: a
-table that is the same object says the same, one that became longer is written from there on, and one that moved to
-another row, because a request before it ended, is copied. A device with memory of its own gets single entries where few
-changed, else the rows from the first to the last that did.
+From one step to the next a sequence gets a block at most, and most get none. What was written is
+remembered by row: a table that is the same object says the same, one that became longer is written
+from there on, and one that moved to another row, because a request before it ended, is copied. A
+device with memory of its own gets single entries where few changed, else the rows from the first to
+the last that did.
 
-Guarantee: after `update` the rows of its sequences are as if written to tables of zeros; those behind are not defined.
-An `update` that is interrupted half done makes the next one write everything.
+Guarantee: after `update` the rows of its sequences are as if written to tables of zeros; those
+behind are not defined. An `update` that is interrupted half done makes the next one write
+everything.
 """
 
 from __future__ import annotations
@@ -18,17 +21,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SINGLE_PER_ROW = 2  # more new entries than this many times the rows are not worth a list: rows are copied
+SINGLE_PER_ROW = (
+    2  # more new entries than this many times the rows are not worth a list: rows are copied
+)
 
 
 class BlockTables:
-    """Tables of `num_rows` sequences for each of the cache's groups, with up to widths[group] blocks.
+    """Tables of `num_rows` sequences for each of the cache's groups, with up to widths[group]
+    blocks.
 
     on_host    int32 arrays [num_rows, width] by group
-    on_device  the same as tensors on `device`; with `apart` in memory of their own, as on all devices but the CPU
+    on_device  the same as tensors on `device`; with `apart` in memory of their own, as on all
+               devices but the CPU
     """
 
-    def __init__(self, num_rows: int, widths: Sequence[int], device: str, apart: bool | None = None) -> None:
+    def __init__(
+        self, num_rows: int, widths: Sequence[int], device: str, apart: bool | None = None
+    ) -> None:
         apart = device != "cpu" if apart is None else apart
         pinned = device != "cpu"
         # each begins at a multiple of 16 bytes: Triton compiles a kernel anew for other alignments
@@ -40,14 +49,20 @@ class BlockTables:
 
         def views(buffer: Tensor) -> list[Tensor]:
             tables = zip(starts, widths, strict=False)
-            return [buffer[start : start + num_rows * width].view(num_rows, width) for start, width in tables]
+            return [
+                buffer[start : start + num_rows * width].view(num_rows, width)
+                for start, width in tables
+            ]
 
         self._rows_on_host = views(host)
         self.on_host = [view.numpy() for view in self._rows_on_host]
         self.on_device = tuple(views(self._words))
         self._most_single = SINGLE_PER_ROW * num_rows
-        # What goes to single entries: their places in `_words` as int64, then their values as int32.
-        self._sent = torch.zeros(3 * self._most_single, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        # What goes to single entries: their places in `_words` as int64, then their values as
+        # int32.
+        self._sent = torch.zeros(
+            3 * self._most_single, dtype=torch.int32, device="cpu", pin_memory=pinned
+        )
         self._received = torch.zeros_like(self._sent, device=device) if apart else self._sent
         self._written: list[list[tuple[int, ...]]] = [[()] * num_rows for _ in widths]
         self._torn = False
@@ -55,7 +70,8 @@ class BlockTables:
     def update(self, tables: Sequence[Sequence[Sequence[int]]]) -> None:
         """Make the first rows say `tables`, for each sequence its table by group.
 
-        The host may change the tables again once the device has come to the end of what was queued until now.
+        The host may change the tables again once the device has come to the end of what was queued
+        until now.
         """
         if self._torn:
             self._forget()
@@ -73,9 +89,15 @@ class BlockTables:
         self._written = [[()] * len(written) for written in self._written]
 
     def _update(
-        self, group: int, written: list[tuple[int, ...]], tables: list[tuple[int, ...]], places: list[int]
+        self,
+        group: int,
+        written: list[tuple[int, ...]],
+        tables: list[tuple[int, ...]],
+        places: list[int],
     ) -> None:
-        """Write one group's tables, and copy the rows of which the device does not get single entries, in `places`."""
+        """Write one group's tables, and copy the rows of which the device does not get single
+        entries, in `places`.
+        """
         changed = [row for row, table in enumerate(tables) if table is not written[row]]
         if not changed:
             return
@@ -96,9 +118,15 @@ class BlockTables:
             self.on_device[group][rows].copy_(self._rows_on_host[group][rows], non_blocking=True)
 
     def _move(
-        self, group: int, written: list[tuple[int, ...]], tables: list[tuple[int, ...]], changed: list[int]
+        self,
+        group: int,
+        written: list[tuple[int, ...]],
+        tables: list[tuple[int, ...]],
+        changed: list[int],
     ) -> set[int]:
-        """Copy, on the host, the tables that were written to other rows before; returns the rows they are in now."""
+        """Copy, on the host, the tables that were written to other rows before; returns the rows
+        they are in now.
+        """
         if len(changed) == 1:
             return set()
         row_of = {id(table): row for row, table in enumerate(written) if table}
@@ -111,7 +139,9 @@ class BlockTables:
             written[row] = tables[row]
         return set(rows)
 
-    def _write(self, group: int, row: int, old: tuple[int, ...], new: tuple[int, ...]) -> Sequence[int]:
+    def _write(
+        self, group: int, row: int, old: tuple[int, ...], new: tuple[int, ...]
+    ) -> Sequence[int]:
         """Write a row on the host, in which `old` is written; returns the entries that changed."""
         on_host, length = self.on_host[group][row], len(old)
         if new[:length] == old:

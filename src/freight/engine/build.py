@@ -1,4 +1,5 @@
-"""EngineArgs -> Engine, in the order that refuses early: names, headers, configuration, tokenizer; then weights.
+"""EngineArgs -> Engine, in the order that refuses early: names, headers, configuration, tokenizer;
+then weights.
 
 Nothing of the weights is read before every setting has been decided and every scale checked.
 """
@@ -12,7 +13,13 @@ from dataclasses import replace
 
 from freight.cache.manager import CacheManager
 from freight.cache.pool import KVPool, allocate_pool
-from freight.cache.sizing import MEMORY_SHARE, bytes_of_request, longest_request, split_memory, useful_memory
+from freight.cache.sizing import (
+    MEMORY_SHARE,
+    bytes_of_request,
+    longest_request,
+    split_memory,
+    useful_memory,
+)
 from freight.cache.spec import KVCacheSpec
 from freight.config.engine import EngineArgs, EngineConfig
 from freight.config.model import ModelConfig
@@ -41,42 +48,60 @@ logger = logging.getLogger("freight")
 BeforeWeights = Callable[[Intake], object]  # refuses, by raising, what the model could not serve
 
 
-def build_engine(args: EngineArgs, before_weights: BeforeWeights | None = None) -> tuple[Engine, EngineConfig]:
+def build_engine(
+    args: EngineArgs, before_weights: BeforeWeights | None = None
+) -> tuple[Engine, EngineConfig]:
     """`start_engine` of the model that `args` names."""
     return start_engine(open_model(args), before_weights)
 
 
 def start_engine(
-    opened: OpenModel, before_weights: BeforeWeights | None = None, decoder: LanguageModel | None = None
+    opened: OpenModel,
+    before_weights: BeforeWeights | None = None,
+    decoder: LanguageModel | None = None,
 ) -> tuple[Engine, EngineConfig]:
     """Make an opened model ready to serve.
 
-    `before_weights` is called once all is known but the weights. `decoder` are weights that are loaded already, of
-    this model with options that differ in the cache alone. Raises what it raises, and ConfigError,
-    CheckpointError or CapacityError, before weights are read wherever that is decidable.
+    `before_weights` is called once all is known but the weights. `decoder` are weights that are
+    loaded already, of this model with options that differ in the cache alone. Raises what it
+    raises, and ConfigError, CheckpointError or CapacityError, before weights are read wherever that
+    is decidable.
     """
     args = opened.args
     config = opened.resolve(args)
     asked, dense = config.max_model_len, opened.model.dense_limit
     if args.max_model_len is None and asked == dense:
-        logger.info("context limited to the %d tokens of index_topk, up to which attention is not sparse", dense)
+        logger.info(
+            "context limited to the %d tokens of index_topk, up to which attention is not sparse",
+            dense,
+        )
     spec = opened.cache_spec(config)
     if config.kv_cache_memory is not None:
         _check_memory(config.kv_cache_memory, _weight_bytes(opened.model, config), opened.device)
         config = _fit_context(spec, config.kv_cache_memory, config, args)
-    free = memory_for_cache(config.device) if config.kv_cache_memory is None else config.kv_cache_memory
-    positions = _fit_context(spec, free, config, args).max_model_len  # the weights will leave room for no more
+    free = (
+        memory_for_cache(config.device)
+        if config.kv_cache_memory is None
+        else config.kv_cache_memory
+    )
+    positions = _fit_context(
+        spec, free, config, args
+    ).max_model_len  # the weights will leave room for no more
     tokenizer = opened.load_tokenizer()
     if before_weights is not None:
         before_weights(Intake(tokenizer, opened.model.vocab_size, config.max_model_len))
     model = opened.load(config, positions) if decoder is None else decoder
     memory = config.kv_cache_memory
     if memory is None:
-        useful = useful_memory(spec, config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
+        useful = useful_memory(
+            spec, config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens
+        )
         memory = min(memory_for_cache(config.device), free, useful)
         config = _fit_context(spec, memory, config, args)
     if config.max_model_len < asked:
-        logger.info("context limited to the %d tokens that the KV cache holds", config.max_model_len)
+        logger.info(
+            "context limited to the %d tokens that the KV cache holds", config.max_model_len
+        )
     kernels = opened.kernels(config)
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
     num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
@@ -105,15 +130,21 @@ def start_engine(
 def captured_steps(
     decoder: LanguageModel, pool: KVPool, kernels: KernelSet, config: EngineConfig
 ) -> DecodeSteps | None:
-    """The decode steps of `decoder` over `pool`, to be captured as they are needed; None where kernels cannot be."""
-    capture: Capture | None = None  # the reference asks lengths of the device while it runs, and cannot be captured
+    """The decode steps of `decoder` over `pool`, to be captured as they are needed; None where
+    kernels cannot be.
+    """
+    capture: Capture | None = (
+        None  # the reference asks lengths of the device while it runs, and cannot be captured
+    )
     if not isinstance(decoder, Decoder):
         logger.info("steps are not captured: the modules of transformers run as they are")
     elif kernels.name == "triton":
         capture = CudaGraphs(decoder, pool, config.max_num_seqs)
     elif isinstance(kernels, CpuKernels):
         capture = CpuRecordings(decoder, pool, kernels, config.max_num_seqs)
-    return None if capture is None else DecodeSteps(capture, pool, config.max_model_len, config.device)
+    return (
+        None if capture is None else DecodeSteps(capture, pool, config.max_model_len, config.device)
+    )
 
 
 def memory_for_cache(device: str) -> int:
@@ -121,8 +152,12 @@ def memory_for_cache(device: str) -> int:
     return int(probe(device).memory_free * MEMORY_SHARE[device])
 
 
-def _fit_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: EngineArgs) -> EngineConfig:
-    """The context has to fit into the cache. One that was asked for must; the model's own limit is lowered to fit."""
+def _fit_context(
+    spec: KVCacheSpec, memory: int, config: EngineConfig, args: EngineArgs
+) -> EngineConfig:
+    """The context has to fit into the cache. One that was asked for must; the model's own limit is
+    lowered to fit.
+    """
     step_tokens = config.max_num_batched_tokens
     tokens = longest_request(spec, memory, config.max_model_len, step_tokens)
     if tokens >= config.max_model_len:
@@ -139,20 +174,35 @@ def _fit_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: Eng
 
 
 def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Bytes that the weights occupy at least: layers' matrices in the format they are kept in, the rest as computed."""
+    """Bytes that the weights occupy at least: layers' matrices in the format they are kept in, the
+    rest as computed.
+    """
     names = tensor_names(model)
-    matrix, other = min(config.weight_format.bytes, config.compute_format.bytes), config.compute_format.bytes
+    matrix, other = (
+        min(config.weight_format.bytes, config.compute_format.bytes),
+        config.compute_format.bytes,
+    )
     shapes = tensor_shapes(model)
-    inner = {name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith("bias")} - names.outer
-    return sum(math.prod(shape) * (matrix if name in inner else other) for name, shape in shapes.items())
+    inner = {
+        name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith("bias")
+    } - names.outer
+    return sum(
+        math.prod(shape) * (matrix if name in inner else other) for name, shape in shapes.items()
+    )
 
 
 def _check_memory(asked: int, weights: int, device: DeviceFacts) -> None:
-    """Pages are touched when they are first written, so a cache that is too large would end the process much later."""
+    """Pages are touched when they are first written, so a cache that is too large would end the
+    process much later.
+    """
     if asked + weights <= device.memory_free:
         return
     left = (device.memory_free - weights) // 2**20
-    way_out = f"use at most {left}MiB, or omit it for a share of that" if left > 0 else "free memory first"
+    way_out = (
+        f"use at most {left}MiB, or omit it for a share of that"
+        if left > 0
+        else "free memory first"
+    )
     raise CapacityError(
         f"--kv-cache-memory asks for {asked:,} bytes and the weights need {weights:,}, but of the {device.kind}'s "
         f"memory {device.memory_free:,} bytes are free; {way_out}"
@@ -164,7 +214,8 @@ def _size(count: int) -> str:
 
 
 def describe_cache(pool: KVPool, config: EngineConfig) -> str:
-    """The line at start: format, granularity, source of the scales, what fits, and what another choice would take.
+    """The line at start: format, granularity, source of the scales, what fits, and what another
+    choice would take.
 
     That is 16 bits where every group keeps all blocks, else groups that give no block back.
     """
@@ -183,11 +234,11 @@ def describe_cache(pool: KVPool, config: EngineConfig) -> str:
 def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Json]:
     """The cache in use, by the names every JSON of Freight uses.
 
-    bytes_per_token includes `token` scales; tokens_at_16_bits is the capacity of a 16-bit cache in the same
-    memory, with the same share of its blocks for windows.
-    A cache whose layers differ also has `layers`, a list of {dtype, granularity}; where they differ in one of these,
-    that is 'mixed' for the whole. One with recurrent states has their `state_dtype` and `bytes_per_state`, those of a
-    sequence in all layers.
+    bytes_per_token includes `token` scales; tokens_at_16_bits is the capacity of a 16-bit cache in
+    the same memory, with the same share of its blocks for windows. A cache whose layers differ also
+    has `layers`, a list of {dtype, granularity}; where they differ in one of these, that is 'mixed'
+    for the whole. One with recurrent states has their `state_dtype` and `bytes_per_state`, those of
+    a sequence in all layers.
     """
     kv, layers, state = config.kv, config.kv.layer_names(), pool.spec.state_format
     return {
@@ -198,7 +249,11 @@ def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Json]:
         "capacity_tokens": pool.capacity_tokens,
         "tokens_at_16_bits": _tokens_at_16_bits(pool, config),
         **({} if layers is None else {"layers": layers}),
-        **({} if state is None else {"state_dtype": state, "bytes_per_state": pool.spec.bytes_per_state}),
+        **(
+            {}
+            if state is None
+            else {"state_dtype": state, "bytes_per_state": pool.spec.bytes_per_state}
+        ),
     }
 
 
@@ -216,7 +271,9 @@ def _layers(count: int) -> str:
 
 
 def _describe_states(spec: KVCacheSpec) -> str:
-    """'states: int8, rounded every 16 tokens; a sequence has 50.1 MiB, in float32 151.0 MiB; ', '' without any."""
+    """'states: int8, rounded every 16 tokens; a sequence has 50.1 MiB, in float32 151.0 MiB; ', ''
+    without any.
+    """
     if spec.state_format is None:
         return ""
     line = f"states: {spec.state_format}"

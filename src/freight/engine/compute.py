@@ -1,11 +1,13 @@
 """One step's chunks through the model and the sampler: what each came to. Changes no request.
 
-Whatever goes wrong stays with its chunk. A row without a usable result says so in its own result. A forward pass that
-raises is repeated in halves, and each half that raises again in halves of its own, until a chunk fails alone: that one
-gets the error. A row has the same bits whatever other rows the pass has, so the others get what the full step would
-have given. A step of n chunks, k of which fail, takes at most 1 + 2k log2(n) passes (rounded up), and at most 2n.
-Where layers keep states, a pass is not repeated: a state that a failed one has changed would have its tokens twice. The
-step is lost, and `Scheduler.lose` has its requests compute their tokens again, from sound blocks, one at a time.
+Whatever goes wrong stays with its chunk. A row without a usable result says so in its own result. A
+forward pass that raises is repeated in halves, and each half that raises again in halves of its
+own, until a chunk fails alone: that one gets the error. A row has the same bits whatever other rows
+the pass has, so the others get what the full step would have given. A step of n chunks, k of which
+fail, takes at most 1 + 2k log2(n) passes (rounded up), and at most 2n. Where layers keep states, a
+pass is not repeated: a state that a failed one has changed would have its tokens twice. The step is
+lost, and `Scheduler.lose` has its requests compute their tokens again, from sound blocks, one at a
+time.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from freight.engine.sampler import Sampled, SamplingRow, prompt_logprobs, sample
 from freight.engine.step import ScheduledChunk
 from freight.outputs import Scores
 
-SCORED_AT_ONCE = 256  # rows of logits that log-probabilities of a prompt hold at once; 8,192 x 152k would be 5 GB
+# rows of logits that log-probabilities of a prompt hold at once; 8,192 x 152k would be 5 GB
+SCORED_AT_ONCE = 256
 
 logger = logging.getLogger("freight")
 
@@ -32,8 +35,8 @@ logger = logging.getLogger("freight")
 class ChunkWork(NamedTuple):
     """A chunk to compute. `row` is what its token is drawn with.
 
-    `num_scored` counts the log-probabilities of prompt tokens that are there already, the first token's None included;
-    None when they are not wanted.
+    `num_scored` counts the log-probabilities of prompt tokens that are there already, the first
+    token's None included; None when they are not wanted.
     """
 
     chunk: ScheduledChunk
@@ -42,7 +45,9 @@ class ChunkWork(NamedTuple):
 
     @property
     def scores(self) -> bool:
-        return self.num_scored is not None and self.chunk.start < self.chunk.request.num_prompt_tokens
+        return (
+            self.num_scored is not None and self.chunk.start < self.chunk.request.num_prompt_tokens
+        )
 
     def to_slice(self) -> SequenceSlice:
         chunk = self.chunk
@@ -53,7 +58,8 @@ class ChunkWork(NamedTuple):
 
 @dataclass(slots=True)
 class ChunkResult:
-    """`sampled` is None for a chunk that does not sample; `scored` are the further scores of its prompt.
+    """`sampled` is None for a chunk that does not sample; `scored` are the further scores of its
+    prompt.
 
     With `error` the request cannot go on, and the rest means nothing.
     """
@@ -65,9 +71,11 @@ class ChunkResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A result for each chunk of a step, in order. `repeated`: a forward pass raised, so the step took several.
+    """A result for each chunk of a step, in order. `repeated`: a forward pass raised, so the step
+    took several.
 
-    lost   a forward pass raised that cannot be repeated: there are no results, and states may be changed
+    lost   a forward pass raised that cannot be repeated: there are no results, and states may be
+           changed
     """
 
     chunks: Sequence[ChunkResult]
@@ -76,10 +84,11 @@ class StepResult:
 
 
 def compute(runner: ModelRunner, work: Sequence[ChunkWork], repeatable: bool = True) -> StepResult:
-    """Compute `work`. Raises no Exception of the model, the sampler or the kernels; others, as Ctrl-C, pass through.
+    """Compute `work`. Raises no Exception of the model, the sampler or the kernels; others, as
+    Ctrl-C, pass through.
 
-    A chunk has an `error` only if it failed twice, the second time alone: what passes when it is repeated ends nobody.
-    If a pass is not `repeatable`, a step in which one fails is lost.
+    A chunk has an `error` only if it failed twice, the second time alone: what passes when it is
+    repeated ends nobody. If a pass is not `repeatable`, a step in which one fails is lost.
     """
     if not work:
         return StepResult([])
@@ -90,15 +99,23 @@ def compute(runner: ModelRunner, work: Sequence[ChunkWork], repeatable: bool = T
             told = "a step of %d sequences failed, and each computes its tokens again alone: %s"
             logger.warning(told, len(work), _describe(error))
             return StepResult([], repeated=True, lost=True)
-        logger.warning("a step of %d sequences failed and is repeated in parts: %s", len(work), _describe(error))
-    # Outside of `except`: the traceback holds the failed pass's tensors, and memory may be what it lacked.
+        logger.warning(
+            "a step of %d sequences failed and is repeated in parts: %s",
+            len(work),
+            _describe(error),
+        )
+    # Outside of `except`: the traceback holds the failed pass's tensors, and memory may be what it
+    # lacked.
     logged: set[str] = set()
     parts = _halves(work) if len(work) > 1 else [work]
-    return StepResult([result for part in parts for result in _isolate(runner, part, logged)], repeated=True)
+    return StepResult(
+        [result for part in parts for result in _isolate(runner, part, logged)], repeated=True
+    )
 
 
 def compute_alone(runner: ModelRunner, work: ChunkWork, logged: set[str]) -> StepResult:
-    """Compute one chunk of a request whose step was lost before; it has an `error` if it fails again.
+    """Compute one chunk of a request whose step was lost before; it has an `error` if it fails
+    again.
 
     `logged`: the errors of such chunks that are in the log already.
     """
@@ -106,14 +123,18 @@ def compute_alone(runner: ModelRunner, work: ChunkWork, logged: set[str]) -> Ste
 
 
 def _isolate(runner: ModelRunner, work: Sequence[ChunkWork], logged: set[str]) -> list[ChunkResult]:
-    """A result for each chunk; those that fail alone have an error. `logged`: the errors of the step so far."""
+    """A result for each chunk; those that fail alone have an error. `logged`: the errors of the
+    step so far.
+    """
     try:
         return _compute(runner, work)
     except Exception as error:
         if len(work) == 1:
             reason = f"its step failed: {_describe(error)}"
             if reason not in logged:  # once: a fault of the model fails every sequence
-                logger.warning("a sequence failed alone, and ends: %s", _describe(error), exc_info=error)
+                logger.warning(
+                    "a sequence failed alone, and ends: %s", _describe(error), exc_info=error
+                )
             logged.add(reason)
             return [ChunkResult(error=reason)]
     return [result for half in _halves(work) for result in _isolate(runner, half, logged)]
@@ -139,14 +160,18 @@ def _compute(runner: ModelRunner, work: Sequence[ChunkWork]) -> list[ChunkResult
     sampling = [index for index, one in enumerate(work) if one.chunk.samples]
     if sampling:
         logits = rows.logits([ends[index] - 1 for index in sampling])
-        for index, sampled in zip(sampling, sample(logits, [work[index].row for index in sampling]), strict=True):
+        for index, sampled in zip(
+            sampling, sample(logits, [work[index].row for index in sampling]), strict=True
+        ):
             results[index].sampled = sampled
             results[index].error = results[index].error or sampled.error
     return results
 
 
 def _score(work: ChunkWork, rows: StepRows, first_row: int) -> ChunkResult:
-    """Log-probabilities of the prompt tokens that follow the chunk's own; `first_row` of `rows` is its first."""
+    """Log-probabilities of the prompt tokens that follow the chunk's own; `first_row` of `rows` is
+    its first.
+    """
     chunk, params = work.chunk, work.chunk.request.params
     assert work.num_scored is not None
     # Entries that are there already are skipped: the prompt is computed again after a preemption.

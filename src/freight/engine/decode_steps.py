@@ -1,13 +1,16 @@
-"""Decode steps that are captured once and then replayed: steps in which every sequence has one token.
+"""Decode steps that are captured once and then replayed: steps in which every sequence has one
+token.
 
-A captured step does the same work on the same memory, so it belongs to a number of sequences, its bucket. Its inputs
-lie in `Buffers`, owned for life and filled for each step; the `ForwardBatch` that was captured is a view of them. Block
-tables are shared by all buckets, and only what is new in them is written (`block_tables.py`). A
-step of fewer sequences is padded to its bucket with sequences that have no keys and store nothing. Contexts may grow up
-to the buffers' width. Buckets are captured when they are first needed, on a GPU the largest before all others.
+A captured step does the same work on the same memory, so it belongs to a number of sequences, its
+bucket. Its inputs lie in `Buffers`, owned for life and filled for each step; the `ForwardBatch`
+that was captured is a view of them. Block tables are shared by all buckets, and only what is new in
+them is written (`block_tables.py`). A step of fewer sequences is padded to its bucket with
+sequences that have no keys and store nothing. Contexts may grow up to the buffers' width. Buckets
+are captured when they are first needed, on a GPU the largest before all others.
 
-A captured step keeps the addresses of weights and pages, which never move while an engine lives. How a step is captured
-is a `Capture`: CUDA graphs (`graphs.py`) or calls of the CPU kernels (`recordings.py`).
+A captured step keeps the addresses of weights and pages, which never move while an engine lives.
+How a step is captured is a `Capture`: CUDA graphs (`graphs.py`) or calls of the CPU kernels
+(`recordings.py`).
 """
 
 from __future__ import annotations
@@ -50,17 +53,26 @@ class Capture(Protocol):
 
 
 class Buffers:
-    """A decode batch of `bucket` sequences on the host and on `device`, with the first rows of `tables`.
+    """A decode batch of `bucket` sequences on the host and on `device`, with the first rows of
+    `tables`.
 
     Each of the cache's groups has block tables, and slots if its tokens have places of their own.
     """
 
-    def __init__(self, bucket: int, tables: BlockTables, groups: Sequence[BlockLayout], device: str) -> None:
+    def __init__(
+        self, bucket: int, tables: BlockTables, groups: Sequence[BlockLayout], device: str
+    ) -> None:
         self._tables, self._groups = tables, groups
-        # int32 words: token ids, positions and slots by group as int64, then lengths as int32. Each begins at a
-        # multiple of 16 bytes, as what `prepare` makes: Triton compiles a kernel anew for other alignments.
+        # int32 words: token ids, positions and slots by group as int64, then lengths as int32. Each
+        # begins at a multiple of 16 bytes, as what `prepare` makes: Triton compiles a kernel anew
+        # for other alignments.
         num_longs = 2 + len(groups)
-        counts = (2 * bucket, 2 * bucket, *(2 * bucket if group.has_slots else 0 for group in groups), bucket)
+        counts = (
+            2 * bucket,
+            2 * bucket,
+            *(2 * bucket if group.has_slots else 0 for group in groups),
+            bucket,
+        )
         edges = np.cumsum([0, *(-(-count // 4) * 4 for count in counts)]).tolist()
         on_cpu = device == "cpu"
         host = torch.zeros(edges[-1], dtype=torch.int32, device="cpu", pin_memory=not on_cpu)
@@ -68,7 +80,10 @@ class Buffers:
         self._host, self._words = host, words
 
         def views(buffer: Tensor) -> list[Tensor]:
-            parts = [buffer[begin : begin + count] for begin, count in zip(edges[:-1], counts, strict=True)]
+            parts = [
+                buffer[begin : begin + count]
+                for begin, count in zip(edges[:-1], counts, strict=True)
+            ]
             return [*(part.view(torch.int64) for part in parts[:num_longs]), parts[num_longs]]
 
         on_host = [view.numpy() for view in views(host)]
@@ -89,10 +104,14 @@ class Buffers:
         self._positions[:count] = starts
         self._lengths[:count] = starts + 1
         self._tables.update([part.block_ids for part in slices])
-        for group, slots, tables in zip(self._groups, self._slots, self._tables.on_host, strict=True):
+        for group, slots, tables in zip(
+            self._groups, self._slots, self._tables.on_host, strict=True
+        ):
             if group.has_slots:
                 size = group.tokens_per_block
-                slots[:count] = tables[np.arange(count), starts // size].astype(np.int64) * size + starts % size
+                slots[:count] = (
+                    tables[np.arange(count), starts // size].astype(np.int64) * size + starts % size
+                )
                 slots[count:] = -1
         if self._words is not self._host:
             self._words.copy_(self._host, non_blocking=True)  # the next `fill` waits for it
@@ -122,7 +141,8 @@ class DecodeSteps:
         """
         bucket = self._capture.bucket_of(len(slices))
         if self._copied is not None:
-            self._copied.synchronize()  # the last step may be under way, and its copies still to come
+            # the last step may be under way, and its copies still to come
+            self._copied.synchronize()
         if self._capture.largest_first and not self._captured:
             self._prepare(self._capture.bucket_of(self._capture.max_num_seqs))
         if bucket not in self._captured:

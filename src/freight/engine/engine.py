@@ -1,13 +1,15 @@
-"""Engine: requests in, what is new of them out, one step at a time. Knows no threads and no transport.
+"""Engine: requests in, what is new of them out, one step at a time. Knows no threads and no
+transport.
 
-`accept` refuses what cannot be served before anything is computed; `add` queues it; `step` schedules, runs the model,
-samples, applies the result and returns deltas; `output` says all that a request has come to. A request leaves through
-`release`, finished or not.
+`accept` refuses what cannot be served before anything is computed; `add` queues it; `step`
+schedules, runs the model, samples, applies the result and returns deltas; `output` says all that a
+request has come to. A request leaves through `release`, finished or not.
 
-A request fails alone: what cannot be computed further ends with finish reason ERROR, and the others go on with the
-same bits. An exception may interrupt any method (Ctrl-C raises one anywhere). While requests and blocks are being
-changed `_torn` is set; where it is found set, the next method first rebuilds everything from what never is half done,
-the prompts and the tokens so far. So a caller that is interrupted has only to release its own requests.
+A request fails alone: what cannot be computed further ends with finish reason ERROR, and the others
+go on with the same bits. An exception may interrupt any method (Ctrl-C raises one anywhere). While
+requests and blocks are being changed `_torn` is set; where it is found set, the next method first
+rebuilds everything from what never is half done, the prompts and the tokens so far. So a caller
+that is interrupted has only to release its own requests.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ SECONDS_BETWEEN_READS = 1.0  # of the pool's counters
 class Engine:
     """Continuous batching over one model and one cache.
 
-    Every step is computed inside of `threads`; `clock` gives seconds that never run backwards, for `timeout_s` and for
-    the times of requests.
+    Every step is computed inside of `threads`; `clock` gives seconds that never run backwards, for
+    `timeout_s` and for the times of requests.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class Engine:
         pace: Pace | None = None,
         repeatable: bool = True,
     ) -> None:
-        """`overlaps`: launch a step before the tokens of the last are known, where it can be done (`ahead.py`). `pace`:
-        how many tokens a step has, by the clock; None: as many as there are. `repeatable`: `KVCacheSpec.repeatable`."""
+        """`overlaps`: launch a step before the tokens of the last are known, where it can be done
+        (`ahead.py`). `pace`: how many tokens a step has, by the clock; None: as many as there are.
+        `repeatable`: `KVCacheSpec.repeatable`."""
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
@@ -71,23 +74,37 @@ class Engine:
         self._stop_token_ids = stop_token_ids
         self._seed = seed
         tokenizer = intake.tokenizer
-        self._grammars = Grammars(tokenizer, intake.vocab_size, stop_token_ids) if tokenizer is not None else None
+        self._grammars = (
+            Grammars(tokenizer, intake.vocab_size, stop_token_ids)
+            if tokenizer is not None
+            else None
+        )
         self._threads = threads
         self._clock = clock
-        self.num_computed_tokens = 0  # since the start: tokens whose keys and values were computed and stored
+        self.num_computed_tokens = (
+            0  # since the start: tokens whose keys and values were computed and stored
+        )
         self._num_added = 0
-        self._groups: dict[str, Group] = {}  # the requests that there are: a group is put in last and taken out last
+        self._groups: dict[
+            str, Group
+        ] = {}  # the requests that there are: a group is put in last and taken out last
         self._completions: dict[str, tuple[Group, Completion]] = {}
-        self._unreported: dict[tuple[Group, Completion], None] = {}  # what advanced since its last delta, in order
+        self._unreported: dict[
+            tuple[Group, Completion], None
+        ] = {}  # what advanced since its last delta, in order
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
         self._torn = False
         assert repeatable or not overlaps, "a step that was launched ahead may be computed again"
         self.overlaps = overlaps
         self._repeatable = repeatable
-        self._logged: set[str] = set()  # the errors of steps that were computed alone, since one was lost
+        self._logged: set[str] = (
+            set()
+        )  # the errors of steps that were computed alone, since one was lost
         self._pace = pace
         self._ahead: Launched | None = None  # the step after the one that was applied last
-        self._stored: tuple[float, int, int] | None = None  # when the pool's counters were read, NaNs, clipped values
+        self._stored: tuple[float, int, int] | None = (
+            None  # when the pool's counters were read, NaNs, clipped values
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -100,8 +117,8 @@ class Engine:
 
         add_special_tokens: to a text what the tokenizer adds, such as BOS.
 
-        Raises RequestError for one that cannot be served with `params`, or structured outputs that cannot be compiled,
-        and CapacityError for one that may outgrow the whole cache.
+        Raises RequestError for one that cannot be served with `params`, or structured outputs that
+        cannot be compiled, and CapacityError for one that may outgrow the whole cache.
         """
         accepted = self.intake.accept(prompt, params, add_special_tokens)
         if self._grammars is not None and params.structured_outputs is not None:
@@ -132,8 +149,8 @@ class Engine:
     def step(self, quiet_until: float = -math.inf) -> list[RequestDelta]:
         """Run one forward pass; returns what is new of each request that advanced or ended.
 
-        Before `quiet_until`, in seconds of the clock, nothing is returned unless a request has its first token or a
-        completion has ended; a later delta has it, or `report`.
+        Before `quiet_until`, in seconds of the clock, nothing is returned unless a request has its
+        first token or a completion has ended; a later delta has it, or `report`.
         """
         self._mend()
         started = self._clock() if self._pace is not None else 0.0
@@ -152,12 +169,16 @@ class Engine:
             self.scheduler.lose(step)
         advanced = [] if result.lost else self._apply(step, result.chunks)
         self._ahead = following
-        if self._pace is not None and step.chunks and not result.repeated:  # its time is not that of a step
+        if (
+            self._pace is not None and step.chunks and not result.repeated
+        ):  # its time is not that of a step
             prompt = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
             self._pace.note(self._clock() - started, prompt)
         changed = [*expired, *advanced]
         self._unreported.update(dict.fromkeys(changed))
-        urgent = any(one.request.is_finished or group.stamps.first_token is None for group, one in changed)
+        urgent = any(
+            one.request.is_finished or group.stamps.first_token is None for group, one in changed
+        )
         deltas = self._report() if urgent or self._clock() >= quiet_until else []
         self._torn = False
         return deltas
@@ -183,12 +204,16 @@ class Engine:
         return self._groups[request_id].num_deltas
 
     def times(self, request_id: str) -> RequestTimes:
-        """What the request has taken so far, or until its end; also when aborted, which gives no last delta."""
+        """What the request has taken so far, or until its end; also when aborted, which gives no
+        last delta.
+        """
         self._mend()
         return self._groups[request_id].times(self._clock())
 
     def stats(self) -> EngineStats:
-        """What the engine does now, and its totals. The pool's counters, a wait on a GPU, are read once a second."""
+        """What the engine does now, and its totals. The pool's counters, a wait on a GPU, are read
+        once a second.
+        """
         self._mend()
         now = self._clock()
         if self._stored is None or now - self._stored[0] >= SECONDS_BETWEEN_READS:
@@ -213,7 +238,9 @@ class Engine:
         )
 
     def abort(self, request_id: str) -> None:
-        """Stop computing a request; its output stays until `release`. Unknown or finished ids are ignored."""
+        """Stop computing a request; its output stays until `release`. Unknown or finished ids are
+        ignored.
+        """
         self._mend()
         self._torn = True
         self._end(self._groups.get(request_id), FinishReason.ABORT)
@@ -254,9 +281,17 @@ class Engine:
         if not params.ignore_eos:
             stops |= self._stop_token_ids
         tokenizer = self.tokenizer if params.detokenize else None
-        text_of = None if tokenizer is None else partial(Detokenizer, tokenizer, params, prompt.token_ids)
+        text_of = (
+            None if tokenizer is None else partial(Detokenizer, tokenizer, params, prompt.token_ids)
+        )
         group = Group(
-            request_id, prompt.text, list(prompt.token_ids), params, [], Stamps(self._clock()), self.tokenizer
+            request_id,
+            prompt.text,
+            list(prompt.token_ids),
+            params,
+            [],
+            Stamps(self._clock()),
+            self.tokenizer,
         )
         bad_words = self.intake.bad_words(params)
         for index in range(params.n):
@@ -265,7 +300,9 @@ class Engine:
                 group=request_id,
                 index=index,
                 prompt_token_ids=prompt.token_ids,
-                params=params if index == 0 else replace(params, prompt_logprobs=None),  # one of them is enough
+                params=params
+                if index == 0
+                else replace(params, prompt_logprobs=None),  # one of them is enough
                 seed=sibling_seed(seed, index),
                 stop_token_ids=stops,
                 grammar=self._matcher(params),
@@ -285,7 +322,9 @@ class Engine:
         if not self._torn:
             return
         groups = list(self._groups.values())
-        self.scheduler.rebuild(completion.request for group in groups for completion in group.completions)
+        self.scheduler.rebuild(
+            completion.request for group in groups for completion in group.completions
+        )
         self._completions = {}
         for group in groups:
             for completion in group.completions:
@@ -293,8 +332,12 @@ class Engine:
                 self._read(completion, completion.rebuild)
             group.stamp(self._clock())
         self._ahead = None
-        self._unreported = {one: None for one in self._unreported if one[0].request_id in self._groups}
-        self._deadlines = {name: deadline for name, deadline in self._deadlines.items() if name in self._groups}
+        self._unreported = {
+            one: None for one in self._unreported if one[0].request_id in self._groups
+        }
+        self._deadlines = {
+            name: deadline for name, deadline in self._deadlines.items() if name in self._groups
+        }
         self._torn = False
 
     def _stamp_scheduled(self, step: Step) -> None:
@@ -306,10 +349,15 @@ class Engine:
 
     def _to_work(self, chunk: ScheduledChunk) -> ChunkWork:
         group, completion = self._completions[chunk.request.request_id]
-        return ChunkWork(chunk, completion.row, group.num_scored if chunk.request.index == 0 else None)
+        return ChunkWork(
+            chunk, completion.row, group.num_scored if chunk.request.index == 0 else None
+        )
 
-    def _compute(self, step: Step, launched: Launched | None) -> tuple[Step, StepResult, Launched | None]:
-        """What is still wanted of `step`, a result for each chunk of it, and the step after it where it was launched.
+    def _compute(
+        self, step: Step, launched: Launched | None
+    ) -> tuple[Step, StepResult, Launched | None]:
+        """What is still wanted of `step`, a result for each chunk of it, and the step after it
+        where it was launched.
 
         `launched` is the step itself, if it was launched ahead.
         """
@@ -330,7 +378,11 @@ class Engine:
         step = replace(step, chunks=tuple(step.chunks[row] for row in rows))
         if tokens is None:  # what follows has had a wrong token, and is scheduled again
             return step, compute(self.runner, [self._to_work(chunk) for chunk in step.chunks]), None
-        return step, StepResult([ChunkResult(Sampled(tokens[row], None)) for row in rows]), following
+        return (
+            step,
+            StepResult([ChunkResult(Sampled(tokens[row], None)) for row in rows]),
+            following,
+        )
 
     def _expire(self) -> list[tuple[Group, Completion]]:
         """End the requests whose deadline has passed; returns what ended by it."""
@@ -340,7 +392,9 @@ class Engine:
         for name, deadline in list(self._deadlines.items()):
             if now >= deadline:
                 group = self._groups[name]
-                ended += [(group, completion) for completion in self._end(group, FinishReason.TIMEOUT)]
+                ended += [
+                    (group, completion) for completion in self._end(group, FinishReason.TIMEOUT)
+                ]
                 del self._deadlines[name]
         return ended
 
@@ -369,8 +423,12 @@ class Engine:
             if result.scored is not None:
                 group.scores.append(result.scored)
             if result.sampled is not None:
-                if result.sampled.logprobs is not None:  # before the token: a rebuild drops what is too many
-                    completion.logprobs.append(to_logprobs(result.sampled.logprobs, completion.tokenizer))
+                if (
+                    result.sampled.logprobs is not None
+                ):  # before the token: a rebuild drops what is too many
+                    completion.logprobs.append(
+                        to_logprobs(result.sampled.logprobs, completion.tokenizer)
+                    )
                 tokens[request_id] = [result.sampled.token_id]
             computed.append(one)
         self.num_computed_tokens += step.num_tokens
@@ -383,7 +441,9 @@ class Engine:
         return advanced
 
     def _read(self, completion: Completion, text_of_tokens: Callable[[], str | None]) -> None:
-        """Turn tokens into text, and end a completion that reached a stop string or whose text cannot be had."""
+        """Turn tokens into text, and end a completion that reached a stop string or whose text
+        cannot be had.
+        """
         request_id = completion.request.request_id
         try:
             stop = text_of_tokens()

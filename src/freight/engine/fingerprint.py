@@ -1,12 +1,14 @@
 """The fingerprint of an engine: what decides its bits, as one short string.
 
-Two engines with one fingerprint have the same weights, kernels, torch and settings. For the compiled CPU kernels a
-request with the same prompt, parameters and seed then has the same bits, whatever other requests run: no row's result
-depends on its neighbours (docs/architecture.md). Other kernels leave matrix products to a library that may choose
-another order of summation for another number of rows, so there a fingerprint promises nothing about bits.
+Two engines with one fingerprint have the same weights, kernels, torch and settings. For the
+compiled CPU kernels a request with the same prompt, parameters and seed then has the same bits,
+whatever other requests run: no row's result depends on its neighbours (docs/architecture.md). Other
+kernels leave matrix products to a library that may choose another order of summation for another
+number of rows, so there a fingerprint promises nothing about bits.
 
-Weights count by the headers of their files, their sizes, and samples of their bytes: two fine-tunings of one model
-differ almost everywhere, and all of a large model would take minutes to read.
+Weights count by the headers of their files, their sizes, and samples of their bytes: two
+fine-tunings of one model differ almost everywhere, and all of a large model would take minutes to
+read.
 """
 
 from __future__ import annotations
@@ -30,13 +32,27 @@ _HEADER = 1 << 20
 def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, version: str) -> str:
     """'fp_' and 16 hexadecimal digits; `version` is Freight's.
 
-    Threads, the memory of the cache and --state-every change no bit, and do not count. `config.kv` has the format of
-    states.
+    Threads, the memory of the cache and --state-every change no bit, and do not count. `config.kv`
+    has the format of states.
     """
     state = hashlib.sha256()
-    decides = (config.compute_format, config.weight_format, config.kv, config.fp8_attention, config.max_model_len)
+    decides = (
+        config.compute_format,
+        config.weight_format,
+        config.kv,
+        config.fp8_attention,
+        config.max_model_len,
+    )
     tile = STATE_TILE if opened.model.recurrent else None  # tokens between roundings of a state
-    for part in (version, torch.__version__, kernels.name, config.device, opened.model, decides, tile):
+    for part in (
+        version,
+        torch.__version__,
+        kernels.name,
+        config.device,
+        opened.model,
+        decides,
+        tile,
+    ):
         state.update(repr(part).encode())
     if isinstance(kernels, CpuKernels):
         state.update(path_of(kernels.library.build).read_bytes())
@@ -51,7 +67,8 @@ def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, ver
 def is_reproducible(opened: OpenModel, kernels: KernelSet) -> bool:
     """Whether the same fingerprint, prompt, parameters and seed promise the same bits.
 
-    Products of transformers' modules are torch's, which sum in another order for another number of rows.
+    Products of transformers' modules are torch's, which sum in another order for another number of
+    rows.
     """
     return isinstance(kernels, CpuKernels) and opened.model.foreign is None
 

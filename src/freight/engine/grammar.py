@@ -1,13 +1,17 @@
-"""StructuredOutputs -> grammars, and which tokens they permit next. The only module that imports llguidance.
+"""StructuredOutputs -> grammars, and which tokens they permit next. The only module that imports
+llguidance.
 
 - A grammar is compiled once and kept (the 256 used last); each completion has a Matcher of its own.
-- Compilation recurses as deep as a grammar is nested, and ends the process where the stack of a thread is too small: it
-  runs on a thread with 512 MiB. Masks need no more than any thread has. The first mask is part of compiling, because
-  some grammars fail only there.
+- Compilation recurses as deep as a grammar is nested, and ends the process where the stack of a
+  thread is too small: it runs on a thread with 512 MiB. Masks need no more than any thread has. The
+  first mask is part of compiling, because some grammars fail only there.
 - A JSON text has at most 16 blanks or line ends in a row, or a model could go on writing them.
-- Compiling, and each mask, end in under a second: limits on the work stop what would not (`a{4000}{4000}`).
-- Errors are in our words. llguidance's own may show what a grammar has read so far, and name no field.
-- A Matcher takes in every output token once, whatever interrupts it, and a failure in it stays there.
+- Compiling, and each mask, end in under a second: limits on the work stop what would not
+  (`a{4000}{4000}`).
+- Errors are in our words. llguidance's own may show what a grammar has read so far, and name no
+  field.
+- A Matcher takes in every output token once, whatever interrupts it, and a failure in it stays
+  there.
 
 Nothing is imported or built before the first grammar. Imports no torch.
 """
@@ -38,7 +42,9 @@ KEPT = 256  # compiled grammars
 STACK = 512 << 20  # bytes, of the thread that compiles
 WHITESPACE = r"[ \n]{0,16}"  # between the parts of a JSON text
 
-COMPILE_FUEL = 200_000  # llguidance's measure of work: a quarter of its default, with which 7 s were possible
+COMPILE_FUEL = (
+    200_000  # llguidance's measure of work: a quarter of its default, with which 7 s were possible
+)
 MASK_FUEL = 50_000  # for each token; a quarter of the default, with which 0.3 s were possible
 
 _ONE_STACK = threading.Lock()  # threading.stack_size is a setting of the process
@@ -47,14 +53,16 @@ _ONE_STACK = threading.Lock()  # threading.stack_size is a setting of the proces
 class Matcher:
     """How far the output of one completion has come in its grammar.
 
-    Every method takes all output tokens so far, and first takes in those that it has not seen. `error` says why the
-    completion cannot go on; it is None while it can, and stays once it is set.
+    Every method takes all output tokens so far, and first takes in those that it has not seen.
+    `error` says why the completion cannot go on; it is None while it can, and stays once it is set.
     """
 
     def __init__(self, start: LLMatcher, vocab_size: int, stop_token_ids: frozenset[int]) -> None:
         """`start` is a compiled grammar at its beginning; it is copied, and never changed."""
         self._start = start
-        self._state: tuple[LLMatcher, int] | None = None  # the grammar, and the output tokens that it has taken in
+        self._state: tuple[LLMatcher, int] | None = (
+            None  # the grammar, and the output tokens that it has taken in
+        )
         self._vocab_size = vocab_size
         self.stop_token_ids = stop_token_ids
         self.error: str | None = None
@@ -65,12 +73,16 @@ class Matcher:
         return grammar is not None and bool(grammar.is_stopped())
 
     def permitted(
-        self, output: Sequence[int], barred: Collection[int] = (), kept: NDArray[np.bool_] | None = None
+        self,
+        output: Sequence[int],
+        barred: Collection[int] = (),
+        kept: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.bool_] | None:
-        """bool [vocab_size]: tokens that may come next; None, with `error` set, when that cannot be said.
+        """bool [vocab_size]: tokens that may come next; None, with `error` set, when that cannot be
+        said.
 
-        kept: bool [vocab_size], those that other parameters leave; None: all. The ids in `barred` are left out, unless
-        no other may come.
+        kept: bool [vocab_size], those that other parameters leave; None: all. The ids in `barred`
+        are left out, unless no other may come.
         """
         grammar = self._catch_up(output)
         if grammar is None:
@@ -83,7 +95,9 @@ class Matcher:
         if grammar.is_error():
             self._fail(grammar.get_error())
             return None
-        allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[: self._vocab_size].astype(np.bool_)
+        allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[
+            : self._vocab_size
+        ].astype(np.bool_)
         if kept is not None:
             allowed &= kept
         if barred:
@@ -100,7 +114,8 @@ class Matcher:
         try:
             grammar, taken = self._state or (self._start.deep_copy(), 0)
             if taken < len(output):
-                self._state = None  # until the last line: an exception in between makes the next call begin anew
+                # until the last line: an exception in between makes the next call begin anew
+                self._state = None
                 for token in output[taken:]:
                     if not grammar.consume_token(token):
                         self._fail(grammar.get_error())
@@ -118,17 +133,23 @@ class Matcher:
 class Grammars:
     """The grammars of one model. May be used from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Collection[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Collection[int]
+    ) -> None:
         """vocab_size: of the logits. stop_token_ids: the model's own, any of which ends a text."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._stop_token_ids = frozenset(token for token in stop_token_ids if 0 <= token < vocab_size)
+        self._stop_token_ids = frozenset(
+            token for token in stop_token_ids if 0 <= token < vocab_size
+        )
         self._lock = threading.Lock()
         self._ll_tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
 
     def check(self, outputs: StructuredOutputs) -> None:
-        """Compile `outputs`, or do nothing where it is kept. Raises RequestError for what cannot be."""
+        """Compile `outputs`, or do nothing where it is kept. Raises RequestError for what cannot
+        be.
+        """
         self._compile(outputs)
 
     def matcher(self, outputs: StructuredOutputs) -> Matcher:
@@ -140,7 +161,9 @@ class Grammars:
         with self._lock:
             if key not in self._compiled:
                 if self._ll_tokenizer is None:
-                    self._ll_tokenizer = _ll_tokenizer(self._tokenizer, self._vocab_size, self._stop_token_ids)
+                    self._ll_tokenizer = _ll_tokenizer(
+                        self._tokenizer, self._vocab_size, self._stop_token_ids
+                    )
                 self._compiled[key] = _compiled(self._ll_tokenizer, *key)
             self._compiled.move_to_end(key)
             while len(self._compiled) > KEPT:
@@ -151,13 +174,17 @@ class Grammars:
 def grammar_checker(
     tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Collection[int]
 ) -> Callable[[Mapping[str, Json]], None]:
-    """What tries grammars, mappings of the fields of StructuredOutputs, and raises RequestError for one that fails."""
+    """What tries grammars, mappings of the fields of StructuredOutputs, and raises RequestError for
+    one that fails.
+    """
     grammars = Grammars(tokenizer, vocab_size, stop_token_ids)
     return lambda outputs: grammars.check(StructuredOutputs.of(outputs))
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance's TokenizerWrapper reads it, which tries bytes first: `encode` refuses them."""
+    """A tokenizer as llguidance's TokenizerWrapper reads it, which tries bytes first: `encode`
+    refuses them.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int) -> None:
         pieces = tokenizer.pieces(skip_special_tokens=False)
@@ -172,15 +199,21 @@ class _Vocabulary:
             string = tokenizer.token_string(token, skip_special_tokens=False)
             piece = b"" if string is None else pieces.decoder.piece(string)
             data = piece.encode() if isinstance(piece, str) else piece
-            self.tokens[token] = b"" if data.startswith(b"\xff") else data  # never in a text; a mark to llguidance
-        self.special_token_ids = sorted(token for token in tokenizer.special_token_ids if token < vocab_size)
+            self.tokens[token] = (
+                b"" if data.startswith(b"\xff") else data
+            )  # never in a text; a mark to llguidance
+        self.special_token_ids = sorted(
+            token for token in tokenizer.special_token_ids if token < vocab_size
+        )
         self._encode = tokenizer.encode
 
     def __call__(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=False)
 
 
-def _ll_tokenizer(tokenizer: Tokenizer, vocab_size: int, stop_token_ids: frozenset[int]) -> LLTokenizer:
+def _ll_tokenizer(
+    tokenizer: Tokenizer, vocab_size: int, stop_token_ids: frozenset[int]
+) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     # A model without stop ids gets one behind its vocabulary, which is never drawn.
@@ -195,8 +228,12 @@ def _compiled(ll_tokenizer: LLTokenizer, form: str, text: str) -> LLMatcher:
 
     def compile_() -> LLMatcher:
         # verbose_errors: messages would show the grammar and what was read
-        limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=COMPILE_FUEL, step_lexer_fuel=MASK_FUEL)
-        grammar = LLMatcher(ll_tokenizer, _source(LLMatcher, form, text), log_level=0, limits=limits)
+        limits = LLParserLimits(
+            verbose_errors=False, initial_lexer_fuel=COMPILE_FUEL, step_lexer_fuel=MASK_FUEL
+        )
+        grammar = LLMatcher(
+            ll_tokenizer, _source(LLMatcher, form, text), log_level=0, limits=limits
+        )
         if not grammar.is_error():
             grammar.compute_bitmask()
         return grammar
@@ -204,9 +241,13 @@ def _compiled(ll_tokenizer: LLTokenizer, form: str, text: str) -> LLMatcher:
     try:
         grammar = _on_large_stack(compile_)
     except Exception as error:
-        raise RequestError(f"structured_outputs.{form} cannot be compiled: {_in_our_words(str(error))}") from error
+        raise RequestError(
+            f"structured_outputs.{form} cannot be compiled: {_in_our_words(str(error))}"
+        ) from error
     if grammar.is_error():
-        raise RequestError(f"structured_outputs.{form} cannot be compiled: {_in_our_words(grammar.get_error())}")
+        raise RequestError(
+            f"structured_outputs.{form} cannot be compiled: {_in_our_words(grammar.get_error())}"
+        )
     return grammar
 
 
@@ -222,7 +263,10 @@ def _source(make: type[LLMatcher], form: str, text: str) -> str:
         return str(make.grammar_from_lark(text))
     if form == "choice":
         # llguidance's Lark takes JSON's strings, but U+007F as an escape only
-        alternatives = (json.dumps(entry, ensure_ascii=False).replace("\x7f", "\\u007f") for entry in json.loads(text))
+        alternatives = (
+            json.dumps(entry, ensure_ascii=False).replace("\x7f", "\\u007f")
+            for entry in json.loads(text)
+        )
         return str(make.grammar_from_lark(f"start: {' | '.join(alternatives)}"))
     schema = '{"type":"object"}'
     if form == "json":  # a format that the compiler does not know is an annotation, and no fault
@@ -281,5 +325,9 @@ def _in_our_words(message: str) -> str:
     if "panic" in message or "failed:" in message:
         return "the compiler of grammars failed on it; make it simpler"
     reason = re.search(r"^error: (.*)$", message, re.MULTILINE)
-    first = reason[1] if reason else (message.splitlines() or ["no reason is known"])[0].split("; following")[0]
+    first = (
+        reason[1]
+        if reason
+        else (message.splitlines() or ["no reason is known"])[0].split("; following")[0]
+    )
     return first.replace("<non-verbose/>", "").strip()[:200]

@@ -12,7 +12,9 @@ from freight.operands.batch import ForwardBatch
 
 
 def bucket_of(num_seqs: int) -> int:
-    """The number of sequences that a step of `num_seqs` is padded to: 1, 2, 4, 8, then in eights, from 64 in 32s."""
+    """The number of sequences that a step of `num_seqs` is padded to: 1, 2, 4, 8, then in eights,
+    from 64 in 32s.
+    """
     if num_seqs <= 8:
         return 1 << (num_seqs - 1).bit_length()
     step = 8 if num_seqs <= 64 else 32
@@ -20,10 +22,11 @@ def bucket_of(num_seqs: int) -> int:
 
 
 class CudaGraphs:
-    """A `Capture` on a GPU; all graphs share one pool of memory, because they never run at the same time.
+    """A `Capture` on a GPU; all graphs share one pool of memory, because they never run at the same
+    time.
 
-    Pieces of the pool never grow, so a larger graph after a smaller one finds none that is large enough, and takes new
-    memory. The largest first leaves room for all others.
+    Pieces of the pool never grow, so a larger graph after a smaller one finds none that is large
+    enough, and takes new memory. The largest first leaves room for all others.
     """
 
     largest_first = True
@@ -39,7 +42,9 @@ class CudaGraphs:
     def capture(self, batch: ForwardBatch) -> Replay:
         main, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(main)
-        with torch.cuda.stream(aside):  # kernels are compiled and libraries take their memory outside of the graph
+        with torch.cuda.stream(
+            aside
+        ):  # kernels are compiled and libraries take their memory outside of the graph
             self._model.forward(batch, self._pool.layers)
         main.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,8 @@
-"""Intake: what a prompt must be to be served. Decided from the tokenizer and the model's shape, before weights exist.
+"""Intake: what a prompt must be to be served. Decided from the tokenizer and the model's shape,
+before weights exist.
 
-So a program that has its prompts when it starts is refused in the first second (`build_engine`'s `before_weights`), by
-the same checks that every request goes through.
+So a program that has its prompts when it starts is refused in the first second (`build_engine`'s
+`before_weights`), by the same checks that every request goes through.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ class Intake:
     def accept(
         self, prompt: str | Sequence[int], params: SamplingParams, add_special_tokens: bool = True
     ) -> AcceptedPrompt:
-        """Tokenize and check a prompt, text or token ids. Raises RequestError when `params` cannot be served for it.
+        """Tokenize and check a prompt, text or token ids. Raises RequestError when `params` cannot
+        be served for it.
 
         add_special_tokens: to a text what the tokenizer adds, such as BOS.
         """
         if isinstance(prompt, bytes | bytearray):
-            raise RequestError(f"the prompt is {type(prompt).__name__}; decode it to a string, or give token ids")
+            raise RequestError(
+                f"the prompt is {type(prompt).__name__}; decode it to a string, or give token ids"
+            )
         if len(prompt) == 0:
             raise RequestError("the prompt is empty; give at least one character or token id")
         text = prompt if isinstance(prompt, str) else None
@@ -52,14 +56,19 @@ class Intake:
         check_length(len(token_ids), params.max_tokens, self.max_model_len)
         params.check_vocabulary(self.vocab_size)
         if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer; without one (skip_tokenizer_init) use stop_token_ids")
+            raise RequestError(
+                "stop strings need a tokenizer; without one (skip_tokenizer_init) use stop_token_ids"
+            )
         if params.structured_outputs is not None and self.tokenizer is None:
-            raise RequestError("structured_outputs needs a tokenizer; without one (skip_tokenizer_init) leave it out")
+            raise RequestError(
+                "structured_outputs needs a tokenizer; without one (skip_tokenizer_init) leave it out"
+            )
         self.bad_words(params)
         return AcceptedPrompt(text, token_ids)
 
     def cut(self, token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
-        """The last of a prompt's tokens, as many as `truncate_prompt_tokens` says. Twice is as once.
+        """The last of a prompt's tokens, as many as `truncate_prompt_tokens` says. Twice is as
+        once.
 
         Raises RequestError for -1 where max_tokens leave nothing of the context.
         """
@@ -81,7 +90,9 @@ class Intake:
         if not params.bad_words:
             return None
         if self.tokenizer is None:
-            raise RequestError("bad_words needs a tokenizer; without one (skip_tokenizer_init) use logit_bias")
+            raise RequestError(
+                "bad_words needs a tokenizer; without one (skip_tokenizer_init) use logit_bias"
+            )
         return read_bad_words(params.bad_words, self.tokenizer, self.vocab_size)
 
     def check_form(self, outputs: StructuredOutputs) -> None:
@@ -91,18 +102,24 @@ class Intake:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self.tokenizer is None:
-            raise RequestError("a text prompt needs a tokenizer; without one (skip_tokenizer_init) pass token ids")
+            raise RequestError(
+                "a text prompt needs a tokenizer; without one (skip_tokenizer_init) pass token ids"
+            )
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         ids: list[int] = []
         for position, token in enumerate(token_ids):
-            if isinstance(token, bool) or not isinstance(token, Integral):  # NumPy's integers are Integral
+            if isinstance(token, bool) or not isinstance(
+                token, Integral
+            ):  # NumPy's integers are Integral
                 raise RequestError(
                     f"prompt token {position} is {token!r:.60}, a {type(token).__name__}; token ids are integers, "
                     f"here 0 to {self.vocab_size - 1}"
                 )
             if not 0 <= token < self.vocab_size:
-                raise RequestError(f"prompt token id {token} is outside the vocabulary (0 to {self.vocab_size - 1})")
+                raise RequestError(
+                    f"prompt token id {token} is outside the vocabulary (0 to {self.vocab_size - 1})"
+                )
             ids.append(int(token))
         return tuple(ids)

@@ -1,10 +1,10 @@
 """The engine's loop for a server: commands in, events out. Knows no transport and no HTTP.
 
-One thread runs `Loop.run` and with it every step; commands come through a queue from any other thread. What happened is
-handed to `emit` as one event for all requests, at most so many times a second: where a step takes a millisecond, to
-write an event for each costs more than the step. The first token of a request and an end wait for nothing. Everything
-that concerns one request comes back as an event of that request: a command that cannot be followed is `Refused`, and
-never raised.
+One thread runs `Loop.run` and with it every step; commands come through a queue from any other
+thread. What happened is handed to `emit` as one event for all requests, at most so many times a
+second: where a step takes a millisecond, to write an event for each costs more than the step. The
+first token of a request and an end wait for nothing. Everything that concerns one request comes
+back as an event of that request: a command that cannot be followed is `Refused`, and never raised.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What is new of each request, and the steps since the last event: seconds, and tokens that were computed."""
+    """What is new of each request, and the steps since the last event: seconds, and tokens that
+    were computed.
+    """
 
     deltas: list[RequestDelta]
     steps: list[tuple[float, int]]
@@ -75,7 +77,9 @@ Event = Accepted | Refused | Stepped | EngineStats
 
 
 class Loop:
-    """Runs `engine` for the commands of a queue. Events come from within `run`, in the order in which they happened."""
+    """Runs `engine` for the commands of a queue. Events come from within `run`, in the order in
+    which they happened.
+    """
 
     def __init__(
         self,
@@ -85,7 +89,9 @@ class Loop:
         clock: Callable[[], float] = time.monotonic,
         events_per_second: float = 0.0,
     ) -> None:
-        """clock: the engine's. events_per_second: how often tokens are told at most; 0: after every step."""
+        """clock: the engine's. events_per_second: how often tokens are told at most; 0: after every
+        step.
+        """
         self._engine = engine
         self._interval = 1.0 / events_per_second if events_per_second else 0.0
         self._quiet_until = -math.inf
@@ -95,7 +101,9 @@ class Loop:
         self._clock = clock
         self._next_stats = -1.0
         self._is_idle = False
-        self.turn_began: float | None = None  # of `clock`; None while it waits for a command. Other threads may read it
+        self.turn_began: float | None = (
+            None  # of `clock`; None while it waits for a command. Other threads may read it
+        )
 
     def run(self) -> None:
         """Step until a `Stop`. Between steps all commands that have come are followed."""
@@ -105,7 +113,9 @@ class Loop:
             self._report()
 
     def _follow(self) -> bool:
-        """Follow the commands that are there; waits for one while there is nothing to compute. False: stop."""
+        """Follow the commands that are there; waits for one while there is nothing to compute.
+        False: stop.
+        """
         wait = not self._engine.has_unfinished and self._is_idle
         while True:
             self.turn_began = None if wait else self._clock()
@@ -129,8 +139,12 @@ class Loop:
         if known := engine.report():  # its prompt may take a long step
             self._tell(known)
         try:
-            engine.accept(command.token_ids, params)  # the parent has checked the same, all but the cache's size
-            engine.add(command.request_id, AcceptedPrompt(command.prompt, command.token_ids), params)
+            engine.accept(
+                command.token_ids, params
+            )  # the parent has checked the same, all but the cache's size
+            engine.add(
+                command.request_id, AcceptedPrompt(command.prompt, command.token_ids), params
+            )
         except FreightError as error:
             self._emit(Refused(command.request_id, str(error), isinstance(error, CapacityError)))
         else:
@@ -140,7 +154,9 @@ class Loop:
         started, computed = self._clock(), self._engine.num_computed_tokens
         deltas = self._engine.step(self._quiet_until)
         self._steps.append((self._clock() - started, self._engine.num_computed_tokens - computed))
-        if deltas or self._clock() >= self._quiet_until:  # a long step counts although it gave no token
+        if (
+            deltas or self._clock() >= self._quiet_until
+        ):  # a long step counts although it gave no token
             self._tell(deltas)
 
     def _tell(self, deltas: list[RequestDelta]) -> None:

@@ -33,10 +33,11 @@ class BlockLayout(Protocol):
 
 
 class SequenceSlice(NamedTuple):
-    """`token_ids` of one sequence at positions start, start + 1, …, and its block tables by cache group.
+    """`token_ids` of one sequence at positions start, start + 1, …, and its block tables by cache
+    group.
 
-    Entry i of a table is the block of tokens i * tokens_per_block … of its group, for all that are stored and those of
-    this slice; entries of blocks that were given back are 0.
+    Entry i of a table is the block of tokens i * tokens_per_block … of its group, for all that are
+    stored and those of this slice; entries of blocks that were given back are 0.
     """
 
     token_ids: Sequence[int]
@@ -51,8 +52,12 @@ class SequenceSlice(NamedTuple):
         return 1 if self.logits is Logits.LAST else 0
 
 
-def prepare(slices: Sequence[SequenceSlice], groups: Sequence[BlockLayout], device: str = "cpu") -> ForwardBatch:
-    """Lay the slices end to end; logit rows come in the slices' order. `groups` are those of the cache."""
+def prepare(
+    slices: Sequence[SequenceSlice], groups: Sequence[BlockLayout], device: str = "cpu"
+) -> ForwardBatch:
+    """Lay the slices end to end; logit rows come in the slices' order. `groups` are those of the
+    cache.
+    """
     tokens: list[int] = []
     positions, rows = [], []
     starts = np.zeros(len(slices) + 1, np.int32)
@@ -73,13 +78,17 @@ def prepare(slices: Sequence[SequenceSlice], groups: Sequence[BlockLayout], devi
         tables.append(table)
         size = group.tokens_per_block
         if group.has_slots:
-            slots.append(table[sequence, position // size].astype(np.int64) * size + position % size)
+            slots.append(
+                table[sequence, position // size].astype(np.int64) * size + position % size
+            )
         else:
             slots.append(np.zeros(0, np.int64))
 
     def tensor(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         host = torch.from_numpy(array)
-        return host if device == "cpu" else host.pin_memory().to(device, non_blocking=True)  # the host does not wait
+        return (
+            host if device == "cpu" else host.pin_memory().to(device, non_blocking=True)
+        )  # the host does not wait
 
     return ForwardBatch(
         token_ids=tensor(np.array(tokens, np.int64)),

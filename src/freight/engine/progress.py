@@ -31,7 +31,9 @@ from freight.text.tokenizer import Tokenizer
 
 
 def to_logprobs(entries: tuple[LogprobEntry, ...], tokenizer: Tokenizer | None) -> TokenLogprobs:
-    """(token id, logprob, rank) -> {token id: Logprob}, with the tokens' text where there is a tokenizer."""
+    """(token id, logprob, rank) -> {token id: Logprob}, with the tokens' text where there is a
+    tokenizer.
+    """
     return {
         token: Logprob(logprob, rank, tokenizer.token_text(token) if tokenizer else None)
         for token, logprob, rank in entries
@@ -40,10 +42,12 @@ def to_logprobs(entries: tuple[LogprobEntry, ...], tokenizer: Tokenizer | None) 
 
 @dataclass(eq=False)
 class Completion:
-    """One of a request's `n` completions. `logprobs` never has fewer entries than the request has output tokens.
+    """One of a request's `n` completions. `logprobs` never has fewer entries than the request has
+    output tokens.
 
     new_detokenizer   makes a Detokenizer for this completion; None when no text is asked for
-    tokenizer         for the text of tokens in log-probabilities; None when there is none, or no text is asked for
+    tokenizer         for the text of tokens in log-probabilities; None when there is none, or no
+                      text is asked for
     """
 
     request: Request
@@ -72,11 +76,15 @@ class Completion:
         )
 
     def advance(self) -> str | None:
-        """Turn the tokens since the last call into text; returns the stop string that they completed, if one."""
+        """Turn the tokens since the last call into text; returns the stop string that they
+        completed, if one.
+        """
         if self.detokenizer is None:
             return None
         request, tokens = self.request, self.request.output_token_ids
-        self._pieces.append(self.detokenizer.append(tokens[self._num_read : len(tokens) - self._ended_by_stop_id]))
+        self._pieces.append(
+            self.detokenizer.append(tokens[self._num_read : len(tokens) - self._ended_by_stop_id])
+        )
         self._num_read = len(tokens)
         if request.is_finished:
             self.flush()
@@ -84,14 +92,20 @@ class Completion:
 
     @property
     def _ended_by_stop_id(self) -> bool:
-        """Whether the last token is no text, but the end. A grammar's last token of text ends a request as well."""
+        """Whether the last token is no text, but the end. A grammar's last token of text ends a
+        request as well.
+        """
         request = self.request
         if request.params.include_stop_str_in_output:
             return False
         if request.finish_reason is not FinishReason.STOP or isinstance(request.stop_reason, str):
             return False
         last = request.output_token_ids[-1]
-        return request.grammar is None or last in request.stop_token_ids or last in request.grammar.stop_token_ids
+        return (
+            request.grammar is None
+            or last in request.stop_token_ids
+            or last in request.grammar.stop_token_ids
+        )
 
     def flush(self) -> None:
         """No more tokens come: give out the text that was held back."""
@@ -99,7 +113,9 @@ class Completion:
             self._pieces.append(self.detokenizer.finish())
 
     def rebuild(self) -> str | None:
-        """Make text and sampler state anew from the request's tokens, like `advance`; deltas go on where they were."""
+        """Make text and sampler state anew from the request's tokens, like `advance`; deltas go on
+        where they were.
+        """
         del self.logprobs[len(self.request.output_token_ids) :]
         self._restart()
         stop = self.advance()
@@ -114,9 +130,15 @@ class Completion:
 
     @property
     def _ending(self) -> tuple[FinishReason | None, str | int | None]:
-        """Finish reason and stop reason; a stop string may be completed by the token that reached the limit."""
+        """Finish reason and stop reason; a stop string may be completed by the token that reached
+        the limit.
+        """
         stop = self.detokenizer.stop_reason if self.detokenizer else None
-        return (self.request.finish_reason, self.request.stop_reason) if stop is None else (FinishReason.STOP, stop)
+        return (
+            (self.request.finish_reason, self.request.stop_reason)
+            if stop is None
+            else (FinishReason.STOP, stop)
+        )
 
     def delta(self) -> CompletionDelta:
         """What is new since the last call."""
@@ -145,7 +167,9 @@ class Completion:
             token_ids=list(request.output_token_ids),
             finish_reason=reason,
             stop_reason=stop,
-            logprobs=self.logprobs[: len(request.output_token_ids)] if request.params.logprobs is not None else None,
+            logprobs=self.logprobs[: len(request.output_token_ids)]
+            if request.params.logprobs is not None
+            else None,
             error=request.error,
         )
 
@@ -171,7 +195,9 @@ class Group:
 
     def __post_init__(self) -> None:
         self._told_scores = 0  # parts that earlier deltas had
-        self._prompt_logprobs: list[TokenLogprobs | None] = [None]  # what `output` made of the first parts
+        self._prompt_logprobs: list[TokenLogprobs | None] = [
+            None
+        ]  # what `output` made of the first parts
         self._read_scores = 0  # these parts
 
     @property
@@ -180,15 +206,21 @@ class Group:
 
     @property
     def num_scored(self) -> int | None:
-        """Tokens of the prompt that are scored, the first counted; None when scores are not asked for."""
+        """Tokens of the prompt that are scored, the first counted; None when scores are not asked
+        for.
+        """
         return 1 + sum(map(len, self.scores)) if self.params.prompt_logprobs is not None else None
 
     def stamp(self, now: float) -> None:
-        """Take note of what has happened by `now`: its first token, its end, and a first step that was interrupted."""
+        """Take note of what has happened by `now`: its first token, its end, and a first step that
+        was interrupted.
+        """
         stamps = self.stamps
         if stamps.scheduled is None and any(one.request.was_admitted for one in self.completions):
             stamps.scheduled = now
-        if stamps.first_token is None and any(one.request.output_token_ids for one in self.completions):
+        if stamps.first_token is None and any(
+            one.request.output_token_ids for one in self.completions
+        ):
             stamps.first_token = now
         if stamps.ended is None and self.finished:
             stamps.ended = now
@@ -198,7 +230,9 @@ class Group:
         return self.stamps.times(now, sum(one.request.num_preemptions for one in self.completions))
 
     def delta(self, advanced: list[Completion], now: float) -> RequestDelta:
-        """What is new since the last call, of the completions that advanced, at `now` of the engine's clock."""
+        """What is new since the last call, of the completions that advanced, at `now` of the
+        engine's clock.
+        """
         new = self.scores[self._told_scores :]
         self._told_scores += len(new)
         self.num_deltas += 1
@@ -222,7 +256,9 @@ class Group:
             prompt_token_ids=list(self.prompt_token_ids),
             outputs=[completion.output() for completion in self.completions],
             finished=self.finished,
-            prompt_logprobs=self._all_prompt_logprobs() if self.params.prompt_logprobs is not None else None,
+            prompt_logprobs=self._all_prompt_logprobs()
+            if self.params.prompt_logprobs is not None
+            else None,
             num_cached_tokens=self.completions[0].request.num_cached_tokens,
         )
 

@@ -1,8 +1,10 @@
-"""Decode steps as recorded calls of the CPU kernels: one call of C for all of a step, with the bits of an ordinary one.
+"""Decode steps as recorded calls of the CPU kernels: one call of C for all of a step, with the bits
+of an ordinary one.
 
-A recording begins with the embedding and ends with the head's product. What bounds the logits behind that, a divisor or
-a soft cap, is torch's and stays outside; so does a head in float32 or with clipped inputs. A model with operations of
-torch between its other kernels is not recorded: its steps run as they were written (`kernels/cpu/recording.py`).
+A recording begins with the embedding and ends with the head's product. What bounds the logits
+behind that, a divisor or a soft cap, is torch's and stays outside; so does a head in float32 or
+with clipped inputs. A model with operations of torch between its other kernels is not recorded: its
+steps run as they were written (`kernels/cpu/recording.py`).
 """
 
 from __future__ import annotations
@@ -30,14 +32,18 @@ logger = logging.getLogger("freight")
 
 
 class CpuRecordings:
-    """A `Capture` on the CPU. Steps are not padded, which would cost time here: each number of sequences is recorded.
+    """A `Capture` on the CPU. Steps are not padded, which would cost time here: each number of
+    sequences is recorded.
 
-    All recordings share an arena: the outputs that are alive at one moment, for `max_num_seqs` rows.
+    All recordings share an arena: the outputs that are alive at one moment, for `max_num_seqs`
+    rows.
     """
 
     largest_first = False
 
-    def __init__(self, model: Decoder, pool: KVPool, kernels: CpuKernels, max_num_seqs: int) -> None:
+    def __init__(
+        self, model: Decoder, pool: KVPool, kernels: CpuKernels, max_num_seqs: int
+    ) -> None:
         self.max_num_seqs = min(max_num_seqs, MAX_NUM_SEQS)
         self.model, self.pool = model, pool
         self.arena = Arena(self.max_num_seqs)
@@ -85,11 +91,20 @@ class CpuStep:
 
 
 def with_kernels(part: Part, kernels: CpuKernels) -> Part:
-    """`part`, of a model or a cache, or a tuple of parts, with all operations by `kernels`; tensors are shared."""
+    """`part`, of a model or a cache, or a tuple of parts, with all operations by `kernels`; tensors
+    are shared.
+    """
     if isinstance(part, tuple) and type(part) is tuple:  # and no NamedTuple
         return type(part)(with_kernels(one, kernels) for one in part)
     if not is_dataclass(part) or isinstance(part, type):
         return part
     before = {field.name: getattr(part, field.name) for field in fields(part)}
-    after = {name: kernels if name == "kernels" else with_kernels(one, kernels) for name, one in before.items()}
-    return replace(part, **after) if any(after[name] is not one for name, one in before.items()) else part
+    after = {
+        name: kernels if name == "kernels" else with_kernels(one, kernels)
+        for name, one in before.items()
+    }
+    return (
+        replace(part, **after)
+        if any(after[name] is not one for name, one in before.items())
+        else part
+    )

@@ -1,8 +1,10 @@
-"""Request: one sequence on its way through the engine. Only the Scheduler writes it; everyone else reads.
+"""Request: one sequence on its way through the engine. Only the Scheduler writes it; everyone else
+reads.
 
 Its known tokens are the prompt followed by what was generated. The keys and values of the first
-`num_computed_tokens` of them are in the cache, in the blocks `held`, where a layer still reads them. Tokens are only
-ever appended, also across preemption, so `block_keys` stays valid once computed. Imports no torch.
+`num_computed_tokens` of them are in the cache, in the blocks `held`, where a layer still reads
+them. Tokens are only ever appended, also across preemption, so `block_keys` stays valid once
+computed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from freight.sampling import SamplingParams
 
 
 class RequestState(StrEnum):
-    """WAITING holds no blocks; RUNNING takes part in every step; FINISHED is final and holds no blocks."""
+    """WAITING holds no blocks; RUNNING takes part in every step; FINISHED is final and holds no
+    blocks.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -27,7 +31,9 @@ class RequestState(StrEnum):
 
 
 def check_length(num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:
-    """Raises RequestError for a prompt that leaves no room for a token, or, with max_tokens=0, is itself too long."""
+    """Raises RequestError for a prompt that leaves no room for a token, or, with max_tokens=0, is
+    itself too long.
+    """
     new = 0 if max_tokens == 0 else 1
     if num_prompt + new > max_model_len:
         raise RequestError(
@@ -44,7 +50,8 @@ class Request:
     index           which of the `n` completions, from 0
     seed            resolved: what the sampler draws from for this completion
     stop_token_ids  params.stop_token_ids and, unless ignore_eos, the model's own stop ids
-    grammar         how far its output is in the grammar of params.structured_outputs; None without one
+    grammar         how far its output is in the grammar of params.structured_outputs; None without
+                    one
     bad_words       the tokens of params.bad_words; None without any
 
     The rest belongs to the Scheduler.
@@ -52,11 +59,13 @@ class Request:
     held               its blocks, by cache group
     block_keys         prefix keys of the leading full blocks, as far as they were needed
     num_cached_tokens  prompt tokens found in the prefix cache when first admitted
-    num_told_tokens    leading prompt tokens that were computed or found, as far as they are in the Scheduler's totals
+    num_told_tokens    leading prompt tokens that were computed or found, as far as they are in the
+                       Scheduler's totals
     was_admitted       whether it was ever admitted
     arrival            counts up from 0 over all requests added to the Scheduler
     token_limit        known tokens at which it ends with LENGTH
-    stop_reason        the stop string or the id from params.stop_token_ids that ended it; None for the model's own ids
+    stop_reason        the stop string or the id from params.stop_token_ids that ended it; None for
+                       the model's own ids
     error              why a request with finish reason ERROR failed
     """
 

@@ -16,9 +16,11 @@ from freight.models.decoder import LanguageModel
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of a step whose logits are wanted, one after another in the slices' order: `num_rows` of each slice.
+    """The rows of a step whose logits are wanted, one after another in the slices' order:
+    `num_rows` of each slice.
 
-    `hidden` has their final states [rows, hidden_size]; `captured` their logits, where the step was replayed.
+    `hidden` has their final states [rows, hidden_size]; `captured` their logits, where the step was
+    replayed.
     """
 
     model: LanguageModel
@@ -51,13 +53,17 @@ class ModelRunner:
     captured: DecodeSteps | None = None
 
     def __post_init__(self) -> None:
-        assert self.captured is None or self.captured.pool is self.pool  # captured steps write into its pages
+        assert (
+            self.captured is None or self.captured.pool is self.pool
+        )  # captured steps write into its pages
 
     @torch.inference_mode()
     def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> StepRows:
-        """Store the slices' K and V, and give the rows whose logits are wanted. The next step may overwrite them.
+        """Store the slices' K and V, and give the rows whose logits are wanted. The next step may
+        overwrite them.
 
-        `tokens`, int64 [tokens] on the device, take the place of those in the slices, which are as many.
+        `tokens`, int64 [tokens] on the device, take the place of those in the slices, which are as
+        many.
         """
         num_rows = [part.num_logit_rows for part in slices]
         if self.captured is not None and self.captured.takes(slices):
@@ -68,6 +74,10 @@ class ModelRunner:
         return StepRows(self.model, num_rows, hidden=self.model.hidden(batch, self.pool.layers))
 
     @torch.inference_mode()
-    def logits(self, token_ids: Sequence[int], start: int, block_ids: Sequence[Sequence[int]]) -> Tensor:
-        """float32 logits after each of `token_ids`, which stand at `start` of the sequence in `block_ids`, by group."""
+    def logits(
+        self, token_ids: Sequence[int], start: int, block_ids: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """float32 logits after each of `token_ids`, which stand at `start` of the sequence in
+        `block_ids`, by group.
+        """
         return self.run([SequenceSlice(token_ids, start, block_ids, Logits.ALL)]).all_logits()

@@ -5,27 +5,33 @@ The definition, for one row of logits x over the vocabulary (v, token ids), in t
     bias          x[v] += logit_bias[v]
     repetition    x[v] = x[v] / r if x[v] > 0 else x[v] * r           v in the prompt or the output
     presence      x[v] -= presence_penalty + frequency_penalty * n(v) v in the output, n(v) times
-    min_tokens    x[v] = -inf                                         v a stop id, position < min_tokens
+    min_tokens    x[v] = -inf                                         v a stop id, position <
+                  min_tokens
     allowed       x[v] = -inf                                         v not in allowed_token_ids
     bad_words     x[v] = -inf                                         v would end one of them
-    grammar       x[v] = -inf                                         v a token that it does not permit next
+    grammar       x[v] = -inf                                         v a token that it does not
+                  permit next
     greedy        the token is argmax x, the lowest id of several; the rest is for temperature > 0
     temperature   x = (x - max x) / temperature
     min_p         keep v with exp(x[v]) >= min_p
     top_k         keep the first k, by falling x, then by rising id
-    top_p         p = softmax x; keep the shortest run, by falling p, then by rising id, whose sum is >= top_p
+    top_p         p = softmax x; keep the shortest run, by falling p, then by rising id, whose sum
+                  is >= top_p
     draw          the first v, by rising id, where the sum of p up to v is > u * (sum of all p)
 
-With a grammar (structured outputs) the model's own stop ids are barred under ignore_eos too, and neither that nor
-min_tokens bars any when the grammar, allowed_token_ids and bad_words leave no other token: a complete text ends.
+With a grammar (structured outputs) the model's own stop ids are barred under ignore_eos too, and
+neither that nor min_tokens bars any when the grammar, allowed_token_ids and bad_words leave no
+other token: a complete text ends.
 
-u in [0, 1) has 53 random bits and is SplitMix64 (Steele, Lea, Flood 2014) of the row's seed and its position in the
-output, and of nothing else: neither other rows, chunks, preemption nor the device change it.
+u in [0, 1) has 53 random bits and is SplitMix64 (Steele, Lea, Flood 2014) of the row's seed and its
+position in the output, and of nothing else: neither other rows, chunks, preemption nor the device
+change it.
 
-Guarantees: a row's result has the same bits whatever other rows are in the batch. Each step is therefore elementwise
-and exactly rounded, a comparison, an integer sum, or one of torch's kernels that walk a row on its own (softmax,
-log_softmax, cumsum); a float `sum` is not, and is not used. Log-probabilities are float32 log_softmax of the logits as
-the model gave them. A row with NaN or without a finite maximum gives an error in place of a token, in that row alone.
+Guarantees: a row's result has the same bits whatever other rows are in the batch. Each step is
+therefore elementwise and exactly rounded, a comparison, an integer sum, or one of torch's kernels
+that walk a row on its own (softmax, log_softmax, cumsum); a float `sum` is not, and is not used.
+Log-probabilities are float32 log_softmax of the logits as the model gave them. A row with NaN or
+without a finite maximum gives an error in place of a token, in that row alone.
 """
 
 from __future__ import annotations
@@ -46,7 +52,8 @@ from freight.sampling import NO_TOKEN_LEFT, SamplingParams
 
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment
 _ALL_BITS = 2**64 - 1
-_NUCLEUS = 1024  # most likely tokens tried first for top_p; of a row that they do not reach, all are sorted
+# most likely tokens tried first for top_p; of a row that they do not reach, all are sorted
+_NUCLEUS = 1024
 _ROWS_AT_ONCE = 32  # bounds what log-probabilities of a long prompt hold in memory
 
 
@@ -54,7 +61,8 @@ class Sampled(NamedTuple):
     """A drawn token, or why there is none.
 
     token_id  -1 when `error` is set
-    logprobs  the asked-for most likely by rank, then the token itself unless it is among them; None: not asked for
+    logprobs  the asked-for most likely by rank, then the token itself unless it is among them;
+              None: not asked for
     error     why this row has no token; other rows are not affected
     """
 
@@ -64,7 +72,9 @@ class Sampled(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What a draw from a model's own logits depends on. `position` counts the output tokens before it."""
+    """What a draw from a model's own logits depends on. `position` counts the output tokens before
+    it.
+    """
 
     params: SamplingParams
     seed: int
@@ -83,39 +93,49 @@ class _Row(Protocol):
 
 
 def draw(logits: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-    """Draw a token for each row as `sample` does, of logits that no parameter changes. The host waits for nothing.
+    """Draw a token for each row as `sample` does, of logits that no parameter changes. The host
+    waits for nothing.
 
-    Returns the tokens, int64 [num_rows], ids of the vocabulary in any case, and int64 [2, num_rows]: the tokens and 1
-    where they are what `sample` gives, 0 where it gives an error or looks at more of the vocabulary.
+    Returns the tokens, int64 [num_rows], ids of the vocabulary in any case, and int64 [2,
+    num_rows]: the tokens and 1 where they are what `sample` gives, 0 where it gives an error or
+    looks at more of the vocabulary.
     """
     tokens, reached, peaks = _choose(logits, rows, _NUCLEUS)
-    tokens = tokens.clamp(0, logits.shape[1] - 1)  # of a row of NaN it may be anything, and another step looks it up
+    tokens = tokens.clamp(
+        0, logits.shape[1] - 1
+    )  # of a row of NaN it may be anything, and another step looks it up
     return tokens, torch.stack((tokens, (reached & peaks.isfinite()).long()))
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     """Draw a token for each row. logits: float32 [num_rows, vocab_size], not changed.
 
-    A row of logits without a finite maximum, or with parameters that leave no token to draw, gives a Sampled with an
-    `error`.
+    A row of logits without a finite maximum, or with parameters that leave no token to draw, gives
+    a Sampled with an `error`.
     """
     assert logits.dtype == torch.float32
     assert logits.shape[0] == len(rows)
     adjusted = adjust(logits, rows)
     tokens, reached, adjusted_peaks = _choose(adjusted, rows, _NUCLEUS)
     peaks = adjusted_peaks if adjusted is logits else logits.amax(-1)
-    drawn, all_reached, *both_peaks = (one.numpy() for one in _on_host(tokens, reached, peaks, adjusted_peaks))
+    drawn, all_reached, *both_peaks = (
+        one.numpy() for one in _on_host(tokens, reached, peaks, adjusted_peaks)
+    )
     token_ids: list[int] = drawn.astype(np.int64).tolist()
     errors: list[str | None] = [None] * len(rows)
     if not np.isfinite(both_peaks).all():
-        errors = [_fault(row, *map(float, values)) for row, *values in zip(rows, *both_peaks, strict=True)]
+        errors = [
+            _fault(row, *map(float, values)) for row, *values in zip(rows, *both_peaks, strict=True)
+        ]
     rest = [i for i in np.flatnonzero(all_reached == 0).tolist() if errors[i] is None]
     if rest:
         index = send(rest, torch.int64, logits.device)
         tokens[index] = _choose(adjusted[index], [rows[i] for i in rest], logits.shape[1])[0]
         token_ids = tokens.tolist()
     entries: list[tuple[LogprobEntry, ...] | None] = [None] * len(rows)
-    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and errors[i] is None]
+    wanted = [
+        i for i, row in enumerate(rows) if row.params.logprobs is not None and errors[i] is None
+    ]
     if wanted:
         index = send(wanted, torch.int64, logits.device)
         counts = [rows[i].params.logprobs or 0 for i in wanted]
@@ -126,7 +146,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
 
 
 def _on_host(*columns: Tensor) -> Sequence[Tensor]:
-    """`columns` [num_rows]; those on a GPU all at once, in float64. The only place where the host waits for a GPU."""
+    """`columns` [num_rows]; those on a GPU all at once, in float64. The only place where the host
+    waits for a GPU.
+    """
     if columns[0].device.type == "cpu":
         return columns
     return torch.stack([column.double() for column in columns]).cpu().unbind()
@@ -135,7 +157,8 @@ def _on_host(*columns: Tensor) -> Sequence[Tensor]:
 def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> Scores | None:
     """The k most likely tokens of each row, and its target; None where a row has no finite maximum.
 
-    logits: float32 [num_rows, vocab_size]; targets: int64 [num_rows], the tokens that follow in the prompt.
+    logits: float32 [num_rows, vocab_size]; targets: int64 [num_rows], the tokens that follow in the
+    prompt.
     """
     if not all(map(math.isfinite, logits.amax(-1).tolist())):  # a maximum passes NaN on
         return None
@@ -157,21 +180,28 @@ def _floats(values: Tensor) -> array[float]:
 
 
 def sibling_seed(seed: int, index: int) -> int:
-    """The seed, in [0, 2 ** 64), of the index-th completion that shares `seed`; different for every index."""
+    """The seed, in [0, 2 ** 64), of the index-th completion that shares `seed`; different for every
+    index.
+    """
     return _mix(_mix(seed) + index * _GOLDEN)
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int], device: torch.device | None = None) -> Tensor:
+def uniforms(
+    seeds: Sequence[int], positions: Sequence[int], device: torch.device | None = None
+) -> Tensor:
     """float64 [num_rows] in [0, 1): the random number of each (seed, output position)."""
     bits = [
-        _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN) for seed, position in zip(seeds, positions, strict=True)
+        _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
+        for seed, position in zip(seeds, positions, strict=True)
     ]
-    return send([math.ldexp(one >> 11, -53) for one in bits], torch.float64, device or torch.device("cpu"))
+    return send(
+        [math.ldexp(one >> 11, -53) for one in bits], torch.float64, device or torch.device("cpu")
+    )
 
 
 def _mix(bits: int) -> int:
-    """SplitMix64's output function of `bits` modulo 2 ** 64. Python's whole numbers take less time than any array's for
-    the rows of a step."""
+    """SplitMix64's output function of `bits` modulo 2 ** 64. Python's whole numbers take less time
+    than any array's for the rows of a step."""
     bits &= _ALL_BITS
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & _ALL_BITS
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & _ALL_BITS
@@ -179,7 +209,9 @@ def _mix(bits: int) -> int:
 
 
 def _fault(row: SamplingRow, peak: float, adjusted_peak: float) -> str | None:
-    """Why a row has no token, from the maximum of its logits and of what its parameters made of them; None: it has."""
+    """Why a row has no token, from the maximum of its logits and of what its parameters made of
+    them; None: it has.
+    """
     params = row.params
     if not math.isfinite(peak):
         return (
@@ -219,7 +251,8 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def highest(x: Tensor) -> Tensor:
-    """Where each row [rows, tokens], in 32 or 64 bits, is highest: the first, thus the lowest id, of equals.
+    """Where each row [rows, tokens], in 32 or 64 bits, is highest: the first, thus the lowest id,
+    of equals.
 
     On a CPU by numpy, which takes a fifth of torch's time or less. int64 [rows].
     """
@@ -227,8 +260,8 @@ def highest(x: Tensor) -> Tensor:
 
 
 def _choose(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """From adjusted logits x: tokens int64 [num_rows]; bool [num_rows], whether the `width` most likely were enough;
-    and the maximum of each row, NaN where it has one."""
+    """From adjusted logits x: tokens int64 [num_rows]; bool [num_rows], whether the `width` most
+    likely were enough; and the maximum of each row, NaN where it has one."""
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
     if len(drawn) == len(rows):
         return _draw(x, rows, width)
@@ -257,7 +290,9 @@ def _draw(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor, 
     mass = p.cumsum(-1, dtype=torch.float64)
     total = mass[:, -1:]
     u = uniforms([row.seed for row in rows], [row.position for row in rows], x.device).unsqueeze(-1)
-    point = torch.minimum(u * total, total.nextafter(torch.zeros_like(total)))  # < total, also after rounding
+    point = torch.minimum(
+        u * total, total.nextafter(torch.zeros_like(total))
+    )  # < total, also after rounding
     return torch.searchsorted(mass, point, right=True).squeeze(-1), reached, peaks.squeeze(-1)
 
 
@@ -289,18 +324,24 @@ def _top_k(x: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _top_p(p: Tensor, goals: Sequence[float], width: int) -> tuple[Tensor, Tensor]:
-    """p with 0 outside of the nucleus; and whether the `width` largest of a row have its goal, bool [num_rows]."""
+    """p with 0 outside of the nucleus; and whether the `width` largest of a row have its goal, bool
+    [num_rows].
+    """
     goal = _column(goals, p)
     values = _largest(p, width)
     mass = values.cumsum(-1, dtype=torch.float64)
     reached = (mass[:, -1] >= goal[:, 0]) | (values.shape[-1] == p.shape[-1])
-    count = (torch.searchsorted(mass, goal) + 1).clamp(max=values.shape[-1])  # rounding may leave 1 unreached
+    count = (torch.searchsorted(mass, goal) + 1).clamp(
+        max=values.shape[-1]
+    )  # rounding may leave 1 unreached
     return p.masked_fill(~_first(p, values.gather(-1, count - 1), count), 0), reached
 
 
 def _largest(p: Tensor, width: int) -> Tensor:
     """The `width` largest of each row, or all of them, by falling value."""
-    if p.device.type == "cpu":  # numpy sorts all, with vector instructions, in less time than topk takes for 1024
+    if (
+        p.device.type == "cpu"
+    ):  # numpy sorts all, with vector instructions, in less time than topk takes for 1024
         return torch.from_numpy(np.sort(p.numpy(), axis=-1)).flip(-1)
     if width < p.shape[-1]:
         return p.topk(width).values
@@ -310,20 +351,27 @@ def _largest(p: Tensor, width: int) -> Tensor:
 def _first(values: Tensor, cutoff: Tensor, count: Tensor) -> Tensor:
     """Mask of the first `count` entries of each row, by falling value, then by rising id.
 
-    values: [num_rows, vocab_size]; cutoff: [num_rows, 1], the count-th largest value; count: int64 [num_rows, 1].
+    values: [num_rows, vocab_size]; cutoff: [num_rows, 1], the count-th largest value; count: int64
+    [num_rows, 1].
     """
     above = values > cutoff
     ties = values == cutoff
-    return above | (ties & (ties.cumsum(-1, dtype=torch.int32) <= count - above.sum(-1, keepdim=True)))
+    return above | (
+        ties & (ties.cumsum(-1, dtype=torch.int32) <= count - above.sum(-1, keepdim=True))
+    )
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[tuple[LogprobEntry, ...]]:
+def _logprobs(
+    logits: Tensor, tokens: Tensor, counts: Sequence[int]
+) -> list[tuple[LogprobEntry, ...]]:
     """For each row its `counts` most likely tokens and, unless among them, `tokens` [num_rows]."""
     found: list[tuple[LogprobEntry, ...]] = []
     for start in range(0, logits.shape[0], _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
         columns = _ranked(logits[rows], tokens[rows], max(counts[rows]))
-        for ids, values, rank, count in zip(*(one.tolist() for one in columns), counts[rows], strict=True):
+        for ids, values, rank, count in zip(
+            *(one.tolist() for one in columns), counts[rows], strict=True
+        ):
             entries = tuple(zip(ids[:-1][:count], values, range(1, count + 1), strict=False))
             found.append(entries if rank <= count else (*entries, (ids[-1], values[-1], rank)))
     return found
@@ -332,7 +380,8 @@ def _logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[tup
 def _ranked(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """The `count` most likely tokens of each row, or all of them, then `tokens` [num_rows].
 
-    Returns their ids, int64 [num_rows, count + 1], their log-probabilities, and the rank of `tokens`, int64 [num_rows].
+    Returns their ids, int64 [num_rows, count + 1], their log-probabilities, and the rank of
+    `tokens`, int64 [num_rows].
     """
     logprobs = logits.log_softmax(-1)
     ids = torch.cat((_most_likely(logits, min(count, logits.shape[-1])), tokens.unsqueeze(-1)), -1)
@@ -340,11 +389,18 @@ def _ranked(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor,
 
 
 def _ranks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """int64 [num_rows]: the rank of each row's token, from 1. Of equal logits the lower id comes first."""
-    if logits.device.type == "cpu":  # numpy counts with vector instructions, in a tenth of the time of torch's sum
+    """int64 [num_rows]: the rank of each row's token, from 1. Of equal logits the lower id comes
+    first.
+    """
+    if (
+        logits.device.type == "cpu"
+    ):  # numpy counts with vector instructions, in a tenth of the time of torch's sum
         pairs = zip(logits.numpy(), tokens.tolist(), strict=True)
         return torch.tensor(
-            [np.count_nonzero(row > row[own]) + np.count_nonzero(row[: own + 1] == row[own]) for row, own in pairs],
+            [
+                np.count_nonzero(row > row[own]) + np.count_nonzero(row[: own + 1] == row[own])
+                for row, own in pairs
+            ],
             dtype=torch.int64,
             device=logits.device,
         )

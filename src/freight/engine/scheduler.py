@@ -1,29 +1,37 @@
 """Scheduler: what runs in the next step. The only writer of requests, and of what they hold.
 
-Prefill and decode are one thing: a request has known tokens, some of them computed, and each step computes a chunk of
-the rest within a budget of `max_num_batched_tokens`. A chunk that reaches the end of the known tokens samples one more.
+Prefill and decode are one thing: a request has known tokens, some of them computed, and each step
+computes a chunk of the rest within a budget of `max_num_batched_tokens`. A chunk that reaches the
+end of the known tokens samples one more.
 
-- Every running request advances in every step: one token of the budget is kept back for each that is still to come,
-  so no decode waits behind a long prefill. The rest of the budget goes by arrival, oldest first, then to waiting
-  requests, first come first served, while fewer than `max_num_seqs` run.
-- Before a chunk is computed, its request gives back the blocks that no window reaches any more (cache/manager.py).
-- When blocks run out, the running request that arrived last gives back its blocks and waits at its place in the queue;
-  it keeps its tokens and computes them again later. The oldest request is never preempted, and `add` refuses what the
-  whole cache could not hold, so every request comes to an end.
-- A waiting request is admitted only if the blocks for all its known tokens are there, and one more for each running
-  request, so that it is not preempted right after.
-- After a step that was lost (`lose`) its requests compute their tokens again, each in steps of its own until it is past
-  that step: one that fails again has failed alone. The latest goes first, so those that are past it, which pause, came
-  later than it, and lose their blocks first if they run out. Nobody new is admitted meanwhile.
-- Prefix hits leave at least the last known token to compute, so a shared block is never written. The completions of one
-  prompt wait for the first of them to compute the prompt, and then share its blocks.
+- Every running request advances in every step: one token of the budget is kept back for each that
+  is still to come, so no decode waits behind a long prefill. The rest of the budget goes by
+  arrival, oldest first, then to waiting requests, first come first served, while fewer than
+  `max_num_seqs` run.
+- Before a chunk is computed, its request gives back the blocks that no window reaches any more
+  (cache/manager.py).
+- When blocks run out, the running request that arrived last gives back its blocks and waits at its
+  place in the queue; it keeps its tokens and computes them again later. The oldest request is never
+  preempted, and `add` refuses what the whole cache could not hold, so every request comes to an
+  end.
+- A waiting request is admitted only if the blocks for all its known tokens are there, and one more
+  for each running request, so that it is not preempted right after.
+- After a step that was lost (`lose`) its requests compute their tokens again, each in steps of its
+  own until it is past that step: one that fails again has failed alone. The latest goes first, so
+  those that are past it, which pause, came later than it, and lose their blocks first if they run
+  out. Nobody new is admitted meanwhile.
+- Prefix hits leave at least the last known token to compute, so a shared block is never written.
+  The completions of one prompt wait for the first of them to compute the prompt, and then share its
+  blocks.
 
-`schedule` and `apply` alternate, in one thread; `follow` gives one more step before the first is applied, unless a
-request may be admitted, or blocks are short. It trims nothing: a step that is computed again may need it. `abort` and
-`finish` may come at any time between; what an already scheduled step still computes for such a request is dropped.
-Freed blocks are not handed out before the next `schedule` or `follow`, and steps run in their order, so none spoils a
-block of another. A step that is never applied changes nothing: the next `schedule` gives its chunks again. When
-an exception interrupts one of these methods, `rebuild` starts over from the tokens of the requests. Imports no torch.
+`schedule` and `apply` alternate, in one thread; `follow` gives one more step before the first is
+applied, unless a request may be admitted, or blocks are short. It trims nothing: a step that is
+computed again may need it. `abort` and `finish` may come at any time between; what an already
+scheduled step still computes for such a request is dropped. Freed blocks are not handed out before
+the next `schedule` or `follow`, and steps run in their order, so none spoils a block of another. A
+step that is never applied changes nothing: the next `schedule` gives its chunks again. When an
+exception interrupts one of these methods, `rebuild` starts over from the tokens of the requests.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -46,14 +54,22 @@ _arrival = attrgetter("arrival")
 def _remove(queue: list[Request], request: Request) -> None:
     """Take `request` out of a queue that is sorted by arrival."""
     position = bisect_left(queue, request.arrival, key=_arrival)
-    assert queue[position] is request, f"request {request.request_id} is not in the queue of its state"
+    assert queue[position] is request, (
+        f"request {request.request_id} is not in the queue of its state"
+    )
     del queue[position]
 
 
 class Scheduler:
     """Continuous batching over one cache. Limits: sequences, tokens a step, tokens a request."""
 
-    def __init__(self, cache: CacheManager, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) > 0
         self._cache = cache
         self._block_size, self._caching = cache.block_size, cache.enable_prefix_caching
@@ -64,7 +80,9 @@ class Scheduler:
         self._leaders: dict[str, Request] = {}  # group -> its unfinished completion 0
         self._waiting: list[Request] = []  # both queues by arrival
         self._running: list[Request] = []
-        self._suspects: dict[str, int] = {}  # requests of a step that was lost -> tokens that it would have computed
+        self._suspects: dict[
+            str, int
+        ] = {}  # requests of a step that was lost -> tokens that it would have computed
         self._num_arrived = 0
         self.totals = Totals()
 
@@ -79,22 +97,29 @@ class Scheduler:
     @property
     def num_decoding(self) -> int:
         """Running requests of whose known tokens one is left to compute."""
-        return sum(request.num_tokens - request.num_computed_tokens == 1 for request in self._running)
+        return sum(
+            request.num_tokens - request.num_computed_tokens == 1 for request in self._running
+        )
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
     def token_limit(self, num_prompt: int, max_tokens: int | None) -> int:
-        """Known tokens at which a request with a prompt of `num_prompt` tokens ends. Changes nothing.
+        """Known tokens at which a request with a prompt of `num_prompt` tokens ends. Changes
+        nothing.
 
-        Raises RequestError for an empty or too long prompt, and CapacityError when the whole cache is smaller than the
-        request may become.
+        Raises RequestError for an empty or too long prompt, and CapacityError when the whole cache
+        is smaller than the request may become.
         """
         if num_prompt == 0:
             raise RequestError("the prompt is empty; give at least one token")
         check_length(num_prompt, max_tokens, self._max_model_len)
-        limit = self._max_model_len if max_tokens is None else min(num_prompt + max_tokens, self._max_model_len)
+        limit = (
+            self._max_model_len
+            if max_tokens is None
+            else min(num_prompt + max_tokens, self._max_model_len)
+        )
         short = self._cache.shortfall(limit)
         if short is not None:
             raise CapacityError(
@@ -104,11 +129,15 @@ class Scheduler:
         return limit
 
     def add(self, request: Request) -> None:
-        """Queue a fresh request; completion 0 of a group comes first. Raises, and changes nothing, as `token_limit`."""
+        """Queue a fresh request; completion 0 of a group comes first. Raises, and changes nothing,
+        as `token_limit`.
+        """
         assert request.arrival < 0, f"request {request.request_id} was added before"
         name = request.request_id
         if name in self._requests:
-            raise RequestError(f"request id {name!r} is in use by an unfinished request; choose another id")
+            raise RequestError(
+                f"request id {name!r} is in use by an unfinished request; choose another id"
+            )
         request.token_limit = self.token_limit(request.num_prompt_tokens, request.params.max_tokens)
         request.arrival = self._num_arrived
         self._num_arrived += 1
@@ -118,9 +147,11 @@ class Scheduler:
         self._waiting.append(request)
 
     def schedule(self, max_tokens: int | None = None) -> Step:
-        """The next step; without chunks only if no request is unfinished. Takes blocks, and preempts for them.
+        """The next step; without chunks only if no request is unfinished. Takes blocks, and
+        preempts for them.
 
-        With fewer than max_num_batched_tokens, if `max_tokens` is less; but one for each running request in any case.
+        With fewer than max_num_batched_tokens, if `max_tokens` is less; but one for each running
+        request in any case.
         """
         if (suspect := self._suspect()) is not None:
             return self._schedule_alone(suspect)
@@ -133,7 +164,9 @@ class Scheduler:
             start = request.num_computed_tokens
             count = min(request.num_tokens - start, budget - reserved)
             assert count > 0, f"no token of the budget is left for request {request.request_id}"
-            changes = self._gives_back or start + count > request.held.room  # in most steps, neither
+            changes = (
+                self._gives_back or start + count > request.held.room
+            )  # in most steps, neither
             if changes and not self._grow(request, start, start + count, preempted):
                 break  # it preempted itself, being the last
             chunks.append(ScheduledChunk.of(request, start, count))
@@ -141,13 +174,17 @@ class Scheduler:
         num_continuing = len(chunks)
         if not preempted:
             self._admit_waiting(chunks, budget)
-        fresh = [chunk.request for chunk in chunks[num_continuing:] if not chunk.request.was_admitted]
+        fresh = [
+            chunk.request for chunk in chunks[num_continuing:] if not chunk.request.was_admitted
+        ]
         for request in fresh:
             self._count_admitted(request)
         return Step(tuple(chunks), tuple(preempted), tuple(fresh))
 
     def follow(self, step: Step) -> Step | None:
-        """The step after `step`, which samples for all that run and is not applied yet. None: not before it is."""
+        """The step after `step`, which samples for all that run and is not applied yet. None: not
+        before it is.
+        """
         going = [(one.request, one.start + 1) for one in step.chunks if not one.request.is_finished]
         going = [(request, start) for request, start in going if start + 1 < request.token_limit]
         if not going or (self._waiting and len(going) < self._max_num_seqs):
@@ -161,16 +198,20 @@ class Scheduler:
         return Step(tuple(chunks), ())
 
     def apply(self, step: Step, tokens: Mapping[str, Sequence[int]]) -> list[Request]:
-        """Take note that `step` was computed, with the new tokens of each chunk that samples, by request id.
+        """Take note that `step` was computed, with the new tokens of each chunk that samples, by
+        request id.
 
-        Returns the requests that got a token, in the step's order; some may have finished by it, and tokens behind
-        the one that ended a request are dropped. Requests that ended since the step was scheduled are left alone.
+        Returns the requests that got a token, in the step's order; some may have finished by it,
+        and tokens behind the one that ended a request are dropped. Requests that ended since the
+        step was scheduled are left alone.
         """
         advanced, num_drawn = [], 0
         for chunk in step.chunks:
             if (request := chunk.request).state is RequestState.FINISHED:
                 continue
-            assert request.num_computed_tokens == chunk.start, f"request {request.request_id}: step applied out of turn"
+            assert request.num_computed_tokens == chunk.start, (
+                f"request {request.request_id}: step applied out of turn"
+            )
             request.num_computed_tokens += chunk.num_tokens
             if request.num_told_tokens < len(request.prompt_token_ids):
                 self._count_prompt(request)
@@ -183,7 +224,9 @@ class Scheduler:
                     self._finish_if_done(request)
                     if request.is_finished:
                         break
-            elif request.num_computed_tokens >= request.token_limit:  # max_tokens is 0: the prompt was all
+            elif (
+                request.num_computed_tokens >= request.token_limit
+            ):  # max_tokens is 0: the prompt was all
                 self._finish(request, FinishReason.LENGTH, None)
         self.totals.generated += num_drawn
         return advanced
@@ -193,14 +236,22 @@ class Scheduler:
 
         What was full before it is sound, and found again if prefixes are cached.
         """
-        assert not self._suspects, "a step of one request, computed alone, is not lost: the request fails"
+        assert not self._suspects, (
+            "a step of one request, computed alone, is not lost: the request fails"
+        )
         chunks = sorted(step.chunks, key=lambda chunk: chunk.request.arrival)
-        self._suspects = {chunk.request.request_id: chunk.start + chunk.num_tokens for chunk in chunks}
+        self._suspects = {
+            chunk.request.request_id: chunk.start + chunk.num_tokens for chunk in chunks
+        }
         while self._running:
             self._preempt_latest()
 
-    def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """End a request from outside, e.g. at a stop string. An unknown or finished id changes nothing."""
+    def finish(
+        self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None
+    ) -> None:
+        """End a request from outside, e.g. at a stop string. An unknown or finished id changes
+        nothing.
+        """
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request, reason, stop_reason)
@@ -220,19 +271,30 @@ class Scheduler:
         self.finish(request_id, FinishReason.ABORT)
 
     def rebuild(self, requests: Iterable[Request]) -> None:
-        """Start over from the tokens of `requests`, which are all there are, after an exception in another method.
+        """Start over from the tokens of `requests`, which are all there are, after an exception in
+        another method.
 
-        Unfinished ones wait and compute their tokens again, to the same bits; every block is free and no content is
-        indexed. What their last token decides is decided anew. May be interrupted, and then has to be called again.
+        Unfinished ones wait and compute their tokens again, to the same bits; every block is free
+        and no content is indexed. What their last token decides is decided anew. May be
+        interrupted, and then has to be called again.
         """
         self._cache.reset()
-        self._requests, self._leaders, self._waiting, self._running, self._suspects = {}, {}, [], [], {}
+        self._requests, self._leaders, self._waiting, self._running, self._suspects = (
+            {},
+            {},
+            [],
+            [],
+            {},
+        )
         for request in sorted(requests, key=_arrival):
             request.held = NOTHING
             if request.is_finished:
                 continue
             if request.num_computed_tokens:
-                request.num_computed_tokens, request.num_preemptions = 0, request.num_preemptions + 1
+                request.num_computed_tokens, request.num_preemptions = (
+                    0,
+                    request.num_preemptions + 1,
+                )
                 self.totals.preemptions += 1
             request.state = RequestState.WAITING
             request.finish_reason = request.stop_reason = request.error = None
@@ -244,7 +306,9 @@ class Scheduler:
             self._finish_if_done(request)
 
     def _suspect(self) -> Request | None:
-        """The request to compute alone, if there is one: the latest that is not past the step that was lost."""
+        """The request to compute alone, if there is one: the latest that is not past the step that
+        was lost.
+        """
         while self._suspects:
             name, end = next(reversed(self._suspects.items()))
             request = self._requests.get(name)
@@ -268,8 +332,11 @@ class Scheduler:
         insort(self._running, request, key=_arrival)
         return Step((chunk,), tuple(preempted), alone=True)
 
-    def _grow(self, request: Request, start: int, num_tokens: int, preempted: list[Request]) -> bool:
-        """Give a running request what a chunk from `start` to `num_tokens` needs, and take back what it does not.
+    def _grow(
+        self, request: Request, start: int, num_tokens: int, preempted: list[Request]
+    ) -> bool:
+        """Give a running request what a chunk from `start` to `num_tokens` needs, and take back
+        what it does not.
 
         False if it was itself the last to preempt.
         """
@@ -291,9 +358,13 @@ class Scheduler:
         return victim
 
     def _admit_waiting(self, chunks: list[ScheduledChunk], budget: int) -> None:
-        """Append a first chunk for each waiting request that budget, max_num_seqs and blocks admit, in order."""
+        """Append a first chunk for each waiting request that budget, max_num_seqs and blocks admit,
+        in order.
+        """
         position = 0
-        while position < len(self._waiting) and budget > 0 and len(self._running) < self._max_num_seqs:
+        while (
+            position < len(self._waiting) and budget > 0 and len(self._running) < self._max_num_seqs
+        ):
             request = self._waiting[position]
             if self._waits_for_sibling(request):
                 position += 1
@@ -307,15 +378,21 @@ class Scheduler:
             budget -= chunk.num_tokens
 
     def _admit(self, request: Request, budget: int) -> ScheduledChunk | None:
-        """Start a waiting request with its prefix hits and a first chunk; None, and no change, if it does not fit."""
+        """Start a waiting request with its prefix hits and a first chunk; None, and no change, if
+        it does not fit.
+        """
         num_tokens = request.num_tokens
-        admitted = self._cache.admit(self._hit_keys(request), num_tokens, reserve=len(self._running))
+        admitted = self._cache.admit(
+            self._hit_keys(request), num_tokens, reserve=len(self._running)
+        )
         if admitted is None:
             return None
         held, start = admitted
         count = min(num_tokens - start, budget)
         grown = self._cache.grow(held, start + count)
-        assert grown is not None, f"request {request.request_id} was admitted without blocks for its first chunk"
+        assert grown is not None, (
+            f"request {request.request_id} was admitted without blocks for its first chunk"
+        )
         request.held, request.num_computed_tokens = grown, start
         if request.num_preemptions == 0:
             request.num_cached_tokens = start
@@ -337,7 +414,9 @@ class Scheduler:
             self.totals.prompt += done
 
     def _waits_for_sibling(self, request: Request) -> bool:
-        """Whether completion 0 of its group is about to compute blocks that this request will share."""
+        """Whether completion 0 of its group is about to compute blocks that this request will
+        share.
+        """
         leader = self._leaders.get(request.group)
         return (
             leader is not None
@@ -352,7 +431,9 @@ class Scheduler:
         return self._caching and request.params.prompt_logprobs is None
 
     def _hit_keys(self, request: Request) -> list[bytes]:
-        """Keys of the blocks that may be hits: full ones, leaving at least the last known token to compute."""
+        """Keys of the blocks that may be hits: full ones, leaving at least the last known token to
+        compute.
+        """
         if not self._takes_hits(request):
             return []
         count = (request.num_tokens - 1) // self._block_size
@@ -360,7 +441,9 @@ class Scheduler:
         return request.block_keys[:count]
 
     def _extend_keys(self, request: Request, count: int) -> None:
-        extend_keys(request.block_keys, count, self._block_size, request.params.cache_salt, request.tokens)
+        extend_keys(
+            request.block_keys, count, self._block_size, request.params.cache_salt, request.tokens
+        )
 
     def _register_full_blocks(self, request: Request, previously_computed: int) -> None:
         """Index the blocks that became full since `previously_computed` tokens were computed."""
@@ -370,23 +453,30 @@ class Scheduler:
             self._cache.register(request.held, request.block_keys, previously_computed, computed)
 
     def _finish_if_done(self, request: Request) -> None:
-        """A stop id ends a request once min_tokens are generated, and a complete text of its grammar at any time.
+        """A stop id ends a request once min_tokens are generated, and a complete text of its
+        grammar at any time.
 
         Both win over a limit that the same token reached.
         """
         params, token = request.params, request.output_token_ids[-1]
         if token in request.stop_token_ids and len(request.output_token_ids) >= params.min_tokens:
-            self._finish(request, FinishReason.STOP, token if token in params.stop_token_ids else None)
+            self._finish(
+                request, FinishReason.STOP, token if token in params.stop_token_ids else None
+            )
         elif request.grammar is not None and request.grammar.ended(request.output_token_ids):
             self._finish(request, FinishReason.STOP, None)
         elif request.num_tokens >= request.token_limit:
             self._finish(request, FinishReason.LENGTH, None)
 
-    def _finish(self, request: Request, reason: FinishReason, stop_reason: str | int | None) -> None:
+    def _finish(
+        self, request: Request, reason: FinishReason, stop_reason: str | int | None
+    ) -> None:
         _remove(self._running if request.state is RequestState.RUNNING else self._waiting, request)
         request.finish_reason = reason
         request.stop_reason = stop_reason
-        request.state = RequestState.FINISHED  # after its reasons, so that `rebuild` finds all of them or none
+        request.state = (
+            RequestState.FINISHED
+        )  # after its reasons, so that `rebuild` finds all of them or none
         if reason is FinishReason.ERROR:
             self.totals.failed += 1
             self._cache.forget(request.held, request.block_keys)

@@ -1,4 +1,6 @@
-"""A step as the Scheduler gives it: chunks of requests, and the blocks that they are stored into. Imports no torch."""
+"""A step as the Scheduler gives it: chunks of requests, and the blocks that they are stored into.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,14 @@ from typing import NamedTuple
 from freight.engine.request import Request
 
 
-class ScheduledChunk(NamedTuple):  # made for every row of every step: a frozen dataclass takes three times as long
-    """Compute the known tokens start … start + num_tokens - 1 of `request`, storing into `block_ids`.
+class ScheduledChunk(
+    NamedTuple
+):  # made for every row of every step: a frozen dataclass takes three times as long
+    """Compute the known tokens start … start + num_tokens - 1 of `request`, storing into
+    `block_ids`.
 
-    `block_ids` are the block tables of the sequence, by cache group, up to the end of the chunk. With `samples`, the
-    last row's logits give the request's next token.
+    `block_ids` are the block tables of the sequence, by cache group, up to the end of the chunk.
+    With `samples`, the last row's logits give the request's next token.
     """
 
     request: Request
@@ -30,7 +35,8 @@ class ScheduledChunk(NamedTuple):  # made for every row of every step: a frozen 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass. `preempted` lost their blocks while it was scheduled, and are not part of it.
+    """One forward pass. `preempted` lost their blocks while it was scheduled, and are not part of
+    it.
 
     admitted  the requests whose first step it is
     alone     it has one chunk, of a request whose step was lost before (`Scheduler.lose`)

@@ -1,13 +1,16 @@
-"""Turns: one engine for several callers. Calls from several threads are served one after another, in order of arrival.
+"""Turns: one engine for several callers. Calls from several threads are served one after another,
+in order of arrival.
 
-An engine does one thing at a time, and its callers come from everywhere: threads, streams that are read in turn,
-generators that the garbage collector closes in the middle of something else. The rule: what has to have the engine
-alone goes through `run`, first come, first served, a step at a time; requests that are no longer wanted are put on a
-list, which never waits, and the next turn frees them.
+An engine does one thing at a time, and its callers come from everywhere: threads, streams that are
+read in turn, generators that the garbage collector closes in the middle of something else. The
+rule: what has to have the engine alone goes through `run`, first come, first served, a step at a
+time; requests that are no longer wanted are put on a list, which never waits, and the next turn
+frees them.
 
-It also holds where a signal handler raises (Ctrl-C). CPython runs handlers when a Python function begins, when a call
-returns and when a loop goes round. So what must not be left out stands in a `finally` as one call of a built-in
-method: `list.remove` here, `unwanted.extend` in callers. A lock whose release is Python code could stay locked.
+It also holds where a signal handler raises (Ctrl-C). CPython runs handlers when a Python function
+begins, when a call returns and when a loop goes round. So what must not be left out stands in a
+`finally` as one call of a built-in method: `list.remove` here, `unwanted.extend` in callers. A lock
+whose release is Python code could stay locked.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 2e-3  # seconds between two looks of a t
 
 
 class Turns:
-    """`free` forgets a request of the engine. It is called in a turn, and may be called twice for one request.
+    """`free` forgets a request of the engine. It is called in a turn, and may be called twice for
+    one request.
 
     A caller that is done with its requests puts their ids into `unwanted` and calls `tidy`.
     """
@@ -37,10 +41,14 @@ class Turns:
         self._queue: list[int] = []  # threads by arrival; the first has the engine
 
     def run(self, action: Callable[[], T]) -> T:
-        """Call `action` while no other thread has the engine. Raises RequestError from within another turn."""
+        """Call `action` while no other thread has the engine. Raises RequestError from within
+        another turn.
+        """
         me = threading.get_ident()
         if me in self._queue:
-            raise RequestError("the engine is busy in this thread: a signal handler or callback cannot call it again")
+            raise RequestError(
+                "the engine is busy in this thread: a signal handler or callback cannot call it again"
+            )
         try:
             self._queue.append(me)
             pause = _SHORTEST_PAUSE
@@ -56,7 +64,8 @@ class Turns:
         return result
 
     def tidy(self) -> None:
-        """Free what is unwanted, unless the engine is in use: then its next turn does. Never waits for a step.
+        """Free what is unwanted, unless the engine is in use: then its next turn does. Never waits
+        for a step.
 
         An interrupt is raised once all is free.
         """
@@ -74,4 +83,5 @@ class Turns:
     def _free_unwanted(self) -> None:
         while self.unwanted:
             self._free(self.unwanted[0])
-            self.unwanted.popleft()  # after it is freed: an interrupt in between only frees it twice
+            # after it is freed: an interrupt in between only frees it twice
+            self.unwanted.popleft()

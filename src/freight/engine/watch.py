@@ -10,12 +10,15 @@ from freight.engine.engine import Engine
 
 logger = logging.getLogger("freight")
 
-CLIPPED_SHARE = 1e-3  # of the keys and values of a run; what calibrated scales clip on other text stays well below
+# of the keys and values of a run; what calibrated scales clip on other text stays well below
+CLIPPED_SHARE = 1e-3
 
 
 @contextmanager
 def cache_watched(engine: Engine) -> Iterator[None]:
-    """Warn after a run, however it ends, if NaNs were stored in the cache or its scales clipped too many values."""
+    """Warn after a run, however it ends, if NaNs were stored in the cache or its scales clipped too
+    many values.
+    """
     pool = engine.runner.pool
     before, tokens_before = pool.counters(), engine.num_computed_tokens
     try:
@@ -24,7 +27,10 @@ def cache_watched(engine: Engine) -> Iterator[None]:
         nans, clipped = (now - then for now, then in zip(pool.counters(), before, strict=True))
         stored = (engine.num_computed_tokens - tokens_before) * pool.values_per_token
         if nans:
-            logger.warning("%d NaN were stored in the KV cache: the model computes NaN, its output means nothing", nans)
+            logger.warning(
+                "%d NaN were stored in the KV cache: the model computes NaN, its output means nothing",
+                nans,
+            )
         if clipped > CLIPPED_SHARE * stored:
             logger.warning(
                 "%.1f %% of the keys and values lay beyond the range of their scales and were clipped: these "

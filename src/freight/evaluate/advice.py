@@ -1,4 +1,6 @@
-"""Which setting to take, and why, in plain words: the least error among the smallest caches that are safe here."""
+"""Which setting to take, and why, in plain words: the least error among the smallest caches that
+are safe here.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ BOUNDS = (
 
 @dataclass(frozen=True)
 class Advice:
-    """`verdict` on all smaller caches together; `chosen` is the one to take, None where none is safe.
+    """`verdict` on all smaller caches together; `chosen` is the one to take, None where none is
+    safe.
 
-    `text` is a paragraph for people who have not met FP8. `command` gives the chosen setting, or else 16 bits.
+    `text` is a paragraph for people who have not met FP8. `command` gives the chosen setting, or
+    else 16 bits.
     """
 
     verdict: Verdict
@@ -34,14 +38,21 @@ class Advice:
     def as_json(self) -> dict[str, Any]:
         """`recommended` is the name of a run, null where no setting is recommended."""
         name = None if self.chosen is None else self.chosen.name
-        return {"verdict": self.verdict, "recommended": name, "text": self.text, "command": self.command}
+        return {
+            "verdict": self.verdict,
+            "recommended": name,
+            "text": self.text,
+            "command": self.command,
+        }
 
     def __str__(self) -> str:
         return f"{self.text} Command: {self.command}"
 
 
 def recommended(evaluation: Evaluation) -> Figures | None:
-    """The safe setting of least error among the smallest, with the first one's weights; None if none is safe."""
+    """The safe setting of least error among the smallest, with the first one's weights; None if
+    none is safe.
+    """
     return _best(_smaller(evaluation), lambda run: run.bytes_per_token)
 
 
@@ -60,14 +71,22 @@ def _best(runs: Sequence[Figures], size: Callable[[Figures], int]) -> Figures | 
 
 def _smaller_states(evaluation: Evaluation) -> list[Figures]:
     first, *others = evaluation.runs
-    alike = (run for run in others if (run.weights, run.bytes_per_token) == (first.weights, first.bytes_per_token))
+    alike = (
+        run
+        for run in others
+        if (run.weights, run.bytes_per_token) == (first.weights, first.bytes_per_token)
+    )
     return [run for run in alike if run.bytes_per_state < first.bytes_per_state]
 
 
 def _smaller(evaluation: Evaluation) -> list[Figures]:
     """The caches that could be taken in the place of the first."""
     first, *others = evaluation.runs
-    alike = (run for run in others if (run.weights, run.state_dtype) == (first.weights, first.state_dtype))
+    alike = (
+        run
+        for run in others
+        if (run.weights, run.state_dtype) == (first.weights, first.state_dtype)
+    )
     return [run for run in alike if run.bytes_per_token < first.bytes_per_token]
 
 
@@ -80,17 +99,27 @@ def how_to(run: Figures, over: Overview) -> str:
     if run.granularity is None:
         return f"freight serve {model} --kv-cache-dtype {run.kv_cache_dtype}{more}"
     more += f" {FLAG} {','.join(map(str, over.skipped_layers))}" if over.skipped_layers else ""
-    if over.chosen_by_layer and run.scale_source == "checkpoint":  # --kv-cache-dtype fp8 would contradict it
+    if (
+        over.chosen_by_layer and run.scale_source == "checkpoint"
+    ):  # --kv-cache-dtype fp8 would contradict it
         return f"freight serve {model}{more}"
     if run.scale_source == "calibrated":
         made = f"freight quantize {model} OUT --weights none --kv-cache fp8 --kv-granularity {run.granularity}"
         made += " --center" if run.centered else ""
-        made += f" --calibration-data {shlex.quote(over.calibration_data)}" if over.calibration_data else ""
+        made += (
+            f" --calibration-data {shlex.quote(over.calibration_data)}"
+            if over.calibration_data
+            else ""
+        )
         return f"{made} && freight serve OUT{more}"
-    eight = next((str(one["dtype"]) for one in run.layers or () if one["granularity"]), run.kv_cache_dtype)
+    eight = next(
+        (str(one["dtype"]) for one in run.layers or () if one["granularity"]), run.kv_cache_dtype
+    )
     dtype = "fp8" if "e4m3" in eight else eight
     dynamic = "group" if run.granularity == "group" else "dynamic"
-    named = {"unit": "unit", "dynamic": dynamic} | dict.fromkeys(("file", "given"), shlex.quote(over.kv_scales))
+    named = {"unit": "unit", "dynamic": dynamic} | dict.fromkeys(
+        ("file", "given"), shlex.quote(over.kv_scales)
+    )
     source = named.get(run.scale_source or "") if dtype != "int8" or dynamic == "group" else None
     return f"freight serve {model} --kv-cache-dtype {dtype}{f' --kv-scales {source}' if source else ''}{more}"
 
@@ -128,7 +157,8 @@ def _of_pages(evaluation: Evaluation, chosen: Figures | None, command: str) -> A
     sample = evaluation.sample
     times = first.bytes_per_token / chosen.bytes_per_token
     within = (
-        f"between {low - 1:+.2%} and {high - 1:+.2%} with 95 % confidence, over {sample.num_units:,} {sample.units}"
+        f"between {low - 1:+.2%} and {high - 1:+.2%} with 95 % confidence, "
+        f"over {sample.num_units:,} {sample.units}"
     )
     text = (
         f"Take “{chosen.name}”: the same memory holds {times:.2f} times as many tokens as with 16 bits, perplexity, "
@@ -143,18 +173,29 @@ def _none(evaluation: Evaluation, command: str) -> Advice:
     """No smaller cache is safe: each with its reasons, those that all of them share once."""
     smaller = _smaller(evaluation)
     if not smaller:
-        return Advice(Verdict.CANNOT_BE_SAID, None, "No smaller cache was measured, so none is recommended.", command)
-    shared = [reason for reason in smaller[0].reasons if all(reason in run.reasons for run in smaller)]
+        return Advice(
+            Verdict.CANNOT_BE_SAID,
+            None,
+            "No smaller cache was measured, so none is recommended.",
+            command,
+        )
+    shared = [
+        reason for reason in smaller[0].reasons if all(reason in run.reasons for run in smaller)
+    ]
     each = []
     for run in smaller:
         why = "; ".join(reason for reason in run.reasons if reason not in shared)
         each.append(f"“{run.name}”: {run.verdict}{f' ({why})' if why else ''}.")
     if evaluation.sample.text_unknown:
         start = "No setting is recommended"
-        return Advice(Verdict.CANNOT_BE_SAID, None, f"{start}: {'; '.join(evaluation.warnings)}.", command)
+        return Advice(
+            Verdict.CANNOT_BE_SAID, None, f"{start}: {'; '.join(evaluation.warnings)}.", command
+        )
     unsettled = any(run.verdict is Verdict.CANNOT_BE_SAID for run in smaller)
     start = (
-        "It cannot be said that a smaller cache is safe" if unsettled else "No smaller cache that was measured is safe"
+        "It cannot be said that a smaller cache is safe"
+        if unsettled
+        else "No smaller cache that was measured is safe"
     )
     because = f": {'; '.join(shared)}." if shared else "."
     text = f"{start}{because} {' '.join(each)} Safe means: {BOUNDS}. Until then, keep the 16-bit cache."
@@ -166,4 +207,6 @@ def _speed(chosen: Figures, first: Figures) -> str:
         return ""
     if chosen.faster_from is None:
         return "On this machine it was not faster on any timed context. "
-    return f"On this machine it generates faster from a context of {chosen.faster_from:,} tokens on. "
+    return (
+        f"On this machine it generates faster from a context of {chosen.faster_from:,} tokens on. "
+    )

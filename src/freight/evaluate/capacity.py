@@ -1,8 +1,10 @@
-"""What fits into a given memory, by format of cache and weights, from a config.json alone. Imports no torch.
+"""What fits into a given memory, by format of cache and weights, from a config.json alone. Imports
+no torch.
 
-Blocks are those that the engine allocates for the same options (`cache/sizing.py`), and weights those that it loads
-(`models/sizes.py`). The cache gets the share of what the weights leave that the engine takes by itself; the rest is for
-what is computed, which is not counted: activations, logits, and what the kernels and torch need.
+Blocks are those that the engine allocates for the same options (`cache/sizing.py`), and weights
+those that it loads (`models/sizes.py`). The cache gets the share of what the weights leave that the
+engine takes by itself; the rest is for what is computed, which is not counted: activations, logits,
+and what the kernels and torch need.
 """
 
 from __future__ import annotations
@@ -35,13 +37,15 @@ _LEAST = 2**20  # bytes: a smaller number is one whose unit was forgotten
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked for. Memory in bytes, of which weights are a part; `context` in tokens, None: the model's own.
+    """What is asked for. Memory in bytes, of which weights are a part; `context` in tokens, None:
+    the model's own.
 
     concurrency    requests of `context` tokens that are to be in the cache at once
     device         'cpu' or 'cuda'
     layout         how the device's kernels hold matrices
     dtype          what is computed in; 'auto': the checkpoint's (`ModelConfig.checkpoint_format`)
-    skip_layers    layers that stay unquantized in every 8-bit cache, as `EngineArgs.kv_cache_dtype_skip_layers`
+    skip_layers    layers that stay unquantized in every 8-bit cache, as
+                   `EngineArgs.kv_cache_dtype_skip_layers`
     state_every    tokens between states that stay behind, as `EngineArgs.state_every`
     state_dtype    how recurrent states are stored, as `EngineArgs.state_dtype`
     """
@@ -75,7 +79,8 @@ class Setting:
     cache_bytes        the share of what the weights leave
     rest_bytes         what is left for activations and logits, which are not counted
     spec               the cache by layer
-    num_blocks         by group of layers, as the engine allocates them; () where not even one token fits
+    num_blocks         by group of layers, as the engine allocates them; () where not even one token
+                       fits
     capacity_tokens    tokens of whole sequences
     longest            tokens of the longest request, up to the wished context
     step_tokens        tokens of a step at most
@@ -99,20 +104,27 @@ class Setting:
 
     @property
     def cache_name(self) -> str:
-        """'fp8_e4m3fn, token': with what its scales are; static ones are of a tensor, head or channel."""
+        """'fp8_e4m3fn, token': with what its scales are; static ones are of a tensor, head or
+        channel.
+        """
         if self.kv.scale_source is None:
             return str(self.kv.format)
-        kinds = {ScaleSource.DYNAMIC: "group" if self.kv.grouped else "token", ScaleSource.UNIT: "unit"}
+        kinds = {
+            ScaleSource.DYNAMIC: "group" if self.kv.grouped else "token",
+            ScaleSource.UNIT: "unit",
+        }
         return f"{self.kv.format}, {kinds.get(self.kv.scale_source, 'static')}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every setting in order of preference, and the first that serves the wish: its index, None if none does.
+    """Every setting in order of preference, and the first that serves the wish: its index, None if
+    none does.
 
     dtype                   what is computed in
     dtype_source            where that was found
-    through_transformers    whether it runs through transformers' modules, which hold all weights in 16 bits at load
+    through_transformers    whether it runs through transformers' modules, which hold all weights in
+                            16 bits at load
     """
 
     wish: Wish
@@ -125,7 +137,9 @@ class Plan:
 
 
 def read_memory(value: str) -> int:
-    """Bytes of '24GiB'. Raises ConfigError, also for a number that is too small to be meant in bytes."""
+    """Bytes of '24GiB'. Raises ConfigError, also for a number that is too small to be meant in
+    bytes.
+    """
     size = parse_memory(value, "--memory", "; give the memory of the device, as in 24GiB")
     assert size is not None
     if size < _LEAST:
@@ -141,11 +155,11 @@ def make_plan(
     stored: Format | None = None,
     ignore_keys: Collection[str] = (),
 ) -> Plan:
-    """What fits of the model that `config`, the content of a config.json, describes. `stored` is the dtype of its
-    tensors, where that is known; `ignore_keys` of config.json are read over.
+    """What fits of the model that `config`, the content of a config.json, describes. `stored` is
+    the dtype of its tensors, where that is known; `ignore_keys` of config.json are read over.
 
-    Raises CheckpointError for a model that Freight does not run, ConfigError for a wish that no memory serves, and
-    CapacityError if the weights do not fit in any format.
+    Raises CheckpointError for a model that Freight does not run, ConfigError for a wish that no
+    memory serves, and CapacityError if the weights do not fit in any format.
     """
     model = _read(config, stored, ignore_keys)
     scheme = read_scheme(config, hf_quant_config)
@@ -166,7 +180,9 @@ def make_plan(
     return Plan(wish, context, compute, source, settings, choice, model.foreign is not None)
 
 
-def _read(config: Mapping[str, Any], stored: Format | None, ignore_keys: Collection[str]) -> ModelConfig:
+def _read(
+    config: Mapping[str, Any], stored: Format | None, ignore_keys: Collection[str]
+) -> ModelConfig:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type in FAMILIES:
         return parse_model_config(config, (), stored, ignore_keys)
@@ -190,7 +206,9 @@ def _check(wish: Wish, model: ModelConfig) -> int:
     return wish.context or model.max_position_embeddings
 
 
-def _settings(model: ModelConfig, scheme: Scheme, compute: Format, wish: Wish, context: int) -> Iterator[Setting]:
+def _settings(
+    model: ModelConfig, scheme: Scheme, compute: Format, wish: Wish, context: int
+) -> Iterator[Setting]:
     """Weights before caches: FP8 weights change more than an FP8 cache does (docs/numerics.md)."""
     fp8 = Format.E4M3FN
     forms: list[tuple[Format, LinearOf, tuple[str, ...]]]
@@ -213,20 +231,33 @@ Cache = tuple[KVCacheConfig, tuple[str, ...]]  # and the options that give it
 
 
 def _caches(compute: Format, scheme: Scheme, wish: Wish, model: ModelConfig) -> list[Cache]:
-    """In order of preference, with the layers that stay unquantized in those of 8 bits. Raises ConfigError."""
+    """In order of preference, with the layers that stay unquantized in those of 8 bits. Raises
+    ConfigError.
+    """
     check_skipped(wish.skip_layers, "auto")
     skipped = skipped_layers(wish.skip_layers, model.paged, model.num_layers)
     flags = (FLAG, ",".join(wish.skip_layers)) if skipped else ()
     stored = {index: mixer for index, mixer in model.paged.items() if index not in skipped}
     plain, *quantized = _formats(compute, scheme, wish.device, groups_fit(stored))
-    caches = [plain, *((kv.skipping(skipped, model.num_layers, compute), (*given, *flags)) for kv, given in quantized)]
-    return [(with_state(kv, wish.state_dtype, compute, Format.E4M3FN, model), given) for kv, given in caches]
+    caches = [
+        plain,
+        *(
+            (kv.skipping(skipped, model.num_layers, compute), (*given, *flags))
+            for kv, given in quantized
+        ),
+    ]
+    return [
+        (with_state(kv, wish.state_dtype, compute, Format.E4M3FN, model), given)
+        for kv, given in caches
+    ]
 
 
 def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iterator[Cache]:
-    """16 bits, then FP8, scales that are measured per group of a latent (`groups`) or token before static ones.
+    """16 bits, then FP8, scales that are measured per group of a latent (`groups`) or token before
+    static ones.
 
-    INT8 and E5M2 take the bytes of what stands before them, so they are there to be seen and are never the choice.
+    INT8 and E5M2 take the bytes of what stands before them, so they are there to be seen and are
+    never the choice.
     """
     e4m3 = Format.E4M3FN
     static = Granularity.TENSOR  # scales per head or channel take no more memory that grows
@@ -235,12 +266,18 @@ def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iter
     measured = [(Granularity.GROUP, "group")] if groups and device == "cpu" else []
     measured.append((Granularity.TOKEN, "dynamic"))
     for granularity, scales in measured:
-        yield KVCacheConfig(e4m3, granularity, ScaleSource.DYNAMIC, None), (dtype, "fp8", "--kv-scales", scales)
+        yield (
+            KVCacheConfig(e4m3, granularity, ScaleSource.DYNAMIC, None),
+            (dtype, "fp8", "--kv-scales", scales),
+        )
     if device == "cpu":
         yield KVCacheConfig(Format.INT8, measured[0][0], ScaleSource.DYNAMIC, None), (dtype, "int8")
     source = ScaleSource.CHECKPOINT if scheme.kv_static else ScaleSource.CALIBRATED
     yield KVCacheConfig(e4m3, static, source, None), (dtype, "fp8", "--kv-scales", "checkpoint")
-    yield KVCacheConfig(Format.E5M2, static, ScaleSource.UNIT, None), (dtype, "fp8_e5m2", "--kv-scales", "unit")
+    yield (
+        KVCacheConfig(Format.E5M2, static, ScaleSource.UNIT, None),
+        (dtype, "fp8_e5m2", "--kv-scales", "unit"),
+    )
 
 
 def _setting(
@@ -259,26 +296,48 @@ def _setting(
     num_blocks: tuple[int, ...] = ()
     if longest == context:
         requests = requests_in(spec, cache, context, step)
-    if longest == context or (wish.context is None and longest > 0):  # the model's own context is lowered to fit
+    if longest == context or (
+        wish.context is None and longest > 0
+    ):  # the model's own context is lowered to fit
         num_blocks = split_memory(spec, cache, longest, wish.max_num_seqs, step)
         tokens = spec.capacity_tokens(num_blocks)
     needed = loaded.total + needed_for(held_memory(spec, context, wish.num_requests, step), share)
-    return Setting(*formats, loaded, cache, left - cache, spec, num_blocks, tokens, longest, step, requests, needed)
+    return Setting(
+        *formats,
+        loaded,
+        cache,
+        left - cache,
+        spec,
+        num_blocks,
+        tokens,
+        longest,
+        step,
+        requests,
+        needed,
+    )
 
 
 def requests_in(spec: KVCacheSpec, memory: int, context: int, step_tokens: int) -> int:
-    """How many requests of `context` tokens `memory` bytes hold at once, if the cache is split for so many."""
+    """How many requests of `context` tokens `memory` bytes hold at once, if the cache is split for
+    so many.
+    """
     least = spec.bytes_of(tuple(group.most_blocks(context, 1) for group in spec.groups))
     counts = range(1, memory // least + 1)
-    return bisect_right(counts, memory, key=lambda count: held_memory(spec, context, count, step_tokens))
+    return bisect_right(
+        counts, memory, key=lambda count: held_memory(spec, context, count, step_tokens)
+    )
 
 
 def longest_of(plan: Plan, setting: Setting) -> int:
-    """Tokens of the longest context of which the wished number of requests fits at once, in whole blocks."""
+    """Tokens of the longest context of which the wished number of requests fits at once, in whole
+    blocks.
+    """
     step, block, requests = setting.step_tokens, setting.spec.block_size, plan.wish.num_requests
     lengths = range(block, plan.context + 1, block)
     return block * bisect_right(
-        lengths, setting.cache_bytes, key=lambda length: held_memory(setting.spec, length, requests, step)
+        lengths,
+        setting.cache_bytes,
+        key=lambda length: held_memory(setting.spec, length, requests, step),
     )
 
 
@@ -312,7 +371,13 @@ def verdict(plan: Plan) -> str:
     if plan.choice is None:
         return _without_choice(plan)
     one = plan.settings[plan.choice]
-    options = [*one.options, "--max-model-len", str(plan.context), "--kv-cache-memory", str(one.cache_bytes)]
+    options = [
+        *one.options,
+        "--max-model-len",
+        str(plan.context),
+        "--kv-cache-memory",
+        str(one.cache_bytes),
+    ]
     if wish.concurrency:
         options += ["--max-num-seqs", str(wish.concurrency)]
     if wish.state_every:
@@ -326,7 +391,11 @@ def verdict(plan: Plan) -> str:
         f"Take {one.weights} weights and a cache in {one.cache_name}{first} ({' '.join(options)}): "
         f"{_count(one.requests)} of {plan.context:,} tokens fit at once"
     )
-    return f"{line}, and no setting listed before it serves {wish.num_requests:,}." if plan.choice else f"{line}."
+    return (
+        f"{line}, and no setting listed before it serves {wish.num_requests:,}."
+        if plan.choice
+        else f"{line}."
+    )
 
 
 def _without_choice(plan: Plan) -> str:
@@ -359,7 +428,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _setting_json(one: Setting) -> dict[str, Any]:
-    blocks, names, layers = one.num_blocks or (0,) * len(one.spec.groups), one.kv.names(), one.kv.layer_names()
+    blocks, names, layers = (
+        one.num_blocks or (0,) * len(one.spec.groups),
+        one.kv.names(),
+        one.kv.layer_names(),
+    )
     return {
         "weight_dtype": one.weights,
         "kv_cache_dtype": names["dtype"],
@@ -378,7 +451,12 @@ def _setting_json(one: Setting) -> dict[str, Any]:
         "state_dtype": one.spec.state_format,
         "block_size": one.spec.block_size,
         "groups": [
-            {"layers": len(group.layers), **group.facts(), "bytes_per_block": group.bytes_per_block, "blocks": n}
+            {
+                "layers": len(group.layers),
+                **group.facts(),
+                "bytes_per_block": group.bytes_per_block,
+                "blocks": n,
+            }
             for group, n in zip(one.spec.groups, blocks, strict=True)
         ],
         "capacity_tokens": one.capacity_tokens,

@@ -1,7 +1,8 @@
-"""The report's charts as inline SVG: axes with units, and a mark and dashes for each setting, so that grey is enough.
+"""The report's charts as inline SVG: axes with units, and a mark and dashes for each setting, so
+that grey is enough.
 
-Colours are CSS variables of the page (`report_page`), which follow the reader's light or dark setting. Names stand in
-a legend beside the plot and never on it, so no text can overlap.
+Colours are CSS variables of the page (`report_page`), which follow the reader's light or dark
+setting. Names stand in a legend beside the plot and never on it, so no text can overlap.
 """
 
 from __future__ import annotations
@@ -40,9 +41,15 @@ class Axis:
 
 
 def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], lines: bool = True) -> str:
-    """SVG. Points that a logarithmic axis cannot show (not above 0) are left out. `title` is for screen readers."""
+    """SVG. Points that a logarithmic axis cannot show (not above 0) are left out. `title` is for
+    screen readers.
+    """
     shown = [
-        Series(one.name, [p for p in one.points if (p[0] > 0 or not x.log) and (p[1] > 0 or not y.log)], one.style)
+        Series(
+            one.name,
+            [p for p in one.points if (p[0] > 0 or not x.log) and (p[1] > 0 or not y.log)],
+            one.style,
+        )
         for one in series
     ]
     points = [point for one in shown for point in one.points]
@@ -50,13 +57,24 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], lines: bool = 
         return "<p>There is nothing to show: no setting differs from 16 bits.</p>"
     across = _Scale(x, [p[0] for p in points], _LEFT, WIDTH - _RIGHT)
     up = _Scale(y, [p[1] for p in points], HEIGHT - _BOTTOM, _TOP)
-    at = [[(across.at(x_value), up.at(y_value)) for x_value, y_value in one.points] for one in shown]
+    at = [
+        [(across.at(x_value), up.at(y_value)) for x_value, y_value in one.points] for one in shown
+    ]
     places = _abreast(at, len(x.names)) if x.names else at if lines else _apart(at)
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
         *_axes(across, up),
-        *(part for true, moved in zip(at, places, strict=True) for part in _leaders(true, moved) if not lines),
-        *(part for one, place in zip(shown, places, strict=True) for part in _marks(one, place, across, lines)),
+        *(
+            part
+            for true, moved in zip(at, places, strict=True)
+            for part in _leaders(true, moved)
+            if not lines
+        ),
+        *(
+            part
+            for one, place in zip(shown, places, strict=True)
+            for part in _marks(one, place, across, lines)
+        ),
         *_legend(shown, lines),
         "</svg>",
     ]
@@ -70,11 +88,16 @@ class _Scale:
         self.axis, self._low, self._high = axis, low, high
         if axis.names:
             self._from, self._to = -0.5, len(axis.names) - 0.5
-            self.ticks = [float(i) for i in range(0, len(axis.names), math.ceil(len(axis.names) / 16))]
+            self.ticks = [
+                float(i) for i in range(0, len(axis.names), math.ceil(len(axis.names) / 16))
+            ]
             return
         if axis.log:
             self.ticks = _log_ticks(min(values), max(values))
-            self._from, self._to = math.log10(min(*values, self.ticks[0])), math.log10(max(*values, self.ticks[-1]))
+            self._from, self._to = (
+                math.log10(min(*values, self.ticks[0])),
+                math.log10(max(*values, self.ticks[-1])),
+            )
             pad = 0.04 * (self._to - self._from) or 0.1
         else:
             least, most = (0.0 if axis.zero else min(values)), max(values)
@@ -109,7 +132,9 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of each power, or 1 alone over more than two powers, from at most `low` to at least `high`."""
+    """1, 2 and 5 of each power, or 1 alone over more than two powers, from at most `low` to at
+    least `high`.
+    """
     steps: tuple[int, ...] = (1, 2, 5) if high / low < 100 else (1,)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     every = [float(f"{step}e{power}") for power in powers for step in steps]
@@ -137,10 +162,15 @@ def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
 
 
 def _abreast(at: Sequence[Sequence[Point]], num_categories: int) -> list[list[Point]]:
-    """Each series moved sideways by its own few pixels, so that marks of one category stand side by side."""
+    """Each series moved sideways by its own few pixels, so that marks of one category stand side by
+    side.
+    """
     width = (WIDTH - _LEFT - _RIGHT) / num_categories
     step = min(MARK, 0.8 * width / max(1, len(at) - 1))
-    return [[(round(x + step * (i - (len(at) - 1) / 2), 1), y) for x, y in points] for i, points in enumerate(at)]
+    return [
+        [(round(x + step * (i - (len(at) - 1) / 2), 1), y) for x, y in points]
+        for i, points in enumerate(at)
+    ]
 
 
 def _apart(at: Sequence[Sequence[Point]]) -> list[list[Point]]:
@@ -157,7 +187,11 @@ def _free(x: float, y: float, taken: list[Point]) -> Point:
     low, high = _LEFT + MARK / 2, WIDTH - _RIGHT - MARK / 2
     sideways = (x + side * MARK * i for i in range(WIDTH) for side in (1, -1))
     inside = (place for place in sideways if low <= place <= high or place == x)
-    free = (p for p in inside if all(abs(p - a) >= MARK - 0.1 or abs(y - b) >= MARK - 0.1 for a, b in taken))
+    free = (
+        p
+        for p in inside
+        if all(abs(p - a) >= MARK - 0.1 or abs(y - b) >= MARK - 0.1 for a, b in taken)
+    )
     found = (round(next(free, x), 1), y)
     taken.append(found)
     return found
@@ -189,7 +223,10 @@ def _class(style: int) -> int:
 def _mark(x: float, y: float, style: int, tip: str = "") -> str:
     """One of four shapes, 10 pixels wide: full, hollow, or hollow with a dot."""
     if style >= 8:
-        return _mark(x, y, style - 4, tip) + f'<circle class="s{style - 4} full" cx="{x}" cy="{y}" r="1.6"/>'
+        return (
+            _mark(x, y, style - 4, tip)
+            + f'<circle class="s{style - 4} full" cx="{x}" cy="{y}" r="1.6"/>'
+        )
     look = f'class="s{style} {"hollow" if style >= 4 else "full"}"'
     shape = style % 4
     title = f"<title>{escape(tip)}</title>" if tip else ""

@@ -4,9 +4,10 @@ With logits a and b, Z the sum of a row's exponentials and p = exp(a) / Z(a),
 
     KL = Σ p (log p - log q) = Σ p (a - b) - log Z(a) + log Z(b)
 
-Each setting costs one exponential and one product per logit. Differences of logits are taken before they are summed,
-and sums of exponentials enter in float64, so a small KL keeps its digits. Log-probabilities are never stored: of a
-token, and in sums, they follow from logits and Z. `kl_divergence` is the definition, which impossible tokens need.
+Each setting costs one exponential and one product per logit. Differences of logits are taken before
+they are summed, and sums of exponentials enter in float64, so a small KL keeps its digits.
+Log-probabilities are never stored: of a token, and in sums, they follow from logits and Z.
+`kl_divergence` is the definition, which impossible tokens need.
 """
 
 from __future__ import annotations
@@ -19,14 +20,22 @@ from torch import Tensor
 
 from freight.engine.sampler import highest
 
-SAFE = 60.0  # magnitude of a row's largest logit up to which float32 sums the exponentials as they are
-TILE = 2**18  # logits that are compared at a time, so that what is in between stays in a processor's caches
+SAFE = (
+    60.0  # magnitude of a row's largest logit up to which float32 sums the exponentials as they are
+)
+TILE = (
+    2**18
+)  # logits that are compared at a time, so that what is in between stays in a processor's caches
 
-Judged = tuple[Tensor, Tensor, Tensor]  # of each row: log-probability of its target, KL, whether the top is the same
+Judged = tuple[
+    Tensor, Tensor, Tensor
+]  # of each row: log-probability of its target, KL, whether the top is the same
 
 
 def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:
-    """KL(reference || other) = Σ p (log p - log q) in nats, from log-probabilities [rows, vocab_size] -> [rows]."""
+    """KL(reference || other) = Σ p (log p - log q) in nats, from log-probabilities [rows,
+    vocab_size] -> [rows].
+    """
     difference = torch.where(reference > -torch.inf, reference - other, 0.0)
     return (reference.exp() * difference).sum(-1)
 
@@ -55,13 +64,20 @@ class Reference:
     def itself(self, targets: Tensor) -> Judged:
         """As `judge`, of the same logits: no divergence."""
         logprobs = _at(self.logits, targets).double() - self.log_sum
-        return logprobs.float(), torch.zeros_like(logprobs, dtype=torch.float32), torch.ones_like(targets).bool()
+        return (
+            logprobs.float(),
+            torch.zeros_like(logprobs, dtype=torch.float32),
+            torch.ones_like(targets).bool(),
+        )
 
     def judge(self, logits: Tensor, targets: Tensor) -> Judged:
         """Others' logits, float32 [rows, vocab_size], and the tokens that follow, int64 [rows]."""
         size = max(1, TILE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
         scratch = logits.new_empty(min(size, len(logits)), logits.shape[1])
-        pieces = [self._piece(slice(i, i + size), logits, targets, scratch) for i in range(0, len(logits), size)]
+        pieces = [
+            self._piece(slice(i, i + size), logits, targets, scratch)
+            for i in range(0, len(logits), size)
+        ]
         logprobs, kl, same = (torch.cat(column) for column in zip(*pieces, strict=True))
         return logprobs, kl, same
 
@@ -70,7 +86,9 @@ class Reference:
         scratch, top = scratch[: len(logits)], highest(logits)
         _, log_sum = _exponentials(logits, top, scratch)
         differences = torch.sub(own, logits, out=scratch)
-        kl = (_dot(self.probabilities[rows], differences).double() - self.log_sum[rows] + log_sum).float()
+        kl = (
+            _dot(self.probabilities[rows], differences).double() - self.log_sum[rows] + log_sum
+        ).float()
         if not kl.isfinite().all():  # a token that is impossible for one of both
             kl = kl_divergence(*(torch.log_softmax(x, -1) for x in (own, logits)))
         return (_at(logits, targets[rows]).double() - log_sum).float(), kl, top == self.top[rows]
@@ -82,7 +100,8 @@ def _at(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _exponentials(logits: Tensor, top: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """Writes each row's exponentials to `scratch`, times a constant; their sum [rows], and log Σ exp, float64 [rows].
+    """Writes each row's exponentials to `scratch`, times a constant; their sum [rows], and log Σ
+    exp, float64 [rows].
 
     The constant is 1, unless the largest logits of some row are beyond what float32 sums.
     """

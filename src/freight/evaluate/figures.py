@@ -1,4 +1,6 @@
-"""The figures of each setting: sums over tokens become means, with their intervals. JSON has the fields' names."""
+"""The figures of each setting: sums over tokens become means, with their intervals. JSON has the
+fields' names.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,22 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Figures:
-    """One setting. KL in nats per token, against the first; intervals are of 95 %, None below `safety.MIN_UNITS`.
+    """One setting. KL in nats per token, against the first; intervals are of 95 %, None below
+    `safety.MIN_UNITS`.
 
     layers             dtype and granularity of each layer where they differ; else None
-    state_dtype        how recurrent states are stored; None: no layer keeps one. bytes_per_state: of one sequence
+    state_dtype        how recurrent states are stored; None: no layer keeps one. bytes_per_state:
+                       of one sequence
     verdict            whether it may be recommended (`safety`), and why not
     perplexity_ratio   to the first setting's perplexity
     layer_errors       by layer, relative errors of `k`, `v` and `attention` (`stored_error`)
     layer_kl           by layer, the KL of this layer's cache alone; None if it was not measured
-    kl_by_position, perplexity_by_position   by bucket of Evaluation.position_edges; None in a bucket without tokens
+    kl_by_position, perplexity_by_position   by bucket of Evaluation.position_edges; None in a
+                                             bucket without tokens
     decode             tokens per second of one sequence, by context of Evaluation.contexts
     decode_tokens_per_second   at the longest of them
-    faster_from        context from which decoding is faster than in the first setting; None: on no timed one
+    faster_from        context from which decoding is faster than in the first setting; None: on no
+                       timed one
     """
 
     name: str
@@ -81,10 +87,12 @@ class Figures:
 
 @dataclass(frozen=True)
 class Overview:
-    """What was measured. Bytes are of the first setting's weights; `window` is the tokens judged together.
+    """What was measured. Bytes are of the first setting's weights; `window` is the tokens judged
+    together.
 
-    `kv_scales`, `quantization`, `calibration_data` and `skipped_layers` are the options as given, for the command that
-    repeats a setting; `chosen_by_layer`: the checkpoint has a choice of its own for each layer (`KVScales.mixed`).
+    `kv_scales`, `quantization`, `calibration_data` and `skipped_layers` are the options as given,
+    for the command that repeats a setting; `chosen_by_layer`: the checkpoint has a choice of its
+    own for each layer (`KVScales.mixed`).
     """
 
     model: str
@@ -103,10 +111,12 @@ class Overview:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All settings over the same documents; the first of `runs` is the one that the others are compared with.
+    """All settings over the same documents; the first of `runs` is the one that the others are
+    compared with.
 
-    `position_edges` has one entry more than there are buckets; `sample` says what intervals are over.
-    `seconds` are those of the whole, `calibration_seconds` of the forward passes over calibration text.
+    `position_edges` has one entry more than there are buckets; `sample` says what intervals are
+    over. `seconds` are those of the whole, `calibration_seconds` of the forward passes over
+    calibration text.
     """
 
     overview: Overview
@@ -120,7 +130,9 @@ class Evaluation:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader has to know before the figures: that the text, or the amount of it, says little."""
+        """What a reader has to know before the figures: that the text, or the amount of it, says
+        little.
+        """
         return tuple(self.sample.missing)
 
     @property
@@ -134,7 +146,11 @@ class Evaluation:
 
     def as_json(self) -> dict[str, Any]:
         over = self.overview
-        size = {"dtype": over.weight_dtype, "bytes": over.weight_bytes, "embedding_bytes": over.embedding_bytes}
+        size = {
+            "dtype": over.weight_dtype,
+            "bytes": over.weight_bytes,
+            "embedding_bytes": over.embedding_bytes,
+        }
         return {
             "model": over.model,
             "data": over.source,
@@ -164,7 +180,8 @@ def summarize(
     speeds: Sequence[Speed] | None,
     layer_kl: Sequence[list[float] | None] | None,
 ) -> Evaluation:
-    """`labels` are the names of caches and weights; `speeds` and `layer_kl` by run, if they were measured.
+    """`labels` are the names of caches and weights; `speeds` and `layer_kl` by run, if they were
+    measured.
 
     What is returned has no seconds yet.
     """
@@ -194,7 +211,11 @@ def summarize(
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
         speed = speeds[index] if speeds else None
         faster = faster_from(speed, speeds[0]) if speed and speeds and index else None
-        figures.append(_figures(label, run, tokens, sample, speed, faster, layer_kl[index] if layer_kl else None))
+        figures.append(
+            _figures(
+                label, run, tokens, sample, speed, faster, layer_kl[index] if layer_kl else None
+            )
+        )
     return Evaluation(
         overview=overview,
         runs=tuple(figures),
@@ -207,7 +228,9 @@ def summarize(
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What all settings share: the unit and the position of each token, and the first setting's loss in nats."""
+    """What all settings share: the unit and the position of each token, and the first setting's
+    loss in nats.
+    """
 
     units: np.ndarray
     positions: np.ndarray
@@ -243,14 +266,18 @@ def _figures(
     same = _array(run.token_same)
     change = loss - tokens.reference
     counts = np.bincount(tokens.units).astype(np.float64)
-    of_change, of_kl, of_same = (_interval(sums, counts) for sums in unit_sums(tokens.units, change, kl, same))
+    of_change, of_kl, of_same = (
+        _interval(sums, counts) for sums in unit_sums(tokens.units, change, kl, same)
+    )
     ratio = float(np.exp(np.mean(change)))
     median, p99 = (float(value) for value in np.percentile(kl, (50, 99)))
     losses = by_position(tokens.positions, loss, tokens.edges)
     assert run.probe is not None
     kl_mean, same_top = float(kl.mean(dtype=np.float64)), float(same.mean())
     of_ratio = _exp(of_change)
-    judged = judge((ratio, of_ratio), (kl_mean, of_kl), (same_top, of_same), run.clipped_share, sample)
+    judged = judge(
+        (ratio, of_ratio), (kl_mean, of_kl), (same_top, of_same), run.clipped_share, sample
+    )
     return Figures(
         name=label[0],
         weights=label[1],
@@ -259,7 +286,8 @@ def _figures(
         scale_source=names["scale_source"],
         layers=kv.layer_names(),
         state_dtype=None if spec.state_format is None else str(spec.state_format),
-        centered=kv.scales is not None and any(layer is not None and layer.k_center for layer in kv.scales.layers),
+        centered=kv.scales is not None
+        and any(layer is not None and layer.k_center for layer in kv.scales.layers),
         verdict=judged.verdict,
         reasons=judged.reasons,
         perplexity=mean_perplexity(run.token_logprobs),

@@ -1,9 +1,11 @@
-"""The grid: which caches and weights are measured, and their figures against the 16-bit run of the model.
+"""The grid: which caches and weights are measured, and their figures against the 16-bit run of the
+model.
 
-Without options: a 16-bit cache, E4M3 with every source of scales, E5M2, and centered keys where a layer gains from
-them. Static scales are those of the checkpoint, or else measured on calibration text before the pass (`static_scales`).
-Where layers keep states, each format of theirs is a setting of its own, beside keys and values as in the first: what
-pages cost and what states cost stand apart.
+Without options: a 16-bit cache, E4M3 with every source of scales, E5M2, and centered keys where a
+layer gains from them. Static scales are those of the checkpoint, or else measured on calibration
+text before the pass (`static_scales`). Where layers keep states, each format of theirs is a setting
+of its own, beside keys and values as in the first: what pages cost and what states cost stand
+apart.
 """
 
 from __future__ import annotations
@@ -48,12 +50,13 @@ SAMPLES, SAMPLE_TOKENS = 32, 512  # calibration text, at most
 class GridArgs:
     """What is measured, beside the engine's own options.
 
-    caches            names of CACHES and OTHERS; None: those of CACHES (`group` for latents on a CPU alone), or the one
-                      that the engine's options name
-    states            names of STATES; None: where layers keep states, those that the engine's options choose, or else
-                      those of at most 16 bits
+    caches            names of CACHES and OTHERS; None: those of CACHES (`group` for latents on a
+                      CPU alone), or the one that the engine's options name
+    states            names of STATES; None: where layers keep states, those that the engine's
+                      options choose, or else those of at most 16 bits
     weights           schemes of weights, each measured with a 16-bit and with a `token` cache
-    calibration_data  for static scales that the checkpoint does not have; None: text that ships with Freight
+    calibration_data  for static scales that the checkpoint does not have; None: text that ships
+                      with Freight
     window            tokens judged together; max_tokens: of the documents, this many count
     speed             whether prefill and decoding are timed
     per_layer         whether the KL of each layer alone is measured too
@@ -78,8 +81,9 @@ def evaluate_grid(
 ) -> Evaluation:
     """Measure every setting of `grid` over `documents`; the first run is the 16-bit one.
 
-    `source` names the documents, for reports. `on_progress(done, total)` counts windows. Raises ConfigError for bad
-    options and documents before weights are read, CheckpointError for the model.
+    `source` names the documents, for reports. `on_progress(done, total)` counts windows. Raises
+    ConfigError for bad options and documents before weights are read, CheckpointError for the
+    model.
     """
     begin = time.perf_counter()
     opened = open_model(args)
@@ -104,16 +108,26 @@ def evaluate_grid(
         if static:
             assert isinstance(decoder, Decoder), "others are refused above"
             calibrated = _measure_scales(opened, decoder, plain, samples, static)
-        caches = [(_named(chosen.kv), chosen)] if chosen else _caches(opened, plain, eight, names, calibrated.scales)
+        caches = (
+            [(_named(chosen.kv), chosen)]
+            if chosen
+            else _caches(opened, plain, eight, names, calibrated.scales)
+        )
         caches = _apart(plain, caches, states, chosen)
         settings = [(name, "as stored", decoder, config) for name, config in caches]
         for scheme in grid.weights:
             rounded = load_rounded(opened, plain, scheme, longest)
-            token = opened.skipping(replace(plain, kv=KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None)))
-            settings += [(name, scheme, rounded, config) for name, config in (("16 bits", plain), ("token", token))]
+            token = opened.skipping(
+                replace(plain, kv=KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None))
+            )
+            settings += [
+                (name, scheme, rounded, config)
+                for name, config in (("16 bits", plain), ("token", token))
+            ]
         num_layers = opened.model.num_layers
         runs: list[SettingRun] = [
-            cache_run(opened, model, config, length, Probe(num_layers)) for _, _, model, config in settings
+            cache_run(opened, model, config, length, Probe(num_layers))
+            for _, _, model, config in settings
         ]
         measure(runs, [part.window for part in parts], on_progress)
         speeds: list[Speed] | None = time_settings(opened, runs) if grid.speed else None
@@ -121,11 +135,21 @@ def evaluate_grid(
         size = weight_bytes(decoder)
     notes = (*_notes(args, grid, static, calibrated.scales, samples), *_skip_notes(opened, plain))
     sizes = (str(plain.weight_format), size.layers, size.embeddings)
-    given = (args.quantization_param_path or args.kv_scales, args.quantization, grid.calibration_data)
+    given = (
+        args.quantization_param_path or args.kv_scales,
+        args.quantization,
+        grid.calibration_data,
+    )
     layers = (args.kv_cache_dtype_skip_layers, bool(opened.kv_scales.mixed))
     overview = Overview(args.model, source, *sizes, length, notes, *given, *layers)
-    evaluation = summarize(overview, [setting[:2] for setting in settings], runs, parts, speeds, worst)
-    return replace(evaluation, seconds=time.perf_counter() - begin, calibration_seconds=calibrated.forward_seconds)
+    evaluation = summarize(
+        overview, [setting[:2] for setting in settings], runs, parts, speeds, worst
+    )
+    return replace(
+        evaluation,
+        seconds=time.perf_counter() - begin,
+        calibration_seconds=calibrated.forward_seconds,
+    )
 
 
 _TOKEN = (Granularity.TOKEN, ScaleSource.DYNAMIC)
@@ -165,7 +189,9 @@ def _apart(
     states: Sequence[tuple[str, EngineConfig]],
     chosen: EngineConfig | None,
 ) -> list[tuple[str, EngineConfig]]:
-    """`plain`, the pages of `caches` beside its states, and `states`; then `chosen` if it is none of these."""
+    """`plain`, the pages of `caches` beside its states, and `states`; then `chosen` if it is none
+    of these.
+    """
     found = [("16 bits", plain)]
     for name, config in caches:
         if config.kv.format is not plain.kv.format:
@@ -179,13 +205,19 @@ def _apart(
 def _names(args: EngineArgs, grid: GridArgs, opened: OpenModel) -> tuple[str, ...]:
     """The caches by name; empty where the engine's options name one."""
     model = opened.model
-    given = args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
+    given = (
+        args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
+    )
     names = CACHES if grid.caches is None else grid.caches
     for name in names:
         if name not in (*CACHES, *OTHERS):
-            raise ConfigError(f"--caches {name!r} is unknown: choose among {choices((*CACHES, *OTHERS))}")
+            raise ConfigError(
+                f"--caches {name!r} is unknown: choose among {choices((*CACHES, *OTHERS))}"
+            )
     if given and grid.caches is not None:
-        raise ConfigError("--caches with --kv-cache-dtype or --kv-scales: both name what is measured; omit one")
+        raise ConfigError(
+            "--caches with --kv-cache-dtype or --kv-scales: both name what is measured; omit one"
+        )
     if given:
         return ()
     if grid.caches is None and not _has_groups(opened):
@@ -200,8 +232,14 @@ def _names(args: EngineArgs, grid: GridArgs, opened: OpenModel) -> tuple[str, ..
 
 def _has_groups(opened: OpenModel) -> bool:
     skipped = opened.skipped_layers()
-    fits = groups_fit({index: mixer for index, mixer in opened.model.paged.items() if index not in skipped})
-    return fits and has_groups(opened.device, opened.args.kernels) and opened.args.attention_compute == "auto"
+    fits = groups_fit(
+        {index: mixer for index, mixer in opened.model.paged.items() if index not in skipped}
+    )
+    return (
+        fits
+        and has_groups(opened.device, opened.args.kernels)
+        and opened.args.attention_compute == "auto"
+    )
 
 
 def _fp8(opened: OpenModel) -> EngineConfig:
@@ -215,28 +253,53 @@ def _caches(
     names: Sequence[str],
     scales: dict[str, KVScales | None],
 ) -> list[tuple[str, EngineConfig]]:
-    """A configuration for each name. A checkpoint's own static scales are one, in the place of all static names."""
+    """A configuration for each name. A checkpoint's own static scales are one, in the place of all
+    static names.
+    """
     found, format = [], opened.device.native_e4m3
     for name in names:
         if name == "token":
             found.append((name, eight))
         elif name == "group":
-            found.append((name, opened.resolve(replace(opened.args, kv_cache_dtype="fp8", kv_scales="group"))))
+            found.append(
+                (
+                    name,
+                    opened.resolve(replace(opened.args, kv_cache_dtype="fp8", kv_scales="group")),
+                )
+            )
         elif name == "unit":
-            found.append((name, replace(eight, kv=KVCacheConfig(format, Granularity.TENSOR, ScaleSource.UNIT, None))))
+            found.append(
+                (
+                    name,
+                    replace(
+                        eight, kv=KVCacheConfig(format, Granularity.TENSOR, ScaleSource.UNIT, None)
+                    ),
+                )
+            )
         elif name == "e5m2":
             kv = KVCacheConfig(Format.E5M2, Granularity.TENSOR, ScaleSource.UNIT, None)
             found.append((name, replace(plain, kv=kv)))
         elif name == "int8":
-            found.append((name, opened.resolve(replace(opened.args, kv_cache_dtype="int8", attention_compute="auto"))))
+            found.append(
+                (
+                    name,
+                    opened.resolve(
+                        replace(opened.args, kv_cache_dtype="int8", attention_compute="auto")
+                    ),
+                )
+            )
         elif not opened.kv_scales.empty:
-            dtype = "auto" if opened.kv_scales.mixed else "fp8"  # a choice by layer has no dtype to ask for
+            dtype = (
+                "auto" if opened.kv_scales.mixed else "fp8"
+            )  # a choice by layer has no dtype to ask for
             own = opened.resolve(replace(opened.args, kv_cache_dtype=dtype, kv_scales="auto"))
             if all(config.kv != own.kv for _, config in found):
                 found.append(("checkpoint", own))
         elif (measured := scales[name]) is not None:
             granularity = Granularity.CHANNEL if name == "centered" else Granularity(name)
-            kv = KVCacheConfig(format, granularity, ScaleSource.CALIBRATED, for_variant(measured, format))
+            kv = KVCacheConfig(
+                format, granularity, ScaleSource.CALIBRATED, for_variant(measured, format)
+            )
             found.append((name, replace(eight, kv=kv)))
     return [(name, opened.skipping(config)) for name, config in found]
 
@@ -251,7 +314,9 @@ def _samples(opened: OpenModel, grid: GridArgs, length: int) -> list[list[int]]:
     def tokenizer() -> Tokenizer:
         found = opened.load_tokenizer()
         if found is None:
-            raise ConfigError("calibration text needs a tokenizer; give --calibration-data FILE.jsonl with `input_ids`")
+            raise ConfigError(
+                "calibration text needs a tokenizer; give --calibration-data FILE.jsonl with `input_ids`"
+            )
         return found
 
     size = min(SAMPLE_TOKENS, length)
@@ -259,13 +324,19 @@ def _samples(opened: OpenModel, grid: GridArgs, length: int) -> list[list[int]]:
 
 
 def _measure_scales(
-    opened: OpenModel, decoder: Decoder, plain: EngineConfig, samples: Sequence[Sequence[int]], names: Sequence[str]
+    opened: OpenModel,
+    decoder: Decoder,
+    plain: EngineConfig,
+    samples: Sequence[Sequence[int]],
+    names: Sequence[str],
 ) -> Measured:
     if not names:
         return Measured()
     spec = opened.cache_spec(plain)
     blocks = spec.blocks_of(max(map(len, samples)))
-    pool = allocate_pool(spec, plain.kv, blocks, opened.kernels(plain), plain.device, decoder.rotaries)
+    pool = allocate_pool(
+        spec, plain.kv, blocks, opened.kernels(plain), plain.device, decoder.rotaries
+    )
     return measure_scales(decoder, pool, samples, names)
 
 
@@ -283,9 +354,13 @@ def _notes(
             if grid.calibration_data
             else "the calibration text that ships with Freight"
         )
-        notes.append(f"Static scales were measured on {sum(map(len, samples)):,} tokens of {named}.")
+        notes.append(
+            f"Static scales were measured on {sum(map(len, samples)):,} tokens of {named}."
+        )
         if grid.calibration_data is None and args.model != "demo":
-            notes.append("For scales that fit your texts, give some of them with --calibration-data FILE.")
+            notes.append(
+                "For scales that fit your texts, give some of them with --calibration-data FILE."
+            )
     if "centered" in static and scales["centered"] is None:
         notes.append("Centered keys were not measured: no layer of this model gains from them.")
     return tuple(notes)

@@ -2,14 +2,15 @@
 
 Two measurements, at the full context of the model:
 
-- retrieval (`retrieval.py`): after a context of records, the value of a key that is asked again, teacher-forced.
-  `found` is the share of questions whose value tokens are all the most likely ones; `logprob` is nats per value token;
-  `gain` is that minus the log-probability of the same tokens, after the same question, behind a context without the
-  record. A model that was not trained for this finds little, but the gain shows what it reads from the cache.
+- retrieval (`retrieval.py`): after a context of records, the value of a key that is asked again,
+  teacher-forced. `found` is the share of questions whose value tokens are all the most likely ones;
+  `logprob` is nats per value token; `gain` is that minus the log-probability of the same tokens,
+  after the same question, behind a context without the record. A model that was not trained for
+  this finds little, but the gain shows what it reads from the cache.
 - perplexity by position: of a text in windows of the context's length.
 
-Both also as changes against the 16-bit cache, on the same questions or tokens. Intervals of 95 % are over contexts
-or windows, which are what is independent (`statistics.mean_interval`).
+Both also as changes against the 16-bit cache, on the same questions or tokens. Intervals of 95 %
+are over contexts or windows, which are what is independent (`statistics.mean_interval`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ Cache = tuple[str, str] | KVCacheConfig
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over `num_units` contexts or windows, and its 95 % interval, None below `safety.MIN_UNITS`."""
+    """A mean over `num_units` contexts or windows, and its 95 % interval, None below
+    `safety.MIN_UNITS`.
+    """
 
     mean: float
     interval: Interval | None
@@ -50,7 +53,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class DepthScore:
-    """Retrieval from `depth` tokens back. `*_change` is against the 16-bit cache, on the same questions."""
+    """Retrieval from `depth` tokens back. `*_change` is against the 16-bit cache, on the same
+    questions.
+    """
 
     depth: int
     num_questions: int
@@ -63,7 +68,9 @@ class DepthScore:
 
 @dataclass(frozen=True)
 class PositionScore:
-    """Tokens at positions `start` … `stop` - 1 of the windows. `nll_change` in nats per token, against 16 bits."""
+    """Tokens at positions `start` … `stop` - 1 of the windows. `nll_change` in nats per token,
+    against 16 bits.
+    """
 
     start: int
     stop: int
@@ -96,23 +103,31 @@ def compare_long(
     num_questions: int = 4,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[LongScore]:
-    """The 16-bit cache, and every one of `caches` that differs from it, each (kv_cache_dtype, kv_scales) or resolved.
+    """The 16-bit cache, and every one of `caches` that differs from it, each (kv_cache_dtype,
+    kv_scales) or resolved.
 
-    context: tokens, default the model's. num_contexts: contexts to retrieve from, and at most as many windows of
-    `text`. num_questions: at each depth of each context. `args.seed` chooses the task. `on_progress(done, total)`
-    counts contexts and windows. Raises ConfigError for a context that is longer than the model's or too short, for
-    fewer than two contexts, and what `resolve` raises, before weights are read.
+    context: tokens, default the model's. num_contexts: contexts to retrieve from, and at most as
+    many windows of `text`. num_questions: at each depth of each context. `args.seed` chooses the
+    task. `on_progress(done, total)` counts contexts and windows. Raises ConfigError for a context
+    that is longer than the model's or too short, for fewer than two contexts, and what `resolve`
+    raises, before weights are read.
     """
     opened = open_model(args)
     configs = resolve_caches(opened, caches)
     length = context or configs[0].max_model_len
     if length > configs[0].max_model_len:
-        raise ConfigError(f"--window is {length}, and the context {configs[0].max_model_len} tokens")
+        raise ConfigError(
+            f"--window is {length}, and the context {configs[0].max_model_len} tokens"
+        )
     if num_contexts < 2:
-        raise ConfigError(f"--contexts is {num_contexts}; an interval, and a context without the record, need 2")
+        raise ConfigError(
+            f"--contexts is {num_contexts}; an interval, and a context without the record, need 2"
+        )
     tokenizer = opened.load_tokenizer()
     bos = opened.model.bos_token_id
-    if tokenizer is not None and tokenizer.encode("a")[:1] != [bos]:  # the model wants none before a text
+    if tokenizer is not None and tokenizer.encode("a")[:1] != [
+        bos
+    ]:  # the model wants none before a text
         bos = None
     words = vocabulary(tokenizer, opened.model.vocab_size, bos)
     contexts = make_contexts(words, length, num_contexts, num_questions, args.seed)
@@ -125,7 +140,9 @@ def compare_long(
         decoder = load_for(opened, configs, length)
         runners = [cache_run(opened, decoder, config, length).runner for config in configs]
         asked: list[list[list[Answer]]] = [[] for _ in runners]
-        for done, (own, other) in enumerate(zip(contexts, [*contexts[1:], contexts[0]], strict=True)):
+        for done, (own, other) in enumerate(
+            zip(contexts, [*contexts[1:], contexts[0]], strict=True)
+        ):
             on_progress(done, total)
             for index, runner in enumerate(runners):
                 asked[index].append(_ask(runner, own, other, configs[0].max_num_batched_tokens))
@@ -143,13 +160,17 @@ def compare_long(
 
 @dataclass(frozen=True)
 class Answer:
-    """To one question, in nats per value token: with the record in the context, and in another context without it."""
+    """To one question, in nats per value token: with the record in the context, and in another
+    context without it.
+    """
 
     found: bool
     logprob: float
 
 
-def _ask(runner: ModelRunner, own: RetrievalContext, other: RetrievalContext, chunk: int) -> list[Answer]:
+def _ask(
+    runner: ModelRunner, own: RetrievalContext, other: RetrievalContext, chunk: int
+) -> list[Answer]:
     """Answers to `own`'s questions after `own`, then to `other`'s, which `own` does not know."""
     ids = own.token_ids
     for start in range(0, len(ids), chunk):
@@ -164,9 +185,15 @@ def _ask(runner: ModelRunner, own: RetrievalContext, other: RetrievalContext, ch
 
 
 def _states_behind(pool: KVPool, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
-    """The states behind so many tokens of a sequence that is alone in the pool, and copies: a question changes them."""
+    """The states behind so many tokens of a sequence that is alone in the pool, and copies: a
+    question changes them.
+    """
     blocks = [(kept.states, (num_tokens - 1) // kept.states.every) for kept in pool.states.values()]
-    return [(part[block], part[block].clone()) for states, block in blocks for part in states.parts.values()]
+    return [
+        (part[block], part[block].clone())
+        for states, block in blocks
+        for part in states.parts.values()
+    ]
 
 
 def _answer(runner: ModelRunner, question: Question, start: int) -> Answer:
@@ -201,7 +228,9 @@ def _score(
     positions = []
     edges = [0, *depths(length)]
     for start, stop in itertools.pairwise(edges):
-        own, plain = ([statistics.fmean(window[start:stop]) for window in windows] for windows in nats)
+        own, plain = (
+            [statistics.fmean(window[start:stop]) for window in windows] for windows in nats
+        )
         if own:
             tokens = [value for window in nats[0] for value in window[start:stop]]
             change = estimate([after - before for after, before in zip(own, plain, strict=True)])
@@ -218,7 +247,10 @@ def _score(
 
 
 def _depth(
-    depth: int, contexts: Sequence[RetrievalContext], own: list[list[Answer]], plain: list[list[Answer]]
+    depth: int,
+    contexts: Sequence[RetrievalContext],
+    own: list[list[Answer]],
+    plain: list[list[Answer]],
 ) -> DepthScore:
     """Means by context first: the questions of one context share its cache."""
     columns: dict[str, list[list[float]]] = {"found": [], "logprob": [], "gain": []}
@@ -236,7 +268,8 @@ def _depth(
         for name, values in (("found", found), ("logprob", logprob), ("gain", gain)):
             columns[name].append(values)
     change = {
-        name: [after - before for after, before in zip(*columns[name], strict=True)] for name in ("found", "gain")
+        name: [after - before for after, before in zip(*columns[name], strict=True)]
+        for name in ("found", "gain")
     }
     return DepthScore(
         depth,

@@ -1,4 +1,6 @@
-"""The tables of `freight evaluate --long`: retrieval by depth and perplexity by position, a row a cache."""
+"""The tables of `freight evaluate --long`: retrieval by depth and perplexity by position, a row a
+cache.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """One pass over a text: every setting side by side, compared with the first one token by token.
 
-The model goes through each chunk once per setting. The head is then applied to a few rows at a time, in turns, so
-that memory holds the logits of `LOGITS` bytes at most for the first setting and as many for one other, whatever the
-vocabulary. What is kept is a log-probability, a KL and a comparison per token, in float32 and bool.
+The model goes through each chunk once per setting. The head is then applied to a few rows at a
+time, in turns, so that memory holds the logits of `LOGITS` bytes at most for the first setting and
+as many for one other, whatever the vocabulary. What is kept is a log-probability, a KL and a
+comparison per token, in float32 and bool.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class SettingRun:
-    """One setting, with what has been measured of it so far; per token, in the text's order, on the CPU.
+    """One setting, with what has been measured of it so far; per token, in the text's order, on the
+    CPU.
 
     `seconds` are those of the forward passes alone.
     """
@@ -53,7 +55,9 @@ class SettingRun:
 
     @property
     def token_kl(self) -> Tensor:
-        """KL of the first setting's distribution to this one's after each token, nats, float32 [num_tokens]."""
+        """KL of the first setting's distribution to this one's after each token, nats, float32
+        [num_tokens].
+        """
         return torch.cat(self.kl)
 
     @property
@@ -75,7 +79,11 @@ class SettingRun:
         before = self.probe.seconds if self.probe is not None else 0.0
         begin = now(runner.device)
         states = runner.run([SequenceSlice(token_ids, start, runner.pool.whole, Logits.ALL)]).hidden
-        self.seconds += now(runner.device) - begin - (self.probe.seconds - before if self.probe is not None else 0.0)
+        self.seconds += (
+            now(runner.device)
+            - begin
+            - (self.probe.seconds - before if self.probe is not None else 0.0)
+        )
         self.num_stored += len(token_ids)
         self.num_passes += 1
         assert states is not None  # this runner captures no steps
@@ -104,7 +112,9 @@ def rows_at_once(vocab_size: int) -> int:
 
 @torch.inference_mode()
 def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: Progress) -> None:
-    """Judge every window under each of `runs`, the first being the one that the others are compared with."""
+    """Judge every window under each of `runs`, the first being the one that the others are compared
+    with.
+    """
     chunk = runs[0].config.max_num_batched_tokens
     rows = rows_at_once(runs[0].runner.model.config.vocab_size)
     for done, window in enumerate(windows):
@@ -112,18 +122,26 @@ def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: 
         for start in range(0, len(window.token_ids), chunk):
             part = window.token_ids[start : start + chunk]
             targets = torch.tensor(
-                window.targets[start : start + chunk], dtype=torch.int64, device=runs[0].runner.device
+                window.targets[start : start + chunk],
+                dtype=torch.int64,
+                device=runs[0].runner.device,
             )
             states = [_states(run, runs[0], part, start) for run in runs]
             for begin in range(0, len(part), rows):
-                _judge(runs, [state[begin : begin + rows] for state in states], targets[begin : begin + rows])
+                _judge(
+                    runs,
+                    [state[begin : begin + rows] for state in states],
+                    targets[begin : begin + rows],
+                )
     for run in runs:
         run.clipped = run.runner.pool.counters()[1]
     on_progress(len(windows), len(windows))
 
 
 def _states(run: SettingRun, first: SettingRun, token_ids: Sequence[int], start: int) -> Tensor:
-    """`hidden` of one setting. What its probe has seen is compared at once, so two settings' outputs are held."""
+    """`hidden` of one setting. What its probe has seen is compared at once, so two settings'
+    outputs are held.
+    """
     states = run.hidden(token_ids, start)
     if first.probe is not None and first.probe.rows is not None:
         assert run.probe is not None

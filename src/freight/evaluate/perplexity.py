@@ -1,7 +1,8 @@
 """Perplexity: exp of the mean negative log-likelihood per token, over windows of a text.
 
-Each window begins with the model's begin-of-text token where it has one, so that every token of the text is judged
-once. Without one, a window begins with the last token of the window before; the text's first token is not judged.
+Each window begins with the model's begin-of-text token where it has one, so that every token of the
+text is judged once. Without one, a window begins with the last token of the window before; the
+text's first token is not judged.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Window:
-    """`token_ids` go in; the logits after token i are judged by `targets[i]`. Both have the same length."""
+    """`token_ids` go in; the logits after token i are judged by `targets[i]`. Both have the same
+    length.
+    """
 
     token_ids: list[int]
     targets: list[int]
 
 
 def cut_windows(token_ids: Sequence[int], length: int, bos_token_id: int | None) -> list[Window]:
-    """Cut a text into windows of at most `length` tokens; a remainder shorter than two tokens is left out."""
+    """Cut a text into windows of at most `length` tokens; a remainder shorter than two tokens is
+    left out.
+    """
     windows = []
     step = length if bos_token_id is not None else length - 1
     for start in range(0, len(token_ids), step):

@@ -1,7 +1,9 @@
-"""What an FP8 cache costs and saves: every cache and the 16-bit one over the same text, in one pass.
+"""What an FP8 cache costs and saves: every cache and the 16-bit one over the same text, in one
+pass.
 
-The weights are loaded once: a decoder takes its cache as an argument, so each cache is a pool of its own behind the
-same model, and the distributions of one chunk are compared before the next chunk is computed (`measure`).
+The weights are loaded once: a decoder takes its cache as an argument, so each cache is a pool of
+its own behind the same model, and the distributions of one chunk are compared before the next chunk
+is computed (`measure`).
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ MEMORY = 64 * 2**20  # bytes of cache for which `tokens_in_64_mib` is given
 
 @dataclass(frozen=True)
 class CacheScore:
-    """One cache over the text. `mean_kl` in nats per token and `same_top_share` are against the 16-bit cache.
+    """One cache over the text. `mean_kl` in nats per token and `same_top_share` are against the
+    16-bit cache.
 
-    `cut_off_share` of its keys and values were clipped, as they lay beyond the range of their scales.
+    `cut_off_share` of its keys and values were clipped, as they lay beyond the range of their
+    scales.
     """
 
     dtype: str
@@ -75,10 +79,10 @@ def compare_caches(
 
     A cache is (kv_cache_dtype, kv_scales), or a resolved KVCacheConfig.
 
-    `window` is the number of tokens judged together (default: the model's context, at most 1024); of the text, the
-    first `max_tokens` count.
-    `on_progress(done, total)` counts windows. Raises ConfigError for a text of fewer than two tokens, for a window
-    beyond the model's context, and what `resolve` raises, before weights are read.
+    `window` is the number of tokens judged together (default: the model's context, at most 1024);
+    of the text, the first `max_tokens` count. `on_progress(done, total)` counts windows. Raises
+    ConfigError for a text of fewer than two tokens, for a window beyond the model's context, and
+    what `resolve` raises, before weights are read.
     """
     return [run.score() for run in run_caches(args, caches, text, window, max_tokens, on_progress)]
 
@@ -103,7 +107,9 @@ def run_caches(
     return runs
 
 
-def resolve_caches(opened: OpenModel, caches: Sequence[tuple[str, str] | KVCacheConfig]) -> list[EngineConfig]:
+def resolve_caches(
+    opened: OpenModel, caches: Sequence[tuple[str, str] | KVCacheConfig]
+) -> list[EngineConfig]:
     """The 16-bit cache first, then every one of `caches` with another format, or resolved."""
     configs = [plain_config(opened)]
     for cache in caches:
@@ -118,13 +124,18 @@ def resolve_caches(opened: OpenModel, caches: Sequence[tuple[str, str] | KVCache
 
 
 def plain_config(opened: OpenModel) -> EngineConfig:
-    """The configuration that the others are compared with: the same, with a cache in the compute dtype."""
+    """The configuration that the others are compared with: the same, with a cache in the compute
+    dtype.
+    """
     args = opened.args.with_plain_cache()
     return opened.resolve(args.with_cache(str(opened.resolve(args).compute_format)))
 
 
-def load_for(opened: OpenModel, configs: Sequence[EngineConfig], num_positions: int | None = None) -> LanguageModel:
-    """The weights for all of `configs`. FP8 products apply to E4M3 caches only, so the others do not change by them.
+def load_for(
+    opened: OpenModel, configs: Sequence[EngineConfig], num_positions: int | None = None
+) -> LanguageModel:
+    """The weights for all of `configs`. FP8 products apply to E4M3 caches only, so the others do
+    not change by them.
 
     `num_positions` is as in `OpenModel.load`.
     """
@@ -146,8 +157,14 @@ def cache_run(
     """
     spec = opened.cache_spec(config)
     chosen = kernels or opened.kernels(config)
-    pool = allocate_pool(spec, config.kv, spec.blocks_of(length), chosen, config.device, decoder.rotaries)
-    return CacheRun(config, ModelRunner(decoder, pool if probe is None else probed(pool, probe), config.device), probe)
+    pool = allocate_pool(
+        spec, config.kv, spec.blocks_of(length), chosen, config.device, decoder.rotaries
+    )
+    return CacheRun(
+        config,
+        ModelRunner(decoder, pool if probe is None else probed(pool, probe), config.device),
+        probe,
+    )
 
 
 def as_json(scores: Sequence[CacheScore]) -> list[dict[str, Any]]:
@@ -155,8 +172,18 @@ def as_json(scores: Sequence[CacheScore]) -> list[dict[str, Any]]:
 
 
 def as_table(scores: Sequence[CacheScore]) -> str:
-    """For people: a row a cache, the first being the one that the others are compared with. KL in nats."""
-    headings = ("KV cache", "scales", "perplexity", "mean KL", "same top", "bytes/token", "in 64 MiB")
+    """For people: a row a cache, the first being the one that the others are compared with. KL in
+    nats.
+    """
+    headings = (
+        "KV cache",
+        "scales",
+        "perplexity",
+        "mean KL",
+        "same top",
+        "bytes/token",
+        "in 64 MiB",
+    )
     rows = [
         (
             score.dtype,
@@ -173,9 +200,16 @@ def as_table(scores: Sequence[CacheScore]) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]], num_left: int) -> str:
-    """A Markdown table, never wrapped. The first row is the heading; columns after the first `num_left` end flush."""
+    """A Markdown table, never wrapped. The first row is the heading; columns after the first
+    `num_left` end flush.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rule = ["-" * width if i < num_left else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+    rule = [
+        "-" * width if i < num_left else "-" * (width - 1) + ":" for i, width in enumerate(widths)
+    ]
     flush = [str.ljust if i < num_left else str.rjust for i in range(len(widths))]
-    lines = [[pad(cell, width) for pad, cell, width in zip(flush, row, widths, strict=True)] for row in rows]
+    lines = [
+        [pad(cell, width) for pad, cell, width in zip(flush, row, widths, strict=True)]
+        for row in rows
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))

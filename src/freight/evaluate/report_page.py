@@ -1,6 +1,8 @@
-"""The report of an evaluation: report.json, report.md with its charts, and report.html, for readers new to FP8.
+"""The report of an evaluation: report.json, report.md with its charts, and report.html, for readers
+new to FP8.
 
-report.html needs no other file: its charts are inline SVG. It follows the reader's light or dark setting.
+report.html needs no other file: its charts are inline SVG. It follows the reader's light or dark
+setting.
 """
 
 from __future__ import annotations
@@ -75,14 +77,20 @@ class Section:
     @property
     def picture(self) -> str:
         """The chart as a file of its own."""
-        look = _style(_CHARTS + 'svg{background:var(--paper);font-family:system-ui,"Segoe UI",sans-serif}')
-        return self.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{look}", 1)
+        look = _style(
+            _CHARTS + 'svg{background:var(--paper);font-family:system-ui,"Segoe UI",sans-serif}'
+        )
+        return self.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
+            ">", f">{look}", 1
+        )
 
 
 def write_report(evaluation: Evaluation, folder: Path) -> None:
     """Write report.json, report.html, and report.md with its charts into `folder`, which is there."""
     (folder / "report.json").write_text(
-        json.dumps(evaluation.as_json() | {"advice": advice(evaluation).as_json()}, indent=1) + "\n", encoding="utf-8"
+        json.dumps(evaluation.as_json() | {"advice": advice(evaluation).as_json()}, indent=1)
+        + "\n",
+        encoding="utf-8",
     )
     (folder / "report.md").write_text(_markdown(evaluation), encoding="utf-8")
     (folder / "report.html").write_text(_html(evaluation), encoding="utf-8")
@@ -106,7 +114,10 @@ def sections(evaluation: Evaluation) -> list[Section]:
                 "Mean KL against bytes per token",
                 Axis("cache memory (bytes per token)"),
                 Axis("mean KL from 16 bits (nats per token)", log=True),
-                [Series(name, [(run.bytes_per_token, run.kl_mean)], style) for run, name, style in others],
+                [
+                    Series(name, [(run.bytes_per_token, run.kl_mean)], style)
+                    for run, name, style in others
+                ],
                 lines=False,
             ),
         ),
@@ -114,7 +125,11 @@ def sections(evaluation: Evaluation) -> list[Section]:
         _by_position(evaluation, others),
     ]
     if evaluation.contexts:
-        shown = [(run, name, style) for run, name, style in runs if run is first or run is recommended(evaluation)]
+        shown = [
+            (run, name, style)
+            for run, name, style in runs
+            if run is first or run is recommended(evaluation)
+        ]
         shown = shown if len(shown) > 1 else runs[:2]
         found.append(
             Section(
@@ -126,7 +141,11 @@ def sections(evaluation: Evaluation) -> list[Section]:
                     Axis("tokens already in the cache", log=True),
                     Axis("speed (tokens per second)", zero=True),
                     [
-                        Series(name, list(zip(evaluation.contexts, run.decode or (), strict=True)), style)
+                        Series(
+                            name,
+                            list(zip(evaluation.contexts, run.decode or (), strict=True)),
+                            style,
+                        )
                         for run, name, style in shown
                     ],
                 ),
@@ -141,7 +160,9 @@ def _name(run: Figures, evaluation: Evaluation) -> str:
 
 def _by_layer(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) -> Section:
     """KL by layer where it was measured, else the error of attention's output."""
-    layers = Axis("layer", names=[str(layer) for layer in range(len(evaluation.runs[0].layer_errors))])
+    layers = Axis(
+        "layer", names=[str(layer) for layer in range(len(evaluation.runs[0].layer_errors))]
+    )
     alone = [(run.layer_kl, name, style) for run, name, style in others if run.layer_kl is not None]
     if alone:
         return Section(
@@ -164,7 +185,11 @@ def _by_layer(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) ->
             layers,
             Axis("relative error of attention (share)", log=True),
             [
-                Series(name, [(i, layer["attention"]) for i, layer in enumerate(run.layer_errors)], style)
+                Series(
+                    name,
+                    [(i, layer["attention"]) for i, layer in enumerate(run.layer_errors)],
+                    style,
+                )
                 for run, name, style in others
             ],
         ),
@@ -178,7 +203,11 @@ def _by_position(evaluation: Evaluation, others: list[tuple[Figures, str, int]])
 
     def points(run: Figures) -> list[tuple[float, float]]:
         pairs = enumerate(zip(run.perplexity_by_position, first, strict=True))
-        return [(i, 100 * (own / base - 1)) for i, (own, base) in pairs if own is not None and base is not None]
+        return [
+            (i, 100 * (own / base - 1))
+            for i, (own, base) in pairs
+            if own is not None and base is not None
+        ]
 
     absolute = ", ".join(f"{value:.1f}" for value in first if value is not None)
     return Section(
@@ -201,13 +230,20 @@ def _title(evaluation: Evaluation) -> str:
 
 def _markdown(evaluation: Evaluation) -> str:
     found = advice(evaluation)
-    parts = [f"# {_title(evaluation)}", *(f"**Warning:** {warning}." for warning in evaluation.warnings)]
+    parts = [
+        f"# {_title(evaluation)}",
+        *(f"**Warning:** {warning}." for warning in evaluation.warnings),
+    ]
     parts += [found.text, f"`{found.command}`", _WHAT, table(evaluation), legend(evaluation)]
     for section in sections(evaluation):
         if section.drawn:
             parts += [f"## {section.title}", section.says, f"![{section.title}]({section.file})"]
     if evaluation.contexts:
-        parts += ["## Speed", "Tokens per second of one sequence, by tokens in its cache.", speed_table(evaluation)]
+        parts += [
+            "## Speed",
+            "Tokens per second of one sequence, by tokens in its cache.",
+            speed_table(evaluation),
+        ]
     layers = [f"| layer | {' | '.join(_name(run, evaluation) for run in evaluation.runs[1:])} |"]
     layers.append("|---:" * len(evaluation.runs) + "|")
     for index in range(len(evaluation.runs[0].layer_errors)):
@@ -231,7 +267,9 @@ def _html(evaluation: Evaluation) -> str:
         f"<p>{escape(_WHAT)}</p>",
     ]
     for section in sections(evaluation):
-        body.append(f"<h2>{escape(section.title)}</h2>\n<p>{escape(section.says)}</p>\n{section.svg}")
+        body.append(
+            f"<h2>{escape(section.title)}</h2>\n<p>{escape(section.says)}</p>\n{section.svg}"
+        )
     body.append(f'<h2>All figures</h2>\n<div class="wide">{_table(table(evaluation))}</div>')
     body.append(
         f'<p class="soft">{escape(legend(evaluation))} “Clipped” are numbers beyond the range of their scale; '
@@ -245,7 +283,12 @@ def _html(evaluation: Evaluation) -> str:
     size = f"{over.weight_bytes:,} bytes in {over.weight_dtype}, embedding and head {over.embedding_bytes:,} bytes"
     body.append(f'<p class="soft">Weights: {escape(size)}.</p>')
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    lines = ['<!doctype html><html lang="en"><head>', head, f"{_style(_PAGE + _CHARTS)}</head><body>", *body]
+    lines = [
+        '<!doctype html><html lang="en"><head>',
+        head,
+        f"{_style(_PAGE + _CHARTS)}</head><body>",
+        *body,
+    ]
     return "\n".join([*lines, "</body></html>"]) + "\n"
 
 
@@ -264,5 +307,7 @@ def _table(text: str) -> str:
     """A Markdown table -> HTML."""
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()]
     head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
-    body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows[2:])
+    body = "".join(
+        f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows[2:]
+    )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

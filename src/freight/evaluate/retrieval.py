@@ -1,9 +1,10 @@
 """Contexts to retrieve from: records of a key and a value, made from a model's own vocabulary.
 
-A context is records "key = value" one after another, up to its end; keys and values are words drawn at random, so
-nothing but the cache can tell the value of a key. A question is a key again, with " =" after it: its answer is the
-value's tokens. Keys differ over all contexts of a task, so a key of one context can also be asked after another
-context, where its value is not known: that is what a model says of these tokens without the record.
+A context is records "key = value" one after another, up to its end; keys and values are words drawn
+at random, so nothing but the cache can tell the value of a key. A question is a key again, with "
+=" after it: its answer is the value's tokens. Keys differ over all contexts of a task, so a key of
+one context can also be asked after another context, where its value is not known: that is what a
+model says of these tokens without the record.
 
 The same seed, vocabulary and lengths give the same task. No torch.
 """
@@ -24,7 +25,9 @@ SHALLOWEST = 1024  # tokens; a shorter context is divided by 8
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token ids: `words` that keys and values are drawn from, and what stands before, between and behind them."""
+    """Token ids: `words` that keys and values are drawn from, and what stands before, between and
+    behind them.
+    """
 
     words: Sequence[int]
     begin: list[int]
@@ -34,7 +37,9 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Question:
-    """`depth`: tokens from the record to the end of the context, as asked for. `key` has the " =" behind it."""
+    """`depth`: tokens from the record to the end of the context, as asked for. `key` has the " ="
+    behind it.
+    """
 
     depth: int
     key: list[int]
@@ -47,20 +52,36 @@ class RetrievalContext:
     questions: list[Question]
 
 
-def vocabulary(tokenizer: Tokenizer | None, vocab_size: int, bos_token_id: int | None) -> Vocabulary:
-    """Words of three or more letters where there is a tokenizer that has them, else every token but BOS."""
+def vocabulary(
+    tokenizer: Tokenizer | None, vocab_size: int, bos_token_id: int | None
+) -> Vocabulary:
+    """Words of three or more letters where there is a tokenizer that has them, else every token but
+    BOS.
+    """
     begin = [] if bos_token_id is None else [bos_token_id]
     if tokenizer is None:
-        return Vocabulary([token for token in range(vocab_size) if token != bos_token_id], begin, [], [])
-    ordinary = [i for i in range(min(vocab_size, tokenizer.vocab_size)) if i not in tokenizer.special_token_ids]
+        return Vocabulary(
+            [token for token in range(vocab_size) if token != bos_token_id], begin, [], []
+        )
+    ordinary = [
+        i
+        for i in range(min(vocab_size, tokenizer.vocab_size))
+        if i not in tokenizer.special_token_ids
+    ]
     texts = [tokenizer.token_text(token).strip() for token in ordinary]
-    words = [i for i, text in zip(ordinary, texts, strict=True) if len(text) >= 3 and text.isalpha() and text.isascii()]
+    words = [
+        i
+        for i, text in zip(ordinary, texts, strict=True)
+        if len(text) >= 3 and text.isalpha() and text.isascii()
+    ]
     equals, end = (tokenizer.encode(text, add_special_tokens=False) for text in (" =", "\n"))
     return Vocabulary(words if len(words) >= FEWEST_WORDS else ordinary, begin, equals, end)
 
 
 def depths(context: int) -> list[int]:
-    """1024, 2048, … and the context itself; of a context under 8192 tokens, its eighth, quarter, half and whole."""
+    """1024, 2048, … and the context itself; of a context under 8192 tokens, its eighth, quarter,
+    half and whole.
+    """
     depth = min(SHALLOWEST, context // 8)
     found = []
     while depth < context:
@@ -69,18 +90,22 @@ def depths(context: int) -> list[int]:
     return [*found, context]
 
 
-def make_contexts(words: Vocabulary, length: int, count: int, questions: int, seed: int = 0) -> list[RetrievalContext]:
+def make_contexts(
+    words: Vocabulary, length: int, count: int, questions: int, seed: int = 0
+) -> list[RetrievalContext]:
     """`count` contexts whose tokens, with one question and its answer, are at most `length`.
 
-    Each has up to `questions` questions at each of `depths(length)`, about records nearest to that depth. Raises
-    ConfigError for a length that has no room for one record at each depth.
+    Each has up to `questions` questions at each of `depths(length)`, about records nearest to that
+    depth. Raises ConfigError for a length that has no room for one record at each depth.
     """
     draw = random.Random(seed)
     record = KEY + len(words.equals) + VALUE + len(words.end)
     num_records = (length - len(words.begin) - record) // record
     levels = depths(length)
     if num_records < len(levels) or len(words.words) < 2:
-        raise ConfigError(f"a context of {length} tokens has no room to retrieve from; give at least {record * 8}")
+        raise ConfigError(
+            f"a context of {length} tokens has no room to retrieve from; give at least {record * 8}"
+        )
     size = KEY
     while len(words.words) ** size < 16 * count * num_records:  # else keys would hardly differ
         size += 1
@@ -95,13 +120,20 @@ def make_contexts(words: Vocabulary, length: int, count: int, questions: int, se
             token_ids += [*key, *words.equals, *value, *words.end]
         asked = []
         for depth in levels:
-            nearest = sorted(range(num_records), key=lambda i: abs((num_records - i) * record - depth))[:questions]
-            asked += [Question(depth, [*records[i][0], *words.equals], records[i][1]) for i in sorted(nearest)]
+            nearest = sorted(
+                range(num_records), key=lambda i: abs((num_records - i) * record - depth)
+            )[:questions]
+            asked += [
+                Question(depth, [*records[i][0], *words.equals], records[i][1])
+                for i in sorted(nearest)
+            ]
         made.append(RetrievalContext(token_ids, asked))
     return made
 
 
-def _unused(draw: random.Random, words: Sequence[int], size: int, used: set[tuple[int, ...]]) -> tuple[int, ...]:
+def _unused(
+    draw: random.Random, words: Sequence[int], size: int, used: set[tuple[int, ...]]
+) -> tuple[int, ...]:
     while True:
         key = tuple(draw.choices(words, k=size))
         if key not in used:

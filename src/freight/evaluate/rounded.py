@@ -1,4 +1,6 @@
-"""A model's weights under the schemes of `freight quantize --weights`, made in memory as they are read."""
+"""A model's weights under the schemes of `freight quantize --weights`, made in memory as they are
+read.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ SCHEMES = ("fp8", "fp8-channel", "fp8-block")
 
 @dataclass(frozen=True)
 class RoundedSource:
-    """A source of 16-bit weights whose matrices, but not the head, are rounded to FP8; activations are dynamic."""
+    """A source of 16-bit weights whose matrices, but not the head, are rounded to FP8; activations
+    are dynamic.
+    """
 
     plain: WeightSource
     scheme: str
@@ -53,7 +57,11 @@ class RoundedSource:
         return (self._rounded(weight.data) for weight in self.plain.experts(name, shape, pairs))
 
     def _rounded(self, data: Tensor) -> Weight:
-        rounded = {"fp8": quantize_tensor, "fp8-channel": quantize_rows, "fp8-block": quantize_blocks}[self.scheme]
+        rounded = {
+            "fp8": quantize_tensor,
+            "fp8-channel": quantize_rows,
+            "fp8-block": quantize_blocks,
+        }[self.scheme]
         stored, scale = rounded(data, self.format, self.scale_format)
         if scale.ndim == 0:
             scale = scale.expand(len(stored)).contiguous()
@@ -65,20 +73,28 @@ def check_schemes(opened: OpenModel, schemes: tuple[str, ...], quantization: str
     for scheme in schemes:
         if scheme not in SCHEMES:
             raise ConfigError(f"--weights {scheme!r} is unknown: choose among {choices(SCHEMES)}")
-    if schemes and (quantization is not None or opened.scheme.weight_format is not None or opened.checkpoint is None):
+    if schemes and (
+        quantization is not None
+        or opened.scheme.weight_format is not None
+        or opened.checkpoint is None
+    ):
         raise ConfigError(
             f"--weights {','.join(schemes)}, but the weights are quantized already, or asked to be; "
             "name the 16-bit model, without --quantization"
         )
 
 
-def load_rounded(opened: OpenModel, config: EngineConfig, scheme: str, num_positions: int) -> Decoder:
+def load_rounded(
+    opened: OpenModel, config: EngineConfig, scheme: str, num_positions: int
+) -> Decoder:
     """The model with its weights under `scheme`, for `num_positions` as in `OpenModel.load`.
 
     Its 16-bit decoder has been loaded, so its tensors are checked.
     """
     assert opened.checkpoint is not None
-    plain = CheckpointSource(opened.checkpoint, config.compute_format, config.compute_format, config.device)
+    plain = CheckpointSource(
+        opened.checkpoint, config.compute_format, config.compute_format, config.device
+    )
     scales_in = scale_format(Layout.COMPRESSED_TENSORS, opened.model.checkpoint_format)
     source = RoundedSource(plain, scheme, opened.device.native_e4m3, scales_in)
     model = opened.model.for_context(config.max_model_len)

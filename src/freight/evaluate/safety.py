@@ -1,10 +1,12 @@
-"""Whether a cache or weights may be recommended: bounds on their figures against 16 bits, intervals included. Pure.
+"""Whether a cache or weights may be recommended: bounds on their figures against 16 bits, intervals
+included. Pure.
 
 All of them have to hold, each with its 95 % interval:
 
-    perplexity   the ratio lies within 1 / 1.005 … 1.005. What lowers perplexity has changed the model, too.
-    mean KL      at most 0.005 nats per token. By Pinsker's inequality, no set of next tokens then gains or loses more
-                 than sqrt(KL / 2) = 5 % of probability at a token with that KL.
+    perplexity   the ratio lies within 1 / 1.005 … 1.005. What lowers perplexity has changed the
+                 model, too.
+    mean KL      at most 0.005 nats per token. By Pinsker's inequality, no set of next tokens then
+                 gains or loses more than sqrt(KL / 2) = 5 % of probability at a token with that KL.
     same top     at least 95 %
     clipped      at most 0.1 % of the keys and values; a count, without interval
 
@@ -24,7 +26,9 @@ SAME_TOP = 0.95
 CLIPPED = 0.001
 MIN_UNITS = 12  # fewer windows or documents have no interval: what is called 95 % would hold less
 MIN_TOKENS = 2000
-UNKNOWN_TEXT = 0.5  # of the vocabulary's size: perplexity from which the model knows no more than a guess
+UNKNOWN_TEXT = (
+    0.5  # of the vocabulary's size: perplexity from which the model knows no more than a guess
+)
 
 Interval = tuple[float, float]
 
@@ -47,7 +51,8 @@ class Judgement:
 class Sample:
     """What was measured on. `units` are windows or documents, which intervals are over.
 
-    `num_repeats` more of them say what others say, and count as part of those (`statistics.independent_units`).
+    `num_repeats` more of them say what others say, and count as part of those
+    (`statistics.independent_units`).
     """
 
     num_units: int
@@ -59,7 +64,9 @@ class Sample:
 
     @property
     def text_unknown(self) -> bool:
-        """Whether the 16-bit model does no better than a guess, so that nothing measured here tells of its answers."""
+        """Whether the 16-bit model does no better than a guess, so that nothing measured here tells
+        of its answers.
+        """
         return not self.perplexity < UNKNOWN_TEXT * self.vocab_size
 
     @property
@@ -81,7 +88,8 @@ class Sample:
                 found = f"1 {self.units.removesuffix('s')} is too little text"
             yield (
                 f"{found} for an interval: it takes {MIN_UNITS}, so "
-                f"{MIN_UNITS - self.num_units} more" + (", or a shorter --window" if self.units == "windows" else "")
+                f"{MIN_UNITS - self.num_units} more"
+                + (", or a shorter --window" if self.units == "windows" else "")
             )
         if self.num_tokens < MIN_TOKENS:
             yield (
@@ -92,7 +100,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Bound:
-    """A figure has to lie within `low` … `high`; without an interval it fails only beyond `far_low` … `far_high`."""
+    """A figure has to lie within `low` … `high`; without an interval it fails only beyond `far_low`
+    … `far_high`.
+    """
 
     name: str
     low: float
@@ -115,13 +125,17 @@ class Bound:
             return f"it may be at most {self.text(self.high)}"
         return f"it has to be within {self.text(self.low)} … {self.text(self.high)}"
 
-    def judge(self, value: float, interval: Interval | None, num_units: int, units: str) -> Judgement:
+    def judge(
+        self, value: float, interval: Interval | None, num_units: int, units: str
+    ) -> Judgement:
         if not math.isfinite(value):
             return Judgement(Verdict.NOT_SAFE, (f"{self.name} is {value}",))
         if interval is None:
             if self.far_low <= value <= self.far_high:
                 return Judgement(Verdict.CANNOT_BE_SAID)
-            return Judgement(Verdict.NOT_SAFE, (f"{self.name} is {self.text(value)}, and {self.limit}",))
+            return Judgement(
+                Verdict.NOT_SAFE, (f"{self.name} is {self.text(value)}, and {self.limit}",)
+            )
         low, high = interval
         if self.holds(low) and self.holds(high) and self.holds(value):
             return Judgement(Verdict.SAFE)
@@ -129,7 +143,9 @@ class Bound:
         around = f"{self.name} is {self.text(value)}{spread}, and {self.limit}"
         if high < self.low or low > self.high:
             return Judgement(Verdict.NOT_SAFE, (around,))
-        return Judgement(Verdict.CANNOT_BE_SAID, (f"{around}; {self._more(value, interval, num_units, units)}",))
+        return Judgement(
+            Verdict.CANNOT_BE_SAID, (f"{around}; {self._more(value, interval, num_units, units)}",)
+        )
 
     def _more(self, value: float, interval: Interval, num_units: int, units: str) -> str:
         """How much text would settle it: an interval narrows with the root of the number of units."""
@@ -143,14 +159,24 @@ class Bound:
 PERPLEXITY_BOUND = Bound("the ratio of perplexities", 1 / RATIO, RATIO, 0.0, math.inf, ".4f")
 KL_BOUND = Bound("mean KL", -math.inf, KL, -math.inf, 2 * KL, ".3g")
 SAME_TOP_BOUND = Bound("same top", SAME_TOP, math.inf, 2 * SAME_TOP - 1, math.inf, ".2%")
-CLIPPED_BOUND = Bound("the share of clipped keys and values", -math.inf, CLIPPED, -math.inf, CLIPPED, ".3%")
+CLIPPED_BOUND = Bound(
+    "the share of clipped keys and values", -math.inf, CLIPPED, -math.inf, CLIPPED, ".3%"
+)
 
 Measured = tuple[float, Interval | None]
 
 
-def judge(ratio: Measured, kl: Measured, same_top: Measured, clipped: float, sample: Sample) -> Judgement:
-    """The verdict on figures against 16 bits, each with its interval, None where the sample is too small for one."""
-    bounds = ((CLIPPED_BOUND, (clipped, (clipped, clipped))), (KL_BOUND, kl), (SAME_TOP_BOUND, same_top))
+def judge(
+    ratio: Measured, kl: Measured, same_top: Measured, clipped: float, sample: Sample
+) -> Judgement:
+    """The verdict on figures against 16 bits, each with its interval, None where the sample is too
+    small for one.
+    """
+    bounds = (
+        (CLIPPED_BOUND, (clipped, (clipped, clipped))),
+        (KL_BOUND, kl),
+        (SAME_TOP_BOUND, same_top),
+    )
     found = [
         bound.judge(*measured, sample.num_units, sample.units)
         for bound, measured in (*bounds, (PERPLEXITY_BOUND, ratio))
@@ -165,5 +191,7 @@ def judge(ratio: Measured, kl: Measured, same_top: Measured, clipped: float, sam
 
 
 def within_bounds(kl_mean: float, same_top: float) -> bool:
-    """Whether figures without intervals keep the bounds; perplexity without one says nothing on a short text."""
+    """Whether figures without intervals keep the bounds; perplexity without one says nothing on a
+    short text.
+    """
     return KL_BOUND.holds(kl_mean) and SAME_TOP_BOUND.holds(same_top)

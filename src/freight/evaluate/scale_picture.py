@@ -1,9 +1,11 @@
-"""A picture of KV scales by layer, as SVG text: what each layer's cache covers, against the format's range.
+"""A picture of KV scales by layer, as SVG text: what each layer's cache covers, against the
+format's range.
 
-A scale s means that magnitudes up to s × 448 (E4M3FN) are stored without saturation, and from s × 2⁻⁶ on with full
-precision. A layer is a bar from the smallest to the largest of its scales, a dot where there is one. The shaded band
-is what a scale of 1.0 would cover at full precision, so the distance of a dot to the band's upper edge is the headroom
-that layer would leave unused without its scale, and a dot above it would saturate.
+A scale s means that magnitudes up to s × 448 (E4M3FN) are stored without saturation, and from s ×
+2⁻⁶ on with full precision. A layer is a bar from the smallest to the largest of its scales, a dot
+where there is one. The shaded band is what a scale of 1.0 would cover at full precision, so the
+distance of a dot to the band's upper edge is the headroom that layer would leave unused without its
+scale, and a dot above it would saturate.
 """
 
 from __future__ import annotations
@@ -23,9 +25,18 @@ _SMALLEST_NORMAL = {Format.E4M3FN: 2.0**-6, Format.E4M3FNUZ: 2.0**-7, Format.E5M
 
 
 def scale_picture(title: str, format: Format, layers: Sequence[Mapping[str, Any]]) -> str:
-    """SVG of `layers`, each {layer, k, v} with k and v None or {min, max}: scales, of which there is at least one."""
-    sides = {side: [(entry["layer"], entry[side]) for entry in layers if entry[side]] for side in "kv"}
-    amax = [scale * format.max for side in sides.values() for _, one in side for scale in (one["min"], one["max"])]
+    """SVG of `layers`, each {layer, k, v} with k and v None or {min, max}: scales, of which there
+    is at least one.
+    """
+    sides = {
+        side: [(entry["layer"], entry[side]) for entry in layers if entry[side]] for side in "kv"
+    }
+    amax = [
+        scale * format.max
+        for side in sides.values()
+        for _, one in side
+        for scale in (one["min"], one["max"])
+    ]
     floor, ceiling = _SMALLEST_NORMAL[format], format.max
     low = math.floor(math.log10(min(*amax, floor)))
     high = math.ceil(math.log10(max(*amax, ceiling) * 1.2))
@@ -76,11 +87,17 @@ def _power(power: int) -> str:
     return f"{10.0**power:g}" if -3 <= power <= 4 else f"1e{power}"
 
 
-def _side(side: str, layers: Sequence[tuple[int, Mapping[str, float]]], axes: _Axes, format: Format) -> Iterator[str]:
+def _side(
+    side: str, layers: Sequence[tuple[int, Mapping[str, float]]], axes: _Axes, format: Format
+) -> Iterator[str]:
     """The dots and bars of keys or of values, a little left or right of the layer's middle."""
     colour, shift = _COLOURS[side], -0.12 if side == "k" else 0.12
     for layer, scales in layers:
-        x, top, bottom = axes.x(layer + shift), axes.y(scales["max"] * format.max), axes.y(scales["min"] * format.max)
+        x, top, bottom = (
+            axes.x(layer + shift),
+            axes.y(scales["max"] * format.max),
+            axes.y(scales["min"] * format.max),
+        )
         scale = scales["max"]
         tip = f"layer {layer}, {_NAMES[side]}: scale {scale:.4g}, magnitudes up to {scale * format.max:.4g}"
         if bottom > top:
@@ -89,8 +106,12 @@ def _side(side: str, layers: Sequence[tuple[int, Mapping[str, float]]], axes: _A
         yield f'<circle cx="{x}" cy="{top}" r="4" fill="{colour}"><title>{tip}</title></circle>'
 
 
-def _legend(sides: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]], format: Format) -> Iterator[str]:
-    """Per side: the range of scales, and the headroom to the format's largest number, in powers of two."""
+def _legend(
+    sides: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]], format: Format
+) -> Iterator[str]:
+    """Per side: the range of scales, and the headroom to the format's largest number, in powers of
+    two.
+    """
     for row, (side, layers) in enumerate(sides.items()):
         if layers:
             largest = [scales["max"] for _, scales in layers]

@@ -1,8 +1,9 @@
 """`freight evaluate --per-layer`: each layer's share of what a quantized cache costs.
 
-Each layer is quantized alone against an unquantized cache. The sum of the layers and the divergence of the whole stand
-side by side, because errors of several layers may cancel or amplify each other: where the two differ much, the shares
-say which layer to look at, and not what leaving it in 16 bits would save.
+Each layer is quantized alone against an unquantized cache. The sum of the layers and the divergence
+of the whole stand side by side, because errors of several layers may cancel or amplify each other:
+where the two differ much, the shares say which layer to look at, and not what leaving it in 16 bits
+would save.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from freight.models.open import OpenModel, open_model
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer quantized alone: KL in nats per token, its share of the layers' sum, and how it is stored.
+    """One layer quantized alone: KL in nats per token, its share of the layers' sum, and how it is
+    stored.
 
-    `read_by` are the layers that read its keys and values in the place of their own. They have no row: what their
-    attention loses is in this one.
+    `read_by` are the layers that read its keys and values in the place of their own. They have no
+    row: what their attention loses is in this one.
     """
 
     layer: int
@@ -37,7 +39,9 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class PerLayer:
-    """`kl_sum` is over the layers, `kl_whole` with all of them quantized at once; both in nats per token."""
+    """`kl_sum` is over the layers, `kl_whole` with all of them quantized at once; both in nats per
+    token.
+    """
 
     layers: tuple[LayerCost, ...]
     kl_sum: float
@@ -52,8 +56,8 @@ def per_layer(
 ) -> PerLayer:
     """The cache that `args` name, E4M3 where they name none, layer by layer.
 
-    `windows(opened, max_model_len)` gives the text. Raises ConfigError for a cache of 16 bits, and what `resolve`
-    raises, before weights are read.
+    `windows(opened, max_model_len)` gives the text. Raises ConfigError for a cache of 16 bits, and
+    what `resolve` raises, before weights are read.
     """
     opened = open_model(args)
     if args.kv_cache_dtype == "auto":
@@ -65,7 +69,9 @@ def per_layer(
             f"--per-layer with a cache in {config.kv.format}: no layer of it is quantized; use --kv-cache-dtype fp8"
         )
     unquantized = opened.resolve(args.with_plain_cache(str(config.compute_format)))
-    unquantized = replace(unquantized, kv=replace(unquantized.kv, state=config.kv.state))  # pages alone are measured
+    unquantized = replace(
+        unquantized, kv=replace(unquantized.kv, state=config.kv.state)
+    )  # pages alone are measured
     samples = [window.token_ids for window in windows(opened, config.max_model_len)]
     with opened.threads(config):
         meter = Meter.open(opened, unquantized, [config.kv], max(map(len, samples)))
@@ -76,7 +82,16 @@ def per_layer(
     for (index, *readers), (kl,) in zip(found.shared, found.kl, strict=True):
         kind = config.kv.of_layer(index)
         granularity = None if kind.granularity is None else str(kind.granularity)
-        layers.append(LayerCost(index, tuple(readers), str(kind.format), granularity, kl, kl / total if total else 0.0))
+        layers.append(
+            LayerCost(
+                index,
+                tuple(readers),
+                str(kind.format),
+                granularity,
+                kl,
+                kl / total if total else 0.0,
+            )
+        )
     return PerLayer(tuple(layers), total, whole, found.num_tokens)
 
 
@@ -94,7 +109,11 @@ def as_table(found: PerLayer) -> str:
     rows = [("layer", "cache", "KL alone", "share")]
     for layer in found.layers:
         stored = f"{layer.dtype}, {layer.granularity}" if layer.granularity else layer.dtype
-        name = f"{layer.layer}, read by {', '.join(map(str, layer.read_by))}" if layer.read_by else str(layer.layer)
+        name = (
+            f"{layer.layer}, read by {', '.join(map(str, layer.read_by))}"
+            if layer.read_by
+            else str(layer.layer)
+        )
         rows.append((name, stored, f"{layer.kl:.6f}", f"{layer.share:.1%}"))
     rows.append(("sum", "one at a time", f"{found.kl_sum:.6f}", "100.0%" if found.kl_sum else ""))
     rows.append(("whole", "all at once", f"{found.kl_whole:.6f}", ""))

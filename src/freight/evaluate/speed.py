@@ -1,7 +1,9 @@
-"""Prefill and decode speed of every setting, in turns, so that a machine's moods fall on all of them.
+"""Prefill and decode speed of every setting, in turns, so that a machine's moods fall on all of
+them.
 
-A decode step of one sequence is timed at a few contexts. Its time depends on how many keys are read and not on what
-they are, so the cache is filled with zeros instead of being computed: a context of 32,768 tokens costs no prefill.
+A decode step of one sequence is timed at a few contexts. Its time depends on how many keys are read
+and not on what they are, so the cache is filled with zeros instead of being computed: a context of
+32,768 tokens costs no prefill.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ FASTER = 0.99  # of the other's time, at most
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second: of a prefill of `prefill_tokens`, and of one sequence's decode steps by context."""
+    """Tokens per second: of a prefill of `prefill_tokens`, and of one sequence's decode steps by
+    context.
+    """
 
     prefill_tokens: int
     prefill: float
@@ -37,7 +41,9 @@ class Speed:
 def contexts_for(max_model_len: int, bytes_per_token: int) -> tuple[int, ...]:
     """Up to five contexts, by factors of 4, the longest that the model and MEMORY allow the last."""
     longest = max(1, min(max_model_len, MEMORY // max(1, bytes_per_token)))
-    return tuple(sorted({max(1, longest // 4**i) for i in range(5) if longest // 4**i >= 16 or i == 0}))
+    return tuple(
+        sorted({max(1, longest // 4**i) for i in range(5) if longest // 4**i >= 16 or i == 0})
+    )
 
 
 def contexts_of(opened: OpenModel, plain: EngineConfig) -> tuple[int, ...]:
@@ -45,7 +51,9 @@ def contexts_of(opened: OpenModel, plain: EngineConfig) -> tuple[int, ...]:
     return contexts_for(plain.max_model_len, opened.cache_spec(plain).bytes_per_token)
 
 
-def time_settings(opened: OpenModel, runs: Sequence[SettingRun], repeats: int = REPEATS) -> list[Speed]:
+def time_settings(
+    opened: OpenModel, runs: Sequence[SettingRun], repeats: int = REPEATS
+) -> list[Speed]:
     """The speed of each of `runs`. Their caches and counts stay as they are."""
     bytes_per_token = max(run.runner.pool.spec.bytes_per_token for run in runs)
     contexts = contexts_for(runs[0].config.max_model_len, bytes_per_token)
@@ -57,13 +65,20 @@ def time_settings(opened: OpenModel, runs: Sequence[SettingRun], repeats: int = 
         step = [SequenceSlice([0], context - 1, (), Logits.LAST)]
         taken.append(_in_turns(runners, step, repeats, runs[0].config.device))
     first, *steps = taken
-    return [Speed(count, count / first[i], contexts, tuple(1 / step[i] for step in steps)) for i in range(len(runners))]
+    return [
+        Speed(count, count / first[i], contexts, tuple(1 / step[i] for step in steps))
+        for i in range(len(runners))
+    ]
 
 
 def faster_from(speed: Speed, reference: Speed) -> int | None:
-    """The context from which on every timed one decodes faster than the reference; None if there is none."""
+    """The context from which on every timed one decodes faster than the reference; None if there is
+    none.
+    """
     found = None
-    for context, own, other in reversed(list(zip(speed.contexts, speed.decode, reference.decode, strict=True))):
+    for context, own, other in reversed(
+        list(zip(speed.contexts, speed.decode, reference.decode, strict=True))
+    ):
         if 1 / own > FASTER / other:
             break
         found = context
@@ -73,7 +88,11 @@ def faster_from(speed: Speed, reference: Speed) -> int | None:
 def _runner(opened: OpenModel, run: SettingRun, context: int) -> ModelRunner:
     config, model = run.config, run.runner.model
     spec, kernels = run.runner.pool.spec, opened.kernels(run.config)
-    pool = _zeroed(allocate_pool(spec, config.kv, spec.blocks_of(context), kernels, config.device, model.rotaries))
+    pool = _zeroed(
+        allocate_pool(
+            spec, config.kv, spec.blocks_of(context), kernels, config.device, model.rotaries
+        )
+    )
     captured = captured_steps(model, pool, kernels, replace(config, max_model_len=context))
     return ModelRunner(model, pool, config.device, captured)
 
@@ -94,8 +113,11 @@ def _zeroed(pool: KVPool) -> KVPool:
     return pool
 
 
-def _in_turns(runners: Sequence[ModelRunner], step: Sequence[SequenceSlice], repeats: int, device: str) -> list[float]:
-    """Least seconds of `step` for each runner: those that other work on the machine disturbed least.
+def _in_turns(
+    runners: Sequence[ModelRunner], step: Sequence[SequenceSlice], repeats: int, device: str
+) -> list[float]:
+    """Least seconds of `step` for each runner: those that other work on the machine disturbed
+    least.
 
     The first round, which captures and warms up, does not count.
     """

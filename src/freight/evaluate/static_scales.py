@@ -1,9 +1,10 @@
 """Static KV scales measured on the spot, for caches whose scales the checkpoint does not have.
 
-The loaded model runs over calibration text with a 16-bit cache, and the largest magnitude of each channel of the
-stored keys and values becomes a scale; those of heads and tensors are the largest of their channels. They are what
-`freight quantize --kv-cache fp8` would write, within the rounding of the kernels. Weights that are quantized already
-are no obstacle. Centers need a second run, as the scales are those of the centered keys.
+The loaded model runs over calibration text with a 16-bit cache, and the largest magnitude of each
+channel of the stored keys and values becomes a scale; those of heads and tensors are the largest of
+their channels. They are what `freight quantize --kv-cache fp8` would write, within the rounding of
+the kernels. Weights that are quantized already are no obstacle. Centers need a second run, as the
+scales are those of the centered keys.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from freight.fp8.scheme import KVScales, LayerScales
 from freight.models.decoder import Decoder
 from freight.operands.kv_pages import KeyCenter
 
-Amax = list[list[Tensor]]  # by layer, of k and v: float32 [num_kv_heads, head_dim]; [] of a layer that stores neither
+Amax = list[
+    list[Tensor]
+]  # by layer, of k and v: float32 [num_kv_heads, head_dim]; [] of a layer that stores neither
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Scales by name, None where no layer gains from them, and the seconds of the forward passes that they took."""
+    """Scales by name, None where no layer gains from them, and the seconds of the forward passes
+    that they took.
+    """
 
     scales: dict[str, KVScales | None] = field(default_factory=dict)
     forward_seconds: float = 0.0
@@ -41,11 +46,12 @@ class Measured:
 def channel_amax(
     decoder: Decoder, pool: KVPool, samples: Sequence[Sequence[int]], watches: Sequence[CenterWatch]
 ) -> tuple[Amax, float]:
-    """Largest magnitudes of what the 16-bit `pool` stores for `samples`, each no longer than the pool.
+    """Largest magnitudes of what the 16-bit `pool` stores for `samples`, each no longer than the
+    pool.
 
-    `watches`, one a layer or none, see queries and keys before rotary embedding. Also returns the seconds of the
-    forward passes, without those of watching. Raises CheckpointError for NaN and infinities, which no scale can
-    represent.
+    `watches`, one a layer or none, see queries and keys before rotary embedding. Also returns the
+    seconds of the forward passes, without those of watching. Raises CheckpointError for NaN and
+    infinities, which no scale can represent.
     """
     device = _device(pool)
     seen: Amax = [[] for _ in pool.layers]
@@ -56,9 +62,13 @@ def channel_amax(
             begin = now(device)
             largest = [side.abs().amax(0).float() for side in (k, v)]
             if not all(bool(side.isfinite().all()) for side in largest):
-                raise CheckpointError(f"layer {index} computes NaN or infinity in 16 bits; no scale can be measured")
+                raise CheckpointError(
+                    f"layer {index} computes NaN or infinity in 16 bits; no scale can be measured"
+                )
             before = seen[index] or largest
-            seen[index] = [torch.maximum(old, new) for old, new in zip(before, largest, strict=True)]
+            seen[index] = [
+                torch.maximum(old, new) for old, new in zip(before, largest, strict=True)
+            ]
             watching[0] += now(device) - begin
 
         def projected(q: Tensor, k: Tensor) -> None:
@@ -70,16 +80,22 @@ def channel_amax(
         see = projected if watches else None
         return WatchedKV(kv.pages, kv.kernels, kv.group, kv.shared, stored=stored, projected=see)
 
-    runner = ModelRunner(decoder, pool.with_layers({index: watched(index) for index in pool.paged}), device)
+    runner = ModelRunner(
+        decoder, pool.with_layers({index: watched(index) for index in pool.paged}), device
+    )
     begin = now(device)
     for sample in samples:
         runner.run([SequenceSlice(sample, 0, pool.whole, Logits.NONE)])
     forward = now(device) - begin - watching[0]
-    sources = {index: layer.source for index, layer in pool.spec.kept.items() if layer.source is not None}
+    sources = {
+        index: layer.source for index, layer in pool.spec.kept.items() if layer.source is not None
+    }
     return [seen[sources.get(index, index)] for index in range(len(seen))], forward
 
 
-def scales_of(amax: Amax, granularity: Granularity, centers: Sequence[Tensor | None] = ()) -> KVScales:
+def scales_of(
+    amax: Amax, granularity: Granularity, centers: Sequence[Tensor | None] = ()
+) -> KVScales:
     """E4M3FN scales from the channels' magnitudes; `centers` are [num_kv_heads, k_dim] by layer."""
     layers: list[LayerScales | None] = []
     for index, sides in enumerate(amax):
@@ -88,21 +104,32 @@ def scales_of(amax: Amax, granularity: Granularity, centers: Sequence[Tensor | N
             continue
         k, v = (_scales(side, granularity) for side in sides)
         b = centers[index] if centers else None
-        layers.append(LayerScales(k, v, granularity, (), () if b is None else tuple(b.flatten().tolist())))
-    return KVScales(tuple(layers), unneeded=frozenset(index for index, sides in enumerate(amax) if not sides))
+        layers.append(
+            LayerScales(k, v, granularity, (), () if b is None else tuple(b.flatten().tolist()))
+        )
+    return KVScales(
+        tuple(layers), unneeded=frozenset(index for index, sides in enumerate(amax) if not sides)
+    )
 
 
 def _scales(amax: Tensor, granularity: Granularity) -> tuple[float, ...]:
     if not amax.any():
         amax = torch.full_like(amax, Format.E4M3FN.max)  # only zeros were seen: a scale of 1.0
-    shared: dict[Granularity, tuple[int, ...]] = {Granularity.TENSOR: (0, 1), Granularity.HEAD: (1,)}
+    shared: dict[Granularity, tuple[int, ...]] = {
+        Granularity.TENSOR: (0, 1),
+        Granularity.HEAD: (1,),
+    }
     groups = amax.amax(shared[granularity]) if granularity in shared else amax
     scales = scale_from_amax(groups, Format.E4M3FN)
     return tuple(scales.clamp(min=float(scales.max()) * FLOOR).flatten().tolist())
 
 
-def measure_scales(decoder: Decoder, pool: KVPool, samples: Sequence[Sequence[int]], names: Sequence[str]) -> Measured:
-    """Scales for each of `names`: a static granularity, or 'centered', which is None where no layer gains from it."""
+def measure_scales(
+    decoder: Decoder, pool: KVPool, samples: Sequence[Sequence[int]], names: Sequence[str]
+) -> Measured:
+    """Scales for each of `names`: a static granularity, or 'centered', which is None where no layer
+    gains from it.
+    """
     # centers are for layers that all have rotated keys of their own, which latents are not
     shared = len(pool.paged) < len(pool.layers) or any(kv.shared for kv in pool.paged.values())
     rotaries = [rotary for rotary in decoder.rotaries if rotary is not None]
@@ -129,7 +156,9 @@ def _centered(decoder: Decoder, pool: KVPool, centers: Sequence[Tensor | None]) 
         pages, center, rotary = kv.pages, centers[index], decoder.rotaries[index]
         if center is not None:
             assert rotary is not None
-            pages = replace(pages, k_center=KeyCenter.of(center.to(pages.k.device), *tables.of(rotary)))
+            pages = replace(
+                pages, k_center=KeyCenter.of(center.to(pages.k.device), *tables.of(rotary))
+            )
         layers[index] = replace(kv, pages=pages)
     return pool.with_layers(layers)
 

@@ -1,11 +1,12 @@
 """Intervals and figures by position, from what is known of each token.
 
-Units (documents; windows, where there is one document) are taken as drawn independently, so one that repeats an earlier
-one is counted as part of it (`independent_units`). A mean per token is the ratio
-of two sums over units; its interval is Student's, with the linearised standard error of a ratio (Cochran, Sampling
-Techniques, §6.4) and n - 1 degrees of freedom. A change between two settings is the mean of the differences within each
-unit, so what makes a unit hard for both does not widen it. `tests/unit/evaluate/test_coverage.py` measures how often an
-interval of 12, 20 and 58 units holds the true value.
+Units (documents; windows, where there is one document) are taken as drawn independently, so one
+that repeats an earlier one is counted as part of it (`independent_units`). A mean per token is the
+ratio of two sums over units; its interval is Student's, with the linearised standard error of a
+ratio (Cochran, Sampling Techniques, §6.4) and n - 1 degrees of freedom. A change between two
+settings is the mean of the differences within each unit, so what makes a unit hard for both does
+not widen it. `tests/unit/evaluate/test_coverage.py` measures how often an interval of 12, 20 and 58
+units holds the true value.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ REPEATED = 0.9  # of a unit's runs that occur in earlier units: from there on it
 
 
 def independent_units(token_ids: Sequence[Sequence[int]]) -> list[int]:
-    """For the tokens of each unit the number of the unit that it counts as, without gaps, in the order of the text.
+    """For the tokens of each unit the number of the unit that it counts as, without gaps, in the
+    order of the text.
 
-    A unit of which `REPEATED` of the runs of `RUN` tokens occur earlier says nothing new: it counts as the unit that
-    has most of them. Otherwise copies of a text would narrow its intervals.
+    A unit of which `REPEATED` of the runs of `RUN` tokens occur earlier says nothing new: it counts
+    as the unit that has most of them. Otherwise copies of a text would narrow its intervals.
     """
     first: dict[tuple[int, ...], int] = {}
     found: list[int] = []
@@ -44,12 +46,18 @@ def independent_units(token_ids: Sequence[Sequence[int]]) -> list[int]:
 
 
 def unit_sums(units: NDArray[np.int64], *values: NDArray[Any]) -> list[Array]:
-    """Sums by unit of each of `values`, [num_tokens] as `units`, the number of the unit that a token belongs to."""
-    return [np.bincount(units, weights=value.astype(np.float64)).astype(np.float64) for value in values]
+    """Sums by unit of each of `values`, [num_tokens] as `units`, the number of the unit that a
+    token belongs to.
+    """
+    return [
+        np.bincount(units, weights=value.astype(np.float64)).astype(np.float64) for value in values
+    ]
 
 
 def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t. Abramowitz and Stegun 26.7.5; for 11 degrees and more right to 1e-4."""
+    """The 97.5 % quantile of Student's t. Abramowitz and Stegun 26.7.5; for 11 degrees and more
+    right to 1e-4.
+    """
     z, n = NormalDist().inv_cdf(0.975), float(degrees)
     terms = (
         (z**3 + z) / 4,
@@ -61,7 +69,9 @@ def student(degrees: int) -> float:
 
 
 def mean_interval(sums: Array, counts: Array) -> tuple[Array, Array] | None:
-    """The 95 % interval of the mean per token, from sums and counts by unit, [..., units]; None below MIN_UNITS."""
+    """The 95 % interval of the mean per token, from sums and counts by unit, [..., units]; None
+    below MIN_UNITS.
+    """
     units = counts.shape[-1]
     if units < MIN_UNITS:
         return None
@@ -83,7 +93,9 @@ def position_edges(longest: int) -> list[int]:
     return edges
 
 
-def by_position(positions: NDArray[np.int64], values: NDArray[Any], edges: list[int]) -> list[float | None]:
+def by_position(
+    positions: NDArray[np.int64], values: NDArray[Any], edges: list[int]
+) -> list[float | None]:
     """The mean of `values` in each bucket; None where a bucket has no token."""
     bucket = np.searchsorted(np.asarray(edges), positions, side="right") - 1
     size = len(edges) - 1

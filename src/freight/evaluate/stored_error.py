@@ -1,11 +1,13 @@
-"""What storing costs, by layer: how far K, V and attention's output are from what they would have been.
+"""What storing costs, by layer: how far K, V and attention's output are from what they would have
+been.
 
-K and V: the rounding of the store alone, the stored values against those that were given to it, in the same run.
-Attention's output: against the 16-bit run, so it also has what the layers before have changed. Both are relative:
-the norm of the difference divided by the norm of the true values. Rows of every fourth chunk are looked at, so that
-this takes little time and memory: as many rows as if a quarter of them were taken of every chunk, in a quarter of the
-operations, whose number is what costs time. Rows of one chunk are more alike than those of four, so the errors are a
-little less certain: a layer's moves by some per cent with the rows that are looked at.
+K and V: the rounding of the store alone, the stored values against those that were given to it, in
+the same run. Attention's output: against the 16-bit run, so it also has what the layers before have
+changed. Both are relative: the norm of the difference divided by the norm of the true values. Rows
+of every fourth chunk are looked at, so that this takes little time and memory: as many rows as if a
+quarter of them were taken of every chunk, in a quarter of the operations, whose number is what
+costs time. Rows of one chunk are more alike than those of four, so the errors are a little less
+certain: a layer's moves by some per cent with the rows that are looked at.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ LOOKED_AT = 2048  # rows in all, after which no chunk is looked at
 
 @dataclass
 class Probe:
-    """Sums over the rows seen so far, by layer; `rows` says which of this step's are looked at, None: none."""
+    """Sums over the rows seen so far, by layer; `rows` says which of this step's are looked at,
+    None: none.
+    """
 
     num_layers: int
     rows: Tensor | None = None
@@ -41,9 +45,15 @@ class Probe:
     num_rows: int = 0
     flushed: int = 0
     num_values: int = 0
-    outputs: dict[int, Tensor] = field(default_factory=dict)  # attention's output of this step, by layer
-    sums: Tensor = field(init=False)  # float64 [num_layers, 3, 2]: of K, V, attention, squares of (difference, truth)
-    _stored: dict[int, list[Tensor]] = field(default_factory=dict)  # of this step, by layer: squares of K and V, zeros
+    outputs: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # attention's output of this step, by layer
+    sums: Tensor = field(
+        init=False
+    )  # float64 [num_layers, 3, 2]: of K, V, attention, squares of (difference, truth)
+    _stored: dict[int, list[Tensor]] = field(
+        default_factory=dict
+    )  # of this step, by layer: squares of K and V, zeros
 
     def __post_init__(self) -> None:
         self.sums = torch.zeros(self.num_layers, 3, 2, dtype=torch.float64, device="cpu")
@@ -59,7 +69,13 @@ class Probe:
             self.num_rows += len(self.rows)
 
     def stored(
-        self, layer: int, qkv: Tensor, rotary: Rotary, batch: ForwardBatch, slots: Tensor, pages: KVPages
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: Rotary,
+        batch: ForwardBatch,
+        slots: Tensor,
+        pages: KVPages,
     ) -> None:
         begin, rows = time.perf_counter(), self.rows
         assert rows is not None
@@ -69,7 +85,10 @@ class Probe:
         k = reference.rotate(k, rotary.cos[positions], rotary.sin[positions])
         v = k[..., -pages.v.shape[3] :] if pages.v_in_k else v
         squares, zeros = [], []
-        for given, of, page, scale in ((k, whole, pages.k, pages.k_scale), (v, v, pages.v, pages.v_scale)):
+        for given, of, page, scale in (
+            (k, whole, pages.k, pages.k_scale),
+            (v, v, pages.v, pages.v_scale),
+        ):
             kept = _kept(page, scale, slots)
             if given is k and pages.rotated is not None:
                 kept = torch.cat((read_slots(pages.rotated, slots).float(), kept), -1)
@@ -84,7 +103,8 @@ class Probe:
         self.outputs[layer] = output[self.rows]
 
     def compare(self, reference: Mapping[int, Tensor]) -> None:
-        """Attention's outputs of this step with those of the 16-bit run; then nothing of the step is kept but sums.
+        """Attention's outputs of this step with those of the 16-bit run; then nothing of the step
+        is kept but sums.
 
         The host reads what all layers have summed at once.
         """
@@ -96,7 +116,9 @@ class Probe:
         if squares:
             self.sums[list(self.outputs), 2] += torch.stack(squares).view(-1, 2).double().cpu()
         if self._stored:
-            of_layers = torch.stack([torch.stack(found).double() for found in self._stored.values()]).cpu()
+            of_layers = torch.stack(
+                [torch.stack(found).double() for found in self._stored.values()]
+            ).cpu()
             self.sums[list(self._stored), :2] += of_layers[:, :4].view(-1, 2, 2)
             self.flushed += int(of_layers[:, 4:].sum())
         self._stored.clear()
@@ -153,7 +175,9 @@ class ProbedKV(PagedKV):
     ) -> Rows:
         if self.probe.rows is None:
             return super().attend(q, batch, softmax_scale, window, soft_cap, sinks, consumer)
-        attended = plain(super().attend(q, batch, softmax_scale, window, soft_cap, sinks))  # not quantized yet
+        attended = plain(
+            super().attend(q, batch, softmax_scale, window, soft_cap, sinks)
+        )  # not quantized yet
         self.probe.attended(self.layer, attended)
         return attended
 
@@ -163,5 +187,8 @@ def probed(pool: KVPool, probe: Probe) -> KVPool:
 
     paged = pool.paged.items()
     return pool.with_layers(
-        {index: ProbedKV(kv.pages, kv.kernels, kv.group, kv.shared, probe, index) for index, kv in paged}
+        {
+            index: ProbedKV(kv.pages, kv.kernels, kv.group, kv.shared, probe, index)
+            for index, kv in paged
+        }
     )

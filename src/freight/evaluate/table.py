@@ -58,7 +58,9 @@ def _with(figure: str, interval: Interval | None, form: str) -> str:
 
 
 def nats(value: float) -> str:
-    """Five digits behind the point, six for what is small, an exponent for what they would make nothing of."""
+    """Five digits behind the point, six for what is small, an exponent for what they would make
+    nothing of.
+    """
     if 0 < abs(value) < 0.00001:
         return f"{value:.1e}"
     return f"{value:.5f}" if abs(value) >= 0.0005 else f"{value:.6f}"
@@ -68,10 +70,25 @@ def speed_table(evaluation: Evaluation) -> str:
     """Tokens per second of prefill, and of decoding by context; empty if nothing was timed."""
     if not evaluation.contexts:
         return ""
-    rows = [["cache", "prefill", *(f"decode at {context:,}" for context in evaluation.contexts), "faster from"]]
+    rows = [
+        [
+            "cache",
+            "prefill",
+            *(f"decode at {context:,}" for context in evaluation.contexts),
+            "faster from",
+        ]
+    ]
     for run in evaluation.runs:
-        faster = "" if run is evaluation.runs[0] else f"{run.faster_from:,}" if run.faster_from is not None else "never"
-        name = run.name if run.weights == evaluation.runs[0].weights else f"{run.weights}, {run.name}"
+        faster = (
+            ""
+            if run is evaluation.runs[0]
+            else f"{run.faster_from:,}"
+            if run.faster_from is not None
+            else "never"
+        )
+        name = (
+            run.name if run.weights == evaluation.runs[0].weights else f"{run.weights}, {run.name}"
+        )
         decode = [f"{rate:,.1f}" for rate in run.decode or ()]
         rows.append([name, f"{run.prefill_tokens_per_second:,.0f}", *decode, faster])
     return markdown(rows, num_left=1)
@@ -80,7 +97,9 @@ def speed_table(evaluation: Evaluation) -> str:
 def legend(evaluation: Evaluation) -> str:
     """What the columns mean, in a few lines."""
     over = evaluation.overview
-    of = "1 document" if evaluation.num_documents == 1 else f"{evaluation.num_documents:,} documents"
+    of = (
+        "1 document" if evaluation.num_documents == 1 else f"{evaluation.num_documents:,} documents"
+    )
     lines = [
         f"{evaluation.num_tokens:,} tokens of {over.source} ({of}), {over.window:,} judged together.",
         "KL (nats per token), change and same top are against the first row.",
@@ -89,7 +108,11 @@ def legend(evaluation: Evaluation) -> str:
     if evaluation.runs[0].kl_interval:
         lines.append(f"In brackets: 95 % intervals over {sample.num_units:,} {sample.units}.")
     else:
-        lines.append(f"(—): no interval over {sample.num_units} {sample.units}; it takes {MIN_UNITS}.")
+        lines.append(
+            f"(—): no interval over {sample.num_units} {sample.units}; it takes {MIN_UNITS}."
+        )
     if sample.num_repeats:
-        lines.append(f"{sample.num_repeats:,} more of the {sample.units} repeat those, and count as part of them.")
+        lines.append(
+            f"{sample.num_repeats:,} more of the {sample.units} repeat those, and count as part of them."
+        )
     return " ".join([*lines, *over.notes])

@@ -1,11 +1,15 @@
-"""Tasks of lm-eval under two caches: the 16-bit one and the one asked for, with the difference and its standard error.
+"""Tasks of lm-eval under two caches: the 16-bit one and the one asked for, with the difference and
+its standard error.
 
-Both runs see the same documents, so the difference is taken by document, where most of the spread between documents
-cancels. Over n documents, with d = (the document's value under the cache asked for) - (its value under 16 bits):
+Both runs see the same documents, so the difference is taken by document, where most of the spread
+between documents cancels. Over n documents, with d = (the document's value under the cache asked
+for) - (its value under 16 bits):
 
-    paired     a metric that is the mean over documents, such as `acc`: sqrt(Σ (d - mean d)² / (n - 1)) / sqrt(n)
-    bootstrap  any other, such as `word_perplexity`: documents are drawn n at a time, with replacement, the same for
-               both runs, and the metric's own aggregation is taken of both; the standard deviation of the differences
+    paired     a metric that is the mean over documents, such as `acc`: sqrt(Σ (d - mean d)² / (n -
+               1)) / sqrt(n)
+    bootstrap  any other, such as `word_perplexity`: documents are drawn n at a time, with
+               replacement, the same for both runs, and the metric's own aggregation is taken of
+               both; the standard deviation of the differences
 
 The caches are run one after the other, so that the weights are in memory once.
 """
@@ -33,11 +37,12 @@ Results = Mapping[str, Any]  # what `lm_eval.simple_evaluate` returns
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One metric of one task. `reference` is under the 16-bit cache, `value` under the one asked for.
+    """One metric of one task. `reference` is under the 16-bit cache, `value` under the one asked
+    for.
 
-    The three standard errors are those of `reference`, `value` and `difference`, None where there are fewer than two
-    documents or no values by document (groups of tasks). `method` is "paired" or "bootstrap", or None with them.
-    `num_changed` documents have another value.
+    The three standard errors are those of `reference`, `value` and `difference`, None where there
+    are fewer than two documents or no values by document (groups of tasks). `method` is "paired" or
+    "bootstrap", or None with them. `num_changed` documents have another value.
     """
 
     task: str
@@ -56,7 +61,9 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """`caches` are the facts of the two caches, the 16-bit one first, by the names of `LLM.kv_cache_info`."""
+    """`caches` are the facts of the two caches, the 16-bit one first, by the names of
+    `LLM.kv_cache_info`.
+    """
 
     caches: tuple[Mapping[str, Any], Mapping[str, Any]]
     scores: list[TaskScore]
@@ -71,12 +78,13 @@ def compare_tasks(
     num_fewshot: int | None = None,
     model_options: Mapping[str, Any] | None = None,
 ) -> TaskComparison:
-    """Run `tasks` under a cache in the compute dtype and under `cache`, which is (kv_cache_dtype, kv_scales).
+    """Run `tasks` under a cache in the compute dtype and under `cache`, which is (kv_cache_dtype,
+    kv_scales).
 
-    tasks: names or patterns of lm-eval, or of task files in the folder `include_path`. limit: documents of each task.
-    model_options: further options of `FreightLM`. Raises ConfigError without lm-eval, for a task that is not known or
-    cannot be loaded or asks for what Freight does not compute, and for a cache that is the 16-bit one, before any
-    weight is read.
+    tasks: names or patterns of lm-eval, or of task files in the folder `include_path`. limit:
+    documents of each task. model_options: further options of `FreightLM`. Raises ConfigError
+    without lm-eval, for a task that is not known or cannot be loaded or asks for what Freight does
+    not compute, and for a cache that is the 16-bit one, before any weight is read.
     """
     harness = _harness()
     manager, names = _find(harness.tasks.TaskManager, tasks, include_path)
@@ -85,7 +93,9 @@ def compare_tasks(
     plain = _plain(args)
     opened = open_model(asked)
     if opened.resolve(asked).kv.stores == opened.resolve(plain).kv.stores:
-        raise ConfigError(f"--tasks compares a cache with {plain.kv_cache_dtype}: ask for another --kv-cache-dtype")
+        raise ConfigError(
+            f"--tasks compares a cache with {plain.kv_cache_dtype}: ask for another --kv-cache-dtype"
+        )
     caches, found = [], []
     for one in (plain, asked):
         llm = LLM(**vars(one))
@@ -116,7 +126,10 @@ class _Harness:
 
 
 def _adapter() -> tuple[Callable[..., Any], Callable[[Mapping[str, Any]], None]]:
-    from freight.lm_eval import FreightLM, check_generation_kwargs  # raises ConfigError where lm-eval is missing
+    from freight.lm_eval import (
+        FreightLM,
+        check_generation_kwargs,
+    )  # raises ConfigError where lm-eval is missing
 
     return FreightLM, check_generation_kwargs
 
@@ -131,14 +144,20 @@ def _harness() -> _Harness:
     return _Harness(lm_eval.tasks, lm_eval.simple_evaluate, *adapter)
 
 
-def _find(manager_of: Callable[..., Any], tasks: Sequence[str], include_path: str | None) -> tuple[Any, list[str]]:
+def _find(
+    manager_of: Callable[..., Any], tasks: Sequence[str], include_path: str | None
+) -> tuple[Any, list[str]]:
     """A task manager that knows `tasks`, and their names."""
     if include_path is not None:
         if not Path(include_path).is_dir():
-            raise ConfigError(f"--include-path {include_path} is not a folder; give one that has task files (.yaml)")
+            raise ConfigError(
+                f"--include-path {include_path} is not a folder; give one that has task files (.yaml)"
+            )
         own = manager_of(include_path=include_path, include_defaults=False)
         if all(own.match_tasks([pattern]) for pattern in tasks):
-            return own, _names(own, tasks)  # without reading lm-eval's own task files, which takes seconds
+            return own, _names(
+                own, tasks
+            )  # without reading lm-eval's own task files, which takes seconds
     manager = manager_of(include_path=include_path)
     return manager, _names(manager, tasks)
 
@@ -159,7 +178,9 @@ def _names(manager: Any, tasks: Sequence[str]) -> list[str]:
 def _aggregations(
     manager: Any, names: list[str], check: Callable[[Mapping[str, Any]], None]
 ) -> dict[str, Mapping[str, Callable[[list[Any]], float]]]:
-    """{task: {metric: values by document -> the metric}}. Loads every task, which reads or fetches its documents."""
+    """{task: {metric: values by document -> the metric}}. Loads every task, which reads or fetches
+    its documents.
+    """
     try:
         loaded = manager.load(names)["tasks"]
     except Exception as error:  # task files and data sets are programs, and raise what they like
@@ -180,7 +201,9 @@ def _plain(args: EngineArgs) -> EngineArgs:
 
 
 def compare_results(
-    reference: Results, other: Results, aggregations: Mapping[str, Mapping[str, Callable[[list[Any]], float]]]
+    reference: Results,
+    other: Results,
+    aggregations: Mapping[str, Mapping[str, Callable[[list[Any]], float]]],
 ) -> list[TaskScore]:
     """A score for every metric of every task and group that both have."""
     scores = []
@@ -197,12 +220,16 @@ def compare_results(
     return scores
 
 
-def _pairs(reference: Results, other: Results, task: str, metric: str, filter_name: str) -> list[tuple[Any, Any]]:
+def _pairs(
+    reference: Results, other: Results, task: str, metric: str, filter_name: str
+) -> list[tuple[Any, Any]]:
     """The metric's values by document, under both caches."""
     columns = []
     for results in (reference, other):
         samples = results.get("samples", {}).get(task, [])
-        columns.append({s["doc_id"]: s[metric] for s in samples if s["filter"] == filter_name and metric in s})
+        columns.append(
+            {s["doc_id"]: s[metric] for s in samples if s["filter"] == filter_name and metric in s}
+        )
     assert columns[0].keys() == columns[1].keys()  # the same task, limit and seed
     return [(columns[0][document], columns[1][document]) for document in sorted(columns[0])]
 
@@ -210,18 +237,27 @@ def _pairs(reference: Results, other: Results, task: str, metric: str, filter_na
 def _with_errors(
     score: TaskScore, pairs: Sequence[tuple[Any, Any]], aggregate: Callable[[list[Any]], float]
 ) -> TaskScore:
-    changed = sum(bool(before != after) for before, after in pairs)  # of NumPy's numbers, too, which JSON does not take
+    changed = sum(
+        bool(before != after) for before, after in pairs
+    )  # of NumPy's numbers, too, which JSON does not take
     score = replace(score, num_documents=len(pairs), num_changed=changed)
     if len(pairs) < 2:
         return score
     columns: list[list[Any]] = [[before for before, _ in pairs], [after for _, after in pairs]]
     if _is_mean(columns[0], score.reference) and _is_mean(columns[1], score.value):
-        errors = [mean_stderr(column) for column in (*columns, [after - before for before, after in pairs])]
+        errors = [
+            mean_stderr(column)
+            for column in (*columns, [after - before for before, after in pairs])
+        ]
         method = "paired"
     else:
         errors, method = bootstrap_stderr(pairs, aggregate), "bootstrap"
     return replace(
-        score, reference_stderr=errors[0], value_stderr=errors[1], difference_stderr=errors[2], method=method
+        score,
+        reference_stderr=errors[0],
+        value_stderr=errors[1],
+        difference_stderr=errors[2],
+        method=method,
     )
 
 
@@ -238,7 +274,9 @@ def mean_stderr(values: Sequence[float]) -> float:
 def bootstrap_stderr(
     pairs: Sequence[tuple[Any, Any]], aggregate: Callable[[list[Any]], float], seed: int = 0
 ) -> list[float]:
-    """Standard errors of `aggregate` of the first of each pair, of the second, and of their difference."""
+    """Standard errors of `aggregate` of the first of each pair, of the second, and of their
+    difference.
+    """
     draw = random.Random(seed)
     drawn = []
     for _ in range(RESAMPLES):
@@ -252,7 +290,9 @@ def as_rows(scores: Sequence[TaskScore], names: tuple[str, str]) -> list[Sequenc
     """Rows for a table; the first has the headings. `names` are the caches'."""
     rows: list[Sequence[str]] = [("task", "metric", "documents", *names, "difference", "changed")]
     for score in scores:
-        metric = score.metric if score.filter_name == "none" else f"{score.metric} ({score.filter_name})"
+        metric = (
+            score.metric if score.filter_name == "none" else f"{score.metric} ({score.filter_name})"
+        )
         rows.append(
             (
                 score.task,

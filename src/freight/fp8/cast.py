@@ -1,9 +1,11 @@
-"""Encode and decode FP8 and INT8: the only place in Freight that casts to FP8 (a test greps for others).
+"""Encode and decode FP8 and INT8: the only place in Freight that casts to FP8 (a test greps for
+others).
 
-`encode` divides by the scale in float32, clamps to the format's largest finite value, and rounds to nearest, ties to
-even. It clamps first because what a cast does past the range differs between formats, devices and torch versions
-(E4M3FN: NaN up to torch 2.11, saturation since; E5M2: inf; E4M3FNUZ: NaN). NaN stays NaN, in INT8 as the code -128,
-which a symmetric range has no other use for. A scale is always the multiplier: `true ≈ stored * scale`.
+`encode` divides by the scale in float32, clamps to the format's largest finite value, and rounds to
+nearest, ties to even. It clamps first because what a cast does past the range differs between
+formats, devices and torch versions (E4M3FN: NaN up to torch 2.11, saturation since; E5M2: inf;
+E4M3FNUZ: NaN). NaN stays NaN, in INT8 as the code -128, which a symmetric range has no other use
+for. A scale is always the multiplier: `true ≈ stored * scale`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from torch import Tensor
 from freight.errors import KernelError
 from freight.fp8.formats import Format
 
-_DTYPES: dict[Format, torch.dtype] = {format: getattr(torch, format.torch_name) for format in Format}
+_DTYPES: dict[Format, torch.dtype] = {
+    format: getattr(torch, format.torch_name) for format in Format
+}
 _FORMATS = {dtype: format for format, dtype in _DTYPES.items()}
 _INT8_NAN = -128.0
 E8M0 = torch.float8_e8m0fnu  # powers of two, which are scales (`fp8.mxfp4`); nothing is cast to it
@@ -27,13 +31,19 @@ def torch_dtype(format: Format) -> torch.dtype:
 def format_of(tensor: Tensor) -> Format:
     """The format a tensor is stored in. Raises KernelError for dtypes that are not a `Format`."""
     if tensor.dtype not in _FORMATS:
-        raise KernelError(f"a tensor of dtype {tensor.dtype} where one of {', '.join(map(str, _FORMATS))} was expected")
+        raise KernelError(
+            f"a tensor of dtype {tensor.dtype} where one of {', '.join(map(str, _FORMATS))} was expected"
+        )
     return _FORMATS[tensor.dtype]
 
 
 def encode(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
-    """Quantize `x` (any float dtype) with `scale` (> 0, float32, broadcastable) to `format`, in x's shape."""
-    divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)  # CUDA's division by a number is inexact
+    """Quantize `x` (any float dtype) with `scale` (> 0, float32, broadcastable) to `format`, in x's
+    shape.
+    """
+    divisor = torch.as_tensor(
+        scale, dtype=torch.float32, device=x.device
+    )  # CUDA's division by a number is inexact
     values = (x.float() / divisor).clamp(-format.max, format.max)
     if format is Format.INT8:
         values = values.round().nan_to_num(nan=_INT8_NAN)  # ties to even
@@ -41,7 +51,9 @@ def encode(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
 
 
 def num_clipped(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
-    """How many values of x `encode` clips because they lie beyond the range of their scale: int64 []."""
+    """How many values of x `encode` clips because they lie beyond the range of their scale: int64
+    [].
+    """
     divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     return ((x.float() / divisor).abs() > format.overflow).sum()
 
@@ -55,42 +67,54 @@ def decode(stored: Tensor, scale: Tensor | float | None = None) -> Tensor:
 
 
 def amax(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Largest finite magnitude along `dim`, float32; 0 where there is none. Non-finite values do not count."""
+    """Largest finite magnitude along `dim`, float32; 0 where there is none. Non-finite values do
+    not count.
+    """
     magnitude = x.float().abs()
-    return torch.where(magnitude < torch.inf, magnitude, 0.0).amax(dim)  # a comparison with NaN is false
+    return torch.where(magnitude < torch.inf, magnitude, 0.0).amax(
+        dim
+    )  # a comparison with NaN is false
 
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32
 
 
 def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
-    """scale = amax / format.max, float32, at least the smallest normal float32 (so an all-zero vector gets that)."""
+    """scale = amax / format.max, float32, at least the smallest normal float32 (so an all-zero
+    vector gets that).
+    """
     largest = torch.tensor(format.max, dtype=torch.float32, device=amax.device)
     return (amax.float() / largest).clamp(min=SMALLEST_SCALE)
 
 
 def token_scale(amax: Tensor, format: Format) -> Tensor:
-    """The scale of a `token` vector: `scale_from_amax`, rounded to bfloat16, the dtype in which the cache stores it.
+    """The scale of a `token` vector: `scale_from_amax`, rounded to bfloat16, the dtype in which the
+    cache stores it.
 
-    Rounding moves it by at most 2 ** -8, less than half a step of E4M3, E5M2 and INT8 at their top, so the largest
-    value still becomes the format's largest. A power of two would take one byte, but the largest value, which matters
-    most in attention, would no longer be exact (docs/numerics.md has the figures).
+    Rounding moves it by at most 2 ** -8, less than half a step of E4M3, E5M2 and INT8 at their top,
+    so the largest value still becomes the format's largest. A power of two would take one byte, but
+    the largest value, which matters most in attention, would no longer be exact (docs/numerics.md
+    has the figures).
     """
     return scale_from_amax(amax, format).to(torch.bfloat16)
 
 
 def convert_e4m3(stored: Tensor, scale: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Convert E4M3 bytes to the variant `format`, E4M3FN or E4M3FNUZ; (bytes, scale) represent the same values.
+    """Convert E4M3 bytes to the variant `format`, E4M3FN or E4M3FNUZ; (bytes, scale) represent the
+    same values.
 
-    FN -> FNUZ: -0 (0x80, FNUZ's NaN) becomes 0, the scale doubles; E4M3FN's NaN stays NaN.
-    FNUZ -> FN: the scale halves; exact but for FNUZ's largest magnitude, 240 (0x7F, FN's NaN), which becomes 224.
-    Done once, at load. Returns the input unchanged if it has that format already. Raises KernelError for E5M2.
+    FN -> FNUZ: -0 (0x80, FNUZ's NaN) becomes 0, the scale doubles; E4M3FN's NaN stays NaN. FNUZ ->
+    FN: the scale halves; exact but for FNUZ's largest magnitude, 240 (0x7F, FN's NaN), which
+    becomes 224. Done once, at load. Returns the input unchanged if it has that format already.
+    Raises KernelError for E5M2.
     """
     have = format_of(stored)
     if have is format:
         return stored, scale
     if not (have.is_e4m3 and format.is_e4m3):
-        raise KernelError(f"{have} cannot be reinterpreted as {format}: only E4M3FN and E4M3FNUZ share their bytes")
+        raise KernelError(
+            f"{have} cannot be reinterpreted as {format}: only E4M3FN and E4M3FNUZ share their bytes"
+        )
     code = stored.view(torch.uint8)
     magnitude = code & 0x7F
     if format is Format.E4M3FNUZ:

@@ -1,9 +1,10 @@
 """The number formats that Freight stores. Imports no torch.
 
-E4M3FN and E5M2: Micikevicius et al. 2022, "FP8 formats for deep learning" (also OCP OFP8 1.0). E4M3FNUZ: Noune et al.
-2022, "8-bit numerical formats for deep neural networks", the E4M3 of AMD's MI300 (the MI350 has OCP's). Its exponent
-bias is larger by one, so a byte decodes to half its E4M3FN value, and 0x80, which is -0 in E4M3FN, is its only NaN.
-INT8 is symmetric, -127 to 127; 0x80, which would be -128, is its NaN.
+E4M3FN and E5M2: Micikevicius et al. 2022, "FP8 formats for deep learning" (also OCP OFP8 1.0).
+E4M3FNUZ: Noune et al. 2022, "8-bit numerical formats for deep neural networks", the E4M3 of AMD's
+MI300 (the MI350 has OCP's). Its exponent bias is larger by one, so a byte decodes to half its
+E4M3FN value, and 0x80, which is -0 in E4M3FN, is its only NaN. INT8 is symmetric, -127 to 127;
+0x80, which would be -128, is its NaN.
 """
 
 from __future__ import annotations
@@ -43,12 +44,24 @@ class Format(StrEnum):
     @property
     def max(self) -> float:
         """Largest finite magnitude; encoding saturates here. Quantized formats only."""
-        return {Format.E4M3FN: 448.0, Format.E4M3FNUZ: 240.0, Format.E5M2: 57344.0, Format.INT8: 127.0}[self]
+        return {
+            Format.E4M3FN: 448.0,
+            Format.E4M3FNUZ: 240.0,
+            Format.E5M2: 57344.0,
+            Format.INT8: 127.0,
+        }[self]
 
     @property
     def overflow(self) -> float:
-        """Half a step above `max`: larger magnitudes do not round to it; they are clipped. Quantized formats only."""
-        return {Format.E4M3FN: 464.0, Format.E4M3FNUZ: 248.0, Format.E5M2: 61440.0, Format.INT8: 127.5}[self]
+        """Half a step above `max`: larger magnitudes do not round to it; they are clipped.
+        Quantized formats only.
+        """
+        return {
+            Format.E4M3FN: 464.0,
+            Format.E4M3FNUZ: 248.0,
+            Format.E5M2: 61440.0,
+            Format.INT8: 127.5,
+        }[self]
 
     @property
     def torch_name(self) -> str:
@@ -57,7 +70,9 @@ class Format(StrEnum):
 
 
 def amd_fp8(arch: str) -> frozenset[Format]:
-    """The formats that the matrix units of AMD's GPU `arch` ('gfx942:…') multiply: FNUZ on CDNA 3, OCP's on CDNA 4."""
+    """The formats that the matrix units of AMD's GPU `arch` ('gfx942:…') multiply: FNUZ on CDNA 3,
+    OCP's on CDNA 4.
+    """
     if arch.startswith("gfx94"):
         return frozenset({Format.E4M3FNUZ})
     return frozenset({Format.E4M3FN, Format.E5M2} if arch.startswith("gfx95") else ())
@@ -70,14 +85,15 @@ SCALE_GROUP = 128  # channels of a latent that share a `group` scale
 
 
 class Granularity(StrEnum):
-    """Which values share one KV scale. `TENSOR`, `HEAD` and `CHANNEL` are static; `TOKEN` and `GROUP`, which is for
-    latents alone, are measured at the store."""
+    """Which values share one KV scale. `TENSOR`, `HEAD` and `CHANNEL` are static; `TOKEN` and
+    `GROUP`, which is for latents alone, are measured at the store."""
 
     TENSOR = "tensor"  # one per layer for K, one for V
     HEAD = "head"  # [num_kv_heads]
     CHANNEL = "channel"  # [num_kv_heads, head_dim]
     TOKEN = "token"  # one per token and KV head, stored beside the page
-    GROUP = "group"  # one per token and SCALE_GROUP channels of its latent; the rotated channels stay in bfloat16
+    # one per token and SCALE_GROUP channels of its latent; the rotated channels stay in bfloat16
+    GROUP = "group"
 
     @property
     def is_dynamic(self) -> bool:
@@ -86,18 +102,23 @@ class Granularity(StrEnum):
 
     def num_scales(self, num_kv_heads: int, head_dim: int) -> int:
         """How many scales one layer's keys, or its values, have; static granularities only."""
-        return {Granularity.TENSOR: 1, Granularity.HEAD: num_kv_heads, Granularity.CHANNEL: num_kv_heads * head_dim}[
-            self
-        ]
+        return {
+            Granularity.TENSOR: 1,
+            Granularity.HEAD: num_kv_heads,
+            Granularity.CHANNEL: num_kv_heads * head_dim,
+        }[self]
 
 
 class ScaleKind(IntEnum):
-    """The form of a cache's scales, as kernels distinguish it: the numbers are part of their interfaces."""
+    """The form of a cache's scales, as kernels distinguish it: the numbers are part of their
+    interfaces.
+    """
 
     NONE = 0  # stored values are the true ones
     STATIC = 1  # per KV head and channel, fixed
     TOKEN = 2  # per token and KV head, measured when it is stored
-    GROUP = 3  # per token, KV head and SCALE_GROUP channels of V, which lies in K; measured when it is stored
+    # per token, KV head and SCALE_GROUP channels of V, which lies in K; measured when it is stored
+    GROUP = 3
 
 
 class ScaleSource(StrEnum):

@@ -1,11 +1,15 @@
-"""MXFP4: numbers of 4 bits, E2M1, with a power of two for every 32 inputs of a row (OCP MX 1.0, section 5.2 and 5.3).
+"""MXFP4: numbers of 4 bits, E2M1, with a power of two for every 32 inputs of a row (OCP MX 1.0,
+section 5.2 and 5.3).
 
-A byte holds two codes, the earlier input in its low half. A scale is a byte, E8M0: 2 ** (byte - 127); 255 is NaN.
+A byte holds two codes, the earlier input in its low half. A scale is a byte, E8M0: 2 ** (byte -
+127); 255 is NaN.
 
-A set of kernels that computes with them takes them as they are, in torch's dtypes (`CODES`, `SCALES`), where `normal`.
+A set of kernels that computes with them takes them as they are, in torch's dtypes (`CODES`,
+`SCALES`), where `normal`.
 
-Both conversions here are exact. Every E2M1 value times 2 ** k is an E4M3 value for k from -8 to 6, so a row whose
-exponents lie within 14 of each other is E4M3 with one power of two; any finite row is bfloat16.
+Both conversions here are exact. Every E2M1 value times 2 ** k is an E4M3 value for k from -8 to 6,
+so a row whose exponents lie within 14 of each other is E4M3 with one power of two; any finite row
+is bfloat16.
 """
 
 from __future__ import annotations
@@ -18,12 +22,17 @@ from torch import Tensor
 from freight.fp8.cast import E8M0, convert_e4m3, encode, torch_dtype
 from freight.fp8.formats import Format
 
-CODES, SCALES = torch.float4_e2m1fn_x2, E8M0  # [rows, inputs / 2] and [rows, inputs / 32] of a Weight
+CODES, SCALES = (
+    torch.float4_e2m1fn_x2,
+    E8M0,
+)  # [rows, inputs / 2] and [rows, inputs / 32] of a Weight
 GROUP = 32  # inputs that share a scale
 BIAS = 127  # of a scale's exponent
 NAN = 255  # the scale that is NaN
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are negative
-_NORMAL = range(3, 253)  # scales with which every value but 0, and 0.25 besides, is a normal bfloat16
+_NORMAL = range(
+    3, 253
+)  # scales with which every value but 0, and 0.25 besides, is a normal bfloat16
 _LEAST, _MOST = -8, 6  # k, for E4M3
 SPAN = _MOST - _LEAST
 _MAGNITUDES = 0x7777777777777777  # of sixteen codes
@@ -50,26 +59,32 @@ def finite(blocks: Tensor, scales: Tensor) -> bool:
         return True
     scales, magnitude = scales[large].int()[:, None], blocks[large] & 0x77
     value = torch.maximum(magnitude & 7, magnitude >> 4)
-    power = torch.where(value >= 6, 2, torch.where(value >= 4, 1, 0))  # of the largest power of two in the value
+    power = torch.where(
+        value >= 6, 2, torch.where(value >= 4, 1, 0)
+    )  # of the largest power of two in the value
     return not ((scales == NAN) | (scales - BIAS + power > BIAS)).any()
 
 
 def normal(blocks: Tensor, scales: Tensor) -> bool:
-    """Whether kernels compute with them as they are: no group but of zeros has a scale outside of 3 to 252, so that a
-    value's exponent is that of its code plus that of its scale. Arguments as in `exact_rows`."""
+    """Whether kernels compute with them as they are: no group but of zeros has a scale outside of 3
+    to 252, so that a value's exponent is that of its code plus that of its scale. Arguments as in
+    `exact_rows`."""
     beyond = (scales < _NORMAL.start) | (scales >= _NORMAL.stop)
     return not bool((blocks[beyond] & 0x77).any())
 
 
 def to_e4m3(blocks: Tensor, scales: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """`exact_rows` -> (E4M3 [rows, inputs] in the variant `format`, float32 [rows]: a power of two each).
+    """`exact_rows` -> (E4M3 [rows, inputs] in the variant `format`, float32 [rows]: a power of two
+    each).
 
     blocks: uint8 [rows, groups, 16]; scales: uint8 [rows, groups].
     """
     most, _ = _exponents(blocks, scales)
     base = (most - _MOST).clamp(min=1)  # a scale is no subnormal
     k = (scales.int() - base[:, None]).clamp(_LEAST, _MOST)  # groups of zeros may have any
-    data = _looked_up(_e4m3_pairs(blocks.device), blocks, k - _LEAST).view(torch_dtype(Format.E4M3FN))
+    data = _looked_up(_e4m3_pairs(blocks.device), blocks, k - _LEAST).view(
+        torch_dtype(Format.E4M3FN)
+    )
     return convert_e4m3(data, torch.exp2((base - BIAS).double()).float(), format)
 
 
@@ -79,20 +94,30 @@ def to_bfloat16(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _looked_up(pairs: Tensor, blocks: Tensor, exponents: Tensor) -> Tensor:
-    """[rows, inputs / 2]: the entry of `pairs` for each byte and its group's exponent, int32 [rows, groups]."""
+    """[rows, inputs / 2]: the entry of `pairs` for each byte and its group's exponent, int32 [rows,
+    groups].
+    """
     index = blocks.int().bitwise_or_(exponents[..., None] << 8)
-    return pairs.index_select(0, index.flatten()).view(blocks.shape).flatten(1)  # several times as fast as pairs[index]
+    return (
+        pairs.index_select(0, index.flatten()).view(blocks.shape).flatten(1)
+    )  # several times as fast as pairs[index]
 
 
 def _exponents(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """int32 [rows]: the largest and the smallest byte of the groups that are not all zeros; without any: 0 and 255."""
+    """int32 [rows]: the largest and the smallest byte of the groups that are not all zeros; without
+    any: 0 and 255.
+    """
     zeros = ((blocks.contiguous().view(torch.int64) & _MAGNITUDES) == 0).all(-1)
-    return scales.masked_fill(zeros, 0).amax(-1).int(), scales.masked_fill(zeros, NAN).amin(-1).int()
+    return scales.masked_fill(zeros, 0).amax(-1).int(), scales.masked_fill(zeros, NAN).amin(
+        -1
+    ).int()
 
 
 def _pairs(exponents: range) -> Tensor:
     """float64 [exponents, 256, 2]: the two values of a byte times 2 ** exponent."""
-    codes = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.float64, device="cpu")
+    codes = torch.tensor(
+        [*VALUES, *(-value for value in VALUES)], dtype=torch.float64, device="cpu"
+    )
     byte = torch.arange(256, dtype=torch.int64, device="cpu")
     values = torch.stack((codes[byte & 15], codes[byte >> 4]), 1)
     scale = torch.exp2(torch.tensor(list(exponents), dtype=torch.float64, device="cpu"))
@@ -103,10 +128,21 @@ def _pairs(exponents: range) -> Tensor:
 def _e4m3_pairs(device: torch.device) -> Tensor:
     """int16 by byte | (k - _LEAST) << 8"""
     values = _pairs(range(_LEAST, _MOST + 1)).float()
-    return encode(values, torch.ones_like(values), Format.E4M3FN).view(torch.int16).flatten().to(device)
+    return (
+        encode(values, torch.ones_like(values), Format.E4M3FN)
+        .view(torch.int16)
+        .flatten()
+        .to(device)
+    )
 
 
 @cache
 def _bfloat16_pairs(device: torch.device) -> Tensor:
     """int32 by byte | scale << 8"""
-    return _pairs(range(-BIAS, NAN + 1 - BIAS)).to(torch.bfloat16).view(torch.int32).flatten().to(device)
+    return (
+        _pairs(range(-BIAS, NAN + 1 - BIAS))
+        .to(torch.bfloat16)
+        .view(torch.int32)
+        .flatten()
+        .to(device)
+    )

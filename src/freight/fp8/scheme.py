@@ -1,6 +1,8 @@
-"""What a checkpoint declares about its quantization, and the KV scales it carries, as plain values. Imports no torch.
+"""What a checkpoint declares about its quantization, and the KV scales it carries, as plain values.
+Imports no torch.
 
-Scales are Python floats (exact images of the float32 values), always multipliers: `true ≈ stored * scale`.
+Scales are Python floats (exact images of the float32 values), always multipliers: `true ≈ stored *
+scale`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ class Activations(StrEnum):
     """How a Linear quantizes its input before the product."""
 
     PLAIN = "plain"  # not at all: weight-only quantization, or none
-    DYNAMIC = "dynamic"  # rounds each row to E4M3 with a scale from its own amax (1 x 128 groups under block scales)
+    # rounds each row to E4M3 with a scale from its own amax (1 x 128 groups under block scales)
+    DYNAMIC = "dynamic"
     STATIC = "static"  # rounds to E4M3 with one calibrated scale
 
 
@@ -35,8 +38,10 @@ class LinearScheme:
 
     block          rows and columns that share a scale; only with BLOCK
     input_limit    with DYNAMIC: inputs are clipped to this magnitude before their scale is measured
-    or_plain       whether the producer may leave a matrix in 16 or 32 bits without listing it as unquantized
-    bits           of a stored number: 8 are FP8, 4 are E2M1 with powers of two as scales (`fp8.mxfp4`)
+    or_plain       whether the producer may leave a matrix in 16 or 32 bits without listing it as
+                   unquantized
+    bits           of a stored number: 8 are FP8, 4 are E2M1 with powers of two as scales
+                   (`fp8.mxfp4`)
     """
 
     scales: WeightScales
@@ -54,7 +59,9 @@ class LinearScheme:
 
 @dataclass(frozen=True)
 class Rule:
-    """`pattern` matches module names from their start; `linear` is None for modules that stay unquantized."""
+    """`pattern` matches module names from their start; `linear` is None for modules that stay
+    unquantized.
+    """
 
     pattern: re.Pattern[str]
     linear: LinearScheme | None
@@ -64,13 +71,15 @@ class Rule:
 class LayerScales:
     """The static KV scales of one attention layer.
 
-    `k` and `v` hold 1 (`tensor`), `num_kv_heads` (`head`) or `num_kv_heads * head_dim` (`channel`) positive finite
-    floats, in row-major order; `names` are the tensors (or the JSON entries) they were read from.
+    `k` and `v` hold 1 (`tensor`), `num_kv_heads` (`head`) or `num_kv_heads * head_dim` (`channel`)
+    positive finite floats, in row-major order; `names` are the tensors (or the JSON entries) they
+    were read from.
 
-    `k_center`, if not empty, holds `num_kv_heads * head_dim` finite floats that are subtracted from keys before rotary
-    embedding; `k` is then for the differences.
+    `k_center`, if not empty, holds `num_kv_heads * head_dim` finite floats that are subtracted from
+    keys before rotary embedding; `k` is then for the differences.
 
-    `alone` is 'k' or 'v' where only that side has a scale in the checkpoint, and `k` and `v` both hold it.
+    `alone` is 'k' or 'v' where only that side has a scale in the checkpoint, and `k` and `v` both
+    hold it.
     """
 
     k: tuple[float, ...]
@@ -85,13 +94,15 @@ class LayerScales:
 class KVScales:
     """KV scales by layer, `None` where a layer has none, and the format they were made for.
 
-    `format_assumed`: nothing declares the format, and E4M3FN, which every producer writes, is assumed.
+    `format_assumed`: nothing declares the format, and E4M3FN, which every producer writes, is
+    assumed.
 
-    `mixed`, if not empty, is a choice by layer, which only `checkpoint.extras` expresses: the granularity of an FP8
-    layer, None for a layer of 16 bits. Layers with a static granularity then have scales in `layers`, and no others.
+    `mixed`, if not empty, is a choice by layer, which only `checkpoint.extras` expresses: the
+    granularity of an FP8 layer, None for a layer of 16 bits. Layers with a static granularity then
+    have scales in `layers`, and no others.
 
-    `unneeded` are layers that have no scales and miss none: those that stay unquantized whatever is declared for them,
-    and those that store no keys and values.
+    `unneeded` are layers that have no scales and miss none: those that stay unquantized whatever is
+    declared for them, and those that store no keys and values.
     """
 
     layers: tuple[LayerScales | None, ...]
@@ -103,7 +114,9 @@ class KVScales:
     @property
     def missing(self) -> tuple[int, ...]:
         """Indices of the layers that need scales and have none."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer is None and i not in self.unneeded)
+        return tuple(
+            i for i, layer in enumerate(self.layers) if layer is None and i not in self.unneeded
+        )
 
     def without(self, layers: Set[int]) -> KVScales:
         """The scales for a cache in which `layers` stay unquantized."""
@@ -116,7 +129,9 @@ class KVScales:
 
     def alone(self, side: str) -> tuple[int, ...]:
         """Indices of the layers where only `side`, 'k' or 'v', has a scale."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer is not None and layer.alone == side)
+        return tuple(
+            i for i, layer in enumerate(self.layers) if layer is not None and layer.alone == side
+        )
 
     @property
     def by_granularity(self) -> str:
@@ -140,11 +155,12 @@ class KVScales:
 class Scheme:
     """What config.json (or hf_quant_config.json) declares.
 
-    `method` is the producer's name ('compressed-tensors', 'fp8', 'modelopt', …) or None for an unquantized model;
-    `weight_format` is FP8 when Linear weights are declared quantized, and `rules` say which and how, the first that
-    matches; `kv_format` is FP8 when an FP8 KV cache is declared; `kv_static` is True when the checkpoint must
-    have static KV scales, and False for ModelOpt's cast mode, which stores none. `unused` are tensors that the producer
-    writes and that Freight does not need: (pattern of `*` and `?`, reason). `description` is one line for the user.
+    `method` is the producer's name ('compressed-tensors', 'fp8', 'modelopt', …) or None for an
+    unquantized model; `weight_format` is FP8 when Linear weights are declared quantized, and
+    `rules` say which and how, the first that matches; `kv_format` is FP8 when an FP8 KV cache is
+    declared; `kv_static` is True when the checkpoint must have static KV scales, and False for
+    ModelOpt's cast mode, which stores none. `unused` are tensors that the producer writes and that
+    Freight does not need: (pattern of `*` and `?`, reason). `description` is one line for the user.
     """
 
     method: str | None = None
@@ -165,5 +181,7 @@ class Scheme:
         return f"weights {self.weight_format}, {' or '.join(kinds)}" if kinds else ""
 
     def linear(self, module: str) -> LinearScheme | None:
-        """How the weight of `module` ('model.layers.0.mlp.down_proj') was quantized; None: it was not."""
+        """How the weight of `module` ('model.layers.0.mlp.down_proj') was quantized; None: it was
+        not.
+        """
         return next((rule.linear for rule in self.rules if rule.pattern.match(module)), None)

@@ -1,7 +1,8 @@
-"""Weights to FP8: one scale per tensor, output row, or 128 x 128 block, from the largest finite magnitude.
+"""Weights to FP8: one scale per tensor, output row, or 128 x 128 block, from the largest finite
+magnitude.
 
-`scale_format` is the format in which the scale will be stored. The scale is rounded to it before the weight is divided
-by it, so codes and stored scale agree.
+`scale_format` is the format in which the scale will be stored. The scale is rounded to it before
+the weight is divided by it, so codes and stored scale agree.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from torch.nn import functional
 from freight.fp8.cast import amax, decode, encode, scale_from_amax, torch_dtype
 from freight.fp8.formats import Format
 
-BLOCK = 128  # rows and columns that share a scale in block-scaled weights (DeepSeek-V3 2024, section 3.3)
+# rows and columns that share a scale in block-scaled weights (DeepSeek-V3 2024, section 3.3)
+BLOCK = 128
 _JUDGED = 512  # columns of a row, at least, on which `fit_rows` measures errors
 _PIECE = 2**20  # elements of a weight in float32 at a time: they fit the CPU's cache
 
 
-def quantize_rows(weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32
+) -> tuple[Tensor, Tensor]:
     """[rows, columns] -> (FP8 of that shape, float32 [rows]: one scale per output row).
 
     Works in pieces: beyond the result it needs memory for a few million numbers.
@@ -34,10 +38,12 @@ def quantize_rows(weight: Tensor, format: Format, scale_format: Format = Format.
 
 
 def fit_rows(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """`quantize_rows`, but each row has the scale with the smallest squared error of four candidates.
+    """`quantize_rows`, but each row has the scale with the smallest squared error of four
+    candidates.
 
-    The candidates are amax / max times 2 ** (0, 1/4, 1/2, 3/4): nothing saturates, and each rounds the row to another
-    grid. A factor of 2 would give the grid of the first again. Errors are measured on 512 to 1023 columns.
+    The candidates are amax / max times 2 ** (0, 1/4, 1/2, 3/4): nothing saturates, and each rounds
+    the row to another grid. A factor of 2 would give the grid of the first again. Errors are
+    measured on 512 to 1023 columns.
     """
     stored = torch.empty_like(weight, dtype=torch_dtype(format))
     scale = weight.new_empty(len(weight), dtype=torch.float32)
@@ -46,14 +52,19 @@ def fit_rows(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
         smallest = scale_from_amax(amax(weight[rows], 1), format)[:, None]
         sample = weight[rows, ::stride].float()
         trials = torch.cat([smallest * 2.0 ** (step / 4) for step in range(4)], 1)
-        errors = [(decode(encode(sample, one, format), one) - sample).square_().sum(1) for one in trials.split(1, 1)]
+        errors = [
+            (decode(encode(sample, one, format), one) - sample).square_().sum(1)
+            for one in trials.split(1, 1)
+        ]
         best = torch.stack(errors, 1).nan_to_num(torch.inf).argmin(1, keepdim=True)
         scale[rows] = trials.gather(1, best)[:, 0]
         stored[rows] = encode(weight[rows], scale[rows, None], format)
     return stored, scale
 
 
-def quantize_tensor(weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32) -> tuple[Tensor, Tensor]:
+def quantize_tensor(
+    weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32
+) -> tuple[Tensor, Tensor]:
     """[rows, columns] -> (FP8 of that shape, float32 []: one scale). In pieces, as `quantize_rows`."""
     largest = torch.stack([amax(weight[rows], (0, 1)) for rows in _pieces(weight)]).amax()
     scale = _stored(scale_from_amax(largest, format), scale_format)
@@ -73,8 +84,12 @@ def _stored(scale: Tensor, format: Format) -> Tensor:
     return scale.to(torch_dtype(format)).float()
 
 
-def quantize_blocks(weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32) -> tuple[Tensor, Tensor]:
-    """[rows, columns] -> (FP8 of that shape, float32 [ceil(rows / 128), ceil(columns / 128)]: one scale per block)."""
+def quantize_blocks(
+    weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32
+) -> tuple[Tensor, Tensor]:
+    """[rows, columns] -> (FP8 of that shape, float32 [ceil(rows / 128), ceil(columns / 128)]: one
+    scale per block).
+    """
     rows, columns = weight.shape
     stored = torch.empty_like(weight, dtype=torch_dtype(format))
     scales = []
@@ -92,7 +107,8 @@ def expand_blocks(scale: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def regroup(scale: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor | None:
-    """Convert scales of another block size to those of 128 x 128 blocks, or of rows; None if neither is exact.
+    """Convert scales of another block size to those of 128 x 128 blocks, or of rows; None if
+    neither is exact.
 
     scale: float32 [ceil(rows / block[0]), ceil(columns / block[1])] of a matrix of `shape`.
     """

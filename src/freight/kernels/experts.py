@@ -1,4 +1,5 @@
-"""Mixture of experts out of a set's own operations, expert after expert: the definition of `KernelSet.experts`.
+"""Mixture of experts out of a set's own operations, expert after expert: the definition of
+`KernelSet.experts`.
 
 A set without a kernel of its own for experts runs this one, and one with is tested against it.
 """
@@ -24,14 +25,20 @@ class _Products(Protocol):
 
     def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None) -> Tensor: ...
 
-    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None) -> Rows: ...
+    def gated(
+        self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None
+    ) -> Rows: ...
 
-    def activated(self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Rows: ...
+    def activated(
+        self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None
+    ) -> Rows: ...
 
 
 @dataclass(frozen=True)
 class ExpertList(PackedExperts):
-    """One packed matrix of each expert, by id. bias: [num_experts, out_features], in the dtype of the rows."""
+    """One packed matrix of each expert, by id. bias: [num_experts, out_features], in the dtype of
+    the rows.
+    """
 
     matrices: tuple[PackedWeight, ...]
     bias: Tensor | None = None
@@ -52,7 +59,10 @@ def by_head(products: _Products, x: Tensor, matrices: ExpertList) -> Tensor:
 
 
 def choose(
-    logits: Tensor, routing: Routing, choice_bias: Tensor | None = None, expert_scale: Tensor | None = None
+    logits: Tensor,
+    routing: Routing,
+    choice_bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`KernelSet.route` behind the product. logits: float32 [rows, num_experts]."""
     scores = logits
@@ -64,9 +74,18 @@ def choose(
     if routing.num_groups > 1:
         groups = wanted.unflatten(1, (routing.num_groups, -1))
         best = groups.topk(min(routing.group_best, groups.shape[2]), -1).values.sum(-1)
-        left_out = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, routing.top_groups :]
-        wanted = groups.scatter(1, left_out[..., None].expand(-1, -1, groups.shape[2]), -torch.inf).flatten(1)
-    ids = torch.sort(wanted, dim=-1, descending=True, stable=True).indices[:, : routing.top_k].sort(-1).values
+        left_out = torch.sort(best, dim=-1, descending=True, stable=True).indices[
+            :, routing.top_groups :
+        ]
+        wanted = groups.scatter(
+            1, left_out[..., None].expand(-1, -1, groups.shape[2]), -torch.inf
+        ).flatten(1)
+    ids = (
+        torch.sort(wanted, dim=-1, descending=True, stable=True)
+        .indices[:, : routing.top_k]
+        .sort(-1)
+        .values
+    )
     weights = scores.gather(1, ids)
     if routing.scoring is Scoring.CHOSEN:
         weights = torch.softmax(weights, -1)
@@ -86,8 +105,12 @@ def experts(
     activation: AnyActivation,
     base: Tensor | None = None,
 ) -> Tensor:
-    """`KernelSet.experts`: the products of each expert as this set rounds them, weighed and summed by id in float32."""
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device) if base is None else base.float()
+    """`KernelSet.experts`: the products of each expert as this set rounds them, weighed and summed
+    by id in float32.
+    """
+    total = (
+        torch.zeros(x.shape, dtype=torch.float32, device=x.device) if base is None else base.float()
+    )
     for expert in range(len(gate_up.matrices)):
         rows, slots = (ids == expert).nonzero(as_tuple=True)
         if len(rows):

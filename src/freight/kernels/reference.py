@@ -1,13 +1,16 @@
-"""Every operation in plain torch: the specification of the fast kernels, their oracle, and the fallback.
+"""Every operation in plain torch: the specification of the fast kernels, their oracle, and the
+fallback.
 
-What it guarantees beyond the formulas: **a row's result depends on nothing but its own history**, to the bit. A BLAS
-library may choose another order of summation for another number of rows, so matrix products here are only ever
-called in one shape per weight: rows in tiles of `ROW_TILE`, padded with zeros; keys in tiles of `KEY_TILE` at
-absolute positions, walked in order (online softmax, Milakov and Gimelshein 2018). A tile that a row does not see
-changes no bit of that row. So chunking, batching, prefix hits and preemption change no bit of any token. In float32 the
-number of threads changes no bit either, except for a single KV head of 512 channels or more.
+What it guarantees beyond the formulas: **a row's result depends on nothing but its own history**,
+to the bit. A BLAS library may choose another order of summation for another number of rows, so
+matrix products here are only ever called in one shape per weight: rows in tiles of `ROW_TILE`,
+padded with zeros; keys in tiles of `KEY_TILE` at absolute positions, walked in order (online
+softmax, Milakov and Gimelshein 2018). A tile that a row does not see changes no bit of that row. So
+chunking, batching, prefix hits and preemption change no bit of any token. In float32 the number of
+threads changes no bit either, except for a single KV head of 512 channels or more.
 
-Row-wise operations compute in float32 and round once, to their input's dtype, unless they say otherwise (`rms_norm`).
+Row-wise operations compute in float32 and round once, to their input's dtype, unless they say
+otherwise (`rms_norm`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from freight.errors import KernelError
-from freight.fp8.cast import amax, decode, encode, format_of, num_clipped, scale_from_amax, token_scale
+from freight.fp8.cast import (
+    amax,
+    decode,
+    encode,
+    format_of,
+    num_clipped,
+    scale_from_amax,
+    token_scale,
+)
 from freight.fp8.formats import SCALE_GROUP, Format, ScaleKind
 from freight.fp8.weights import BLOCK, expand_blocks
 from freight.operands.activation import GatedActivation, GatedFunction
@@ -31,7 +42,8 @@ from freight.operands.tiles import KEY_TILE
 from freight.operands.weight import Activations, Weight
 
 ROW_TILE = 32
-INPUT_TILE = 512  # inputs that float32 products sum in one call; a BLAS cuts longer sums by the number of threads
+# inputs that float32 products sum in one call; a BLAS cuts longer sums by the number of threads
+INPUT_TILE = 512
 OUTPUT_TILE = 4096  # output features decoded at once; a multiple of 128
 QUERY_TILE = 32
 
@@ -46,13 +58,19 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         part = x[start : start + ROW_TILE]
         tile = x.new_zeros(ROW_TILE, in_features)
         tile[: len(part)] = part
-        product = F.linear(tile, weight.data, bias) if x.dtype != torch.float32 else _product(tile, weight.data, bias)
+        product = (
+            F.linear(tile, weight.data, bias)
+            if x.dtype != torch.float32
+            else _product(tile, weight.data, bias)
+        )
         out[start : start + ROW_TILE] = product[: len(part)]
     return out
 
 
 def _product(tile: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """tile @ matrix.T + bias in float32, inputs summed `INPUT_TILE` at a time, so the thread count changes no bit."""
+    """tile @ matrix.T + bias in float32, inputs summed `INPUT_TILE` at a time, so the thread count
+    changes no bit.
+    """
     pieces = zip(tile.split(INPUT_TILE, 1), matrix.split(INPUT_TILE, 1), strict=True)
     out = F.linear(*next(pieces))
     for inputs, columns in pieces:
@@ -61,10 +79,11 @@ def _product(tile: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _fp8_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """`linear` over FP8 weights: float32 products and sums of the decoded values, then scales and bias, one rounding.
+    """`linear` over FP8 weights: float32 products and sums of the decoded values, then scales and
+    bias, one rounding.
 
-    With a scale per output row both scales multiply the finished sum; with 128 x 128 blocks they multiply each value
-    beforehand. Decodes `OUTPUT_TILE` output features at a time.
+    With a scale per output row both scales multiply the finished sum; with 128 x 128 blocks they
+    multiply each value beforehand. Decodes `OUTPUT_TILE` output features at a time.
     """
     assert weight.scale is not None
     values, factor = _activations(x, weight)
@@ -75,7 +94,9 @@ def _fp8_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         part = slice(begin, begin + OUTPUT_TILE)
         matrix = decode(weight.data[part])
         if weight.scale.ndim == 2:
-            matrix *= expand_blocks(weight.scale[begin // BLOCK : (begin + OUTPUT_TILE) // BLOCK], matrix.shape)
+            matrix *= expand_blocks(
+                weight.scale[begin // BLOCK : (begin + OUTPUT_TILE) // BLOCK], matrix.shape
+            )
         product = torch.cat([_product(tile, matrix) for tile in tiles])
         if factor is not None:
             product *= F.pad(factor, (0, 0, 0, padding))
@@ -86,7 +107,9 @@ def _fp8_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 def _activations(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:
-    """float32 values that enter the product, and what multiplies it afterwards ([rows, 1]; None: nothing)."""
+    """float32 values that enter the product, and what multiplies it afterwards ([rows, 1]; None:
+    nothing).
+    """
     if weight.activations is Activations.PLAIN:
         return x.float(), None
     stored = format_of(weight.data)
@@ -95,8 +118,12 @@ def _activations(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:
         assert weight.input_scale is not None
         scale = torch.full((len(x), 1), weight.input_scale, dtype=torch.float32, device=x.device)
     elif weight.scale is not None and weight.scale.ndim == 2:
-        groups = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))  # zeros do not raise an amax
-        scale = scale_from_amax(amax(groups, -1), format).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+        groups = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(
+            1, (-1, BLOCK)
+        )  # zeros do not raise an amax
+        scale = scale_from_amax(amax(groups, -1), format).repeat_interleave(BLOCK, 1)[
+            :, : x.shape[1]
+        ]
         return decode(encode(x, scale, format), scale), None
     else:
         scale = scale_from_amax(amax(x, -1), format)[:, None]
@@ -106,8 +133,8 @@ def _activations(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
 
-    A weight in x's dtype multiplies the rounded norm, as in Llama; a float32 weight is multiplied before the one
-    rounding, as in Gemma, whose weights are stored as their difference from 1.
+    A weight in x's dtype multiplies the rounded norm, as in Llama; a float32 weight is multiplied
+    before the one rounding, as in Gemma, whose weights are stored as their difference from 1.
     """
     values = x.float()
     normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
@@ -117,7 +144,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, delta_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x + delta in x's dtype, and the `rms_norm` of that. x, delta: [rows, size]; no delta adds nothing.
+    """x + delta in x's dtype, and the `rms_norm` of that. x, delta: [rows, size]; no delta adds
+    nothing.
 
     With `delta_weight` the `rms_norm` of delta is added instead.
     """
@@ -138,14 +166,17 @@ def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (Su et al. 2021), pairs (i, i + rotary_dim / 2), of the first rotary_dim channels.
+    """Rotary embedding (Su et al. 2021), pairs (i, i + rotary_dim / 2), of the first rotary_dim
+    channels.
 
     x: [rows, heads, head_dim]; cos, sin: [rows, rotary_dim / 2] float32 at each row's position.
     """
     half = cos.shape[1]
     first, second, rest = x.float().tensor_split((half, 2 * half), dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(
+        x.dtype
+    )
 
 
 def rotate_queries(q: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
@@ -154,28 +185,38 @@ def rotate_queries(q: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
     q: [rows, num_heads, k_dim]; positions: [rows]
     """
     q = rotate(q, rotary.cos[positions], rotary.sin[positions])
-    return q if rotary.q_factor is None else q * rotary.q_factor[positions].to(q.dtype)[:, None, None]
+    return (
+        q if rotary.q_factor is None else q * rotary.q_factor[positions].to(q.dtype)[:, None, None]
+    )
 
 
 def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v before rotary embedding: q and k normed, the center of keys subtracted.
 
-    qkv: [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], the heads of q, then of k, then of v.
+    qkv: [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], the heads of q, then of k, then
+    of v.
     """
     num_kv_heads, k_dim = pages.k.shape[2], pages.k_dim
     k_size, v_size = num_kv_heads * k_dim, 0 if pages.v_in_k else num_kv_heads * pages.v.shape[3]
     parts = qkv.split((qkv.shape[1] - k_size - v_size, k_size, v_size), 1)
-    q, k, v = (part.unflatten(1, (-1, dim)) for part, dim in zip(parts, (k_dim, k_dim, pages.v.shape[3]), strict=True))
+    q, k, v = (
+        part.unflatten(1, (-1, dim))
+        for part, dim in zip(parts, (k_dim, k_dim, pages.v.shape[3]), strict=True)
+    )
     if rotary.norms is not None:
-        q, k = (rms_norm(x, weight, rotary.eps) for x, weight in zip((q, k), rotary.norms, strict=True))
+        q, k = (
+            rms_norm(x, weight, rotary.eps) for x, weight in zip((q, k), rotary.norms, strict=True)
+        )
     if pages.k_center is not None:
         k = (k.float() - pages.k_center.b).to(k.dtype)
     return q, k, v
 
 
-def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages) -> Tensor:
-    """The steps between projection and attention: `split_heads`, `rotate` k at `positions` and `store_kv`;
-    `rotate_queries`.
+def rotate_store(
+    qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
+) -> Tensor:
+    """The steps between projection and attention: `split_heads`, `rotate` k at `positions` and
+    `store_kv`; `rotate_queries`.
 
     Returns q, [rows, num_heads, k_dim]. Without slots `qkv` has the heads of q alone.
     """
@@ -189,7 +230,8 @@ def rotate_store(qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor |
 
 
 def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
-    """Quantize k and v, [rows, num_kv_heads, k_dim or v_dim], into the pages' slots; slot -1 stores nothing.
+    """Quantize k and v, [rows, num_kv_heads, k_dim or v_dim], into the pages' slots; slot -1 stores
+    nothing.
 
     With `group` scales the first channels of k are stored in bfloat16.
     """
@@ -209,7 +251,9 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
                 first, values = values.split((pages.rotated.shape[3], page.shape[3]), -1)
                 write_slots(pages.rotated, slots[kept], first.to(torch.bfloat16))
                 vectors = values.unflatten(-1, (-1, SCALE_GROUP))
-            measured = token_scale(amax(vectors, -1), pages.format)  # [rows, num_kv_heads, …] bfloat16
+            measured = token_scale(
+                amax(vectors, -1), pages.format
+            )  # [rows, num_kv_heads, …] bfloat16
             write_slots(scale, slots[kept], measured)
             factor = spread(measured)
         elif scale is not None:
@@ -218,12 +262,15 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
         write_slots(page, slots[kept], encode(values, factor, pages.format))
 
 
-def load_kv(page: Tensor, token_scale: Tensor | None, blocks: Tensor, length: int, skipped: int = 0) -> Tensor:
-    """The first `length` tokens of a sequence, float32, in key tiles [tiles, num_kv_heads, KEY_TILE, dim].
+def load_kv(
+    page: Tensor, token_scale: Tensor | None, blocks: Tensor, length: int, skipped: int = 0
+) -> Tensor:
+    """The first `length` tokens of a sequence, float32, in key tiles [tiles, num_kv_heads,
+    KEY_TILE, dim].
 
-    The first `skipped` tiles are not read and not returned. Scales of tokens and of their groups are multiplied in;
-    static ones multiply q and the output of attention instead. Slots beyond `length` may hold anything, NaN included:
-    they become 0.
+    The first `skipped` tiles are not read and not returned. Scales of tokens and of their groups
+    are multiplied in; static ones multiply q and the output of attention instead. Slots beyond
+    `length` may hold anything, NaN included: they become 0.
     """
     heads, dim = page.shape[2:]
     begin = skipped * KEY_TILE
@@ -239,12 +286,13 @@ def load_kv(page: Tensor, token_scale: Tensor | None, blocks: Tensor, length: in
 
 
 class Fp8Products(StrEnum):
-    """Which of attention's products multiply FP8 by FP8, over E4M3 pages without `group` scales; the others decode K
-    and V first."""
+    """Which of attention's products multiply FP8 by FP8, over E4M3 pages without `group` scales;
+    the others decode K and V first."""
 
     NONE = "none"
     SCORES = "scores"  # Q·Kᵀ: each row of q is rounded to E4M3, with a scale of its own
-    BOTH = "both"  # and P·V, unless V has `token` scales: probabilities times a power of two are rounded to E4M3
+    # and P·V, unless V has `token` scales: probabilities times a power of two are rounded to E4M3
+    BOTH = "both"
 
 
 def attention(
@@ -259,13 +307,14 @@ def attention(
 ) -> Tensor:
     """Causal grouped-query attention of each row over its own sequence, read back from the pages.
 
-    q: [num_tokens, num_heads, k_dim]; the sequences' keys, this step's included, are stored already. A key at
-    position j is seen from position i if j <= i and, with a sliding window, i - j < window. With a soft cap (Gemma 2,
-    Riviere et al. 2024) a score s = softmax_scale * q . k becomes soft_cap * tanh(s / soft_cap). sinks: [num_heads]
-    float32, one more score of each row of that head, whose value is 0: it takes part in the sum of the softmax alone
-    (Xiao et al. 2024; learned in gpt-oss, arXiv 2508.10925). Neither window, soft cap nor center changes it. Returns
-    [num_tokens, num_heads, v_dim] in q's dtype; computes in float32. Raises KernelError for a context shorter than its
-    queries: a row before the first key would have no key to attend to.
+    q: [num_tokens, num_heads, k_dim]; the sequences' keys, this step's included, are stored
+    already. A key at position j is seen from position i if j <= i and, with a sliding window, i - j
+    < window. With a soft cap (Gemma 2, Riviere et al. 2024) a score s = softmax_scale * q . k
+    becomes soft_cap * tanh(s / soft_cap). sinks: [num_heads] float32, one more score of each row of
+    that head, whose value is 0: it takes part in the sum of the softmax alone (Xiao et al. 2024;
+    learned in gpt-oss, arXiv 2508.10925). Neither window, soft cap nor center changes it. Returns
+    [num_tokens, num_heads, v_dim] in q's dtype; computes in float32. Raises KernelError for a
+    context shorter than its queries: a row before the first key would have no key to attend to.
     """
     out = q.new_empty(*q.shape[:2], pages.v.shape[3])
     starts, lengths = sequences.query_starts.tolist(), sequences.context_lens.tolist()
@@ -290,7 +339,19 @@ def attention(
         for row in range(begin, end, QUERY_TILE):
             rows = slice(row, min(row + QUERY_TILE, end))
             first = length - (end - row)  # position of the tile's first row
-            out[rows] = _attend(q[rows], k, v, first, skipped, pages, softmax_scale, window, soft_cap, products, sinks)
+            out[rows] = _attend(
+                q[rows],
+                k,
+                v,
+                first,
+                skipped,
+                pages,
+                softmax_scale,
+                window,
+                soft_cap,
+                products,
+                sinks,
+            )
     return out
 
 
@@ -300,13 +361,17 @@ def _by_kv_head(rows: Tensor) -> Tensor:
 
 
 def _rounded_probabilities(probabilities: Tensor, format: Format) -> Tensor:
-    """Numbers in [0, 1], rounded as E4M3 rounds them when scaled by the largest power of two in its range."""
+    """Numbers in [0, 1], rounded as E4M3 rounds them when scaled by the largest power of two in its
+    range.
+    """
     scale = 2.0 ** -math.floor(math.log2(format.max))
     return decode(encode(probabilities, scale, format), scale)
 
 
 def _weighted(probabilities: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """probabilities @ v of a key tile; NaN and infinities of v reach those rows alone that see their keys."""
+    """probabilities @ v of a key tile; NaN and infinities of v reach those rows alone that see
+    their keys.
+    """
     out = torch.bmm(probabilities, v)
     for row in range(0 if v.isfinite().all() else len(seen)):
         out[:, row] = torch.bmm(probabilities, v.masked_fill(~seen[row, :, None], 0.0))[:, row]
@@ -326,7 +391,9 @@ def _attend(
     products: Fp8Products,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One query tile at positions first, … over a sequence's key tiles k (transposed) and v, from tile `skipped` on."""
+    """One query tile at positions first, … over a sequence's key tiles k (transposed) and v, from
+    tile `skipped` on.
+    """
     rows, num_heads, dim = q.shape
     num_kv_heads = v.shape[1]
     group = num_heads // num_kv_heads
@@ -344,14 +411,21 @@ def _attend(
     if products is not Fp8Products.NONE:
         scale = scale_from_amax(amax(queries, -1), pages.format)[..., None]
         queries = decode(encode(queries, scale, pages.format), scale)
-    position = first + torch.arange(QUERY_TILE * group, dtype=torch.int64, device=q.device)[:, None] // group
-    start = sinks if sinks is not None else q.new_full((num_heads,), -torch.inf, dtype=torch.float32)
+    position = (
+        first
+        + torch.arange(QUERY_TILE * group, dtype=torch.int64, device=q.device)[:, None] // group
+    )
+    start = (
+        sinks if sinks is not None else q.new_full((num_heads,), -torch.inf, dtype=torch.float32)
+    )
     best = start.view(num_kv_heads, group, 1).repeat(1, QUERY_TILE, 1)
     total = torch.full_like(best, 0.0 if sinks is None else 1.0)
     output = queries.new_zeros(*queries.shape[:2], v.shape[-1])
     begin = 0 if window is None else max(0, first - window + 1) // KEY_TILE
     for tile in range(begin, (first + rows - 1) // KEY_TILE + 1):
-        key = torch.arange(tile * KEY_TILE, (tile + 1) * KEY_TILE, dtype=torch.int64, device=q.device)
+        key = torch.arange(
+            tile * KEY_TILE, (tile + 1) * KEY_TILE, dtype=torch.int64, device=q.device
+        )
         seen = key <= position if window is None else (key <= position) & (position - key < window)
         scores = torch.bmm(queries, k[tile - skipped])
         if center is not None and coefficients is not None:
@@ -360,7 +434,9 @@ def _attend(
             scores = soft_cap * torch.tanh(scores / soft_cap)
         scores = scores.masked_fill(~seen, -torch.inf)
         new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
-        reference = new_best.masked_fill(new_best == -torch.inf, 0.0)  # a row that has seen no key yet
+        reference = new_best.masked_fill(
+            new_best == -torch.inf, 0.0
+        )  # a row that has seen no key yet
         probabilities = torch.exp(scores - reference)
         decay = torch.exp(best - reference)
         total = total * decay + probabilities.sum(-1, keepdim=True)

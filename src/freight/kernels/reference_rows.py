@@ -1,8 +1,9 @@
-"""Rows of an embedding, and the row-wise operations that some families have, as `reference.py` defines the others:
-LayerNorm, activations without a gate, gates of results, and columns that are normed on their own.
+"""Rows of an embedding, and the row-wise operations that some families have, as `reference.py`
+defines the others: LayerNorm, activations without a gate, gates of results, and columns that are
+normed on their own.
 
-A row's result depends on that row alone. They compute in float32 and round once, to their input's dtype, unless they
-say otherwise.
+A row's result depends on that row alone. They compute in float32 and round once, to their input's
+dtype, unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ from freight.operands.activation import Activation, GateFunction
 
 
 def lookup(
-    table: Tensor, ids: Tensor, multiplier: float = 1.0, base: Tensor | None = None, factor: float = 1.0
+    table: Tensor,
+    ids: Tensor,
+    multiplier: float = 1.0,
+    base: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
-    """(base + table[ids] * multiplier) * factor in base's dtype, or in table's without `base`; no base adds nothing.
+    """(base + table[ids] * multiplier) * factor in base's dtype, or in table's without `base`; no
+    base adds nothing.
 
-    table: [table_rows, size]; ids: [rows] int64; base: [rows, size]. The rows, each product and the sum are rounded.
+    table: [table_rows, size]; ids: [rows] int64; base: [rows, size]. The rows, each product and the
+    sum are rounded.
     """
     rows = table[ids] if base is None else table[ids].to(base.dtype)
     if multiplier != 1:
@@ -33,7 +40,8 @@ def lookup(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) * weight + bias over the last dimension (Ba et al. 2016).
+    """(x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) * weight + bias over the last dimension (Ba
+    et al. 2016).
 
     Rounded once, at the end.
     """
@@ -43,8 +51,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return (normed * weight.float() + bias.float()).to(x.dtype)
 
 
-def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + delta in x's dtype, and the `layer_norm` of that. x, delta: [rows, size]; no delta adds nothing."""
+def add_layer_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x + delta in x's dtype, and the `layer_norm` of that. x, delta: [rows, size]; no delta adds
+    nothing.
+    """
     x = x if delta is None else x + delta
     return x, layer_norm(x, weight, bias, eps)
 
@@ -56,14 +68,25 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
 
 
 def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-    """x * function(logits) of [rows, size] and [rows or 1, groups], in float64: no factor depends on its neighbours."""
+    """x * function(logits) of [rows, size] and [rows or 1, groups], in float64: no factor depends
+    on its neighbours.
+    """
     wide, soft = logits.double(), function is GateFunction.SOFTPLUS
-    factors = F.softplus(wide) if soft else torch.sigmoid(wide) if function is GateFunction.SIGMOID else wide
+    factors = (
+        F.softplus(wide)
+        if soft
+        else torch.sigmoid(wide)
+        if function is GateFunction.SIGMOID
+        else wide
+    )
     return (x.double() * factors.repeat_interleave(x.shape[1] // logits.shape[1], 1)).to(x.dtype)
 
 
 def join(parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
-    """The columns of all parts; a part: x [rows, size] or [rows, heads, size], and the weight [group] of an `rms_norm`
-    of groups, or None."""
-    made = (x if w is None else rms_norm(x.unflatten(-1, (-1, len(w))), w, eps).flatten(-2) for x, w in parts)
+    """The columns of all parts; a part: x [rows, size] or [rows, heads, size], and the weight
+    [group] of an `rms_norm` of groups, or None."""
+    made = (
+        x if w is None else rms_norm(x.unflatten(-1, (-1, len(w))), w, eps).flatten(-2)
+        for x, w in parts
+    )
     return torch.cat(tuple(made), -1)

@@ -1,4 +1,6 @@
-"""ReferenceKernels: the functions of `reference.py`, `reference_rows.py` and `reference_states.py` as a KernelSet."""
+"""ReferenceKernels: the functions of `reference.py`, `reference_rows.py` and `reference_states.py`
+as a KernelSet.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,18 @@ class ReferenceKernels:
         return weight
 
     def lookup(
-        self, table: Tensor, ids: Tensor, multiplier: float = 1.0, base: Tensor | None = None, factor: float = 1.0
+        self,
+        table: Tensor,
+        ids: Tensor,
+        multiplier: float = 1.0,
+        base: Tensor | None = None,
+        factor: float = 1.0,
     ) -> Tensor:
         return reference_rows.lookup(table, ids, multiplier, base, factor)
 
-    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, float32: bool = False) -> Tensor:
+    def linear(
+        self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, float32: bool = False
+    ) -> Tensor:
         assert isinstance(x, Tensor)
         assert isinstance(weight, Weight)
         out = reference.linear(x, weight, bias)
@@ -69,10 +78,14 @@ class ReferenceKernels:
     ) -> tuple[Tensor, Tensor]:
         return reference_rows.add_layer_norm(x, delta, weight, bias, eps)
 
-    def activated(self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Tensor:
+    def activated(
+        self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None
+    ) -> Tensor:
         return reference_rows.activated(x, activation)
 
-    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None) -> Tensor:
+    def gated(
+        self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None
+    ) -> Tensor:
         return reference.gated(gate_up, activation)
 
     def gate(self, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
@@ -93,7 +106,9 @@ class ReferenceKernels:
         choice_bias: Tensor | None = None,
         expert_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return experts.choose(self.linear(x.float(), gate, bias), routing, choice_bias, expert_scale)
+        return experts.choose(
+            self.linear(x.float(), gate, bias), routing, choice_bias, expert_scale
+        )
 
     def experts(
         self,
@@ -129,7 +144,9 @@ class ReferenceKernels:
         sinks: Tensor | None = None,
         consumer: PackedWeight | None = None,
     ) -> Tensor:
-        return reference.attention(q, pages, sequences, softmax_scale, window, soft_cap, self.products, sinks)
+        return reference.attention(
+            q, pages, sequences, softmax_scale, window, soft_cap, self.products, sinks
+        )
 
     def convolve(
         self,

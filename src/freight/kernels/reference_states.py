@@ -1,7 +1,9 @@
-"""The operations that keep a state, in plain torch: convolutions, and linear attention with a decay.
+"""The operations that keep a state, in plain torch: convolutions, and linear attention with a
+decay.
 
-As everywhere (`reference.py`) a row's result depends on nothing but its own history, to the bit: products with a state
-are called in one shape, STATE_TILE rows padded with zeros, and every other sum adds one row after the other.
+As everywhere (`reference.py`) a row's result depends on nothing but its own history, to the bit:
+products with a state are called in one shape, STATE_TILE rows padded with zeros, and every other
+sum adds one row after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ def silu(x: Tensor) -> Tensor:
 
 
 def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, use_silu: bool, states: States, sequences: Sequences
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    use_silu: bool,
+    states: States,
+    sequences: Sequences,
 ) -> Tensor:
     """`KernelSet.convolve`."""
     columns, width = states.parts["columns"], weight.shape[1]
@@ -46,7 +53,9 @@ def convolve(
             total += weight[:, j].float() * padded[j : j + len(inputs)].float()
         out[stretch.rows] = (silu(total) if use_silu else total).to(x.dtype)
         for i in range(max(0, kept - first - len(inputs)), kept):
-            columns[stretch.target, (first + len(inputs) - kept + i) % kept] = padded[len(inputs) + i]
+            columns[stretch.target, (first + len(inputs) - kept + i) % kept] = padded[
+                len(inputs) + i
+            ]
     return out
 
 
@@ -68,7 +77,9 @@ def decays(
     return beta.float(), log_decay.float()
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, norm_first: bool) -> Tensor:
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, norm_first: bool
+) -> Tensor:
     """`KernelSet.gated_norm`."""
     weights, factor = weight.view(-1, group), silu(gate)
     if norm_first:
@@ -76,7 +87,9 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, 
         return (normed.float() * factor).to(x.dtype)
     values = (x.float() * factor).unflatten(1, (-1, group))
     normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    rounded: Tensor = weights * normed.to(x.dtype) if weight.dtype == x.dtype else (normed * weights).to(x.dtype)
+    rounded: Tensor = (
+        weights * normed.to(x.dtype) if weight.dtype == x.dtype else (normed * weights).to(x.dtype)
+    )
     return rounded.flatten(1)
 
 
@@ -98,7 +111,9 @@ def recurrence(
     heads, v_dim = states.parts["u"].shape[2:]
     queries, keys = (x.unflatten(1, (key_heads, k_dim)).float() for x in (q, k))
     if norm:
-        queries, keys = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (queries, keys))
+        queries, keys = (
+            x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (queries, keys)
+        )
         queries = queries * k_dim**-0.5
     keys = keys.to(v.dtype)
     values = v.unflatten(1, (heads, v_dim)).float()
@@ -164,18 +179,26 @@ def _advanced(states: States, block: int) -> Tensor:
 
 
 class _Tile:
-    """The open tile of one sequence, whose rows [begin, end) are computed; those before are read from `states`."""
+    """The open tile of one sequence, whose rows [begin, end) are computed; those before are read
+    from `states`.
+    """
 
     def __init__(self, states: States, part: Stretch, keys: Tensor, log_decay: Tensor) -> None:
-        """keys: [rows, key_heads, k_dim] in the compute dtype; log_decay: [rows, heads] or by channel."""
-        kept_k, self.kept_u, decay = (states.parts[name][part.target] for name in ("k", "u", "decay"))
+        """keys: [rows, key_heads, k_dim] in the compute dtype; log_decay: [rows, heads] or by
+        channel.
+        """
+        kept_k, self.kept_u, decay = (
+            states.parts[name][part.target] for name in ("k", "u", "decay")
+        )
         self.begin = part.position % STATE_TILE
         self.end = self.begin + len(keys)
         kept_k[self.begin : self.end] = keys
         for row, own in enumerate(log_decay.clamp(min=LEAST_DECAY), self.begin):
             decay[row] = own + decay[row - 1] if row else own
         heads = self.kept_u.shape[1]
-        self.k = self._padded(kept_k[: self.end].repeat_interleave(heads // kept_k.shape[1], 1).float())
+        self.k = self._padded(
+            kept_k[: self.end].repeat_interleave(heads // kept_k.shape[1], 1).float()
+        )
         self.decay = self._padded(_by_channel(decay[: self.end]))  # G
         self.state = _state(states, part.target)
 
@@ -204,7 +227,9 @@ class _Tile:
         return torch.bmm(rows.transpose(0, 1), self.state).transpose(0, 1)
 
     def _over(self, count: int, total: Tensor, keys: Tensor, with_key: Tensor) -> Tensor:
-        """total + the sum over the first `count` rows of (key · with_key) u, one row after the other."""
+        """total + the sum over the first `count` rows of (key · with_key) u, one row after the
+        other.
+        """
         weights = (keys[:count] * with_key).sum(-1, keepdim=True)
         for j in range(count):
             total = total + weights[j] * self.kept_u[j].float()

@@ -60,8 +60,9 @@ class ValueNorm:
 class NormedLast:
     """Queries and keys rotated, and RMSNorm of each head of both behind that (Hunyuan).
 
-    It is made of operations that every kernel set has: the heads are rotated as those of a layer that stores nothing,
-    and what follows stores them unrotated. k_dim is v_dim, so that v passes through as heads, too; its own are kept.
+    It is made of operations that every kernel set has: the heads are rotated as those of a layer
+    that stores nothing, and what follows stores them unrotated. k_dim is v_dim, so that v passes
+    through as heads, too; its own are kept.
     """
 
     rotary: Rotary
@@ -72,9 +73,19 @@ class NormedLast:
     kernels: KernelSet
 
     def __call__(self, qkv: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-        """[num_tokens, q's size + k's size + v's size], before and after. `sizes` are those of q and k."""
-        rotated, first, second = kv.rotate(qkv, self.rotary, batch).flatten(1), self.sizes[0], sum(self.sizes)
-        parts = ((rotated[:, :first], self.q), (rotated[:, first:second], self.k), (qkv[:, second:], None))
+        """[num_tokens, q's size + k's size + v's size], before and after. `sizes` are those of q
+        and k.
+        """
+        rotated, first, second = (
+            kv.rotate(qkv, self.rotary, batch).flatten(1),
+            self.sizes[0],
+            sum(self.sizes),
+        )
+        parts = (
+            (rotated[:, :first], self.q),
+            (rotated[:, first:second], self.k),
+            (qkv[:, second:], None),
+        )
         return self.kernels.join(parts, self.eps)
 
 
@@ -82,7 +93,8 @@ class NormedLast:
 class ValueFactor:
     """Values multiplied by a number (MiMo-V2).
 
-    factors   [1, sum of `AttentionConfig.factor_groups`] in the compute dtype: 1 for the parts of q and k
+    factors   [1, sum of `AttentionConfig.factor_groups`] in the compute dtype: 1 for the parts of q
+              and k
     """
 
     factors: Tensor
@@ -95,25 +107,32 @@ class ValueFactor:
 
 @dataclass(frozen=True)
 class HeadGate:
-    """Factors of what attention returns, of the layer's input: one for each head, or for each channel of a head."""
+    """Factors of what attention returns, of the layer's input: one for each head, or for each
+    channel of a head.
+    """
 
     projection: Projection
     function: GateFunction
     kernels: KernelSet
 
     def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size], attended: [num_tokens, num_heads, v_dim] -> [num_tokens, num_heads * v_dim]"""
+        """x: [num_tokens, hidden_size], attended: [num_tokens, num_heads, v_dim] -> [num_tokens,
+        num_heads * v_dim]
+        """
         return self.kernels.gate(attended.flatten(1), self.projection(x), self.function)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query self-attention (Ainslie et al. 2023). `qkv` computes q, k and v, concatenated along the output.
+    """Grouped-query self-attention (Ainslie et al. 2023). `qkv` computes q, k and v, concatenated
+    along the output.
 
     norm    of q and k over all their heads; norms of single heads are in `rotary`
-    last    rotation of q and k with norms behind it, in layers that have these: `rotary` then rotates nothing
+    last    rotation of q and k with norms behind it, in layers that have these: `rotary` then
+            rotates nothing
     v_norm  of each head of v, which may be k too, or a factor of v; None: v is as it is projected
-    shares  whether keys and values are those of another layer, which has stored them: `qkv` computes q alone
+    shares  whether keys and values are those of another layer, which has stored them: `qkv`
+            computes q alone
     sinks   [num_heads] float32, or None (`KernelSet.attention`)
     gate    of the result of each head; None: there is none
     """
@@ -142,7 +161,9 @@ class Attention:
         return self.qkv.consumer if self.gate is None else None
 
     def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerCache) -> Tensor:
-        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns x's shape."""
+        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns
+        x's shape.
+        """
         assert kv is not None, "a layer with attention has pages"
         assert not isinstance(kv, PagedState)
         qkv = self.qkv(x) if self.norm is None else self.norm(self.qkv(x))
@@ -152,7 +173,9 @@ class Attention:
             qkv = self.last(qkv, batch, kv)
         q = kv.rotate(qkv, self.rotary, batch) if self.shares else kv.store(qkv, self.rotary, batch)
         consumer = self.o.consumer if self.gate is None else None
-        attended = kv.attend(q, batch, self.softmax_scale, self.window, self.soft_cap, self.sinks, consumer)
+        attended = kv.attend(
+            q, batch, self.softmax_scale, self.window, self.soft_cap, self.sinks, consumer
+        )
         if self.gate is not None:
             attended = self.gate(plain(x), plain(attended))
         return self.o(attended.flatten(1) if isinstance(attended, Tensor) else attended)

@@ -1,4 +1,6 @@
-"""A gated delta net (Yang et al. 2024, arXiv 2412.06464): project; convolve; recur; norm and gate; project back."""
+"""A gated delta net (Yang et al. 2024, arXiv 2412.06464): project; convolve; recur; norm and gate;
+project back.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +49,10 @@ class DeltaNet:
         heads = len(self.a_log)
         beta, log_decay = kernels.decays(ba[:, heads:], ba[:, :heads], self.a_log, self.dt_bias)
         q, k, v = mixed[:, :keys], mixed[:, keys : 2 * keys], mixed[:, 2 * keys :]
-        result = kernels.recurrence(q, k, v, beta, log_decay, states, sequences, delta=True, norm=True)
+        result = kernels.recurrence(
+            q, k, v, beta, log_decay, states, sequences, delta=True, norm=True
+        )
         z, size = projected[:, channels:], len(self.norm)
-        return self.out(kernels.gated_norm(result, z, self.norm, self.eps, size, True, self.out.consumer))
+        return self.out(
+            kernels.gated_norm(result, z, self.norm, self.eps, size, True, self.out.consumer)
+        )

@@ -31,22 +31,30 @@ class Embedding:
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """[num_tokens], and the position of each in its sequence -> [num_tokens, hidden_size]"""
-        rows = self.kernels.lookup(self.weight, token_ids, 1.0 if self.multiplier is None else self.multiplier)
+        rows = self.kernels.lookup(
+            self.weight, token_ids, 1.0 if self.multiplier is None else self.multiplier
+        )
         if self.norm is not None:
             rows = plain(self.norm(rows, None)[1])
         if self.projection is not None:
             rows = self.projection(rows)
-        return rows if self.positions is None else self.kernels.lookup(self.positions, positions, base=rows)
+        return (
+            rows
+            if self.positions is None
+            else self.kernels.lookup(self.positions, positions, base=rows)
+        )
 
 
 @dataclass(frozen=True)
 class LogitsHead:
-    """Hidden states [rows, hidden_size] -> float32 logits [rows, vocab_size]; quantized if the checkpoint's head is.
+    """Hidden states [rows, hidden_size] -> float32 logits [rows, vocab_size]; quantized if the
+    checkpoint's head is.
 
-    `weight` is what `kernels.pack` returned; `input_limit` is that of `Linear`. With a soft cap a logit x becomes
-    soft_cap * tanh(x / soft_cap) (Gemma 2, Riviere et al. 2024). `projection` comes before `weight`, if its rows are
-    of another size than hidden_size. `divisor` divides the logits. `float32`: they are not rounded to
-    the dtype of the hidden states; a weight without scales is in float32 then.
+    `weight` is what `kernels.pack` returned; `input_limit` is that of `Linear`. With a soft cap a
+    logit x becomes soft_cap * tanh(x / soft_cap) (Gemma 2, Riviere et al. 2024). `projection` comes
+    before `weight`, if its rows are of another size than hidden_size. `divisor` divides the logits.
+    `float32`: they are not rounded to the dtype of the hidden states; a weight without scales is in
+    float32 then.
     """
 
     weight: PackedWeight
@@ -79,4 +87,6 @@ class LogitsHead:
         """What `divisor` and `soft_cap` make of `product`."""
         if self.divisor is not None:
             logits = logits / self.divisor
-        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+        return (
+            logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+        )

@@ -1,5 +1,5 @@
-"""Kimi delta attention (Kimi Linear, 2025, arXiv 2510.26692): project; convolve; recur with a decay of each channel of
-a key; norm and gate; project back.
+"""Kimi delta attention (Kimi Linear, 2025, arXiv 2510.26692): project; convolve; recur with a decay
+of each channel of a key; norm and gate; project back.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from freight.operands.packed import Rows, plain
 
 @dataclass(frozen=True)
 class KimiDelta:
-    """`first` computes q, k and v, and `gates` what decides the decay of each channel, and beta of each head.
+    """`first` computes q, k and v, and `gates` what decides the decay of each channel, and beta of
+    each head.
 
-    Of the gate z of the result, and of the decays, there are two forms. In one step: `first` has z behind v, and
-    `gates` the decays before beta. In two: `gates` has the first step of both, with beta between them; `decay` and
-    `gate` are the second.
+    Of the gate z of the result, and of the decays, there are two forms. In one step: `first` has z
+    behind v, and `gates` the decays before beta. In two: `gates` has the first step of both, with
+    beta between them; `decay` and `gate` are the second.
 
     conv             [channels of q, k and v, width] in the compute dtype
     a_log, dt_bias   [heads] and [channels of k] float32 (`KernelSet.decays`)
@@ -56,16 +57,23 @@ class KimiDelta:
         mixed = kernels.convolve(projected[:, :channels], self.conv, None, True, states, sequences)
         beta, log_decay = kernels.decays(f, b, self.a_log, self.dt_bias, bound=self.bound)
         q, k, v = (mixed[:, at : at + size] for at in (0, size, 2 * size))
-        result = kernels.recurrence(q, k, v, beta, log_decay, states, sequences, delta=True, norm=True)
+        result = kernels.recurrence(
+            q, k, v, beta, log_decay, states, sequences, delta=True, norm=True
+        )
         normed = kernels.join(((result, self.norm),), self.eps)
         return self.out(kernels.gate(normed, z, GateFunction.SIGMOID))
 
     def _gates(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What decides decays, and beta, and the gate of the result, which is `z` if it is of one step."""
+        """What decides decays, and beta, and the gate of the result, which is `z` if it is of one
+        step.
+        """
         gates, heads = self.gates(x), len(self.a_log)
         if self.decay is None or self.gate is None:
             size = len(self.dt_bias)
             return gates[:, :size], gates[:, size:], z
         rank = (gates.shape[1] - heads) // 2
-        of_decay, of_gate = (self.kernels.join(((part, None),)) for part in (gates[:, :rank], gates[:, rank + heads :]))
+        of_decay, of_gate = (
+            self.kernels.join(((part, None),))
+            for part in (gates[:, :rank], gates[:, rank + heads :])
+        )
         return self.decay(of_decay), gates[:, rank : rank + heads], self.gate(of_gate)

@@ -1,7 +1,8 @@
-"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), absorbed: project; norm; multiply q by each head's keys;
-store; attend; multiply by each head's values; project back.
+"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), absorbed: project; norm; multiply q by
+each head's keys; store; attend; multiply by each head's values; project back.
 
-A prompt is computed as its decoded tokens are, from the latents that are stored, so both have the same bits.
+A prompt is computed as its decoded tokens are, from the latents that are stored, so both have the
+same bits.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from freight.operands.rotary import Rotary
 
 @dataclass(frozen=True)
 class Latent:
-    """`first` computes, side by side, the latent of q (or q itself), the latent of keys and values, and what all keys
-    share, which is rotated. Of the heads of q, the last channels are rotated.
+    """`first` computes, side by side, the latent of q (or q itself), the latent of keys and values,
+    and what all keys share, which is rotated. Of the heads of q, the last channels are rotated.
 
     q_norm, q_b    norm and projection of the latent of q; None: `first` computes q
     kv_norm        [latent]
-    keys, values   of each head: [latent, nope], which brings q into the latent, and [head_size, latent], which brings
-                   the result out of it (`KernelSet.by_head`)
+    keys, values   of each head: [latent, nope], which brings q into the latent, and [head_size,
+                   latent], which brings the result out of it (`KernelSet.by_head`)
     nope           channels of a head of q that are not rotated
     eps            of both norms
     shared         channels that all keys share: those that are rotated, or that a rope could rotate
@@ -61,7 +62,9 @@ class Latent:
         return self.first.consumer if self.gate is None else None
 
     def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerCache) -> Tensor:
-        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns x's shape."""
+        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns
+        x's shape.
+        """
         assert kv is not None, "a layer with latent attention has pages"
         assert not isinstance(kv, PagedState)
         kernels, rotated, latent = self.kernels, self.shared, len(self.kv_norm)
@@ -73,7 +76,10 @@ class Latent:
         absorbed = kernels.by_head(heads[:, :, : self.nope], self.keys)
         # the rotated channels come first, as in all heads that are rotated in part
         q = kernels.join(((heads[:, :, self.nope :], None), (absorbed, None))).flatten(1)
-        key = (projected[:, size + latent :], None), (projected[:, size : size + latent], self.kv_norm)
+        key = (
+            (projected[:, size + latent :], None),
+            (projected[:, size : size + latent], self.kv_norm),
+        )
         q = kv.store(kernels.join(((q, None), *key), self.eps), self.rotary, batch)
         attended = plain(kv.attend(q, batch, self.softmax_scale, None, None))
         result = kernels.by_head(attended, self.values)

@@ -13,9 +13,11 @@ from freight.operands.packed import PackedWeight, Rows, plain
 
 @dataclass(frozen=True)
 class Linear:
-    """x @ weight.T + bias; x [rows, in_features] -> [rows, out_features]. `weight` is what `kernels.pack` returned.
+    """x @ weight.T + bias; x [rows, in_features] -> [rows, out_features]. `weight` is what
+    `kernels.pack` returned.
 
-    `input_limit`: x is clipped to this magnitude first, which bounds dynamic scales (fbgemm's upper bound).
+    `input_limit`: x is clipped to this magnitude first, which bounds dynamic scales (fbgemm's upper
+    bound).
     """
 
     weight: PackedWeight
@@ -25,7 +27,9 @@ class Linear:
 
     @property
     def consumer(self) -> PackedWeight | None:
-        """The `consumer` (`KernelSet`) to pass to the operation whose output only this layer takes as input."""
+        """The `consumer` (`KernelSet`) to pass to the operation whose output only this layer takes
+        as input.
+        """
         return self.weight if self.input_limit is None else None
 
     def __call__(self, x: Rows) -> Tensor:

@@ -1,4 +1,6 @@
-"""Mamba-2 (Dao and Gu 2024, arXiv 2405.21060): project; convolve; recur; gate and norm; project back."""
+"""Mamba-2 (Dao and Gu 2024, arXiv 2405.21060): project; convolve; recur; gate and norm; project
+back.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ from freight.operands.packed import PackedWeight, Rows
 
 @dataclass(frozen=True)
 class Mamba2:
-    """`in_proj` computes, side by side, the gate z, what is convolved (x, B, C), and dt of each head.
+    """`in_proj` computes, side by side, the gate z, what is convolved (x, B, C), and dt of each
+    head.
 
-    It is one product, of which the parts are columns: where they end need not be where blocks of scales do.
+    It is one product, of which the parts are columns: where they end need not be where blocks of
+    scales do.
 
-    conv, conv_bias       [channels of x, B and C, width] and [channels] in the compute dtype; the bias may be None
+    conv, conv_bias       [channels of x, B and C, width] and [channels] in the compute dtype; the
+                          bias may be None
     a_log, skip, dt_bias  [heads] float32 (`KernelSet.decays`, `KernelSet.recurrence`)
     norm                  [channels of x] in the compute dtype
     group                 channels of x that are normed together
@@ -47,7 +52,9 @@ class Mamba2:
         return self.in_proj.consumer
 
     def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
-        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns x's shape."""
+        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns
+        x's shape.
+        """
         assert isinstance(cache, PagedState), "Mamba-2 has a state"
         kernels, states, sequences = self.kernels, cache.states, batch.sequences(cache.group)
         values, channels = len(self.norm), len(self.conv)
@@ -55,9 +62,15 @@ class Mamba2:
         z, dt = projected[:, :values], projected[:, values + channels :]
         convolved = projected[:, values : values + channels]
         mixed = kernels.convolve(convolved, self.conv, self.conv_bias, True, states, sequences)
-        v, k, q = mixed[:, :values], mixed[:, values : values + self.keys], mixed[:, values + self.keys :]
+        v, k, q = (
+            mixed[:, :values],
+            mixed[:, values : values + self.keys],
+            mixed[:, values + self.keys :],
+        )
         beta, log_decay = kernels.decays(dt, None, self.a_log, self.dt_bias, self.limits)
         result = kernels.recurrence(
             q, k, v, beta, log_decay, states, sequences, delta=False, norm=False, skip=self.skip
         )
-        return self.out(kernels.gated_norm(result, z, self.norm, self.eps, self.group, False, self.out.consumer))
+        return self.out(
+            kernels.gated_norm(result, z, self.norm, self.eps, self.group, False, self.out.consumer)
+        )

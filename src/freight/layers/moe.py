@@ -21,8 +21,8 @@ class Latent:
     """What surrounds experts that work in a smaller space (`MoEConfig.latent_size`).
 
     inner, outer   the projections to that space and back
-    add            adds what `outer` and the shared experts return: kernels add and norm in one pass, and what this one
-                   norms is not used. None without shared experts
+    add            adds what `outer` and the shared experts return: kernels add and norm in one
+                   pass, and what this one norms is not used. None without shared experts
     """
 
     inner: Projection
@@ -34,11 +34,13 @@ class Latent:
 class MoE:
     """Each row goes through the experts that the router chooses for it, and through `shared`.
 
-    gate            the router's matrix in float32, as `kernels.pack` returned it, with `bias` and `choice_bias`
-    gate_up, down   the matrices of all experts, as `kernels.pack_experts` returned them; without a gate, `gate_up` has
-                    those of up alone
+    gate            the router's matrix in float32, as `kernels.pack` returned it, with `bias` and
+                    `choice_bias`
+    gate_up, down   the matrices of all experts, as `kernels.pack_experts` returned them; without a
+                    gate, `gate_up` has those of up alone
     expert_scale    [num_experts] float32, or None: multiplies the weights that the router gives
-    shared          the experts that every row goes through, as one feed-forward; times a sigmoid of `shared_gate`
+    shared          the experts that every row goes through, as one feed-forward; times a sigmoid of
+                    `shared_gate`
     latent          None: the routed experts take the row itself
     """
 
@@ -58,7 +60,9 @@ class MoE:
     consumer: ClassVar[None] = None  # the router and every expert take the input
 
     def __call__(self, x: Rows, routed: Rows | None = None) -> Tensor:
-        """x: [num_tokens, hidden_size], and so are the result and `routed`, what the router takes if that is not x."""
+        """x: [num_tokens, hidden_size], and so are the result and `routed`, what the router takes
+        if that is not x.
+        """
         x = plain(x)
         chosen_by = x if routed is None else plain(routed)
         by_expert = (self.bias, self.choice_bias, self.expert_scale)
@@ -78,8 +82,8 @@ class MoE:
 
 @dataclass(frozen=True)
 class ExpertsBeside:
-    """Experts beside a feed-forward: each takes the residual stream with a norm of its own, and the norms of both
-    results are added (Gemma 4 26B-A4B). `post` is the weight of the experts' norm.
+    """Experts beside a feed-forward: each takes the residual stream with a norm of its own, and the
+    norms of both results are added (Gemma 4 26B-A4B). `post` is the weight of the experts' norm.
     """
 
     router_norm: RMSNorm
@@ -89,7 +93,9 @@ class ExpertsBeside:
     post: Tensor
 
     def __call__(self, x: Tensor, shared: Tensor) -> Tensor:
-        """x: the stream, shared: what the feed-forward made of it; both [num_tokens, hidden_size], and the result."""
+        """x: the stream, shared: what the feed-forward made of it; both [num_tokens, hidden_size],
+        and the result.
+        """
         (_, routed), (_, normed) = self.router_norm(x, None), self.norm(x, None)
         _, first = self.shared_norm(shared, None)
         total, _ = self.shared_norm(plain(first), self.moe(normed, routed), None, self.post)

@@ -28,7 +28,8 @@ class RMSNorm:
         consumer: PackedWeight | None = None,
         delta_weight: Tensor | None = None,
     ) -> tuple[Tensor, Rows]:
-        """x + delta (x if delta is None) and its norm, for `consumer` (`KernelSet`). x, delta: [rows, hidden_size].
+        """x + delta (x if delta is None) and its norm, for `consumer` (`KernelSet`). x, delta:
+        [rows, hidden_size].
 
         With `delta_weight` the norm of delta with that weight is added instead of delta.
         """

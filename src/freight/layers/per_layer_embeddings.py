@@ -1,7 +1,8 @@
 """What each token has for each layer alone: the per-layer embeddings of Gemma 4 (E2B, E4B).
 
-A vector of every layer is a row of a table, of which a step reads the rows of its tokens and nothing else, plus a norm
-of the projected embedding. They are computed once in a step, for all layers, and each layer gates its own.
+A vector of every layer is a row of a table, of which a step reads the rows of its tokens and
+nothing else, plus a norm of the projected embedding. They are computed once in a step, for all
+layers, and each layer gates its own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class LayerInputs:
     norm: RMSNorm
 
     def __call__(self, embedded: Tensor, token_ids: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] and [num_tokens] -> [num_tokens, layers, size] in the dtype of `embedded`"""
+        """[num_tokens, hidden_size] and [num_tokens] -> [num_tokens, layers, size] in the dtype of
+        `embedded`
+        """
         weight, kernels = self.norm.weight, self.norm.kernels
         # as columns: rows of all layers, one under another, would be more than those of the batch
         normed = kernels.join(((self.projection(embedded), weight),), self.norm.eps)
@@ -42,7 +45,9 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """One layer's part: down(activation(gate(x)) * vector), of which the norm with the weight `post` is added to x."""
+    """One layer's part: down(activation(gate(x)) * vector), of which the norm with the weight
+    `post` is added to x.
+    """
 
     gate: Projection
     down: Projection

@@ -1,18 +1,22 @@
 """Rotary position embedding: tables of cos and sin for every position, computed once.
 
-Inverse frequencies by kind, as transformers computes them (float32), so that checkpoints see the angles they were
-trained with:
+Inverse frequencies by kind, as transformers computes them (float32), so that checkpoints see the
+angles they were trained with:
 
 default   theta ** (-2i / d)  (Su et al. 2021)
 linear    positions divided by `factor` (Chen et al. 2023)
 llama3    long wavelengths divided by `factor`, short ones kept, a linear ramp between (Llama 3.1)
-yarn      the same idea with bounds in rotations, and attention scaled by `attention_factor` (Peng et al. 2023)
-longrope  every frequency divided by a factor of its own, from the short list or the long one (Ding et al. 2024). The
-          longest context that the tables are built for decides which list, so that keys in the cache stay valid
-proportional  as default, divided by `factor`, for the pairs of the highest frequencies; the others are not rotated
+yarn      the same idea with bounds in rotations, and attention scaled by `attention_factor` (Peng
+          et al. 2023)
+longrope  every frequency divided by a factor of its own, from the short list or the long one (Ding
+          et al. 2024). The longest context that the tables are built for decides which list, so
+          that keys in the cache stay valid
+proportional  as default, divided by `factor`, for the pairs of the highest frequencies; the others
+              are not rotated
 
-Where yarn has `llama_4_scaling_beta`, queries are multiplied by 1 + beta * ln(1 + floor(position / original length)),
-which keeps attention as sharp in long contexts as in short ones (Llama 4, Ministral 3).
+Where yarn has `llama_4_scaling_beta`, queries are multiplied by 1 + beta * ln(1 + floor(position /
+original length)), which keeps attention as sharp in long contexts as in short ones (Llama 4,
+Ministral 3).
 """
 
 from __future__ import annotations
@@ -28,14 +32,19 @@ from freight.config.rope import QUERY_SCALING, yarn_mscale
 from freight.operands.rotary import Rotary
 
 
-def build_ropes(configs: Sequence[RopeConfig], max_positions: int, device: str) -> Mapping[int | None, Rotary]:
-    """The tables of each rope, for positions below `max_positions`, by `AttentionConfig.rope`, without norms.
+def build_ropes(
+    configs: Sequence[RopeConfig], max_positions: int, device: str
+) -> Mapping[int | None, Rotary]:
+    """The tables of each rope, for positions below `max_positions`, by `AttentionConfig.rope`,
+    without norms.
 
     Those under None rotate no channel.
     """
     empty = torch.empty(max_positions, 0, dtype=torch.float32, device=device)
     tables: dict[int | None, Rotary] = {None: Rotary(empty, empty)}
-    return tables | {index: build_rope(config, max_positions, device) for index, config in enumerate(configs)}
+    return tables | {
+        index: build_rope(config, max_positions, device) for index, config in enumerate(configs)
+    }
 
 
 def build_rope(config: RopeConfig, max_positions: int, device: str) -> Rotary:
@@ -61,11 +70,13 @@ def _query_factor(config: RopeConfig, max_positions: int) -> Tensor | None:
 
 
 def half_pairs(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
-    """[num_heads * head_dim]: the channels of heads whose rope pairs (2i, 2i + 1), in the order of the kernels, which
-    pair (i, i + rotary_dim / 2)."""
+    """[num_heads * head_dim]: the channels of heads whose rope pairs (2i, 2i + 1), in the order of
+    the kernels, which pair (i, i + rotary_dim / 2)."""
     channels = torch.arange(head_dim, dtype=torch.int64, device="cpu")
     head = torch.cat((channels[0:rotary_dim:2], channels[1:rotary_dim:2], channels[rotary_dim:]))
-    return (torch.arange(num_heads, dtype=torch.int64, device="cpu")[:, None] * head_dim + head).flatten()
+    return (
+        torch.arange(num_heads, dtype=torch.int64, device="cpu")[:, None] * head_dim + head
+    ).flatten()
 
 
 def inverse_frequencies(config: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
@@ -84,11 +95,15 @@ def inverse_frequencies(config: RopeConfig, max_positions: int) -> tuple[Tensor,
             return _yarn(inverse, config, rotary_dim)
         case "proportional":
             turning = int(config.parameters.get("partial_rotary_factor", 1.0) * rotary_dim // 2)
-            inverse[turning:] = 0  # cos is 1 and sin 0: these channels stay what they are, to the bit
+            inverse[turning:] = (
+                0  # cos is 1 and sin 0: these channels stay what they are, to the bit
+            )
             return inverse / config.parameters.get("factor", 1.0), 1.0
         case "longrope":
             return _longrope(config, config.theta**exponents, max_positions)
-    raise AssertionError(f"rope kind {config.kind} passed parse_model_config but is not implemented")
+    raise AssertionError(
+        f"rope kind {config.kind} passed parse_model_config but is not implemented"
+    )
 
 
 def _llama3(inverse: Tensor, config: RopeConfig) -> Tensor:
@@ -107,7 +122,11 @@ def _yarn(inverse: Tensor, config: RopeConfig, rotary_dim: int) -> tuple[Tensor,
     factor, original = p["factor"], p["original_max_position_embeddings"]
 
     def rotations_to_dim(rotations: float) -> float:
-        return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+        return (
+            rotary_dim
+            * math.log(original / (rotations * 2 * math.pi))
+            / (2 * math.log(config.theta))
+        )
 
     low, high = rotations_to_dim(p.get("beta_fast", 32)), rotations_to_dim(p.get("beta_slow", 1))
     if p.get("truncate", True):
@@ -115,13 +134,16 @@ def _yarn(inverse: Tensor, config: RopeConfig, rotary_dim: int) -> tuple[Tensor,
     low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    ramp = (
+        (torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)
+    ).clamp(0, 1)
     kept = 1 - ramp  # 1: extrapolate (keep the frequency), 0: interpolate (divide it)
     return inverse / factor * (1 - kept) + inverse * kept, yarn_attention_factor(config)
 
 
 def yarn_attention_factor(config: RopeConfig) -> float:
-    """The checkpoint's `attention_factor`, else from `mscale` and `mscale_all_dim` (DeepSeek), else 0.1 ln(s) + 1.
+    """The checkpoint's `attention_factor`, else from `mscale` and `mscale_all_dim` (DeepSeek), else
+    0.1 ln(s) + 1.
 
     `attn_factor` multiplies the last two.
     """
@@ -131,7 +153,11 @@ def yarn_attention_factor(config: RopeConfig) -> float:
     multiplier = float(p.get("attn_factor", 1.0))
 
     if p.get("mscale") and p.get("mscale_all_dim"):
-        return multiplier * yarn_mscale(p["factor"], p["mscale"]) / yarn_mscale(p["factor"], p["mscale_all_dim"])
+        return (
+            multiplier
+            * yarn_mscale(p["factor"], p["mscale"])
+            / yarn_mscale(p["factor"], p["mscale_all_dim"])
+        )
     return multiplier * yarn_mscale(p["factor"])
 
 

@@ -1,4 +1,6 @@
-"""A short convolution between two gates, the mixer of LFM2 (Liquid AI 2025): out(c * convolution(b * x))."""
+"""A short convolution between two gates, the mixer of LFM2 (Liquid AI 2025): out(c * convolution(b
+* x)).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from freight.operands.packed import PackedWeight, Rows
 
 @dataclass(frozen=True)
 class ShortConv:
-    """`in_proj` computes b, c and x, concatenated along the output; what the convolution sees of the tokens before is
-    b * x, rounded to the compute dtype.
+    """`in_proj` computes b, c and x, concatenated along the output; what the convolution sees of
+    the tokens before is b * x, rounded to the compute dtype.
 
     weight   [channels, width] in the compute dtype, as `KernelSet.convolve` takes it
     bias     [channels] in it, or None
@@ -35,7 +37,9 @@ class ShortConv:
         return self.in_proj.consumer
 
     def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
-        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns x's shape."""
+        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns
+        x's shape.
+        """
         assert isinstance(cache, PagedState), "a layer with a convolution has states"
         kernels, size, projected = self.kernels, len(self.weight), self.in_proj(x)
         b, c, inputs = (projected[:, at : at + size] for at in (0, size, 2 * size))

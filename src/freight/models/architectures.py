@@ -22,14 +22,18 @@ def tensor_names(config: ModelConfig) -> TensorNames:
     names, (body, head) = ARCHITECTURES[config.architecture], config.prefixes
     if names.interleaved and config.separate_experts:
         common = TensorNames()
-        names = replace(names, interleaved=False, expert=common.expert, expert_gate_up=common.expert_gate_up)
+        names = replace(
+            names, interleaved=False, expert=common.expert, expert_gate_up=common.expert_gate_up
+        )
     unused = [(pattern, PREDICTS) for pattern in prediction_patterns(config)]
     unused += not_run("vision", *_experts_for_pictures(config, names))
     for index, mixer in config.attention.items():
         if mixer.kv_from is not None:
             own = (*names.attention.qkv[1:], names.attention.k_norm.removesuffix("weight"))
             reason = f"the layer reads the keys and values of layer {mixer.kv_from}"
-            unused += [(f"{body}{names.layer.format(index)}{name.rstrip('.')}.*", reason) for name in own]
+            unused += [
+                (f"{body}{names.layer.format(index)}{name.rstrip('.')}.*", reason) for name in own
+            ]
     return replace(
         names,
         unused=(*names.unused, *unused),
@@ -47,15 +51,21 @@ def tensor_names(config: ModelConfig) -> TensorNames:
 
 
 def skipped_parts(config: ModelConfig, tensors: Collection[str]) -> dict[str, int]:
-    """The number of `tensors` that the decoder does not need, by the reason that `TensorNames.unused` gives."""
+    """The number of `tensors` that the decoder does not need, by the reason that
+    `TensorNames.unused` gives.
+    """
     unused = () if config.foreign is not None else tensor_names(config).unused
-    reasons = {name: reason for pattern, reason in unused for name in fnmatch.filter(tensors, pattern)}
+    reasons = {
+        name: reason for pattern, reason in unused for name in fnmatch.filter(tensors, pattern)
+    }
     return dict(Counter(reasons.values()))
 
 
 def _experts_for_pictures(config: ModelConfig, names: TensorNames) -> list[str]:
     """Patterns of the experts whose numbers follow those of text (`TensorNames.for_pictures`)."""
-    mixtures = [layer.feed_forward for layer in config.layers if isinstance(layer.feed_forward, MoEConfig)]
+    mixtures = [
+        layer.feed_forward for layer in config.layers if isinstance(layer.feed_forward, MoEConfig)
+    ]
     count = max((moe.num_experts for moe in mixtures), default=0) if names.for_pictures else 0
     return [f"*.{names.expert.format(number)}*" for number in range(count, 2 * count)]
 

@@ -1,4 +1,6 @@
-"""The decoder: embedding, layers of mixer and MLP, norm, head. Data tells the families apart, not classes."""
+"""The decoder: embedding, layers of mixer and MLP, norm, head. Data tells the families apart, not
+classes.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class MLP:
     def __call__(self, x: Rows) -> Tensor:
         """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`."""
         if isinstance(self.activation, Activation):
-            return self.down(self.kernels.activated(self.gate_up(x), self.activation, self.down.consumer))
+            return self.down(
+                self.kernels.activated(self.gate_up(x), self.activation, self.down.consumer)
+            )
         return self.down(self.kernels.gated(self.gate_up(x), self.activation, self.down.consumer))
 
 
@@ -56,9 +60,11 @@ class Mixer(Protocol):
         ...
 
     def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache, /) -> Tensor:
-        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns x's shape.
+        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns
+        x's shape.
 
-        `cache` is what the layer has of the tokens before, of the mixer's own kind: a `LayerKV` for attention.
+        `cache` is what the layer has of the tokens before, of the mixer's own kind: a `LayerKV` for
+        attention.
         """
         ...
 
@@ -66,9 +72,10 @@ class Mixer(Protocol):
 class Residual(NamedTuple):
     """The residual stream, [num_tokens, hidden_size], with its last addition still to come.
 
-    It is x + delta (x if delta is None), or with `delta_weight` x + the RMSNorm of delta: the next norm adds, so that
-    both are one pass over the rows. `inputs`, [num_tokens, layers, size], is what the next layer and those behind it
-    have of each token (`layers/per_layer_embeddings.py`), in models that have it.
+    It is x + delta (x if delta is None), or with `delta_weight` x + the RMSNorm of delta: the next
+    norm adds, so that both are one pass over the rows. `inputs`, [num_tokens, layers, size], is
+    what the next layer and those behind it have of each token (`layers/per_layer_embeddings.py`),
+    in models that have it.
     """
 
     x: Tensor
@@ -81,24 +88,30 @@ class Residual(NamedTuple):
         return norm(self.x, self.delta, consumer, self.delta_weight)
 
     def summed(self, norm: Norm) -> Tensor:
-        """The stream, added up. `norm` has the eps; what it norms is not used, as kernels add and norm in one pass."""
+        """The stream, added up. `norm` has the eps; what it norms is not used, as kernels add and
+        norm in one pass.
+        """
         return self.x if self.delta is None else self.normed(norm)[0]
 
     def rows(self, index: Tensor) -> Residual:
-        return self._replace(x=self.x[index], delta=None if self.delta is None else self.delta[index], inputs=None)
+        return self._replace(
+            x=self.x[index], delta=None if self.delta is None else self.delta[index], inputs=None
+        )
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """x += mixer(norm(x)); x += mlp(norm(x)); where `mixer_post` and `mlp_post` are not None, they are the weights of a
-    norm of what is added. With `post` the norms are of the sums instead: x = norm(x + mixer(x)); x = norm(x + mlp(x)).
+    """x += mixer(norm(x)); x += mlp(norm(x)); where `mixer_post` and `mlp_post` are not None, they
+    are the weights of a norm of what is added. With `post` the norms are of the sums instead: x =
+    norm(x + mixer(x)); x = norm(x + mlp(x)).
 
-    With `outputs_only` the inputs are not normed: x += norm(mixer(x)); x += norm(mlp(x)).
-    A layer without a mixer, or without `mlp`, is one of the two parts, and has no norm for the other.
+    With `outputs_only` the inputs are not normed: x += norm(mixer(x)); x += norm(mlp(x)). A layer
+    without a mixer, or without `mlp`, is one of the two parts, and has no norm for the other.
 
-    The norms of what `mlp` and the experts of `beside` compute are added, where there are such experts.
-    `input` adds what the tokens have for this layer alone, as x += input(x). `scalar`, [1] in the compute dtype,
-    multiplies the result; the weight of the norm of what is added last then has it already.
+    The norms of what `mlp` and the experts of `beside` compute are added, where there are such
+    experts. `input` adds what the tokens have for this layer alone, as x += input(x). `scalar`, [1]
+    in the compute dtype, multiplies the result; the weight of the norm of what is added last then
+    has it already.
     """
 
     mixer_norm: Norm | None
@@ -114,12 +127,16 @@ class DecoderLayer:
     beside: ExpertsBeside | None = None
 
     def __call__(self, stream: Residual, batch: ForwardBatch, cache: LayerCache) -> Residual:
-        """`cache`: what the layer's mixer takes; None for a layer that keeps nothing of the tokens before."""
+        """`cache`: what the layer's mixer takes; None for a layer that keeps nothing of the tokens
+        before.
+        """
         mixer, mlp = self.mixer, self.mlp
         if mixer is not None:
             assert self.mixer_norm is not None
             x, normed = self._before(stream, self.mixer_norm, mixer.consumer)
-            stream = self._behind(x, mixer(normed, batch, cache), self.mixer_norm, self.mixer_post, stream.inputs)
+            stream = self._behind(
+                x, mixer(normed, batch, cache), self.mixer_norm, self.mixer_post, stream.inputs
+            )
         if mlp is None:
             return stream
         assert self.mlp_norm is not None
@@ -135,14 +152,18 @@ class DecoderLayer:
             x = self.mlp_norm.kernels.gate(x, self.scalar[None], GateFunction.IDENTITY)
         return self._behind(x, delta, self.mlp_norm, weight, inputs)
 
-    def _before(self, stream: Residual, norm: Norm, consumer: PackedWeight | None) -> tuple[Tensor, Rows]:
+    def _before(
+        self, stream: Residual, norm: Norm, consumer: PackedWeight | None
+    ) -> tuple[Tensor, Rows]:
         """The stream, added up, and what a part takes of it."""
         if self.post or self.outputs_only:
             x = stream.x if self.post else stream.summed(norm)
             return x, x
         return stream.normed(norm, consumer)
 
-    def _behind(self, x: Tensor, delta: Tensor, norm: Norm, weight: Tensor | None, inputs: Tensor | None) -> Residual:
+    def _behind(
+        self, x: Tensor, delta: Tensor, norm: Norm, weight: Tensor | None, inputs: Tensor | None
+    ) -> Residual:
         """The stream behind a part that adds `delta`."""
         if self.post:
             return Residual(plain(Residual(x, delta).normed(norm)[1]), inputs=inputs)
@@ -155,8 +176,11 @@ class DecoderLayer:
         assert norm is not None
         return norm
 
-    def whole(self, x: Tensor, batch: ForwardBatch, cache: LayerCache, inputs: Tensor | None = None) -> Tensor:
-        """The layer alone, for work that goes through a model layer by layer: x and the result are added up.
+    def whole(
+        self, x: Tensor, batch: ForwardBatch, cache: LayerCache, inputs: Tensor | None = None
+    ) -> Tensor:
+        """The layer alone, for work that goes through a model layer by layer: x and the result are
+        added up.
 
         inputs: [num_tokens, 1, size], this layer's, in models that have them.
         """
@@ -206,12 +230,16 @@ class Decoder:
 
     @property
     def rotaries(self) -> tuple[Rotary | None, ...]:
-        """What each layer does to queries and keys; layers with the same rope share its tables. None: it has none."""
+        """What each layer does to queries and keys; layers with the same rope share its tables.
+        None: it has none.
+        """
         mixers = (layer.mixer for layer in self.layers)
         return tuple(mixer.rotary if isinstance(mixer, Attention) else None for mixer in mixers)
 
     def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
-        """Run one step and return float32 logits [num_logit_rows, vocab_size]; K and V go into `kv_cache`."""
+        """Run one step and return float32 logits [num_logit_rows, vocab_size]; K and V go into
+        `kv_cache`.
+        """
         return self.logits(self.hidden(batch, kv_cache))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -219,16 +247,17 @@ class Decoder:
         return self.head(hidden)
 
     def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
-        """Run one step and return its final states, [num_logit_rows, hidden_size]; K and V go into `kv_cache`.
+        """Run one step and return its final states, [num_logit_rows, hidden_size]; K and V go into
+        `kv_cache`.
 
-        They are normed, if the model has a last norm. Logits take far more memory than these, so their rows can be
-        computed a few at a time.
+        They are normed, if the model has a last norm. Logits take far more memory than these, so
+        their rows can be computed a few at a time.
         """
         return self.layers_over(self.begin(batch), batch, kv_cache)
 
     def by_kernels(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
-        """The part of `forward` that kernels alone can compute: up to the head's product, or to the head where torch
-        has a part in that."""
+        """The part of `forward` that kernels alone can compute: up to the head's product, or to the
+        head where torch has a part in that."""
         hidden = self.hidden(batch, kv_cache)
         return self.head.product(hidden) if self.head.begins_with_kernels else hidden
 
@@ -237,12 +266,16 @@ class Decoder:
         return self.head.bounded(computed) if self.head.begins_with_kernels else self.head(computed)
 
     def begin(self, batch: ForwardBatch) -> Residual:
-        """The stream that the first layer takes: the rows of the embedding, and what tokens have for single layers."""
+        """The stream that the first layer takes: the rows of the embedding, and what tokens have
+        for single layers.
+        """
         embedded = self.embedding(batch.token_ids, batch.positions)
         own = None if self.layer_inputs is None else self.layer_inputs(embedded, batch.token_ids)
         return Residual(embedded, inputs=own)
 
-    def layers_over(self, stream: Residual, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
+    def layers_over(
+        self, stream: Residual, batch: ForwardBatch, kv_cache: Sequence[LayerCache]
+    ) -> Tensor:
         """`hidden` behind `begin`: the layers and the last norm."""
         for layer, cache in zip(self.layers, kv_cache, strict=True):
             stream = layer(stream, batch, cache)

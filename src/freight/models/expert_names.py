@@ -1,15 +1,16 @@
 """Experts as a checkpoint may store them otherwise, presented under the hub's names.
 
-transformers keeps all experts of a layer in two 3-D tensors, `mlp.experts.gate_up_proj` [experts, 2 * width, hidden]
-and `mlp.experts.down_proj` [experts, hidden, width], and writes them so when it is asked not to restore a model's
-first format. Experts without a gate have `up_proj` instead. The scales of its FP8 models lie beside them
-(`gate_up_proj_scale_inv`). Qwen3-VL's files have them as
-[experts, hidden, 2 * width] and [experts, width, hidden]. It also names the modules of Mixtral as those of its other
-families. Loading, quantizing and inspecting see the separate matrices of `shapes.py`, whatever is stored: each is read
-as a part, and no tensor of all experts is copied.
+transformers keeps all experts of a layer in two 3-D tensors, `mlp.experts.gate_up_proj` [experts, 2
+* width, hidden] and `mlp.experts.down_proj` [experts, hidden, width], and writes them so when it is
+asked not to restore a model's first format. Experts without a gate have `up_proj` instead. The
+scales of its FP8 models lie beside them (`gate_up_proj_scale_inv`). Qwen3-VL's files have them as
+[experts, hidden, 2 * width] and [experts, width, hidden]. It also names the modules of Mixtral as
+those of its other families. Loading, quantizing and inspecting see the separate matrices of
+`shapes.py`, whatever is stored: each is read as a part, and no tensor of all experts is copied.
 
-gpt-oss has 3-D tensors with gate and up in turn, and loads from them as they are. In FP8 its experts are separate
-matrices, under the names that llm-compressor gives them (`ModelConfig.separate_experts`).
+gpt-oss has 3-D tensors with gate and up in turn, and loads from them as they are. In FP8 its
+experts are separate matrices, under the names that llm-compressor gives them
+(`ModelConfig.separate_experts`).
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ _INPUTS = ("activation_scale", "input_scale")
 def present_experts(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme) -> None:
     """Give the tensors of a mixture of experts the names that `tensor_shapes` has.
 
-    Raises CheckpointError for a 3-D tensor of another shape than config.json asks for, for scales that cannot be
-    divided by expert and by gate and up, and for a matrix that is there in both forms.
+    Raises CheckpointError for a 3-D tensor of another shape than config.json asks for, for scales
+    that cannot be divided by expert and by gate and up, and for a matrix that is there in both
+    forms.
     """
     names = tensor_names(config)
     if names.interleaved:
@@ -56,14 +58,16 @@ def present_experts(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme)
             _rename(checkpoint, prefix, layer.feed_forward, names)
             channels = layer.feed_forward.expert_channels(config.hidden_size)
             both = _stacked(prefix, layer.feed_forward, channels, names)
-            turned = names.stacked_turned and any(_is_turned(checkpoint, stacked) for stacked in both)
+            turned = names.stacked_turned and any(
+                _is_turned(checkpoint, stacked) for stacked in both
+            )
             for stacked in both:
                 _divide(checkpoint, stacked, scheme, turned)
 
 
 def present_written(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Give modules that transformers writes under another name than the hub's files the names of the latter
-    (`TensorNames.also`), in layers where that is a module and is missing."""
+    """Give modules that transformers writes under another name than the hub's files the names of
+    the latter (`TensorNames.also`), in layers where that is a module and is missing."""
     names = tensor_names(config)
     shapes = tensor_shapes(config) if names.also else {}
     for index in range(config.num_layers) if names.also else ():
@@ -72,24 +76,33 @@ def present_written(checkpoint: Checkpoint, config: ModelConfig) -> None:
             if f"{prefix}{own}.weight" not in shapes or f"{prefix}{own}.weight" in checkpoint.names:
                 continue
             module = prefix + written
-            for stored in sorted(name for name in checkpoint.names if name.rpartition(".")[0] == module):
-                checkpoint.divide(stored, {f"{prefix}{own}.{stored.rpartition('.')[2]}": ((), module)})
+            for stored in sorted(
+                name for name in checkpoint.names if name.rpartition(".")[0] == module
+            ):
+                checkpoint.divide(
+                    stored, {f"{prefix}{own}.{stored.rpartition('.')[2]}": ((), module)}
+                )
 
 
 def as_stored(config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
-    """`config` for a checkpoint that has `tensors`: experts in one tensor for a layer, or separate matrices."""
+    """`config` for a checkpoint that has `tensors`: experts in one tensor for a layer, or separate
+    matrices.
+    """
     apart = replace(config, separate_experts=True)
     if not tensor_names(config).interleaved:
         return config
     names = tensor_names(apart)
-    first = (names.layer.format(index) + names.expert.format(0) for index in range(config.num_layers))
+    first = (
+        names.layer.format(index) + names.expert.format(0) for index in range(config.num_layers)
+    )
     found = any(f"{prefix}{names.expert_down}.weight" in tensors for prefix in first)
     return apart if found else config
 
 
 def separate(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
-    """`config` with experts as separate matrices, and `checkpoint` presented so: gate, up and down of each expert are
-    parts of the tensors [experts, inputs, outputs] and of their biases. Every layer has such tensors in 16 or 32 bits.
+    """`config` with experts as separate matrices, and `checkpoint` presented so: gate, up and down
+    of each expert are parts of the tensors [experts, inputs, outputs] and of their biases. Every
+    layer has such tensors in 16 or 32 bits.
     """
     assert tensor_names(config).interleaved
     stored = tensor_names(config)
@@ -136,18 +149,24 @@ def _rename(checkpoint: Checkpoint, prefix: str, moe: MoEConfig, names: TensorNa
 
 
 def _common(names: TensorNames) -> TensorNames:
-    """transformers' names for the experts that `names` names: of up and down alone where there is no gate."""
+    """transformers' names for the experts that `names` names: of up and down alone where there is
+    no gate.
+    """
     return replace(_COMMON, expert_gate_up=_COMMON.expert_gate_up[-len(names.expert_gate_up) :])
 
 
 def _modules(names: TensorNames, expert: int) -> list[str]:
     """Gate, up and down of one expert, or up and down."""
-    return [names.expert.format(expert) + part for part in (*names.expert_gate_up, names.expert_down)]
+    return [
+        names.expert.format(expert) + part for part in (*names.expert_gate_up, names.expert_down)
+    ]
 
 
 @dataclass(frozen=True)
 class _Stacked:
-    """One 3-D tensor: `modules` are those of each expert, in the order of their `rows`, by (own name, common name)."""
+    """One 3-D tensor: `modules` are those of each expert, in the order of their `rows`, by (own
+    name, common name).
+    """
 
     name: str
     rows: int
@@ -159,12 +178,17 @@ class _Stacked:
         return len(self.modules), len(self.modules[0]) * self.rows, self.columns
 
 
-def _stacked(prefix: str, moe: MoEConfig, channels: int, names: TensorNames) -> tuple[_Stacked, ...]:
-    """gate_up and down of a layer, or gate, up and down, or up and down; `rows` of one module. channels: those that an
-    expert takes and returns."""
+def _stacked(
+    prefix: str, moe: MoEConfig, channels: int, names: TensorNames
+) -> tuple[_Stacked, ...]:
+    """gate_up and down of a layer, or gate, up and down, or up and down; `rows` of one module.
+    channels: those that an expert takes and returns."""
     common = _common(names)
     modules = [
-        [(prefix + own, prefix + its) for own, its in zip(_modules(names, i), _modules(common, i), strict=True)]
+        [
+            (prefix + own, prefix + its)
+            for own, its in zip(_modules(names, i), _modules(common, i), strict=True)
+        ]
         for i in range(moe.num_experts)
     ]
     *before, down = (prefix + name for name in names.stacked)
@@ -172,7 +196,12 @@ def _stacked(prefix: str, moe: MoEConfig, channels: int, names: TensorNames) -> 
     each = len(moe.up_sizes) // len(before)  # modules of a tensor
     return (
         *(
-            _Stacked(name, width, channels, tuple(tuple(of[at * each : (at + 1) * each]) for of in modules))
+            _Stacked(
+                name,
+                width,
+                channels,
+                tuple(tuple(of[at * each : (at + 1) * each]) for of in modules),
+            )
             for at, name in enumerate(before)
         ),
         _Stacked(down, channels, width, tuple((of[-1],) for of in modules)),
@@ -180,15 +209,20 @@ def _stacked(prefix: str, moe: MoEConfig, channels: int, names: TensorNames) -> 
 
 
 def _is_turned(checkpoint: Checkpoint, stacked: _Stacked) -> bool:
-    """Whether it is stored as [experts, inputs, outputs], by its shape. Of the two tensors of a layer, at most one has
-    the same shape in both orders."""
+    """Whether it is stored as [experts, inputs, outputs], by its shape. Of the two tensors of a
+    layer, at most one has the same shape in both orders."""
     experts, outputs, inputs = stacked.shape
     turned = (experts, inputs, outputs)
-    return stacked.name in checkpoint.names and checkpoint.shape_of(stacked.name) == turned != stacked.shape
+    return (
+        stacked.name in checkpoint.names
+        and checkpoint.shape_of(stacked.name) == turned != stacked.shape
+    )
 
 
 def _divide(checkpoint: Checkpoint, stacked: _Stacked, scheme: Scheme, turned: bool) -> None:
-    """The weight and the scales beside it, expert by expert; `turned`: inputs come before outputs in all of them."""
+    """The weight and the scales beside it, expert by expert; `turned`: inputs come before outputs
+    in all of them.
+    """
     declared = scheme.linear(stacked.modules[0][0][1])
     for suffix, kind in _SUFFIXES.items():
         name = stacked.name + suffix

@@ -1,4 +1,6 @@
-"""The matrices of a layer's experts, read one after the other, as `KernelSet.pack_experts` takes them."""
+"""The matrices of a layer's experts, read one after the other, as `KernelSet.pack_experts` takes
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,20 @@ class Read:
 def expert_matrices(
     source: WeightSource, shapes: Mapping[str, tuple[int, ...]], names: Sequence[Sequence[str]]
 ) -> Iterator[Weight]:
-    """The matrix of each expert, of the tensors `names`. Raises CheckpointError where they are not of one kind."""
-    scales = [scale for group in names for name in group if (scale := source.input_scale(name)) is not None]
+    """The matrix of each expert, of the tensors `names`. Raises CheckpointError where they are not
+    of one kind.
+    """
+    scales = [
+        scale
+        for group in names
+        for name in group
+        if (scale := source.input_scale(name)) is not None
+    ]
     largest, first = max(scales, default=None), None
     for group in names:
-        weights = [replace(source.weight(name, shapes[name]), input_scale=largest) for name in group]
+        weights = [
+            replace(source.weight(name, shapes[name]), input_scale=largest) for name in group
+        ]
         first = first or replace(weights[0], data=weights[0].data[:0])
         if not Weight.mergeable(weights) or not Weight.alike([first, weights[0]]):
             raise CheckpointError(

@@ -1,11 +1,13 @@
-"""Models that Freight has no row for: transformers' own modules over Freight's cache, attention and FP8 weights.
+"""Models that Freight has no row for: transformers' own modules over Freight's cache, attention and
+FP8 weights.
 
-The modules compute everything but attention, and every matrix that is in FP8. A function that is registered with
-transformers stores each layer's keys and values, which are rotated already, and attends over the pages. What the model
-gives is compared with transformers' eager attention on a few tokens before it is used, with the same modules.
+The modules compute everything but attention, and every matrix that is in FP8. A function that is
+registered with transformers stores each layer's keys and values, which are rotated already, and
+attends over the pages. What the model gives is compared with transformers' eager attention on a few
+tokens before it is used, with the same modules.
 
-Not promised here: that a row has the same bits whatever is computed beside it. torch's matrix products choose their
-order of summation by the number of rows.
+Not promised here: that a row has the same bits whatever is computed beside it. torch's matrix
+products choose their order of summation by the number of rows.
 """
 
 from __future__ import annotations
@@ -33,7 +35,14 @@ from freight.fp8.weights import fit_rows
 from freight.kernels.interface import KernelSet
 from freight.layers.linear import Linear
 from freight.models.fallback_check import self_check
-from freight.models.fallback_probe import attention, body_of, causal_class, hf_config, plain_linears, run_body
+from freight.models.fallback_probe import (
+    attention,
+    body_of,
+    causal_class,
+    hf_config,
+    plain_linears,
+    run_body,
+)
 from freight.models.fallback_words import refused
 from freight.models.held_tensors import held_tensors
 from freight.operands.batch import ForwardBatch
@@ -54,7 +63,9 @@ AttentionMaskInterface.register(ATTENTION, _no_mask)
 
 @dataclass
 class _Step:
-    """One forward pass, as the attention of each layer sees it. `calls` counts the layers that attended."""
+    """One forward pass, as the attention of each layer sees it. `calls` counts the layers that
+    attended.
+    """
 
     model: TransformersModel
     batch: ForwardBatch
@@ -62,7 +73,13 @@ class _Step:
     calls: int = field(default=0)
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, given: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        given: Mapping[str, Any],
     ) -> tuple[Tensor, None]:
         """q, k, v: [1, heads, num_tokens, dim], rotated; gives [1, num_tokens, num_heads, v_dim]."""
         index = self.model.layer_of[id(module)]
@@ -76,7 +93,9 @@ class _Step:
 
 
 class _States(MoeModelOutputWithPast):
-    """What a body returns, of which only the final states are there: heads of some models look for more."""
+    """What a body returns, of which only the final states are there: heads of some models look for
+    more.
+    """
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -115,7 +134,10 @@ class TransformersModel:
     def layer_of(self) -> dict[int, int]:
         """The layer of each attention module, by its identity."""
         assert self.config.foreign is not None
-        return {id(self.causal.get_submodule(name)): i for i, name in enumerate(self.config.foreign.attention)}
+        return {
+            id(self.causal.get_submodule(name)): i
+            for i, name in enumerate(self.config.foreign.attention)
+        }
 
     @cached_property
     def _head(self) -> nn.Module:
@@ -133,7 +155,9 @@ class TransformersModel:
         step = _Step(self, batch, kv_cache)
         states = run_body(body_of(self.causal)[1], batch.token_ids, batch.positions, step)
         if step.calls != self.config.num_layers:
-            raise CheckpointError(f"{step.calls} of {self.config.num_layers} layers attended over the cache")
+            raise CheckpointError(
+                f"{step.calls} of {self.config.num_layers} layers attended over the cache"
+            )
         return states[batch.logit_rows] if len(batch.logit_rows) < len(states) else states
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -142,7 +166,9 @@ class TransformersModel:
         return logits[0].float()
 
     def eager_logits(self, token_ids: Tensor) -> Tensor:
-        """What transformers' eager attention gives for one sequence: float32 [num_tokens, vocab_size]."""
+        """What transformers' eager attention gives for one sequence: float32 [num_tokens,
+        vocab_size].
+        """
         self.causal.set_attn_implementation("eager")
         try:
             logits: Tensor = self.causal(input_ids=token_ids[None], use_cache=False).logits
@@ -159,7 +185,9 @@ class TransformersModel:
             for p in m.parameters()
         }
         inner = sum(p.nbytes for p in self.causal.parameters() if id(p) not in outer)
-        packed = tuple(module.linear for module in self.causal.modules() if isinstance(module, FreightLinear))
+        packed = tuple(
+            module.linear for module in self.causal.modules() if isinstance(module, FreightLinear)
+        )
         return inner + sum(held_tensors(packed).values()), sum(outer.values())
 
 
@@ -173,10 +201,11 @@ def load_foreign(
     device: str,
     scheme: Scheme,
 ) -> TransformersModel:
-    """As `load_model`, through transformers' loading; routers and experts that are no Linear keep 16 or 32 bits.
+    """As `load_model`, through transformers' loading; routers and experts that are no Linear keep
+    16 or 32 bits.
 
-    Raises CheckpointError where tensors and modules do not fit, and where the model does not pass its check, and
-    ConfigError where FP8 is asked for and no matrix can be rounded to it.
+    Raises CheckpointError where tensors and modules do not fit, and where the model does not pass
+    its check, and ConfigError where FP8 is asked for and no matrix can be rounded to it.
     """
     assert config.foreign is not None
     free = frozenset((config.foreign.embedding, config.foreign.head))
@@ -187,10 +216,15 @@ def load_foreign(
     model = TransformersModel(config, causal, kernels, (Rotary(empty, empty),) * config.num_layers)
     if not stored:
         self_check(model, compute_format, False, device)
-    linears = {f"{name}.weight": cast(nn.Linear, causal.get_submodule(name)) for name in plain_linears(causal)}
+    linears = {
+        f"{name}.weight": cast(nn.Linear, causal.get_submodule(name))
+        for name in plain_linears(causal)
+    }
     unmatched = sorted(set(stored) - set(linears))
     if unmatched:
-        raise refused(config.model_type, f"{unmatched[0]} is stored in FP8, and its module is no Linear")
+        raise refused(
+            config.model_type, f"{unmatched[0]} is stored in FP8, and its module is no Linear"
+        )
     rounds = weight_format.is_fp8 and scheme.weight_format is None
     rounded = config.foreign.rounded if rounds else ()
     if rounds and not rounded:
@@ -218,7 +252,9 @@ def _replace(causal: PreTrainedModel, name: str, weight: Weight, kernels: Kernel
 
 def _refuse_other_fp8(checkpoint: Checkpoint, known: frozenset[str]) -> None:
     for name in sorted(checkpoint.names - known):
-        if checkpoint.entry(name).dtype.startswith("F8_E") and not checkpoint.entry(name).dtype.endswith("M0"):
+        if checkpoint.entry(name).dtype.startswith("F8_E") and not checkpoint.entry(
+            name
+        ).dtype.endswith("M0"):
             raise CheckpointError(
                 f"{checkpoint.path}: {name} is stored in FP8, and no Linear of transformers' modules has that name; "
                 "use the model in 16 bits"

@@ -1,8 +1,10 @@
-"""The check of a model that runs through transformers' modules: the same logits as with transformers' own attention.
+"""The check of a model that runs through transformers' modules: the same logits as with
+transformers' own attention.
 
-Two sequences of random tokens go through the cache, the first in two steps, the second beside its second part. So the
-check fails for positions that are not used, for anything that mixes tokens outside of attention, and for attention
-that sees more or less than it should. The reference has the same modules, so no memory is needed for another model.
+Two sequences of random tokens go through the cache, the first in two steps, the second beside its
+second part. So the check fails for positions that are not used, for anything that mixes tokens
+outside of attention, and for attention that sees more or less than it should. The reference has the
+same modules, so no memory is needed for another model.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from freight.fp8.formats import Format
 from freight.kernels.interface import KernelSet
 from freight.operands.batch import ForwardBatch
 
-# Error of the logits, relative to their spread. Attention sums in another order and rounds elsewhere; FP8 activations
-# round these differences up to a whole step. A fault of positions or masks gives 0.3 and more.
+# Error of the logits, relative to their spread. Attention sums in another order and rounds
+# elsewhere; FP8 activations round these differences up to a whole step. A fault of positions or
+# masks gives 0.3 and more.
 TOLERANCE = {Format.FLOAT32: 1e-3, Format.FLOAT16: 2e-2, Format.BFLOAT16: 0.1}
 TOLERANCE_FP8 = 0.25
 _BLOCK = 16
@@ -46,7 +49,9 @@ class Checked(Protocol):
 
 @torch.inference_mode()
 def self_check(model: Checked, compute_format: Format, fp8: bool, device: str) -> float:
-    """The error found. Raises CheckpointError where it is above what rounding explains, or what a module raised."""
+    """The error found. Raises CheckpointError where it is above what rounding explains, or what a
+    module raised.
+    """
     try:
         error = _measure(model, compute_format, device)
     except CheckpointError:
@@ -71,25 +76,35 @@ def _measure(model: Checked, compute_format: Format, device: str) -> float:
     config = model.config
     spec = cache_spec(KVCacheConfig(compute_format, None, None, None), config, _BLOCK)
     blocks = spec.blocks_of(3 * _BLOCK)
-    pool = allocate_pool(spec, KVCacheConfig(compute_format, None, None, None), blocks, model.kernels, device)
+    pool = allocate_pool(
+        spec, KVCacheConfig(compute_format, None, None, None), blocks, model.kernels, device
+    )
     draw = torch.Generator("cpu").manual_seed(0)
     first, second = (
-        torch.randint(config.vocab_size, (count,), generator=draw, dtype=torch.int64, device="cpu").to(device)
+        torch.randint(
+            config.vocab_size, (count,), generator=draw, dtype=torch.int64, device="cpu"
+        ).to(device)
         for count in _LENGTHS
     )
     tables = ([0, 1], [2, 0])
     steps = [_batch([(first[:_FIRST], 0, tables[0])], len(blocks), device)]
-    steps += [_batch([(first[_FIRST:], _FIRST, tables[0]), (second, 0, tables[1])], len(blocks), device)]
+    steps += [
+        _batch([(first[_FIRST:], _FIRST, tables[0]), (second, 0, tables[1])], len(blocks), device)
+    ]
     found = torch.cat([model.forward(batch, pool.layers) for batch in steps])
     wanted = torch.cat([model.eager_logits(tokens) for tokens in (first, second)])
     if found.shape != wanted.shape:
-        raise CheckpointError(f"{config.architecture}: {list(found.shape)} logits, and {list(wanted.shape)} expected")
+        raise CheckpointError(
+            f"{config.architecture}: {list(found.shape)} logits, and {list(wanted.shape)} expected"
+        )
     spread = (wanted - wanted.mean(-1, keepdim=True)).square().mean().sqrt()
     return float((found - wanted).square().mean().sqrt() / spread)
 
 
 def _batch(parts: list[tuple[Tensor, int, list[int]]], groups: int, device: str) -> ForwardBatch:
-    """Each part: tokens, the position of the first, the blocks of the sequence. Every row wants logits."""
+    """Each part: tokens, the position of the first, the blocks of the sequence. Every row wants
+    logits.
+    """
 
     def tensor(values: list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
@@ -109,6 +124,7 @@ def _batch(parts: list[tuple[Tensor, int, list[int]]], groups: int, device: str)
         query_starts=tensor(starts, torch.int32),
         context_lens=tensor([row[-1] + 1 for row in positions], torch.int32),
         slots=(tensor(slots, torch.int64),) * groups,
-        block_tables=(torch.tensor([t for _, _, t in parts], dtype=torch.int32, device=device),) * groups,
+        block_tables=(torch.tensor([t for _, _, t in parts], dtype=torch.int32, device=device),)
+        * groups,
         logit_rows=tensor(list(range(starts[-1])), torch.int64),
     )

@@ -1,9 +1,10 @@
 """What a model is that Freight has no row for: transformers' modules, run once without weights.
 
-A causal LM of transformers gives its queries, keys and values to the function that is registered for attention. Here
-that function writes down what each layer gives it: heads, their sizes, scale, window, soft cap. No tensor has any
-content (device "meta"), so this takes no memory and works before a weight is read. What cannot be run over Freight's
-cache is refused by name. `models/fallback.py` runs what passed.
+A causal LM of transformers gives its queries, keys and values to the function that is registered
+for attention. Here that function writes down what each layer gives it: heads, their sizes, scale,
+window, soft cap. No tensor has any content (device "meta"), so this takes no memory and works
+before a weight is read. What cannot be run over Freight's cache is refused by name.
+`models/fallback.py` runs what passed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -44,7 +50,9 @@ _TOKENS = 8
 _LONGEST = 2**20  # positions at which a mask is compared
 
 _OWN_CODE = " (auto_map names code in the checkpoint, which is never run here; vLLM runs it with --trust-remote-code)"
-_HARMLESS = frozenset(("dropout", "position_ids", "cache_position", "use_cache", "output_attentions"))
+_HARMLESS = frozenset(
+    ("dropout", "position_ids", "cache_position", "use_cache", "output_attentions")
+)
 _SCALING, _CAP, _WINDOW = "scaling", "softcap", "sliding_window"
 
 
@@ -61,9 +69,15 @@ def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
             f"does not know it{_OWN_CODE if 'auto_map' in config else ''}; {choices(FAMILIES)} are, and decoders of "
             "transformers with attention over all tokens"
         )
-    own = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    own = {
+        key: value
+        for key, value in config.items()
+        if key not in ("quantization_config", "compression_config")
+    }
     try:
-        found = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(own))  # which writes into `rope_scaling`
+        found = CONFIG_MAPPING[model_type].from_dict(
+            copy.deepcopy(own)
+        )  # which writes into `rope_scaling`
         found.get_text_config()
     except Exception as error:  # validators of transformers raise what they like
         raise refused(model_type, f"its configuration is not accepted: {error}") from error
@@ -76,24 +90,40 @@ def causal_class(config: PreTrainedConfig, declared: object = None) -> type[PreT
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise refused(config.model_type, "it is no causal language model there")
     found = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    # those whose own code came before transformers' write PhiMoEForCausalLM, and InternLM3ForCausalLM for Llama's
+    # those whose own code came before transformers' write PhiMoEForCausalLM, and
+    # InternLM3ForCausalLM for Llama's
     names = (found.__name__.lower(), config.model_type.replace("_", "") + "forcausallm")
     if declared and str(declared).lower() not in [str([name]) for name in names]:
-        raise refused(config.model_type, f"architectures is {declared!r}, and the causal LM is [{found.__name__!r}]")
+        raise refused(
+            config.model_type,
+            f"architectures is {declared!r}, and the causal LM is [{found.__name__!r}]",
+        )
     return found
 
 
 @dataclass
 class _Probe:
-    """Stands where the step stands in a forward pass (`models.fallback`), and writes down the calls."""
+    """Stands where the step stands in a forward pass (`models.fallback`), and writes down the
+    calls.
+    """
 
     calls: list[_Call] = field(default_factory=list)
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, given: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        given: Mapping[str, Any],
     ) -> tuple[Tensor, None]:
-        self.calls.append(_Call(module, q.shape, k.shape, v.shape, getattr(mask, "mask_function", None), given))
-        return torch.empty(*q.shape[:1], q.shape[2], q.shape[1], v.shape[3], dtype=v.dtype, device=v.device), None
+        self.calls.append(
+            _Call(module, q.shape, k.shape, v.shape, getattr(mask, "mask_function", None), given)
+        )
+        return torch.empty(
+            *q.shape[:1], q.shape[2], q.shape[1], v.shape[3], dtype=v.dtype, device=v.device
+        ), None
 
 
 @dataclass(frozen=True)
@@ -106,17 +136,29 @@ class _Call:
     given: Mapping[str, Any]
 
 
-def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *masks: Any, **given: Any) -> Any:
-    """What is registered with transformers: the attention of the step that the model's caller passed."""
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *masks: Any, **given: Any
+) -> Any:
+    """What is registered with transformers: the attention of the step that the model's caller
+    passed.
+    """
     step = given.pop("freight_step", None)
     mask = masks[0] if masks else given.pop("attention_mask", None)
     if step is None:
-        raise CheckpointError(f"{type(module).__name__} does not pass the caller's arguments on to its attention")
-    return step.attend(module, query, key, value, mask, {k: v for k, v in given.items() if v is not None})
+        raise CheckpointError(
+            f"{type(module).__name__} does not pass the caller's arguments on to its attention"
+        )
+    return step.attend(
+        module, query, key, value, mask, {k: v for k, v in given.items() if v is not None}
+    )
 
 
 def _marked_mask(
-    *args: Any, mask_function: Callable[..., Tensor] | None = None, q_length: int, kv_length: int, **kwargs: Any
+    *args: Any,
+    mask_function: Callable[..., Tensor] | None = None,
+    q_length: int,
+    kv_length: int,
+    **kwargs: Any,
 ) -> Tensor:
     """Instead of a mask: one without content that carries the rule it would have been made by."""
     mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
@@ -134,26 +176,35 @@ def body_of(model: PreTrainedModel) -> tuple[str, nn.Module]:
         body = model._modules.get(name)
         if body is not None:
             return name, body
-    raise CheckpointError(f"{type(model).__name__} has no module that gives final states, apart from its head")
+    raise CheckpointError(
+        f"{type(model).__name__} has no module that gives final states, apart from its head"
+    )
 
 
 def run_body(body: nn.Module, token_ids: Tensor, positions: Tensor, step: Any) -> Tensor:
     """Final states [num_tokens, hidden_size] of tokens laid end to end.
 
-    The mask of ones says that no token is padding; without it transformers would look for sequences in the positions.
+    The mask of ones says that no token is padding; without it transformers would look for sequences
+    in the positions.
     """
     ones = torch.ones(1, len(token_ids), dtype=torch.bool, device=token_ids.device)
     out = body(
-        input_ids=token_ids[None], position_ids=positions[None], attention_mask=ones, use_cache=False, freight_step=step
+        input_ids=token_ids[None],
+        position_ids=positions[None],
+        attention_mask=ones,
+        use_cache=False,
+        freight_step=step,
     )
     states: Tensor = out[0]
     return states[0]
 
 
 def foreign_config(config: Mapping[str, Any], stored: Format | None = None) -> ModelConfig:
-    """config.json -> ModelConfig of a model that runs through transformers. Raises CheckpointError with the reason.
+    """config.json -> ModelConfig of a model that runs through transformers. Raises CheckpointError
+    with the reason.
 
-    `stored` is the dtype of the tensors that are not quantized, which counts where config.json names none.
+    `stored` is the dtype of the tensors that are not quantized, which counts where config.json
+    names none.
     """
     refuse_recurrent(config)
     hf = hf_config(config)
@@ -161,7 +212,9 @@ def foreign_config(config: Mapping[str, Any], stored: Format | None = None) -> M
     cls = causal_class(hf, config.get("architectures"))
     refuse_lost_rope(hf, config)
     refuse_keys(hf.model_type, {**hf.get_text_config().to_dict(), **config})
-    hf._experts_implementation = "batched_mm"  # the one that does not ask how many tokens an expert has
+    hf._experts_implementation = (
+        "batched_mm"  # the one that does not ask how many tokens an expert has
+    )
     probe = _Probe()
     try:
         with torch.device("meta"), torch.inference_mode():
@@ -173,7 +226,12 @@ def foreign_config(config: Mapping[str, Any], stored: Format | None = None) -> M
     try:
         with torch.device("meta"), torch.inference_mode():
             tokens = torch.zeros(_TOKENS, dtype=torch.int64, device="meta")
-            run_body(body_of(model)[1], tokens, torch.arange(_TOKENS, dtype=torch.int64, device="meta"), probe)
+            run_body(
+                body_of(model)[1],
+                tokens,
+                torch.arange(_TOKENS, dtype=torch.int64, device="meta"),
+                probe,
+            )
     except CheckpointError as error:
         raise refused(hf.model_type, str(error)) from error
     except Exception as error:  # whatever its modules raise when they are run in this way
@@ -182,29 +240,44 @@ def foreign_config(config: Mapping[str, Any], stored: Format | None = None) -> M
 
 
 def _require_language_model(config: Mapping[str, Any], hf: PreTrainedConfig) -> None:
-    """Raises CheckpointError for a model of several parts, which transformers does not run as a causal LM."""
+    """Raises CheckpointError for a model of several parts, which transformers does not run as a
+    causal LM.
+    """
     if type(hf) in MODEL_FOR_CAUSAL_LM_MAPPING or "text_config" not in type(hf).sub_configs:
         return
     if not config.get("text_config"):
         raise CheckpointError(
             f"config.json lacks text_config, in which a model of type {hf.model_type!r} describes its language model"
         )
-    raise refused(hf.model_type, "it has several parts, and Freight runs the language model of those that have a row")
+    raise refused(
+        hf.model_type,
+        "it has several parts, and Freight runs the language model of those that have a row",
+    )
 
 
 def _model_config(
-    dtype: tuple[Format, DtypeSource], hf: PreTrainedConfig, model: PreTrainedModel, calls: list[_Call]
+    dtype: tuple[Format, DtypeSource],
+    hf: PreTrainedConfig,
+    model: PreTrainedModel,
+    calls: list[_Call],
 ) -> ModelConfig:
     text = hf.get_text_config()
     modules = _attention_modules(hf.model_type, text.num_hidden_layers, model, calls)
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int):
-        raise refused(hf.model_type, "its configuration names no largest number of positions (max_position_embeddings)")
+        raise refused(
+            hf.model_type,
+            "its configuration names no largest number of positions (max_position_embeddings)",
+        )
     if limit < 1:
         raise CheckpointError(f"config.json: max_position_embeddings = {limit} must be at least 1")
-    mixers = [_mixer(hf.model_type, name, call, limit) for name, call in zip(modules, calls, strict=True)]
+    mixers = [
+        _mixer(hf.model_type, name, call, limit) for name, call in zip(modules, calls, strict=True)
+    ]
     feed_forward = DenseConfig(int(getattr(text, "intermediate_size", None) or 0))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}  # of a tied one, the first
+    names = {
+        id(parameter): name for name, parameter in model.named_parameters()
+    }  # of a tied one, the first
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise refused(hf.model_type, "it has no embedding, or no head that is a Linear")
@@ -228,10 +301,16 @@ def _model_config(
         eos_token_ids=token_ids({"eos_token_id": text.eos_token_id}, "eos_token_id", None),
         foreign=ForeignModel(
             attention=tuple(modules),
-            tensors=tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters()),
+            tensors=tuple(
+                (name, tuple(parameter.shape)) for name, parameter in model.named_parameters()
+            ),
             embedding=names[id(embedding.weight)],
             head=names[id(head.weight)],
-            linears=tuple(f"{name}.weight" for name in plain_linears(model) if model.get_submodule(name) is not head),
+            linears=tuple(
+                f"{name}.weight"
+                for name in plain_linears(model)
+                if model.get_submodule(name) is not head
+            ),
         ),
     )
 
@@ -241,8 +320,12 @@ def plain_linears(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model.named_modules() if type(module) is nn.Linear]
 
 
-def _attention_modules(model_type: str, num_layers: int, model: PreTrainedModel, calls: list[_Call]) -> list[str]:
-    """The names of the modules that called, one for each layer in order. Raises CheckpointError for other calls."""
+def _attention_modules(
+    model_type: str, num_layers: int, model: PreTrainedModel, calls: list[_Call]
+) -> list[str]:
+    """The names of the modules that called, one for each layer in order. Raises CheckpointError for
+    other calls.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     called = [names[id(call.module)] for call in calls]
     if not called:
@@ -255,12 +338,15 @@ def _attention_modules(model_type: str, num_layers: int, model: PreTrainedModel,
         raise refused(model_type, f"{twice} attends more than once in a pass")
     missing = next((index for index in range(num_layers) if index not in layers), None)
     if missing is None:
-        raise refused(model_type, f"{len(called)} modules attend in {num_layers} layers ({called[-1]} is one)")
+        raise refused(
+            model_type, f"{len(called)} modules attend in {num_layers} layers ({called[-1]} is one)"
+        )
     prefix = called[0][: called[0].index(f".{layers[0]}.") + 1]
     block = model.get_submodule(f"{prefix}{missing}")
     parts = ", ".join(type(child).__name__ for child in block.children())
     raise refused(
-        model_type, f"layer {missing} ({prefix}{missing}: {parts}) has no attention over the cache, so it is recurrent"
+        model_type,
+        f"layer {missing} ({prefix}{missing}: {parts}) has no attention over the cache, so it is recurrent",
     )
 
 
@@ -292,7 +378,9 @@ def _mixer(model_type: str, name: str, call: _Call, limit: int) -> AttentionConf
 
 
 def _window(model_type: str, name: str, rule: Callable[..., Tensor], limit: int) -> int | None:
-    """The sliding window that a mask's rule amounts to, compared at positions around its edges and between."""
+    """The sliding window that a mask's rule amounts to, compared at positions around its edges and
+    between.
+    """
     longest = min(limit, _LONGEST)
     key = torch.arange(longest, dtype=torch.int64, device="cpu")
 
@@ -302,11 +390,23 @@ def _window(model_type: str, name: str, rule: Callable[..., Tensor], limit: int)
 
     try:
         window = int(seen(longest - 1).sum())
-        for position in {0, 1, window - 1, window, window + 1, longest // 3, longest // 2 + 1, longest - 1}:
+        for position in {
+            0,
+            1,
+            window - 1,
+            window,
+            window + 1,
+            longest // 3,
+            longest // 2 + 1,
+            longest - 1,
+        }:
             if position < longest and not torch.equal(
                 seen(position), (key <= position) & (position - key < max(window, 1))
             ):
-                raise refused(model_type, f"what {name} sees is neither all tokens before nor a sliding window")
+                raise refused(
+                    model_type,
+                    f"what {name} sees is neither all tokens before nor a sliding window",
+                )
     except CheckpointError:
         raise
     except Exception as error:

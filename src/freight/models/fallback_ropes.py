@@ -1,5 +1,5 @@
-"""Rotary embeddings of models that run through transformers' modules: what of config.json they take, and whether their
-angles depend on the length of a sequence.
+"""Rotary embeddings of models that run through transformers' modules: what of config.json they
+take, and whether their angles depend on the length of a sequence.
 """
 
 from __future__ import annotations
@@ -15,13 +15,21 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from freight.models.fallback_words import refused
 
 _TOKENS = 8  # of the probe's forward pass
-_ROPES_OF_LENGTH = ("dynamic", "longrope")  # those that transformers' modules compute anew in a forward pass
-_ROPE_NAMES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}  # of gpt_neox
+_ROPES_OF_LENGTH = (
+    "dynamic",
+    "longrope",
+)  # those that transformers' modules compute anew in a forward pass
+_ROPE_NAMES = {
+    "rotary_emb_base": "rope_theta",
+    "rotary_pct": "partial_rotary_factor",
+}  # of gpt_neox
 _ROPE_KEYS = ("rope_theta", "partial_rotary_factor", *_ROPE_NAMES)
 
 
 def refuse_lost_rope(hf: PreTrainedConfig, config: Mapping[str, Any]) -> None:
-    """Old files have the rope's numbers in other keys, which transformers does not take for every model type."""
+    """Old files have the rope's numbers in other keys, which transformers does not take for every
+    model type.
+    """
     taken = getattr(hf.get_text_config(), "rope_parameters", None) or {}
     parts = [part for part in taken.values() if isinstance(part, Mapping)] or [taken]
     if not taken:
@@ -39,8 +47,9 @@ def refuse_lost_rope(hf: PreTrainedConfig, config: Mapping[str, Any]) -> None:
 
 
 def settle_ropes(model_type: str, model: PreTrainedModel, limit: int | None) -> None:
-    """Refuse rotary embeddings whose angles change with the length of a sequence of up to `limit` tokens, because keys
-    are stored rotated. Those that do not, though they look at the length, get their angles without weights from here.
+    """Refuse rotary embeddings whose angles change with the length of a sequence of up to `limit`
+    tokens, because keys are stored rotated. Those that do not, though they look at the length, get
+    their angles without weights from here.
     """
     for rope in model.modules():
         kinds = getattr(rope, "rope_type", None)
@@ -60,17 +69,21 @@ def settle_ropes(model_type: str, model: PreTrainedModel, limit: int | None) -> 
 
 @dataclass(frozen=True)
 class _Angles:
-    """Stands for the `forward` of a rotary embedding: cos and sin by `layer_type`, whatever the positions are."""
+    """Stands for the `forward` of a rotary embedding: cos and sin by `layer_type`, whatever the
+    positions are.
+    """
 
     by_layer: Mapping[str | None, tuple[Tensor, ...]]
 
-    def __call__(self, *args: Any, layer_type: str | None = None, **kwargs: Any) -> tuple[Tensor, ...]:
+    def __call__(
+        self, *args: Any, layer_type: str | None = None, **kwargs: Any
+    ) -> tuple[Tensor, ...]:
         return self.by_layer[layer_type]
 
 
 def _angles(rope: Any, layer_type: str | None, limit: int) -> list[Tensor]:
-    """cos and sin of the first positions, in a short sequence and in one of `limit` tokens. Computed by the same module
-    made again on the CPU."""
+    """cos and sin of the first positions, in a short sequence and in one of `limit` tokens.
+    Computed by the same module made again on the CPU."""
     given = {} if layer_type is None else {"layer_type": layer_type}
     first = torch.arange(_TOKENS, dtype=torch.int64, device="cpu")[None]
     last = torch.full_like(first[:, :1], limit - 1)

@@ -26,7 +26,13 @@ _REFUSED_KEYS: Mapping[str, str] = {
     "num_kv_shared_layers": "layers that share keys and values",
     "alibi": "biases by position (ALiBi)",
 }
-_RECURRENT = ("mamba_", "ssm_", "linear_num_", "linear_conv_", "conv_")  # how keys of recurrent layers begin
+_RECURRENT = (
+    "mamba_",
+    "ssm_",
+    "linear_num_",
+    "linear_conv_",
+    "conv_",
+)  # how keys of recurrent layers begin
 
 
 def refused(model_type: object, why: str) -> CheckpointError:
@@ -39,12 +45,20 @@ def refused(model_type: object, why: str) -> CheckpointError:
 
 def refuse_recurrent(config: Mapping[str, Any]) -> None:
     kinds = config.get("layer_types") or config.get("layers_block_type")
-    kinds = kinds if isinstance(kinds, list) else []  # transformers' class says what is wrong with another value
-    kind = next((kind for kind in map(str, kinds) if "attention" not in kind or "linear" in kind), None)
+    kinds = (
+        kinds if isinstance(kinds, list) else []
+    )  # transformers' class says what is wrong with another value
+    kind = next(
+        (kind for kind in map(str, kinds) if "attention" not in kind or "linear" in kind), None
+    )
     keys = () if only_attention(config) else config
     key = next((key for key in keys if config[key] and key.startswith(_RECURRENT)), None)
     if kind is not None or key is not None:
-        found = f"layers of kind {kind!r}" if kind is not None else f"{key} = {_short(config.get(str(key)))}"
+        found = (
+            f"layers of kind {kind!r}"
+            if kind is not None
+            else f"{key} = {_short(config.get(str(key)))}"
+        )
         raise refused(
             config.get("model_type"),
             f"{found} means recurrent layers or convolutions over tokens, whose state the cache does not hold",
@@ -57,14 +71,22 @@ def refuse_keys(model_type: str, config: Mapping[str, Any]) -> None:
             raise refused(model_type, f"{key} = {_short(config[key])} means {why}")
 
 
-def why_not_built(hf: PreTrainedConfig, cls: type[PreTrainedModel], attention: str, error: Exception) -> str:
-    """A key without a value that the failing line reads, if there is one; else what was raised. `attention` is the name
-    of the attention function that it was to be made with."""
-    if isinstance(error, KeyError) and error.args == (attention,):  # a table of attention classes in its file
+def why_not_built(
+    hf: PreTrainedConfig, cls: type[PreTrainedModel], attention: str, error: Exception
+) -> str:
+    """A key without a value that the failing line reads, if there is one; else what was raised.
+    `attention` is the name of the attention function that it was to be made with."""
+    if isinstance(error, KeyError) and error.args == (
+        attention,
+    ):  # a table of attention classes in its file
         return OTHER_ATTENTION
     values = hf.get_text_config().to_dict()
-    for frame in traceback.extract_tb(error.__traceback__)[:-4:-1]:  # torch may stand behind transformers' line
-        missing = [name for name in re.findall(r"\w+", frame.line or "") if values.get(name, 0) is None]
+    for frame in traceback.extract_tb(error.__traceback__)[
+        :-4:-1
+    ]:  # torch may stand behind transformers' line
+        missing = [
+            name for name in re.findall(r"\w+", frame.line or "") if values.get(name, 0) is None
+        ]
         if missing:
             return f"config.json has no {missing[0]}, which {cls.__name__} needs"
     return f"{cls.__name__} cannot be made from this config.json: {_raised(error)}"
@@ -76,7 +98,8 @@ def why_not_run(model: PreTrainedModel, error: Exception) -> str:
         return OTHER_ATTENTION
     name = type(model).__name__
     if any(
-        words in str(error) for words in ("on meta tensors", "out of meta tensor", "on device meta", "register_meta")
+        words in str(error)
+        for words in ("on meta tensors", "out of meta tensor", "on device meta", "register_meta")
     ):
         return (
             f"what {name} computes depends on the values of tensors, so its attention cannot be seen before weights "

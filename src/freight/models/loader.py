@@ -1,9 +1,10 @@
-"""Checkpoint -> Decoder. Every tensor of the checkpoint is taken here, or skipped by name with a reason.
+"""Checkpoint -> Decoder. Every tensor of the checkpoint is taken here, or skipped by name with a
+reason.
 
-What a model needs follows from ModelConfig alone (`tensor_shapes`), so a config that contradicts the tensors is an
-error that names both, before a weight is read. q, k, v and gate, up are merged along the output where that is exact.
-Mixers are built by `models/mixers.py`.
-A 16-bit weight that becomes FP8 is released before the next one is read, so memory peaks near the FP8 size.
+What a model needs follows from ModelConfig alone (`tensor_shapes`), so a config that contradicts
+the tensors is an error that names both, before a weight is read. q, k, v and gate, up are merged
+along the output where that is exact. Mixers are built by `models/mixers.py`. A 16-bit weight that
+becomes FP8 is released before the next one is read, so memory peaks near the FP8 size.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from torch import Tensor
 from freight.checkpoint.linears import find_linears
 from freight.checkpoint.mxfp4 import describe, find_experts
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import DenseConfig, FeedForward, LayerInputConfig, MoEConfig, NormPlacement
+from freight.config.layer import (
+    DenseConfig,
+    FeedForward,
+    LayerInputConfig,
+    MoEConfig,
+    NormPlacement,
+)
 from freight.config.model import ModelConfig
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
@@ -51,16 +58,22 @@ class _ModelBuilder(Builder):
     def embedding(self) -> Embedding:
         weight, multiplier = self.tensor(self.names.embedding), self.config.embedding_multiplier
         if multiplier is not None and self.config.rounds_multiplier:
-            multiplier = torch.tensor(multiplier, dtype=torch.float32, device="cpu").to(weight.dtype).item()
+            multiplier = (
+                torch.tensor(multiplier, dtype=torch.float32, device="cpu").to(weight.dtype).item()
+            )
         norm = None
         if self.config.embedding_norm:
-            ones = torch.full(weight.shape[1:], 1 / self.divisor, dtype=torch.float32, device=weight.device)
+            ones = torch.full(
+                weight.shape[1:], 1 / self.divisor, dtype=torch.float32, device=weight.device
+            )
             norm = RMSNorm(ones, self.config.norm_eps, self.kernels)
         elif self.divisor != 1:
             multiplier = (1.0 if multiplier is None else multiplier) / self.divisor
         offset = self.config.position_offset
         positions = None if offset is None else self.tensor(self.names.positions)[offset:]
-        return Embedding(weight, self.kernels, multiplier, self.outer(self.names.project_in), positions, norm)
+        return Embedding(
+            weight, self.kernels, multiplier, self.outer(self.names.project_in), positions, norm
+        )
 
     def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
         layer, names, prefix = self.config.layers[index], self.names, self.names.layer.format(index)
@@ -76,21 +89,29 @@ class _ModelBuilder(Builder):
         )
         own = None if layer.input is None else self.layer_input(layer.input, prefix, scalar)
         return DecoderLayer(
-            mixer_norm=self.part_norm(prefix + names.attention_norm, mixer_post, outputs_only, mixer is not None),
+            mixer_norm=self.part_norm(
+                prefix + names.attention_norm, mixer_post, outputs_only, mixer is not None
+            ),
             mixer=mixer,
             mixer_post=mixer_post,
             mlp_norm=self.part_norm(prefix + names.mlp_norm, mlp_post, outputs_only, fed),
             mlp=self.feed_forward(layer.feed_forward, prefix),
             beside=self.beside(layer.feed_forward, prefix),
-            mlp_post=mlp_post if scalar is None or mlp_post is None or own is not None else mlp_post * scalar.float(),
+            mlp_post=mlp_post
+            if scalar is None or mlp_post is None or own is not None
+            else mlp_post * scalar.float(),
             post=layer.norms is NormPlacement.POST,
             outputs_only=outputs_only,
             scalar=scalar,
             input=own,
         )
 
-    def part_norm(self, name: str, post: Tensor | None, outputs_only: bool, there: bool) -> Norm | None:
-        """The norm before a part of a layer that is `there`. With `outputs_only` only its eps is used."""
+    def part_norm(
+        self, name: str, post: Tensor | None, outputs_only: bool, there: bool
+    ) -> Norm | None:
+        """The norm before a part of a layer that is `there`. With `outputs_only` only its eps is
+        used.
+        """
         return self.norm(name, post if outputs_only else None) if there else None
 
     def layer_input(self, own: LayerInputConfig, prefix: str, scalar: Tensor | None) -> LayerInput:
@@ -108,14 +129,17 @@ class _ModelBuilder(Builder):
         c, names = self.config, self.names
         if c.input_vocab_size is None:
             return None
-        table = self.source.table(names.own_table, self.shapes[names.own_table], c.checkpoint_format)
+        table = self.source.table(
+            names.own_table, self.shapes[names.own_table], c.checkpoint_format
+        )
         name, size = f"{names.own_projection}.weight", c.input_size // c.num_layers
         weight = self.source.head(name, self.shapes[name])
         if only is not None:
             assert weight.scale is None, "calibration reads weights that are not quantized"
             columns = slice(only * size, (only + 1) * size)
             table, weight = table[:, columns], Weight(weight.data[columns].contiguous())
-        # Gemma 4 divides what the norm takes by the root of hidden_size, which a larger eps does as well
+        # Gemma 4 divides what the norm takes by the root of hidden_size, which a larger eps does as
+        # well
         norm = RMSNorm(self.norm_weight(names.own_norm), c.norm_eps * c.hidden_size, self.kernels)
         return LayerInputs(table, size**0.5, self.packed(weight, None), norm)
 
@@ -140,14 +164,19 @@ class _ModelBuilder(Builder):
             router_norm=RMSNorm(scale, c.norm_eps, self.kernels),
             norm=RMSNorm(self.norm_weight(prefix + names.experts_norm), c.norm_eps, self.kernels),
             moe=self.mixture(replace(mlp, shared=None), prefix),
-            shared_norm=RMSNorm(self.norm_weight(prefix + names.shared_post), c.norm_eps, self.kernels),
+            shared_norm=RMSNorm(
+                self.norm_weight(prefix + names.shared_post), c.norm_eps, self.kernels
+            ),
             post=self.norm_weight(prefix + names.experts_post),
         )
 
     def mixture(self, mlp: MoEConfig, prefix: str) -> MoE:
         names = self.names
         router, biased = prefix + names.router, prefix + names.choice_bias
-        matrix, choice = self.exact(f"{router}.weight"), self.exact(biased).flatten() if mlp.choice_bias else None
+        matrix, choice = (
+            self.exact(f"{router}.weight"),
+            self.exact(biased).flatten() if mlp.choice_bias else None,
+        )
         if names.for_pictures:
             assert choice is not None
             matrix, choice = matrix.t().contiguous(), choice[: mlp.num_experts].clone()
@@ -161,7 +190,9 @@ class _ModelBuilder(Builder):
             kernels=self.kernels,
             bias=self.exact(f"{router}.bias") if mlp.router_bias else None,
             choice_bias=choice,
-            shared=None if mlp.shared is None else self.dense(mlp.shared, prefix, *shared_names(names)),
+            shared=None
+            if mlp.shared is None
+            else self.dense(mlp.shared, prefix, *shared_names(names)),
             shared_gate=self.outer(prefix + names.shared_gate) if mlp.shared_gate else None,
             expert_scale=self.exact(prefix + names.expert_scale) if mlp.beside else None,
             latent=self.latent(mlp, prefix, matrix.device),
@@ -171,7 +202,9 @@ class _ModelBuilder(Builder):
         """What surrounds experts in a smaller space (`MoEConfig.latent_size`)."""
         if mlp.latent_size is None:
             return None
-        into, out = (self.linear(prefix, name) for name in (self.names.latent_in, self.names.latent_out))
+        into, out = (
+            self.linear(prefix, name) for name in (self.names.latent_in, self.names.latent_out)
+        )
         norm = None
         if mlp.shared is not None:
             ones = torch.ones(self.config.hidden_size, dtype=torch.float32, device=device)
@@ -179,21 +212,34 @@ class _ModelBuilder(Builder):
         return Latent(into, out, norm)
 
     def dense(self, mlp: DenseConfig, prefix: str, gate_up: tuple[str, ...], down: str) -> MLP:
-        return MLP(self.linear(prefix, *gate_up), self.linear(prefix, down), mlp.activation, self.kernels)
+        return MLP(
+            self.linear(prefix, *gate_up), self.linear(prefix, down), mlp.activation, self.kernels
+        )
 
     def experts(self, mlp: MoEConfig, prefix: str, *parts: str) -> PackedExperts:
-        """The projections `parts` of each expert, merged. A static input scale is the largest of all experts', as the
-        rows are quantized once for all of them."""
+        """The projections `parts` of each expert, merged. A static input scale is the largest of
+        all experts', as the rows are quantized once for all of them."""
         if self.names.interleaved:
-            return self.interleaved(prefix + self.names.expert + parts[0], pairs=parts == self.names.expert_gate_up)
-        modules = [[f"{prefix}{self.names.expert.format(i)}{part}" for part in parts] for i in range(mlp.num_experts)]
+            return self.interleaved(
+                prefix + self.names.expert + parts[0], pairs=parts == self.names.expert_gate_up
+            )
+        modules = [
+            [f"{prefix}{self.names.expert.format(i)}{part}" for part in parts]
+            for i in range(mlp.num_experts)
+        ]
         names = [[f"{module}.weight" for module in group] for group in modules]
-        biases = [torch.cat([self.tensor(f"{m}.bias") for m in group]) for group in modules] if mlp.bias else []
+        biases = (
+            [torch.cat([self.tensor(f"{m}.bias") for m in group]) for group in modules]
+            if mlp.bias
+            else []
+        )
         weights = Read(mlp.num_experts, lambda: expert_matrices(self.source, self.shapes, names))
         return self.kernels.pack_experts(weights, torch.stack(biases) if biases else None)
 
     def interleaved(self, name: str, pairs: bool) -> PackedExperts:
-        """The experts of one tensor (`TensorNames.interleaved`); `pairs`: rows of gate and up in turn."""
+        """The experts of one tensor (`TensorNames.interleaved`); `pairs`: rows of gate and up in
+        turn.
+        """
         shape = self.shapes[name]
         weights = Read(shape[0], lambda: iter(self.source.experts(name, shape, pairs)))
         bias = self.tensor(f"{name}_bias")
@@ -204,8 +250,12 @@ def _builder(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> _
     return _ModelBuilder(source, config, tensor_names(config), tensor_shapes(config), kernels)
 
 
-def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet, max_len: int, device: str) -> Decoder:
-    """The model that `config` describes, from the tensors of `source`, for positions below `max_len`."""
+def build_decoder(
+    config: ModelConfig, source: WeightSource, kernels: KernelSet, max_len: int, device: str
+) -> Decoder:
+    """The model that `config` describes, from the tensors of `source`, for positions below
+    `max_len`.
+    """
     builder = _builder(config, source, kernels)
     ropes = build_ropes(config.ropes, max_len, device)
     layers = tuple(builder.layer(index, ropes) for index in range(config.num_layers))
@@ -219,22 +269,34 @@ def build_decoder(config: ModelConfig, source: WeightSource, kernels: KernelSet,
         head = Weight(head.data.float())
     projection = builder.outer(names.project_out)
     cap, divisor = config.logit_soft_cap, config.logit_divisor
-    logits = LogitsHead(kernels.pack(head), kernels, head.input_limit, cap, projection, divisor, config.float32_head)
+    logits = LogitsHead(
+        kernels.pack(head), kernels, head.input_limit, cap, projection, divisor, config.float32_head
+    )
     return Decoder(config, embedding, layers, norm, logits, builder.layer_inputs())
 
 
 def build_embedding(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> Embedding:
-    """The embedding alone, for work that goes through a model layer by layer and never holds all of it."""
+    """The embedding alone, for work that goes through a model layer by layer and never holds all of
+    it.
+    """
     return _builder(config, source, kernels).embedding()
 
 
-def build_layer_inputs(config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int) -> LayerInputs | None:
-    """What each token has for one layer (`build_embedding`); None in models that have no such thing."""
+def build_layer_inputs(
+    config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int
+) -> LayerInputs | None:
+    """What each token has for one layer (`build_embedding`); None in models that have no such
+    thing.
+    """
     return _builder(config, source, kernels).layer_inputs(index)
 
 
 def build_layer(
-    config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int, ropes: Mapping[int | None, Rotary]
+    config: ModelConfig,
+    source: WeightSource,
+    kernels: KernelSet,
+    index: int,
+    ropes: Mapping[int | None, Rotary],
 ) -> DecoderLayer:
     """One layer alone (`build_embedding`)."""
     return _builder(config, source, kernels).layer(index, ropes)
@@ -252,16 +314,18 @@ def load_model(
 ) -> Decoder:
     """Read a checkpoint for computing in `compute_format`, for positions below `max_len`.
 
-    FP8 matrices, which `scheme` declares, become `weight_format`, an E4M3 variant; the others stay in `compute_format`.
-    Where no matrix is declared quantized and `weight_format` is FP8, every Linear but the head is rounded to it, with
-    a scale per output row and dynamic activations.
-    Raises CheckpointError before the first weight is read for tensors that are missing, misshapen or left over, for
-    contradictions between declaration and tensors, and for invalid scales.
+    FP8 matrices, which `scheme` declares, become `weight_format`, an E4M3 variant; the others stay
+    in `compute_format`. Where no matrix is declared quantized and `weight_format` is FP8, every
+    Linear but the head is rounded to it, with a scale per output row and dynamic activations.
+    Raises CheckpointError before the first weight is read for tensors that are missing, misshapen
+    or left over, for contradictions between declaration and tensors, and for invalid scales.
     """
     names, shapes = tensor_names(config), tensor_shapes(config)
     stored = find_linears(checkpoint, scheme, shapes, kept_in_16_bits(config))
     packed = find_experts(checkpoint, scheme, shapes)
-    needed = {stored[name].weight if name in stored else name: shape for name, shape in shapes.items()}
+    needed = {
+        stored[name].weight if name in stored else name: shape for name, shape in shapes.items()
+    }
     for name, experts in packed.items():
         del needed[name]
         needed |= experts.tensors
@@ -275,7 +339,9 @@ def load_model(
     checkpoint.finish(pending=needed)
     rounds = scheme.weight_format is None
     keeps = kernels.packs_mxfp4
-    source = CheckpointSource(checkpoint, compute_format, weight_format, device, stored, rounds, packed, keeps)
+    source = CheckpointSource(
+        checkpoint, compute_format, weight_format, device, stored, rounds, packed, keeps
+    )
     if packed:
         logger.info("%s", describe(packed, compute_format, keeps))
     return build_decoder(config, source, kernels, max_len, device)

@@ -1,8 +1,9 @@
-"""What each kind of mixer is made of: its tensors and Linear modules, from its config alone. Imports no torch.
+"""What each kind of mixer is made of: its tensors and Linear modules, from its config alone.
+Imports no torch.
 
-The shapes of tensors (`models/shapes.py`), the bytes of a loaded model (`models/sizes.py`) and the modules that the
-quantizer knows (`calibrate/modules.py`) follow from these values; none of them knows a kind. `models/mixers.py` builds
-the layers.
+The shapes of tensors (`models/shapes.py`), the bytes of a loaded model (`models/sizes.py`) and the
+modules that the quantizer knows (`calibrate/modules.py`) follow from these values; none of them
+knows a kind. `models/mixers.py` builds the layers.
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ class MixerParts:
     """All names are those within the layer.
 
     module        of the whole mixer: KV scales stand beside its parts, and messages name it
-    projections   by the field that they are of the built mixer (`layers/attention.py`); these are quantized
-    kept          Linear modules that stay in 16 bits -> outputs, inputs; merged, but for those below
+    projections   by the field that they are of the built mixer (`layers/attention.py`); these are
+                  quantized
+    kept          Linear modules that stay in 16 bits -> outputs, inputs; merged, but for those
+                  below
     alone         those of `kept` that have an input of their own
     cut           that of `kept` that is cut at load into the matrices of by_head
     by_head       how many there are, outputs, inputs
@@ -58,8 +61,8 @@ class MixerParts:
     exact         a tensor that is held in float32 -> its shape
     made          float32 numbers that are made at load, beside tensors
     factors       numbers in the compute dtype that are made at load
-    whole         modules whose rows are those of heads in turn, taken apart at load -> rows of each part of a head, in
-                  which no block of scales may end
+    whole         modules whose rows are those of heads in turn, taken apart at load -> rows of each
+                  part of a head, in which no block of scales may end
     """
 
     module: str = ""
@@ -90,10 +93,14 @@ def _attention(mixer: AttentionConfig, hidden_size: int, of_all: TensorNames) ->
     return MixerParts(
         module=names.qkv[0].rpartition(".")[0],
         projections={
-            "qkv": Projected(names.qkv_of(mixer), mixer.projected_sizes, hidden_size, mixer.qkv_bias),
+            "qkv": Projected(
+                names.qkv_of(mixer), mixer.projected_sizes, hidden_size, mixer.qkv_bias
+            ),
             "o": Projected((names.o,), (hidden_size,), mixer.num_heads * mixer.v_dim, mixer.o_bias),
         },
-        kept={} if mixer.gate is None or mixer.gate.in_q else {names.head_gate: (mixer.gate_size, hidden_size)},
+        kept={}
+        if mixer.gate is None or mixer.gate.in_q
+        else {names.head_gate: (mixer.gate_size, hidden_size)},
         norms=norms,
         exact={names.sinks: (mixer.num_heads,)} if mixer.sinks else {},
         made=mixer.v_norm * mixer.v_dim + mixer.qk_norm_bare * mixer.k_dim,
@@ -109,7 +116,9 @@ def _latent(mixer: LatentConfig, hidden_size: int, of_all: TensorNames) -> Mixer
     return MixerParts(
         module=names.o.rpartition(".")[0],
         projections={
-            "first": Projected((names.q_a if ranked else names.q, names.kv_a), (first, mixer.k_dim), hidden_size),
+            "first": Projected(
+                (names.q_a if ranked else names.q, names.kv_a), (first, mixer.k_dim), hidden_size
+            ),
             **q_b,
             "o": Projected((names.o,), (hidden_size,), heads * mixer.head_size),
         },
@@ -133,7 +142,9 @@ def _delta_net(mixer: DeltaNetConfig, hidden_size: int, of_all: TensorNames) -> 
             "out": Projected((names.out,), (hidden_size,), values),
         },
         kept=dict.fromkeys(names.ba, (*heads, hidden_size)),
-        whole={} if len(names.qkvz) > 1 else {names.qkvz[0]: (mixer.k_dim, values // mixer.key_heads)},
+        whole={}
+        if len(names.qkvz) > 1
+        else {names.qkvz[0]: (mixer.k_dim, values // mixer.key_heads)},
         exact={names.a_log: (mixer.heads,), names.dt_bias: (mixer.heads,)},
         plain={names.conv: (mixer.channels, 1, mixer.width), names.norm: (mixer.v_dim,)},
     )
@@ -144,7 +155,11 @@ def _kimi_delta(mixer: KimiDeltaConfig, hidden_size: int, of_all: TensorNames) -
     beside = names.gate if rank is None else ()  # the gate's projection, with those of q, k and v
     kept = {names.decay[0]: (rank or size, hidden_size), names.beta: (mixer.heads, hidden_size)}
     if rank is not None:
-        kept |= {names.gate[0]: (rank, hidden_size), names.decay[1]: (size, rank), names.gate[1]: (size, rank)}
+        kept |= {
+            names.gate[0]: (rank, hidden_size),
+            names.decay[1]: (size, rank),
+            names.gate[1]: (size, rank),
+        }
     first = (*names.qkv, *beside)
     return MixerParts(
         module=names.out.rpartition(".")[0],
@@ -154,7 +169,10 @@ def _kimi_delta(mixer: KimiDeltaConfig, hidden_size: int, of_all: TensorNames) -
         },
         kept=kept,
         alone=() if rank is None else (names.decay[1], names.gate[1]),
-        exact={names.a_log: (1, 1, mixer.heads, 1) if names.wide else (mixer.heads,), names.dt_bias: (size,)},
+        exact={
+            names.a_log: (1, 1, mixer.heads, 1) if names.wide else (mixer.heads,),
+            names.dt_bias: (size,),
+        },
         plain={**dict.fromkeys(names.conv, (size, 1, mixer.width)), names.norm: (mixer.head_dim,)},
     )
 
@@ -178,11 +196,17 @@ def _mamba2(mixer: Mamba2Config, hidden_size: int, of_all: TensorNames) -> Mixer
     return MixerParts(
         module=names.out.rpartition(".")[0],
         projections={
-            "in_proj": Projected((names.in_proj,), (values + mixer.channels + mixer.heads,), hidden_size, mixer.bias),
+            "in_proj": Projected(
+                (names.in_proj,), (values + mixer.channels + mixer.heads,), hidden_size, mixer.bias
+            ),
             "out": Projected((names.out,), (hidden_size,), values, mixer.bias),
         },
         exact=dict.fromkeys((names.a_log, names.skip, names.dt_bias), heads),
-        plain={f"{names.conv}.weight": (mixer.channels, 1, mixer.width), **bias, names.norm: (values,)},
+        plain={
+            f"{names.conv}.weight": (mixer.channels, 1, mixer.width),
+            **bias,
+            names.norm: (values,),
+        },
     )
 
 

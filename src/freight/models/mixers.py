@@ -1,4 +1,6 @@
-"""The mixers of layers from their configs: a builder for each kind, so that the loader knows none of them."""
+"""The mixers of layers from their configs: a builder for each kind, so that the loader knows none
+of them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def build_mixer(mixer: MixerConfig, builder: Builder, prefix: str, ropes: Ropes)
 
 def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Ropes) -> Attention:
     names, eps, kernels = builder.names.attention, builder.config.norm_eps, builder.kernels
-    norms = _qk_norms(mixer, builder, prefix, ropes[mixer.rope].cos.device) if mixer.qk_norm else None
+    norms = (
+        _qk_norms(mixer, builder, prefix, ropes[mixer.rope].cos.device) if mixer.qk_norm else None
+    )
     rotary, last = replace(ropes[mixer.rope], eps=eps), None
     if norms and mixer.qk_norm_last:
         assert mixer.k_dim == mixer.v_dim
@@ -60,18 +64,26 @@ def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Rop
         gate=_head_gate(mixer, builder, prefix),
         last=last,
         norm=QKNorm(*norms, eps, kernels) if norms and mixer.qk_norm_whole else None,
-        v_norm=_value_norm(mixer, builder, rotary) if mixer.v_norm else _value_factor(mixer, builder, prefix),
+        v_norm=_value_norm(mixer, builder, rotary)
+        if mixer.v_norm
+        else _value_factor(mixer, builder, prefix),
         sinks=builder.tensor(prefix + names.sinks).float() if mixer.sinks else None,
     )
 
 
-def _qk_norms(mixer: AttentionConfig, builder: Builder, prefix: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The weights for q and k. A layer that reads another's keys has none for k: q's stands there, unused."""
+def _qk_norms(
+    mixer: AttentionConfig, builder: Builder, prefix: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The weights for q and k. A layer that reads another's keys has none for k: q's stands there,
+    unused.
+    """
     if mixer.qk_norm_bare:
         ones = torch.ones(mixer.k_dim, dtype=torch.float32, device=device)
         return ones, ones
     q = builder.norm_weight(prefix + builder.names.attention.q_norm)
-    return q, q if mixer.kv_from is not None else builder.norm_weight(prefix + builder.names.attention.k_norm)
+    return q, q if mixer.kv_from is not None else builder.norm_weight(
+        prefix + builder.names.attention.k_norm
+    )
 
 
 def _head_gate(mixer: AttentionConfig, builder: Builder, prefix: str) -> HeadGate | None:
@@ -96,18 +108,26 @@ def _value_factor(mixer: AttentionConfig, builder: Builder, prefix: str) -> Valu
     if mixer.v_factor is None:
         return None
     others, values = mixer.factor_groups
-    like = builder.tensor(prefix + builder.names.attention_norm)  # for the compute dtype and the device
-    return ValueFactor(like.new_tensor([[1.0] * others + [mixer.v_factor] * values]), builder.kernels)
+    like = builder.tensor(
+        prefix + builder.names.attention_norm
+    )  # for the compute dtype and the device
+    return ValueFactor(
+        like.new_tensor([[1.0] * others + [mixer.v_factor] * values]), builder.kernels
+    )
 
 
 def _value_norm(mixer: AttentionConfig, builder: Builder, rotary: Rotary) -> ValueNorm:
     assert mixer.v_factor is None, "the norm would take the factor back"
     ones = torch.ones(mixer.v_dim, dtype=torch.float32, device=rotary.cos.device)
-    return ValueNorm(ones, mixer.qkv_sizes[2], mixer.k_eq_v, builder.config.norm_eps, builder.kernels)
+    return ValueNorm(
+        ones, mixer.qkv_sizes[2], mixer.k_eq_v, builder.config.norm_eps, builder.kernels
+    )
 
 
 def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, ...]:
-    """The order of the rows of each matrix that q, k and v are stored in; None: as they are (`RopeConfig`)."""
+    """The order of the rows of each matrix that q, k and v are stored in; None: as they are
+    (`RopeConfig`).
+    """
     if mixer.gate is not None and mixer.gate.in_q:
         assert mixer.rope is None or not builder.config.ropes[mixer.rope].interleaved
         return (_of_heads(mixer, 0), None, None)
@@ -115,7 +135,10 @@ def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, 
         return ()
     assert not mixer.qk_norm, "the weights of these norms would need the same order"
     rotary_dim = builder.config.ropes[mixer.rope].rotary_dim
-    q, k = (half_pairs(heads, mixer.k_dim, rotary_dim) for heads in (mixer.num_heads, mixer.num_kv_heads))
+    q, k = (
+        half_pairs(heads, mixer.k_dim, rotary_dim)
+        for heads in (mixer.num_heads, mixer.num_kv_heads)
+    )
     if len(builder.names.attention.qkv) > 1:
         return q, k, None
     v = torch.arange(sum(mixer.qkv_sizes), dtype=torch.int64, device="cpu")[len(q) + len(k) :]
@@ -152,18 +175,29 @@ def _latent(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) ->
 
 
 def _rotated_last(num_heads: int, plain: int, rotated: int, interleaved: bool) -> Tensor | None:
-    """The order of rows of heads whose last `rotated` channels have a rope; None: as they are (`RopeConfig`)."""
+    """The order of rows of heads whose last `rotated` channels have a rope; None: as they are
+    (`RopeConfig`).
+    """
     if not interleaved:
         return None
-    head = torch.cat((torch.arange(plain, dtype=torch.int64, device="cpu"), plain + half_pairs(1, rotated, rotated)))
-    return (torch.arange(num_heads, dtype=torch.int64, device="cpu")[:, None] * len(head) + head).flatten()
+    head = torch.cat(
+        (
+            torch.arange(plain, dtype=torch.int64, device="cpu"),
+            plain + half_pairs(1, rotated, rotated),
+        )
+    )
+    return (
+        torch.arange(num_heads, dtype=torch.int64, device="cpu")[:, None] * len(head) + head
+    ).flatten()
 
 
 def _delta_net(mixer: DeltaNetConfig, builder: Builder, prefix: str, ropes: Ropes) -> DeltaNet:
     names = builder.names.delta_net
     heads = mixer.heads // mixer.key_heads  # value heads of a key head
     keys, values = mixer.k_dim, heads * mixer.v_dim
-    of_qkvz = None if len(names.qkvz) > 1 else _side_by_side(mixer.key_heads, keys, keys, values, values)
+    of_qkvz = (
+        None if len(names.qkvz) > 1 else _side_by_side(mixer.key_heads, keys, keys, values, values)
+    )
     of_ba = None if len(names.ba) > 1 else _side_by_side(mixer.key_heads, heads, heads)
     return DeltaNet(
         qkvz=builder.linear(prefix, *names.qkvz, rows=(of_qkvz,)),
@@ -229,7 +263,9 @@ def _mamba2(mixer: Mamba2Config, builder: Builder, prefix: str, ropes: Ropes) ->
 
 
 def _side_by_side(groups: int, *sizes: int) -> Tensor:
-    """The order that brings rows of `groups` groups, each of parts of these sizes, into parts of all groups."""
+    """The order that brings rows of `groups` groups, each of parts of these sizes, into parts of
+    all groups.
+    """
     rows = torch.arange(groups * sum(sizes), dtype=torch.int64, device="cpu").view(groups, -1)
     return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
 

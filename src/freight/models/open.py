@@ -1,7 +1,8 @@
 """Opening a checkpoint: config, scheme and KV scales read and checked, and no weight.
 
-Whatever runs a model opens it here: the engine, calibration, evaluation, benchmarks, FP8Cache. `freight inspect` and
-`freight audit` read `Checkpoint` themselves, because they also describe what cannot be run.
+Whatever runs a model opens it here: the engine, calibration, evaluation, benchmarks, FP8Cache.
+`freight inspect` and `freight audit` read `Checkpoint` themselves, because they also describe what
+cannot be run.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class OpenCheckpoint:
         return read_kv_scales(self.checkpoint, self.model, self.scheme, extras=False)
 
 
-def open_checkpoint(model: str, revision: str | None = None, ignore_keys: Collection[str] = ()) -> OpenCheckpoint:
+def open_checkpoint(
+    model: str, revision: str | None = None, ignore_keys: Collection[str] = ()
+) -> OpenCheckpoint:
     """Open `model`: 'demo', a folder or a hub id. Raises ConfigError or CheckpointError."""
     return open_folder(resolve_model(model, revision), model, ignore_keys)
 
@@ -69,7 +72,9 @@ def open_folder(path: Path, name: str, ignore_keys: Collection[str] = ()) -> Ope
     """Open the checkpoint in `path`, which the user named `name`."""
     refuse_to_run(path, name)
     checkpoint = Checkpoint(path)
-    config = read_model_config(checkpoint.config, checkpoint.names, checkpoint.stored_format, ignore_keys)
+    config = read_model_config(
+        checkpoint.config, checkpoint.names, checkpoint.stored_format, ignore_keys
+    )
     scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
     present_written(checkpoint, config)
     present_experts(checkpoint, config, scheme)
@@ -82,9 +87,9 @@ def read_model_config(
     stored: Format | None = None,
     ignore_keys: Collection[str] = (),
 ) -> ModelConfig:
-    """What a config.json describes: a row of Freight's, else a model of transformers that can be run. `tensors` are the
-    names of the checkpoint's tensors, `stored` the dtype of those that are not quantized; `ignore_keys` are read over
-    though they compute (`config.keys.check_keys`).
+    """What a config.json describes: a row of Freight's, else a model of transformers that can be
+    run. `tensors` are the names of the checkpoint's tensors, `stored` the dtype of those that are
+    not quantized; `ignore_keys` are read over though they compute (`config.keys.check_keys`).
 
     Raises CheckpointError for a key of a row's that stands in the way, for a mechanism that Freight does not have, and
     for what is neither; ConfigError for keys that cannot be ignored.
@@ -98,13 +103,17 @@ def read_model_config(
             f"--ignore-config-keys {' '.join(ignore_keys)}: model_type {model_type!r} runs through transformers' "
             "modules, which read all of config.json"
         )
-    from freight.models.fallback_probe import foreign_config  # transformers' modeling code takes seconds to import
+    from freight.models.fallback_probe import (
+        foreign_config,
+    )  # transformers' modeling code takes seconds to import
 
     return foreign_config(config, stored)
 
 
 def require_native(model: ModelConfig, name: str, what: str) -> None:
-    """Raises CheckpointError for a model that runs through transformers: `what` needs Freight's own decoder."""
+    """Raises CheckpointError for a model that runs through transformers: `what` needs Freight's own
+    decoder.
+    """
     if model.foreign is not None:
         raise CheckpointError(
             f"{name} is of model_type {model.model_type!r}, which runs through transformers' modules; {what} is "
@@ -127,13 +136,17 @@ class OpenModel:
     device: DeviceFacts
 
     def resolve(self, args: EngineArgs) -> EngineConfig:
-        """`args` resolved for this checkpoint; they may differ from those it was opened with in cache options only."""
+        """`args` resolved for this checkpoint; they may differ from those it was opened with in
+        cache options only.
+        """
         source, scales = kv_source(args), self.kv_scales
         if source.file is not None:
             scales = read_scale_json(source.file, self.model)
         elif source.values is not None:
             scales = uniform_scales(source.values, self.model.num_layers)
-        if self.model.foreign is not None and any(layer and layer.k_center for layer in scales.layers):
+        if self.model.foreign is not None and any(
+            layer and layer.k_center for layer in scales.layers
+        ):
             raise ConfigError(
                 f"the KV scales have centers of keys, which are subtracted before keys are rotated; modules of "
                 f"transformers ({self.model.architecture}) rotate them first. Use --kv-scales dynamic"
@@ -145,10 +158,14 @@ class OpenModel:
 
     def skipped_layers(self) -> frozenset[int]:
         """The layers whose cache stays unquantized beside others of 8 bits. Raises ConfigError."""
-        return skipped_layers(self.args.kv_cache_dtype_skip_layers, self.model.paged, self.model.num_layers)
+        return skipped_layers(
+            self.args.kv_cache_dtype_skip_layers, self.model.paged, self.model.num_layers
+        )
 
     def skipping(self, config: EngineConfig) -> EngineConfig:
-        """`config`, whose cache is quantized in every layer, with those of `skipped_layers` left out of that."""
+        """`config`, whose cache is quantized in every layer, with those of `skipped_layers` left
+        out of that.
+        """
         skipped, num_layers = self.skipped_layers(), self.model.num_layers
         return replace(config, kv=config.kv.skipping(skipped, num_layers, config.compute_format))
 
@@ -160,37 +177,49 @@ class OpenModel:
         return select_kernels(config.kernels, config.device, config.fp8_attention)
 
     def load(self, config: EngineConfig, num_positions: int | None = None) -> LanguageModel:
-        """Read the weights, or draw them, with the threads of `config`. Logs their size and the seconds it took.
+        """Read the weights, or draw them, with the threads of `config`. Logs their size and the
+        seconds it took.
 
-        `num_positions`: the positions that will be computed, if they are fewer than `config.max_model_len`: tables of
-        angles end there, with the same values.
+        `num_positions`: the positions that will be computed, if they are fewer than
+        `config.max_model_len`: tables of angles end there, with the same values.
         """
         begin = time.perf_counter()
         threads = self.threads(config)
-        waits = openmp.long_waits(os.environ) if threads.count > 1 and config.device == "cpu" else ""
+        waits = (
+            openmp.long_waits(os.environ) if threads.count > 1 and config.device == "cpu" else ""
+        )
         if waits:
             logger.warning("%s", waits)
         with threads:
             decoder = self._load(config, num_positions or config.max_model_len)
         seconds = time.perf_counter() - begin
-        logger.info("loading weights took %.3g GB and %.2f s", weight_bytes(decoder).total / 1e9, seconds)
+        logger.info(
+            "loading weights took %.3g GB and %.2f s", weight_bytes(decoder).total / 1e9, seconds
+        )
         return decoder
 
     def _load(self, config: EngineConfig, length: int) -> LanguageModel:
         kernels = self.kernels(config)
         if kernels.note:
             logger.warning("%s", kernels.note)
-        formats, model = (config.compute_format, config.weight_format), self.model.for_context(config.max_model_len)
+        formats, model = (
+            (config.compute_format, config.weight_format),
+            self.model.for_context(config.max_model_len),
+        )
         self._log_dtype(config.compute_format)
         logger.info("%s", describe_weights(*formats, self.scheme, self.model))
         if self.model.foreign is not None:
             return self._load_foreign(kernels, config)
         if self.checkpoint is None:
             return random_model(model, kernels, *formats, length, config.device, config.seed)
-        return load_model(self.checkpoint, model, kernels, *formats, length, config.device, self.scheme)
+        return load_model(
+            self.checkpoint, model, kernels, *formats, length, config.device, self.scheme
+        )
 
     def _log_dtype(self, compute: Format) -> None:
-        """What is computed in, and why; a warning where float32 is what config.json says and nothing is stored so."""
+        """What is computed in, and why; a warning where float32 is what config.json says and
+        nothing is stored so.
+        """
         source = self.model.dtype_source if self.args.dtype == "auto" else DtypeSource.OPTION
         logger.info("dtype: %s", describe_dtype(compute, source))
         stored = None if self.checkpoint is None else self.checkpoint.stored_format
@@ -208,7 +237,9 @@ class OpenModel:
 
         assert self.checkpoint is not None
         formats, length = (config.compute_format, config.weight_format), config.max_model_len
-        loaded = load_foreign(self.checkpoint, self.model, kernels, *formats, length, config.device, self.scheme)
+        loaded = load_foreign(
+            self.checkpoint, self.model, kernels, *formats, length, config.device, self.scheme
+        )
         logger.info(
             "model: %s of transformers over Freight's cache, checked against its own attention. Not promised: the same "
             "bits for a row whatever is computed beside it (chunks, batches, prefix hits)",
@@ -227,12 +258,16 @@ class OpenModel:
         return ids if self.model.foreign is None else ids | frozenset(self.model.eos_token_ids)
 
     def load_tokenizer(self) -> Tokenizer | None:
-        """The model's own, or the one named; `revision` is the model's, so another repository comes at its newest."""
+        """The model's own, or the one named; `revision` is the model's, so another repository comes
+        at its newest.
+        """
         args = self.args
         if self.checkpoint is None:
             return None
         if args.skip_tokenizer_init:
-            logger.info("no tokenizer (skip_tokenizer_init): prompts are token ids, and outputs have no text")
+            logger.info(
+                "no tokenizer (skip_tokenizer_init): prompts are token ids, and outputs have no text"
+            )
             return None
         if args.tokenizer in (None, args.model):
             return Tokenizer.load(self.checkpoint.path)
@@ -253,13 +288,19 @@ def open_model(args: EngineArgs) -> OpenModel:
 
 
 def open_random(args: EngineArgs, shape: str) -> OpenModel:
-    """A model with random weights instead: `shape` is a preset's name or a config.json. Raises ConfigError."""
+    """A model with random weights instead: `shape` is a preset's name or a config.json. Raises
+    ConfigError.
+    """
     check(args)
     model = parse_model_config(shape_config(shape), ignore_keys=args.ignore_config_keys)
-    return OpenModel(args, None, model, Scheme(), KVScales((None,) * model.num_layers), probe(args.device))
+    return OpenModel(
+        args, None, model, Scheme(), KVScales((None,) * model.num_layers), probe(args.device)
+    )
 
 
-def describe_weights(compute_format: Format, weight_format: Format, scheme: Scheme, model: ModelConfig) -> str:
+def describe_weights(
+    compute_format: Format, weight_format: Format, scheme: Scheme, model: ModelConfig
+) -> str:
     """The line at start about the weights."""
     if model.foreign is not None and weight_format.is_fp8:
         linear_of = online(model) if scheme.weight_format is None else scheme.linear
@@ -279,7 +320,9 @@ def _describe_parts(parts: ForeignBytes, compute: Format, weights: Format, schem
     how = "rounded as they load, one scale per output row"
     if scheme.weight_format is not None:
         how = f"as stored ({scheme.method})"
-    experts = f"{_gb(parts.stacked)} of experts, which are stacked tensors there and no Linear modules; "
+    experts = (
+        f"{_gb(parts.stacked)} of experts, which are stacked tensors there and no Linear modules; "
+    )
     return (
         f"weights: {_gb(parts.fp8)} of {_gb(total)} ({parts.fp8 / total:.0%}) are {weights}: Linear modules, {how}. "
         f"In {compute}: {experts if parts.stacked else ''}{_gb(parts.embeddings)} of embedding and head; "

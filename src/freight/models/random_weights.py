@@ -1,7 +1,8 @@
-"""A model of a given shape with random weights, made in memory: speed can be measured without a download.
+"""A model of a given shape with random weights, made in memory: speed can be measured without a
+download.
 
-Every matrix is created in its final format, so a 16-bit copy of an FP8 model never exists. Values are finite
-and have the variance that keeps activations near 1; the generated text is meaningless.
+Every matrix is created in its final format, so a 16-bit copy of an FP8 model never exists. Values
+are finite and have the variance that keeps activations near 1; the generated text is meaningless.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from freight.models.loader import build_decoder
 from freight.models.sources import narrower
 from freight.operands.weight import Activations, Weight
 
-# In every byte of 8: the top bit of the exponent cleared and the last bit of the mantissa set. No such code is a NaN
-# or an infinity, in any FP8 format.
+# In every byte of 8: the top bit of the exponent cleared and the last bit of the mantissa set. No
+# such code is a NaN or an infinity, in any FP8 format.
 _CLEARED, _SET = ~0x4040404040404040, 0x0101010101010101
 
 
@@ -51,7 +52,9 @@ class RandomSource:
         return values.uniform_(-bound, bound, generator=self.generator)
 
     def table(self, name: str, shape: tuple[int, ...], format: Format) -> Tensor:
-        return replace(self, compute_format=narrower(self.compute_format, format)).tensor(name, shape)
+        return replace(self, compute_format=narrower(self.compute_format, format)).tensor(
+            name, shape
+        )
 
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.tensor(name, shape).float()
@@ -61,7 +64,9 @@ class RandomSource:
             return Weight(self.tensor(name, shape))
         rows, columns = shape
         words = torch.empty(-(-rows * columns // 8), dtype=torch.int64, device=self.device)
-        words.random_(-(2**63), None, generator=self.generator).bitwise_and_(_CLEARED).bitwise_or_(_SET)
+        words.random_(-(2**63), None, generator=self.generator).bitwise_and_(_CLEARED).bitwise_or_(
+            _SET
+        )
         codes = words.view(torch_dtype(self.weight_format))[: rows * columns].view(shape)
         every = torch.arange(2**8, dtype=torch.uint8, device=self.device) & (_CLEARED & 0xFF) | 1
         mean_square = decode(every.view(torch_dtype(self.weight_format))).square().mean()
@@ -90,5 +95,7 @@ def random_model(
 ) -> Decoder:
     """`load_model` without a checkpoint."""
     generator = torch.Generator(device).manual_seed(seed)
-    source = RandomSource(compute_format, weight_format, device, generator, norm=1.0 - config.norm_offset)
+    source = RandomSource(
+        compute_format, weight_format, device, generator, norm=1.0 - config.norm_offset
+    )
     return build_decoder(config, source, kernels, max_len, device)

@@ -1,13 +1,21 @@
 """Every tensor that a model has, with its shape, from its ModelConfig alone. Imports no torch.
 
-The loader, the quantizer and the planner agree on these; a checkpoint that contradicts them is refused.
+The loader, the quantizer and the planner agree on these; a checkpoint that contradicts them is
+refused.
 """
 
 from __future__ import annotations
 
 from itertools import compress
 
-from freight.config.layer import DenseConfig, FeedForward, LayerConfig, MoEConfig, NormKind, NormPlacement
+from freight.config.layer import (
+    DenseConfig,
+    FeedForward,
+    LayerConfig,
+    MoEConfig,
+    NormKind,
+    NormPlacement,
+)
 from freight.config.model import ModelConfig
 from freight.config.tensor_names import TensorNames
 from freight.models.architectures import tensor_names
@@ -41,14 +49,18 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def kept_in_16_bits(config: ModelConfig) -> frozenset[str]:
-    """Matrices that are not quantized at load: outside of the layers, and what chooses and weighs experts
-    or weighs heads.
+    """Matrices that are not quantized at load: outside of the layers, and what chooses and weighs
+    experts or weighs heads.
     """
     names = tensor_names(config)
     inner = (
         f"{names.layer.format(index)}{module}.weight"
         for index, layer in enumerate(config.layers)
-        for module in (names.router, names.shared_gate, *mixer_parts(layer.mixer, config.hidden_size, names).kept)
+        for module in (
+            names.router,
+            names.shared_gate,
+            *mixer_parts(layer.mixer, config.hidden_size, names).kept,
+        )
     )
     return names.outer.union(inner)
 
@@ -63,7 +75,9 @@ def bias_of(weight: str) -> str:
     return weight.removesuffix("weight") + "bias"
 
 
-def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(
+    layer: LayerConfig, config: ModelConfig, names: TensorNames
+) -> dict[str, tuple[int, ...]]:
     """Every tensor of one layer, by its name within the layer."""
     hidden = config.hidden_size
     parts = mixer_parts(layer.mixer, hidden, names)
@@ -97,7 +111,9 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
     return shapes
 
 
-def _norm_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
+def _norm_shapes(
+    layer: LayerConfig, config: ModelConfig, names: TensorNames
+) -> dict[str, tuple[int, ...]]:
     """The norms of a layer over the hidden size, and the scales beside those of experts."""
     there = (layer.mixer is not None, layer.feed_forward is not None)
     inputs, outputs = (names.attention_norm, names.mlp_norm), (names.attention_post, names.mlp_post)
@@ -111,10 +127,14 @@ def _norm_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) ->
         norms += [names.experts_norm, names.shared_post, names.experts_post]
         shapes[names.router_scale] = (hidden,)
         shapes[names.expert_scale] = (layer.feed_forward.num_experts,)
-    return shapes | dict.fromkeys([tensor for norm in norms for tensor in _norm_tensors(norm, config)], (hidden,))
+    return shapes | dict.fromkeys(
+        [tensor for norm in norms for tensor in _norm_tensors(norm, config)], (hidden,)
+    )
 
 
-def _feed_forward(mlp: FeedForward, hidden: int, names: TensorNames) -> dict[str, tuple[int, int, bool]]:
+def _feed_forward(
+    mlp: FeedForward, hidden: int, names: TensorNames
+) -> dict[str, tuple[int, int, bool]]:
     """The projections of a feed-forward: name -> outputs, inputs, whether it has a bias."""
     if mlp is None:
         return {}
@@ -123,7 +143,10 @@ def _feed_forward(mlp: FeedForward, hidden: int, names: TensorNames) -> dict[str
     experts = {names.router: (mlp.num_experts, hidden, mlp.router_bias)}
     channels = mlp.expert_channels(hidden)
     if mlp.latent_size is not None:
-        experts |= {names.latent_in: (channels, hidden, False), names.latent_out: (hidden, channels, False)}
+        experts |= {
+            names.latent_in: (channels, hidden, False),
+            names.latent_out: (hidden, channels, False),
+        }
     one = _dense(mlp.expert, channels, names.expert_gate_up, names.expert_down)
     for index in range(0 if names.interleaved else mlp.num_experts):
         experts |= {names.expert.format(index) + name: shape for name, shape in one.items()}
@@ -151,7 +174,9 @@ def shared_names(names: TensorNames) -> tuple[tuple[str, ...], str]:
     return gate_up, names.shared + names.down.rpartition(".")[2]
 
 
-def _dense(mlp: DenseConfig, hidden: int, gate_up: tuple[str, ...], down: str) -> dict[str, tuple[int, int, bool]]:
+def _dense(
+    mlp: DenseConfig, hidden: int, gate_up: tuple[str, ...], down: str
+) -> dict[str, tuple[int, int, bool]]:
     projections = {name: (size, hidden, mlp.bias) for name, size in _stored(gate_up, mlp.up_sizes)}
     return projections | {down: (hidden, mlp.intermediate_size, mlp.bias)}
 

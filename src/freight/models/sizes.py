@@ -1,8 +1,9 @@
-"""What a loaded model occupies, from its ModelConfig alone: no checkpoint is needed. Imports no torch.
+"""What a loaded model occupies, from its ModelConfig alone: no checkpoint is needed. Imports no
+torch.
 
-It counts the tensors that the loader makes, to the byte: projections merged where the loader merges them, matrices as
-the kernels hold them, scales, norms and biases in the format that they are kept in. `evaluate.report.weight_bytes`
-counts the same of a model that has been loaded.
+It counts the tensors that the loader makes, to the byte: projections merged where the loader merges
+them, matrices as the kernels hold them, scales, norms and biases in the format that they are kept
+in. `evaluate.report.weight_bytes` counts the same of a model that has been loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
-from freight.config.layer import DenseConfig, FeedForward, LayerConfig, Mixer, NormKind, NormPlacement
+from freight.config.layer import (
+    DenseConfig,
+    FeedForward,
+    LayerConfig,
+    Mixer,
+    NormKind,
+    NormPlacement,
+)
 from freight.config.model import ForeignModel, ModelConfig
 from freight.config.rope import QUERY_SCALING
 from freight.config.tensor_names import TensorNames
@@ -22,12 +30,18 @@ from freight.models.architectures import tensor_names
 from freight.models.mixer_parts import mixer_parts
 from freight.models.shapes import shared_names
 
-LinearOf = Callable[[str], LinearScheme | None]  # how the matrix of a module is quantized; None: it is not
+LinearOf = Callable[
+    [str], LinearScheme | None
+]  # how the matrix of a module is quantized; None: it is not
 
-ONLINE = LinearScheme(WeightScales.ROW, Activations.DYNAMIC)  # what `--quantization fp8` makes of every layer's matrix
+ONLINE = LinearScheme(
+    WeightScales.ROW, Activations.DYNAMIC
+)  # what `--quantization fp8` makes of every layer's matrix
 _BLOCK = 128  # outputs and inputs that share a block scale
 _SCALE = 4  # bytes of a scale
-_MXFP4_UNIT = 272  # bytes of 32 inputs of 16 rows: codes of 4 bits, and a byte of each row for their scale
+_MXFP4_UNIT = (
+    272  # bytes of 32 inputs of 16 rows: codes of 4 bits, and a byte of each row for their scale
+)
 
 
 class Layout(StrEnum):
@@ -40,8 +54,9 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True)
 class LoadedBytes:
-    """Bytes of a loaded model. `embeddings`: embedding, head and their projections; `layers`: layers and norms, with
-    scales and biases; `tables`: cos, sin and the factor of queries of every position.
+    """Bytes of a loaded model. `embeddings`: embedding, head and their projections; `layers`:
+    layers and norms, with scales and biases; `tables`: cos, sin and the factor of queries of every
+    position.
     """
 
     layers: int
@@ -61,11 +76,15 @@ def online(model: ModelConfig) -> LinearOf:
     return lambda module: ONLINE if f"{module}.weight" in rounded else None
 
 
-def matrix_bytes(rows: int, columns: int, format: Format, scales: WeightScales | None, layout: Layout) -> int:
-    """A matrix of `rows` outputs and `columns` inputs with its scales; None: it has none. One scale per tensor is held
-    as one per row.
+def matrix_bytes(
+    rows: int, columns: int, format: Format, scales: WeightScales | None, layout: Layout
+) -> int:
+    """A matrix of `rows` outputs and `columns` inputs with its scales; None: it has none. One scale
+    per tensor is held as one per row.
     """
-    blocks = _SCALE * -(-rows // _BLOCK) * -(-columns // _BLOCK) if scales is WeightScales.BLOCK else 0
+    blocks = (
+        _SCALE * -(-rows // _BLOCK) * -(-columns // _BLOCK) if scales is WeightScales.BLOCK else 0
+    )
     if layout is Layout.PLAIN:
         own = 0 if scales is None else blocks or _SCALE * rows
         return rows * columns * format.bytes + own
@@ -81,14 +100,20 @@ def mxfp4_bytes(rows: int, columns: int) -> int:
 
 
 def loaded_bytes(
-    model: ModelConfig, compute: Format, weights: Format, linear_of: LinearOf, layout: Layout, max_len: int
+    model: ModelConfig,
+    compute: Format,
+    weights: Format,
+    linear_of: LinearOf,
+    layout: Layout,
+    max_len: int,
 ) -> LoadedBytes:
     """A model that computes in `compute`, for positions below `max_len`.
 
-    Matrices of the layers for whose module `linear_of` has a scheme are in `weights`, an E4M3 variant. Experts in
-    MXFP4 stay so where kernels pack; their tensors may show that some cannot (`fp8.mxfp4.normal`). Embedding and head
-    are in `compute`: whether a checkpoint has its head in FP8 only its tensors show. So do static input scales,
-    of which those that differ keep projections apart; here they are merged, which can matter for padding only.
+    Matrices of the layers for whose module `linear_of` has a scheme are in `weights`, an E4M3
+    variant. Experts in MXFP4 stay so where kernels pack; their tensors may show that some cannot
+    (`fp8.mxfp4.normal`). Embedding and head are in `compute`: whether a checkpoint has its head in
+    FP8 only its tensors show. So do static input scales, of which those that differ keep
+    projections apart; here they are merged, which can matter for padding only.
     """
     if model.foreign is not None:
         parts = foreign_bytes(model.foreign, compute, weights, linear_of, layout)
@@ -106,8 +131,9 @@ def loaded_bytes(
 
 @dataclass(frozen=True)
 class ForeignBytes:
-    """Bytes of a model that runs through transformers' modules. `fp8`: Linear modules in FP8, with scales; `stacked`:
-    parameters of three dimensions, which are experts; `embeddings`: embedding and head; `other`: all else.
+    """Bytes of a model that runs through transformers' modules. `fp8`: Linear modules in FP8, with
+    scales; `stacked`: parameters of three dimensions, which are experts; `embeddings`: embedding
+    and head; `other`: all else.
     """
 
     fp8: int
@@ -128,7 +154,9 @@ def foreign_bytes(
         scheme = linear_of(module) if name in linears else None
         if scheme is not None:
             rows, columns = shape
-            parts["fp8"] += matrix_bytes(rows, columns, weights, _held(scheme, (rows, columns)), layout)
+            parts["fp8"] += matrix_bytes(
+                rows, columns, weights, _held(scheme, (rows, columns)), layout
+            )
         elif module in outer:
             parts["embeddings"] += size
         else:
@@ -156,7 +184,9 @@ class _Count:
         if layer.scalar:
             norms += self.compute.bytes
         feed_forward = self.feed_forward(prefix, layer.feed_forward)
-        return norms + self.mixer(prefix, layer.mixer) + feed_forward + self.layer_input(prefix, layer)
+        return (
+            norms + self.mixer(prefix, layer.mixer) + feed_forward + self.layer_input(prefix, layer)
+        )
 
     def mixer(self, prefix: str, mixer: Mixer) -> int:
         parts = mixer_parts(mixer, self.model.hidden_size, self.names)
@@ -166,7 +196,9 @@ class _Count:
         )
         size += sum(count * self.matrix(rows, columns) for count, rows, columns in parts.by_head)
         size += sum(self.matrix(*parts.kept[name]) for name in parts.alone)
-        merged = [shape for name, shape in parts.kept.items() if name not in (*parts.alone, parts.cut)]
+        merged = [
+            shape for name, shape in parts.kept.items() if name not in (*parts.alone, parts.cut)
+        ]
         if merged:  # which pads once
             (columns,) = {columns for _, columns in merged}
             size += self.matrix(sum(rows for rows, _ in merged), columns)
@@ -180,7 +212,11 @@ class _Count:
             return 0
         names, hidden, size = self.names, self.model.hidden_size, layer.input.size
         gate = self.projections(prefix, (names.own_gate,), (size,), hidden, False)
-        return gate + self.projections(prefix, (names.own_down,), (hidden,), size, False) + self.norm_weight(hidden)
+        return (
+            gate
+            + self.projections(prefix, (names.own_down,), (hidden,), size, False)
+            + self.norm_weight(hidden)
+        )
 
     def feed_forward(self, prefix: str, mlp: FeedForward) -> int:
         names, hidden = self.names, self.model.hidden_size
@@ -188,7 +224,9 @@ class _Count:
             return 0
         if isinstance(mlp, DenseConfig):
             return self.dense(prefix, mlp, hidden, names.gate_up, names.down)
-        size = matrix_bytes(mlp.num_experts, hidden, Format.FLOAT32, None, self.layout)  # the router
+        size = matrix_bytes(
+            mlp.num_experts, hidden, Format.FLOAT32, None, self.layout
+        )  # the router
         size += mlp.num_experts * 4 * (mlp.router_bias + mlp.choice_bias + mlp.beside)
         size += 4 * hidden + 3 * self.norm_weight(hidden) if mlp.beside else 0
         channels, parts = mlp.expert_channels(hidden), (names.expert_gate_up, names.expert_down)
@@ -199,23 +237,35 @@ class _Count:
         if mlp.latent_size is not None:
             size += self.projections(prefix, (names.latent_in,), (channels,), hidden, False)
             size += self.projections(prefix, (names.latent_out,), (hidden,), channels, False)
-            size += 4 * hidden if mlp.shared is not None else 0  # what adds both is a norm, which has a weight
+            size += (
+                4 * hidden if mlp.shared is not None else 0
+            )  # what adds both is a norm, which has a weight
         if mlp.shared is not None:
             size += self.dense(prefix, mlp.shared, hidden, *shared_names(names))
             size += self.matrix(1, hidden) if mlp.shared_gate else 0
         return size
 
-    def dense(self, prefix: str, mlp: DenseConfig, channels: int, gate_up: tuple[str, ...], down: str) -> int:
+    def dense(
+        self, prefix: str, mlp: DenseConfig, channels: int, gate_up: tuple[str, ...], down: str
+    ) -> int:
         """channels: of its input and output."""
         size = self.projections(prefix, gate_up, mlp.up_sizes, channels, mlp.bias)
-        return size + self.projections(prefix, (down,), (channels,), mlp.intermediate_size, mlp.bias)
+        return size + self.projections(
+            prefix, (down,), (channels,), mlp.intermediate_size, mlp.bias
+        )
 
-    def projections(self, prefix: str, parts: Sequence[str], sizes: Sequence[int], columns: int, bias: bool) -> int:
-        """Those of one input, merged where `Weight.mergeable`; one module for several has the rows of all."""
+    def projections(
+        self, prefix: str, parts: Sequence[str], sizes: Sequence[int], columns: int, bias: bool
+    ) -> int:
+        """Those of one input, merged where `Weight.mergeable`; one module for several has the rows
+        of all.
+        """
         rows = list(sizes) if len(parts) > 1 else [sum(sizes)]
         schemes = [self.linear_of(prefix + part) for part in parts]
         kinds = [
-            None if one is None else (_held(one, (count, columns)), one.activations, one.input_limit)
+            None
+            if one is None
+            else (_held(one, (count, columns)), one.activations, one.input_limit)
             for one, count in zip(schemes, rows, strict=True)
         ]
         scales = [None if kind is None else kind[0] for kind in kinds]
@@ -224,12 +274,18 @@ class _Count:
             rows, scales = [sum(rows)], scales[:1]
         packs = self.layout is not Layout.PLAIN
         if packs and all(one is not None and one.bits == 4 for one in schemes):
-            return sum(mxfp4_bytes(count, columns) for count in rows) + (sum(rows) * self.compute.bytes if bias else 0)
-        matrices = (self.matrix(count, columns, one) for count, one in zip(rows, scales, strict=True))
+            return sum(mxfp4_bytes(count, columns) for count in rows) + (
+                sum(rows) * self.compute.bytes if bias else 0
+            )
+        matrices = (
+            self.matrix(count, columns, one) for count, one in zip(rows, scales, strict=True)
+        )
         return sum(matrices) + (sum(rows) * self.compute.bytes if bias else 0)
 
     def matrix(self, rows: int, columns: int, scales: WeightScales | None = None) -> int:
-        return matrix_bytes(rows, columns, self.compute if scales is None else self.weights, scales, self.layout)
+        return matrix_bytes(
+            rows, columns, self.compute if scales is None else self.weights, scales, self.layout
+        )
 
     def norm_weight(self, size: int) -> int:
         return size * (4 if self.model.wide_norms else self.compute.bytes)
@@ -240,7 +296,9 @@ class _Count:
         return self.norm_weight(size)
 
     def embeddings(self) -> int:
-        """Packing copies a matrix, so a head that is tied to the embedding is held twice where kernels pack."""
+        """Packing copies a matrix, so a head that is tied to the embedding is held twice where
+        kernels pack.
+        """
         c = self.model
         width = c.embedding_size or c.hidden_size
         size = c.vocab_size * width * self.compute.bytes + 4 * width * c.embedding_norm
@@ -252,7 +310,9 @@ class _Count:
             size += self.matrix(c.hidden_size, width) + self.matrix(width, c.hidden_size)
         if c.input_vocab_size is not None:
             table = min(self.compute, c.checkpoint_format, key=lambda format: format.bytes)
-            size += c.input_vocab_size * c.input_size * table.bytes + self.norm_weight(c.input_size // c.num_layers)
+            size += c.input_vocab_size * c.input_size * table.bytes + self.norm_weight(
+                c.input_size // c.num_layers
+            )
             size += self.matrix(c.input_size, c.hidden_size)
         if c.position_offset is not None:
             size += c.max_position_embeddings * c.hidden_size * self.compute.bytes
@@ -260,8 +320,8 @@ class _Count:
 
 
 def _held(scheme: LinearScheme, shape: tuple[int, int]) -> WeightScales:
-    """How scales are held: those of other blocks than 128 x 128, and of experts in MXFP4 that become E4M3, become
-    scales of rows (`fp8.weights.regroup`)."""
+    """How scales are held: those of other blocks than 128 x 128, and of experts in MXFP4 that
+    become E4M3, become scales of rows (`fp8.weights.regroup`)."""
     if scheme.scales is not WeightScales.BLOCK or scheme.block is None or scheme.bits == 4:
         return WeightScales.ROW
     tall, wide = scheme.block

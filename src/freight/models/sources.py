@@ -1,6 +1,7 @@
 """Where the tensors of a model come from: what the loader asks for, and a checkpoint as the answer.
 
-A 16-bit weight that becomes FP8 is released before the next one is read, so memory peaks near the FP8 size.
+A 16-bit weight that becomes FP8 is released before the next one is read, so memory peaks near the
+FP8 size.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class WeightSource(Protocol):
         ...
 
     def table(self, name: str, shape: tuple[int, ...], format: Format) -> Tensor:
-        """One whose rows are looked up: in `format`, the checkpoint's, or in the compute dtype if that is narrower."""
+        """One whose rows are looked up: in `format`, the checkpoint's, or in the compute dtype if
+        that is narrower.
+        """
         ...
 
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -45,14 +48,17 @@ class WeightSource(Protocol):
         ...
 
     def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterable[Weight]:
-        """The matrices [outputs, inputs] of a tensor [experts, inputs, outputs], as `weight` makes them.
+        """The matrices [outputs, inputs] of a tensor [experts, inputs, outputs], as `weight` makes
+        them.
 
         `pairs`: the outputs are those of gate and up in turn, and become those of gate, then of up.
         """
         ...
 
     def head(self, name: str, shape: tuple[int, ...]) -> Weight:
-        """The matrix of the output head, or of a projection beside it; neither is quantized at load."""
+        """The matrix of the output head, or of a projection beside it; neither is quantized at
+        load.
+        """
         ...
 
 
@@ -62,8 +68,8 @@ def narrower(compute: Format, stored: Format) -> Format:
 
 
 def in_halves(x: Tensor, dim: int) -> Tensor:
-    """x with its even places along `dim` first, then its odd ones: rows of gate and up, stored in turn, as a merged
-    projection has them."""
+    """x with its even places along `dim` first, then its odd ones: rows of gate and up, stored in
+    turn, as a merged projection has them."""
     even = torch.arange(0, x.shape[dim], 2, dtype=torch.int64, device=x.device)
     return x.index_select(dim, torch.cat((even, even + 1)))
 
@@ -72,9 +78,9 @@ def in_halves(x: Tensor, dim: int) -> Tensor:
 class CheckpointSource:
     """Takes tensors from a checkpoint.
 
-    Matrices in `stored` are in FP8 already and become `weight_format`; the others are quantized to it if it is FP8, or
-    keep 16 or 32 bits if `rounds` is False. Experts in `packed` are in MXFP4, and stay
-    so with `keeps_mxfp4` where they can.
+    Matrices in `stored` are in FP8 already and become `weight_format`; the others are quantized to
+    it if it is FP8, or keep 16 or 32 bits if `rounds` is False. Experts in `packed` are in MXFP4,
+    and stay so with `keeps_mxfp4` where they can.
     """
 
     checkpoint: Checkpoint
@@ -94,10 +100,16 @@ class CheckpointSource:
         return stored.to(device=self.device, dtype=torch_dtype(self.compute_format)).contiguous()
 
     def table(self, name: str, shape: tuple[int, ...], format: Format) -> Tensor:
-        return replace(self, compute_format=narrower(self.compute_format, format)).tensor(name, shape)
+        return replace(self, compute_format=narrower(self.compute_format, format)).tensor(
+            name, shape
+        )
 
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.checkpoint.take(name, shape).to(device=self.device, dtype=torch.float32).contiguous()
+        return (
+            self.checkpoint.take(name, shape)
+            .to(device=self.device, dtype=torch.float32)
+            .contiguous()
+        )
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
         if name in self.stored:
@@ -118,7 +130,9 @@ class CheckpointSource:
             order = torch.arange(shape[2], dtype=torch.int64, device="cpu")
             order = in_halves(order, 0) if pairs else order
             formats = self.compute_format, self.weight_format
-            yield from self.packed[name].read(self.checkpoint, *formats, self.device, order, self.keeps_mxfp4)
+            yield from self.packed[name].read(
+                self.checkpoint, *formats, self.device, order, self.keeps_mxfp4
+            )
             return
         for stored in self.checkpoint.take(name, shape):
             matrix = stored.to(self.device).t()

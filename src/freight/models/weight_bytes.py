@@ -12,7 +12,9 @@ from freight.models.held_tensors import held_tensors
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Memory of a loaded model: `embeddings` are the embedding and the head, `layers` all else, scales included."""
+    """Memory of a loaded model: `embeddings` are the embedding and the head, `layers` all else,
+    scales included.
+    """
 
     layers: int
     embeddings: int
@@ -23,7 +25,9 @@ class WeightBytes:
 
 
 def weight_bytes(model: LanguageModel) -> WeightBytes:
-    """What the tensors of `model` occupy, packed as its kernels have them. One that is there twice counts once."""
+    """What the tensors of `model` occupy, packed as its kernels have them. One that is there twice
+    counts once.
+    """
     if not isinstance(model, Decoder):
         from freight.models.fallback import TransformersModel  # which imports transformers
 
@@ -32,7 +36,12 @@ def weight_bytes(model: LanguageModel) -> WeightBytes:
     outer = held_tensors((model.embedding, model.head, model.layer_inputs))
     inner = held_tensors((model.layers, model.norm))
     mixers = [layer.mixer for layer in model.layers]
-    rotaries = [rotary for mixer in mixers if isinstance(mixer, Attention | Latent) for rotary in mixer.rotaries]
+    rotaries = [
+        rotary
+        for mixer in mixers
+        if isinstance(mixer, Attention | Latent)
+        for rotary in mixer.rotaries
+    ]
     rope = held_tensors(tuple((rotary.cos, rotary.sin, rotary.q_factor) for rotary in rotaries))
     return WeightBytes(
         layers=sum(size for at, size in inner.items() if at not in outer and at not in rope),

@@ -11,10 +11,14 @@ class GatedFunction(StrEnum):
     """activation(gate) * up (Shazeer 2020, "GLU variants improve transformer")."""
 
     SILU = "silu"  # g / (1 + e^-g): SwiGLU
-    # g / (1 + e^(-1.702 g)) * (u + 1), with g = min(gate, 7) and u = up bounded to [-7, 7] (gpt-oss, arXiv 2508.10925)
+    # g / (1 + e^(-1.702 g)) * (u + 1), with g = min(gate, 7) and u = up bounded to [-7, 7]
+    # (gpt-oss, arXiv 2508.10925)
     CLAMPED_SWIGLU = "clamped_swiglu"
-    GELU_TANH = "gelu_tanh"  # g/2 (1 + tanh(√(2/π) (g + 0.044715 g³))) (Hendrycks and Gimpel 2016): GeGLU
-    CLAMPED_SILU = "clamped_silu"  # min(g / (1 + e^-g), limit) * u, with u = up bounded to [-limit, limit] (Step-3.7)
+    GELU_TANH = (
+        "gelu_tanh"  # g/2 (1 + tanh(√(2/π) (g + 0.044715 g³))) (Hendrycks and Gimpel 2016): GeGLU
+    )
+    # min(g / (1 + e^-g), limit) * u, with u = up bounded to [-limit, limit] (Step-3.7)
+    CLAMPED_SILU = "clamped_silu"
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,9 @@ class GatedActivation:
     GELU_TANH: ClassVar[GatedActivation]
 
     def __post_init__(self) -> None:
-        assert (self.limit > 0) == (self.function is GatedFunction.CLAMPED_SILU), "a limit belongs to CLAMPED_SILU"
+        assert (self.limit > 0) == (self.function is GatedFunction.CLAMPED_SILU), (
+            "a limit belongs to CLAMPED_SILU"
+        )
 
     def __str__(self) -> str:
         return str(self.function)

@@ -1,4 +1,6 @@
-"""ForwardBatch: the inputs of one forward pass. Frozen; passed to models and layers as an argument, never a global."""
+"""ForwardBatch: the inputs of one forward pass. Frozen; passed to models and layers as an argument,
+never a global.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequences:
-    """What attention needs to know about the sequences of a batch: their rows, and where their keys lie.
+    """What attention needs to know about the sequences of a batch: their rows, and where their keys
+    lie.
 
-    query_starts   [num_seqs + 1] int32, row where each sequence's tokens begin; the last is num_tokens
-    context_lens   [num_seqs] int32, keys each sequence has once this step's are stored: no fewer than its tokens here
-    block_tables   [num_seqs, max_blocks] int32, the blocks of each sequence in order, from position 0. Entries behind
-                   the context, and of blocks that a window has left behind, are 0 and not read
+    query_starts   [num_seqs + 1] int32, row where each sequence's tokens begin; the last is
+                   num_tokens
+    context_lens   [num_seqs] int32, keys each sequence has once this step's are stored: no fewer
+                   than its tokens here
+    block_tables   [num_seqs, max_blocks] int32, the blocks of each sequence in order, from position
+                   0. Entries behind the context, and of blocks that a window has left behind, are 0
+                   and not read
     """
 
     query_starts: Tensor
@@ -34,10 +40,12 @@ class ForwardBatch:
     token_ids      [num_tokens] int64
     positions      [num_tokens] int64, position in its sequence, from 0
     query_starts, context_lens    as in `Sequences`
-    slots          by cache group: [num_tokens] int64, where each token's K and V go: block * tokens_per_block + offset;
-                   -1 stores nothing. [0] in a group whose tokens have no places of their own
+    slots          by cache group: [num_tokens] int64, where each token's K and V go: block *
+                   tokens_per_block + offset; -1 stores nothing. [0] in a group whose tokens have no
+                   places of their own
     block_tables   by cache group: as in `Sequences`
-    logit_rows     [num_logit_rows] int64, rows of the batch whose logits are wanted, in order and none twice
+    logit_rows     [num_logit_rows] int64, rows of the batch whose logits are wanted, in order and
+                   none twice
     """
 
     token_ids: Tensor
@@ -62,4 +70,6 @@ class ForwardBatch:
 
     @cached_property
     def _by_group(self) -> tuple[Sequences, ...]:
-        return tuple(Sequences(self.query_starts, self.context_lens, tables) for tables in self.block_tables)
+        return tuple(
+            Sequences(self.query_starts, self.context_lens, tables) for tables in self.block_tables
+        )

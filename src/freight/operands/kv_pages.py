@@ -1,4 +1,5 @@
-"""KVPages: one layer's pages of the KV cache, the scales they were written with, and the center subtracted before.
+"""KVPages: one layer's pages of the KV cache, the scales they were written with, and the center
+subtracted before.
 
 The format follows from the tensor's dtype and is never passed.
 """
@@ -17,12 +18,13 @@ from freight.fp8.formats import SCALE_GROUP, Format, ScaleKind
 
 @dataclass(frozen=True)
 class KeyCenter:
-    """A constant b, subtracted from keys before their rotary embedding R; attention adds it back to the scores.
+    """A constant b, subtracted from keys before their rotary embedding R; attention adds it back to
+    the scores.
 
-    What is stored is R(p)(k - b), p the key's position, so a score is q . stored + q . R(p)b. With c and s the cosine
-    and sine of a pair's angle at p, its part of q . R(p)b is c (q1 b1 + q2 b2) + s (q2 b1 - q1 b2), at every position.
-    b is 0 except in `num_pairs` channel pairs (i, i + rotary_dim / 2) of each KV head, so also in every channel that is
-    not rotated.
+    What is stored is R(p)(k - b), p the key's position, so a score is q . stored + q . R(p)b. With
+    c and s the cosine and sine of a pair's angle at p, its part of q . R(p)b is c (q1 b1 + q2 b2) +
+    s (q2 b1 - q1 b2), at every position. b is 0 except in `num_pairs` channel pairs (i, i +
+    rotary_dim / 2) of each KV head, so also in every channel that is not rotated.
 
     b          [num_kv_heads, k_dim] float32
     pairs      [num_kv_heads, num_pairs] int32; padded with pairs whose b is 0
@@ -38,7 +40,9 @@ class KeyCenter:
 
     @staticmethod
     def angle_tiles(table: Tensor) -> Tensor:
-        """Cosines or sines by position, [positions, rotary_dim / 2], by tiles of 64 positions, the last padded."""
+        """Cosines or sines by position, [positions, rotary_dim / 2], by tiles of 64 positions, the
+        last padded.
+        """
         padded = torch.cat((table, table.new_zeros(-len(table) % 64, table.shape[1])))
         return padded.view(-1, 64, table.shape[1]).transpose(1, 2).contiguous()
 
@@ -47,7 +51,9 @@ class KeyCenter:
         """From b, not all zero, and the angles as `angle_tiles` makes them."""
         half = cos.shape[1]
         assert not b[:, 2 * half :].any()
-        halves = torch.stack((b[:, :half], b[:, half : 2 * half]))  # [2, num_kv_heads, rotary_dim / 2]
+        halves = torch.stack(
+            (b[:, :half], b[:, half : 2 * half])
+        )  # [2, num_kv_heads, rotary_dim / 2]
         used = (halves != 0).any(0)
         num_pairs = int(used.sum(-1).max())
         pairs = torch.sort(used.byte(), dim=-1, descending=True, stable=True).indices[:, :num_pairs]
@@ -55,7 +61,8 @@ class KeyCenter:
         return KeyCenter(b, pairs.int().contiguous(), parts, cos, sin)
 
     def coefficients(self, q: Tensor) -> Tensor:
-        """What multiplies the cosines, then the sines, of each row: float32 [rows, num_kv_heads, group, 2 * num_pairs].
+        """What multiplies the cosines, then the sines, of each row: float32 [rows, num_kv_heads,
+        group, 2 * num_pairs].
 
         q: float32 [rows, num_kv_heads, group, k_dim], rotated.
         """
@@ -66,13 +73,15 @@ class KeyCenter:
         return torch.cat((first * b1 + second * b2, second * b1 - first * b2), -1)
 
     def angles(self, tile: int) -> Tensor:
-        """Cosines, then sines, of the pairs in a tile of 64 positions: float32 [num_kv_heads, 2 * num_pairs, 64]."""
+        """Cosines, then sines, of the pairs in a tile of 64 positions: float32 [num_kv_heads, 2 *
+        num_pairs, 64].
+        """
         pairs = self.pairs.long()
         return torch.cat((self.cos[tile][pairs], self.sin[tile][pairs]), 1)
 
 
-# From block to block, token to token and head to head in units of as many values as the last one says, the largest that
-# there can be: numbers of units have 32 bits.
+# From block to block, token to token and head to head in units of as many values as the last one
+# says, the largest that there can be: numbers of units have 32 bits.
 Strides = tuple[int, int, int, int]
 
 
@@ -81,13 +90,18 @@ def _strides_of(tensor: Tensor | None) -> Strides:
         return 0, 1, 0, 1
     block, token, head = tensor.stride()[:3]
     unit = math.gcd(block, token, head)
-    assert sum(size * step for size, step in zip(tensor.shape, (block, token, head), strict=False)) // unit < 2**31
+    assert (
+        sum(size * step for size, step in zip(tensor.shape, (block, token, head), strict=False))
+        // unit
+        < 2**31
+    )
     return block // unit, token // unit, head // unit, unit
 
 
 @dataclass(frozen=True)
 class KVPages:
-    """One layer's pages, the scales they were written with, and the center subtracted from keys before that.
+    """One layer's pages, the scales they were written with, and the center subtracted from keys
+    before that.
 
     k, v                [num_blocks, block_size, num_kv_heads, k_dim or v_dim], quantized or 16/32-bit, of any strides
                         that keep the values of one head of a token neighbours: they are the layout of a block.
@@ -117,7 +131,9 @@ class KVPages:
         assert self.k.stride(3) == self.v.stride(3) == 1
         assert (self.rotated is not None) == (self.scale_kind is ScaleKind.GROUP)
         assert self.rotated is None or self.v_in_k
-        assert self.k_center is None or not self.v_in_k, "what is subtracted from keys would be missing in the values"
+        assert self.k_center is None or not self.v_in_k, (
+            "what is subtracted from keys would be missing in the values"
+        )
 
     @property
     def format(self) -> Format:
@@ -152,8 +168,8 @@ class KVPages:
 
 
 def read_slots(page: Tensor, slots: Tensor) -> Tensor:
-    """What `slots` [rows] hold: [rows, num_kv_heads, dim] of k or v, [rows, num_kv_heads] of `token` scales, with
-    another dimension of `group` scales.
+    """What `slots` [rows] hold: [rows, num_kv_heads, dim] of k or v, [rows, num_kv_heads] of
+    `token` scales, with another dimension of `group` scales.
 
     Slot s is token s % block_size of block s // block_size, whatever the strides of `page`.
     """
@@ -168,9 +184,13 @@ def write_slots(page: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 def spread(scales: Tensor) -> Tensor:
-    """`token` or `group` scales as `read_slots` returns them -> what multiplies the values: float32 [rows,
-    num_kv_heads, 1 or v_dim]."""
-    return scales.float()[..., None] if scales.ndim == 2 else scales.float().repeat_interleave(SCALE_GROUP, -1)
+    """`token` or `group` scales as `read_slots` returns them -> what multiplies the values: float32
+    [rows, num_kv_heads, 1 or v_dim]."""
+    return (
+        scales.float()[..., None]
+        if scales.ndim == 2
+        else scales.float().repeat_interleave(SCALE_GROUP, -1)
+    )
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""What a set of kernels makes for itself and models pass on unread: packed matrices, and rows quantized for one.
+"""What a set of kernels makes for itself and models pass on unread: packed matrices, and rows
+quantized for one.
 
-Each set has classes of its own that derive from these. Where it takes them back, it asserts that they are its own: a
-model is built with one set, so another's are a fault of ours.
+Each set has classes of its own that derive from these. Where it takes them back, it asserts that
+they are its own: a model is built with one set, so another's are a fault of ours.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from torch import Tensor
 
 
 class PackedWeight:
-    """The matrix of a Linear, as `KernelSet.pack` returned it. A set may return the `Weight` itself."""
+    """The matrix of a Linear, as `KernelSet.pack` returned it. A set may return the `Weight`
+    itself.
+    """
 
 
 class PackedExperts:
@@ -18,10 +21,14 @@ class PackedExperts:
 
 
 class QuantizedRows:
-    """Rows in the form that the product with one packed weight takes; nothing else can be done with them."""
+    """Rows in the form that the product with one packed weight takes; nothing else can be done with
+    them.
+    """
 
 
-Rows = Tensor | QuantizedRows  # what a norm, an activation or attention hands to the next product, [rows, in_features]
+Rows = (
+    Tensor | QuantizedRows
+)  # what a norm, an activation or attention hands to the next product, [rows, in_features]
 
 
 def plain(rows: Rows) -> Tensor:

@@ -1,4 +1,6 @@
-"""Rotary: the parameters of what a layer does to queries and keys between their projection and the cache."""
+"""Rotary: the parameters of what a layer does to queries and keys between their projection and the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary embedding by position, after a norm of each head where the model has one (Qwen3, Gemma 3).
+    """Rotary embedding by position, after a norm of each head where the model has one (Qwen3, Gemma
+    3).
 
-    cos, sin   [max_positions, rotary_dim / 2] float32, contiguous; shared by all layers with the same rope. The first
-               rotary_dim channels of a head are rotated, in pairs (i, i + rotary_dim / 2); the others are not
-    norms      weights of RMSNorm over each head of q, and of k: [head_dim], in the compute dtype or float32
-               (`KernelSet.add_rms_norm`)
+    cos, sin   [max_positions, rotary_dim / 2] float32, contiguous; shared by all layers with the
+               same rope. The first rotary_dim channels of a head are rotated, in pairs (i, i +
+               rotary_dim / 2); the others are not
+    norms      weights of RMSNorm over each head of q, and of k: [head_dim], in the compute dtype or
+               float32 (`KernelSet.add_rms_norm`)
     eps        of these norms
-    q_factor   [max_positions] float32, contiguous: multiplies queries by position once they are rotated, all their
-               channels, both rounded to the compute dtype (Ministral 3); None: nothing does
+    q_factor   [max_positions] float32, contiguous: multiplies queries by position once they are
+               rotated, all their channels, both rounded to the compute dtype (Ministral 3); None:
+               nothing does
     """
 
     cos: Tensor

@@ -1,4 +1,6 @@
-"""Routing: how the logits of a router choose the experts of a token, and weigh them. Imports no torch."""
+"""Routing: how the logits of a router choose the experts of a token, and weigh them. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,21 @@ class Scoring(StrEnum):
 
     SOFTMAX = "softmax"  # over all experts (Fedus et al. 2021)
     SIGMOID = "sigmoid"  # of each alone (DeepSeek-V3, arXiv 2412.19437)
-    CHOSEN = "chosen"  # over the chosen experts alone (gpt-oss; Mixtral's renormed softmax is the same)
+    CHOSEN = (
+        "chosen"  # over the chosen experts alone (gpt-oss; Mixtral's renormed softmax is the same)
+    )
 
 
 @dataclass(frozen=True)
 class Routing:
-    """A token goes to the `top_k` experts with the largest scores; of equal ones, to those with lower ids.
+    """A token goes to the `top_k` experts with the largest scores; of equal ones, to those with
+    lower ids.
 
     scoring        makes scores of the float32 logits, and these are the weights of the experts
     normed         the weights of a token are divided by their sum
     factor         multiplies the weights after that
-    num_groups, top_groups   experts are in groups of equal size, and a token chooses among the `top_groups` whose best
+    num_groups, top_groups   experts are in groups of equal size, and a token chooses among the
+                             `top_groups` whose best
                    scores have the largest sums
     group_best     how many of a group's best scores are summed: 2 (DeepSeek-V3), or 1 (DeepSeek-V2)
     """

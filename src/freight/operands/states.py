@@ -1,4 +1,6 @@
-"""States: one layer's part of the blocks in which sequences keep a state, and which block each row of a step uses."""
+"""States: one layer's part of the blocks in which sequences keep a state, and which block each row
+of a step uses.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ class Stretch:
 
     rows      of the batch
     position  of the first of them in the sequence
-    source    the block with the state before them; None: they begin the sequence, whose state is that of no token
-    target    the block that has the state behind them; it may be the source, and nobody else reads it then
+    source    the block with the state before them; None: they begin the sequence, whose state is
+              that of no token
+    target    the block that has the state behind them; it may be the source, and nobody else reads
+              it then
     """
 
     rows: slice[int, int, None]
@@ -28,28 +32,34 @@ class Stretch:
 
 @dataclass(frozen=True)
 class States:
-    """The states of one layer. A block has that of one sequence behind the last token so far of its `every` tokens.
+    """The states of one layer. A block has that of one sequence behind the last token so far of its
+    `every` tokens.
 
-    parts    by name: [num_blocks, *shape of one state]. A block that was never written holds anything
+    parts    by name: [num_blocks, *shape of one state]. A block that was never written holds
+             anything
 
     Names of parts that the operations of `KernelSet` know:
 
-    columns  [width - 1, channels] in the compute dtype: the last inputs of a convolution, that of position p at
-             p % (width - 1)
-    state    [heads, k_dim, v_dim] float32, bfloat16, int8 or E4M3: the matrix S of each head at the start of the
-             open tile of STATE_TILE tokens, as it was stored there. A tile stays open until the first token behind it
-             is computed, so a block that is full holds its last tile's start and rows
+    columns  [width - 1, channels] in the compute dtype: the last inputs of a convolution, that of
+             position p at p % (width - 1)
+    state    [heads, k_dim, v_dim] float32, bfloat16, int8 or E4M3: the matrix S of each head at the
+             start of the open tile of STATE_TILE tokens, as it was stored there. A tile stays open
+             until the first token behind it is computed, so a block that is full holds its last
+             tile's start and rows
     scale    [heads, v_dim] bfloat16: of each column of S, in the formats of 8 bits
-    k, u     [STATE_TILE, key_heads, k_dim], [STATE_TILE, heads, v_dim] in the compute dtype: the rows of the open tile
-    decay    [STATE_TILE, heads] float32: the logarithm of each row's decay since the tile's start; where each key
-             channel has its own, [STATE_TILE, heads, k_dim]
+    k, u     [STATE_TILE, key_heads, k_dim], [STATE_TILE, heads, v_dim] in the compute dtype: the
+             rows of the open tile
+    decay    [STATE_TILE, heads] float32: the logarithm of each row's decay since the tile's start;
+             where each key channel has its own, [STATE_TILE, heads, k_dim]
     """
 
     parts: Mapping[str, Tensor]
     every: int
 
     def stretches(self, sequences: Sequences) -> Iterator[Stretch]:
-        """The rows of a step in the order in which they have to be computed. Reads lengths on the host."""
+        """The rows of a step in the order in which they have to be computed. Reads lengths on the
+        host.
+        """
         starts, lengths = sequences.query_starts.tolist(), sequences.context_lens.tolist()
         for begin, end, length, table in zip(
             starts, starts[1:], lengths, sequences.block_tables.tolist(), strict=False

@@ -22,16 +22,20 @@ from freight.operands.packed import PackedWeight
 
 @dataclass(frozen=True)
 class Weight(PackedWeight):
-    """The matrix of a Linear, and what it is packed to by sets of kernels that compute with it as it is.
+    """The matrix of a Linear, and what it is packed to by sets of kernels that compute with it as
+    it is.
 
-    data           [out_features, in_features], contiguous; FP8 or 16/32-bit; or MXFP4: float4_e2m1fn_x2 [out_features,
-                   in_features / 2], for sets of kernels that take it (`KernelSet.packs_mxfp4`)
+    data           [out_features, in_features], contiguous; FP8 or 16/32-bit; or MXFP4:
+                   float4_e2m1fn_x2 [out_features, in_features / 2], for sets of kernels that take
+                   it (`KernelSet.packs_mxfp4`)
     scale          None for 16/32 bits; float32 [out_features], one per output row; or float32
-                   [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block; of MXFP4:
-                   float8_e8m0fnu [out_features, in_features / 32], from 3 to 252 but for groups of zeros
+                   [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block; of
+                   MXFP4: float8_e8m0fnu [out_features, in_features / 32], from 3 to 252 but for
+                   groups of zeros
     activations    how the input is quantized; PLAIN unless data is FP8
     input_scale    the static activation scale, > 0; only with STATIC
-    input_limit    only with DYNAMIC: the Linear layer clips its input to this magnitude; kernels do not see it
+    input_limit    only with DYNAMIC: the Linear layer clips its input to this magnitude; kernels do
+                   not see it
     """
 
     data: Tensor
@@ -52,7 +56,9 @@ class Weight(PackedWeight):
 
     @property
     def mxfp4_bytes(self) -> tuple[Tensor, Tensor]:
-        """Blocks, uint8 [out_features, in_features / 32, 16], and scales, uint8 [out_features, in_features / 32]."""
+        """Blocks, uint8 [out_features, in_features / 32, 16], and scales, uint8 [out_features,
+        in_features / 32].
+        """
         assert self.is_mxfp4
         assert self.scale is not None
         scales = self.scale.view(torch.uint8)
@@ -64,16 +70,25 @@ class Weight(PackedWeight):
             return mxfp4.to_bfloat16(*self.mxfp4_bytes).float()
         if self.scale is None:
             return self.data.float()
-        scale = self.scale[:, None] if self.scale.ndim == 1 else expand_blocks(self.scale, self.data.shape)
+        scale = (
+            self.scale[:, None]
+            if self.scale.ndim == 1
+            else expand_blocks(self.scale, self.data.shape)
+        )
         return decode(self.data, scale)
 
     def reordered(self, rows: Tensor, name: str) -> Weight:
-        """The matrix of the output rows `rows`, int64, each at most once: exact, every row keeps its bits.
+        """The matrix of the output rows `rows`, int64, each at most once: exact, every row keeps
+        its bits.
 
-        Raises CheckpointError, which calls the matrix `name`, where 128 rows would not be those of one block of scales.
+        Raises CheckpointError, which calls the matrix `name`, where 128 rows would not be those of
+        one block of scales.
         """
         rows = rows.to(self.data.device)
-        data, scale = self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data, self.scale
+        data, scale = (
+            self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data,
+            self.scale,
+        )
         if scale is not None and scale.ndim == 2:
             blocks = rows // BLOCK
             taken = blocks[::BLOCK]  # of the first of each 128 rows
@@ -89,9 +104,13 @@ class Weight(PackedWeight):
 
     @staticmethod
     def mergeable(parts: Sequence[Weight]) -> bool:
-        """Whether `concat` is exact: schemes and input scales agree, and no block of 128 rows spans two parts."""
+        """Whether `concat` is exact: schemes and input scales agree, and no block of 128 rows spans
+        two parts.
+        """
         blocks = any(part.scale is not None and part.scale.ndim == 2 for part in parts)
-        return Weight.alike(parts) and not (blocks and any(len(part.data) % BLOCK for part in parts[:-1]))
+        return Weight.alike(parts) and not (
+            blocks and any(len(part.data) % BLOCK for part in parts[:-1])
+        )
 
     @staticmethod
     def alike(weights: Sequence[Weight]) -> bool:
@@ -105,18 +124,24 @@ class Weight(PackedWeight):
 
     @staticmethod
     def concat(parts: Sequence[Weight]) -> Weight:
-        """Merge `mergeable` parts along the output features (q, k, v or gate, up): exact, rows keep their bits."""
+        """Merge `mergeable` parts along the output features (q, k, v or gate, up): exact, rows keep
+        their bits.
+        """
         first = parts[0]
         if len(parts) == 1:
             return first
         assert Weight.mergeable(parts)
         scales = [part.scale for part in parts if part.scale is not None]
-        return replace(first, data=torch.cat([p.data for p in parts]), scale=torch.cat(scales) if scales else None)
+        return replace(
+            first,
+            data=torch.cat([p.data for p in parts]),
+            scale=torch.cat(scales) if scales else None,
+        )
 
 
 class Weights(Protocol):
-    """The matrices of all experts, by id. Iterated over once: they may be read as they are asked for, so what needs one
-    at a time has one in memory at a time."""
+    """The matrices of all experts, by id. Iterated over once: they may be read as they are asked
+    for, so what needs one at a time has one in memory at a time."""
 
     def __len__(self) -> int: ...
 

@@ -49,12 +49,18 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 AsError = Callable[[ApiError], ApiError]
 Parse = Callable[[Body, Served, ServingLimits], Call]
 _LARGE = 1 << 16  # bytes: to read a larger body takes longer than a step of the engine
-OPEN_PATHS = frozenset({*PAGE, "/health", "/ping"})  # without a key, for GET: nothing in them is secret
+OPEN_PATHS = frozenset(
+    {*PAGE, "/health", "/ping"}
+)  # without a key, for GET: nothing in them is secret
 
 
-def make_app(service: Service, monitor: Monitor, settings: ServerSettings, limits: HttpLimits) -> App:
+def make_app(
+    service: Service, monitor: Monitor, settings: ServerSettings, limits: HttpLimits
+) -> App:
     """The server as an ASGI application."""
-    app = FastAPI(title="Freight", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Freight", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     routes = Routes(service, monitor, limits, service.max_sequences - settings.max_queue)
     posts: tuple[tuple[str, Callable[..., Any], Any], ...] = (
         ("/v1/chat/completions", routes.answers(parse_chat), CHAT_SCHEMA),
@@ -97,11 +103,20 @@ def make_app(service: Service, monitor: Monitor, settings: ServerSettings, limit
     for path, endpoint in gets:
         kind = Response if path in NOT_JSON else JSONResponse
         app.add_api_route(
-            path, endpoint, methods=["GET"], responses=answers(path), response_class=kind, response_model=None
+            path,
+            endpoint,
+            methods=["GET"],
+            responses=answers(path),
+            response_class=kind,
+            response_model=None,
         )
-        app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False, response_model=None)
+        app.add_api_route(
+            path, endpoint, methods=["HEAD"], include_in_schema=False, response_model=None
+        )
     for path in PAGE:
-        app.add_api_route(path, routes.page, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
+        app.add_api_route(
+            path, routes.page, methods=["GET", "HEAD"], include_in_schema=False, response_model=None
+        )
     document(app, OPEN_PATHS, bool(service.keys))
     inner = guarded(app, service.keys, open_paths=OPEN_PATHS, allow_origins=settings.allow_origins)
     paths = frozenset([*(path for path, *_ in posts), *(path for path, _ in gets)])
@@ -111,7 +126,9 @@ def make_app(service: Service, monitor: Monitor, settings: ServerSettings, limit
 class Routes:
     """What answers a path. Raises ApiError, which `guarded` gives the shape of the path's API."""
 
-    def __init__(self, service: Service, monitor: Monitor, limits: HttpLimits, max_running: int) -> None:
+    def __init__(
+        self, service: Service, monitor: Monitor, limits: HttpLimits, max_running: int
+    ) -> None:
         """max_running: completions at once."""
         self._service = service
         self._max_running = max_running
@@ -119,18 +136,24 @@ class Routes:
         self._limits = limits
 
     def answers(self, parse: Parse, as_error: AsError = lambda error: error) -> Endpoint:
-        """The endpoint of an API that generates; `as_error` gives errors the status that this API has for them."""
+        """The endpoint of an API that generates; `as_error` gives errors the status that this API
+        has for them.
+        """
 
         async def endpoint(request: Request) -> Response:
             service, state = self._service, request.scope["state"]
-            call = await self._understood(request, lambda body: parse(body, service.require_served(), service.limits))
+            call = await self._understood(
+                request, lambda body: parse(body, service.require_served(), service.limits)
+            )
             answer = await service.begin(call, state["request_id"], state["key_name"])
             return AnswerResponse(answer, call, self._headers(call), as_error)
 
         return self.logged(endpoint, as_error)
 
     def logged(self, endpoint: Endpoint, as_error: AsError = lambda error: error) -> Endpoint:
-        """`endpoint`, whose refusals are counted and logged, with the status that `as_error` gives them."""
+        """`endpoint`, whose refusals are counted and logged, with the status that `as_error` gives
+        them.
+        """
 
         async def refusing(request: Request) -> Response:
             state = request.scope["state"]
@@ -139,7 +162,9 @@ class Routes:
                 return await endpoint(request)
             except ApiError as error:
                 route = request.scope["route"].path
-                self._service.refused(as_error(error), state["request_id"], state["key_name"], route)
+                self._service.refused(
+                    as_error(error), state["request_id"], state["key_name"], route
+                )
                 raise as_error(error) from None
 
         return refusing
@@ -155,7 +180,9 @@ class Routes:
         """The tokens of a conversation, also of one that is too long for this model."""
         service = self._service
         served = service.require_served()
-        call = await self._understood(request, lambda body: parse_count(body, served, service.limits))
+        call = await self._understood(
+            request, lambda body: parse_count(body, served, service.limits)
+        )
         prompt, tokenizer = call.work[0].prompt, served.tokenizer
         assert isinstance(prompt, Conversation)
         chat = await service.render(prompt)
@@ -178,7 +205,11 @@ class Routes:
         served = self._service.require_served()
         if model_id not in served.names:
             known = ", ".join(served.names)
-            raise ApiError(404, f"there is no model {model_id!r:.80}; this server has {known}", code="model_not_found")
+            raise ApiError(
+                404,
+                f"there is no model {model_id!r:.80}; this server has {known}",
+                code="model_not_found",
+            )
         return _json(_model(model_id, served))
 
     async def info(self) -> Response:
@@ -246,7 +277,9 @@ class Routes:
                 yield b"data: " + json.dumps(self._monitor.state).encode() + b"\n\n"
                 await self._monitor.next_state()
 
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        return StreamingResponse(
+            events(), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
 
     async def page(self, request: Request) -> Response:
         found = page_response(request.url.path, request.headers.get("if-none-match"))
@@ -254,7 +287,9 @@ class Routes:
         return Response(found.body, found.status, found.headers)
 
     async def _understood(self, request: Request, parse: Callable[[Body], T]) -> T:
-        """What `parse` makes of the body. A large one is read in a thread, so that streams go on meanwhile."""
+        """What `parse` makes of the body. A large one is read in a thread, so that streams go on
+        meanwhile.
+        """
         raw = await read_body(request.receive, request.scope["headers"], self._limits)
         if len(raw) <= _LARGE:
             return parse(parse_object(raw, self._limits))
@@ -262,18 +297,30 @@ class Routes:
 
     def _headers(self, call: Call) -> dict[str, str]:
         facts = self._service.facts
-        headers = {"x-freight-reproducible": "true" if facts is not None and facts.reproducible else "false"}
+        headers = {
+            "x-freight-reproducible": "true"
+            if facts is not None and facts.reproducible
+            else "false"
+        }
         if call.ignored:
             headers["x-freight-ignored"] = ", ".join(call.ignored)
         return headers
 
 
 def _invocation(body: Body, served: Served, limits: ServingLimits) -> Call:
-    """What SageMaker's one address asks for: a chat, a completion, or TGI's generation, by the field with the text."""
-    for name, parse in (("messages", parse_chat), ("prompt", parse_completion), ("inputs", _generate(None))):
+    """What SageMaker's one address asks for: a chat, a completion, or TGI's generation, by the
+    field with the text.
+    """
+    for name, parse in (
+        ("messages", parse_chat),
+        ("prompt", parse_completion),
+        ("inputs", _generate(None)),
+    ):
         if body.get(name) is not None:
             return parse(body, served, limits)
-    raise ApiError(400, "the body has none of messages, prompt and inputs; /invocations needs one of them")
+    raise ApiError(
+        400, "the body has none of messages, prompt and inputs; /invocations needs one of them"
+    )
 
 
 def _generate(stream: bool | None) -> Parse:
@@ -292,11 +339,15 @@ def _model(name: str, served: Served) -> dict[str, Any]:
 
 
 def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(json_bytes(value), status, {**(headers or {}), "content-type": "application/json"})
+    return Response(
+        json_bytes(value), status, {**(headers or {}), "content-type": "application/json"}
+    )
 
 
 def _counted(app: App, metrics: Metrics, paths: Collection[str]) -> App:
-    """Count every request by its route, and not by its path: of paths there is no end. Logs refused keys."""
+    """Count every request by its route, and not by its path: of paths there is no end. Logs refused
+    keys.
+    """
 
     async def counted(scope: Any, receive: Any, send: Any) -> None:
         async def count(message: Any) -> None:
@@ -307,7 +358,9 @@ def _counted(app: App, metrics: Metrics, paths: Collection[str]) -> App:
                     metrics.rejected("unauthorized")
                     path, request_id = scope["path"], scope["state"]["request_id"]
                     route = path if path in paths else "other"
-                    log_request(RequestLine(request_id, 401, 0.0, route=route, code="invalid_api_key"))
+                    log_request(
+                        RequestLine(request_id, 401, 0.0, route=route, code="invalid_api_key")
+                    )
             await send(message)
 
         await app(scope, receive, count)

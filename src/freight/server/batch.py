@@ -1,8 +1,9 @@
 """`freight batch`: a file of requests, answered without HTTP by what the server answers them with.
 
-A line goes the way of a request's body: the same parsing, limits, template, grammar and reply, so every field means
-what it means to `freight serve`. Many lines are in the engine at a time; their answers are written in the order of the
-lines. A line that is at fault has an error in its answer, and the others go on.
+A line goes the way of a request's body: the same parsing, limits, template, grammar and reply, so
+every field means what it means to `freight serve`. Many lines are in the engine at a time; their
+answers are written in the order of the lines. A line that is at fault has an error in its answer,
+and the others go on.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ URLS: dict[str, Parse] = {
     "/v1/responses": parse_responses,
     "/v1/messages": parse_messages,
 }
-LINES_PER_SEQUENCE = 2  # in the engine at a time, for each sequence of a step: some wait, so that no step has room left
+# in the engine at a time, for each sequence of a step: some wait, so that no step has room left
+LINES_PER_SEQUENCE = 2
 COMPLETIONS = 64 * 16  # of one line at most: its prompts, and its n
 _AHEAD = 4096  # lines that may be answered before the one that is written next
 
@@ -88,7 +90,9 @@ def run_batch(
     at_once = LINES_PER_SEQUENCE * int(options.engine_args["max_num_seqs"])
 
     async def job(service: Service) -> None:
-        await _Batch(service, out, counts, on_progress, at_once).run(islice(source, out.num_done, None))
+        await _Batch(service, out, counts, on_progress, at_once).run(
+            islice(source, out.num_done, None)
+        )
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(lifecycle.compute(job, (signal.SIGTERM, signal.SIGINT)))
@@ -105,7 +109,12 @@ class _Batch:
         on_progress: Callable[[int], None],
         at_once: int,
     ) -> None:
-        self._service, self._out, self._counts, self._on_progress = service, out, counts, on_progress
+        self._service, self._out, self._counts, self._on_progress = (
+            service,
+            out,
+            counts,
+            on_progress,
+        )
         self._limits = HttpLimits()
         self._places = asyncio.Semaphore(at_once)
         self._answers: asyncio.Queue[asyncio.Task[dict[str, Any]] | None] = asyncio.Queue(_AHEAD)
@@ -135,7 +144,9 @@ class _Batch:
         fault: ApiError | None = None
         try:
             content = parse_object(line.raw, self._limits)
-            custom_id = content.get("custom_id") if isinstance(content.get("custom_id"), str) else None
+            custom_id = (
+                content.get("custom_id") if isinstance(content.get("custom_id"), str) else None
+            )
             url, body = _parts(content)
             status, answer, fault = await self._respond(url, body, request_id)
             response = {"status_code": status, "request_id": request_id, "body": answer}
@@ -145,17 +156,25 @@ class _Batch:
             fault = error
         finally:
             self._places.release()
-        told = None if fault is None else {"code": fault.code or fault.type, "message": _at(line, fault)}
+        told = (
+            None
+            if fault is None
+            else {"code": fault.code or fault.type, "message": _at(line, fault)}
+        )
         return {"id": line.id, "custom_id": custom_id, "response": response, "error": told}
 
-    async def _respond(self, url: str, body: dict[str, Any], request_id: str) -> tuple[int, object, ApiError | None]:
+    async def _respond(
+        self, url: str, body: dict[str, Any], request_id: str
+    ) -> tuple[int, object, ApiError | None]:
         """Status and body of the answer to one request, and the error that is in it."""
         service, call = self._service, None
         try:
             call = URLS[url](body, service.require_served(), service.limits)
             if call.stream:
                 raise ApiError(
-                    400, "stream is true, and a line of a batch has its answer whole; omit it", param="stream"
+                    400,
+                    "stream is true, and a line of a batch has its answer whole; omit it",
+                    param="stream",
                 )
             return 200, await self._whole(call, request_id), None
         except ApiError as error:
@@ -165,7 +184,11 @@ class _Batch:
             fault = ApiError(500, FAILED)
         if fault.status == 503:
             raise fault
-        return fault.status, error_body(url, fault) if call is None else call.failure_body(fault), fault
+        return (
+            fault.status,
+            error_body(url, fault) if call is None else call.failure_body(fault),
+            fault,
+        )
 
     async def _whole(self, call: Call, request_id: str) -> object:
         answer = await self._service.begin(call, request_id, None)
@@ -197,9 +220,13 @@ class _Batch:
 
 def _parts(content: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The url and the body of a line. Raises ApiError for what is no request."""
-    custom_id, method, url, body = (content.get(name) for name in ("custom_id", "method", "url", "body"))
+    custom_id, method, url, body = (
+        content.get(name) for name in ("custom_id", "method", "url", "body")
+    )
     if not isinstance(custom_id, str) or not custom_id:
-        raise ApiError(400, "custom_id is missing, or no text; give each line its own", param="custom_id")
+        raise ApiError(
+            400, "custom_id is missing, or no text; give each line its own", param="custom_id"
+        )
     if method != "POST":
         raise ApiError(400, f"method is {method!r:.60}; it must be POST", param="method")
     if not isinstance(url, str) or url not in URLS:

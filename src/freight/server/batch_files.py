@@ -1,8 +1,10 @@
-"""The files of `freight batch`: lines of requests in, lines of answers out, one for each in the same order.
+"""The files of `freight batch`: lines of requests in, lines of answers out, one for each in the
+same order.
 
-The id of an answer is made of what was asked: of the options that decide what a model writes, and of the number and the
-bytes of the line. So a run that is started again knows from OUT alone which lines are answered, and whether OUT belongs
-to this IN and these options. A line is written as a whole; an incomplete one, left by a killed run, is removed.
+The id of an answer is made of what was asked: of the options that decide what a model writes, and
+of the number and the bytes of the line. So a run that is started again knows from OUT alone which
+lines are answered, and whether OUT belongs to this IN and these options. A line is written as a
+whole; an incomplete one, left by a killed run, is removed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from freight.errors import ConfigError, shown
 from freight.files import DATA_LIMIT, open_regular
 
 FORM = '{"custom_id": "…", "method": "POST", "url": "/v1/chat/completions", "body": {…}}'
-_SYNC_SECONDS = 5.0  # a machine that loses its power forgets the answers of so many seconds; a killed process, none
+# a machine that loses its power forgets the answers of so many seconds; a killed process, none
+_SYNC_SECONDS = 5.0
 _OPTIONS, _LINE = 16, 24  # hexadecimal digits of an id
 
 
@@ -43,19 +46,26 @@ class BatchInput:
     """IN, read through once. `ids` are those of its answers, in order. Raises ConfigError."""
 
     def __init__(self, path: Path, options: object, models: Collection[str]) -> None:
-        """options: what decides the answers beside the line, for json.dumps. models: the names that requests may use.
+        """options: what decides the answers beside the line, for json.dumps. models: the names that
+        requests may use.
 
-        Refused are a file that cannot be read, one without any JSON object, a custom_id that is given twice, and a file
-        of which no line asks for one of `models`.
+        Refused are a file that cannot be read, one without any JSON object, a custom_id that is
+        given twice, and a file of which no line asks for one of `models`.
         """
         self._name = "standard input" if str(path) == "-" else str(path)
-        self._options = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:_OPTIONS]
+        self._options = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[
+            :_OPTIONS
+        ]
         self._path = path
-        self._given = sys.stdin.buffer.read() if str(path) == "-" else None  # held: it is read twice
+        self._given = (
+            sys.stdin.buffer.read() if str(path) == "-" else None
+        )  # held: it is read twice
         self.ids: list[str] = []
         seen: dict[str, int] = {}  # custom_id -> the number of its line
         self._fault: str | None = None  # why the first line that is no object is none
-        self._asked: dict[str | None, int] = {}  # model -> the first line that asks for it; None: for whatever there is
+        self._asked: dict[
+            str | None, int
+        ] = {}  # model -> the first line that asks for it; None: for whatever there is
         self._objects = 0
         for line in self:
             self.ids.append(line.id)
@@ -75,7 +85,9 @@ class BatchInput:
         """The lines that are not empty, read anew."""
         with _opened(self._path) if self._given is None else io.BytesIO(self._given) as file:
             for number, raw in enumerate(file, 1):
-                raw = raw.removeprefix(BOM_UTF8 if number == 1 else b"").strip()  # Windows writes one
+                raw = raw.removeprefix(
+                    BOM_UTF8 if number == 1 else b""
+                ).strip()  # Windows writes one
                 if raw:
                     digest = hashlib.sha256(b"%d:" % number + raw).hexdigest()[:_LINE]
                     yield InputLine(number, raw, f"batch_req_{self._options}{digest}")
@@ -103,7 +115,8 @@ class BatchInput:
 
 
 class BatchOutput:
-    """OUT. `num_done` of its lines were there, `num_failed` of them with an error. Raises ConfigError.
+    """OUT. `num_done` of its lines were there, `num_failed` of them with an error. Raises
+    ConfigError.
 
     Use it in a `with`. No other run can have the same file meanwhile.
     """
@@ -118,7 +131,9 @@ class BatchOutput:
         try:
             self._file = _locked(path)
         except OSError as error:
-            raise ConfigError(f"the output {path} cannot be written: {error.strerror or error}") from None
+            raise ConfigError(
+                f"the output {path} cannot be written: {error.strerror or error}"
+            ) from None
         try:
             self._cut(path, ids)
         except BaseException:
@@ -135,7 +150,9 @@ class BatchOutput:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from None  # Python names no file
+            raise OSError(
+                error.errno, error.strerror, str(self._path)
+            ) from None  # Python names no file
         if time.monotonic() - self._synced >= _SYNC_SECONDS:
             os.fsync(self._file.fileno())
             self._synced = time.monotonic()
@@ -144,7 +161,10 @@ class BatchOutput:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if not self._stream:
             with self._file:
@@ -169,9 +189,13 @@ class BatchOutput:
             value = json.loads(raw)
             found, failed = str(value["id"]), value["error"] is not None
         except (ValueError, RecursionError, TypeError, KeyError):
-            raise ConfigError(f"{path}: line {number} was not written by freight batch; {way_out}") from None
+            raise ConfigError(
+                f"{path}: line {number} was not written by freight batch; {way_out}"
+            ) from None
         if number > len(ids):
-            raise ConfigError(f"{path} has more lines than the input, which has {len(ids)}; {way_out}")
+            raise ConfigError(
+                f"{path} has more lines than the input, which has {len(ids)}; {way_out}"
+            )
         if found != ids[number - 1]:
             options = len("batch_req_") + _OPTIONS
             other = "was made with another model or other options"
@@ -184,7 +208,13 @@ class BatchOutput:
 
 def require_different(source: Path, out: Path) -> None:
     """Raises ConfigError where OUT is IN."""
-    if str(source) != "-" and str(out) != "-" and out.exists() and source.exists() and out.samefile(source):
+    if (
+        str(source) != "-"
+        and str(out) != "-"
+        and out.exists()
+        and source.exists()
+        and out.samefile(source)
+    ):
         raise ConfigError(f"IN and OUT are the same file, {out}; name another OUT")
 
 
@@ -196,15 +226,21 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _locked(path: Path) -> BinaryIO:
-    """OUT, made where it is missing, for this process alone. Raises OSError, and ConfigError for what is in use."""
+    """OUT, made where it is missing, for this process alone. Raises OSError, and ConfigError for
+    what is in use.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ConfigError(f"the output {path} is no regular file; name one, or - for standard output")
+            raise ConfigError(
+                f"the output {path} is no regular file; name one, or - for standard output"
+            )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another run writes {path}: wait for it, or name another OUT") from None
+            raise ConfigError(
+                f"another run writes {path}: wait for it, or name another OUT"
+            ) from None
         except OSError:
             pass  # a file system without locks
         return os.fdopen(descriptor, "r+b")

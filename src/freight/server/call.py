@@ -1,9 +1,10 @@
-"""What an API makes of a request body, and how its answer grows: the two halves between which the server works.
+"""What an API makes of a request body, and how its answer grows: the two halves between which the
+server works.
 
-Every API (OpenAI's chat and completions, TGI, ...) turns a body into a `Call`, or raises ApiError. The server turns the
-call's prompts into token ids, runs them, and feeds what comes to the call's `Reply`, streamed or not. Both are plain
-values and functions: no transport, no clock, no engine. Because a streamed answer and a whole one come from the same
-`advance`, they cannot differ.
+Every API (OpenAI's chat and completions, TGI, ...) turns a body into a `Call`, or raises ApiError.
+The server turns the call's prompts into token ids, runs them, and feeds what comes to the call's
+`Reply`, streamed or not. Both are plain values and functions: no transport, no clock, no engine.
+Because a streamed answer and a whole one come from the same `advance`, they cannot differ.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ Prompt = str | Sequence[int] | Conversation
 class Work:
     """One prompt with its sampling parameters: one request of the engine.
 
-    add_special_tokens  what the tokenizer adds to a text, such as BOS; None: as the kind of prompt wants it, which is
-                        to a text, and not to a conversation, where the template writes them
-    params_of  the parameters once the conversation is rendered, from its text; None: `params` hold for any text
+    add_special_tokens  what the tokenizer adds to a text, such as BOS; None: as the kind of prompt
+                        wants it, which is to a text, and not to a conversation, where the template
+                        writes them
+    params_of  the parameters once the conversation is rendered, from its text; None: `params` hold
+               for any text
     form_from  the field of the request that `params.structured_outputs` come from, for errors
     """
 
@@ -54,7 +57,9 @@ class Work:
 
 @dataclass(frozen=True)
 class TokenizedWork:
-    """A `Work` as the engine takes it. `text` is the prompt as text: as given, or the rendered conversation."""
+    """A `Work` as the engine takes it. `text` is the prompt as text: as given, or the rendered
+    conversation.
+    """
 
     text: str | None
     token_ids: tuple[int, ...]
@@ -72,9 +77,12 @@ class Served:
     strict_schemas  whether a JSON schema is refused that a grammar cannot enforce whole
     fingerprint     `system_fingerprint` of answers
     stop_token_ids  the model's own
-    parser_of       makes the parser of reasoning and tool calls; None: this model's text has no known markup for them
-    forced_call     makes the form of an answer that has to call a tool; None: it is not known for this model
-    after_reasoning  lets a form that an answer must have begin after the model's reasoning; None: it has no reasoning
+    parser_of       makes the parser of reasoning and tool calls; None: this model's text has no
+                    known markup for them
+    forced_call     makes the form of an answer that has to call a tool; None: it is not known for
+                    this model
+    after_reasoning  lets a form that an answer must have begin after the model's reasoning; None:
+                     it has no reasoning
     """
 
     names: tuple[str, ...]
@@ -105,15 +113,17 @@ class ReplyHead:
 class Reply(Protocol):
     """One answer while it grows.
 
-    Streaming: `start`, then `advance` for every delta, then `end`. All return bytes of the stream as they are sent,
-    which may be empty. Not streaming: `advance` for every delta, then `body`.
+    Streaming: `start`, then `advance` for every delta, then `end`. All return bytes of the stream
+    as they are sent, which may be empty. Not streaming: `advance` for every delta, then `body`.
     """
 
     def start(self) -> bytes:
         """What is sent before any token."""
 
     def advance(self, index: int, delta: RequestDelta) -> bytes:
-        """Take what is new of the index-th Work. Raises ApiError for a completion that ended by error or timeout."""
+        """Take what is new of the index-th Work. Raises ApiError for a completion that ended by
+        error or timeout.
+        """
 
     def end(self) -> bytes:
         """What is sent after the last token of all."""

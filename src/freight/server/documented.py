@@ -1,8 +1,8 @@
 """/openapi.json: what each route takes and gives, and the key that it needs.
 
-The document is honest in both directions: a body that it does not allow is refused, and every answer has the shape that
-stands here. Schemas show what can be said in JSON Schema; what depends on the model or on several fields at once is
-told by the 4XX that it leads to.
+The document is honest in both directions: a body that it does not allow is refused, and every
+answer has the shape that stands here. Schemas show what can be said in JSON Schema; what depends on
+the model or on several fields at once is told by the 4XX that it leads to.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ def _maybe(**schema: Any) -> dict[str, Any]:
 
 
 def _body(required: list[str], **properties: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": _ABSENT}
+    found: dict[str, Any] = {
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": _ABSENT,
+    }
     return found | ({"required": required} if required else {})
 
 
@@ -45,7 +49,10 @@ _STOPS = {
 }
 _GRAMMAR = {
     "type": "object",
-    "properties": {"type": {"enum": ["json", "json_schema", "regex"]}, "value": {"type": ["object", "string"]}},
+    "properties": {
+        "type": {"enum": ["json", "json_schema", "regex"]},
+        "value": {"type": ["object", "string"]},
+    },
     "required": ["type", "value"],
 }
 _PARAMETERS = _body(
@@ -119,7 +126,12 @@ _OPENAI_ERROR = {
     "properties": {
         "error": {
             "type": "object",
-            "properties": {"message": _TEXT, "type": _TEXT, "param": _MAYBE_TEXT, "code": _MAYBE_TEXT},
+            "properties": {
+                "message": _TEXT,
+                "type": _TEXT,
+                "param": _MAYBE_TEXT,
+                "code": _MAYBE_TEXT,
+            },
             "required": ["message", "type", "param", "code"],
             "additionalProperties": False,
         }
@@ -169,7 +181,9 @@ def request_body(schema: Schema, unknown_fields: str = "refuse") -> dict[str, An
     """`openapi_extra` of a route whose body is JSON."""
     if unknown_fields == "ignore":
         schema = _opened(schema)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": dict(schema)}}}}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": dict(schema)}}}
+    }
 
 
 def _opened(value: Any) -> Any:
@@ -179,26 +193,49 @@ def _opened(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     opened = {name: _opened(entry) for name, entry in value.items()}
-    return opened | ({"additionalProperties": True} if opened.get("additionalProperties") == _ABSENT else {})
+    return opened | (
+        {"additionalProperties": True} if opened.get("additionalProperties") == _ABSENT else {}
+    )
 
 
 def answers(path: str) -> dict[int | str, dict[str, Any]]:
     """`responses` of a route: its errors, and what it gives beside JSON."""
-    error = _TGI_ERROR if path in _TGI_PATHS else _ANTHROPIC_ERROR if path in ANTHROPIC_PATHS else _OPENAI_ERROR
+    error = (
+        _TGI_ERROR
+        if path in _TGI_PATHS
+        else _ANTHROPIC_ERROR
+        if path in ANTHROPIC_PATHS
+        else _OPENAI_ERROR
+    )
     failed = {"content": {"application/json": {"schema": error}}}
     found: dict[int | str, dict[str, Any]] = {
-        "4XX": {"description": "what was asked for cannot be served: the message says why", **failed},
-        "5XX": {"description": "the server is loading or about to end (503), or it failed", **failed},
+        "4XX": {
+            "description": "what was asked for cannot be served: the message says why",
+            **failed,
+        },
+        "5XX": {
+            "description": "the server is loading or about to end (503), or it failed",
+            **failed,
+        },
     }
     if path in ("/health", "/ping"):
         found["5XX"] = {
             "description": "the server is loading or about to end",
-            "content": {"application/json": {"schema": {"type": "object", "required": ["status", "message"]}}},
+            "content": {
+                "application/json": {
+                    "schema": {"type": "object", "required": ["status", "message"]}
+                }
+            },
         }
     if path in _STREAMS:
         found[200] = {"content": {"text/event-stream": {}}}
     elif path == "/metrics":
-        found[200] = {"content": {"text/plain": {"schema": _TEXT}, "application/openmetrics-text": {"schema": _TEXT}}}
+        found[200] = {
+            "content": {
+                "text/plain": {"schema": _TEXT},
+                "application/openmetrics-text": {"schema": _TEXT},
+            }
+        }
     elif path == "/state/stream":
         found[200] = {"content": {"text/event-stream": {}}}
     return found
@@ -211,7 +248,11 @@ def document(app: FastAPI, open_paths: frozenset[str], needs_key: bool) -> None:
     def openapi() -> dict[str, Any]:
         found = build()
         if needs_key:
-            scheme = {"type": "http", "scheme": "bearer", "description": "Also as the header x-api-key."}
+            scheme = {
+                "type": "http",
+                "scheme": "bearer",
+                "description": "Also as the header x-api-key.",
+            }
             found.setdefault("components", {})["securitySchemes"] = {_SCHEME: scheme}
             for path, operations in found["paths"].items():
                 for method, operation in operations.items():

@@ -1,7 +1,9 @@
-"""The bodies of the two APIs that are read as chats, for /openapi.json: Responses, and Messages with its count_tokens.
+"""The bodies of the two APIs that are read as chats, for /openapi.json: Responses, and Messages
+with its count_tokens.
 
-Fields that nobody here knows are ignored, so the schemas are open. What they say of the fields that are read holds: a
-body that they do not allow is refused. Fields that mean what they mean in a chat have the chat's schema.
+Fields that nobody here knows are ignored, so the schemas are open. What they say of the fields that
+are read holds: a body that they do not allow is refused. Fields that mean what they mean in a chat
+have the chat's schema.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def _chat(*names: str) -> dict[str, Any]:
 
 
 def _list(items: Mapping[str, Any], most: int, least: int = 0) -> dict[str, Any]:
-    return {"type": "array", "items": items, "maxItems": most} | ({"minItems": least} if least else {})
+    return {"type": "array", "items": items, "maxItems": most} | (
+        {"minItems": least} if least else {}
+    )
 
 
 def _another(*known: str) -> dict[str, Any]:
@@ -47,7 +51,9 @@ def _another(*known: str) -> dict[str, Any]:
 
 _EFFORT = CHAT_SCHEMA["properties"]["reasoning_effort"]
 _NAME = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
-_JSON_SCHEMA = _object(["type", "schema"], type={"const": "json_schema"}, schema={"type": ["object", "boolean"]})
+_JSON_SCHEMA = _object(
+    ["type", "schema"], type={"const": "json_schema"}, schema={"type": ["object", "boolean"]}
+)
 
 _PART = {
     "anyOf": [
@@ -72,12 +78,19 @@ _ITEM = {
             name=_TEXT,
             arguments=_TEXT,
         ),
-        _object(["type", "call_id", "output"], type={"const": "function_call_output"}, call_id=_TEXT, output=_CONTENT),
+        _object(
+            ["type", "call_id", "output"],
+            type={"const": "function_call_output"},
+            call_id=_TEXT,
+            output=_CONTENT,
+        ),
         _object(["type"], type={"const": "reasoning"}),
         _another(*_KINDS),
     ]
 }
-_FUNCTION = _object(["type", "name"], type={"const": "function"}, name=_NAME, parameters=_maybe({"type": "object"}))
+_FUNCTION = _object(
+    ["type", "name"], type={"const": "function"}, name=_NAME, parameters=_maybe({"type": "object"})
+)
 RESPONSES_SCHEMA: dict[str, Any] = _object(
     ["input"],
     input={"anyOf": [_TEXT, _list(_ITEM, _MOST.messages, 1)]},
@@ -86,24 +99,40 @@ RESPONSES_SCHEMA: dict[str, Any] = _object(
     tools=_maybe(_list({"anyOf": [_FUNCTION, _another("function")]}, _MOST.tools)),
     tool_choice=_maybe({"enum": ["none", "auto", "required"]}, {"type": "object"}),
     text=_maybe(
-        _object([], format=_maybe(_object(["type"], type={"enum": ["text", "json_object"]}), _JSON_SCHEMA)),
+        _object(
+            [],
+            format=_maybe(_object(["type"], type={"enum": ["text", "json_object"]}), _JSON_SCHEMA),
+        ),
     ),
     reasoning=_maybe(_object([], effort=_EFFORT)),
     previous_response_id=_NULL,
     conversation=_NULL,
     prompt=_NULL,
     background=_maybe({"const": False}),
-    **_chat("model", "stream", "temperature", "top_p", "top_k", "stop", "parallel_tool_calls", *OURS),
+    **_chat(
+        "model", "stream", "temperature", "top_p", "top_k", "stop", "parallel_tool_calls", *OURS
+    ),
 )
 
 _BLOCK = _object(["type", "text"], type={"const": "text"}, text=_TEXT)
 _BLOCKS = {"anyOf": [_TEXT, _list({"anyOf": [_BLOCK, _another("text", *MEDIA)]}, _MOST.messages)]}
-_RESULT = _object(["type", "tool_use_id"], type={"const": "tool_result"}, tool_use_id=_TEXT, content=_maybe(_BLOCKS))
+_RESULT = _object(
+    ["type", "tool_use_id"],
+    type={"const": "tool_result"},
+    tool_use_id=_TEXT,
+    content=_maybe(_BLOCKS),
+)
 _ANSWERED = {
     "anyOf": [
         _BLOCK,
         _object(["type", "thinking"], type={"const": "thinking"}, thinking=_TEXT),
-        _object(["type", "id", "name"], type={"const": "tool_use"}, id=_TEXT, name=_TEXT, input={"type": "object"}),
+        _object(
+            ["type", "id", "name"],
+            type={"const": "tool_use"},
+            id=_TEXT,
+            name=_TEXT,
+            input={"type": "object"},
+        ),
         _another("text", "thinking", "tool_use", *MEDIA),
     ]
 }
@@ -115,7 +144,10 @@ _MESSAGE = {
             content={
                 "anyOf": [
                     _TEXT,
-                    _list({"anyOf": [_BLOCK, _RESULT, _another("text", "tool_result", *MEDIA)]}, _MOST.messages),
+                    _list(
+                        {"anyOf": [_BLOCK, _RESULT, _another("text", "tool_result", *MEDIA)]},
+                        _MOST.messages,
+                    ),
                 ]
             },
         ),
@@ -127,7 +159,9 @@ _MESSAGE = {
         ),
     ]
 }
-_TOOL = _object(["name"], type=_maybe({"const": "custom"}), name=_NAME, input_schema=_maybe({"type": "object"}))
+_TOOL = _object(
+    ["name"], type=_maybe({"const": "custom"}), name=_NAME, input_schema=_maybe({"type": "object"})
+)
 COUNT_SCHEMA: dict[str, Any] = _object(
     ["messages"],
     messages=_list(_MESSAGE, _MOST.messages, 1),

@@ -1,9 +1,10 @@
-"""The server as a process: binds, loads, serves, drains, ends. `run` is all of `freight serve` behind its options.
+"""The server as a process: binds, loads, serves, drains, ends. `run` is all of `freight serve`
+behind its options.
 
-It listens from the first moment, so that /health says 503 while the model loads. SIGTERM and Ctrl-C stop admission and
-let running answers finish, up to a time; a second one ends them at once. While the model loads they end the server at
-once. When the engine's process ends by itself, so
-does this one, with an exit status that is not 0, unless another engine is to be started.
+It listens from the first moment, so that /health says 503 while the model loads. SIGTERM and Ctrl-C
+stop admission and let running answers finish, up to a time; a second one ends them at once. While
+the model loads they end the server at once. When the engine's process ends by itself, so does this
+one, with an exit status that is not 0, unless another engine is to be started.
 """
 
 from __future__ import annotations
@@ -52,21 +53,28 @@ _FLUSH = 1.0  # seconds for the last events of streams that are ended
 
 
 def run(settings: ServerSettings, options: WorkerOptions) -> int:
-    """Serve until a signal or a failure; returns the exit status. Raises ConfigError before anything is started."""
+    """Serve until a signal or a failure; returns the exit status. Raises ConfigError before
+    anything is started.
+    """
     keys = _read_keys(settings)
     passed = _passed()
     check_binding(settings.host if passed is None else _address(passed)[0], keys, settings.insecure)
     template = read_template(settings.chat_template)
     tls = tls_context(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_keyfile_password)
     set_up_logging(settings.log_format)
-    with passed or _bound(settings) as listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with (
+        passed or _bound(settings) as listener,
+        asyncio.Runner(loop_factory=loop_factory()) as runner,
+    ):
         return runner.run(Lifecycle(settings, options, keys, template).serve(listener, tls))
 
 
 class Lifecycle:
     """One run of the server."""
 
-    def __init__(self, settings: ServerSettings, options: WorkerOptions, keys: Keys, template: str | None) -> None:
+    def __init__(
+        self, settings: ServerSettings, options: WorkerOptions, keys: Keys, template: str | None
+    ) -> None:
         self._settings = settings
         self._options = options
         self._template = template
@@ -89,7 +97,9 @@ class Lifecycle:
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._read_keys_again)
         settings = self._settings
-        limits = HttpLimits(max_connections=settings.max_connections, write_seconds=settings.write_timeout)
+        limits = HttpLimits(
+            max_connections=settings.max_connections, write_seconds=settings.write_timeout
+        )
         app = make_app(self._service, self._monitor, settings, limits)
         server = Server(server_config(app, limits, drain_seconds=1), limits, tls)
         host, port = _address(listener)
@@ -97,7 +107,9 @@ class Lifecycle:
         sys.stderr.write(f"freight: listening on {scheme}://{shown}:{port}\n")
         sys.stderr.flush()
         serving = loop.create_task(server.serve(sockets=[listener]))
-        tasks = [loop.create_task(one) for one in (self._load(), self._monitor.run(), self._watch())]
+        tasks = [
+            loop.create_task(one) for one in (self._load(), self._monitor.run(), self._watch())
+        ]
         try:
             status = await self._status
             await self._drain(status)
@@ -107,7 +119,9 @@ class Lifecycle:
             await self._end(server, serving)
         return status
 
-    async def compute(self, job: Callable[[Service], Awaitable[None]], ended_by: Sequence[signal.Signals]) -> int:
+    async def compute(
+        self, job: Callable[[Service], Awaitable[None]], ended_by: Sequence[signal.Signals]
+    ) -> int:
         """Load the model and run `job` with it, without listening; returns the exit status."""
         loop = asyncio.get_running_loop()
         self._status = loop.create_future()
@@ -132,7 +146,9 @@ class Lifecycle:
             await self._close_all()
 
     def _new_client(self) -> EngineClient:
-        return EngineClient(self._options, self._metrics.set_stats, self._metrics.observe_step, self._on_engine_end)
+        return EngineClient(
+            self._options, self._metrics.set_stats, self._metrics.observe_step, self._on_engine_end
+        )
 
     async def _load(self) -> None:
         """Start an engine, and serve its model once it is there."""
@@ -141,8 +157,16 @@ class Lifecycle:
         try:
             facts = await client.opened
             tokenizer = await asyncio.to_thread(self._read_tokenizer, facts)
-            renderers = (None, None) if tokenizer is None else (self._new_renderer(facts), self._new_renderer(facts))
-            form = None if tokenizer is None else await asyncio.to_thread(self._answer_format, tokenizer)
+            renderers = (
+                (None, None)
+                if tokenizer is None
+                else (self._new_renderer(facts), self._new_renderer(facts))
+            )
+            form = (
+                None
+                if tokenizer is None
+                else await asyncio.to_thread(self._answer_format, tokenizer)
+            )
             facts = await client.ready
         except asyncio.CancelledError:
             return  # the engine ended: `_on_engine_end` goes on
@@ -161,8 +185,8 @@ class Lifecycle:
         self._monitor.set_facts(facts, self._names[0])
         gc.collect()
         gc.freeze()
-        # A full collection with the millions of values of a large answer takes a second, in everybody's stream. Little
-        # of a server is in cycles.
+        # A full collection with the millions of values of a large answer takes a second, in
+        # everybody's stream. Little of a server is in cycles.
         gc.set_threshold(700, 10, 1000)
         logger.info("ready: %s", ", ".join(self._names))
 
@@ -183,7 +207,9 @@ class Lifecycle:
         return tokenizer if self._template is None else tokenizer.with_chat_template(self._template)
 
     def _answer_format(self, tokenizer: Tokenizer) -> AnswerFormat | None:
-        """How the model's answers are read. Raises ConfigError for parsers that are not for this model."""
+        """How the model's answers are read. Raises ConfigError for parsers that are not for this
+        model.
+        """
         settings = self._settings
         form = answer_format(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         if (form is None or not form.reads_calls) and "tools" in tokenizer.chat_template_source:
@@ -193,7 +219,9 @@ class Lifecycle:
             )
         return form
 
-    def _served(self, facts: EngineFacts, tokenizer: Tokenizer | None, form: AnswerFormat | None) -> Served:
+    def _served(
+        self, facts: EngineFacts, tokenizer: Tokenizer | None, form: AnswerFormat | None
+    ) -> Served:
         return Served(
             names=self._names,
             tokenizer=tokenizer,
@@ -220,7 +248,9 @@ class Lifecycle:
             self._metrics.set_stalled(is_stalled)
             if is_stalled and before is EngineState.READY:
                 waiting = f"{client.num_running} requests wait for it"
-                logger.error("the engine's process has given no sign of life for %.0f s; %s", silent, waiting)
+                logger.error(
+                    "the engine's process has given no sign of life for %.0f s; %s", silent, waiting
+                )
                 if self._settings.restart_engine:
                     client.kill()
             elif before is EngineState.STALLED and client.state is EngineState.READY:
@@ -240,7 +270,9 @@ class Lifecycle:
         if not self._settings.restart_engine or often:
             self._finish(1, f"the engine's process ended with {describe_exit(status)}")
             return
-        logger.error("the engine's process ended with %s; another is started", describe_exit(status))
+        logger.error(
+            "the engine's process ended with %s; another is started", describe_exit(status)
+        )
         self._restarts.append(now)
         self._metrics.set_stats(None)
         self._service.served = None
@@ -279,9 +311,19 @@ class Lifecycle:
         service.draining = True
         deadline = time.monotonic() + self._settings.drain_timeout
         if service.answers:
-            logger.info("waiting up to %g s for %d answers", self._settings.drain_timeout, len(service.answers))
-        while service.answers and time.monotonic() < deadline and service.client.state is EngineState.READY:
-            await asyncio.sleep(0.02)  # an engine that has ended, or is stalled, finishes none of them
+            logger.info(
+                "waiting up to %g s for %d answers",
+                self._settings.drain_timeout,
+                len(service.answers),
+            )
+        while (
+            service.answers
+            and time.monotonic() < deadline
+            and service.client.state is EngineState.READY
+        ):
+            await asyncio.sleep(
+                0.02
+            )  # an engine that has ended, or is stalled, finishes none of them
         for answer in list(service.answers):
             answer.inbox.fail(_ENDING)
         flushed = time.monotonic() + _FLUSH
@@ -323,7 +365,8 @@ def read_template(file: Path | None) -> str | None:
 
 
 def _passed() -> socket.socket | None:
-    """The listening socket that systemd passed to this process (sd_listen_fds(3)); None without one.
+    """The listening socket that systemd passed to this process (sd_listen_fds(3)); None without
+    one.
 
     Raises ConfigError for several, and for what is no TCP socket.
     """
@@ -331,14 +374,20 @@ def _passed() -> socket.socket | None:
     if os.environ.pop("LISTEN_PID", "") != str(os.getpid()) or count == "0":
         return None
     if count != "1":
-        raise ConfigError(f"LISTEN_FDS is {count}: one socket is served; give the unit one ListenStream=")
+        raise ConfigError(
+            f"LISTEN_FDS is {count}: one socket is served; give the unit one ListenStream="
+        )
     try:
         listener = socket.socket(fileno=_FIRST_PASSED)
         listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
-        raise ConfigError(f"LISTEN_FDS is 1, and descriptor {_FIRST_PASSED} is no socket: {error.strerror}") from None
+        raise ConfigError(
+            f"LISTEN_FDS is 1, and descriptor {_FIRST_PASSED} is no socket: {error.strerror}"
+        ) from None
     if not listening or listener.family not in (socket.AF_INET, socket.AF_INET6):
-        raise ConfigError("the socket that was passed does not listen on TCP: write ListenStream=ADDRESS:PORT")
+        raise ConfigError(
+            "the socket that was passed does not listen on TCP: write ListenStream=ADDRESS:PORT"
+        )
     listener.set_inheritable(False)
     return listener
 
@@ -353,9 +402,13 @@ def _bound(settings: ServerSettings) -> Iterator[socket.socket]:
     """A listening socket. Raises ConfigError where the address cannot be had."""
     host, port = settings.host, settings.port
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except OSError as error:
-        raise ConfigError(f"--host {host!r} is no address of this machine: {error.strerror}") from None
+        raise ConfigError(
+            f"--host {host!r} is no address of this machine: {error.strerror}"
+        ) from None
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -363,5 +416,7 @@ def _bound(settings: ServerSettings) -> Iterator[socket.socket]:
             listener.listen(1024)
         except OSError as error:
             way_out = "; choose another --port, or 0 for a free one" if port else ""
-            raise ConfigError(f"port {port} of {host} cannot be had: {error.strerror}{way_out}") from None
+            raise ConfigError(
+                f"port {port} of {host} cannot be had: {error.strerror}{way_out}"
+            ) from None
         yield listener

@@ -1,7 +1,9 @@
-"""ServingLimits: the most that one request may ask of the server, whatever API it speaks. Values and two checks.
+"""ServingLimits: the most that one request may ask of the server, whatever API it speaks. Values
+and two checks.
 
-Each number bounds time or memory that a single request could otherwise take from all others. What a request asks of the
-sampler is bounded by `SamplingLimits`, compared by the one validator of `freight.sampling`.
+Each number bounds time or memory that a single request could otherwise take from all others. What a
+request asks of the sampler is bounded by `SamplingLimits`, compared by the one validator of
+`freight.sampling`.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class ServingLimits:
 
     sampling         what it may ask of the sampler, for `check_limits`
     prompts          prompts of one completions request
-    scores           log-probabilities of its prompts: their tokens times one more than are asked for
+    scores           log-probabilities of its prompts: their tokens times one more than are asked
+                     for
     messages         messages of one conversation
     tools            tools that a conversation may offer
     nesting          JSON objects and arrays inside one another
@@ -69,15 +72,21 @@ class ServingLimits:
 
 
 def check_body(body: object, limits: ServingLimits) -> Mapping[str, object]:
-    """`body` itself, when it is an object whose text is Unicode and that is not nested too deeply; else ApiError, 400.
+    """`body` itself, when it is an object whose text is Unicode and that is not nested too deeply;
+    else ApiError, 400.
 
     Walks without recursion, so that no depth can exhaust the stack.
     """
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a JSON {_kind(body)}; it must be an object")
-    for name, most in (("messages", limits.messages), ("tools", limits.tools)):  # first: to walk them takes time
+    for name, most in (
+        ("messages", limits.messages),
+        ("tools", limits.tools),
+    ):  # first: to walk them takes time
         if isinstance(body.get(name), list) and len(body[name]) > most:
-            raise ApiError(400, f"{name} has {len(body[name])} entries; at most {most} are allowed", param=name)
+            raise ApiError(
+                400, f"{name} has {len(body[name])} entries; at most {most} are allowed", param=name
+            )
     for name, value in body.items():
         _check_value(name, value, limits.nesting)
     return body
@@ -104,7 +113,9 @@ def _check_value(name: str, value: object, deepest: int) -> None:
                     _check_text(item, param)
                 continue
             if depth == deepest and isinstance(item, dict | list):
-                raise ApiError(400, f"{name:.60} is nested more than {deepest} levels deep", param=param)
+                raise ApiError(
+                    400, f"{name:.60} is nested more than {deepest} levels deep", param=param
+                )
             if isinstance(item, dict):
                 below += item
             if isinstance(item, dict | list):
@@ -155,15 +166,22 @@ def check_scores(work: Sequence[TokenizedWork], limits: ServingLimits) -> None:
 CONTEXT_IS = "this model's maximum context length is"
 
 
-def check_context(num_prompt: int, max_tokens: int | None, max_model_len: int, param: str | None = None) -> None:
-    """Raises ApiError (400, context_length_exceeded) for a prompt that leaves no room for what is asked for.
+def check_context(
+    num_prompt: int, max_tokens: int | None, max_model_len: int, param: str | None = None
+) -> None:
+    """Raises ApiError (400, context_length_exceeded) for a prompt that leaves no room for what is
+    asked for.
 
     max_tokens: as the client gave it; None where it gave none, and then one token has to fit.
     """
     if num_prompt + (1 if max_tokens is None else max_tokens) <= max_model_len:
         return
     # Each API has a name of its own for max_tokens.
-    asked = "and leaves no room for an answer" if max_tokens is None else f"and {max_tokens} are asked for"
+    asked = (
+        "and leaves no room for an answer"
+        if max_tokens is None
+        else f"and {max_tokens} are asked for"
+    )
     raise ApiError(
         400,
         f"{CONTEXT_IS} {max_model_len} tokens, for prompt and answer together; the prompt has {num_prompt} tokens "

@@ -1,8 +1,9 @@
 """The page at `/`: chat or completion in the browser, and a view of what the engine does.
 
-The files of `page/` are all there is: no build step, no framework, no request to another origin. They are read once,
-and answered with a Content-Security-Policy under which a browser runs no other script, and in which text cannot become
-HTML (`require-trusted-types-for`): what a model or a client writes stays text.
+The files of `page/` are all there is: no build step, no framework, no request to another origin.
+They are read once, and answered with a Content-Security-Policy under which a browser runs no other
+script, and in which text cannot become HTML (`require-trusted-types-for`): what a model or a client
+writes stays text.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # kept, and asked about each time: after an upgrade no old script meets a new server
+    # kept, and asked about each time: after an upgrade no old script meets a new server
+    "Cache-Control": "no-cache",
 }
 
 
@@ -51,7 +53,9 @@ class PageResponse(NamedTuple):
 
 def _load() -> dict[str, tuple[str, bytes]]:
     found = {}
-    for file in sorted(files("freight.server").joinpath("page").iterdir(), key=lambda file: file.name):
+    for file in sorted(
+        files("freight.server").joinpath("page").iterdir(), key=lambda file: file.name
+    ):
         kind = _TYPES.get(file.name.rpartition(".")[2])
         if kind:
             path = "/" if file.name == "index.html" else f"/page/{file.name}"
@@ -60,11 +64,14 @@ def _load() -> dict[str, tuple[str, bytes]]:
 
 
 PAGE: Mapping[str, tuple[str, bytes]] = MappingProxyType(_load())  # path -> (content type, content)
-_TAGS = {path: f'"{hashlib.sha256(content).hexdigest()[:32]}"' for path, (_, content) in PAGE.items()}
+_TAGS = {
+    path: f'"{hashlib.sha256(content).hexdigest()[:32]}"' for path, (_, content) in PAGE.items()
+}
 
 
 def page_response(path: str, if_none_match: str | None = None) -> PageResponse | None:
-    """The answer to GET `path`; None where the page has no such file. The path is looked up, never opened.
+    """The answer to GET `path`; None where the page has no such file. The path is looked up, never
+    opened.
 
     `if_none_match` is the request's header: a browser that has the current file gets 304.
     """

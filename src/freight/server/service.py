@@ -1,9 +1,11 @@
-"""Service: from a Call to an Answer. Tokenizes, checks, admits, submits; knows neither routes nor sockets.
+"""Service: from a Call to an Answer. Tokenizes, checks, admits, submits; knows neither routes nor
+sockets.
 
-What can be refused is refused here, before an answer has begun: prompts that cannot be tokenized or are too long, more
-requests than may wait, a server that is loading or about to end. `begin` returns once the engine has accepted every
-request of the call. From then on `Answer.advance` gives the bytes to send, and `Answer.close` ends what still runs; it
-has to be called however the answer ended.
+What can be refused is refused here, before an answer has begun: prompts that cannot be tokenized or
+are too long, more requests than may wait, a server that is loading or about to end. `begin` returns
+once the engine has accepted every request of the call. From then on `Answer.advance` gives the
+bytes to send, and `Answer.close` ends what still runs; it has to be called however the answer
+ended.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ KEEP_ALIVE = 15.0  # seconds without a token after which a stream gets a comment
 
 
 class Service:
-    """One served model. `served` and `renderer` are set when it is loaded, and set anew with a new engine."""
+    """One served model. `served` and `renderer` are set when it is loaded, and set anew with a new
+    engine.
+    """
 
     def __init__(
         self,
@@ -69,20 +73,26 @@ class Service:
         self.served: Served | None = None
         self.facts: EngineFacts | None = None
         self.renderer: Renderer | None = None
-        self.grammars: Renderer | None = None  # a process of its own: slow grammars hold up no conversation
+        self.grammars: Renderer | None = (
+            None  # a process of its own: slow grammars hold up no conversation
+        )
         self.draining = False
         self.answers: set[Answer] = set()
         self.clock = clock
         self.max_sequences = max_sequences  # that run and wait together
         self._request_timeout = request_timeout
         self._num_submitted = 0
-        self._durations: deque[float] = deque(maxlen=_KEPT_TIMES)  # seconds that the last answers took
+        self._durations: deque[float] = deque(
+            maxlen=_KEPT_TIMES
+        )  # seconds that the last answers took
         self._checked: set[object] = set()  # grammars that have been compiled once
 
     def require_served(self) -> Served:
         """The model; raises ApiError 503 while it is not there."""
         if self.draining:
-            raise ApiError(503, "the server is about to end", code="draining", headers={"Connection": "close"})
+            raise ApiError(
+                503, "the server is about to end", code="draining", headers={"Connection": "close"}
+            )
         if self.served is None or self.client.state is not EngineState.READY:
             raise self.client.not_ready()
         return self.served
@@ -95,7 +105,9 @@ class Service:
         served = self.require_served()  # it may have changed meanwhile
         check_scores(work, self.limits)
         self._admit(work)
-        head = ReplyHead(call.request_id or request_id, int(time.time()), call.model, served.fingerprint)
+        head = ReplyHead(
+            call.request_id or request_id, int(time.time()), call.model, served.fingerprint
+        )
         answer = Answer(self, call.reply(head, served, work), work, request_id, key_name, arrival)
         try:
             await answer.submit()
@@ -108,7 +120,9 @@ class Service:
         return answer
 
     async def tokenize(self, work: Work, key_name: str | None = None) -> TokenizedWork:
-        """The token ids of a prompt, checked, and its parameters as the engine takes them. Raises ApiError."""
+        """The token ids of a prompt, checked, and its parameters as the engine takes them. Raises
+        ApiError.
+        """
         served = self.require_served()
         intake = Intake(served.tokenizer, served.vocab_size, served.max_model_len)
         text: str | None = None
@@ -128,14 +142,18 @@ class Service:
                 if prompt and served.tokenizer is not None:
                     if not cuts:
                         await self._check_size(served, prompt)
-                    prompt = await self._encode(served, prompt, work.add_special_tokens is not False)
+                    prompt = await self._encode(
+                        served, prompt, work.add_special_tokens is not False
+                    )
             if not isinstance(prompt, str):
                 whole, prompt = prompt, intake.cut(prompt, params)
                 if len(prompt) < len(whole) and isinstance(work.prompt, str):
                     text = None  # an echo repeats what the model reads
             param = "messages" if isinstance(work.prompt, Conversation) else "prompt"
             if not isinstance(prompt, str):
-                check_context(len(prompt), 0 if params.max_tokens == 0 else None, served.max_model_len, param)
+                check_context(
+                    len(prompt), 0 if params.max_tokens == 0 else None, served.max_model_len, param
+                )
             accepted = intake.accept(prompt, params)
         except RequestError as error:
             raise from_request_error(error) from None
@@ -155,12 +173,32 @@ class Service:
         self._num_submitted += 1
         return str(self._num_submitted)
 
-    def refused(self, error: ApiError, request_id: str, key_name: str | None, route: str | None = None) -> None:
-        """Count and log a request whose answer did not begin: never its text, which the message may have."""
+    def refused(
+        self, error: ApiError, request_id: str, key_name: str | None, route: str | None = None
+    ) -> None:
+        """Count and log a request whose answer did not begin: never its text, which the message may
+        have.
+        """
         code, param = error.code or error.type, loggable(error.param)
-        log_request(RequestLine(request_id, error.status, 0.0, key_name=key_name, route=route, code=code, param=param))
-        reasons = {"queue_full": "queue_full", "context_length_exceeded": "too_long", "draining": "draining"}
-        reason = reasons.get(error.code or "") or ("invalid" if error.status in (400, 413, 415, 422) else None)
+        log_request(
+            RequestLine(
+                request_id,
+                error.status,
+                0.0,
+                key_name=key_name,
+                route=route,
+                code=code,
+                param=param,
+            )
+        )
+        reasons = {
+            "queue_full": "queue_full",
+            "context_length_exceeded": "too_long",
+            "draining": "draining",
+        }
+        reason = reasons.get(error.code or "") or (
+            "invalid" if error.status in (400, 413, 415, 422) else None
+        )
         if reason is not None:
             self.metrics.rejected(reason)
 
@@ -185,7 +223,9 @@ class Service:
         return await self.renderer.render(conversation)
 
     async def _check_size(self, served: Served, text: str) -> None:
-        """Refuse a text whose beginning alone is too long: to tokenize megabytes takes seconds of a processor."""
+        """Refuse a text whose beginning alone is too long: to tokenize megabytes takes seconds of a
+        processor.
+        """
         probe = text[: _PROBED * served.max_model_len]
         if len(probe) == len(text):
             return
@@ -198,7 +238,9 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    async def _encode(self, served: Served, text: str | ChatText, add_special_tokens: bool) -> Sequence[int]:
+    async def _encode(
+        self, served: Served, text: str | ChatText, add_special_tokens: bool
+    ) -> Sequence[int]:
         tokenizer = served.tokenizer
         assert tokenizer is not None
         if isinstance(text, ChatText):
@@ -224,7 +266,9 @@ class Service:
             self._checked.add(key)
 
     def _timeout(self, params: SamplingParams) -> float | None:
-        given = [seconds for seconds in (params.timeout_s, self._request_timeout) if seconds is not None]
+        given = [
+            seconds for seconds in (params.timeout_s, self._request_timeout) if seconds is not None
+        ]
         return min(given, default=None)
 
     def _admit(self, work: Sequence[TokenizedWork]) -> None:
@@ -289,7 +333,9 @@ class Answer:
         self.is_large = sum(map(num_scores, work)) > _LARGE  # what its reply does takes long
 
     async def submit(self) -> None:
-        """Hand the requests to the engine, and wait until it has accepted all of them. Raises ApiError."""
+        """Hand the requests to the engine, and wait until it has accepted all of them. Raises
+        ApiError.
+        """
         service = self._service
         service.answers.add(self)
         for index, one in enumerate(self._work):
@@ -304,7 +350,9 @@ class Answer:
         return not self._unfinished and self._failure is None
 
     async def advance(self) -> bytes:
-        """Wait for something new of any request; returns what to send of it. Raises ApiError, after all of that."""
+        """Wait for something new of any request; returns what to send of it. Raises ApiError, after
+        all of that.
+        """
         if self._failure is not None:
             raise self._failure
         sent = b""
@@ -347,7 +395,9 @@ class Answer:
         if status == 200:
             service.finished(seconds)
         counts = self._prompt_tokens, sum(map(sum, self._generated)), self._cached
-        log_request(RequestLine(self._request_id, status, seconds, *counts, self._reason, self._key_name))
+        log_request(
+            RequestLine(self._request_id, status, seconds, *counts, self._reason, self._key_name)
+        )
 
     def stop(self) -> None:
         """Stop what runs, and neither count nor log it: for an answer that did not begin."""
@@ -371,14 +421,21 @@ class Answer:
         if delta.finished:
             self._unfinished.remove(index)
             self._cached += delta.num_cached_tokens
-            self._reason = str(next(one.finish_reason for one in delta.outputs if one.finish_reason))
+            self._reason = str(
+                next(one.finish_reason for one in delta.outputs if one.finish_reason)
+            )
             self._count(index, self._reason, delta.times, delta.num_cached_tokens)
         if self.is_large:
             return await in_turn(self.reply.advance, index, delta)
         return self.reply.advance(index, delta)
 
-    def _count(self, index: int, reason: str, times: RequestTimes | None = None, cached: int = 0) -> None:
-        seconds, prompt_tokens = self._service.clock() - self._arrival, len(self._work[index].token_ids)
+    def _count(
+        self, index: int, reason: str, times: RequestTimes | None = None, cached: int = 0
+    ) -> None:
+        seconds, prompt_tokens = (
+            self._service.clock() - self._arrival,
+            len(self._work[index].token_ids),
+        )
         key, generated = self._key_name or UNNAMED, self._generated[index]
         self._service.metrics.request_finished(
             reason, seconds, times, prompt_tokens, sum(generated), cached, key, max(generated)

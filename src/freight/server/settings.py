@@ -20,16 +20,21 @@ class ServerSettings:
     insecure         serve a public address without a key
     max_queue        completions that wait beside those that run; beyond them 429
     request_timeout  seconds from arrival to the end of an answer; None: no limit
-    write_timeout    seconds in which a client reads nothing of its answer; then its connection is dropped
-    template_timeout seconds that the chat template may take for one conversation, and the compiler for one grammar
-    max_events_per_second  of one stream: tokens that come faster share an event; 0: an event for every step
+    write_timeout    seconds in which a client reads nothing of its answer; then its connection is
+                     dropped
+    template_timeout seconds that the chat template may take for one conversation, and the compiler
+    for one grammar
+    max_events_per_second  of one stream: tokens that come faster share an event; 0: an event for
+                           every step
     drain_timeout    seconds that running requests have after SIGTERM
     restart_engine   start a new engine process when one ends or is stalled, instead of ending
-    stall_timeout    seconds without a sign of life from the engine's process after which it is stalled; 0: never
+    stall_timeout    seconds without a sign of life from the engine's process after which it is
+                     stalled; 0: never
     chat_template    a file with a Jinja template to use instead of the model's own
     tool_call_parser, reasoning_parser  names of `call_families`; None: by the model's chat template
     unknown_fields   'refuse' or 'ignore': request fields that no API of this server has
-    strict_schemas   refuse a JSON schema that a grammar cannot enforce whole, instead of naming what is left out
+    strict_schemas   refuse a JSON schema that a grammar cannot enforce whole, instead of naming
+                     what is left out
     tokenizer_info   answer /tokenizer_info
     allow_origins    web pages of these origins may call the server (CORS)
     old_metrics      also the names that older dashboards read
@@ -67,7 +72,9 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port is {self.port}; it must be 0 to 65535, where 0 takes a free one")
+            raise ConfigError(
+                f"--port is {self.port}; it must be 0 to 65535, where 0 takes a free one"
+            )
         for name, least in (
             ("max_queue", 0),
             ("max_connections", 1),
@@ -81,10 +88,14 @@ class ServerSettings:
         for name in ("request_timeout", "write_timeout", "template_timeout"):
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0:
-                raise ConfigError(f"--{name.replace('_', '-')} is {seconds}; it must be more than 0 seconds")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is {seconds}; it must be more than 0 seconds"
+                )
         check_parser("--tool-call-parser", self.tool_call_parser)
         check_parser("--reasoning-parser", self.reasoning_parser)
         if self.unknown_fields not in ("refuse", "ignore"):
-            raise ConfigError(f"--unknown-fields is {self.unknown_fields!r}; it must be refuse or ignore")
+            raise ConfigError(
+                f"--unknown-fields is {self.unknown_fields!r}; it must be refuse or ignore"
+            )
         if self.log_format not in ("text", "json"):
             raise ConfigError(f"--log-format is {self.log_format!r}; it must be text or json")

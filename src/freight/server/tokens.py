@@ -1,7 +1,8 @@
 """`/tokenize`, `/detokenize` and `/tokenizer_info`: the tokenizer over HTTP, as pure functions.
 
-`/tokenize` speaks two languages: vLLM's ({"prompt"} or {"messages"} -> an object) and TGI's ({"inputs"} -> a list with
-offsets). With /tokenizer_info, clients such as lm-eval need no tokenizer of their own.
+`/tokenize` speaks two languages: vLLM's ({"prompt"} or {"messages"} -> an object) and TGI's
+({"inputs"} -> a list with offsets). With /tokenizer_info, clients such as lm-eval need no tokenizer
+of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ _MESSAGES = (
     "tools",
     "chat_template_kwargs",
 )
-_INPUTS = ("inputs", "add_special_tokens", "parameters", "stream")  # TGI takes /generate's body here
+_INPUTS = (
+    "inputs",
+    "add_special_tokens",
+    "parameters",
+    "stream",
+)  # TGI takes /generate's body here
 _DETOKENIZE = ("model", "tokens")
 
 
@@ -49,7 +55,9 @@ class Tokenize:
     with_offsets: bool = False
 
     def answer(self, text: str | ChatText, served: Served) -> object:
-        """The body of the answer. `text` is the prompt, or what the conversation was rendered to. Raises ApiError."""
+        """The body of the answer. `text` is the prompt, or what the conversation was rendered to.
+        Raises ApiError.
+        """
         tokenizer = _tokenizer_of(served)
         try:
             if isinstance(text, ChatText):
@@ -57,15 +65,23 @@ class Tokenize:
             elif self.with_offsets:
                 return [
                     {"id": token, "text": text[start:stop], "start": start, "stop": stop}
-                    for token, start, stop in tokenizer.encode_with_offsets(text, self.add_special_tokens)
+                    for token, start, stop in tokenizer.encode_with_offsets(
+                        text, self.add_special_tokens
+                    )
                 ]
             else:
                 tokens = tokenizer.encode(text, self.add_special_tokens)
         except RequestError as error:
             raise ApiError(400, str(error)) from None
-        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens}
+        answer: dict[str, Any] = {
+            "count": len(tokens),
+            "max_model_len": served.max_model_len,
+            "tokens": tokens,
+        }
         answer["token_strs"] = (
-            [tokenizer.token_string(token, False) or "" for token in tokens] if self.with_texts else None
+            [tokenizer.token_string(token, False) or "" for token in tokens]
+            if self.with_texts
+            else None
         )
         return answer
 
@@ -82,11 +98,15 @@ def parse_tokenize(body: Mapping[str, Any], served: Served, limits: ServingLimit
     _check(given, known, served)
     special = _flag(given, "add_special_tokens", kind != "messages")  # a template writes its own
     if kind == "messages":
-        return Tokenize(_conversation(given, limits), special, _flag(given, "return_token_strs", False))
+        return Tokenize(
+            _conversation(given, limits), special, _flag(given, "return_token_strs", False)
+        )
     text = given[kind]
     if not isinstance(text, str):
         raise _invalid(f"{kind} must be a string", kind)
-    return Tokenize(text, special, _flag(given, "return_token_strs", False), with_offsets=kind == "inputs")
+    return Tokenize(
+        text, special, _flag(given, "return_token_strs", False), with_offsets=kind == "inputs"
+    )
 
 
 def _conversation(given: Mapping[str, Any], limits: ServingLimits) -> Conversation:
@@ -109,7 +129,9 @@ def _conversation(given: Mapping[str, Any], limits: ServingLimits) -> Conversati
 
 
 def detokenize(body: Mapping[str, Any], served: Served) -> dict[str, str]:
-    """The answer of /detokenize: the text of token ids, special tokens included. Raises ApiError (400, 404)."""
+    """The answer of /detokenize: the text of token ids, special tokens included. Raises ApiError
+    (400, 404).
+    """
     tokenizer = _tokenizer_of(served)
     given = {name: value for name, value in body.items() if value is not None}
     _check(given, _DETOKENIZE, served)
@@ -117,8 +139,14 @@ def detokenize(body: Mapping[str, Any], served: Served) -> dict[str, str]:
     if not isinstance(tokens, list) or len(tokens) > MOST_TOKENS:
         raise _invalid(f"tokens must be a list of at most {MOST_TOKENS} token ids", "tokens")
     for position, token in enumerate(tokens):
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < served.vocab_size:
-            raise _invalid(f"tokens[{position}] must be a token id, 0 to {served.vocab_size - 1}", "tokens")
+        if (
+            not isinstance(token, int)
+            or isinstance(token, bool)
+            or not 0 <= token < served.vocab_size
+        ):
+            raise _invalid(
+                f"tokens[{position}] must be a token id, 0 to {served.vocab_size - 1}", "tokens"
+            )
     return {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}
 
 
@@ -142,7 +170,9 @@ def _tokenizer_of(served: Served) -> Tokenizer:
 
 
 def _check(given: Mapping[str, Any], known: tuple[str, ...], served: Served) -> None:
-    """Raises ApiError for a model that is not served, and for unknown fields unless the server ignores them."""
+    """Raises ApiError for a model that is not served, and for unknown fields unless the server
+    ignores them.
+    """
     model = given.get("model", "")
     if not isinstance(model, str) or model not in (*_ANY_MODEL, *served.names):
         raise ApiError(

@@ -1,14 +1,18 @@
-"""Control tokens in a conversation: `<|im_start|>` in a message stays text, and only the template's own is a token.
+"""Control tokens in a conversation: `<|im_start|>` in a message stays text, and only the template's
+own is a token.
 
-A template joins its own control tokens with the strings of a conversation, so that in its result nobody can tell which
-is which. Therefore `ControlTokens.mark` writes a random mark around every control token in those strings before the
-template runs, and `read_marked` finds the marks in the result, takes them away, and says which parts were in them.
-`encode_marked` gives those parts the ids of ordinary text.
+A template joins its own control tokens with the strings of a conversation, so that in its result
+nobody can tell which is which. Therefore `ControlTokens.mark` writes a random mark around every
+control token in those strings before the template runs, and `read_marked` finds the marks in the
+result, takes them away, and says which parts were in them. `encode_marked` gives those parts the
+ids of ordinary text.
 
 - A conversation without control tokens gets no mark, and the ids of its rendered text.
 - A mark is decimal digits: templates that write JSON, Python or HTML leave it as it is.
-- A mark that a template has separated from its partner is taken away too, and nothing that meets there is a token.
-- Ordinary text never gets the id of a control token; where a vocabulary has no other for it, the text is refused.
+- A mark that a template has separated from its partner is taken away too, and nothing that meets
+  there is a token.
+- Ordinary text never gets the id of a control token; where a vocabulary has no other for it, the
+  text is refused.
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ _OF_ANSWERS = ("content", "reasoning", "reasoning_content")
 class ChatText:
     """A conversation as a template wrote it.
 
-    plain  parts (begin, end) of `text`, in characters and in order, that are ordinary text whatever stands in them; no
-           token reaches over an empty part
+    plain  parts (begin, end) of `text`, in characters and in order, that are ordinary text whatever
+           stands in them; no token reaches over an empty part
     """
 
     text: str
@@ -45,17 +49,20 @@ class ChatText:
 
 
 class ControlTokens:
-    """The tokens that only a template may write: all special ones, and those whose markup stands in the template.
+    """The tokens that only a template may write: all special ones, and those whose markup stands in
+    the template.
 
-    An assistant's answers keep the second kind: `<think>` and `<tool_call>` in them are what the model wrote itself,
-    and templates look for them.
+    An assistant's answers keep the second kind: `<think>` and `<tool_call>` in them are what the
+    model wrote itself, and templates look for them.
     """
 
     def __init__(self, backend: Backend, template: str) -> None:
         added = list(backend.get_added_tokens_decoder().values())
         special = [one for one in added if one.special and not one.content.isspace()]
         written = [one for one in added if not one.special and one.content in template]
-        self._all = _Finder(backend, [*special, *(one for one in written if _MARKUP.fullmatch(one.content))])
+        self._all = _Finder(
+            backend, [*special, *(one for one in written if _MARKUP.fullmatch(one.content))]
+        )
         self._special = _Finder(backend, special)
 
     def mark(
@@ -83,14 +90,19 @@ def read_marked(text: str, mark: str) -> ChatText:
         end = at + len(part)
         if kinds[index] == _OPEN and kinds[index + 1] == _CLOSE:
             plain.append((at, end))
-        elif kinds[index + 1] == _CLOSE or (kinds[index + 1] == _OPEN and kinds[index + 2] != _CLOSE):
+        elif kinds[index + 1] == _CLOSE or (
+            kinds[index + 1] == _OPEN and kinds[index + 2] != _CLOSE
+        ):
             plain.append((end, end))  # a mark without its partner
         at = end
     return ChatText("".join(texts), tuple(plain))
 
 
-def encode_marked(backend: Backend, chat: ChatText, whole: Encoding, control: frozenset[int]) -> list[int]:
-    """Token ids of `chat`; `whole` is the ordinary encoding of its text. `control` are the ids that text must not have.
+def encode_marked(
+    backend: Backend, chat: ChatText, whole: Encoding, control: frozenset[int]
+) -> list[int]:
+    """Token ids of `chat`; `whole` is the ordinary encoding of its text. `control` are the ids that
+    text must not have.
 
     Raises RequestError where the vocabulary has no other ids for a part.
     """
@@ -98,10 +110,15 @@ def encode_marked(backend: Backend, chat: ChatText, whole: Encoding, control: fr
     ids: list[int] = []
     begin, first = 0, 0  # of the text since the last added token that stays one, and of its tokens
     starts, ends = [start for start, _ in chat.plain], [end for _, end in chat.plain]
-    whole_ids, offsets = whole.ids, [*whole.offsets, (len(chat.text), len(chat.text))]  # each access copies all
+    whole_ids, offsets = (
+        whole.ids,
+        [*whole.offsets, (len(chat.text), len(chat.text))],
+    )  # each access copies all
     for index, (token_begin, token_end) in enumerate(offsets):
         is_last = index == len(whole_ids)
-        if not is_last and (whole_ids[index] not in added or _overlaps(starts, ends, token_begin, token_end)):
+        if not is_last and (
+            whole_ids[index] not in added or _overlaps(starts, ends, token_begin, token_end)
+        ):
             continue
         if bisect_left(starts, begin) < bisect_right(ends, token_begin):
             ids += _plain_ids(backend, chat, begin, token_begin, control)
@@ -114,28 +131,37 @@ def encode_marked(backend: Backend, chat: ChatText, whole: Encoding, control: fr
 
 
 def _overlaps(starts: Sequence[int], ends: Sequence[int], begin: int, end: int) -> bool:
-    """Whether one of the parts has something of the text from begin to end, or is empty and lies within it."""
+    """Whether one of the parts has something of the text from begin to end, or is empty and lies
+    within it.
+    """
     at = bisect_right(ends, begin)
     return at < len(starts) and starts[at] < end
 
 
-def _plain_ids(backend: Backend, chat: ChatText, begin: int, end: int, control: frozenset[int]) -> list[int]:
+def _plain_ids(
+    backend: Backend, chat: ChatText, begin: int, end: int, control: frozenset[int]
+) -> list[int]:
     ids = _without_added_tokens(backend, chat.text[begin:end], begin == 0)
     if control.isdisjoint(ids):
         return ids
-    # The vocabulary itself has control tokens that text can give (Unigram's `</s>`): no piece may have a whole one.
+    # The vocabulary itself has control tokens that text can give (Unigram's `</s>`): no piece may
+    # have a whole one.
     ids = []
     for part_begin, part_end in _pieces(chat, begin, end):
         ids += _without_added_tokens(backend, chat.text[part_begin:part_end], part_begin == 0)
     found = control.intersection(ids)
     if found:
         token = backend.id_to_token(min(found))
-        raise RequestError(f"a message has the text {token!r}, which the tokenizer can only write as a control token")
+        raise RequestError(
+            f"a message has the text {token!r}, which the tokenizer can only write as a control token"
+        )
     return ids
 
 
 def _pieces(chat: ChatText, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """The text from begin to end in pieces: the characters of plain parts, and what is between these parts."""
+    """The text from begin to end in pieces: the characters of plain parts, and what is between
+    these parts.
+    """
     at = begin
     for start, stop in chat.plain[bisect_left(chat.plain, (begin, 0)) :]:
         if start > end:
@@ -149,8 +175,12 @@ def _pieces(chat: ChatText, begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _without_added_tokens(backend: Backend, text: str, is_first: bool) -> list[int]:
-    """Token ids as the tokenizer gives them to a text between two added tokens, or to a whole one (is_first)."""
-    before = "" if is_first else "x"  # gets no prefix that only a whole text has, and is encoded apart
+    """Token ids as the tokenizer gives them to a text between two added tokens, or to a whole one
+    (is_first).
+    """
+    before = (
+        "" if is_first else "x"
+    )  # gets no prefix that only a whole text has, and is encoded apart
     pieces = PreTokenizedString(before + text)
     if before:
         pieces.split(lambda _, whole: [whole[:1], whole[1:]])
@@ -161,21 +191,32 @@ def _without_added_tokens(backend: Backend, text: str, is_first: bool) -> list[i
         pre_tokenizer.pre_tokenize(pieces)
     pieces.tokenize(model.tokenize)
     splits = pieces.get_splits()
-    return [token.id for _, (start, _), tokens in splits if start >= len(before) for token in tokens or ()]
+    return [
+        token.id
+        for _, (start, _), tokens in splits
+        if start >= len(before)
+        for token in tokens or ()
+    ]
 
 
 class _Finder:
-    """Finds tokens in a text as the tokenizer `backend` would, also those that it finds in normalized text."""
+    """Finds tokens in a text as the tokenizer `backend` would, also those that it finds in
+    normalized text.
+    """
 
     def __init__(self, backend: Backend, tokens: Sequence[AddedToken]) -> None:
         self._backend = Backend(models.BPE())  # has no other tokens, and skips what it has none for
         self._is_empty = not tokens
-        self._backend.add_tokens([AddedToken(one.content, normalized=one.normalized) for one in tokens])
+        self._backend.add_tokens(
+            [AddedToken(one.content, normalized=one.normalized) for one in tokens]
+        )
         if backend.normalizer is not None and any(one.normalized for one in tokens):
             self._backend.normalizer = backend.normalizer
 
     def mark(self, value: Any, mark: str) -> Any:
-        """`value` with all tokens in its strings marked, in names and entries of objects and lists too."""
+        """`value` with all tokens in its strings marked, in names and entries of objects and lists
+        too.
+        """
         if self._is_empty:
             return value
         if isinstance(value, str):
@@ -198,9 +239,13 @@ class _Finder:
         return "".join([*parts, text[at:]]) if parts else text
 
 
-def _marked(message: Mapping[str, Any], mark: str, every: _Finder, special: _Finder) -> dict[str, Any]:
+def _marked(
+    message: Mapping[str, Any], mark: str, every: _Finder, special: _Finder
+) -> dict[str, Any]:
     is_answer = message.get("role") == "assistant"
     return {
-        every.mark(name, mark): (special if is_answer and name in _OF_ANSWERS else every).mark(value, mark)
+        every.mark(name, mark): (special if is_answer and name in _OF_ANSWERS else every).mark(
+            value, mark
+        )
         for name, value in message.items()
     }

@@ -1,12 +1,14 @@
 """`Detokenizer` turns one completion into text, token by token.
 
-Guarantees: the pieces it gives out, joined, are the text of all tokens; a piece holds whole characters only (a
-character of several byte tokens comes with its last byte); the text stops exactly before the first stop string,
-however tokens cut it, and text that may begin one is held back until that is decided; or, with
-include_stop_str_in_output, exactly behind it, and nothing is held back. A token costs the same wherever it stands.
+Guarantees: the pieces it gives out, joined, are the text of all tokens; a piece holds whole
+characters only (a character of several byte tokens comes with its last byte); the text stops
+exactly before the first stop string, however tokens cut it, and text that may begin one is held
+back until that is decided; or, with include_stop_str_in_output, exactly behind it, and nothing is
+held back. A token costs the same wherever it stands.
 
-One exception to "the text of all tokens": with byte fallback, a byte that is not UTF-8 makes the decoder give up the
-whole run of byte tokens around it. Characters that are out already stay; the rest of the run is U+FFFD, one a byte.
+One exception to "the text of all tokens": with byte fallback, a byte that is not UTF-8 makes the
+decoder give up the whole run of byte tokens around it. Characters that are out already stay; the
+rest of the run is U+FFFD, one a byte.
 """
 
 from __future__ import annotations
@@ -24,25 +26,39 @@ _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not, or not yet
 _LONGEST_UNFINISHED = 3  # bytes of a UTF-8 character that can be there without the last one
 _WINDOW = 24  # tokens decoded again at most, and
 _KEPT = 12  # how many of them stay when it is full
-_PROMPT_CONTEXT = 8  # last tokens of the prompt, which decide whether the completion begins with a space
+_PROMPT_CONTEXT = (
+    8  # last tokens of the prompt, which decide whether the completion begins with a space
+)
 
 
 class Detokenizer:
-    """The text of one completion, as its tokens come. `stop_reason` is the stop string that ended it, if one did."""
+    """The text of one completion, as its tokens come. `stop_reason` is the stop string that ended
+    it, if one did.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
-        """With `prompt_token_ids`, the text continues the prompt's: "▁world" after "Hello" is " world".
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        """With `prompt_token_ids`, the text continues the prompt's: "▁world" after "Hello" is "
+        world".
 
-        Without them it is as if the completion began a text, where some tokenizers drop the first space.
+        Without them it is as if the completion began a text, where some tokenizers drop the first
+        space.
         """
         self.stop_reason: str | None = None
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._stops = _StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
-        self._text = _text_of(tokenizer, params.skip_special_tokens, prompt_token_ids[-_PROMPT_CONTEXT:])
+        self._stops = (
+            _StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        )
+        self._text = _text_of(
+            tokenizer, params.skip_special_tokens, prompt_token_ids[-_PROMPT_CONTEXT:]
+        )
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Take in tokens and give out the text that is now certain. Nothing comes after a stop string."""
+        """Take in tokens and give out the text that is now certain. Nothing comes after a stop
+        string.
+        """
         if self._stops is None:
             return "".join(map(self._text.push, token_ids))
         released = []
@@ -54,11 +70,15 @@ class Detokenizer:
         return "".join(released)
 
     def finish(self) -> str:
-        """No more tokens come: give out what was held back, U+FFFD for bytes that never became a character."""
+        """No more tokens come: give out what was held back, U+FFFD for bytes that never became a
+        character.
+        """
         if self.stop_reason is not None:
             return ""
         text = self._text.flush()
-        return text if self._stops is None else self._release(text, self._stops) + self._stops.flush()
+        return (
+            text if self._stops is None else self._release(text, self._stops) + self._stops.flush()
+        )
 
     def _release(self, text: str, stops: _StopStrings) -> str:
         released, self.stop_reason = stops.feed(text, self._num_tokens > self._min_tokens)
@@ -86,7 +106,9 @@ def _text_of(tokenizer: Tokenizer, skip_special: bool, prompt_end: Sequence[int]
 
 
 class _Bytes:
-    """Of a byte-level decoder: the bytes of all tokens, as UTF-8. A prompt before them makes no difference."""
+    """Of a byte-level decoder: the bytes of all tokens, as UTF-8. A prompt before them makes no
+    difference.
+    """
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
@@ -112,7 +134,9 @@ class _Joined:
     """Of a decoder that joins the texts of tokens, with runs of byte tokens between them."""
 
     def __init__(self, pieces: Pieces, decoder: TextDecoder, begins: bool) -> None:
-        """`begins`: the completion is the start of a text, which is where the decoder removes spaces."""
+        """`begins`: the completion is the start of a text, which is where the decoder removes
+        spaces.
+        """
         self._pieces = pieces
         self._drop_in_first = decoder.drop_in_first if begins else ""
         self._strip = decoder.strip
@@ -168,8 +192,8 @@ class _Window:
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, prompt_end: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        # Tokens decoded together, the first `_context` of them only because the text of the rest depends on what
-        # precedes it, and the beginning of their text that is out already.
+        # Tokens decoded together, the first `_context` of them only because the text of the rest
+        # depends on what precedes it, and the beginning of their text that is out already.
         self._window = self._whole(prompt_end)
         self._context = len(self._window)
         self._shown = self._decode(self._window)
@@ -180,8 +204,8 @@ class _Window:
         self._window.append(token)
         text = self._decode(self._window)
         if not text.startswith(self._shown):
-            # A byte that begins no character makes some decoders give up the whole run of bytes before it, which is
-            # out already. Bytes need no context.
+            # A byte that begins no character makes some decoders give up the whole run of bytes
+            # before it, which is out already. Bytes need no context.
             del self._window[: self._context]
             self._context, self._shown = 0, ""
             text = self._decode(self._window)
@@ -205,10 +229,14 @@ class _Window:
         return text
 
     def _whole(self, prompt_end: Sequence[int]) -> list[int]:
-        """The last tokens of the prompt, beginning and ending with whole characters; none if that cannot be had."""
+        """The last tokens of the prompt, beginning and ending with whole characters; none if that
+        cannot be had.
+        """
         last = [token for token in prompt_end if self._has_text(token)]
         starts = range(min(len(last), _LONGEST_UNFINISHED + 1))
-        return next((last[start:] for start in starts if _UNFINISHED not in self._decode(last[start:])), [])
+        return next(
+            (last[start:] for start in starts if _UNFINISHED not in self._decode(last[start:])), []
+        )
 
     def _has_text(self, token: int) -> bool:
         return self._tokenizer.token_string(token, self._skip_special) is not None
@@ -218,24 +246,29 @@ class _Window:
 
 
 class _StopStrings:
-    """Finds the first of several strings in a text that comes in pieces, and holds back what may begin one.
+    """Finds the first of several strings in a text that comes in pieces, and holds back what may
+    begin one.
 
-    `included`: the string belongs to the text, so that nothing has to be held back; its beginning is only remembered.
+    `included`: the string belongs to the text, so that nothing has to be held back; its beginning
+    is only remembered.
 
-    First is the one that ends first and, of those that end together, the longest: what reading character by
-    character finds, so that pieces cut elsewhere give the same text.
+    First is the one that ends first and, of those that end together, the longest: what reading
+    character by character finds, so that pieces cut elsewhere give the same text.
     """
 
     def __init__(self, stops: Sequence[str], included: bool = False) -> None:
         self._stops = stops
         self._included = included
         self._held = ""  # or remembered
-        # Most pieces have no character that begins a stop string, and this search is all that they cost.
+        # Most pieces have no character that begins a stop string, and this search is all that they
+        # cost.
         first = "".join(map(re.escape, sorted({stop[0] for stop in stops})))
         self._may_begin = re.compile(f"[{first}]").search
 
     def feed(self, text: str, checked: bool) -> tuple[str, str | None]:
-        """The text that is certain, and the stop string found. `checked` False: none may end within this piece."""
+        """The text that is certain, and the stop string found. `checked` False: none may end within
+        this piece.
+        """
         if not self._held and not self._may_begin(text):
             return text, None
         settled = len(self._held)  # a stop string has to end behind this

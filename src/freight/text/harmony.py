@@ -1,10 +1,13 @@
-"""Harmony, the chat format of gpt-oss: its control tokens, and conversations as its chat template reads them.
+"""Harmony, the chat format of gpt-oss: its control tokens, and conversations as its chat template
+reads them.
 
-A message is `<|start|>`, a header, `<|message|>`, its text, and one of `<|end|>`, `<|call|>` and `<|return|>`. A header
-has a role, a channel (`analysis`, `commentary`, `final`), the recipient of a call (`to=functions.NAME`) and a type.
+A message is `<|start|>`, a header, `<|message|>`, its text, and one of `<|end|>`, `<|call|>` and
+`<|return|>`. A header has a role, a channel (`analysis`, `commentary`, `final`), the recipient of a
+call (`to=functions.NAME`) and a type.
 
-`to_harmony_messages` changes what gpt-oss's template would leave out or refuse: it reads reasoning under the name
-`thinking`, refuses a call beside both content and reasoning, and writes the first call of a message only.
+`to_harmony_messages` changes what gpt-oss's template would leave out or refuse: it reads reasoning
+under the name `thinking`, refuses a call beside both content and reasoning, and writes the first
+call of a message only.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ def is_harmony(chat_template: str) -> bool:
 def to_harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """`messages`, of `to_template_messages`, for a template that writes harmony. No text is lost.
 
-    Reasoning is also given as `thinking`. Beside a call, content follows the reasoning in it. A message with several
-    calls becomes one message a call, each before its results: those with its `tool_call_id`, else the next one.
+    Reasoning is also given as `thinking`. Beside a call, content follows the reasoning in it. A
+    message with several calls becomes one message a call, each before its results: those with its
+    `tool_call_id`, else the next one.
     """
     result: list[dict[str, Any]] = []
     at = 0
@@ -57,8 +61,12 @@ def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _one_call_each(message: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """`message` as one message for each of its calls, with the tool messages that follow it in between."""
+def _one_call_each(
+    message: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """`message` as one message for each of its calls, with the tool messages that follow it in
+    between.
+    """
     calls = message["tool_calls"]
     known = {call.get("id") for call in calls} - {None}
     of_call: list[list[Mapping[str, Any]]] = [[] for _ in calls]
@@ -66,11 +74,15 @@ def _one_call_each(message: Mapping[str, Any], results: Sequence[Mapping[str, An
     for one in results:
         owner = one.get("tool_call_id")
         if owner in known:
-            of_call[next(index for index, call in enumerate(calls) if call.get("id") == owner)].append(one)
+            of_call[
+                next(index for index, call in enumerate(calls) if call.get("id") == owner)
+            ].append(one)
         else:
             unnamed.append(one)
     for one in unnamed:  # the first call that has no result yet
-        of_call[next((index for index, found in enumerate(of_call) if not found), len(calls) - 1)].append(one)
+        of_call[
+            next((index for index, found in enumerate(of_call) if not found), len(calls) - 1)
+        ].append(one)
     said = {name: value for name, value in message.items() if name != "tool_calls"}
     written: list[dict[str, Any]] = []
     for index, (call, found) in enumerate(zip(calls, of_call, strict=True)):

@@ -1,6 +1,8 @@
-"""The messages of a conversation as chat templates read them: each a mapping with `role` and `content`, a string.
+"""The messages of a conversation as chat templates read them: each a mapping with `role` and
+`content`, a string.
 
-What servers of chat send in other forms is brought into this one; anything else is refused by position and value.
+What servers of chat send in other forms is brought into this one; anything else is refused by
+position and value.
 """
 
 from __future__ import annotations
@@ -16,15 +18,18 @@ from freight.errors import RequestError
 def to_template_messages(messages: object) -> list[dict[str, Any]]:
     """Copies of `messages` with string contents.
 
-    A list of text parts is joined. `content` may be None in a message with `tool_calls`, and is then left out.
-    Arguments of tool calls that are the JSON of an object become that object, because templates write it as JSON once
-    more. The role `developer` becomes `system`. `reasoning` and `reasoning_content` are two names of one thing, and a
-    message with one gets both. Other fields that are None, and an empty list of tool calls, are left out: templates
-    test whether a field is there. Raises RequestError for anything malformed.
+    A list of text parts is joined. `content` may be None in a message with `tool_calls`, and is
+    then left out. Arguments of tool calls that are the JSON of an object become that object,
+    because templates write it as JSON once more. The role `developer` becomes `system`. `reasoning`
+    and `reasoning_content` are two names of one thing, and a message with one gets both. Other
+    fields that are None, and an empty list of tool calls, are left out: templates test whether a
+    field is there. Raises RequestError for anything malformed.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         given = "empty" if isinstance(messages, list | tuple) else type(messages).__name__
-        raise RequestError(f'messages must be a list like [{{"role": "user", "content": "Hello"}}], not {given}')
+        raise RequestError(
+            f'messages must be a list like [{{"role": "user", "content": "Hello"}}], not {given}'
+        )
     return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
@@ -33,7 +38,9 @@ def check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"the text is not Unicode: {error.reason} at character {error.start}") from error
+        raise RequestError(
+            f"the text is not Unicode: {error.reason} at character {error.start}"
+        ) from error
 
 
 def _message(where: str, message: object) -> dict[str, Any]:
@@ -50,7 +57,9 @@ def _message(where: str, message: object) -> dict[str, Any]:
     elif tool_calls is not None:
         result["tool_calls"] = _tool_calls(f"{where}.tool_calls", tool_calls)
     if message.get("content") is None and tool_calls:
-        result.pop("content", None)  # templates would write a None as text, and handle a content that is not there
+        result.pop(
+            "content", None
+        )  # templates would write a None as text, and handle a content that is not there
     else:
         result["content"] = _content(f"{where}.content", message.get("content"))
     check_unicode(role + result.get("content", ""))
@@ -73,15 +82,21 @@ def _content(where: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise RequestError(f"{where} is {show(content)}; it must be a string or a list of text parts")
+        raise RequestError(
+            f"{where} is {show(content)}; it must be a string or a list of text parts"
+        )
     return "".join(_text_part(f"{where}[{index}]", part) for index, part in enumerate(content))
 
 
 def _text_part(where: str, part: object) -> str:
     if not isinstance(part, Mapping):
-        raise RequestError(f'{where} is {show(part)}; a part is like {{"type": "text", "text": "Hello"}}')
+        raise RequestError(
+            f'{where} is {show(part)}; a part is like {{"type": "text", "text": "Hello"}}'
+        )
     if part.get("type") != "text":
-        raise RequestError(f"{where} is of type {show(part.get('type'))}; only parts of type 'text' can be read")
+        raise RequestError(
+            f"{where} is of type {show(part.get('type'))}; only parts of type 'text' can be read"
+        )
     text = part.get("text")
     if not isinstance(text, str):
         raise RequestError(f"{where}.text is {show(text)}; it must be a string")
@@ -96,7 +111,9 @@ def _tool_calls(where: str, calls: object) -> list[dict[str, Any]]:
 
 def _tool_call(where: str, call: object) -> dict[str, Any]:
     if not isinstance(call, Mapping):
-        raise RequestError(f'{where} is {show(call)}; a call is like {{"function": {{"name": …, "arguments": …}}}}')
+        raise RequestError(
+            f'{where} is {show(call)}; a call is like {{"function": {{"name": …, "arguments": …}}}}'
+        )
     function = call.get("function")
     if function is None:
         return dict(call)
@@ -109,7 +126,9 @@ def _tool_call(where: str, call: object) -> dict[str, Any]:
 
 
 def _parsed(arguments: str) -> object:
-    """The object that `arguments` is the JSON of, else `arguments`: a model may have written anything."""
+    """The object that `arguments` is the JSON of, else `arguments`: a model may have written
+    anything.
+    """
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,9 +1,10 @@
-"""What a single token adds to a text, for decoders where that does not depend on the tokens around it.
+"""What a single token adds to a text, for decoders where that does not depend on the tokens around
+it.
 
-Decoding a whole sequence again for each new token is what makes streaming slow. The decoders of nearly all models need
-none of that: byte-level ones join the bytes of all tokens, those in the style of SentencePiece join the texts of all
-tokens, with runs of byte tokens between them. Only the start of the text is special. For any other decoder
-`read_decoder` answers None.
+Decoding a whole sequence again for each new token is what makes streaming slow. The decoders of
+nearly all models need none of that: byte-level ones join the bytes of all tokens, those in the
+style of SentencePiece join the texts of all tokens, with runs of byte tokens between them. Only the
+start of the text is special. For any other decoder `read_decoder` answers None.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte in the vocabularies 
 class TextDecoder:
     """A decoder that joins the texts of tokens. The defaults change nothing."""
 
-    replacements: tuple[tuple[str, str], ...] = ()  # done in this order within each token: ("▁", " ")
+    replacements: tuple[
+        tuple[str, str], ...
+    ] = ()  # done in this order within each token: ("▁", " ")
     byte_fallback: bool = False  # tokens "<0x00>" … "<0xFF>" are bytes of UTF-8
     strip: str = " "  # the character of which
     strip_most: int = 0  # so many are removed at the start of the text
@@ -37,11 +40,17 @@ class TextDecoder:
 
 @dataclass(frozen=True)
 class ByteDecoder:
-    """A byte-level decoder: the text is the UTF-8 of the bytes of all tokens, with U+FFFD for what is not UTF-8."""
+    """A byte-level decoder: the text is the UTF-8 of the bytes of all tokens, with U+FFFD for what
+    is not UTF-8.
+    """
 
     def piece(self, token: str) -> str | bytes:
         """The text of a vocabulary entry; its bytes where these alone are not whole characters."""
-        data = bytes(map(_BYTE_OF.__getitem__, token)) if _BYTE_OF.keys() >= set(token) else token.encode()
+        data = (
+            bytes(map(_BYTE_OF.__getitem__, token))
+            if _BYTE_OF.keys() >= set(token)
+            else token.encode()
+        )
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -49,9 +58,13 @@ class ByteDecoder:
 
 
 class Pieces(dict[int, str | bytes | None]):
-    """Token id -> piece, computed at the first use; None for a token that adds nothing (skipped, or not there)."""
+    """Token id -> piece, computed at the first use; None for a token that adds nothing (skipped, or
+    not there).
+    """
 
-    def __init__(self, decoder: TextDecoder | ByteDecoder, token_string: Callable[[int], str | None]) -> None:
+    def __init__(
+        self, decoder: TextDecoder | ByteDecoder, token_string: Callable[[int], str | None]
+    ) -> None:
         self.decoder = decoder
         self.token_string = token_string
 
@@ -72,7 +85,9 @@ def read_decoder(decoder: Any) -> TextDecoder | ByteDecoder | None:
         return ByteDecoder()
     if kinds == ["Metaspace"]:
         space = steps[0]["replacement"]
-        return TextDecoder(((space, " "),), drop_in_first="" if steps[0]["prepend_scheme"] == "never" else space)
+        return TextDecoder(
+            ((space, " "),), drop_in_first="" if steps[0]["prepend_scheme"] == "never" else space
+        )
     replacements = []
     while kinds and kinds[0] == "Replace" and steps[0]["pattern"].get("String"):
         replacements.append((steps[0]["pattern"]["String"], steps[0]["content"]))
@@ -85,10 +100,14 @@ def read_decoder(decoder: Any) -> TextDecoder | ByteDecoder | None:
 
 
 def _byte_of() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies: printable Latin-1, then U+0100 and up."""
+    """The characters that stand for bytes in byte-level vocabularies: printable Latin-1, then
+    U+0100 and up.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + n): byte for n, byte in enumerate(others)
+    }
 
 
 _BYTE_OF = _byte_of()

@@ -1,18 +1,19 @@
 """Text to token ids and back, and conversations to token ids: `Tokenizer` reads a model's folder.
 
-Where the folder has a `tokenizer.json`, ids are exactly those of the `tokenizers` library with that file, whatever
-`tokenizer_class` and `model_type` the folder names: transformers would rebuild the pipeline for some of them, and give
-other ids. What else counts, by this rule:
+Where the folder has a `tokenizer.json`, ids are exactly those of the `tokenizers` library with that
+file, whatever `tokenizer_class` and `model_type` the folder names: transformers would rebuild the
+pipeline for some of them, and give other ids. What else counts, by this rule:
 
-- BOS and EOS come where the post-processor of tokenizer.json puts them. `add_bos_token` and `add_eos_token` of
-  tokenizer_config.json are not followed, as transformers does not where there is a tokenizer.json; a contradiction is
-  logged.
+- BOS and EOS come where the post-processor of tokenizer.json puts them. `add_bos_token` and
+  `add_eos_token` of tokenizer_config.json are not followed, as transformers does not where there is
+  a tokenizer.json; a contradiction is logged.
 - Truncation and padding in tokenizer.json are ignored: a prompt is its own length.
-- Tokens that tokenizer.json lacks, but tokenizer_config.json, special_tokens_map.json or added_tokens.json names, are
-  added.
+- Tokens that tokenizer.json lacks, but tokenizer_config.json, special_tokens_map.json or
+  added_tokens.json names, are added.
 
-A folder without tokenizer.json is converted by transformers, and a line at start says so. This is the only module that
-imports transformers, and only then, for the first conversation or to read answers: the import takes a second.
+A folder without tokenizer.json is converted by transformers, and a line at start says so. This is
+the only module that imports transformers, and only then, for the first conversation or to read
+answers: the import takes a second.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ class Tokenizer:
     ) -> None:
         """`Tokenizer.load` makes one from a folder.
 
-        special_tokens: by their names in tokenizer_config.json, "bos_token" -> "<s>". chat_template: Jinja, or several
-        templates by name. response_template: how an answer is divided into content, reasoning and tool calls, in
-        transformers' format; not checked here.
+        special_tokens: by their names in tokenizer_config.json, "bos_token" -> "<s>".
+        chat_template: Jinja, or several templates by name. response_template: how an answer is
+        divided into content, reasoning and tool calls, in transformers' format; not checked here.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -88,7 +89,9 @@ class Tokenizer:
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         added = backend.get_added_tokens_decoder().items()
-        self.special_token_ids: frozenset[int] = frozenset(token for token, value in added if value.special)
+        self.special_token_ids: frozenset[int] = frozenset(
+            token for token, value in added if value.special
+        )
         self.special_texts = frozenset(value.content for _, value in added if value.special)
         decoder = read_decoder(backend.decoder)
         # What single tokens add to a text, without and with special tokens. Both are caches.
@@ -100,7 +103,9 @@ class Tokenizer:
 
     @classmethod
     def load(
-        cls, folder: str | Path, way_out: str = "skip_tokenizer_init=True runs without one, with token ids as prompts"
+        cls,
+        folder: str | Path,
+        way_out: str = "skip_tokenizer_init=True runs without one, with token ids as prompts",
     ) -> Tokenizer:
         """Read the tokenizer in `folder`; nothing is downloaded.
 
@@ -108,21 +113,28 @@ class Tokenizer:
         """
         path = Path(folder)
         if not any(os.path.lexists(path / name) for name in _FILES):
-            raise CheckpointError(f"{path} has no tokenizer (one of {', '.join(_FILES)}); {way_out}")
+            raise CheckpointError(
+                f"{path} has no tokenizer (one of {', '.join(_FILES)}); {way_out}"
+            )
         try:
-            return cls(*(read_files(path) if os.path.lexists(path / "tokenizer.json") else _convert(path)))
+            return cls(
+                *(read_files(path) if os.path.lexists(path / "tokenizer.json") else _convert(path))
+            )
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {way_out}") from error.__cause__
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the special tokens that the model wants around a text (BOS), unless disabled.
+        """Token ids of `text`, with the special tokens that the model wants around a text (BOS),
+        unless disabled.
 
-        Raises RequestError for text that is not Unicode (a lone surrogate) or that the vocabulary has no tokens for.
+        Raises RequestError for text that is not Unicode (a lone surrogate) or that the vocabulary
+        has no tokens for.
         """
         return self._encode(text, add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`. Ids that the tokenizer does not have (padding of the model's vocabulary) are empty.
+        """The text of `token_ids`. Ids that the tokenizer does not have (padding of the model's
+        vocabulary) are empty.
 
         Raises RequestError for a negative id.
         """
@@ -139,7 +151,9 @@ class Tokenizer:
         return text
 
     def token_string(self, token_id: int, skip_special_tokens: bool) -> str | None:
-        """The vocabulary's entry of a token ("▁the"), or None when `decode` does not look at this token at all."""
+        """The vocabulary's entry of a token ("▁the"), or None when `decode` does not look at this
+        token at all.
+        """
         if (skip_special_tokens and token_id in self.special_token_ids) or token_id >= _NO_TOKEN:
             return None
         return self._backend.id_to_token(token_id)
@@ -148,13 +162,19 @@ class Tokenizer:
         """What single tokens add to a text, or None when that depends on the tokens around them."""
         return self._pieces[skip_special_tokens] if self._pieces else None
 
-    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
-        """As `encode`, each token with the first character of `text` that it stands for and the one after the last.
+    def encode_with_offsets(
+        self, text: str, add_special_tokens: bool = True
+    ) -> list[tuple[int, int, int]]:
+        """As `encode`, each token with the first character of `text` that it stands for and the one
+        after the last.
 
         Both are 0 for a token that stands for none (BOS).
         """
         found = self._encode(text, add_special_tokens)
-        return [(token, begin, end) for token, (begin, end) in zip(found.ids, found.offsets, strict=True)]
+        return [
+            (token, begin, end)
+            for token, (begin, end) in zip(found.ids, found.offsets, strict=True)
+        ]
 
     def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
         check_unicode(text)
@@ -193,26 +213,38 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation as the model was trained to see it.
 
-        As `render_chat`, then tokenized. The template writes BOS where the model wants it, so none is added.
+        As `render_chat`, then tokenized. The template writes BOS where the model wants it, so none
+        is added.
         """
         return self.encode_chat(
-            self.render_chat(messages, add_generation_prompt, continue_final_message, **template_values)
+            self.render_chat(
+                messages, add_generation_prompt, continue_final_message, **template_values
+            )
         )
 
     def encode_chat(self, chat: ChatText, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a rendered conversation. Of control tokens in it, only the template's own become tokens.
+        """Token ids of a rendered conversation. Of control tokens in it, only the template's own
+        become tokens.
 
-        Raises RequestError like `encode`, and for a control token that the vocabulary cannot write as text.
+        Raises RequestError like `encode`, and for a control token that the vocabulary cannot write
+        as text.
         """
         if add_special_tokens or not chat.plain:
             whole = self._encode(chat.text, add_special_tokens)
             if not chat.plain:
                 return whole.ids
             around = whole.special_tokens_mask
-            begin = next((index for index, is_added in enumerate(around) if not is_added), len(around))
-            end = next((index for index, is_added in enumerate(reversed(around)) if not is_added), 0)
+            begin = next(
+                (index for index, is_added in enumerate(around) if not is_added), len(around)
+            )
+            end = next(
+                (index for index, is_added in enumerate(reversed(around)) if not is_added), 0
+            )
             return [*whole.ids[:begin], *self.encode_chat(chat), *whole.ids[len(around) - end :]]
-        unknown = (self._special_tokens.get("unk_token"), getattr(self._backend.model, "unk_token", None))
+        unknown = (
+            self._special_tokens.get("unk_token"),
+            getattr(self._backend.model, "unk_token", None),
+        )
         of_text = {self._backend.token_to_id(token) for token in unknown if token}
         whole = self._encode(chat.text, False)
         return encode_marked(self._backend, chat, whole, self.special_token_ids - of_text)
@@ -226,9 +258,10 @@ class Tokenizer:
     ) -> ChatText:
         """The text of a conversation as the model's template writes it, for `encode_chat`.
 
-        messages: mappings with `role` and `content`, a string or a list of text parts; `content` may be None beside
-        `tool_calls`. `template_values` (`tools`, `enable_thinking`, …) reach the template. Raises ConfigError when the
-        model has no template, RequestError for messages that are malformed or that the template refuses.
+        messages: mappings with `role` and `content`, a string or a list of text parts; `content`
+        may be None beside `tool_calls`. `template_values` (`tools`, `enable_thinking`, …) reach the
+        template. Raises ConfigError when the model has no template, RequestError for messages that
+        are malformed or that the template refuses.
         """
         require_chat_template(self)
         conversation = to_template_messages(messages)
@@ -236,11 +269,15 @@ class Tokenizer:
             conversation = to_harmony_messages(conversation)
         for name in _OURS:
             if name in template_values:
-                raise RequestError(f"{name} is not an option of the chat template; the result is always token ids")
+                raise RequestError(
+                    f"{name} is not an option of the chat template; the result is always token ids"
+                )
         from jinja2 import TemplateError
 
         renderer = self._renderer
-        conversation, template_values, mark = self._control_tokens.mark(conversation, template_values)
+        conversation, template_values, mark = self._control_tokens.mark(
+            conversation, template_values
+        )
         try:
             text: str = renderer.apply_chat_template(
                 conversation,
@@ -251,7 +288,9 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program, and raises what it likes
             reason = str(error) if isinstance(error, TemplateError | ValueError) else repr(error)
-            raise RequestError(f"the model's chat template refuses these messages: {reason}") from error
+            raise RequestError(
+                f"the model's chat template refuses these messages: {reason}"
+            ) from error
         return read_marked(text, mark)
 
     def prepare_chat(self) -> None:
@@ -281,7 +320,9 @@ class Tokenizer:
 
 
 def load_response_template(template: Mapping[str, Any]) -> Any:
-    """`template` as transformers' ResponseTemplate. Raises ValueError for one that transformers cannot read."""
+    """`template` as transformers' ResponseTemplate. Raises ValueError for one that transformers
+    cannot read.
+    """
     from transformers.utils.chat_parsing.response_templates import load_response_template as load
 
     return load(dict(template))
@@ -290,8 +331,8 @@ def load_response_template(template: Mapping[str, Any]) -> Any:
 def response_parser(template: Any, prefix: str) -> Any:
     """transformers' ResponseParser for one answer; `template` from `load_response_template`.
 
-    prefix: the end of the prompt that already belongs to the answer. Its `feed` and `finalize` raise ValueError for
-    what the content parsers of `template` cannot read.
+    prefix: the end of the prompt that already belongs to the answer. Its `feed` and `finalize`
+    raise ValueError for what the content parsers of `template` cannot read.
     """
     from transformers.utils.chat_parsing import ResponseParser
 
@@ -299,7 +340,9 @@ def response_parser(template: Any, prefix: str) -> Any:
 
 
 def parse_response(text: str, template: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`text` as a message by `template`, arguments converted to the types of `tools`. Raises as `response_parser`."""
+    """`text` as a message by `template`, arguments converted to the types of `tools`. Raises as
+    `response_parser`.
+    """
     from transformers.utils.chat_parsing import parse_response as parse
 
     return parse(text, template, prefix="", tools=[dict(tool) for tool in tools])
@@ -325,8 +368,15 @@ def _convert(path: Path) -> TokenizerParts:
     from transformers import AutoTokenizer
 
     try:
-        converted = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        converted = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
         template = getattr(converted, "response_template", None)
-        return converted.backend_tokenizer, converted.special_tokens_map, converted.chat_template, template
+        return (
+            converted.backend_tokenizer,
+            converted.special_tokens_map,
+            converted.chat_template,
+            template,
+        )
     except Exception as error:  # of many kinds: the parsers' own, and bare Exception
         raise CheckpointError(f"the tokenizer in {path} cannot be read: {error}") from error

@@ -1,4 +1,5 @@
-"""The files of a tokenizer, where there is a tokenizer.json: what each of them adds, and which comes first.
+"""The files of a tokenizer, where there is a tokenizer.json: what each of them adds, and which
+comes first.
 
 `tokenizer.py` has the rules in words.
 """
@@ -20,10 +21,21 @@ from freight.files import LIMIT, open_regular, read_text
 
 logger = logging.getLogger("freight")
 
-# The backend, special tokens by name, the chat template (or several, by name), the response template.
-TokenizerParts = tuple[Backend, dict[str, str], str | dict[str, str] | None, Mapping[str, Any] | None]
+# The backend, special tokens by name, the chat template (or several, by name), the response
+# template.
+TokenizerParts = tuple[
+    Backend, dict[str, str], str | dict[str, str] | None, Mapping[str, Any] | None
+]
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 def read_files(path: Path) -> TokenizerParts:
@@ -37,10 +49,14 @@ def read_files(path: Path) -> TokenizerParts:
         raise CheckpointError(f"the tokenizer in {file} cannot be read: {error}") from error
     config = _read_json(path / "tokenizer_config.json")
     template = _chat_template(path, config)
-    if "added_tokens_decoder" not in config:  # the older files count only without it, as in transformers
+    if (
+        "added_tokens_decoder" not in config
+    ):  # the older files count only without it, as in transformers
         config |= _read_json(path / "special_tokens_map.json")
     try:
-        special_tokens = {name: _content(config[name]) for name in _NAMED if config.get(name) is not None}
+        special_tokens = {
+            name: _content(config[name]) for name in _NAMED if config.get(name) is not None
+        }
         missing = _named_tokens(config, _read_json(path / "added_tokens.json"), special_tokens)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
@@ -58,18 +74,27 @@ def read_files(path: Path) -> TokenizerParts:
 def _named_tokens(
     config: Mapping[str, Any], older: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> list[AddedToken]:
-    """All that the files beside tokenizer.json name as tokens, in the order in which transformers adds them."""
+    """All that the files beside tokenizer.json name as tokens, in the order in which transformers
+    adds them.
+    """
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     special = [*special_tokens.values()]
-    special += [value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)]
+    special += [
+        value
+        for name, value in config.items()
+        if name.endswith("_token") and isinstance(value, str)
+    ]
     special += [_content(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
     declared = config.get("added_tokens_decoder")
     if declared is None:
         tokens = [
-            _added(name, {"special": name in special}) for name in sorted(older, key=lambda name: int(older[name]))
+            _added(name, {"special": name in special})
+            for name in sorted(older, key=lambda name: int(older[name]))
         ]
     else:
-        tokens = [_added(declared[key]["content"], declared[key]) for key in sorted(declared, key=int)]
+        tokens = [
+            _added(declared[key]["content"], declared[key]) for key in sorted(declared, key=int)
+        ]
     return tokens + [_added(token, {"special": True}) for token in special]
 
 
@@ -93,35 +118,51 @@ def _content(token: Any) -> str:
     return content
 
 
-def _compare_bos(backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str], path: Path) -> None:
+def _compare_bos(
+    backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str], path: Path
+) -> None:
     """Log where `add_bos_token` or `add_eos_token` contradicts tokenizer.json."""
-    if not any(isinstance(config.get(option), bool) for option in ("add_bos_token", "add_eos_token")):
+    if not any(
+        isinstance(config.get(option), bool) for option in ("add_bos_token", "add_eos_token")
+    ):
         return
     try:
         around = backend.encode("a", add_special_tokens=True).ids
     except Exception:  # a vocabulary without "a" and without a token for the unknown
         return
-    for option, name, index in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", -1)):
+    for option, name, index in (
+        ("add_bos_token", "bos_token", 0),
+        ("add_eos_token", "eos_token", -1),
+    ):
         if name in special_tokens and isinstance(declared := config.get(option), bool):
             added = around[index : index + 1 or None] == [backend.token_to_id(special_tokens[name])]
             if added != declared:
                 logger.warning(
                     "%s: tokenizer_config.json says %s %s, tokenizer.json %s; Freight follows tokenizer.json",
-                    *(path, option, str(declared).lower(), f"adds {special_tokens[name]}" if added else "adds none"),
+                    *(
+                        path,
+                        option,
+                        str(declared).lower(),
+                        f"adds {special_tokens[name]}" if added else "adds none",
+                    ),
                 )
 
 
 def _chat_template(path: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
     """Files of their own come before tokenizer_config.json, and that before chat_template.json."""
     try:
-        named = {file.stem: read_text(file) for file in path.glob("additional_chat_templates/*.jinja")}
+        named = {
+            file.stem: read_text(file) for file in path.glob("additional_chat_templates/*.jinja")
+        }
         if (path / "chat_template.jinja").is_file():
             named["default"] = read_text(path / "chat_template.jinja")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"a chat template in {path} cannot be read: {error}") from error
     if named:
         return named["default"] if set(named) == {"default"} else named
-    found = config.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
+    found = config.get("chat_template") or _read_json(path / "chat_template.json").get(
+        "chat_template"
+    )
     if isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
         found = {entry.get("name"): entry.get("template") for entry in found}
     texts = [*found, *found.values()] if isinstance(found, dict) else [found or ""]

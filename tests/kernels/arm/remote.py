@@ -1,8 +1,9 @@
-"""Compiled kernels in another process, such as an emulator: their C functions for `library.Library`.
+"""Compiled kernels in another process, such as an emulator: their C functions for
+`library.Library`.
 
-The arguments are those of the functions of interface.py, addresses included. The memory that an address means is found
-among the live tensors and ctypes structures, sent along, and written back where the call changed it. driver.cpp has the
-other end and the format.
+The arguments are those of the functions of interface.py, addresses included. The memory that an
+address means is found among the live tensors and ctypes structures, sent along, and written back
+where the call changed it. driver.cpp has the other end and the format.
 """
 
 from __future__ import annotations
@@ -35,14 +36,23 @@ def is_memory(x: object) -> bool:
 class Function:
     """One C function; its integers and pointers go to the other process."""
 
-    def __init__(self, name: str, kinds: Iterable[Any], result: Any, process: subprocess.Popen[bytes], lock: Any):
+    def __init__(
+        self,
+        name: str,
+        kinds: Iterable[Any],
+        result: Any,
+        process: subprocess.Popen[bytes],
+        lock: Any,
+    ):
         self.__name__ = name
         self.kinds, self.result = tuple(kinds), result
         self.process, self.lock = process, lock
 
     def __call__(self, *values: Any) -> Any:
         request = Request()
-        arguments = [request.argument(kind, value) for kind, value in zip(self.kinds, values, strict=True)]
+        arguments = [
+            request.argument(kind, value) for kind, value in zip(self.kinds, values, strict=True)
+        ]
         with self.lock:
             answer = ctypes.c_int64(request.send(self.__name__, arguments, self.process)).value
         if self.__name__ in interface.COMPUTE:
@@ -69,7 +79,9 @@ class Request:
 
     def add(self, address: int | None) -> None:
         """The region that `address` is in; of a structure, those that its pointers are in as well."""
-        if not address or any(start <= address < start + size for start, size in self.regions.items()):
+        if not address or any(
+            start <= address < start + size for start, size in self.regions.items()
+        ):
             return
         found = self.find(address)
         if isinstance(found, torch.Tensor):
@@ -82,7 +94,9 @@ class Request:
             for name, kind in structure._fields_:
                 target = getattr(structure, name) if kind is ctypes.c_void_p else None
                 if target:
-                    self.pointers.append(ctypes.addressof(structure) + getattr(type(structure), name).offset)
+                    self.pointers.append(
+                        ctypes.addressof(structure) + getattr(type(structure), name).offset
+                    )
                     self.add(target)
 
     def find(self, address: int) -> Any:
@@ -105,13 +119,17 @@ class Request:
                     return getattr(x, "_b_base_", None) or x  # of an element, its array
         raise LookupError(f"no tensor and no structure holds the address {address:#x}")
 
-    def send(self, name: str, arguments: list[tuple[int, int]], process: subprocess.Popen[bytes]) -> int:
+    def send(
+        self, name: str, arguments: list[tuple[int, int]], process: subprocess.Popen[bytes]
+    ) -> int:
         """What the function returns; tensors are as it left them."""
         assert process.stdin is not None
         assert process.stdout is not None
         before = [ctypes.string_at(start, size) for start, size in self.regions.items()]
         numbers = [len(arguments), len(self.regions), len(self.pointers)]
-        numbers += [number for pair in (*arguments, *self.regions.items()) for number in pair] + self.pointers
+        numbers += [
+            number for pair in (*arguments, *self.regions.items()) for number in pair
+        ] + self.pointers
         header = struct.pack(f"32s{len(numbers)}Q", name.encode(), *numbers)
         try:
             process.stdin.write(b"".join((header, *before)))
@@ -136,7 +154,9 @@ class Functions:
 
     def __init__(self, command: list[str]) -> None:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        atexit.register(self.process.__exit__, None, None, None)  # closes its input, which ends it, and waits
+        atexit.register(
+            self.process.__exit__, None, None, None
+        )  # closes its input, which ends it, and waits
         lock = threading.Lock()
         for name, kinds in interface.COMPUTE.items():
             setattr(self, name, Function(name, kinds, ctypes.c_int32, self.process, lock))

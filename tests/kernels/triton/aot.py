@@ -1,4 +1,5 @@
-"""Compile what the kernels' own launchers would launch on a GPU that is not there, down to machine code, and report.
+"""Compile what the kernels' own launchers would launch on a GPU that is not there, down to machine
+code, and report.
 
     python tests/kernels/triton/aot.py sm_90 | gfx942 | … [large | all]     one JSON object a line
     python tests/kernels/triton/aot.py sm_90 launches                        the same, not compiled
@@ -36,7 +37,9 @@ TARGETS = {
     "gfx950": (Target("hip", "gfx950"), GPUTarget("hip", "gfx950", 64)),
 }
 LARGE = LARGE_CASES | LATENT_CASES
-EXTENTS = {"": CASES, "large": LARGE} | dict.fromkeys(("all", "launches"), CASES | MORE_CASES | LARGE)
+EXTENTS = {"": CASES, "large": LARGE} | dict.fromkeys(
+    ("all", "launches"), CASES | MORE_CASES | LARGE
+)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 POINTERS = {
     torch.float32: "*fp32",
@@ -52,7 +55,9 @@ POINTERS = {
 }
 
 
-def launches(call: Callable[[], object]) -> list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]:
+def launches(
+    call: Callable[[], object],
+) -> list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]:
     """The launches that `call` would make."""
     made = []
     run = JITFunction.run
@@ -70,8 +75,12 @@ def launches(call: Callable[[], object]) -> list[tuple[JITFunction, tuple[Any, .
 
 
 def source_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ASTSource:
-    """What Triton would compile for this launch: 1, None and constants by value, multiples of 16 known as such."""
-    values = dict(zip(kernel.arg_names, args, strict=False)) | {n: v for n, v in kwargs.items() if n not in OPTIONS}
+    """What Triton would compile for this launch: 1, None and constants by value, multiples of 16
+    known as such.
+    """
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {
+        n: v for n, v in kwargs.items() if n not in OPTIONS
+    }
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = values[parameter.name]
@@ -80,7 +89,11 @@ def source_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
         signature[parameter.name] = (
-            POINTERS[value.dtype] if isinstance(value, Tensor) else "fp32" if isinstance(value, float) else "i32"
+            POINTERS[value.dtype]
+            if isinstance(value, Tensor)
+            else "fp32"
+            if isinstance(value, float)
+            else "i32"
         )
         if isinstance(value, Tensor) or (known and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -93,7 +106,8 @@ def usage(compiled: Any, backend: str) -> dict[str, int]:
     if backend == "hip":
         text = compiled.asm["amdgcn"]
         vector, spilled = (
-            int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")
+            int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
+            for name in ("vgpr_count", "vgpr_spill_count")
         )
         return {"registers": vector, "spills": spilled, "spills_once": 0, "shared": shared}
     cubin = compiled.asm["cubin"]
@@ -106,7 +120,9 @@ def products(compiled: Any, backend: str) -> list[str]:
     """The matrix instructions in the machine code's assembly."""
     if backend == "hip":
         return sorted(set(re.findall(r"v_mfma\w+", compiled.asm["amdgcn"])))
-    return sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]+", compiled.asm["ptx"])))
+    return sorted(
+        set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]+", compiled.asm["ptx"]))
+    )
 
 
 def report(target_name: str, extent: str = "") -> Iterator[dict[str, Any]]:
@@ -117,14 +133,22 @@ def report(target_name: str, extent: str = "") -> Iterator[dict[str, Any]]:
             options = {option: kwargs[option] for option in OPTIONS if option in kwargs}
             launched = {"target": target_name, "case": name, "kernel": kernel.fn.__name__} | options
             if extent == "launches":
-                yield launched | {key: str(value) for key, value in kwargs.items() if key not in options}
+                yield launched | {
+                    key: str(value) for key, value in kwargs.items() if key not in options
+                }
                 continue
             try:
-                compiled = triton.compile(source_of(kernel, args, kwargs), target=gpu, options=options)
+                compiled = triton.compile(
+                    source_of(kernel, args, kwargs), target=gpu, options=options
+                )
             except Exception as error:
                 yield launched | {"error": str(error)[-400:]}
                 continue
-            yield launched | usage(compiled, gpu.backend) | {"products": products(compiled, gpu.backend)}
+            yield (
+                launched
+                | usage(compiled, gpu.backend)
+                | {"products": products(compiled, gpu.backend)}
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Launches that are compiled ahead of time: each calls a launcher with tensors of no memory, as a model would."""
+"""Launches that are compiled ahead of time: each calls a launcher with tensors of no memory, as a
+model would.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from freight.kernels.triton import (
     store,
 )
 from freight.kernels.triton.formats import Target
-from freight.operands.activation import Activation, AnyActivation, GatedActivation, GateFunction, clamped_silu
+from freight.operands.activation import (
+    Activation,
+    AnyActivation,
+    GatedActivation,
+    GateFunction,
+    clamped_silu,
+)
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KeyCenter, KVPages
 from freight.operands.rotary import Rotary
@@ -78,7 +86,10 @@ def attend(
     q = empty(rows, heads * group, dim)
     cache = pages(format, scales, heads, dim, v_dim)
     if num_pairs:
-        parts, angles = empty(2, heads, num_pairs, dtype=torch.float32), empty(512, dim // 2, 64, dtype=torch.float32)
+        parts, angles = (
+            empty(2, heads, num_pairs, dtype=torch.float32),
+            empty(512, dim // 2, 64, dtype=torch.float32),
+        )
         pairs = empty(heads, num_pairs, dtype=torch.int32)
         center = KeyCenter(empty(heads, dim, dtype=torch.float32), pairs, parts, angles, angles)
         cache = replace(cache, k_center=center)
@@ -104,8 +115,12 @@ def keep(
     store.rotate_store(target, empty(rows, 40 * dim + 8 * v_dim), rotary, row, row, cache)
 
 
-def multiply(format: Format, blocks: bool, activations: Activations, rows: int, target: Target) -> None:
-    """What `linear` does where torch has no product of its own: float16 is a compute type that `_scaled_mm` refuses."""
+def multiply(
+    format: Format, blocks: bool, activations: Activations, rows: int, target: Target
+) -> None:
+    """What `linear` does where torch has no product of its own: float16 is a compute type that
+    `_scaled_mm` refuses.
+    """
     outputs, inputs = 4096, 14336
     scale = empty(*((outputs // 128, inputs // 128) if blocks else (outputs,)), dtype=torch.float32)
     weight = Weight(empty(outputs, inputs, dtype=torch_dtype(format)), scale, activations)
@@ -123,7 +138,9 @@ def consumer(blocks: bool, activations: Activations, inputs: int) -> Weight:
     return Weight(empty(4096, inputs, dtype=torch.float8_e4m3fn), scale, activations, static)
 
 
-def norm(blocks: bool, activations: Activations, size: int, target: Target, sandwich: bool = False) -> None:
+def norm(
+    blocks: bool, activations: Activations, size: int, target: Target, sandwich: bool = False
+) -> None:
     """`sandwich`: delta is normed, too, and weights are float32."""
     x, reader = empty(64, size), consumer(blocks, activations, size)
     weight = empty(size, dtype=torch.float32 if sandwich else BF16)
@@ -131,7 +148,11 @@ def norm(blocks: bool, activations: Activations, size: int, target: Target, sand
 
 
 def activate(
-    blocks: bool, activations: Activations, size: int, target: Target, function: AnyActivation = GatedActivation.SILU
+    blocks: bool,
+    activations: Activations,
+    size: int,
+    target: Target,
+    function: AnyActivation = GatedActivation.SILU,
 ) -> None:
     to = consumer(blocks, activations, size)
     if isinstance(function, Activation):
@@ -145,7 +166,9 @@ def mix(
     hidden: int = 2048, inner: int = 768, function: AnyActivation = GatedActivation.SILU, biases: bool = False,
     shared: bool = False, count: int = 128, top_k: int = 8,
 ) -> None:  # fmt: skip
-    """Experts of the size of Qwen3-30B-A3B's; in 16 bits without scales. `shared`: beside one that takes every row."""
+    """Experts of the size of Qwen3-30B-A3B's; in 16 bits without scales. `shared`: beside one that
+    takes every row.
+    """
 
     def stack(outputs: int, inputs: int) -> experts.ExpertStack:
         shape = (-(-outputs // 128), -(-inputs // 128)) if blocks else (outputs,)
@@ -155,12 +178,17 @@ def mix(
         return experts.ExpertStack(data, scale, empty(count, outputs) if biases else None, one)
 
     ids, weights = empty(rows, top_k, dtype=torch.int32), empty(rows, top_k, dtype=torch.float32)
-    pair = stack(inner if isinstance(function, Activation) else 2 * inner, hidden), stack(hidden, inner)
+    pair = (
+        stack(inner if isinstance(function, Activation) else 2 * inner, hidden),
+        stack(hidden, inner),
+    )
     base = empty(rows, hidden) if shared else None
     experts.experts(target, empty(rows, hidden), ids, weights, *pair, function, base)
 
 
-def by_head(heads: int, inputs: int, outputs: int, rows: int, target: Target, dtype: torch.dtype = BF16) -> None:
+def by_head(
+    heads: int, inputs: int, outputs: int, rows: int, target: Target, dtype: torch.dtype = BF16
+) -> None:
     """What latent attention multiplies with; x: the first columns of queries with 64 of rope each."""
     data = empty(heads, outputs, inputs, dtype=dtype)
     x = empty(rows, heads, inputs + 64, dtype=dtype)[..., :inputs]
@@ -168,8 +196,13 @@ def by_head(heads: int, inputs: int, outputs: int, rows: int, target: Target, dt
 
 
 def choose(rows: int, routing: Routing, target: Target, hidden: int = 2048) -> None:
-    """A router of logits with a bias where they are chosen first, and with one for the choice where it is sigmoid."""
-    gate, bias = Weight(empty(routing.num_experts, hidden, dtype=torch.float32)), empty(routing.num_experts)
+    """A router of logits with a bias where they are chosen first, and with one for the choice where
+    it is sigmoid.
+    """
+    gate, bias = (
+        Weight(empty(routing.num_experts, hidden, dtype=torch.float32)),
+        empty(routing.num_experts),
+    )
     of_logits = bias if routing.scoring is Scoring.CHOSEN else None
     of_choice = bias.float() if routing.scoring is Scoring.SIGMOID else None
     route.route(empty(rows, hidden), gate, routing, of_logits, of_choice)
@@ -192,7 +225,9 @@ def recur(
     format: Format, delta: bool, rows: int, target: Target, key_heads: int = 16, heads: int = 48, k_dim: int = 128,
     v_dim: int = 128, dtype: torch.dtype = BF16, by_channel: bool = False,
 ) -> None:  # fmt: skip
-    """A gated delta net of the size of Qwen3.6-27B's, or Mamba-2; `by_channel`: Kimi delta attention."""
+    """A gated delta net of the size of Qwen3.6-27B's, or Mamba-2; `by_channel`: Kimi delta
+    attention.
+    """
     float32, decays = torch.float32, (heads, k_dim) if by_channel else (heads,)
     parts = {
         "state": empty(64, heads, k_dim, v_dim, dtype=torch_dtype(format)),
@@ -207,19 +242,33 @@ def recur(
     beta, decay = empty(rows, heads, dtype=float32), empty(rows, *decays, dtype=float32)
     skip = None if delta else empty(heads, dtype=float32)
     recurrence.recurrence(
-        *(target, q, k, v, beta, decay, States(parts, 2048), sequences(64)), delta=delta, norm=delta, skip=skip
+        *(target, q, k, v, beta, decay, States(parts, 2048), sequences(64)),
+        delta=delta,
+        norm=delta,
+        skip=skip,
     )
 
 
 def gated_norm(
-    size: int, group: int, norm_first: bool, target: Target, to: tuple[bool, Activations] | None = None
+    size: int,
+    group: int,
+    norm_first: bool,
+    target: Target,
+    to: tuple[bool, Activations] | None = None,
 ) -> None:
     x, weight = empty(64, size), empty(group if norm_first else size)
-    gates.gated_norm(target, x, x, weight, 1e-6, group, norm_first, consumer(*to, size) if to else None)
+    gates.gated_norm(
+        target, x, x, weight, 1e-6, group, norm_first, consumer(*to, size) if to else None
+    )
 
 
-def decay(heads: int, target: Target, delta: bool = True, k_dim: int = 1, bound: float | None = None) -> None:
-    a, a_log, dt_bias = empty(64, heads * (k_dim + 1)), *(empty(n, dtype=torch.float32) for n in (heads, heads * k_dim))
+def decay(
+    heads: int, target: Target, delta: bool = True, k_dim: int = 1, bound: float | None = None
+) -> None:
+    a, a_log, dt_bias = (
+        empty(64, heads * (k_dim + 1)),
+        *(empty(n, dtype=torch.float32) for n in (heads, heads * k_dim)),
+    )
     gates.decays(a[:, :-heads], a[:, -heads:] if delta else None, a_log, dt_bias, (0.0, 1.0), bound)
 
 
@@ -227,14 +276,24 @@ def decay(heads: int, target: Target, delta: bool = True, k_dim: int = 1, bound:
 CASES: dict[str, Callable[[Target], object]] = {
     "attention fp8 static": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None),
     "attention fp8 token": partial(attend, Format.E4M3FN, "token", 8, 4, 128, 8192, None),
-    "attention fp8 centered": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, num_pairs=20),
-    "attention fp8 soft cap": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, soft_cap=50.0),
-    "attention fp8 compute": lambda target: attend(native(target), "static", 8, 4, 128, 8192, None, target, fp8=True),
+    "attention fp8 centered": partial(
+        attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, num_pairs=20
+    ),
+    "attention fp8 soft cap": partial(
+        attend, Format.E4M3FN, "static", 8, 4, 128, 8192, None, soft_cap=50.0
+    ),
+    "attention fp8 compute": lambda target: attend(
+        native(target), "static", 8, 4, 128, 8192, None, target, fp8=True
+    ),
     "attention fp8 compute, dim 16": lambda target: attend(
         native(target), "static", 1, 2, 16, 8192, None, target, fp8=True
     ),
-    "attention fp8 sinks, window": partial(attend, Format.E4M3FN, "static", 8, 8, 64, 8192, 128, sinks=True),
-    "merge by row": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 64, None, to=(False, Activations.DYNAMIC)),
+    "attention fp8 sinks, window": partial(
+        attend, Format.E4M3FN, "static", 8, 8, 64, 8192, 128, sinks=True
+    ),
+    "merge by row": partial(
+        attend, Format.E4M3FN, "static", 8, 4, 128, 64, None, to=(False, Activations.DYNAMIC)
+    ),
     "attention bf16 window": partial(attend, Format.BFLOAT16, "unit", 8, 4, 128, 8192, 4096),
     "store token, norms, centers": partial(keep, Format.E4M3FN, "token", 128, 8192, more=True),
     "store token": partial(keep, Format.E4M3FN, "token", 128, 8192),
@@ -251,20 +310,30 @@ CASES: dict[str, Callable[[Target], object]] = {
     "norm by row": partial(norm, False, Activations.DYNAMIC, 4096),
     "gated": lambda target: elementwise.gated(target, empty(64, 28672), GatedActivation.SILU),
     "relu": lambda target: elementwise.activated(target, empty(64, 28672), Activation.RELU),
-    "relu squared": lambda target: elementwise.activated(target, empty(64, 28672), Activation.RELU_SQUARED),
-    "relu squared by row": partial(activate, False, Activations.STATIC, 5376, function=Activation.RELU_SQUARED),
+    "relu squared": lambda target: elementwise.activated(
+        target, empty(64, 28672), Activation.RELU_SQUARED
+    ),
+    "relu squared by row": partial(
+        activate, False, Activations.STATIC, 5376, function=Activation.RELU_SQUARED
+    ),
     "recurrence int8": partial(recur, Format.INT8, True, 64),
     "recurrence e4m3": lambda target: recur(native(target), True, 64, target),
     "recurrence mamba": partial(recur, Format.BFLOAT16, False, 64, key_heads=8, heads=64, v_dim=64),
-    "recurrence of channels": partial(recur, Format.INT8, True, 64, key_heads=32, heads=32, by_channel=True),
+    "recurrence of channels": partial(
+        recur, Format.INT8, True, 64, key_heads=32, heads=32, by_channel=True
+    ),
     "convolve": partial(convolve, 10240, 4, 8192),
     "convolve, one row": partial(convolve, 10240, 4, 64),
     "decays": partial(decay, 48),
     "decays of channels": partial(decay, 32, k_dim=128, bound=-5.0),
     "gated norm by row": partial(gated_norm, 6144, 128, True, to=(False, Activations.DYNAMIC)),
     "gated norm of groups": partial(gated_norm, 4096, 512, False, to=(False, Activations.DYNAMIC)),
-    "gated clamped": lambda target: elementwise.gated(target, empty(64, 5760), GatedActivation.CLAMPED_SWIGLU),
-    "gated clamped silu": lambda target: elementwise.gated(target, empty(64, 2560), clamped_silu(7.0)),
+    "gated clamped": lambda target: elementwise.gated(
+        target, empty(64, 5760), GatedActivation.CLAMPED_SWIGLU
+    ),
+    "gated clamped silu": lambda target: elementwise.gated(
+        target, empty(64, 2560), clamped_silu(7.0)
+    ),
     "gated by row": partial(activate, False, Activations.DYNAMIC, 14336),
 }
 # compiled with `aot.py TARGET all`
@@ -282,10 +351,16 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     ),
     "attention fp8 static, dim 80": partial(attend, Format.E4M3FN, "static", 8, 4, 80, 8192, None),
     "attention fp8 token, dim 96": partial(attend, Format.E4M3FN, "token", 8, 4, 96, 8192, None),
-    "attention fp8 token, sinks, window": partial(attend, Format.E4M3FN, "token", 8, 8, 64, 8192, 128, sinks=True),
-    "attention fp8 token, centered": partial(attend, Format.E4M3FN, "token", 8, 4, 128, 8192, None, num_pairs=20),
+    "attention fp8 token, sinks, window": partial(
+        attend, Format.E4M3FN, "token", 8, 8, 64, 8192, 128, sinks=True
+    ),
+    "attention fp8 token, centered": partial(
+        attend, Format.E4M3FN, "token", 8, 4, 128, 8192, None, num_pairs=20
+    ),
     "attention fp8 static, dim 64": partial(attend, Format.E4M3FN, "static", 8, 7, 64, 8192, None),
-    "attention fp8 static, dim 256": partial(attend, Format.E4M3FN, "static", 4, 2, 256, 8192, None),
+    "attention fp8 static, dim 256": partial(
+        attend, Format.E4M3FN, "static", 4, 2, 256, 8192, None
+    ),
     "attention fp8 token, dim 256": partial(attend, Format.E4M3FN, "token", 4, 2, 256, 8192, None),
     "attention fp8 token, soft cap, window, dim 256": partial(
         attend, Format.E4M3FN, "token", 4, 2, 256, 8192, 4096, soft_cap=50.0
@@ -293,9 +368,15 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "attention fp8 static, dims 192 and 128": partial(
         attend, Format.E4M3FN, "static", 8, 4, 192, 8192, None, v_dim=128
     ),
-    "merge static": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 64, None, to=(False, Activations.STATIC)),
-    "merge static, blocks": partial(attend, Format.E4M3FN, "token", 8, 7, 64, 64, None, to=(True, Activations.STATIC)),
-    "merge by group": partial(attend, Format.E4M3FN, "static", 8, 4, 128, 64, None, to=(True, Activations.DYNAMIC)),
+    "merge static": partial(
+        attend, Format.E4M3FN, "static", 8, 4, 128, 64, None, to=(False, Activations.STATIC)
+    ),
+    "merge static, blocks": partial(
+        attend, Format.E4M3FN, "token", 8, 7, 64, 64, None, to=(True, Activations.STATIC)
+    ),
+    "merge by group": partial(
+        attend, Format.E4M3FN, "static", 8, 4, 128, 64, None, to=(True, Activations.DYNAMIC)
+    ),
     "merge by group, dim 64": partial(
         attend, Format.E4M3FN, "token", 8, 7, 64, 64, None, to=(True, Activations.DYNAMIC)
     ),
@@ -318,7 +399,9 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "store token, one row": partial(keep, Format.E4M3FN, "token", 128, 1),
     "store fnuz static": partial(keep, Format.E4M3FNUZ, "static", 128, 8192),
     "store bf16": partial(keep, Format.BFLOAT16, "unit", 128, 8192),
-    "store static, norms, centers, one row": partial(keep, Format.E4M3FN, "static", 128, 1, more=True),
+    "store static, norms, centers, one row": partial(
+        keep, Format.E4M3FN, "static", 128, 1, more=True
+    ),
     "linear fp8, one row": partial(multiply, Format.E4M3FN, False, Activations.DYNAMIC, 1),
     "linear fp8, 64 rows": partial(multiply, Format.E4M3FN, False, Activations.DYNAMIC, 64),
     "linear fp8 blocks, one row": partial(multiply, Format.E4M3FN, True, Activations.DYNAMIC, 1),
@@ -334,28 +417,56 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "recurrence e4m3 by bits": partial(recur, Format.E4M3FN, True, 64),
     "convolve, no bias": partial(convolve, 2048, 3, 8192, more=False),
     "decays, mamba": partial(decay, 64, delta=False),
-    "recurrence of channels, float32": partial(recur, Format.FLOAT32, True, 64, dtype=torch.float32, by_channel=True),
+    "recurrence of channels, float32": partial(
+        recur, Format.FLOAT32, True, 64, dtype=torch.float32, by_channel=True
+    ),
     "gated norm": partial(gated_norm, 6144, 128, True),
     "gated norm by group": partial(gated_norm, 6144, 128, True, to=(True, Activations.DYNAMIC)),
-    "route groups": partial(choose, 64, Routing(256, 8, Scoring.SIGMOID, num_groups=8, top_groups=4)),
-    "norm": lambda target: elementwise.add_rms_norm(target, empty(64, 4096), None, empty(4096), 1e-5),
+    "route groups": partial(
+        choose, 64, Routing(256, 8, Scoring.SIGMOID, num_groups=8, top_groups=4)
+    ),
+    "norm": lambda target: elementwise.add_rms_norm(
+        target, empty(64, 4096), None, empty(4096), 1e-5
+    ),
     "gate": lambda target: gates.gate(empty(64, 4096), empty(64, 32), GateFunction.SOFTPLUS),
-    "join": lambda target: gates.join([(empty(64, 6144)[:, :4096], empty(4096)), (empty(64, 1024), None)], 1e-5),
+    "join": lambda target: gates.join(
+        [(empty(64, 6144)[:, :4096], empty(4096)), (empty(64, 1024), None)], 1e-5
+    ),
     "norm by group, wide": partial(norm, True, Activations.DYNAMIC, 16384),
     "norm by row, sandwich": partial(norm, False, Activations.DYNAMIC, 4096, sandwich=True),
     "norm static": partial(norm, False, Activations.STATIC, 4096),
     "gated by group": partial(activate, True, Activations.DYNAMIC, 14336),
-    "gated by row, gelu": partial(activate, False, Activations.DYNAMIC, 14336, function=GatedActivation.GELU_TANH),
+    "gated by row, gelu": partial(
+        activate, False, Activations.DYNAMIC, 14336, function=GatedActivation.GELU_TANH
+    ),
     "gated by row, widest": partial(activate, False, Activations.DYNAMIC, rows.WIDE),
 }
-_GPT_OSS = {"hidden": 2880, "inner": 2880, "function": GatedActivation.CLAMPED_SWIGLU, "biases": True}
-_NEMOTRON = {"hidden": 1024, "inner": 2688, "function": Activation.RELU_SQUARED, "count": 512, "top_k": 22}  # 3 Super
-# compiled whenever the tests run, too: the largest heads, experts and rows of the families in docs/models.md
+_GPT_OSS = {
+    "hidden": 2880,
+    "inner": 2880,
+    "function": GatedActivation.CLAMPED_SWIGLU,
+    "biases": True,
+}
+_NEMOTRON = {
+    "hidden": 1024,
+    "inner": 2688,
+    "function": Activation.RELU_SQUARED,
+    "count": 512,
+    "top_k": 22,
+}  # 3 Super
+# compiled whenever the tests run, too: the largest heads, experts and rows of the families in
+# docs/models.md
 LARGE_CASES: dict[str, Callable[[Target], object]] = {
-    "attention bf16, dim 512": partial(attend, Format.BFLOAT16, "unit", 4, 8, 512, 8192, None),  # Gemma 4
-    "attention fp8 static, dim 512": partial(attend, Format.E4M3FN, "static", 4, 8, 512, 8192, None),
+    "attention bf16, dim 512": partial(
+        attend, Format.BFLOAT16, "unit", 4, 8, 512, 8192, None
+    ),  # Gemma 4
+    "attention fp8 static, dim 512": partial(
+        attend, Format.E4M3FN, "static", 4, 8, 512, 8192, None
+    ),
     "attention fp8 token, dim 512": partial(attend, Format.E4M3FN, "token", 1, 16, 512, 8192, None),
-    "attention fnuz token, dim 512": partial(attend, Format.E4M3FNUZ, "token", 1, 16, 512, 8192, None),
+    "attention fnuz token, dim 512": partial(
+        attend, Format.E4M3FNUZ, "token", 1, 16, 512, 8192, None
+    ),
     "attention fp8 static, centered, dim 256": partial(
         attend, Format.E4M3FN, "static", 4, 2, 256, 8192, None, num_pairs=20
     ),
@@ -367,34 +478,60 @@ LARGE_CASES: dict[str, Callable[[Target], object]] = {
     ),
     "attention float32, dim 512": partial(attend, Format.FLOAT32, "unit", 4, 8, 512, 8192, None),
     "attention float32, dim 256": partial(attend, Format.FLOAT32, "unit", 4, 2, 256, 8192, None),
-    "attention fp8 static, group 48": partial(attend, Format.E4M3FN, "static", 1, 48, 128, 8192, None),
+    "attention fp8 static, group 48": partial(
+        attend, Format.E4M3FN, "static", 1, 48, 128, 8192, None
+    ),
     "merge by row, dim 512": partial(
         attend, Format.E4M3FN, "static", 4, 8, 512, 64, None, to=(False, Activations.DYNAMIC)
     ),
     "store token, dim 512": partial(keep, Format.E4M3FN, "token", 512, 8192, more=True),
-    "experts plain, biases, 2880": partial(mix, Format.E4M3FN, False, Activations.PLAIN, 64, **_GPT_OSS),
-    "experts bf16, biases, 2880": partial(mix, Format.BFLOAT16, False, Activations.PLAIN, 64, **_GPT_OSS),
+    "experts plain, biases, 2880": partial(
+        mix, Format.E4M3FN, False, Activations.PLAIN, 64, **_GPT_OSS
+    ),
+    "experts bf16, biases, 2880": partial(
+        mix, Format.BFLOAT16, False, Activations.PLAIN, 64, **_GPT_OSS
+    ),
     "experts fp8 blocks, shared": partial(  # Qwen3-Coder-480B, GLM-4.6
         mix, Format.E4M3FN, True, Activations.DYNAMIC, 64, hidden=6144, inner=2560, shared=True
     ),
-    "experts fp8, no gate, 22 of 512": partial(mix, Format.E4M3FN, False, Activations.STATIC, 64, **_NEMOTRON),
-    "route sigmoid, 22 of 512 experts": partial(choose, 64, Routing(512, 22, Scoring.SIGMOID), hidden=8192),
+    "experts fp8, no gate, 22 of 512": partial(
+        mix, Format.E4M3FN, False, Activations.STATIC, 64, **_NEMOTRON
+    ),
+    "route sigmoid, 22 of 512 experts": partial(
+        choose, 64, Routing(512, 22, Scoring.SIGMOID), hidden=8192
+    ),
     "recurrence int8, dims 256": partial(recur, Format.INT8, True, 64, k_dim=256, v_dim=256),
-    "recurrence float32, dims 256": partial(recur, Format.FLOAT32, True, 64, k_dim=256, v_dim=256, dtype=torch.float32),
+    "recurrence float32, dims 256": partial(
+        recur, Format.FLOAT32, True, 64, k_dim=256, v_dim=256, dtype=torch.float32
+    ),
     "recurrence int8, dims 192 and 96": partial(recur, Format.INT8, False, 64, k_dim=192, v_dim=96),
     "recurrence mamba, one key head": partial(  # Granite
         recur, Format.INT8, False, 64, key_heads=1, heads=128, k_dim=128, v_dim=64
     ),
     "gated norm of rows": partial(gated_norm, 8192, 8192, False, to=(False, Activations.DYNAMIC)),
     "route chosen": partial(choose, 64, Routing(128, 4, Scoring.CHOSEN), hidden=2880),
-    "route sigmoid, 192 experts": partial(choose, 64, Routing(192, 8, Scoring.SIGMOID), hidden=6144),
-    "join, whole rows": lambda target: gates.join([(empty(64, 6144), empty(6144)), (empty(64, 1024), None)], 1e-5),
-    "gate of whole rows": lambda target: gates.gate(empty(64, 8192), empty(64, 8192), GateFunction.SIGMOID),
-    "gated gelu": lambda target: elementwise.gated(target, empty(64, 43008), GatedActivation.GELU_TANH),  # Gemma
-    "gate of heads": lambda target: gates.gate(empty(64, 8192), empty(64, 64), GateFunction.IDENTITY),
+    "route sigmoid, 192 experts": partial(
+        choose, 64, Routing(192, 8, Scoring.SIGMOID), hidden=6144
+    ),
+    "join, whole rows": lambda target: gates.join(
+        [(empty(64, 6144), empty(6144)), (empty(64, 1024), None)], 1e-5
+    ),
+    "gate of whole rows": lambda target: gates.gate(
+        empty(64, 8192), empty(64, 8192), GateFunction.SIGMOID
+    ),
+    "gated gelu": lambda target: elementwise.gated(
+        target, empty(64, 43008), GatedActivation.GELU_TANH
+    ),  # Gemma
+    "gate of heads": lambda target: gates.gate(
+        empty(64, 8192), empty(64, 64), GateFunction.IDENTITY
+    ),
     "layer norm": partial(layer_norm, 9216, None),  # OPT-66B
-    "layer norm by row": lambda target: layer_norm(9216, consumer(False, Activations.DYNAMIC, 9216), target),
-    "gated by row, beyond the widest": partial(activate, False, Activations.DYNAMIC, 53248),  # Llama 3.1 405B
+    "layer norm by row": lambda target: layer_norm(
+        9216, consumer(False, Activations.DYNAMIC, 9216), target
+    ),
+    "gated by row, beyond the widest": partial(
+        activate, False, Activations.DYNAMIC, 53248
+    ),  # Llama 3.1 405B
     "gated by group, beyond the widest": partial(activate, True, Activations.DYNAMIC, 53248),
     "gated static, beyond the widest": partial(activate, False, Activations.STATIC, 53248),
 }

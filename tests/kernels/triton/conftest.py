@@ -1,7 +1,8 @@
-"""Where the Triton kernels are tested: on the GPU if torch has one, else in Triton's interpreter, on the CPU.
+"""Where the Triton kernels are tested: on the GPU if torch has one, else in Triton's interpreter,
+on the CPU.
 
-Tests that need a GPU stand in files `test_gpu_*.py`, which are collected only where there is one: `pytest -m gpu`.
-Without Triton, which is built for Linux alone, nothing here is collected.
+Tests that need a GPU stand in files `test_gpu_*.py`, which are collected only where there is one:
+`pytest -m gpu`. Without Triton, which is built for Linux alone, nothing here is collected.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ collect_ignore_glob: list[str] = []
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
 elif HAVE_GPU:
-    collect_ignore_glob = ["test_triton_compile.py"]  # its budgets are those of the compiler that development pins
+    collect_ignore_glob = [
+        "test_triton_compile.py"
+    ]  # its budgets are those of the compiler that development pins
 else:
     assert os.environ["TRITON_INTERPRET"]  # tests/conftest.py
     collect_ignore_glob = ["test_gpu_*.py"]
@@ -47,9 +50,10 @@ def device() -> str:
 def numbers_as_on_a_gpu() -> Iterator[None]:
     """Mend Triton's interpreter, which keeps bfloat16 as whole numbers of 16 bits.
 
-    It cuts a float32 off to make a bfloat16, where every GPU rounds to nearest even, and multiplies matrices of
-    bfloat16 as if they were whole numbers. Products are summed in float64: the bits of numpy's float32 products depend
-    on where a row lies, with some of the kernels that its BLAS chooses by processor.
+    It cuts a float32 off to make a bfloat16, where every GPU rounds to nearest even, and multiplies
+    matrices of bfloat16 as if they were whole numbers. Products are summed in float64: the bits of
+    numpy's float32 products depend on where a row lies, with some of the kernels that its BLAS
+    chooses by processor.
     """
     from triton.language import bfloat16, float32, float64
     from triton.runtime import interpreter
@@ -67,7 +71,9 @@ def numbers_as_on_a_gpu() -> Iterator[None]:
             a, b = (builder.cast_impl(one, float32) for one in (a, b))
         if d.dtype.scalar != float32:
             return dot(builder, a, b, d, *rest)
-        wide = dot(builder, a, b, interpreter.TensorHandle(d.data.astype(np.float64), float64), *rest)
+        wide = dot(
+            builder, a, b, interpreter.TensorHandle(d.data.astype(np.float64), float64), *rest
+        )
         return interpreter.TensorHandle(wide.data.astype(np.float32), float32)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -80,8 +86,9 @@ def numbers_as_on_a_gpu() -> Iterator[None]:
 def quick_interpreter() -> Iterator[None]:
     """Save more than half of the interpreter's time.
 
-    What it replaces in `triton.language` is replaced once, not again at every call of a device function, numpy's types
-    are looked up by name, and sums of whole numbers are not made a second time in 64 bits to see whether they overflow.
+    What it replaces in `triton.language` is replaced once, not again at every call of a device
+    function, numpy's types are looked up by name, and sums of whole numbers are not made a second
+    time in 64 bits to see whether they overflow.
     """
     from triton.runtime import interpreter
 

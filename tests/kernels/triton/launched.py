@@ -1,11 +1,13 @@
-"""Compile what the tests of this folder launch on a GPU, for a GPU that is not there: each launch, in its own sizes.
+"""Compile what the tests of this folder launch on a GPU, for a GPU that is not there: each launch,
+in its own sizes.
 
     python -O tests/kernels/triton/launched.py sm_90 [pytest's arguments]     one JSON object for each that fails
 
-The tests run on the CPU as they would on that GPU, and every launch is recorded instead of run. So what they compute is
-wrong: -O leaves their assertions out, and how they end does not matter. Then each different launch is compiled. A test
-of another size than `cases.py` has, or of a type that this GPU's matrix units do not take, is found before a card is.
-Tests in `test_gpu_*.py` need the device itself, and are left out; `cases.py` has what they launch.
+The tests run on the CPU as they would on that GPU, and every launch is recorded instead of run. So
+what they compute is wrong: -O leaves their assertions out, and how they end does not matter. Then
+each different launch is compiled. A test of another size than `cases.py` has, or of a type that
+this GPU's matrix units do not take, is found before a card is. Tests in `test_gpu_*.py` need the
+device itself, and are left out; `cases.py` has what they launch.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ |= {"TRITON_INTERPRET": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # conftest.py leaves the former so
+os.environ |= {
+    "TRITON_INTERPRET": "0",
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+}  # conftest.py leaves the former so
 import pytest
 import torch
 import triton
@@ -68,8 +73,17 @@ def main(target: str, *arguments: str) -> int:
             triton.compile(source, target=gpu, options=options)
         except Exception as error:
             failed += 1
-            constants = {name: str(value) for name, value in source.constants.items() if not isinstance(name, tuple)}
-            report = {"test": test, "kernel": source.fn.fn.__name__, "error": str(error)[-400:], "constants": constants}
+            constants = {
+                name: str(value)
+                for name, value in source.constants.items()
+                if not isinstance(name, tuple)
+            }
+            report = {
+                "test": test,
+                "kernel": source.fn.fn.__name__,
+                "error": str(error)[-400:],
+                "constants": constants,
+            }
             print(json.dumps(report | options), flush=True)
     print(json.dumps({"target": target, "launches": len(recorder.made), "failed": failed}))
     return failed

@@ -1,6 +1,8 @@
-"""The launches that are compiled ahead of time leave out no kernel, and no kind of operand that a family has.
+"""The launches that are compiled ahead of time leave out no kernel, and no kind of operand that a
+family has.
 
-`aot.py` lists them in a process of its own, without the interpreter, and compiles nothing: seconds, not minutes.
+`aot.py` lists them in a process of its own, without the interpreter, and compiles nothing: seconds,
+not minutes.
 """
 
 from __future__ import annotations
@@ -29,18 +31,28 @@ ATTENTION = ("prefill_kernel", "decode_kernel")
 def launched() -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, AOT, "sm_90", "launches"]
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     return [json.loads(line) for line in printed.splitlines()]
 
 
 def values(launched: list[dict[str, Any]], name: str, *kernels: str) -> set[str]:
     """All that a compile-time constant is, in launches of these kernels, or of all."""
-    return {made[name] for made in launched if name in made and (not kernels or made["kernel"] in kernels)}
+    return {
+        made[name]
+        for made in launched
+        if name in made and (not kernels or made["kernel"] in kernels)
+    }
 
 
 def test_every_kernel_is_compiled(launched):
     sources = Path(paged.__file__).parent.glob("*.py")
-    kernels = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(), re.M)}
+    kernels = {
+        name
+        for source in sources
+        for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(), re.M)
+    }
     assert len(kernels) >= 16
     assert {made["kernel"] for made in launched} == kernels
 
@@ -56,7 +68,12 @@ def test_every_kind_of_operand_is_compiled(launched):
     assert values(launched, "FORMAT", "recurrence_kernel") == {"", "int8", "fp8_e4m3fn"}
     assert values(launched, "DELTA", "recurrence_kernel") == {"True", "False"}
     assert values(launched, "BY_CHANNEL", "recurrence_kernel") == {"True", "False"}
-    assert {int(dim) for dim in values(launched, "K_DIM", "recurrence_kernel")} >= {64, 128, 192, 256}
+    assert {int(dim) for dim in values(launched, "K_DIM", "recurrence_kernel")} >= {
+        64,
+        128,
+        192,
+        256,
+    }
     for kernel in ATTENTION:
         assert values(launched, "SCALES", kernel) == {
             str(int(kind)) for kind in ScaleKind if kind is not ScaleKind.GROUP

@@ -12,7 +12,11 @@ from freight.kernels.triton.triton_set import TritonKernels
 from freight.operands.weight import Weight
 
 KERNELS = TritonKernels(current_target())
-BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the rounding at the end, mostly
+BOUNDS = {
+    torch.float32: 2e-6,
+    torch.float16: 1e-3,
+    torch.bfloat16: 8e-3,
+}  # of the rounding at the end, mostly
 
 
 def columns(rows: int, heads: int, inputs: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -20,14 +24,26 @@ def columns(rows: int, heads: int, inputs: int, dtype: torch.dtype, device: str)
     return torch.randn(rows, heads, inputs + 5).to(dtype).to(device)[..., 3 : 3 + inputs]
 
 
-def matrices(heads: int, outputs: int, inputs: int, dtype: torch.dtype, device: str) -> list[Weight]:
-    return [Weight((torch.randn(outputs, inputs) / inputs**0.5).to(dtype).to(device)) for _ in range(heads)]
+def matrices(
+    heads: int, outputs: int, inputs: int, dtype: torch.dtype, device: str
+) -> list[Weight]:
+    return [
+        Weight((torch.randn(outputs, inputs) / inputs**0.5).to(dtype).to(device))
+        for _ in range(heads)
+    ]
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(
     ("rows", "heads", "outputs", "inputs"),
-    [(1, 20, 40, 128), (2, 3, 40, 96), (7, 1, 1, 16), (33, 3, 70, 192), (65, 2, 40, 128), (17, 2, 512, 32)],
+    [
+        (1, 20, 40, 128),
+        (2, 3, 40, 96),
+        (7, 1, 1, 16),
+        (33, 3, 70, 192),
+        (65, 2, 40, 128),
+        (17, 2, 512, 32),
+    ],
 )
 def test_every_head_is_a_product_of_the_reference(dtype, rows, heads, outputs, inputs, device):
     torch.manual_seed(0)

@@ -1,7 +1,8 @@
-"""Steps of models with states as CUDA graphs run them: once over padding alone, then over sequences and padding.
+"""Steps of models with states as CUDA graphs run them: once over padding alone, then over sequences
+and padding.
 
-A GPU is not needed for what could go wrong: that the computation which compiles kernels changes a state, or that
-padding does. What a graph replays are the same launches.
+A GPU is not needed for what could go wrong: that the computation which compiles kernels changes a
+state, or that padding does. What a graph replays are the same launches.
 """
 
 from __future__ import annotations
@@ -29,9 +30,20 @@ from freight.models.open import open_model
 from freight.operands.batch import ForwardBatch
 
 EVERY = 32
-LENGTHS = [31, 15, 3]  # the steps behind end and begin a block of states, a tile, and are within one
-TWO: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-MODELS = {"qwen3-5": Qwen3_5TextConfig(**DELTA_NET | TWO), "lfm2": VARIANTS["lfm2"], "granite-h": VARIANTS["granite-h"]}
+LENGTHS = [
+    31,
+    15,
+    3,
+]  # the steps behind end and begin a block of states, a tile, and are within one
+TWO: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MODELS = {
+    "qwen3-5": Qwen3_5TextConfig(**DELTA_NET | TWO),
+    "lfm2": VARIANTS["lfm2"],
+    "granite-h": VARIANTS["granite-h"],
+}
 SLOW = {"lfm2", "granite-h"}
 
 
@@ -52,8 +64,12 @@ def filled(pool: KVPool) -> KVPool:
     return pool
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows of padding hold anything, and nothing reads them
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in MODELS])
+@pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # rows of padding hold anything, and nothing reads them
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in MODELS]
+)
 def test_steps_over_padding_leave_states_alone(name: str, tmp_path: Path, device: str) -> None:
     save_random(MODELS[name], tmp_path, torch.float32)
     state = "auto" if name == "lfm2" else "int8"
@@ -67,17 +83,26 @@ def test_steps_over_padding_leave_states_alone(name: str, tmp_path: Path, device
     assert len(spec.groups) == 2
 
     def runner(captures: bool) -> ModelRunner:
-        pool = filled(allocate_pool(spec, config.kv, tuple(12 for _ in spec.groups), kernels, device, decoder.rotaries))
+        pool = filled(
+            allocate_pool(
+                spec, config.kv, tuple(12 for _ in spec.groups), kernels, device, decoder.rotaries
+            )
+        )
         steps = DecodeSteps(Graphs(decoder, pool, 4), pool, 96, device) if captures else None
         return ModelRunner(decoder, pool, device, steps)
 
     blocks = [tuple(tuple(range(1 + 3 * i, 4 + 3 * i)) for _ in spec.groups) for i in range(3)]
     found = []
     for one in (runner(False), runner(True)):
-        parts = [SequenceSlice(range(n), 0, b, Logits.LAST) for n, b in zip(LENGTHS, blocks, strict=True)]
+        parts = [
+            SequenceSlice(range(n), 0, b, Logits.LAST) for n, b in zip(LENGTHS, blocks, strict=True)
+        ]
         logits = [one.run(parts).all_logits()]
         for step in range(3):
-            parts = [SequenceSlice([5 + step], n + step, b, Logits.LAST) for n, b in zip(LENGTHS, blocks, strict=True)]
+            parts = [
+                SequenceSlice([5 + step], n + step, b, Logits.LAST)
+                for n, b in zip(LENGTHS, blocks, strict=True)
+            ]
             logits.append(one.run(parts).all_logits())
         found.append(torch.cat(logits))
         assert found[-1].isfinite().all()

@@ -25,11 +25,18 @@ from freight.operands.activation import Activation, AnyActivation, GatedActivati
 from freight.operands.routing import Routing, Scoring
 from freight.operands.weight import Activations, Weight
 
-NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 2, 136, 64  # 136: the last group of 128 inputs is not whole
+NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = (
+    5,
+    2,
+    136,
+    64,
+)  # 136: the last group of 128 inputs is not whole
 SILU, KERNELS = GatedActivation.SILU, TritonKernels(current_target())
 
 
-def matrices(outputs: int, inputs: int, blocks: bool | None, activations: Activations, device: str) -> list[Weight]:
+def matrices(
+    outputs: int, inputs: int, blocks: bool | None, activations: Activations, device: str
+) -> list[Weight]:
     """Of NUM_EXPERTS experts, in E4M3 with a scale per row or block; with None in float32."""
     made = []
     for _ in range(NUM_EXPERTS):
@@ -56,14 +63,23 @@ def both(
     return gate_up, matrices(HIDDEN, INTERMEDIATE, blocks, activations, device)
 
 
-def some(rows: int, device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+def some(
+    rows: int, device: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor]:
     """x, ids and weights; expert 1 has no row."""
     ids = torch.stack([torch.randperm(NUM_EXPERTS - 1)[:TOP_K].sort().values for _ in range(rows)])
     ids = (ids + (ids > 0)).int()
-    return (torch.randn(rows, HIDDEN) * 2).to(dtype).to(device), ids.to(device), torch.rand(rows, TOP_K, device=device)
+    return (
+        (torch.randn(rows, HIDDEN) * 2).to(dtype).to(device),
+        ids.to(device),
+        torch.rand(rows, TOP_K, device=device),
+    )
 
 
-def packed(weights: tuple[list[Weight], list[Weight]], bias: tuple[Tensor | None, Tensor | None] = (None, None)) -> Any:
+def packed(
+    weights: tuple[list[Weight], list[Weight]],
+    bias: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Any:
     return [KERNELS.pack_experts(one, add) for one, add in zip(weights, bias, strict=True)]
 
 
@@ -83,7 +99,9 @@ def one_by_one(
 def tiles_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """`linear` of few rows in the tiles of many."""
     tile_of = linear.matmul_tile
-    monkeypatch.setattr(linear, "matmul_tile", lambda target, rows, *kind: tile_of(target, FEW_ROWS, *kind))
+    monkeypatch.setattr(
+        linear, "matmul_tile", lambda target, rows, *kind: tile_of(target, FEW_ROWS, *kind)
+    )
 
 
 @pytest.mark.usefixtures("tiles_of_experts")
@@ -102,12 +120,17 @@ def test_experts_are_products_one_by_one(dtype, blocks, activations, function, d
     """Bit for bit, with biases and a sum to begin with; the last tile of an expert is not whole."""
     torch.manual_seed(0)
     weights = both(blocks, activations, device, function)
-    bias = tuple(torch.randn(NUM_EXPERTS, size, device=device).to(dtype) for size in (width(function), HIDDEN))
+    bias = tuple(
+        torch.randn(NUM_EXPERTS, size, device=device).to(dtype)
+        for size in (width(function), HIDDEN)
+    )
     x, ids, row_weights = some(4, device, dtype)
     base = torch.randn(4, HIDDEN, device=device).to(dtype)
     got = KERNELS.experts(x, ids, row_weights, *packed(weights, bias), function, base)
     assert got.dtype == dtype
-    assert torch.equal(got, one_by_one(weights, x, ids, row_weights, base, bias=bias, function=function))
+    assert torch.equal(
+        got, one_by_one(weights, x, ids, row_weights, base, bias=bias, function=function)
+    )
 
 
 @pytest.mark.parametrize("blocks", [None, True])
@@ -120,12 +143,17 @@ def test_experts_are_those_of_the_reference(blocks, function, device):
     got = KERNELS.experts(x, ids, row_weights, *packed(weights), function)
     lists = [REFERENCE.pack_experts(one) for one in weights]
     expected = REFERENCE.experts(x, ids, row_weights, *lists, function)
-    assert (got - expected).abs().max() <= (2e-5 if device == "cpu" else 0.02) * expected.abs().max()
+    assert (got - expected).abs().max() <= (
+        2e-5 if device == "cpu" else 0.02
+    ) * expected.abs().max()
 
 
 def test_experts_in_sixteen_bits(device):
     torch.manual_seed(2)
-    weights = tuple([Weight(one.data.bfloat16()) for one in part] for part in both(None, Activations.PLAIN, device))
+    weights = tuple(
+        [Weight(one.data.bfloat16()) for one in part]
+        for part in both(None, Activations.PLAIN, device)
+    )
     x, ids, row_weights = some(3, device)
     got = KERNELS.experts(x, ids, row_weights, *packed(weights), SILU).float()
     lists = [REFERENCE.pack_experts([Weight(one.data.float()) for one in part]) for part in weights]
@@ -153,21 +181,30 @@ def test_the_bits_of_a_row_are_its_own(blocks, function, device):
     x, ids, row_weights = some(5, device, torch.float32 if blocks is None else torch.bfloat16)
     together = KERNELS.experts(x, ids, row_weights, *stacks, function)
     for part in (slice(1, 2), slice(2, 5)):
-        alone = KERNELS.experts(x[part], ids[part].contiguous(), row_weights[part].contiguous(), *stacks, function)
+        alone = KERNELS.experts(
+            x[part], ids[part].contiguous(), row_weights[part].contiguous(), *stacks, function
+        )
         assert torch.equal(alone, together[part])
 
 
 @settings(max_examples=10)
 @given(st.data())
 def test_slots_are_sorted_and_every_tile_has_a_place(data):
-    num_experts, rows = data.draw(st.sampled_from([1, 4, 9])), data.draw(st.sampled_from([2, 4, 16]))
+    num_experts, rows = (
+        data.draw(st.sampled_from([1, 4, 9])),
+        data.draw(st.sampled_from([2, 4, 16])),
+    )
     drawn = data.draw(st.lists(st.integers(0, num_experts - 1), min_size=1, max_size=40))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = sort_slots(torch.tensor(drawn, dtype=torch.int32, device=device)[:, None], num_experts, rows)
+    found = sort_slots(
+        torch.tensor(drawn, dtype=torch.int32, device=device)[:, None], num_experts, rows
+    )
     assert found.slots.tolist() == sorted(range(len(drawn)), key=lambda slot: drawn[slot])
     tiles = [tile for tile in found.tiles.tolist() if tile[0] >= 0]
     assert all(tile[0] == -1 for tile in found.tiles.tolist()[len(tiles) :])
-    assert [place for _, begin, end in tiles for place in range(begin, end)] == list(range(len(drawn)))
+    assert [place for _, begin, end in tiles for place in range(begin, end)] == list(
+        range(len(drawn))
+    )
     for expert, begin, end in tiles:
         assert 0 < end - begin <= rows
         assert {drawn[slot] for slot in found.slots.tolist()[begin:end]} == {expert}
@@ -186,7 +223,9 @@ ROUTINGS = {
     "chosen": Routing(12, 4, Scoring.CHOSEN, normed=False),
     "sigmoid": Routing(12, 3, Scoring.SIGMOID, factor=2.5),
     "groups": Routing(12, 3, Scoring.SIGMOID, num_groups=3, top_groups=2),
-    "groups by their best": Routing(12, 3, normed=False, factor=2.5, num_groups=3, top_groups=2, group_best=1),
+    "groups by their best": Routing(
+        12, 3, normed=False, factor=2.5, num_groups=3, top_groups=2, group_best=1
+    ),
     "groups of one": Routing(12, 3, Scoring.SIGMOID, num_groups=12, top_groups=5),
     "all": Routing(12, 12),
 }
@@ -243,15 +282,23 @@ class OperationsOfTorch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("activations", "launches"), [(Activations.DYNAMIC, 8), (Activations.PLAIN, 7)])
+@pytest.mark.parametrize(
+    ("activations", "launches"), [(Activations.DYNAMIC, 8), (Activations.PLAIN, 7)]
+)
 @pytest.mark.parametrize("function", [SILU, Activation.RELU_SQUARED], ids=str)
 def test_the_launches_follow_from_shapes(activations, launches, function, monkeypatch, device):
-    """Routing and experts launch kernels alone, the same for any ids: so they can be captured, and wait for nothing."""
+    """Routing and experts launch kernels alone, the same for any ids: so they can be captured, and
+    wait for nothing.
+    """
     stacks = packed(both(False, activations, device, function))
     x, ids, row_weights = some(3, device)
     made: list[tuple[Any, ...]] = []
     for executor, method, note in (
-        (GridExecutor, "__call__", lambda kernel, *args, **kwargs: made.append((kernel.fn, kernel.grid))),
+        (
+            GridExecutor,
+            "__call__",
+            lambda kernel, *args, **kwargs: made.append((kernel.fn, kernel.grid)),
+        ),
         (JITFunction, "run", lambda kernel, *args, grid, **kwargs: made.append((kernel.fn, grid))),
     ):
         monkeypatch.setattr(executor, method, note)

@@ -1,4 +1,5 @@
-"""On a GPU: captured steps give what launched ones give, nothing waits for the device in them, and torch's FP8 product.
+"""On a GPU: captured steps give what launched ones give, nothing waits for the device in them, and
+torch's FP8 product.
 
 Collected only where torch sees a GPU.
 """
@@ -44,12 +45,22 @@ def test_a_captured_step_gives_the_same_bits(weights):
     spec = cache_spec(kv, config, BLOCK)
     pool = allocate_pool(spec, kv, (64,), kernels, "cuda")
     launched = ModelRunner(model, pool, "cuda")
-    replayed = ModelRunner(model, pool, "cuda", DecodeSteps(CudaGraphs(model, pool, 8), pool, 256, "cuda"))
+    replayed = ModelRunner(
+        model, pool, "cuda", DecodeSteps(CudaGraphs(model, pool, 8), pool, 256, "cuda")
+    )
     blocks = [tuple(range(8 * i, 8 * i + 8)) for i in range(4)]
     lengths = [3, 40, 100, 17]
-    launched.run([SequenceSlice(range(n), 0, (b,), Logits.LAST) for n, b in zip(lengths, blocks, strict=True)])
+    launched.run(
+        [
+            SequenceSlice(range(n), 0, (b,), Logits.LAST)
+            for n, b in zip(lengths, blocks, strict=True)
+        ]
+    )
     for step in range(3):
-        slices = [SequenceSlice([5 + step], n + step, (b,), Logits.LAST) for n, b in zip(lengths, blocks, strict=True)]
+        slices = [
+            SequenceSlice([5 + step], n + step, (b,), Logits.LAST)
+            for n, b in zip(lengths, blocks, strict=True)
+        ]
         expected = launched.run(slices).all_logits()
         assert torch.equal(replayed.run(slices).all_logits(), expected)
     torch.cuda.synchronize()
@@ -94,7 +105,10 @@ def test_steps_launched_ahead_generate_the_same():
     found = []
     for overlaps in (True, False):
         llm.engine.overlaps = overlaps
-        params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=9 + 3 * i) for i in range(4)]
+        params = [
+            SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=9 + 3 * i)
+            for i in range(4)
+        ]
         found.append([llm.generate([[5, 9, 11]], one)[0].outputs[0].token_ids for one in params])
     assert found[0] == found[1]
 
@@ -105,7 +119,10 @@ def test_torch_s_product_is_the_reference_s(rows, activations):
     torch.manual_seed(0)
     data, scale = quantize_rows(torch.randn(256, 512, device="cuda") / 512**0.5, Format.E4M3FN)
     weight = Weight(data, scale, activations, 0.02 if activations is Activations.STATIC else None)
-    x, bias = torch.randn(rows, 512, device="cuda").bfloat16(), torch.randn(256, device="cuda").bfloat16()
+    x, bias = (
+        torch.randn(rows, 512, device="cuda").bfloat16(),
+        torch.randn(256, device="cuda").bfloat16(),
+    )
     target = current_target()
     assert linear.scaled_mm_takes(target, x.dtype, weight) == (Format.E4M3FN in target.native)
     got = linear.linear(target, x, weight, bias)

@@ -1,4 +1,6 @@
-"""Experts without a gate and latent experts on the Triton kernel set, beside transformers and the reference."""
+"""Experts without a gate and latent experts on the Triton kernel set, beside transformers and the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from freight.fp8.formats import Format
 
 KV = KVCacheConfig(Format.FLOAT32, None, None, None)
 WITHOUT_WINDOWS = {key: value for key, value in SHAPE.items() if key != "sliding_window"}
-SMALL: dict[str, Any] = {"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "n_routed_experts": 4}
+SMALL: dict[str, Any] = {
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_routed_experts": 4,
+}
 
 
 @pytest.mark.parametrize("latent", [20, None])

@@ -1,4 +1,6 @@
-"""Programs per multiprocessor follow from the compiled kernel, and the programs of a launch from those."""
+"""Programs per multiprocessor follow from the compiled kernel, and the programs of a launch from
+those.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,11 @@ class Kernel:
     """Compiles to a kernel of some registers, and counts how often it is asked."""
 
     def __init__(self, registers: int) -> None:
-        self.fn, self.registers, self.asked = SimpleNamespace(__name__="decode_kernel"), registers, 0
+        self.fn, self.registers, self.asked = (
+            SimpleNamespace(__name__="decode_kernel"),
+            registers,
+            0,
+        )
 
     def warmup(self, *args: Any, grid: Any, **constants: Any) -> Any:
         self.asked += 1
@@ -88,7 +94,9 @@ def test_the_compiled_kernel_is_asked_once_for_each_kind_of_launch(monkeypatch):
     assert kernel.asked == 3
 
 
-@pytest.mark.parametrize("target", [Target("hip", "gfx942"), Target("cuda", 0, 1), Target("cuda", 90)])
+@pytest.mark.parametrize(
+    "target", [Target("hip", "gfx942"), Target("cuda", 0, 1), Target("cuda", 90)]
+)
 def test_without_a_compiled_kernel_it_is_the_usual_number(target):
     assert programs_per_unit(target, Kernel(0), (), {"num_warps": 4}) == occupancy.USUAL
     assert target.fits == {}

@@ -6,11 +6,16 @@ from tests.kernels.triton import sass
 
 
 def listing(*texts: str) -> str:
-    """As `cuobjdump -sass` prints it; each instruction takes 16 bytes, and two addresses each are comments."""
-    return "\n".join(f"        /*{16 * i:04x}*/    {text} ;    /* 0x00 */" for i, text in enumerate(texts))
+    """As `cuobjdump -sass` prints it; each instruction takes 16 bytes, and two addresses each are
+    comments.
+    """
+    return "\n".join(
+        f"        /*{16 * i:04x}*/    {text} ;    /* 0x00 */" for i, text in enumerate(texts)
+    )
 
 
-# a loop over splits (0x20 to 0xc0) around one over tiles (0x40 to 0x90), in which one adds a center (0x60 to 0x70)
+# a loop over splits (0x20 to 0xc0) around one over tiles (0x40 to 0x90), in which one adds a center
+# (0x60 to 0x70)
 SPLITS = listing(
     "MOV R1, c[0x0][0x28]",  # 00
     "STL [R1], R2",  # 10: once a program
@@ -45,7 +50,9 @@ def test_what_runs_once_a_split_does_not_repeat():
 
 
 def test_all_of_a_kernel_without_loops_repeats():
-    assert sass.spills(sass.instructions(listing("STL [R1], R2", "LDL R2, [R1]", "EXIT", "BRA 0x30"))) == (2, 0)
+    assert sass.spills(
+        sass.instructions(listing("STL [R1], R2", "LDL R2, [R1]", "EXIT", "BRA 0x30"))
+    ) == (2, 0)
 
 
 def test_a_loop_that_does_not_multiply_repeats():

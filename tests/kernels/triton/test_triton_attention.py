@@ -49,9 +49,23 @@ def small(monkeypatch):
 
 
 class Case:
-    """Sequences in shuffled blocks, their keys stored, everything that no key was stored to full of NaN."""
+    """Sequences in shuffled blocks, their keys stored, everything that no key was stored to full of
+    NaN.
+    """
 
-    def __init__(self, sequences, format, scales, dtype, heads, group, dim, device, extra_blocks=0, v_dim=None):
+    def __init__(
+        self,
+        sequences,
+        format,
+        scales,
+        dtype,
+        heads,
+        group,
+        dim,
+        device,
+        extra_blocks=0,
+        v_dim=None,
+    ):
         torch.manual_seed(0)
         self.device, self.dim, v_dim = device, dim, v_dim or dim
         counts = [-(-(rows + before) // BLOCK) for rows, before in sequences]
@@ -59,7 +73,10 @@ class Case:
         self.blocks = [[order.pop() for _ in range(count)] for count in counts]
         self.pages = self._pages(1 + sum(counts), format, scales, heads, v_dim)
         lengths = [rows + before for rows, before in sequences]
-        self.q = [torch.randn(length, heads * group, dim, dtype=dtype, device=device) for length in lengths]
+        self.q = [
+            torch.randn(length, heads * group, dim, dtype=dtype, device=device)
+            for length in lengths
+        ]
         for blocks, length in zip(self.blocks, lengths, strict=True):
             k, v = (torch.randn(length, heads, width, device=device) * torch.rand(length, 1, 1, device=device)
                     for width in (dim, v_dim))  # fmt: skip
@@ -70,36 +87,65 @@ class Case:
 
     def _pages(self, num_blocks, format, scales, heads, v_dim) -> KVPages:
         shapes = [(num_blocks, BLOCK, heads, width) for width in (self.dim, v_dim)]
-        nan = [torch.full(shape, torch.nan, device=self.device).to(torch_dtype(format)) for shape in shapes]
+        nan = [
+            torch.full(shape, torch.nan, device=self.device).to(torch_dtype(format))
+            for shape in shapes
+        ]
         kept: list[Tensor | None] = [None, None]
         if scales == "static":
             kept = [torch.rand(shape[2:], device=self.device) * 0.02 + 0.01 for shape in shapes]
         elif scales == "token":
-            kept = [torch.full(shapes[0][:3], torch.nan, dtype=torch.bfloat16, device=self.device) for _ in "kv"]
+            kept = [
+                torch.full(shapes[0][:3], torch.nan, dtype=torch.bfloat16, device=self.device)
+                for _ in "kv"
+            ]
         return KVPages(*nan, *kept, torch.zeros(2, dtype=torch.int64, device=self.device))
 
     def batch(self, sequences, blocks):
         padding, pairs = getattr(self, "padding", []), zip(sequences, blocks, strict=True)
-        slices = [SequenceSlice([0] * r, before, ([*own, *padding],), Logits.NONE) for (r, before), own in pairs]
+        slices = [
+            SequenceSlice([0] * r, before, ([*own, *padding],), Logits.NONE)
+            for (r, before), own in pairs
+        ]
         return prepare(slices, [Pages((0,), 0, None, BLOCK)], self.device)
 
     def run(
-        self, which, window=None, dtype=None, soft_cap=None, products=Fp8Products.NONE, sinks=None, consumer=None
+        self,
+        which,
+        window=None,
+        dtype=None,
+        soft_cap=None,
+        products=Fp8Products.NONE,
+        sinks=None,
+        consumer=None,
     ) -> Any:
-        """Triton's output for the sequences numbered `which`; with `dtype` the reference's, computed in it."""
+        """Triton's output for the sequences numbered `which`; with `dtype` the reference's,
+        computed in it.
+        """
         sequences = [self.sequences[i] for i in which]
-        q = torch.cat([self.q[i][before : before + rows] for i, (rows, before) in zip(which, sequences, strict=True)])
+        q = torch.cat(
+            [
+                self.q[i][before : before + rows]
+                for i, (rows, before) in zip(which, sequences, strict=True)
+            ]
+        )
         batch = self.batch(sequences, [self.blocks[i] for i in which]).sequences(0)
         if dtype is not None:
             scale = self.dim**-0.5
-            return reference.attention(q.to(dtype), self.pages, batch, scale, window, soft_cap, products, sinks)
+            return reference.attention(
+                q.to(dtype), self.pages, batch, scale, window, soft_cap, products, sinks
+            )
         fp8 = products is not Fp8Products.NONE
         scale = self.dim**-0.5
-        return paged.attention(current_target(), q, self.pages, batch, scale, window, soft_cap, fp8, sinks, consumer)
+        return paged.attention(
+            current_target(), q, self.pages, batch, scale, window, soft_cap, fp8, sinks, consumer
+        )
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
-    """Outputs are sums of values near 1: the tolerance is that of the rounded probabilities and of the result."""
+    """Outputs are sums of values near 1: the tolerance is that of the rounded probabilities and of
+    the result.
+    """
     bound = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[got.dtype]
     assert (got.float() - expected).abs().max() <= bound * max(1.0, expected.abs().max())
 
@@ -136,7 +182,9 @@ def test_other_compute_types_and_shapes(dtype, format, scales, heads, group, dim
     assert_close(case.run(which), case.run(which, None, torch.float32))
 
 
-@pytest.mark.parametrize(("format", "scales"), [(Format.E4M3FN, "token"), (Format.BFLOAT16, "unit")])
+@pytest.mark.parametrize(
+    ("format", "scales"), [(Format.E4M3FN, "token"), (Format.BFLOAT16, "unit")]
+)
 def test_other_sequences_change_no_bit(format, scales, device):
     case = Case(MIXED, format, scales, torch.bfloat16, 1, 2, 16, device)
     together = case.run(range(len(MIXED))).split([rows for rows, _ in MIXED])
@@ -145,7 +193,9 @@ def test_other_sequences_change_no_bit(format, scales, device):
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_neither_programs_nor_the_table_s_width_change_a_bit_of_a_decode(window, monkeypatch, device):
+def test_neither_programs_nor_the_table_s_width_change_a_bit_of_a_decode(
+    window, monkeypatch, device
+):
     case = Case(DECODES, Format.E4M3FN, "static", torch.bfloat16, 1, 2, 16, device, extra_blocks=30)
     wide = case.run([0, 1, 2], window)
     case.padding = []
@@ -166,11 +216,15 @@ def test_chunks_of_prefill_change_no_bit(window, device):
 
 
 def test_a_row_for_padding_is_left_out(device):
-    """A graph's unused rows are sequences without keys: nothing is read for them, and the others do not change."""
+    """A graph's unused rows are sequences without keys: nothing is read for them, and the others do
+    not change.
+    """
     case = Case(DECODES, Format.E4M3FN, "token", torch.bfloat16, 1, 2, 16, device)
     batch = case.batch([*DECODES, (1, -1)], [*case.blocks, [0]])
     q = torch.cat([case.q[i][before:] for i, (_, before) in enumerate(DECODES)])
-    out = paged.attention(current_target(), torch.cat((q, q[:1])), case.pages, batch.sequences(0), 0.25, None)
+    out = paged.attention(
+        current_target(), torch.cat((q, q[:1])), case.pages, batch.sequences(0), 0.25, None
+    )
     assert torch.equal(out[:3], case.run([0, 1, 2]))
 
 
@@ -180,7 +234,9 @@ def centered(case: Case, positions: int, rotary_dim: int | None = None) -> Case:
     b = torch.zeros(heads, case.dim, device=case.device)
     b[0, [1, half + 1, half - 1]] = 100.0
     b[-1, 0] = -100.0
-    angles = torch.outer(torch.arange(positions).float(), 1e4 ** (-torch.arange(half) / half)).to(case.device)
+    angles = torch.outer(torch.arange(positions).float(), 1e4 ** (-torch.arange(half) / half)).to(
+        case.device
+    )
     tables = (KeyCenter.angle_tiles(table) for table in (angles.cos(), angles.sin()))
     case.pages = replace(case.pages, k_center=KeyCenter.of(b, *tables))
     case.q = [q * 0.05 for q in case.q]
@@ -189,7 +245,11 @@ def centered(case: Case, positions: int, rotary_dim: int | None = None) -> Case:
 
 @pytest.mark.parametrize(
     ("format", "scales", "window"),
-    [(Format.E4M3FN, "static", None), (Format.E4M3FN, "token", 20), (Format.BFLOAT16, "unit", None)],
+    [
+        (Format.E4M3FN, "static", None),
+        (Format.E4M3FN, "token", 20),
+        (Format.BFLOAT16, "unit", None),
+    ],
 )
 def test_what_was_taken_off_keys_comes_back(format, scales, window, device):
     case = centered(Case(MIXED, format, scales, torch.bfloat16, 2, 3, 32, device), 100)
@@ -200,9 +260,13 @@ def test_what_was_taken_off_keys_comes_back(format, scales, window, device):
     assert (case.run(which, window, torch.float32) - expected).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(("scales", "dim", "v_dim"), [("static", 24, 16), ("static", 16, 40), ("token", 16, 40)])
+@pytest.mark.parametrize(
+    ("scales", "dim", "v_dim"), [("static", 24, 16), ("static", 16, 40), ("token", 16, 40)]
+)
 def test_values_of_another_width(scales, dim, v_dim, device):
-    case = Case([(5, 9), (1, 40)], Format.E4M3FN, scales, torch.bfloat16, 2, 3, dim, device, v_dim=v_dim)
+    case = Case(
+        [(5, 9), (1, 40)], Format.E4M3FN, scales, torch.bfloat16, 2, 3, dim, device, v_dim=v_dim
+    )
     which = range(2)
     got = case.run(which)
     assert got.shape[1:] == (6, v_dim)
@@ -211,7 +275,9 @@ def test_values_of_another_width(scales, dim, v_dim, device):
 
 def test_a_center_of_keys_that_turn_in_part(device):
     """Angles are [tiles, rotary_dim / 2, 64], and channel i is paired with i + rotary_dim / 2."""
-    case = centered(Case([(1, 33), (5, 9)], Format.E4M3FN, "token", torch.bfloat16, 2, 2, 24, device), 100, 8)
+    case = centered(
+        Case([(1, 33), (5, 9)], Format.E4M3FN, "token", torch.bfloat16, 2, 2, 24, device), 100, 8
+    )
     which = range(len(case.sequences))
     expected = case.run(which, None, torch.float32)
     assert_close(case.run(which), expected)
@@ -220,9 +286,13 @@ def test_a_center_of_keys_that_turn_in_part(device):
 
 
 @pytest.mark.parametrize("keys", [16, 32, 64])
-@pytest.mark.parametrize(("sequences", "scales"), [([(1, 197), (1, 150)], "token"), ([(9, 150)], "static")])
+@pytest.mark.parametrize(
+    ("sequences", "scales"), [([(1, 197), (1, 150)], "token"), ([(9, 150)], "static")]
+)
 def test_blocks_before_a_window_may_be_gone(sequences, scales, keys, monkeypatch, device):
-    """No key before the first 64-key tile that the first row's window touches: not even its block's number."""
+    """No key before the first 64-key tile that the first row's window touches: not even its block's
+    number.
+    """
     monkeypatch.setattr(paged, "SPLIT", 64)
     monkeypatch.setattr(paged, "prefill_tile", lambda *_: Tile(16, keys, 4, 1))
     monkeypatch.setattr(paged, "decode_tile", lambda *_: Tile(16, keys, 4, 1))
@@ -241,7 +311,11 @@ def test_blocks_before_a_window_may_be_gone(sequences, scales, keys, monkeypatch
 
 
 def test_tiles_of_keys_divide_those_that_the_cache_keeps():
-    for target in (*(Target("cuda", arch) for arch in (80, 89, 90)), Target("hip", "gfx942"), Target("hip", "gfx950")):
+    for target in (
+        *(Target("cuda", arch) for arch in (80, 89, 90)),
+        Target("hip", "gfx942"),
+        Target("hip", "gfx950"),
+    ):
         for dim in (64, 128, 256, 512):
             for size in (1, 2, 4):
                 tiles = [
@@ -249,7 +323,9 @@ def test_tiles_of_keys_divide_those_that_the_cache_keeps():
                     *(TILES[0](target, dim, size, centered) for centered in (False, True)),
                 ]
                 assert all(reference.KEY_TILE % tile.keys == 0 for tile in tiles)
-                assert all(tile.keys >= (32 if size == 1 else 16) for tile in tiles)  # products of FP8 sum over 32
+                assert all(
+                    tile.keys >= (32 if size == 1 else 16) for tile in tiles
+                )  # products of FP8 sum over 32
                 if dim == 512:  # more rows spill
                     assert all(tile.rows <= 32 for tile in tiles)
 
@@ -284,10 +360,18 @@ def test_soft_caps(format, scales, with_center, size_of_q, device):
     ],
 )
 def test_fp8_products(format, scales, window, soft_cap, monkeypatch, device):
-    """The same roundings as the reference's where both see keys in the same tiles; and they cost what FP8 costs."""
+    """The same roundings as the reference's where both see keys in the same tiles; and they cost
+    what FP8 costs.
+    """
     monkeypatch.setattr(paged, "SPLIT", 4096)
     monkeypatch.setattr(reference, "KEY_TILE", 16)
-    sequences = [(5, 0), (1, 40), (1, 0), (19, 14), (1, 75)]  # enough values that their errors average out
+    sequences = [
+        (5, 0),
+        (1, 40),
+        (1, 0),
+        (19, 14),
+        (1, 75),
+    ]  # enough values that their errors average out
     case = Case(sequences, format, scales, torch.bfloat16, 2, 3, 32, device)
     which = range(len(sequences))
     exact = case.run(which, window, torch.float32, soft_cap)
@@ -302,14 +386,18 @@ def test_fp8_products(format, scales, window, soft_cap, monkeypatch, device):
 
 def test_fp8_products_change_no_bit_with_other_sequences(device):
     case = Case(MIXED, Format.E4M3FN, "static", torch.bfloat16, 1, 2, 16, device)
-    together = case.run(range(len(MIXED)), products=Fp8Products.BOTH).split([rows for rows, _ in MIXED])
+    together = case.run(range(len(MIXED)), products=Fp8Products.BOTH).split(
+        [rows for rows, _ in MIXED]
+    )
     for i, expected in enumerate(together):
         assert torch.equal(case.run([i], products=Fp8Products.BOTH), expected)
 
 
 @pytest.mark.parametrize(("format", "least"), [(Format.E4M3FN, 32), (Format.BFLOAT16, 16)])
 def test_small_heads_are_padded_to_what_matrix_units_take(format, least, device):
-    """FP8 is multiplied in sums of 32 values or more, without which a kernel does not compile; values come in pairs."""
+    """FP8 is multiplied in sums of 32 values or more, without which a kernel does not compile;
+    values come in pairs.
+    """
     case = Case([(1, 3)], format, "unit", torch.bfloat16, 1, 2, 8, device)
     made = paged.constants(case.q[0], case.pages, None, None)
     assert (made["K_DIM"], made["K_BLOCK"], made["V_BLOCK"]) == (8, least, 32)
@@ -331,11 +419,16 @@ def test_centers_change_no_bit_with_other_sequences(device):
     ],
 )
 def test_sinks(format, scales, window, with_center, device):
-    """In chunks of prefill and in decoding over several splits; far below the scores, about them and above them."""
+    """In chunks of prefill and in decoding over several splits; far below the scores, about them
+    and above them.
+    """
     case = Case(MIXED, format, scales, torch.bfloat16, 2, 3, 32, device)
     if with_center:
         case = centered(case, 100)
-    which, sinks = range(len(MIXED)), torch.tensor([-30.0, -1.0, 0.0, 1.0, 3.0, 30.0], device=device)
+    which, sinks = (
+        range(len(MIXED)),
+        torch.tensor([-30.0, -1.0, 0.0, 1.0, 3.0, 30.0], device=device),
+    )
     expected = case.run(which, window, torch.float32, sinks=sinks)
     together = case.run(which, window, sinks=sinks)
     assert_close(together, expected)
@@ -347,7 +440,9 @@ def test_sinks(format, scales, window, with_center, device):
 
 @pytest.mark.parametrize("format", [Format.E4M3FN, Format.E4M3FNUZ])
 def test_sinks_beside_fp8_products(format, device):
-    """Probabilities are multiplied by a power of two there, and so is what a sink adds to their sum."""
+    """Probabilities are multiplied by a power of two there, and so is what a sink adds to their
+    sum.
+    """
     case = Case(MIXED, format, "static", torch.bfloat16, 2, 3, 32, device)
     which, sinks = range(len(MIXED)), torch.tensor([-1.0, 0.0, 1.0, 2.0, 3.0, 4.0], device=device)
     expected = case.run(which, None, torch.float32, sinks=sinks)
@@ -364,7 +459,10 @@ def consumer_of(kind: str, size: int, device: str) -> Weight:
 
 
 def same(*both: Any) -> bool:
-    return all(torch.equal(*(getattr(x, part).view(torch.uint8) for x in both)) for part in ("codes", "scale"))
+    return all(
+        torch.equal(*(getattr(x, part).view(torch.uint8) for x in both))
+        for part in ("codes", "scale")
+    )
 
 
 @pytest.mark.parametrize(
@@ -378,11 +476,17 @@ def same(*both: Any) -> bool:
           for rare in (("static, group", 1, 3, 64), ("row", 2, 3, 40), ("group", 1, 2, 384), ("group", 1, 5, 40))),
     ],
 )  # fmt: skip
-def test_merged_rows_are_quantized_for_their_consumer(kind, heads, group, v_dim, monkeypatch, device):
+def test_merged_rows_are_quantized_for_their_consumer(
+    kind, heads, group, v_dim, monkeypatch, device
+):
     """As `quantize` does it afterwards, in a step of decodes and beside a chunk of prefill."""
     monkeypatch.setattr(paged, "MERGE_CHUNK", 2)
-    case = Case(MIXED, Format.E4M3FN, "static", torch.bfloat16, heads, group, 16, device, v_dim=v_dim)
-    case.pages.v.view(torch.uint8)[case.blocks[3][0], 0, 0, 5] = 0x7F  # a NaN, which changes no scale
+    case = Case(
+        MIXED, Format.E4M3FN, "static", torch.bfloat16, heads, group, 16, device, v_dim=v_dim
+    )
+    case.pages.v.view(torch.uint8)[case.blocks[3][0], 0, 0, 5] = (
+        0x7F  # a NaN, which changes no scale
+    )
     consumer = consumer_of(kind, heads * group * v_dim, device)
     for which in ([1, 3], [2, 1]):
         got = case.run(which, consumer=consumer)
@@ -395,5 +499,10 @@ def test_a_row_for_padding_changes_no_quantized_row(device):
     batch = case.batch([*DECODES, (1, -1)], [*case.blocks, [0]])
     consumer = consumer_of("row", 32, device)
     q = torch.cat([*(case.q[i][before:] for i, (_, before) in enumerate(DECODES)), case.q[0][:1]])
-    got = paged.attention(current_target(), q, case.pages, batch.sequences(0), 0.25, None, consumer=consumer)
-    assert same(replace(got, codes=got.codes[:3], scale=got.scale[:3]), case.run([0, 1, 2], consumer=consumer))
+    got = paged.attention(
+        current_target(), q, case.pages, batch.sequences(0), 0.25, None, consumer=consumer
+    )
+    assert same(
+        replace(got, codes=got.codes[:3], scale=got.scale[:3]),
+        case.run([0, 1, 2], consumer=consumer),
+    )

@@ -23,18 +23,32 @@ SMALL = Sizes(
 
 def test_every_case_runs(device):
     found = [make() for _, make in cases(select_kernels("triton"), SMALL, device)]
-    assert {case.kernel for case in found} >= {"attention", "rotate_store", "linear", "torch.linear"}
+    assert {case.kernel for case in found} >= {
+        "attention",
+        "rotate_store",
+        "linear",
+        "torch.linear",
+    }
     for case in found:
         (call,) = case.calls
         result = call()
-        assert result is None or (isinstance(result, torch.Tensor) and result.isfinite().all()), case
+        assert result is None or (isinstance(result, torch.Tensor) and result.isfinite().all()), (
+            case
+        )
         assert case.num_bytes > 0
-    attention = {case.format: case.num_bytes for case in found if case.shape == (2, 1, 20, 2, 1, 16)}
+    attention = {
+        case.format: case.num_bytes for case in found if case.shape == (2, 1, 20, 2, 1, 16)
+    }
     assert attention["fp8_e4m3fn, token"] == 2 * 20 * 2 * 1 * (16 + 2) + 2 * 2 * 2 * 2 * 16
     assert {"fp8_e4m3fn, tensor, FP8 products", "fp8_e4m3fn, token, FP8 products"} < set(attention)
     latents = next(case for case in found if case.shape == (2, 1, 20, 4, 1, 48))
-    assert latents.num_bytes == 2 * 20 * 48 * 2 + 2 * 2 * 4 * (48 + 32)  # of each key, and of q and the result
-    assert [case.shape for case in found if case.kernel == "by_head"] == [(3, 4, 32, 16), (3, 4, 16, 32)]
+    assert latents.num_bytes == 2 * 20 * 48 * 2 + 2 * 2 * 4 * (
+        48 + 32
+    )  # of each key, and of q and the result
+    assert [case.shape for case in found if case.kernel == "by_head"] == [
+        (3, 4, 32, 16),
+        (3, 4, 16, 32),
+    ]
     decode = next(case for case in found if case.kernel == "attention")
     assert decode.num_flops == 2 * 2 * 2 * 20 * 2 * 16
 

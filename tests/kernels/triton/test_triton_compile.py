@@ -1,7 +1,8 @@
-"""Every kernel compiles to machine code for GPUs that are not here, uses their matrix units, and fits their registers.
+"""Every kernel compiles to machine code for GPUs that are not here, uses their matrix units, and
+fits their registers.
 
-`aot.py` compiles and reports; it runs in its own processes, without the interpreter. That takes minutes of two cores:
-`make test-all` runs it, and `make test` does not.
+`aot.py` compiles and reports; it runs in its own processes, without the interpreter. That takes
+minutes of two cores: `make test-all` runs it, and `make test` does not.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ SHARED = {
     "gfx950": 160 << 10,
 }
 TARGETS = tuple(SHARED)
-# Registers a thread may have so that a multiprocessor holds enough programs: 4 decoding programs of 128 threads in
-# 65536 registers, 3 with a scale per token, and 1 program of 256 threads, or 2 of 128, of the others. Those of the
-# pinned Triton; the launchers ask the compiled kernel (occupancy.py).
+# Registers a thread may have so that a multiprocessor holds enough programs: 4 decoding programs of
+# 128 threads in 65536 registers, 3 with a scale per token, and 1 program of 256 threads, or 2 of
+# 128, of the others. Those of the pinned Triton; the launchers ask the compiled kernel
+# (occupancy.py).
 DECODE_REGISTERS, DECODE_REGISTERS_TOKEN = 128, 140
 REGISTERS = {target: 512 if target.startswith("gfx") else 255 for target in TARGETS}
-# Accesses to local memory outside loops over tiles, by target and kernel: addresses of a program's results.
+# Accesses to local memory outside loops over tiles, by target and kernel: addresses of a program's
+# results.
 SPILLS_ONCE = {
     ("sm_80", "decode_kernel"): 6,
     ("sm_80", "convolve_kernel"): 2,
@@ -65,9 +68,17 @@ PREFILL_PRODUCT = {
 }
 
 
-def compiled(request: pytest.FixtureRequest, folder: Path, *extent: str) -> dict[str, list[dict[str, Any]]]:
-    """What aot.py reports of the selected tests' targets; as many processes at a time as there are cores."""
-    selected = {item.callspec.params.get("target") for item in request.session.items if hasattr(item, "callspec")}
+def compiled(
+    request: pytest.FixtureRequest, folder: Path, *extent: str
+) -> dict[str, list[dict[str, Any]]]:
+    """What aot.py reports of the selected tests' targets; as many processes at a time as there are
+    cores.
+    """
+    selected = {
+        item.callspec.params.get("target")
+        for item in request.session.items
+        if hasattr(item, "callspec")
+    }
     targets = [target for target in TARGETS if target in selected]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DEFAULT_FP_FUSION": "1"}
@@ -91,12 +102,16 @@ def reports(
 
 
 @pytest.fixture(scope="module")
-def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def large(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
     return compiled(request, tmp_path_factory.mktemp("large"), "large")
 
 
 def fits(report: dict[str, Any], target: str) -> bool:
-    """Whether the launch compiles, spills nothing in a loop, and is not refused for its memory or its registers."""
+    """Whether the launch compiles, spills nothing in a loop, and is not refused for its memory or
+    its registers.
+    """
     once = SPILLS_ONCE.get((target, report["kernel"]), 0)
     return (
         "error" not in report
@@ -109,7 +124,9 @@ def fits(report: dict[str, Any], target: str) -> bool:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_largest_shapes_fit(large, target):
-    """Heads of 512 dims, latents, keys with a center, experts of 2880: each may be the only one that does not fit."""
+    """Heads of 512 dims, latents, keys with a center, experts of 2880: each may be the only one
+    that does not fit.
+    """
     assert large[target]
     assert [report for report in large[target] if not fits(report, target)] == []
 
@@ -118,28 +135,51 @@ def test_the_largest_shapes_fit(large, target):
 def test_registers(reports, target):
     names = {report["kernel"] for report in reports[target]}
     assert names == {
-        *("rotate_store_kernel", "prefill_kernel", "decode_kernel", "merge_kernel", "quantize_kernel", "matmul_kernel"),
+        *(
+            "rotate_store_kernel",
+            "prefill_kernel",
+            "decode_kernel",
+            "merge_kernel",
+            "quantize_kernel",
+            "matmul_kernel",
+        ),
         *("add_rms_norm_kernel", "activation_kernel", "activation_row_kernel"),
         *("sort_kernel", "experts_kernel", "weigh_kernel", "choose_kernel", "heads_kernel"),
-        *("products_kernel", "channel_products_kernel", "recurrence_kernel", "convolve_kernel", "decays_kernel"),
+        *(
+            "products_kernel",
+            "channel_products_kernel",
+            "recurrence_kernel",
+            "convolve_kernel",
+            "decays_kernel",
+        ),
         *("gated_norm_kernel", "gated_norm_row_kernel"),
     }
     for report in reports[target]:
         assert fits(report, target), report
         if report["kernel"] == "decode_kernel" and not target.startswith("gfx"):
             token = report["case"] == "attention fp8 token"
-            assert report["registers"] <= (DECODE_REGISTERS_TOKEN if token else DECODE_REGISTERS), report
+            assert report["registers"] <= (DECODE_REGISTERS_TOKEN if token else DECODE_REGISTERS), (
+                report
+            )
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_matrix_units(reports, target):
-    """Tiles of prefill and of large products go to the widest unit there is; FP8 is multiplied as FP8 where it can."""
+    """Tiles of prefill and of large products go to the widest unit there is; FP8 is multiplied as
+    FP8 where it can.
+    """
     for report in reports[target]:
-        if report["kernel"] in PRODUCTS and report["case"] != "route":  # a router multiplies float32
+        if (
+            report["kernel"] in PRODUCTS and report["case"] != "route"
+        ):  # a router multiplies float32
             assert report["products"], report
         if report["kernel"] == "prefill_kernel":
             assert all(PREFILL_PRODUCT[target] in product for product in report["products"]), report
-    matmul = {r["case"]: " ".join(r["products"]) for r in reports[target] if r["kernel"] == "matmul_kernel"}
+    matmul = {
+        r["case"]: " ".join(r["products"])
+        for r in reports[target]
+        if r["kernel"] == "matmul_kernel"
+    }
     if target in FP8_PRODUCT:
         assert FP8_PRODUCT[target] in matmul["linear fp8"]
         assert FP8_PRODUCT[target] in matmul["linear fp8 blocks"]
@@ -151,9 +191,13 @@ def test_matrix_units(reports, target):
 @pytest.mark.parametrize("target", FP8_ATTENTION)
 def test_attention_in_fp8_multiplies_fp8(reports, target):
     """With static scales over the format that the target has."""
-    for kernel, expected in zip(("prefill_kernel", "decode_kernel"), FP8_ATTENTION[target], strict=True):
+    for kernel, expected in zip(
+        ("prefill_kernel", "decode_kernel"), FP8_ATTENTION[target], strict=True
+    ):
         (found,) = (
-            r["products"] for r in reports[target] if (r["case"], r["kernel"]) == ("attention fp8 compute", kernel)
+            r["products"]
+            for r in reports[target]
+            if (r["case"], r["kernel"]) == ("attention fp8 compute", kernel)
         )
         assert len(found) == len(expected)
         assert all(any(kind in product for product in found) for kind in expected), found
@@ -167,8 +211,13 @@ def test_decode_attention_leaves_cycles_to_the_memory(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, AOT.with_name("issue.py"), *ISSUE]
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    rows = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in printed.splitlines()}
+    printed = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    rows = {
+        line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:]
+        for line in printed.splitlines()
+    }
     for name, limit in ISSUE.items():
         _, _, spills, once, _, _, issue = rows[name]
         assert int(spills) == int(once) == 0

@@ -46,7 +46,9 @@ def test_add_layer_norm(dtype, device):
     total, normed = elementwise.add_layer_norm(current_target(), x, delta, weight, bias, 1e-5)
     expected = reference_rows.add_layer_norm(x, delta, weight, bias, 1e-5)
     assert torch.equal(total, expected[0])
-    bound = torch.finfo(dtype).eps * (expected[1].float().abs() + 4) + 2e-6  # the product and the bias may cancel
+    bound = (
+        torch.finfo(dtype).eps * (expected[1].float().abs() + 4) + 2e-6
+    )  # the product and the bias may cancel
     assert ((normed.float() - expected[1].float()).abs() <= bound).all()
     same, without = elementwise.add_layer_norm(current_target(), total, None, weight, bias, 1e-5)
     assert same is total
@@ -77,13 +79,18 @@ def test_norms_and_activations_are_quantized_for_their_consumer(scale, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32])
 def test_norms_of_the_addend_and_float32_weights(dtype, weight_dtype, device):
-    """Weights like 1 + w of Gemma, of which 16 bits would round w away, multiply before the one rounding."""
+    """Weights like 1 + w of Gemma, of which 16 bits would round w away, multiply before the one
+    rounding.
+    """
     torch.manual_seed(0)
     x, delta = (torch.randn(2, 5, 200) * 4).to(dtype).to(device)
     weight, delta_weight = (1 + torch.randn(2, 200) * 0.2).to(weight_dtype or dtype).to(device)
-    total, normed = elementwise.add_rms_norm(current_target(), x, delta, weight, 1e-5, None, delta_weight)
+    total, normed = elementwise.add_rms_norm(
+        current_target(), x, delta, weight, 1e-5, None, delta_weight
+    )
     expected = reference.add_rms_norm(x, delta, weight, 1e-5, delta_weight)
-    # rsqrt may differ in its last bit, so where a value is halfway between two numbers it may round to the other
+    # rsqrt may differ in its last bit, so where a value is halfway between two numbers it may round
+    # to the other
     assert (total == expected[0]).float().mean() > 0.99
     assert_close(total, expected[0])
     assert (normed == reference.rms_norm(total, weight, 1e-5)).float().mean() > 0.99
@@ -92,7 +99,9 @@ def test_norms_of_the_addend_and_float32_weights(dtype, weight_dtype, device):
     assert not torch.equal(plain, total)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the divisor of a gate far below 0 is infinite
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in exp"
+)  # the divisor of a gate far below 0 is infinite
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("activation", "size"),
@@ -141,7 +150,9 @@ def test_gate(groups, group, dtype, function, device):
 def test_join(wide, dtype, device):
     torch.manual_seed(0)
     x, other = torch.randn(3, 200).to(dtype).to(device), torch.randn(3, 2, 33).to(dtype).to(device)
-    whole, of_heads = (torch.rand(size).to(torch.float32 if wide else dtype).to(device) for size in (70, 20))
+    whole, of_heads = (
+        torch.rand(size).to(torch.float32 if wide else dtype).to(device) for size in (70, 20)
+    )
     parts = ((x[:, 3:73], whole), (x[:, 100:160], of_heads), (other[:, 1], None))
     out = gates.join(parts, 1e-5)
     assert_close(out, reference_rows.join(parts, 1e-5))

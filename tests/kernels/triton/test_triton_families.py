@@ -1,15 +1,18 @@
-"""The families whose layers differ most from Llama's on the Triton kernel set, beside transformers and the reference.
+"""The families whose layers differ most from Llama's on the Triton kernel set, beside transformers
+and the reference.
 
-Gemma 2 and 3 have sandwich norms, GELU, windows and soft caps or norms of heads; Gemma 4 has two head sizes, keys that
-are values, and a norm of values; Phi-3 rotates a part of each head; OPT has learned positions, LayerNorm and a
-feed-forward without a gate; gpt-oss has sinks, windows and experts with biases. Arcee squares a ReLU; Olmo 3 norms what
-layers add to the residual; Laguna has gates of heads, numbers of heads that differ, and a shared expert. MiMo-V2 has
-values of another width than keys, with a factor; Step-3.7 bounds what SiLU returns. Gemma 4's larger models add inputs
-of their own to layers, share keys between them, or add experts to a feed-forward. LFM2 has short convolutions.
-Granite-H and Nemotron-H have Mamba-2; Nemotron-H's layers have one part, its experts no gate and a smaller space.
-DeepSeek-V3 stores latents, whose keys are of all heads and have the values in them. Kimi Linear has such layers without
-a rope, and states that decay by channel.
-A layer with a window has a cache group of its own: its block table is another, and loses what the window has left.
+Gemma 2 and 3 have sandwich norms, GELU, windows and soft caps or norms of heads; Gemma 4 has two
+head sizes, keys that are values, and a norm of values; Phi-3 rotates a part of each head; OPT has
+learned positions, LayerNorm and a feed-forward without a gate; gpt-oss has sinks, windows and
+experts with biases. Arcee squares a ReLU; Olmo 3 norms what layers add to the residual; Laguna has
+gates of heads, numbers of heads that differ, and a shared expert. MiMo-V2 has values of another
+width than keys, with a factor; Step-3.7 bounds what SiLU returns. Gemma 4's larger models add
+inputs of their own to layers, share keys between them, or add experts to a feed-forward. LFM2 has
+short convolutions. Granite-H and Nemotron-H have Mamba-2; Nemotron-H's layers have one part, its
+experts no gate and a smaller space. DeepSeek-V3 stores latents, whose keys are of all heads and
+have the values in them. Kimi Linear has such layers without a rope, and states that decay by
+channel. A layer with a window has a cache group of its own: its block table is another, and loses
+what the window has left.
 """
 
 from __future__ import annotations
@@ -140,29 +143,40 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 
 
-# each kind of cache: of layers with windows, of two head sizes, shared by layers, under sinks, of one group
+# each kind of cache: of layers with windows, of two head sizes, shared by layers, under sinks, of
+# one group
 WITH_FP8_CACHE = ("gemma4", "gemma4-own-inputs", "gpt-oss", "opt", "lfm2", "nemotron-h")
-OVER_FP8 = [name if name in WITH_FP8_CACHE else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+OVER_FP8 = [
+    name if name in WITH_FP8_CACHE else pytest.param(name, marks=pytest.mark.slow)
+    for name in FAMILIES
+]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     return folder, save_random(FAMILIES[request.param], folder, torch.float32)
 
 
-def freight_logits(folder: Path, ids: list[int], kernel_set: str, kv: KVCacheConfig, device: str) -> torch.Tensor:
-    """float32 [len(ids) - PROMPT, vocab_size]: a chunk of CHUNK tokens after the prompt, then step by step the others.
+def freight_logits(
+    folder: Path, ids: list[int], kernel_set: str, kv: KVCacheConfig, device: str
+) -> torch.Tensor:
+    """float32 [len(ids) - PROMPT, vocab_size]: a chunk of CHUNK tokens after the prompt, then step
+    by step the others.
 
-    The reference computes the prompt, because the interpreter would take long. Before every step, all blocks that it
-    may not read are made NaN.
+    The reference computes the prompt, because the interpreter would take long. Before every step,
+    all blocks that it may not read are made NaN.
     """
     opened = open_checkpoint(str(folder))
     spec = cache_spec(kv, opened.model, BLOCK)
     pool = allocate_pool(spec, kv, [NUM_BLOCKS] * len(spec.groups), ReferenceKernels(), device)
 
     def runner(kernels: KernelSet) -> ModelRunner:
-        decoder = load_model(opened.checkpoint, opened.model, kernels, Format.FLOAT32, Format.FLOAT32, 128, device)
+        decoder = load_model(
+            opened.checkpoint, opened.model, kernels, Format.FLOAT32, Format.FLOAT32, 128, device
+        )
         layers = {index: replace(layer, kernels=kernels) for index, layer in pool.paged.items()}
         return ModelRunner(decoder, pool.with_layers(layers), device)
 
@@ -173,18 +187,25 @@ def freight_logits(folder: Path, ids: list[int], kernel_set: str, kv: KVCacheCon
     assert held is not None
     runner(ReferenceKernels()).logits(ids[:PROMPT], 0, held.block_ids)
     under_test, rows = runner(select_kernels(kernel_set, device)), []
-    for start, end in [(PROMPT, PROMPT + CHUNK), *((end - 1, end) for end in range(PROMPT + CHUNK + 1, len(ids) + 1))]:
+    for start, end in [
+        (PROMPT, PROMPT + CHUNK),
+        *((end - 1, end) for end in range(PROMPT + CHUNK + 1, len(ids) + 1)),
+    ]:
         held = manager.grow(manager.trim(held, start), end)
         assert held is not None
         kept = [(layer.group, (layer.pages.k, layer.pages.v)) for layer in pool.paged.values()]
-        kept += [(layer.group, tuple(layer.states.parts.values())) for layer in pool.states.values()]
+        kept += [
+            (layer.group, tuple(layer.states.parts.values())) for layer in pool.states.values()
+        ]
         for group, tensors in kept:
             others = sorted(set(range(NUM_BLOCKS)) - set(held.block_ids[group]) | {0})
             for tensor in tensors:
                 tensor.view(torch.uint8)[others] = 0xFF  # NaN in float32 and in E4M3
         rows.append(under_test.logits(ids[start:end], start, held.block_ids))
     for group, given_back in zip(spec.groups, held.given_back, strict=True):
-        kept_of = {"window": KEY_TILE // BLOCK, "state": PROMPT // BLOCK} if not group.keeps_all else {}
+        kept_of = (
+            {"window": KEY_TILE // BLOCK, "state": PROMPT // BLOCK} if not group.keeps_all else {}
+        )
         assert given_back == kept_of.get("window" if group.has_slots else "state", 0)
     return torch.cat(rows).cpu()
 

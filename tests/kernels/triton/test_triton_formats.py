@@ -19,14 +19,18 @@ from freight.kernels.triton import formats
 from freight.kernels.triton.formats import Target
 
 FP8 = [format for format in Format if format.is_fp8]
-WAYS = [True] if triton.knobs.runtime.interpret else [True, False]  # the interpreter has no conversion instructions
+WAYS = (
+    [True] if triton.knobs.runtime.interpret else [True, False]
+)  # the interpreter has no conversion instructions
 
 
 @triton.jit
 def encode_kernel(x_ptr, code_ptr, num, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + index, mask=index < num, other=0.0)
-    tl.store(code_ptr + index, formats.encode(x, code_ptr.dtype.element_ty, FORMAT), mask=index < num)
+    tl.store(
+        code_ptr + index, formats.encode(x, code_ptr.dtype.element_ty, FORMAT), mask=index < num
+    )
 
 
 @triton.jit
@@ -36,7 +40,9 @@ def decode_kernel(code_ptr, x_ptr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
 
 
 def boundaries(format: Format) -> Tensor:
-    """Every value of the format, every midpoint of two neighbours, and the float32 numbers next to each."""
+    """Every value of the format, every midpoint of two neighbours, and the float32 numbers next to
+    each.
+    """
     codes = torch.arange(256, dtype=torch.uint8).view(torch_dtype(format))
     values = decode(codes)
     values = values[values.isfinite()].sort().values
@@ -70,7 +76,9 @@ def test_encoding_gives_the_same_bytes(format, by_bits, device):
 @pytest.mark.parametrize("by_bits", WAYS)
 def test_decoding_is_exact(format, by_bits, device):
     codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch_dtype(format))
-    stored = codes.view(torch.uint8) if by_bits else formats.carrier(codes, formats.current_target())
+    stored = (
+        codes.view(torch.uint8) if by_bits else formats.carrier(codes, formats.current_target())
+    )
     got = torch.empty(256, device=device)
     decode_kernel[(1,)](stored, got, BLOCK=256, FORMAT=str(format))
     assert torch.equal(got.nan_to_num(-1.0), decode(codes).nan_to_num(-1.0))
@@ -107,13 +115,17 @@ def test_attention_multiplies_fp8_where_it_pays():
         own, other = Format.E4M3FN, Format.E4M3FNUZ
         if target == Target("hip", "gfx942"):
             own, other = other, own
-        assert tuple(target.fp8_products(own, few_rows) for few_rows in (False, True)) == products, target
+        assert (
+            tuple(target.fp8_products(own, few_rows) for few_rows in (False, True)) == products
+        ), target
         for format in (other, Format.E5M2, Format.BFLOAT16):
             assert target.fp8_products(format, few_rows=False) is none
 
 
 @triton.jit
-def decode_pairs_kernel(code_ptr, x_ptr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr):
+def decode_pairs_kernel(
+    code_ptr, x_ptr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr
+):
     index = tl.arange(0, BLOCK)
     words = tl.load(code_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + index)
     first, second = formats.decode_pairs(words, code_ptr.dtype.element_ty, FORMAT, PAIRS)
@@ -127,11 +139,19 @@ def test_pairs_decode_to_what_ml_dtypes_decodes(format, by_bits, device):
     """Every byte, as the first of two and as the second, beside every other byte."""
     every = torch.arange(256, dtype=torch.uint8)
     codes = torch.stack((every.repeat_interleave(256), every.repeat(256)), 1).flatten().to(device)
-    stored = codes if by_bits else formats.carrier(codes.view(torch_dtype(format)), formats.current_target())
+    stored = (
+        codes
+        if by_bits
+        else formats.carrier(codes.view(torch_dtype(format)), formats.current_target())
+    )
     pairs = "triton" if by_bits else formats.current_target().pairs(format)
     got = torch.empty(codes.shape, device=device)
     decode_pairs_kernel[(1,)](stored, got, BLOCK=2**16, FORMAT=str(format), PAIRS=pairs)
-    names = {Format.E4M3FN: "float8_e4m3fn", Format.E4M3FNUZ: "float8_e4m3fnuz", Format.E5M2: "float8_e5m2"}
+    names = {
+        Format.E4M3FN: "float8_e4m3fn",
+        Format.E4M3FNUZ: "float8_e4m3fnuz",
+        Format.E5M2: "float8_e5m2",
+    }
     expected = codes.cpu().numpy().view(getattr(ml_dtypes, names[format])).astype(np.float32)
     np.testing.assert_array_equal(got.cpu().numpy(), expected)  # NaN equals NaN
     number = ~np.isnan(expected)
@@ -139,7 +159,9 @@ def test_pairs_decode_to_what_ml_dtypes_decodes(format, by_bits, device):
 
 
 def test_which_targets_decode_pairs_by_ptx():
-    """PTX converts two values at a time from sm_89 on; a format that the target lacks is decoded by bits."""
+    """PTX converts two values at a time from sm_89 on; a format that the target lacks is decoded by
+    bits.
+    """
     expected = {
         formats.INTERPRETER: ("triton", "triton", "triton"),
         Target("cuda", 80): ("triton", "triton", "triton"),
@@ -149,11 +171,18 @@ def test_which_targets_decode_pairs_by_ptx():
         Target("hip", "gfx942"): ("triton", "triton", "triton"),
     }
     for target, ways in expected.items():
-        assert tuple(map(target.pairs, (Format.E4M3FN, Format.E4M3FNUZ, Format.E5M2))) == ways, target
+        assert tuple(map(target.pairs, (Format.E4M3FN, Format.E4M3FNUZ, Format.E5M2))) == ways, (
+            target
+        )
         assert target.pairs(Format.BFLOAT16) == ""
 
 
-@pytest.mark.skipif(not hasattr(triton.knobs.language, "fp_fusion_enabled"), reason="before Triton 3.9 it always fuses")
+@pytest.mark.skipif(
+    not hasattr(triton.knobs.language, "fp_fusion_enabled"),
+    reason="before Triton 3.9 it always fuses",
+)
 def test_a_launch_that_says_nothing_of_fusing_does_not_warn():
     """Of a warning at every first launch the tests on a GPU would fail."""
-    assert triton.knobs.language.fp_fusion_enabled(None) == (os.environ["TRITON_DEFAULT_FP_FUSION"] == "1")
+    assert triton.knobs.language.fp_fusion_enabled(None) == (
+        os.environ["TRITON_DEFAULT_FP_FUSION"] == "1"
+    )

@@ -1,11 +1,20 @@
-"""Attention over latents: keys in two parts, values inside them, and more heads than a program takes."""
+"""Attention over latents: keys in two parts, values inside them, and more heads than a program
+takes.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from tests.covering import covered
-from tests.kernels.triton.test_triton_attention import CACHES, DECODES, MIXED, Case, assert_close, small
+from tests.kernels.triton.test_triton_attention import (
+    CACHES,
+    DECODES,
+    MIXED,
+    Case,
+    assert_close,
+    small,
+)
 from tests.layouts import apart, laid_out, latent
 
 from freight.fp8.formats import Format
@@ -15,7 +24,12 @@ from freight.kernels.triton.formats import Target
 
 __all__ = ["small"]  # a fixture, used by all tests here
 STEPS = {"decode": DECODES, "mixed": [(5, 0), (1, 40), (9, 14)]}
-STORED = [(Format.E4M3FN, "static"), (Format.E4M3FN, "token"), (Format.E5M2, "unit"), (Format.BFLOAT16, "unit")]
+STORED = [
+    (Format.E4M3FN, "static"),
+    (Format.E4M3FN, "token"),
+    (Format.E5M2, "unit"),
+    (Format.BFLOAT16, "unit"),
+]
 
 
 def latents(step, stored, device) -> Case:
@@ -47,7 +61,9 @@ def test_values_that_are_read_with_the_keys_have_the_bits_of_their_own(stored, f
     for pages in (inside, apart(inside)):
         case.pages = pages
         found.append(run(case))
-        assert paged.constants(case.q[0], pages, None, None)["INSIDE"] == (pages is inside and first == 64)
+        assert paged.constants(case.q[0], pages, None, None)["INSIDE"] == (
+            pages is inside and first == 64
+        )
     assert torch.equal(*found)
 
 
@@ -88,7 +104,14 @@ def test_keys_in_two_parts_are_read_in_any_layout(layout, monkeypatch, device):
 
 @pytest.mark.parametrize(
     ("group", "rows", "decoding", "prefill"),
-    [(16, 16, 16, 16), (128, 16, 16, 16), (128, 32, 32, 32), (20, 16, 10, 5), (20, 32, 20, 10), (8, 32, 8, 8)],
+    [
+        (16, 16, 16, 16),
+        (128, 16, 16, 16),
+        (128, 32, 32, 32),
+        (20, 16, 10, 5),
+        (20, 32, 20, 10),
+        (8, 32, 8, 8),
+    ],
 )
 def test_heads_of_a_program(group, rows, decoding, prefill):
     assert paged.heads_taken(group, rows, 576, True) == decoding

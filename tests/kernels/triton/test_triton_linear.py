@@ -1,4 +1,6 @@
-"""Linear over FP8 weights in Triton against the reference: every format, scale and treatment of activations."""
+"""Linear over FP8 weights in Triton against the reference: every format, scale and treatment of
+activations.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ GELU = GatedActivation.GELU_TANH
 FP8 = [format for format in Format if format.is_fp8]
 
 
-def make(format: Format, blocks: bool, activations: Activations, columns: int, outputs: int, device: str) -> Weight:
+def make(
+    format: Format, blocks: bool, activations: Activations, columns: int, outputs: int, device: str
+) -> Weight:
     weight = torch.randn(outputs, columns) / columns**0.5
     data, scale = (quantize_blocks if blocks else quantize_rows)(weight, format)
     static = 0.013 if activations is Activations.STATIC else None
@@ -39,12 +43,16 @@ def assert_close(got: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) ->
     """
     expected = reference.linear(x.float(), weight, None if bias is None else bias.float())
     assert got.dtype == x.dtype
-    bound = torch.finfo(x.dtype).eps * expected.abs() + (1e-3 if x.is_cuda else 2e-5) * expected.abs().max()
+    bound = (
+        torch.finfo(x.dtype).eps * expected.abs()
+        + (1e-3 if x.is_cuda else 2e-5) * expected.abs().max()
+    )
     assert ((got.float() - expected).abs() <= bound).all()
 
 
 @pytest.mark.parametrize(
-    ("format", "dtype"), [*((format, torch.bfloat16) for format in FP8), (Format.E4M3FN, torch.float32)]
+    ("format", "dtype"),
+    [*((format, torch.bfloat16) for format in FP8), (Format.E4M3FN, torch.float32)],
 )
 @pytest.mark.parametrize("activations", Activations)
 @pytest.mark.parametrize("blocks", [False, True])
@@ -86,29 +94,45 @@ def test_activations_are_quantized_to_the_same_bytes(format, blocks, activations
 @pytest.mark.parametrize("activations", [Activations.DYNAMIC, Activations.STATIC])
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("largest", [0, -1])
-def test_a_row_that_no_program_holds_at_once_is_quantized_to_the_same_bytes(largest, blocks, activations, device):
-    """A part of a group, and of a chunk of groups, at its end; its largest value in its first chunk or in its last."""
+def test_a_row_that_no_program_holds_at_once_is_quantized_to_the_same_bytes(
+    largest, blocks, activations, device
+):
+    """A part of a group, and of a chunk of groups, at its end; its largest value in its first chunk
+    or in its last.
+    """
     torch.manual_seed(2)
     size = 53300
     assert size > WIDE
     x = torch.randn(2, size).bfloat16().to(device)[:, :-1]  # rows with a stride of their own
     x[0, largest], x[1, 1] = -40.0, torch.inf
-    assert_quantized_as_the_reference(x, make(Format.E4M3FN, blocks, activations, size - 1, 16, device))
+    assert_quantized_as_the_reference(
+        x, make(Format.E4M3FN, blocks, activations, size - 1, 16, device)
+    )
 
 
 def test_sixteen_bit_weights_are_torch_s(device):
-    x, weight, bias = torch.randn(3, 8).bfloat16(), torch.randn(5, 8).bfloat16(), torch.randn(5).bfloat16()
+    x, weight, bias = (
+        torch.randn(3, 8).bfloat16(),
+        torch.randn(5, 8).bfloat16(),
+        torch.randn(5).bfloat16(),
+    )
     got = linear.linear(current_target(), x.to(device), Weight(weight.to(device)), bias.to(device))
-    assert torch.equal(got, torch.nn.functional.linear(x.to(device), weight.to(device), bias.to(device)))
+    assert torch.equal(
+        got, torch.nn.functional.linear(x.to(device), weight.to(device), bias.to(device))
+    )
 
 
 @pytest.mark.parametrize("activations", Activations)
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_quantized_where_it_is_made_is_what_linear_quantizes(dtype, blocks, activations, monkeypatch, device):
+def test_what_is_quantized_where_it_is_made_is_what_linear_quantizes(
+    dtype, blocks, activations, monkeypatch, device
+):
     torch.manual_seed(2)
     target, weight = current_target(), make(Format.E4M3FN, blocks, activations, 300, 16, device)
-    x, delta, gate_up = ((torch.randn(3, size) * 3).to(dtype).to(device) for size in (300, 300, 600))
+    x, delta, gate_up = (
+        (torch.randn(3, size) * 3).to(dtype).to(device) for size in (300, 300, 600)
+    )
     norm = torch.rand(300).to(dtype).to(device)
     total, plain = elementwise.add_rms_norm(target, x, delta, norm, 1e-5)
     same, made = elementwise.add_rms_norm(target, x, delta, norm, 1e-5, weight)
@@ -134,7 +158,9 @@ def test_what_is_quantized_where_it_is_made_is_what_linear_quantizes(dtype, bloc
      for case in ((96, False), (96, True), (300, True), (512, False), (512, True), (640, False)))],
 )  # fmt: skip
 def test_rows_beside_it_change_no_bit_of_a_row(columns, blocks, activations, device):
-    """Within 1 to 16 rows, and within 17 to 64; sums whose chains have equal numbers of inputs, or none, or a part."""
+    """Within 1 to 16 rows, and within 17 to 64; sums whose chains have equal numbers of inputs, or
+    none, or a part.
+    """
     torch.manual_seed(4)
     weight = make(Format.E4M3FN, blocks, activations, columns, 70, device)
     x = torch.randn(40, columns).bfloat16().to(device)
@@ -147,7 +173,9 @@ def test_rows_beside_it_change_no_bit_of_a_row(columns, blocks, activations, dev
 
 
 def test_products_of_few_rows_fill_the_gpu():
-    """The shapes of an 8B model on 132 units: a program for almost every unit, and a chain for each of its warps."""
+    """The shapes of an 8B model on 132 units: a program for almost every unit, and a chain for each
+    of its warps.
+    """
     hopper = Target("cuda", 90, 132)
     for rows in (1, 16, 17, 64):
         for outputs in (6144, 4096, 28672):
@@ -160,7 +188,9 @@ def test_products_of_few_rows_fill_the_gpu():
 @pytest.mark.parametrize("fast", [False, True])
 def test_one_constant_chooses_the_sums_of_torch_s_product(fast, monkeypatch):
     calls = []
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *operands, **options: calls.append(options) or operands[0])
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda *operands, **options: calls.append(options) or operands[0]
+    )
     assert linear.FAST_SUMS is False
     monkeypatch.setattr(linear, "FAST_SUMS", fast)
     weight = make(Format.E4M3FN, False, Activations.DYNAMIC, 32, 16, "cpu")

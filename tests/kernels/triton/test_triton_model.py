@@ -1,4 +1,6 @@
-"""A small model on the Triton kernel set: prefill, then steps that mix a chunk and decodes, beside the reference."""
+"""A small model on the Triton kernel set: prefill, then steps that mix a chunk and decodes, beside
+the reference.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ SMALL = {
 }
 STEPS = [  # of a sequence in blocks 3, 1, 4 and of another in block 2; a block has 4 slots
     [SequenceSlice(range(7), 0, ((3, 1, 4),), Logits.LAST)],
-    [SequenceSlice([7], 7, ((3, 1, 4),), Logits.LAST), SequenceSlice(range(2), 0, ((2,),), Logits.ALL)],
+    [
+        SequenceSlice([7], 7, ((3, 1, 4),), Logits.LAST),
+        SequenceSlice(range(2), 0, ((2,),), Logits.ALL),
+    ],
     [SequenceSlice([9], 8, ((3, 1, 4),), Logits.LAST), SequenceSlice([3], 2, ((2,),), Logits.LAST)],
 ]
 
@@ -54,18 +59,26 @@ def logits(kernels: KernelSet, compute: Format, weights: Format, device: str) ->
     ("compute", "weights", "bound"),
     [
         (Format.FLOAT32, Format.FLOAT32, 1e-5),
-        (Format.FLOAT32, Format.E4M3FN, 1e-5),  # in 16 bits a rounding turns into another FP8 activation here and there
+        (
+            Format.FLOAT32,
+            Format.E4M3FN,
+            1e-5,
+        ),  # in 16 bits a rounding turns into another FP8 activation here and there
         (Format.BFLOAT16, Format.BFLOAT16, 0.05),
     ],
 )
 def test_logits_are_those_of_the_reference(compute, weights, bound, device):
     expected = logits(select_kernels("reference"), compute, weights, device)
-    for got, wanted in zip(logits(select_kernels("triton"), compute, weights, device), expected, strict=True):
+    for got, wanted in zip(
+        logits(select_kernels("triton"), compute, weights, device), expected, strict=True
+    ):
         assert (got - wanted).abs().max() / wanted.std() < (bound if device == "cpu" else 0.05)
 
 
 class OperationsOfTorch(TorchDispatchMode):
-    """Collects what would run on the device; memory that is taken and looked at differently does not."""
+    """Collects what would run on the device; memory that is taken and looked at differently does
+    not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +94,9 @@ class OperationsOfTorch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("weights", "launches", "products"), [(Format.E4M3FN, 10, 0), (Format.BFLOAT16, 6, 4)])
+@pytest.mark.parametrize(
+    ("weights", "launches", "products"), [(Format.E4M3FN, 10, 0), (Format.BFLOAT16, 6, 4)]
+)
 def test_the_launches_of_a_layer(weights, launches, products, monkeypatch, device):
     """Those that docs/architecture.md counts, for a step that decodes."""
     config, kernels = parse_model_config(SMALL), select_kernels("triton")
@@ -89,7 +104,9 @@ def test_the_launches_of_a_layer(weights, launches, products, monkeypatch, devic
     kv = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
     spec = cache_spec(kv, config, 8)
     pool = allocate_pool(spec, kv, (6,), kernels, device)
-    batch = prepare([SequenceSlice([7], 10, ((3, 1, 4),), Logits.LAST)], [Pages((0,), 0, None, 8)], device)
+    batch = prepare(
+        [SequenceSlice([7], 10, ((3, 1, 4),), Logits.LAST)], [Pages((0,), 0, None, 8)], device
+    )
     x = model.embedding(batch.token_ids, batch.positions)
     made = []
 

@@ -1,4 +1,6 @@
-"""Operations that keep a state, in Triton: against the reference, and the same bits in any cut into calls."""
+"""Operations that keep a state, in Triton: against the reference, and the same bits in any cut into
+calls.
+"""
 
 from __future__ import annotations
 
@@ -35,25 +37,38 @@ def moved(states: States, device: str) -> States:
 
 def where(parts: Sequence[tuple[int, int, Sequence[int]]], device: str) -> Sequences:
     made = sequences(parts)
-    return Sequences(made.query_starts.to(device), made.context_lens.to(device), made.block_tables.to(device))
+    return Sequences(
+        made.query_starts.to(device), made.context_lens.to(device), made.block_tables.to(device)
+    )
 
 
 def run(
-    kernels: Any, layer: Layer, rows: int, cuts: tuple[int, ...], device: str, half_life: float = 20.0
+    kernels: Any,
+    layer: Layer,
+    rows: int,
+    cuts: tuple[int, ...],
+    device: str,
+    half_life: float = 20.0,
 ) -> tuple[Tensor, States]:
     inputs, states = layer.inputs(rows, half_life=half_life), moved(layer.states(6), device)
     inputs = {name: x.to(device) for name, x in inputs.items()}
     flags = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in layer.flags.items()}
 
     def call(part: slice, of: Sequences) -> Tensor:
-        lengths = Sequences(of.query_starts.to(device), of.context_lens.to(device), of.block_tables.to(device))
-        return kernels.recurrence(**{n: x[part] for n, x in inputs.items()}, states=states, sequences=lengths, **flags)
+        lengths = Sequences(
+            of.query_starts.to(device), of.context_lens.to(device), of.block_tables.to(device)
+        )
+        return kernels.recurrence(
+            **{n: x[part] for n, x in inputs.items()}, states=states, sequences=lengths, **flags
+        )
 
     return in_calls(call, rows, cuts, BLOCKS), states
 
 
 def written(states: States, tokens: int) -> dict[str, Tensor]:
-    """All that means something in the states of `tokens` tokens in BLOCKS, but for rows of tiles that are over."""
+    """All that means something in the states of `tokens` tokens in BLOCKS, but for rows of tiles
+    that are over.
+    """
     blocks = BLOCKS[: -(-tokens // states.every)]
     parts = {name: part[list(blocks)].contiguous() for name, part in states.parts.items()}
     for name in ("k", "u", "decay"):
@@ -99,7 +114,12 @@ OFTEN = [
     ids=str,
 )
 def test_a_recurrence_is_the_reference_in_any_cut(delta, dtype, format, cuts, device):
-    layer, rows = replace(SMALL, delta=bool(delta), by_channel=delta == "channels", format=format, dtype=dtype), 34
+    layer, rows = (
+        replace(
+            SMALL, delta=bool(delta), by_channel=delta == "channels", format=format, dtype=dtype
+        ),
+        34,
+    )
     whole, states = run(TRITON, layer, rows, (rows,), device)
     wanted, kept = run(REFERENCE, layer, rows, (rows,), device)
     rounding = 2e-6 if dtype is torch.float32 else 2**-7
@@ -130,15 +150,21 @@ def test_a_channel_that_is_forgotten_leaves_the_others_what_they_know(decay, dev
     inputs["log_decay"][:, :, 1::2] = decay
     inputs = {name: x.to(device) for name, x in inputs.items()}
     states = moved(layer.states(2), device)
-    found = TRITON.recurrence(**inputs, states=states, sequences=where([(0, 19, (1,))], device), **flags)
-    assert_near(found.cpu().double(), token_by_token(layer, {n: x.cpu() for n, x in inputs.items()}), 1e-5)
+    found = TRITON.recurrence(
+        **inputs, states=states, sequences=where([(0, 19, (1,))], device), **flags
+    )
+    assert_near(
+        found.cpu().double(), token_by_token(layer, {n: x.cpu() for n, x in inputs.items()}), 1e-5
+    )
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_sequences_of_a_batch_do_not_see_each_other(by_channel, device):
-    """One that goes on in its tile and beyond it, one whose block begins, a new one with NaN, and padding; q, k and v
-    are columns of one tensor, and two value heads share a key head."""
-    layer = replace(SMALL, key_heads=2, heads=4, format=Format.INT8, dtype=torch.bfloat16, by_channel=by_channel)
+    """One that goes on in its tile and beyond it, one whose block begins, a new one with NaN, and
+    padding; q, k and v are columns of one tensor, and two value heads share a key head."""
+    layer = replace(
+        SMALL, key_heads=2, heads=4, format=Format.INT8, dtype=torch.bfloat16, by_channel=by_channel
+    )
     history, filled = layer.inputs(32, 1), layer.states(6)
     for part, blocks in ((slice(0, 15), (3,)), (slice(0, 32), (1,))):
         of = {name: x[part] for name, x in history.items()}
@@ -151,10 +177,16 @@ def test_sequences_of_a_batch_do_not_see_each_other(by_channel, device):
     columns = dict(zip(("q", "k", "v"), wide.split(sizes, 1), strict=True))
     ours = {name: x.to(device) for name, x in inputs.items()} | columns
 
-    def call(kernels: Any, parts: Any, of: slice, given: dict[str, Tensor]) -> tuple[Tensor, States]:
-        states = moved(States({name: part.clone() for name, part in filled.parts.items()}, layer.every), device)
+    def call(
+        kernels: Any, parts: Any, of: slice, given: dict[str, Tensor]
+    ) -> tuple[Tensor, States]:
+        states = moved(
+            States({name: part.clone() for name, part in filled.parts.items()}, layer.every), device
+        )
         rows = {name: x[of].to(device) for name, x in given.items()}
-        return kernels.recurrence(**rows, states=states, sequences=where(parts, device), **layer.flags), states
+        return kernels.recurrence(
+            **rows, states=states, sequences=where(parts, device), **layer.flags
+        ), states
 
     parts = [(15, 3, (3,)), (32, 1, (1, 4)), (0, 2, (2,))]
     out, states = call(TRITON, [*parts, (-1, 1, (0,))], slice(0, 7), ours)
@@ -163,7 +195,9 @@ def test_sequences_of_a_batch_do_not_see_each_other(by_channel, device):
     assert out[4:6].isnan().all()
     for name in states.parts:  # the source of another block, and the block that padding names
         for block in (1, 0):
-            assert torch.equal(bits(states, name, block), bits(filled, name, block).to(device)), name
+            assert torch.equal(bits(states, name, block), bits(filled, name, block).to(device)), (
+                name
+            )
     for name in ("state", "scale"):
         assert (bits(states, name, 3) == bits(kept, name, 3)).float().mean() > 0.98
     alone, again = call(TRITON, parts[:1], slice(0, 3), inputs)
@@ -172,21 +206,37 @@ def test_sequences_of_a_batch_do_not_see_each_other(by_channel, device):
 
 
 @pytest.mark.parametrize(
-    ("width", "biased", "dtype"), [(2, False, torch.float32), (4, True, torch.bfloat16), (8, True, torch.float32)]
+    ("width", "biased", "dtype"),
+    [(2, False, torch.float32), (4, True, torch.bfloat16), (8, True, torch.float32)],
 )
 def test_a_convolution_is_the_reference_in_any_cut(width, biased, dtype, device):
     """Inputs are columns of a larger tensor; blocks of 16 tokens begin inside calls."""
     torch.manual_seed(0)
     x, rows, channels = torch.randn(34, 2 * 72).to(dtype).to(device)[:, 7:79], 34, 72
-    weight, bias = torch.randn(channels, width).to(dtype).to(device), torch.randn(channels).to(dtype).to(device)
+    weight, bias = (
+        torch.randn(channels, width).to(dtype).to(device),
+        torch.randn(channels).to(dtype).to(device),
+    )
     found = []
-    for kernels, cuts in ((REFERENCE, (34,)), (TRITON, (34,)), (TRITON, (1,)), (TRITON, (7, 1, 2)), (TRITON, (33,))):
+    for kernels, cuts in (
+        (REFERENCE, (34,)),
+        (TRITON, (34,)),
+        (TRITON, (1,)),
+        (TRITON, (7, 1, 2)),
+        (TRITON, (33,)),
+    ):
         columns = torch.full((6, width - 1, channels), torch.nan).to(dtype).to(device)
         states = States({"columns": columns}, 16)
 
-        def call(part: slice, of: Sequences, kernels: Any = kernels, states: States = states) -> Tensor:
-            lengths = Sequences(of.query_starts.to(device), of.context_lens.to(device), of.block_tables.to(device))
-            return kernels.convolve(x[part], weight, bias if biased else None, biased, states, lengths)
+        def call(
+            part: slice, of: Sequences, kernels: Any = kernels, states: States = states
+        ) -> Tensor:
+            lengths = Sequences(
+                of.query_starts.to(device), of.context_lens.to(device), of.block_tables.to(device)
+            )
+            return kernels.convolve(
+                x[part], weight, bias if biased else None, biased, states, lengths
+            )
 
         found.append((in_calls(call, rows, cuts, BLOCKS), columns[list(BLOCKS[:3])]))
     (wanted, kept), (whole, _), *_ = found
@@ -242,9 +292,15 @@ def test_decays(dtype, limits, device):
 def test_decays_of_channels(dtype, bound, device):
     """Three heads of seven channels."""
     torch.manual_seed(0)
-    ab, a_log, dt_bias = (torch.randn(9, 26) * 4).to(dtype).to(device), torch.randn(3), torch.randn(21) * 4
+    ab, a_log, dt_bias = (
+        (torch.randn(9, 26) * 4).to(dtype).to(device),
+        torch.randn(3),
+        torch.randn(21) * 4,
+    )
     wanted = REFERENCE.decays(ab[:, 1:22].cpu(), ab[:, 23:].cpu(), a_log, dt_bias, bound=bound)
-    found = TRITON.decays(ab[:, 1:22], ab[:, 23:], a_log.to(device), dt_bias.to(device), bound=bound)
+    found = TRITON.decays(
+        ab[:, 1:22], ab[:, 23:], a_log.to(device), dt_bias.to(device), bound=bound
+    )
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-37)
@@ -253,19 +309,22 @@ def test_decays_of_channels(dtype, bound, device):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize(
-    ("groups", "group", "repeated"), [(3, 40, True), (3, 40, False), (2, 128, True), (1, 200, False)]
+    ("groups", "group", "repeated"),
+    [(3, 40, True), (3, 40, False), (2, 128, True), (1, 200, False)],
 )
 def test_gated_norms(groups, group, repeated, norm_first, dtype, device):
     torch.manual_seed(0)
     size = groups * group
     x, gate = (
-        (torch.randn(5, 2 * size) * 3).to(dtype).to(device)[:, part] for part in (slice(size), slice(size, None))
+        (torch.randn(5, 2 * size) * 3).to(dtype).to(device)[:, part]
+        for part in (slice(size), slice(size, None))
     )
     weight = torch.rand(group if repeated else size).to(dtype).to(device)
     found = TRITON.gated_norm(x, gate, weight, 1e-5, group, norm_first)
     wanted = REFERENCE.gated_norm(x, gate, weight, 1e-5, group, norm_first)
     assert found.dtype is dtype
-    # rsqrt and exp may differ in their last bits, which moves what is rounded twice by as many steps
+    # rsqrt and exp may differ in their last bits, which moves what is rounded twice by as many
+    # steps
     bound = 3 * torch.finfo(dtype).eps * wanted.float().abs() + 1e-6
     assert ((found.float() - wanted.float()).abs() <= bound).all()
 
@@ -281,6 +340,8 @@ def test_gated_norms_are_quantized_for_their_consumer(groups, group, activations
     static = 0.01 if activations is Activations.STATIC else None
     consumer = Weight(codes.to(device), scales.to(device), activations, static)
     found = TRITON.gated_norm(x, gate, weight, 1e-5, group, True, consumer)
-    wanted = quantize(TRITON.target, TRITON.gated_norm(x, gate, weight, 1e-5, group, True), consumer)
+    wanted = quantize(
+        TRITON.target, TRITON.gated_norm(x, gate, weight, 1e-5, group, True), consumer
+    )
     assert torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
     assert torch.equal(found.scale, wanted.scale)

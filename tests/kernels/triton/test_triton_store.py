@@ -1,6 +1,7 @@
 """Rotate-and-store against the reference: the same bytes, scales and counts, slot by slot.
 
-On a GPU a rotation may be contracted into fused multiply-adds, so there what is rotated is compared as numbers.
+On a GPU a rotation may be contracted into fused multiply-adds, so there what is rotated is compared
+as numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ CACHES = [(format, kind) for format in FP8 for kind in ("unit", "static", "token
 CACHES += [(format, "unit") for format in (Format.BFLOAT16, Format.FLOAT16, Format.FLOAT32)]
 
 
-def make_pages(format: Format, scales: str, heads: int, dim: int, device: str, v_dim: int | None = None) -> KVPages:
+def make_pages(
+    format: Format, scales: str, heads: int, dim: int, device: str, v_dim: int | None = None
+) -> KVPages:
     shapes = [(NUM_BLOCKS, BLOCK, heads, width) for width in (dim, v_dim or dim)]
     kept: list[torch.Tensor | None] = [None, None]
     if scales == "static":
@@ -47,7 +50,9 @@ def assert_same(got: KVPages, expected: KVPages) -> None:
     assert got.counters.tolist() == expected.counters.tolist()
 
 
-def make_rotary(dim: int, device: str, norms: tuple[torch.Tensor, torch.Tensor] | None = None) -> Rotary:
+def make_rotary(
+    dim: int, device: str, norms: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> Rotary:
     angles = torch.outer(torch.arange(POSITIONS).float(), 1e4 ** -torch.linspace(0, 1, dim // 2))
     return Rotary(angles.cos().to(device), angles.sin().to(device), norms, 1e-6)
 
@@ -56,7 +61,12 @@ def rotate_store(qkv: torch.Tensor, *arguments: torch.Tensor | Rotary | KVPages)
     return store.rotate_store(current_target(), qkv.flatten(1), *arguments)
 
 
-RARE = [(Format.E4M3FNUZ, "unit"), (Format.E4M3FNUZ, "static"), (Format.E5M2, "unit"), (Format.FLOAT16, "unit")]
+RARE = [
+    (Format.E4M3FNUZ, "unit"),
+    (Format.E4M3FNUZ, "static"),
+    (Format.E5M2, "unit"),
+    (Format.FLOAT16, "unit"),
+]
 OTHER_SHAPE = (torch.float32, 1, 40)
 WIDTHS = [(Format.E4M3FN, "static"), (Format.E4M3FN, "token"), (Format.FLOAT32, "unit")]
 
@@ -76,14 +86,20 @@ def test_stored_bytes_are_the_reference_s(format, scales, dtype, heads, dim, dev
     rows = 7
     qkv = (torch.randn(rows, 3 * heads, dim) * 10 ** torch.randn(rows, 1, 1)).to(dtype).to(device)
     qkv[3, :, 1], qkv[4, :, 2], qkv[5] = torch.inf, torch.nan, 0.0
-    slots, positions = torch.randperm(BLOCK * NUM_BLOCKS)[:rows], torch.randint(0, POSITIONS, (rows,))
+    slots, positions = (
+        torch.randperm(BLOCK * NUM_BLOCKS)[:rows],
+        torch.randint(0, POSITIONS, (rows,)),
+    )
     slots[2] = slots[6] = -1
     rotary = make_rotary(dim, device)
     if device != "cpu":
         rotary = replace(rotary, cos=torch.ones_like(rotary.cos), sin=torch.zeros_like(rotary.sin))
     expected, got = (make_pages(format, scales, heads, dim, device) for _ in range(2))
     arguments = (qkv, rotary, positions.to(device), slots.to(device))
-    wanted, q = reference.rotate_store(qkv.flatten(1), *arguments[1:], expected), rotate_store(*arguments, got)
+    wanted, q = (
+        reference.rotate_store(qkv.flatten(1), *arguments[1:], expected),
+        rotate_store(*arguments, got),
+    )
     assert_same(got, expected)
     assert torch.equal(q.isnan(), wanted.isnan())
     assert torch.equal(q[~q.isnan()], wanted[~wanted.isnan()])
@@ -100,11 +116,16 @@ def test_norms_and_a_center(dtype, device):
     qkv = (torch.randn(rows, heads + 2 * kv_heads, dim) * 3).to(dtype).to(device)
     weights = (torch.rand(2, dim) + 0.5).to(dtype).to(device)
     rotary = make_rotary(dim, device, (weights[0], weights[1]))
-    positions, slots = torch.randint(0, POSITIONS, (rows,), device=device), torch.arange(rows, device=device) + 5
+    positions, slots = (
+        torch.randint(0, POSITIONS, (rows,), device=device),
+        torch.arange(rows, device=device) + 5,
+    )
     tables = (KeyCenter.angle_tiles(table) for table in (rotary.cos, rotary.sin))
     center = KeyCenter.of(torch.randn(kv_heads, dim).to(device), *tables)
     pages = make_pages(Format.FLOAT32, "unit", kv_heads, dim, device)
-    expected, got = (replace(pages, k=pages.k.clone(), v=pages.v.clone(), k_center=center) for _ in range(2))
+    expected, got = (
+        replace(pages, k=pages.k.clone(), v=pages.v.clone(), k_center=center) for _ in range(2)
+    )
     wanted = reference.rotate_store(qkv.flatten(1), rotary, positions, slots, expected)
     bound = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
     torch.testing.assert_close(rotate_store(qkv, rotary, positions, slots, got), wanted, **bound)
@@ -122,13 +143,20 @@ def test_norms_and_a_center(dtype, device):
         *(pytest.param(*WIDTHS[i], 24, 24, 8, marks=pytest.mark.slow) for i in (1, 2)),
     ],
 )
-def test_partial_rotary_and_values_of_another_width(format, scales, rotary_dim, k_dim, v_dim, device):
-    """Only the first rotary_dim channels turn, in pairs (i, i + rotary_dim / 2); the others pass, to the bit."""
+def test_partial_rotary_and_values_of_another_width(
+    format, scales, rotary_dim, k_dim, v_dim, device
+):
+    """Only the first rotary_dim channels turn, in pairs (i, i + rotary_dim / 2); the others pass,
+    to the bit.
+    """
     torch.manual_seed(2)
     rows, heads, kv_heads = 5, 3, 2
     qkv = (torch.randn(rows, heads * k_dim + kv_heads * (k_dim + v_dim)) * 3).bfloat16().to(device)
     qkv[0, :k_dim] = -0.0  # kept where nothing turns
-    slots, positions = torch.tensor([3, 40, -1, 4, 71]).to(device), torch.randint(0, POSITIONS, (rows,)).to(device)
+    slots, positions = (
+        torch.tensor([3, 40, -1, 4, 71]).to(device),
+        torch.randint(0, POSITIONS, (rows,)).to(device),
+    )
     rotary = make_rotary(rotary_dim, device)
     if device != "cpu":
         rotary = replace(rotary, cos=torch.ones_like(rotary.cos), sin=torch.zeros_like(rotary.sin))
@@ -146,7 +174,10 @@ def test_float32_weights_of_head_norms_and_a_center_with_partial_rotary(device):
     qkv = (torch.randn(rows, heads * k_dim + kv_heads * (k_dim + v_dim)) * 3).bfloat16().to(device)
     weights = (1 + torch.randn(2, k_dim) * 0.2).to(device)
     rotary = make_rotary(8, device, (weights[0], weights[1]))
-    positions, slots = torch.randint(0, POSITIONS, (rows,), device=device), torch.arange(rows, device=device) + 5
+    positions, slots = (
+        torch.randint(0, POSITIONS, (rows,), device=device),
+        torch.arange(rows, device=device) + 5,
+    )
     b = torch.randn(kv_heads, k_dim).to(device)
     unused = torch.zeros(0, device=device)
     pages = make_pages(Format.FLOAT32, "unit", kv_heads, k_dim, device, v_dim)
@@ -154,17 +185,21 @@ def test_float32_weights_of_head_norms_and_a_center_with_partial_rotary(device):
     expected, got = (replace(pages, k=pages.k.clone(), v=pages.v.clone()) for _ in range(2))
     wanted = reference.rotate_store(qkv, rotary, positions, slots, expected)
     q = store.rotate_store(current_target(), qkv, rotary, positions, slots, got)
-    # a root may differ in its last bit, which seldom changes what is rounded to 16 bits; another order of rounding does
+    # a root may differ in its last bit, which seldom changes what is rounded to 16 bits; another
+    # order of rounding does
     assert (q == wanted).float().mean() > 0.97
     assert (got.k == expected.k).float().mean() > 0.97
     assert torch.equal(got.v, expected.v)
 
 
 @pytest.mark.parametrize(
-    ("scales", "turns"), [("static", 2), ("token", 3), pytest.param("token", 4, marks=pytest.mark.slow)]
+    ("scales", "turns"),
+    [("static", 2), ("token", 3), pytest.param("token", 4, marks=pytest.mark.slow)],
 )
 def test_many_rows_are_stored_as_few_are(scales, turns, monkeypatch, device):
-    """By programs of one head, and of several: the last may have fewer, and one may have heads of q, k and v."""
+    """By programs of one head, and of several: the last may have fewer, and one may have heads of
+    q, k and v.
+    """
     torch.manual_seed(1)
     monkeypatch.setattr(store, "TURNS", turns)
     qkv, positions = torch.randn(17, 5, 16).bfloat16().to(device), torch.arange(17, device=device)
@@ -179,15 +214,21 @@ def test_many_rows_are_stored_as_few_are(scales, turns, monkeypatch, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rotary_dim", [0, 8, 24])
 def test_the_factor_of_queries(rotary_dim, dtype, device):
-    """It multiplies queries, unrotated channels too, once they are rounded; what is stored does not depend on it."""
+    """It multiplies queries, unrotated channels too, once they are rounded; what is stored does not
+    depend on it.
+    """
     torch.manual_seed(4)
     rows, heads, kv_heads, k_dim, v_dim = 6, 3, 2, 24, 16
     qkv = (torch.randn(rows, heads * k_dim + kv_heads * (k_dim + v_dim)) * 3).to(dtype).to(device)
     slots, positions = torch.arange(rows, device=device) + 5, (torch.arange(rows) * 9).to(device)
-    rotary = replace(make_rotary(rotary_dim, device), q_factor=torch.linspace(1, 2, POSITIONS, device=device))
+    rotary = replace(
+        make_rotary(rotary_dim, device), q_factor=torch.linspace(1, 2, POSITIONS, device=device)
+    )
     if device != "cpu":
         rotary = replace(rotary, cos=torch.ones_like(rotary.cos), sin=torch.zeros_like(rotary.sin))
-    expected, got = (make_pages(Format.E4M3FN, "token", kv_heads, k_dim, device, v_dim) for _ in range(2))
+    expected, got = (
+        make_pages(Format.E4M3FN, "token", kv_heads, k_dim, device, v_dim) for _ in range(2)
+    )
     wanted = reference.rotate_store(qkv, rotary, positions, slots, expected)
     q = store.rotate_store(current_target(), qkv, rotary, positions, slots, got)
     assert torch.equal(q, wanted)
@@ -198,12 +239,17 @@ def test_the_factor_of_queries(rotary_dim, dtype, device):
 
 
 def test_queries_alone_are_those_beside_keys(device):
-    """Without slots: the heads of q, for keys that another layer has stored; the pages keep what they hold."""
+    """Without slots: the heads of q, for keys that another layer has stored; the pages keep what
+    they hold.
+    """
     torch.manual_seed(0)
     rows, heads, kv_heads, dim = 3, 3, 2, 32
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim).bfloat16().to(device)
     weight = torch.rand(dim).bfloat16().to(device)
-    rotary, positions = make_rotary(dim, device, (weight, weight)), torch.arange(rows, device=device) % POSITIONS
+    rotary, positions = (
+        make_rotary(dim, device, (weight, weight)),
+        torch.arange(rows, device=device) % POSITIONS,
+    )
     pages, untouched = (make_pages(Format.E4M3FN, "token", kv_heads, dim, device) for _ in range(2))
     nowhere = torch.full_like(positions, -1)
     q = rotate_store(qkv[:, :heads].contiguous(), rotary, positions, None, pages)

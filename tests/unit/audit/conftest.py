@@ -34,7 +34,10 @@ FP8 = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
     "kv_cache_scheme": "static",
-    "ignored_layers": [*(f"model.layers.{i}.{name}" for i in range(6) for name in MODULES), "lm_head"],
+    "ignored_layers": [
+        *(f"model.layers.{i}.{name}" for i in range(6) for name in MODULES),
+        "lm_head",
+    ],
 }
 MODELOPT = {
     "quant_method": "modelopt",
@@ -42,7 +45,13 @@ MODELOPT = {
     "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
     "ignore": ["model.layers.*.mlp*", "model.layers.*.self_attn.*_proj", "lm_head"],
 }
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "modules_to_not_convert": ["self_attn"]}
+AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "zero_point": True,
+    "modules_to_not_convert": ["self_attn"],
+}
 PLAIN = "self_attn.{side}_scale"
 MODELOPT_NAMES = "self_attn.{side}_proj.{side}_scale"
 
@@ -70,9 +79,16 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path, recorded: dict[str, Any]) -> Write:
-    """(declaration, names, layers without scales) -> a folder; `keys` multiplies the keys of layer 3, and q divides."""
+    """(declaration, names, layers without scales) -> a folder; `keys` multiplies the keys of layer
+    3, and q divides.
+    """
 
-    def written(declared: dict[str, Any] | None, names: str, missing: tuple[int, ...] = (), keys: float = 1.0) -> Path:
+    def written(
+        declared: dict[str, Any] | None,
+        names: str,
+        missing: tuple[int, ...] = (),
+        keys: float = 1.0,
+    ) -> Path:
         folder = tmp_path / f"model{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         tensors = load_file(DEMO / "model.safetensors")

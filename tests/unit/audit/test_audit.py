@@ -35,7 +35,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_silently_missing_scales_are_caught(freight: Run, write: Write, text: str):
     """Layer 3, whose keys are a thousand times larger, has no scales: vLLM loads it and takes 1.0."""
     path = write(CT, PLAIN, missing=(3,), keys=1e3)
-    said = json.loads(freight("audit", str(path), "--engine", "vllm", "--data", text, *FEW, "--json").out)
+    said = json.loads(
+        freight("audit", str(path), "--engine", "vllm", "--data", text, *FEW, "--json").out
+    )
     (vllm,) = said["engines"]
     assert vllm["scales"] == {"used": 10, "one": 2}
     assert vllm["layers"][3]["k"]["effect"] == "one"
@@ -53,14 +55,20 @@ def test_the_fix_is_a_checkpoint_that_the_engine_loads(
     tmp_path: Path,
 ):
     path, out = write(CT, PLAIN, missing=(3,), keys=1e3), tmp_path / "fixed"
-    answer = freight("audit", str(path), "--engine", "vllm", "--data", text, *FEW, "--fix", str(out))
+    answer = freight(
+        "audit", str(path), "--engine", "vllm", "--data", text, *FEW, "--fix", str(out)
+    )
     assert answer.code == 0, answer.err
     assert view(Engine.VLLM, "0.33", read_facts(out)[1]).all_used
-    again = json.loads(freight("audit", str(out), "--engine", "vllm", "--data", text, *FEW, "--json").out)
+    again = json.loads(
+        freight("audit", str(out), "--engine", "vllm", "--data", text, *FEW, "--json").out
+    )
     assert "safe on this text" in again["engines"][0]["verdict"]
     assert "not safe" not in again["engines"][0]["verdict"]
     weights = "model.layers.2.mlp.down_proj.weight"
-    assert load_file(out / "model.safetensors")[weights].equal(load_file(path / "model.safetensors")[weights])
+    assert load_file(out / "model.safetensors")[weights].equal(
+        load_file(path / "model.safetensors")[weights]
+    )
     assert not open_checkpoint(str(out)).kv_scales.missing
 
 
@@ -74,11 +82,16 @@ def test_layers_that_keep_a_state_need_no_scales(freight: Run, text: str, tmp_pa
     assert "KV scales of 1 layer," in said.out
     (vllm,) = json.loads(freight("audit", str(out), *options, "--json").out)["engines"]
     assert (vllm["scales"], [layer["layer"] for layer in vllm["layers"]]) == ({"used": 2}, [3])
-    assert "uses the stored scales of the one layer with attention: safe on this text" in vllm["verdict"]
+    assert (
+        "uses the stored scales of the one layer with attention: safe on this text"
+        in vllm["verdict"]
+    )
 
 
 def test_kimi_delta_attention_needs_no_scales():
-    """Its projections are named as those of attention: layers 0, 1 and 3 keep a state, and layer 2 attends."""
+    """Its projections are named as those of attention: layers 0, 1 and 3 keep a state, and layer 2
+    attends.
+    """
     facts = read_facts(folder("kimi_linear"))[1]
     assert facts.without_keys == {0, 1, 3}
     assert [layer.layer for layer in view(Engine.SGLANG, "0.5.23", facts).layers] == [2]
@@ -96,12 +109,21 @@ def test_an_undeclared_checkpoint_is_declared_and_keeps_its_scales(
     before, after = open_checkpoint(str(path)).kv_scales, open_checkpoint(str(out)).kv_scales
     assert [(x.k, x.v) for x in before.layers if x] == [(x.k, x.v) for x in after.layers if x]
     assert view(Engine.VLLM, "0.33", read_facts(out)[1]).all_used
-    assert json.loads((out / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
+    assert (
+        json.loads((out / "config.json").read_text())["quantization_config"]["kv_cache_scheme"][
+            "num_bits"
+        ]
+        == 8
+    )
 
 
 def test_what_freight_cannot_run_is_judged_by_the_rules(freight: Run, write: Write, text: str):
     said = json.loads(freight("audit", str(write(AWQ, PLAIN)), "--data", text, "--json").out)
-    assert [one["scales"] for one in said["engines"]] == [{"ignored": 12}, {"ignored": 12}, {"used": 12}]
+    assert [one["scales"] for one in said["engines"]] == [
+        {"ignored": 12},
+        {"ignored": 12},
+        {"used": 12},
+    ]
     assert "awq" in said["unmeasured"]
     assert all("not measured" in one["verdict"] for one in said["engines"])
 
@@ -137,7 +159,9 @@ def test_bad_input(freight: Run, argv: tuple[str, ...], said: str):
     assert any(word in answer.err for word in said.split("|"))
 
 
-def test_a_cache_chosen_for_other_verbs_changes_nothing(freight: Run, write: Write, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_chosen_for_other_verbs_changes_nothing(
+    freight: Run, write: Write, monkeypatch: pytest.MonkeyPatch
+):
     path = str(write(CT, PLAIN))
     said = freight("audit", path, "--json").out
     monkeypatch.setenv("FREIGHT_KV_CACHE_DTYPE", "fp8")
@@ -146,7 +170,9 @@ def test_a_cache_chosen_for_other_verbs_changes_nothing(freight: Run, write: Wri
     assert "--kv-cache-dtype" not in freight("audit", "--help").out
 
 
-def test_a_fix_without_scales_or_text_says_what_is_missing(freight: Run, write: Write, tmp_path: Path):
+def test_a_fix_without_scales_or_text_says_what_is_missing(
+    freight: Run, write: Write, tmp_path: Path
+):
     answer = freight("audit", str(write(None, "")), "--fix", str(tmp_path / "out"))
     assert answer.code == 2
     assert "--data" in answer.err
@@ -163,7 +189,9 @@ def test_a_scale_without_its_other_is_not_written_for_both(
     del tensors[f"model.layers.2.self_attn.{'kv'.replace(side, '')}_scale"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     assert "--data" in freight("audit", str(path), "--engine", "vllm", "--fix", str(out)).err
-    said = freight("audit", str(path), "--engine", "vllm", "--data", text, *FEW, "--fix", str(out), "--json")
+    said = freight(
+        "audit", str(path), "--engine", "vllm", "--data", text, *FEW, "--fix", str(out), "--json"
+    )
     assert json.loads(said.out)["caches"]["stored"] is None
     layer = open_checkpoint(str(out)).kv_scales.layers[2]
     assert layer is not None

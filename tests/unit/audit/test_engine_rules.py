@@ -16,14 +16,50 @@ from freight.audit.rules import READ, Effect, Engine
 
 SOURCES = os.environ.get("FREIGHT_ENGINE_SOURCES", "")
 PLAIN, INSIDE, MODELOPT = "self_attn.k_scale", "self_attn.attn.k_scale", "self_attn.k_proj.k_scale"
-# Lines that people found in SGLang 0.5.23 and TGI 3.3.7 by reading; the interpreter has to come to the same ones.
+# Lines that people found in SGLang 0.5.23 and TGI 3.3.7 by reading; the interpreter has to come to
+# the same ones.
 READ_BY_HAND = [
-    (Engine.SGLANG, "0.5.23", "GraniteForCausalLM", PLAIN, Effect.REFUSED, "sglang/srt/models/granite.py:472"),
-    (Engine.SGLANG, "0.5.23", "MixtralForCausalLM", MODELOPT, Effect.REFUSED, "sglang/srt/models/mixtral.py:435"),
-    (Engine.SGLANG, "0.5.23", "Exaone4ForCausalLM", PLAIN, Effect.USED, "sglang/srt/models/exaone4.py:"),
-    (Engine.SGLANG, "0.5.23", "Ministral3ForCausalLM", PLAIN, Effect.USED, "sglang/srt/models/llama.py:"),
+    (
+        Engine.SGLANG,
+        "0.5.23",
+        "GraniteForCausalLM",
+        PLAIN,
+        Effect.REFUSED,
+        "sglang/srt/models/granite.py:472",
+    ),
+    (
+        Engine.SGLANG,
+        "0.5.23",
+        "MixtralForCausalLM",
+        MODELOPT,
+        Effect.REFUSED,
+        "sglang/srt/models/mixtral.py:435",
+    ),
+    (
+        Engine.SGLANG,
+        "0.5.23",
+        "Exaone4ForCausalLM",
+        PLAIN,
+        Effect.USED,
+        "sglang/srt/models/exaone4.py:",
+    ),
+    (
+        Engine.SGLANG,
+        "0.5.23",
+        "Ministral3ForCausalLM",
+        PLAIN,
+        Effect.USED,
+        "sglang/srt/models/llama.py:",
+    ),
     (Engine.TGI, "3.3.7", "granite", PLAIN, Effect.USED, "flash_llama_modeling.py:"),
-    (Engine.VLLM, "0.33", "LlamaForCausalLM", PLAIN, Effect.USED, "vllm/model_executor/models/llama.py:"),
+    (
+        Engine.VLLM,
+        "0.33",
+        "LlamaForCausalLM",
+        PLAIN,
+        Effect.USED,
+        "vllm/model_executor/models/llama.py:",
+    ),
 ]
 
 
@@ -52,7 +88,9 @@ def test_enough_families_and_forms_are_known(engine: str, version: str, least: i
     assert len(pairs) >= 3 * least
     for family, row in families.items():
         for situation, forms in content["profiles"][row["profile"]].items():
-            assert set(forms.values()) <= row["at"].keys(), f"{family} {situation}: an effect without a line"
+            assert set(forms.values()) <= row["at"].keys(), (
+                f"{family} {situation}: an effect without a line"
+            )
 
 
 def test_every_version_that_was_read_has_its_table_but_the_oldest():
@@ -68,7 +106,9 @@ def test_a_model_without_architectures_is_found_by_its_model_type():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SOURCES, reason="FREIGHT_ENGINE_SOURCES names no folder of unpacked engines")
+@pytest.mark.skipif(
+    not SOURCES, reason="FREIGHT_ENGINE_SOURCES names no folder of unpacked engines"
+)
 def test_the_sources_give_the_file():
     assert generate(Path(SOURCES)) == OUTPUT.read_text(encoding="utf-8")
 
@@ -106,7 +146,9 @@ def remap(name, params):
     return new if new in params else None
 """
 LOAD = (
-    "param = params_dict[name]\nloader = getattr(param, 'weight_loader', default_weight_loader)\nloader(param, tensor)"
+    "param = params_dict[name]\n"
+    "loader = getattr(param, 'weight_loader', default_weight_loader)\n"
+    "loader(param, tensor)"
 )
 
 
@@ -140,7 +182,12 @@ def test_what_becomes_of_a_name(tmp_path: Path, body: str, form: str, effect: st
 
 
 def test_attention_without_a_configuration_has_no_scales(tmp_path: Path):
-    assert outcome(tmp_path, "if name not in params_dict:\n    continue\n" + LOAD, "inside", "prefix=''") == "drops"
+    assert (
+        outcome(
+            tmp_path, "if name not in params_dict:\n    continue\n" + LOAD, "inside", "prefix=''"
+        )
+        == "drops"
+    )
 
 
 def outcome(folder: Path, body: str, form: str, quantized: str) -> str:

@@ -19,8 +19,18 @@ from freight.audit.verdict import Cost, sentence
 
 __all__ = ["freight"]  # the fixture is used by tests here
 
-STORED = tuple(StoredScale(f"model.layers.0.self_attn.{side}_scale", 0, side, (0.5,)) for side in "kv")
-LLAMA = Facts("compressed-tensors", "tensor", True, "llama", 1, STORED, scheme=KVScheme("float", 8, "tensor", True))
+STORED = tuple(
+    StoredScale(f"model.layers.0.self_attn.{side}_scale", 0, side, (0.5,)) for side in "kv"
+)
+LLAMA = Facts(
+    "compressed-tensors",
+    "tensor",
+    True,
+    "llama",
+    1,
+    STORED,
+    scheme=KVScheme("float", 8, "tensor", True),
+)
 SMALL, PLAIN_COST = Cost(10.0, 0.001, 1.0), Cost(10.0, 0.0, 1.0)
 
 
@@ -41,7 +51,9 @@ SMALL, PLAIN_COST = Cost(10.0, 0.001, 1.0), Cost(10.0, 0.0, 1.0)
     ],
 )
 @pytest.mark.parametrize("version", ["0.32", "0.33"])
-def test_vllm_stops_at_schemes_that_it_does_not_have(write: Write, changed: dict[str, Any], error: str, version: str):
+def test_vllm_stops_at_schemes_that_it_does_not_have(
+    write: Write, changed: dict[str, Any], error: str, version: str
+):
     """None removes the key. The folder is read as a user's is."""
     scheme = {key: value for key, value in (CT_KV | changed).items() if value is not None}
     facts = read_facts(write({**CT, "kv_cache_scheme": scheme}, PLAIN))[1]
@@ -52,18 +64,26 @@ def test_vllm_stops_at_schemes_that_it_does_not_have(write: Write, changed: dict
 
 def test_0_6_3_has_no_scales_per_head():
     assert not vllm_refusal(KVScheme("float", 8, "attn_head", True), per_head=True)
-    assert "NotImplementedError" in vllm_refusal(KVScheme("float", 8, "attn_head", True), per_head=False)
+    assert "NotImplementedError" in vllm_refusal(
+        KVScheme("float", 8, "attn_head", True), per_head=False
+    )
     unknown = KVScheme("float", 8, "column", True)  # 0.6.3 does not parse it
-    assert "NotImplementedError for strategy 'column'; it has tensor" in vllm_refusal(unknown, per_head=False)
+    assert "NotImplementedError for strategy 'column'; it has tensor" in vllm_refusal(
+        unknown, per_head=False
+    )
     assert "ValueError" in vllm_refusal(unknown, per_head=True)
-    seen = view(Engine.VLLM, "0.6.3", replace(LLAMA, scheme=KVScheme("float", 8, "attn_head", True)))
+    seen = view(
+        Engine.VLLM, "0.6.3", replace(LLAMA, scheme=KVScheme("float", 8, "attn_head", True))
+    )
     assert "attn_head" in seen.refusal
 
 
 def test_scales_per_head_name_the_backend_that_they_need():
     per_head = replace(LLAMA, strategy="attn_head", scheme=KVScheme("float", 8, "attn_head", True))
     assert any("FlashAttention 3" in note for note in view(Engine.VLLM, "0.33", per_head).notes)
-    assert not any("scales per head need" in note for note in view(Engine.VLLM, "0.33", LLAMA).notes)
+    assert not any(
+        "scales per head need" in note for note in view(Engine.VLLM, "0.33", LLAMA).notes
+    )
 
 
 def test_options_that_leave_scales_unused_are_named():

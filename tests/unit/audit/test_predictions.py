@@ -1,4 +1,6 @@
-"""What audit says of vLLM is what vLLM did: `audit_vllm_cpu.json`, written by benchmarks/peers/audit_vllm.py."""
+"""What audit says of vLLM is what vLLM did: `audit_vllm_cpu.json`, written by
+benchmarks/peers/audit_vllm.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from freight.audit.effects import view
 from freight.audit.facts import read_facts
 from freight.audit.rules import Effect, Engine
 
-RECORDED: dict[str, dict[str, Any]] = json.loads((FIXTURES / "audit_vllm_cpu.json").read_text())["checkpoints"]
+RECORDED: dict[str, dict[str, Any]] = json.loads((FIXTURES / "audit_vllm_cpu.json").read_text())[
+    "checkpoints"
+]
 
 
 def write(folder: Path, row: dict[str, Any]) -> Path:
@@ -45,4 +49,7 @@ def test_vllm_did_what_audit_says(name: str, version: str, tmp_path: Path):
         return
     assert not said.refusal
     assert [[list(layer.k.values), list(layer.v.values)] for layer in said.layers] == row["loaded"]
-    assert all(side.effect in (Effect.USED, Effect.CONVERTED, Effect.IGNORED, Effect.ONE) for side in said.sides)
+    assert all(
+        side.effect in (Effect.USED, Effect.CONVERTED, Effect.IGNORED, Effect.ONE)
+        for side in said.sides
+    )

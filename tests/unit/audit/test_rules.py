@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freight.audit.effects import Facts, StoredScale, parse_engine, view
-from freight.audit.rules import ASSEMBLIES, AUTO_RULES, INPUT_RULES, NAME_RULES, READ, Effect, Engine
+from freight.audit.rules import (
+    ASSEMBLIES,
+    AUTO_RULES,
+    INPUT_RULES,
+    NAME_RULES,
+    READ,
+    Effect,
+    Engine,
+)
 from freight.errors import ConfigError
 
 K, V = "self_attn.k_scale", "self_attn.v_scale"
@@ -35,7 +43,9 @@ def facts(
         )
         for name in names
     )
-    return Facts(method, strategy, strategy != "none", model_type, 1, stored, architecture=architecture)
+    return Facts(
+        method, strategy, strategy != "none", model_type, 1, stored, architecture=architecture
+    )
 
 
 def effects(engine: str, seen: Facts) -> tuple[Effect, Effect]:
@@ -78,7 +88,10 @@ CT = {"method": "compressed-tensors"}
         ("sglang", (K, V), {"model_type": "qwen2"}, IGNORED),
         *(("sglang", (K, V), {"model_type": kind}, IGNORED) for kind in ("mixtral", "qwen2_moe")),
         *(("sglang", INSIDE, {"model_type": kind}, USED) for kind in ("mixtral", "qwen2_moe")),
-        *(("vllm", (K, V), {"model_type": kind}, USED) for kind in ("mixtral", "qwen2_moe", "qwen3_moe")),
+        *(
+            ("vllm", (K, V), {"model_type": kind}, USED)
+            for kind in ("mixtral", "qwen2_moe", "qwen3_moe")
+        ),
         ("tgi", (K, V), {"model_type": "mixtral"}, USED),
         *(("tgi", (K, V), {"model_type": kind}, IGNORED) for kind in ("qwen2_moe", "qwen3_moe")),
         ("sglang", (K, V), {**CT, "strategy": "attn_head", "values": 2}, IGNORED),
@@ -154,19 +167,36 @@ def test_tgi_rounds_kv_scale_to_the_model_s_dtype():
 def test_fp8_without_being_asked():
     assert view(Engine.VLLM, "0.33", facts(K, V, method="compressed-tensors")).auto_fp8
     assert not view(Engine.VLLM, "0.33", facts(K, V, method="fp8")).auto_fp8
-    assert not view(Engine.VLLM, "0.33", facts(K, V, method="compressed-tensors", strategy="none")).auto_fp8
+    assert not view(
+        Engine.VLLM, "0.33", facts(K, V, method="compressed-tensors", strategy="none")
+    ).auto_fp8
 
 
 def test_input_scales():
-    seen = Facts("fp8", "none", False, "llama", 1, (), (("activation_scale", 3), ("input_scale", 2)))
-    by_engine = {engine: {n: e for n, _, e in view(engine, READ[engine][-1], seen).input_scales} for engine in Engine}
+    seen = Facts(
+        "fp8", "none", False, "llama", 1, (), (("activation_scale", 3), ("input_scale", 2))
+    )
+    by_engine = {
+        engine: {n: e for n, _, e in view(engine, READ[engine][-1], seen).input_scales}
+        for engine in Engine
+    }
     assert by_engine[Engine.VLLM] == {"activation_scale": IGNORED, "input_scale": USED}
     assert by_engine[Engine.SGLANG]["activation_scale"] is USED
 
 
 @pytest.mark.parametrize(
     "text",
-    ["trt", "vllm=", "vllm=new", "vllm=0.5.0", "vllm=0.7", "vllm=0.31", "vllm=0.320", "vllm=0.34", "sglang=0.5.1"],
+    [
+        "trt",
+        "vllm=",
+        "vllm=new",
+        "vllm=0.5.0",
+        "vllm=0.7",
+        "vllm=0.31",
+        "vllm=0.320",
+        "vllm=0.34",
+        "sglang=0.5.1",
+    ],
 )
 def test_engines_that_are_not_known(text: str):
     if text == "vllm=":

@@ -33,7 +33,9 @@ SAME_LOGPROBS = ("kv_scale_pairs", "modelopt_names", "kv_scale_alone")
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_it_divides_by_the_scales_that_vllm_loaded(name: str, write: Write, recorded: dict[str, Any]):
+def test_it_divides_by_the_scales_that_vllm_loaded(
+    name: str, write: Write, recorded: dict[str, Any]
+):
     said = view(Engine.VLLM, "0.32", read_facts(write(*RECORDED[name]))[1])
     seen = recorded["checkpoints"][name]
     if "error" in seen:
@@ -45,7 +47,8 @@ def test_it_divides_by_the_scales_that_vllm_loaded(name: str, write: Write, reco
 
 @pytest.mark.parametrize("name", SAME_LOGPROBS)
 def test_log_probabilities_are_vllm_s(name: str, write: Write, recorded: dict[str, Any]):
-    """Equal to float32's noise, but where that moves a key or value over a step of E4M3: then within 0.02.
+    """Equal to float32's noise, but where that moves a key or value over a step of E4M3: then
+    within 0.02.
 
     Rounded to nearest, as vLLM's GPU kernels and Freight do, the mean difference is 0.09.
     """
@@ -53,7 +56,9 @@ def test_log_probabilities_are_vllm_s(name: str, write: Write, recorded: dict[st
     scales = engine_scales(view(Engine.VLLM, "0.32", read_facts(path)[1]))
     assert scales is not None
     differences = []
-    for ids, theirs in zip(recorded["token_ids"], recorded["checkpoints"][name]["logprobs"], strict=True):
+    for ids, theirs in zip(
+        recorded["token_ids"], recorded["checkpoints"][name]["logprobs"], strict=True
+    ):
         ours = logprobs_as_vllm_cpu(EngineArgs(model=str(path), dtype="float32"), scales, ids)
         differences.append((ours - torch.tensor(theirs)).abs())
     assert max(float(one.max()) for one in differences) < 0.02
@@ -63,11 +68,22 @@ def test_log_probabilities_are_vllm_s(name: str, write: Write, recorded: dict[st
 def test_the_command_has_a_row_that_rounds_as_vllm_does_on_a_cpu(
     freight: Callable[..., Any], write: Write, tmp_path: Path
 ):
-    """Its perplexity is that of the log-probabilities above, and not that of the row which rounds to nearest."""
+    """Its perplexity is that of the log-probabilities above, and not that of the row which rounds
+    to nearest.
+    """
     path = write(*RECORDED["kv_scale_pairs"])
     text = (DEMO / "heldout.txt").read_text()[:200]
     (tmp_path / "text").write_text(text)
-    argv = ["audit", str(path), "--engine", "vllm", "--data", str(tmp_path / "text"), "--dtype", "float32"]
+    argv = [
+        "audit",
+        str(path),
+        "--engine",
+        "vllm",
+        "--data",
+        str(tmp_path / "text"),
+        "--dtype",
+        "float32",
+    ]
     (said,) = json.loads(freight(*argv, "--json").out)["engines"]
     scales = engine_scales(view(Engine.VLLM, "0.33", read_facts(path)[1]))
     assert scales is not None
@@ -93,7 +109,9 @@ def test_truncation_is_the_next_value_towards_zero(x: float):
     assert (nearest == got) | (nearest.abs() > value.abs()), "not the next one"
 
 
-def test_the_awq_checkpoint_loses_its_scales_in_silence(write: Write, recorded: dict[str, Any], tmp_path: Path):
+def test_the_awq_checkpoint_loses_its_scales_in_silence(
+    write: Write, recorded: dict[str, Any], tmp_path: Path
+):
     """vLLM loaded it without a word, at 1.0 in every layer, although each layer has scales."""
     said = view(Engine.VLLM, "0.33", read_facts(write(*RECORDED["awq_method"]))[1])
     assert recorded["checkpoints"]["awq_method"]["scales"] == [[1.0, 1.0]] * 6
@@ -106,7 +124,14 @@ def test_queries_are_the_reference_s_with_their_factor():
     angles = torch.rand(8, 4)
     rotary = Rotary(angles.cos(), angles.sin(), q_factor=torch.linspace(1, 2, 8))
     qkv, positions, slots = torch.randn(3, 4 * 8), torch.tensor([2, 5, 7]), torch.arange(3)
-    pages = [KVPages(*torch.zeros(2, 1, 4, 1, 8), None, None, torch.zeros(2, dtype=torch.int64)) for _ in range(2)]
+    pages = [
+        KVPages(*torch.zeros(2, 1, 4, 1, 8), None, None, torch.zeros(2, dtype=torch.int64))
+        for _ in range(2)
+    ]
     wanted = reference.rotate_store(qkv, rotary, positions, slots, pages[0])
-    assert torch.equal(VllmCpuKernels().rotate_store(qkv, rotary, positions, slots, pages[1]), wanted)
-    assert not torch.equal(wanted, reference.rotate_queries(qkv.view(3, 4, 8)[:, :2], rotary, positions - 1))
+    assert torch.equal(
+        VllmCpuKernels().rotate_store(qkv, rotary, positions, slots, pages[1]), wanted
+    )
+    assert not torch.equal(
+        wanted, reference.rotate_queries(qkv.view(3, 4, 8)[:, :2], rotary, positions - 1)
+    )

@@ -1,6 +1,8 @@
-"""A server with OpenAI's shapes and no model: streams known tokens at known intervals, and misbehaves on demand.
+"""A server with OpenAI's shapes and no model: streams known tokens at known intervals, and
+misbehaves on demand.
 
-It runs in a thread of its own, with a loop of its own, so that the load under test has the test's thread to itself.
+It runs in a thread of its own, with a loop of its own, so that the load under test has the test's
+thread to itself.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ class StandIn:
     gap          seconds before each event
     per_event    tokens of each event
     refuses      fields of the body that it answers with 400
-    fault        what goes wrong in each stream: "", "no_done", "error_event", "malformed", "closed", "bad_chunk",
-                 "empty", "no_usage", "hang"
+    fault        what goes wrong in each stream: "", "no_done", "error_event", "malformed",
+                 "closed", "bad_chunk", "empty", "no_usage", "hang"
     status       of each answer; other than 200 it is an error
     hangs_up     closes an idle connection after each answer, without saying so
     count        tokens of a text
@@ -64,7 +66,11 @@ class StandIn:
 
     async def one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        fields = {line.split(":")[0].lower(): line.partition(":")[2].strip() for line in head.split("\r\n")[1:] if line}
+        fields = {
+            line.split(":")[0].lower(): line.partition(":")[2].strip()
+            for line in head.split("\r\n")[1:]
+            if line
+        }
         body = await reader.readexactly(int(fields.get("content-length", "0")))
         method, path, _ = head.split(" ", 2)
         if self.key and fields.get("authorization") != f"Bearer {self.key}":
@@ -105,7 +111,9 @@ class StandIn:
         finally:
             self.at_once -= 1
 
-    async def stream(self, writer: asyncio.StreamWriter, is_chat: bool, body: dict[str, Any]) -> None:
+    async def stream(
+        self, writer: asyncio.StreamWriter, is_chat: bool, body: dict[str, Any]
+    ) -> None:
         continuous = body["stream_options"].get("continuous_usage_stats", False)
         wanted, prompt = body["max_tokens"], body.get("prompt") or body["messages"][0]["content"]
         num_prompt = self.count(prompt) if isinstance(prompt, str) else len(prompt)
@@ -121,7 +129,9 @@ class StandIn:
         def choice(text: str) -> dict[str, Any]:
             return {"index": 0} | ({"delta": {"content": text}} if is_chat else {"text": text})
 
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         if is_chat:
             event([{"index": 0, "delta": {"role": "assistant", "content": ""}}], 0, continuous)
         num_tokens = 0

@@ -1,4 +1,6 @@
-"""What the benchmarks say about a run: the right steps, bytes and keys, on a model small enough to run here."""
+"""What the benchmarks say about a run: the right steps, bytes and keys, on a model small enough to
+run here.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ SHAPE = PRESETS["llama-1b"] | {
 def opened(tmp_path: Path) -> OpenModel:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SHAPE))
-    args = EngineArgs(quantization="fp8", kv_cache_dtype="fp8", skip_tokenizer_init=True, kv_cache_memory="8 MiB")
+    args = EngineArgs(
+        quantization="fp8", kv_cache_dtype="fp8", skip_tokenizer_init=True, kv_cache_memory="8 MiB"
+    )
     return open_random(args, str(path))
 
 
@@ -60,7 +64,10 @@ def test_spread_of_one_and_of_many():
 
 def test_calls_take_turns_and_the_first_does_not_count():
     order: list[str] = []
-    calls = {"a": [lambda: order.append("a0"), lambda: order.append("a1")], "b": [lambda: order.append("b")]}
+    calls = {
+        "a": [lambda: order.append("a0"), lambda: order.append("a1")],
+        "b": [lambda: order.append("b")],
+    }
     found = time_alternately(calls, seconds=0.0, least=3)
     assert order == ["a0", "a1", "b", "a0", "b", "a1", "b", "a0", "b"]
     assert {name: spread.count for name, spread in found.items()} == {"a": 3, "b": 3}
@@ -75,7 +82,12 @@ def test_the_probe_reads_what_it_says():
 
 @pytest.mark.parametrize(
     ("cache", "free", "size"),
-    [("480M", 64 * 2**30, 960 * 2**20), ("32M", 64 * 2**30, 2**27), (None, 64 * 2**30, 2**27), ("480M", 2**30, 2**28)],
+    [
+        ("480M", 64 * 2**30, 960 * 2**20),
+        ("32M", 64 * 2**30, 2**27),
+        (None, 64 * 2**30, 2**27),
+        ("480M", 2**30, 2**28),
+    ],
 )
 def test_what_is_measured_does_not_fit_into_a_cache_but_into_memory(tmp_path, cache, free, size):
     files = {"proc/meminfo": f"MemTotal: {free // 1024} kB\nMemAvailable: {free // 1024} kB\n"}
@@ -88,7 +100,14 @@ def test_what_is_measured_does_not_fit_into_a_cache_but_into_memory(tmp_path, ca
 
 
 def test_decode_begins_when_the_last_has_its_first_token():
-    records = [record(0, 5.0), record(1, 4.0), record(2, 3.0), record(2, 2.0), record(1, 9.0), record(2, 1.0)]
+    records = [
+        record(0, 5.0),
+        record(1, 4.0),
+        record(2, 3.0),
+        record(2, 2.0),
+        record(1, 9.0),
+        record(2, 1.0),
+    ]
     until_first, full = split(records, 2)
     assert until_first == 12.0
     assert [step.seconds for step in full] == [2.0, 1.0]
@@ -102,11 +121,15 @@ def test_weight_bytes_by_hand():
     norms, head = 5 * 64, 300 * 64
     outputs = 2 * ((64 + 2 * 32) + 64 + 2 * 96 + 64)
     assert weight_bytes(model, Format.BFLOAT16, Format.BFLOAT16) == 2 * (linear + norms + head)
-    assert weight_bytes(model, Format.BFLOAT16, Format.E4M3FN) == linear + 4 * outputs + 2 * (norms + head)
+    assert weight_bytes(model, Format.BFLOAT16, Format.E4M3FN) == linear + 4 * outputs + 2 * (
+        norms + head
+    )
 
 
 def test_a_table_of_per_layer_inputs_is_not_read_whole():
-    config = json.loads((FIXTURES / "llmcompressor_families" / "gemma4_own_inputs" / "config.json").read_text())
+    config = json.loads(
+        (FIXTURES / "llmcompressor_families" / "gemma4_own_inputs" / "config.json").read_text()
+    )
     model = parse_model_config(config)
     assert model.input_vocab_size
     bytes_read = weight_bytes(model, Format.BFLOAT16, Format.BFLOAT16)
@@ -115,10 +138,21 @@ def test_a_table_of_per_layer_inputs_is_not_read_whole():
 
 
 def test_of_experts_only_those_count_that_are_chosen():
-    """All of them are equally likely: of 8, one row of a step reads 2, two rows 3.5 on average, and many rows all."""
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
-    model = parse_model_config({**SHAPE, "model_type": "qwen3_moe", "architectures": None, **experts})
-    one, two, all_ = (weight_bytes(model, Format.BFLOAT16, Format.BFLOAT16, rows) for rows in (1, 2, 1000))
+    """All of them are equally likely: of 8, one row of a step reads 2, two rows 3.5 on average, and
+    many rows all.
+    """
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    }
+    model = parse_model_config(
+        {**SHAPE, "model_type": "qwen3_moe", "architectures": None, **experts}
+    )
+    one, two, all_ = (
+        weight_bytes(model, Format.BFLOAT16, Format.BFLOAT16, rows) for rows in (1, 2, 1000)
+    )
     expert = 2 * 3 * 48 * 64 * 2  # of each of two layers, in 16 bits
     assert (all_ - one, all_ - two) == (6 * expert, 4.5 * expert)
 
@@ -148,25 +182,35 @@ def test_latency_reports_the_run(opened: OpenModel):
         "fp8_e4m3fn",
     )
     assert 0 < found["overhead_fraction"] < 1
-    assert found["overhead_fraction"] == pytest.approx(found["overhead_ms"] / found["decode_step_ms"])
+    assert found["overhead_fraction"] == pytest.approx(
+        found["overhead_ms"] / found["decode_step_ms"]
+    )
     moved = sum(found["decode_bytes_per_step"].values())
-    steps, speeds = (found["spread"][name] for name in ("decode_step_ms", "read_bandwidth_bytes_per_second"))
+    steps, speeds = (
+        found["spread"][name] for name in ("decode_step_ms", "read_bandwidth_bytes_per_second")
+    )
     assert speeds["count"] == 2 * 2
     assert found["spread"]["decode_bandwidth_fraction"]["count"] == steps["count"]
     assert found["decode_bandwidth_fraction"] < 100 * moved / (steps["low"] / 1e3) / speeds["low"]
-    assert found["decode_bandwidth_fraction"] > 0.01 * moved / (steps["high"] / 1e3) / speeds["high"]
+    assert (
+        found["decode_bandwidth_fraction"] > 0.01 * moved / (steps["high"] / 1e3) / speeds["high"]
+    )
     for figure in ("prefill_tokens_per_second", "decode_tokens_per_second", "peak_rss_bytes"):
         assert found[figure] > 0
 
 
 def test_of_a_window_a_step_reads_no_more_than_the_window():
-    whole, window = (LayerKVSpec(Format.E4M3FN, Granularity.TENSOR, 2, 16, 16, size) for size in (None, 100))
+    whole, window = (
+        LayerKVSpec(Format.E4M3FN, Granularity.TENSOR, 2, 16, 16, size) for size in (None, 100)
+    )
     assert read_bytes(KVCacheSpec((whole, window, window), 16), 80) == 80 * 3 * 64
     assert read_bytes(KVCacheSpec((whole, window, window), 16), 1000) == (1000 + 2 * 100) * 64
 
 
 def test_throughput_counts_every_token(opened: OpenModel):
-    found = measure_throughput(opened, "tiny", num_requests=5, input_len=10, output_len=4, repeats=1)
+    found = measure_throughput(
+        opened, "tiny", num_requests=5, input_len=10, output_len=4, repeats=1
+    )
     assert found["num_requests"] == 5
     assert 5 * 5 <= found["input_tokens"] <= 5 * 15
     assert 5 * 2 <= found["output_tokens"] <= 5 * 6
@@ -181,12 +225,16 @@ def test_lengths_are_drawn_around_the_one_asked_for():
     assert draw_length(1, random.Random(0)) >= 1
 
 
-@pytest.mark.parametrize("kernels", [REFERENCE, select_kernels("auto")], ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize(
+    "kernels", [REFERENCE, select_kernels("auto")], ids=lambda kernels: kernels.name
+)
 def test_kernels_rows(kernels):
     model = parse_model_config(SHAPE)
     found = list(measure_kernels(kernels, model, (48, 32), [1, 3], 40, 0.0, cache_size=2**12))
     shapes = {tuple(row["shape"]) for row in found if row["kernel"] == "linear"}
-    assert shapes == {(rows, *shape) for rows in (1, 3) for shape in [(48, 32), *linear_shapes(model)]}
+    assert shapes == {
+        (rows, *shape) for rows in (1, 3) for shape in [(48, 32), *linear_shapes(model)]
+    }
     assert {row["kernel"] for row in found} == {
         "linear",
         "attention",
@@ -200,27 +248,44 @@ def test_kernels_rows(kernels):
         assert math.isfinite(row["median_us"])
         share = row["bytes"] / (row["median_us"] / 1e6) / row["read_bandwidth_bytes_per_second"]
         assert row["bandwidth_fraction"] == pytest.approx(share)
-    only = list(measure_kernels(kernels, model, (48, 32), [1], 40, 0.0, ["rotate_store"], cache_size=2**12))
+    only = list(
+        measure_kernels(kernels, model, (48, 32), [1], 40, 0.0, ["rotate_store"], cache_size=2**12)
+    )
     assert {row["kernel"] for row in only} == {"rotate_store"}
 
 
-@pytest.mark.parametrize("kernels", [REFERENCE, select_kernels("auto")], ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize(
+    "kernels", [REFERENCE, select_kernels("auto")], ids=lambda kernels: kernels.name
+)
 def test_latents_are_measured_with_the_products_of_their_heads(kernels):
     name = "glm4_moe_lite"
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "kv_lora_rank": 32, "qk_nope_head_dim": 16}
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+    }
     sizes |= {"qk_rope_head_dim": 16, "v_head_dim": 24, "q_lora_rank": None, "num_hidden_layers": 2}
-    architecture = {"model_type": name, "architectures": ["Glm4MoeLiteForCausalLM"], "dtype": "bfloat16"}
+    architecture = {
+        "model_type": name,
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "dtype": "bfloat16",
+    }
     model = parse_model_config(architecture | sizes)
     only = ["attention", "by_head"]
     found = list(measure_kernels(kernels, model, (48, 32), [1, 3], 40, 0.0, only, cache_size=2**12))
     products = [tuple(row["shape"]) for row in found if row["kernel"] == "by_head"]
     assert products == [(rows, 2, *matrix) for rows in (1, 3) for matrix in [(32, 16), (24, 32)]]
     assert found[-1]["bytes"] == 2 * 2 * 24 * 32 + 2 * 3 * 2 * (24 + 32)
-    assert {tuple(row["shape"]) for row in found if row["kernel"] == "attention"} == {(1, 1, 40, 2, 1, 48)}
+    assert {tuple(row["shape"]) for row in found if row["kernel"] == "attention"} == {
+        (1, 1, 40, 2, 1, 48)
+    }
 
 
 def test_values_of_another_width_are_measured_as_they_are() -> None:
-    """K and V of MiMo-V2 have 24 and 16 channels: 40 values of a token in bfloat16, and twice as many operations."""
+    """K and V of MiMo-V2 have 24 and 16 channels: 40 values of a token in bfloat16, and twice as
+    many operations.
+    """
     bench = Bench(REFERENCE, "cpu")
     heads, same = Heads(2, 1, 24, 16), Heads(2, 1, 24)
     found, wide = (bench.attention(1, 2, 40, one, Format.BFLOAT16, None) for one in (heads, same))

@@ -1,4 +1,6 @@
-"""benchmarks/gpu_table.py over a stand-in for `freight bench`: rows that fail, crash or hang cost themselves alone."""
+"""benchmarks/gpu_table.py over a stand-in for `freight bench`: rows that fail, crash or hang cost
+themselves alone.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def run(script: ModuleType, kernels: list[str], latency: str = "runs", *more: str) -> list[dict[str, Any]]:
+def run(
+    script: ModuleType, kernels: list[str], latency: str = "runs", *more: str
+) -> list[dict[str, Any]]:
     """Everything in rows.jsonl after a run in which rows behave so."""
     Path("ways.json").write_text(json.dumps({"kernels": kernels, "latency": latency}))
     script.main(["--output", "out", *more])
@@ -109,7 +113,9 @@ def test_a_command_that_cannot_start_is_given_up(script):
     assert records[-1] == {"command": "one", "done": True}
 
 
-@pytest.mark.parametrize(("way", "said"), [("fails", "no room"), ("hangs", "took more than"), ("prints", "no row")])
+@pytest.mark.parametrize(
+    ("way", "said"), [("fails", "no room"), ("hangs", "took more than"), ("prints", "no row")]
+)
 def test_a_failed_run_is_repeated_by_the_next_and_a_finished_one_is_not(script, way, said, capsys):
     script.START_UP = 1.0
     failed = run(script, ["runs"], way)
@@ -126,9 +132,13 @@ def test_what_an_interruption_left_is_not_measured_again(script):
     left = json.dumps({"command": "kernels", "row": row})
     Path("out/rows.jsonl").write_text(f"{left}\n{left[:30]}")
     records = Path("out/rows.jsonl")
-    Path("ways.json").write_text(json.dumps({"kernels": ["crashes", "crashes", "runs"], "latency": "runs"}))
+    Path("ways.json").write_text(
+        json.dumps({"kernels": ["crashes", "crashes", "runs"], "latency": "runs"})
+    )
     script.main(["--output", "out", "--only", "kernels"])
-    found = [json.loads(line) for line in records.read_text().splitlines() if line and line != left[:30]]
+    found = [
+        json.loads(line) for line in records.read_text().splitlines() if line and line != left[:30]
+    ]
     assert cases(found) == [(2, True), (3, True)]
     assert found[-1] == {"command": "kernels", "done": True}
     assert "not measured" in Path("out/table.md").read_text()
@@ -136,22 +146,32 @@ def test_what_an_interruption_left_is_not_measured_again(script):
 
 def test_sigterm_ends_what_runs_and_keeps_the_rows(tmp_path, script):
     Path("ways.json").write_text(json.dumps({"kernels": ["runs", "hangs"], "latency": "runs"}))
-    text = SCRIPT.read_text().replace('(sys.executable, "-m", "freight", "bench")', '(sys.executable, "stand_in.py")')
+    text = SCRIPT.read_text().replace(
+        '(sys.executable, "-m", "freight", "bench")', '(sys.executable, "stand_in.py")'
+    )
     Path("table.py").write_text(text)
-    process = subprocess.Popen([sys.executable, "table.py", "--output", "out"], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "table.py", "--output", "out"], stderr=subprocess.DEVNULL
+    )
     rows = Path("out/rows.jsonl")
     while not rows.exists() or not rows.read_text():
         assert process.poll() is None
     process.terminate()
     assert process.wait(timeout=300) == 1
     assert json.loads(rows.read_text())["row"]["case"] == 1
-    running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    running = [
+        path.read_bytes()
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if os.access(path, os.R_OK)
+    ]
     assert not any(b"stand_in.py" in line and str(tmp_path).encode() in line for line in running)
 
 
 def test_counters_are_read_from_ncu_s_report(script):
     names = list(script.COUNTERS.values())
-    report = f'==PROF== Connected\n"ID","{names[0]}","{names[1]}"\n"","%","%"\n"0","58.25","1,054.5"\n'
+    report = (
+        f'==PROF== Connected\n"ID","{names[0]}","{names[1]}"\n"","%","%"\n"0","58.25","1,054.5"\n'
+    )
     assert script.counters_of(report) == {"issue_active": 58.25, "dram": 1054.5}
     assert script.counters_of("==ERROR== no permission") == {}
     assert script.counters_of(f'"ID","{names[0]}"\n"","%"\n') == {}
@@ -184,11 +204,19 @@ def test_a_case_that_fails_gives_a_row_and_a_lost_device_ends_the_run(monkeypatc
     def lost() -> None:
         raise RuntimeError("illegal address")
 
-    every = [("attention", lambda: 1.0), ("linear", lambda: {}["no room"]), ("torch.linear", lambda: 3.0)]
+    every = [
+        ("attention", lambda: 1.0),
+        ("linear", lambda: {}["no room"]),
+        ("torch.linear", lambda: 3.0),
+    ]
     monkeypatch.setattr(gpu, "cases", lambda *_: iter(every))
     monkeypatch.setattr(gpu, "_measured", measured)
     monkeypatch.setattr(gpu, "launch_gap", lambda: 2e-6)
-    for name, value in {"get_device_name": lambda: "card", "synchronize": int, "empty_cache": int}.items():
+    for name, value in {
+        "get_device_name": lambda: "card",
+        "synchronize": int,
+        "empty_cache": int,
+    }.items():
         monkeypatch.setattr(gpu.torch.cuda, name, value)
     rows = list(gpu.measure_on_gpu(REFERENCE, [], 0.1, gpu.Sizes()))
     assert [(row["case"], row["kernels"], row.get("median_us")) for row in rows] == [
@@ -207,8 +235,17 @@ def test_a_case_that_fails_gives_a_row_and_a_lost_device_ends_the_run(monkeypatc
 
 
 def kernel_row(form: str, share: float, **more: Any) -> dict[str, Any]:
-    row = {"kernel": "attention", "format": form, "shape": [64, 1, 8192, 32, 8, 128], "bandwidth_fraction": share}
-    return row | {"median_us": 100.0, "tflops": 1.0, "case": 1, "launches": 2, "launch_gap_us": 2.0} | more
+    row = {
+        "kernel": "attention",
+        "format": form,
+        "shape": [64, 1, 8192, 32, 8, 128],
+        "bandwidth_fraction": share,
+    }
+    return (
+        row
+        | {"median_us": 100.0, "tflops": 1.0, "case": 1, "launches": 2, "launch_gap_us": 2.0}
+        | more
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,7 +253,10 @@ def kernel_row(form: str, share: float, **more: Any) -> dict[str, Any]:
     [
         ({"bandwidth_fraction": 0.9}, "Bandwidth binds: 0.90 of a copy's."),
         ({"median_us": 10.0}, "Launches bind: 2 of 2.0 us are 0.40 of the time."),
-        ({"tflops": 90.0}, "Matrix units bind: 90 TFLOP/s are 0.90 of the fastest product measured."),
+        (
+            {"tflops": 90.0},
+            "Matrix units bind: 90 TFLOP/s are 0.90 of the fastest product measured.",
+        ),
         ({}, "Issue or latency inside the kernel binds"),
         ({"launches": None}, "Issue or latency inside the kernel binds"),
         ({"issue_active": 60.0, "dram": 50.0}, "Instruction issue binds: the memory is busy 50 %"),
@@ -225,16 +265,25 @@ def kernel_row(form: str, share: float, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_a_sentence_says_what_binds(more, said):
-    product = kernel_row("bfloat16", 0.1, tflops=100.0) | {"kernel": "torch.linear", "shape": [8192, 8192, 8192]}
+    product = kernel_row("bfloat16", 0.1, tflops=100.0) | {
+        "kernel": "torch.linear",
+        "shape": [8192, 8192, 8192],
+    }
     failed = {"kernel": "attention", "what": "", "error": "no"}
     results: Results = {"kernels": [failed, product, kernel_row("fp8_e4m3fn, tensor", 0.5) | more]}
     line = next(line for line in table(results) if "64 x 8 k, static" in line)
     assert said in line
-    assert line.startswith("| decode attention, 64 x 8 k, static scales: of the copy bandwidth | 0.85 |")
+    assert line.startswith(
+        "| decode attention, 64 x 8 k, static scales: of the copy bandwidth | 0.85 |"
+    )
 
 
 def test_engine_goals_and_rows_that_failed():
-    step = {"decode_tokens_per_second": 3200.0, "decode_bandwidth_fraction": 0.5, "decode_step_ms": 4.0}
+    step = {
+        "decode_tokens_per_second": 3200.0,
+        "decode_bandwidth_fraction": 0.5,
+        "decode_step_ms": 4.0,
+    }
     results: Results = {
         "kernels": [],
         "8b batch 64, FP8": [{"error": "no"}, step],

@@ -1,4 +1,6 @@
-"""The load's HTTP client: an answer is read the same however the network cut it, and what is broken has a kind."""
+"""The load's HTTP client: an answer is read the same however the network cut it, and what is broken
+has a kind.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,14 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in pairwise(places)]
 
 
-@given(st.lists(st.binary(min_size=1, max_size=20)), st.lists(st.integers(0, 10**6), max_size=30), st.booleans())
-def test_a_chunked_body_is_read_however_it_is_cut(chunks: list[bytes], cuts: list[int], trailer: bool):
+@given(
+    st.lists(st.binary(min_size=1, max_size=20)),
+    st.lists(st.integers(0, 10**6), max_size=30),
+    st.booleans(),
+)
+def test_a_chunked_body_is_read_however_it_is_cut(
+    chunks: list[bytes], cuts: list[int], trailer: bool
+):
     body = b"".join(b"%x;note=1\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
     end = b"0\r\n" + (b"A: b\r\n" if trailer else b"") + b"\r\n"
     reader = AnswerReader()
@@ -31,10 +39,16 @@ def test_a_chunked_body_is_read_however_it_is_cut(chunks: list[bytes], cuts: lis
     reader.close()
 
 
-@given(st.lists(st.binary(max_size=30).filter(lambda b: not {10, 13} & {*b})), st.lists(st.integers(0, 10**6)))
+@given(
+    st.lists(st.binary(max_size=30).filter(lambda b: not {10, 13} & {*b})),
+    st.lists(st.integers(0, 10**6)),
+)
 def test_events_are_read_however_they_are_cut(events: list[bytes], cuts: list[int]):
     for end in (b"\n", b"\r\n"):
-        stream = b"".join(b": note" + end * 2 + b"event: x" + end + b"data: " + event + end * 2 for event in events)
+        stream = b"".join(
+            b": note" + end * 2 + b"event: x" + end + b"data: " + event + end * 2
+            for event in events
+        )
         reader = EventReader()
         assert [one for piece in pieces(stream, cuts) for one in reader.feed(piece)] == events
 
@@ -57,7 +71,10 @@ def test_a_body_with_a_length_and_one_that_ends_with_the_connection():
 
 def test_an_interim_answer_is_not_the_answer():
     reader = AnswerReader()
-    assert reader.feed(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx") == b"x"
+    assert (
+        reader.feed(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx")
+        == b"x"
+    )
     assert reader.status == 200
 
 
@@ -98,12 +115,14 @@ def test_what_is_broken_has_a_kind(data: bytes, kind: str):
 )
 def test_addresses(url: str, host: str, port: int, secure: bool, prefix: str):
     assert Address.parse(url) == Address(url, host, port, secure, prefix)
-    assert f"Host: {'[::1]' if host == '::1' else host}:{port}\r\n".encode() in Address.parse(url).head(
-        "GET", "/", 0, {}
-    )
+    assert f"Host: {'[::1]' if host == '::1' else host}:{port}\r\n".encode() in Address.parse(
+        url
+    ).head("GET", "/", 0, {})
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", "http://", "http://a:b", "http://a?x=1", "http://u:p@a"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://a", "http://", "http://a:b", "http://a?x=1", "http://u:p@a"]
+)
 def test_what_is_no_address_is_refused(url: str):
     with pytest.raises(ConfigError, match=r"write http://127\.0\.0\.1:8000"):
         Address.parse(url)

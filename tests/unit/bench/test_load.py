@@ -1,4 +1,6 @@
-"""Load on a stand-in server: what is sent, how much at once, when, and how each kind of failure is counted."""
+"""Load on a stand-in server: what is sent, how much at once, when, and how each kind of failure is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ pytestmark = pytest.mark.clock
 PROMPTS = Listed([Ask("hello", 4)])
 
 
-def load(server: StandIn, level: Level, amount: Amount, target: Target | None = None) -> list[Answer]:
-    target = replace(target or Target(Address.parse(server.url), "stand-in"), address=Address.parse(server.url))
+def load(
+    server: StandIn, level: Level, amount: Amount, target: Target | None = None
+) -> list[Answer]:
+    target = replace(
+        target or Target(Address.parse(server.url), "stand-in"), address=Address.parse(server.url)
+    )
     return asyncio.run(run_level(target, PROMPTS, level, amount, seed=1))
 
 
@@ -59,7 +65,9 @@ def test_a_rate_is_kept_whether_answers_come_or_not():
     assert server.most_at_once > 10
     gaps = [b - a for a, b in pairwise(starts)]
     assert max(gaps) > 3 * min(gaps), "arrivals are random, not regular"
-    assert all(answer.sent > answer.start for answer in answers), "times count from when a request was due"
+    assert all(answer.sent > answer.start for answer in answers), (
+        "times count from when a request was due"
+    )
 
 
 def test_a_duration_ends_a_run():
@@ -75,19 +83,33 @@ def test_no_request_begins_after_the_duration_at_a_low_rate_either():
         answers = load(server, Level(rate=8.0), Amount(seconds=0.2))
         assert all(answer.sent - answers[0].start < 0.2 for answer in answers)
         with pytest.raises(ConfigError, match="no request was due within --duration"):
-            measure_serving(arguments(server, levels=(Level(rate=0.5),), amount=Amount(seconds=0.01)))
+            measure_serving(
+                arguments(server, levels=(Level(rate=0.5),), amount=Amount(seconds=0.01))
+            )
 
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
-        *(("no_done", "no_done"), ("error_event", "error_event"), ("malformed", "malformed"), ("closed", "closed")),
-        *(("bad_chunk", "malformed"), ("empty", "empty"), ("no_usage", "no_usage"), ("hang", "timeout")),
+        *(
+            ("no_done", "no_done"),
+            ("error_event", "error_event"),
+            ("malformed", "malformed"),
+            ("closed", "closed"),
+        ),
+        *(
+            ("bad_chunk", "malformed"),
+            ("empty", "empty"),
+            ("no_usage", "no_usage"),
+            ("hang", "timeout"),
+        ),
     ],
 )
 def test_each_failure_has_its_kind(fault: str, kind: str):
     server = StandIn(fault=fault)
-    target = Target(Address.parse("http://x"), "stand-in", timeout=0.3 if fault == "hang" else 300.0)
+    target = Target(
+        Address.parse("http://x"), "stand-in", timeout=0.3 if fault == "hang" else 300.0
+    )
     with running(server):
         answers = load(server, Level(concurrency=2), Amount(requests=4), target)
     assert [answer.error for answer in answers] == [kind] * 4
@@ -98,7 +120,9 @@ def test_a_status_is_a_kind():
     server = StandIn(status=429)
     with running(server):
         answers = load(server, Level(concurrency=1), Amount(requests=2))
-    assert [(answer.error, answer.message) for answer in answers] == [("http_429", "status 429: not now")] * 2
+    assert [(answer.error, answer.message) for answer in answers] == [
+        ("http_429", "status 429: not now")
+    ] * 2
 
 
 def test_an_idle_connection_that_the_server_closed_is_no_error():
@@ -129,8 +153,17 @@ def test_what_a_server_does_not_take_is_left_out_and_said(refuses, ignore_eos, c
     with running(server):
         _, found = measure_serving(arguments(server))
     (row,) = found["rows"]
-    assert (row["ignore_eos"], row["usage_in_every_event"], row["itl_unit"]) == (ignore_eos, continuous, unit)
-    assert (row["model"], row["requests"], row["errors"], row["output_tokens"]) == ("stand-in", 4, {}, 16)
+    assert (row["ignore_eos"], row["usage_in_every_event"], row["itl_unit"]) == (
+        ignore_eos,
+        continuous,
+        unit,
+    )
+    assert (row["model"], row["requests"], row["errors"], row["output_tokens"]) == (
+        "stand-in",
+        4,
+        {},
+        16,
+    )
     assert server.bodies[-1].get("ignore_eos", False) is ignore_eos
 
 
@@ -140,18 +173,31 @@ def test_two_servers_take_turns_with_the_same_requests():
         runs, found = measure_serving(arguments(*servers, rounds=2, prompt=Lengths(4, 40)))
     order = [(servers[0].url, 0), (servers[1].url, 0), (servers[1].url, 1), (servers[0].url, 1)]
     assert [(run.url, run.round) for run in runs] == order
-    first, second = ([body["prompt"] for body in one.bodies if body["max_tokens"] > 1] for one in servers)
-    assert first == second  # without the pieces by which the first one's characters per token were found
-    assert {row["figure"] for row in found["ratios"]} >= {"ttft_ms_median", "output_tokens_per_second"}
+    first, second = (
+        [body["prompt"] for body in one.bodies if body["max_tokens"] > 1] for one in servers
+    )
+    assert (
+        first == second
+    )  # without the pieces by which the first one's characters per token were found
+    assert {row["figure"] for row in found["ratios"]} >= {
+        "ttft_ms_median",
+        "output_tokens_per_second",
+    }
     assert next(r["ratio"] for r in found["ratios"] if r["figure"] == "e2e_ms_median") < 0.9
 
 
 def test_ids_have_the_lengths_asked_for_and_share_a_prefix():
     server = StandIn(vocab_size=50)
     with running(server):
-        _, found = measure_serving(arguments(server, prompt_kind="ids", prompt=Lengths(5, 9), shared_prefix=6))
-    assert server.bodies[0]["prompt"] == [0] * 8  # the question is in ids too: the server may have no tokenizer
-    prompts = [body["prompt"] for body in server.bodies[2:]]  # after the question and the one to warm up
+        _, found = measure_serving(
+            arguments(server, prompt_kind="ids", prompt=Lengths(5, 9), shared_prefix=6)
+        )
+    assert (
+        server.bodies[0]["prompt"] == [0] * 8
+    )  # the question is in ids too: the server may have no tokenizer
+    prompts = [
+        body["prompt"] for body in server.bodies[2:]
+    ]  # after the question and the one to warm up
     assert len({tuple(prompt[:6]) for prompt in prompts}) == 1
     assert len({tuple(prompt[6:]) for prompt in prompts}) == 4
     assert all(11 <= len(prompt) <= 15 and max(prompt) < 50 for prompt in prompts)
@@ -167,7 +213,9 @@ def test_text_has_about_the_tokens_asked_for():
 
 @pytest.mark.parametrize("wanted", [40, 400])
 def test_text_has_the_tokens_asked_for_as_a_real_tokenizer_counts_them(wanted: int):
-    """The first 400 characters, by which they were found before, have fewer tokens than the rest of the text."""
+    """The first 400 characters, by which they were found before, have fewer tokens than the rest of
+    the text.
+    """
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     server = StandIn(count=lambda text: len(tokenizer.encode(text).ids))
     with running(server):
@@ -177,7 +225,10 @@ def test_text_has_the_tokens_asked_for_as_a_real_tokenizer_counts_them(wanted: i
 
 
 def test_the_same_seed_draws_the_same_requests():
-    for prompts in (Text("abc" * 50, 3.0, Lengths(1, 30), Lengths(1, 9), 2), Ids(9, Lengths(1, 30), Lengths(1, 9), 2)):
+    for prompts in (
+        Text("abc" * 50, 3.0, Lengths(1, 30), Lengths(1, 9), 2),
+        Ids(9, Lengths(1, 30), Lengths(1, 9), 2),
+    ):
         first, again, other = (list(islice(prompts.asks(seed), 5)) for seed in (1, 1, 2))
         assert first == again != other
 
@@ -203,15 +254,24 @@ def test_no_prompt_is_sent_twice_so_none_is_found_in_a_prefix_cache(seed: int):
     ],
     ids=["key", "status", "broken", "usage", "vocabulary"],
 )
-def test_a_server_that_cannot_be_measured_is_one_line(server: StandIn, given: dict[str, object], says: str):
+def test_a_server_that_cannot_be_measured_is_one_line(
+    server: StandIn, given: dict[str, object], says: str
+):
     with running(server), pytest.raises(FreightError, match=says):
         measure_serving(arguments(server, **given))
 
 
 def test_prompts_of_a_file(tmp_path: Path):
     path = tmp_path / "prompts.jsonl"
-    lines = [{"prompt": "a", "max_tokens": 3}, {"prompt": [1, 2]}, {"messages": [{"role": "user", "content": "x"}]}]
-    path.write_text("\ufeff" + "\r\n\n".join(map(json.dumps, lines)) + '\n{"prompt": "a\u2028b"}', encoding="utf-8")
+    lines = [
+        {"prompt": "a", "max_tokens": 3},
+        {"prompt": [1, 2]},
+        {"messages": [{"role": "user", "content": "x"}]},
+    ]
+    path.write_text(
+        "\ufeff" + "\r\n\n".join(map(json.dumps, lines)) + '\n{"prompt": "a\u2028b"}',
+        encoding="utf-8",
+    )
     *asks, last = read_prompts(path, Lengths(5, 5), 0)
     assert last.content == "a\u2028b"
     assert [ask.max_tokens for ask in asks] == [3, 5, 5]

@@ -1,4 +1,6 @@
-"""The arithmetic of a load: tokens from usage, gaps shared by the tokens of an event, percentiles, ratios by round."""
+"""The arithmetic of a load: tokens from usage, gaps shared by the tokens of an event, percentiles,
+ratios by round.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 def test_an_event_of_three_tokens_is_three_gaps():
-    answer = read((11.0, event("a", 1)), (11.6, event("bcd", 4)), (11.7, event("", 5)), (11.7, event(None, 5) + DONE))
+    answer = read(
+        (11.0, event("a", 1)),
+        (11.6, event("bcd", 4)),
+        (11.7, event("", 5)),
+        (11.7, event(None, 5) + DONE),
+    )
     assert answer.counts == (1, 3, 1)
     assert (answer.num_tokens, answer.num_prompt) == (5, 7)
     samples = Samples.of([answer])
@@ -45,7 +52,9 @@ def test_an_event_of_three_tokens_is_three_gaps():
 
 
 def test_without_usage_in_every_event_gaps_are_between_events():
-    answer = read((11.0, event("a", None)), (11.5, event("bcd", None)), (12.0, event(None, 4)), (12.0, DONE))
+    answer = read(
+        (11.0, event("a", None)), (11.5, event("bcd", None)), (12.0, event(None, 4)), (12.0, DONE)
+    )
     assert (answer.counts, answer.num_tokens) == (None, 4)
     samples = Samples.of([answer])
     assert (samples.itl, samples.unit) == (pytest.approx([500]), "event")
@@ -54,10 +63,21 @@ def test_without_usage_in_every_event_gaps_are_between_events():
 
 def test_a_role_is_no_token_and_reasoning_is():
     def delta(**fields: Any) -> bytes:
-        return b"data: " + json.dumps({"choices": [{"index": 0, "delta": fields}]}).encode() + b"\n\n"
+        return (
+            b"data: " + json.dumps({"choices": [{"index": 0, "delta": fields}]}).encode() + b"\n\n"
+        )
 
-    role, thought = delta(role="assistant", content=""), delta(reasoning="hm", reasoning_content="hm")
-    answer = read((10.5, role), (11.0, thought), (12.0, delta(content="a")), (12.0, event(None, 2)), (12.5, DONE))
+    role, thought = (
+        delta(role="assistant", content=""),
+        delta(reasoning="hm", reasoning_content="hm"),
+    )
+    answer = read(
+        (10.5, role),
+        (11.0, thought),
+        (12.0, delta(content="a")),
+        (12.0, event(None, 2)),
+        (12.5, DONE),
+    )
     assert answer.times == (11.0, 12.0)
     assert answer.end == 12.5
 
@@ -71,7 +91,10 @@ def test_a_role_is_no_token_and_reasoning_is():
         ([b'data: {"error": {"message": "the engine ended"}}\n\n', DONE], "error_event"),
         ([b"data: {nonsense\n\n", DONE], "malformed"),
         ([b"data: []\n\n", DONE], "malformed"),
-        ([b'data: {"choices": [], "usage": {}, "x": 1}\n\n', b'data: {"choices": 3}\n\n', DONE], "malformed"),
+        (
+            [b'data: {"choices": [], "usage": {}, "x": 1}\n\n', b'data: {"choices": 3}\n\n', DONE],
+            "malformed",
+        ),
         ([event("a", 1), DONE, event("b", 2)], "malformed"),
     ],
 )
@@ -81,10 +104,22 @@ def test_a_stream_that_is_not_in_order_is_an_error_of_its_kind(events: list[byte
     assert error.value.kind == kind
 
 
-def answered(start: float, first: float, end: float, num_tokens: int = 2, error: str = "") -> Answer:
+def answered(
+    start: float, first: float, end: float, num_tokens: int = 2, error: str = ""
+) -> Answer:
     times = () if error else (start + first, end)
     return Answer(
-        start, start, end, times, None if error else (1, num_tokens - 1), num_tokens, 7, None, 2, error, error
+        start,
+        start,
+        end,
+        times,
+        None if error else (1, num_tokens - 1),
+        num_tokens,
+        7,
+        None,
+        2,
+        error,
+        error,
     )
 
 
@@ -96,7 +131,11 @@ def test_errors_are_counted_and_are_in_no_time_and_no_rate():
     assert row["output_tokens_per_second"] == pytest.approx(12 / 4)
     assert row["requests_per_second"] == pytest.approx(2 / 4)
     assert row["ttft_ms"]["median"] == pytest.approx(500)
-    assert row["e2e_ms"] == {"median": 1500.0, "p90": pytest.approx(1900), "p99": pytest.approx(1990)}
+    assert row["e2e_ms"] == {
+        "median": 1500.0,
+        "p90": pytest.approx(1900),
+        "p99": pytest.approx(1990),
+    }
     assert row["short_answers"] == 0
 
 
@@ -106,7 +145,9 @@ def test_percentiles_of_nothing_are_none_and_of_a_hundred_known():
 
 
 def test_ratios_are_taken_within_rounds():
-    """The machine is ten times slower in the second round: the ratio of pooled medians would say nothing."""
+    """The machine is ten times slower in the second round: the ratio of pooled medians would say
+    nothing.
+    """
     runs = []
     for number, speed in enumerate((1.0, 10.0, 1.0)):
         runs.append(Run("a", Level(4), number, [answered(0.0, 0.1 * speed, 1.0 * speed)]))

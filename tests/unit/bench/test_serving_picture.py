@@ -1,4 +1,6 @@
-"""The picture of a load: positions follow the numbers, every server and load is there, and nothing is outside."""
+"""The picture of a load: positions follow the numbers, every server and load is there, and nothing
+is outside.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 def run(url: str, concurrency: int, first: float, gap: float) -> Run:
     """Ten answers of five tokens; times in seconds."""
     times = tuple(first + gap * i for i in range(5))
-    return Run(url, Level(concurrency), 0, [Answer(0.0, 0.0, times[-1], times, (1,) * 5, 5, 7, None, 5)] * 10)
+    return Run(
+        url,
+        Level(concurrency),
+        0,
+        [Answer(0.0, 0.0, times[-1], times, (1,) * 5, 5, 7, None, 5)] * 10,
+    )
 
 
 def draw(*runs: Run) -> ElementTree.Element:
@@ -38,7 +45,12 @@ def texts(svg: ElementTree.Element) -> dict[str, float]:
 
 
 def test_slower_is_further_right_in_both_halves():
-    svg = draw(run("a", 1, 0.1, 0.01), run("b", 1, 0.2, 0.02), run("a", 8, 0.4, 0.04), run("b", 8, 0.8, 0.08))
+    svg = draw(
+        run("a", 1, 0.1, 0.01),
+        run("b", 1, 0.2, 0.02),
+        run("a", 8, 0.4, 0.04),
+        run("b", 8, 0.8, 0.08),
+    )
     found = medians(svg)
     assert found == sorted(found)
     assert len(found) == 8
@@ -63,7 +75,9 @@ def test_a_load_without_an_answer_has_no_shape():
     failed = Run("a", Level(4), 0, [Answer(0.0, 0.0, 1.0, error="http_429")])
     svg = draw(run("a", 1, 0.1, 0.01), failed)
     assert len(list(svg.iter(f"{SVG}path"))) == 2
-    assert texts(svg)["Failed, and in no shape: 1 of 11 requests"] <= float(svg.attrib["viewBox"].split()[3])
+    assert texts(svg)["Failed, and in no shape: 1 of 11 requests"] <= float(
+        svg.attrib["viewBox"].split()[3]
+    )
 
 
 def test_failures_are_counted_by_server_and_not_mentioned_without_one():

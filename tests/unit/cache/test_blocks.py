@@ -1,4 +1,6 @@
-"""BlockAllocator: examples for each promise, and a state machine that holds all of them over any order of events."""
+"""BlockAllocator: examples for each promise, and a state machine that holds all of them over any
+order of events.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ def test_key_depends_on_tokens_on_everything_before_and_on_the_salt() -> None:
 
 def test_key_separates_tokens_that_share_their_digits() -> None:
     root = root_key(None)
-    keys = {block_key(root, tokens) for tokens in ([1, 23], [12, 3], [123], [1, 2, 3], [256], [1], [1, 0], [0, 1])}
+    keys = {
+        block_key(root, tokens)
+        for tokens in ([1, 23], [12, 3], [123], [1, 2, 3], [256], [1], [1, 0], [0, 1])
+    }
     assert len(keys) == 8
 
 
@@ -170,10 +175,11 @@ def test_misuse_is_an_assertion() -> None:
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Sequences come, take hits, fill blocks and leave in any order, beside a model of what the pool contains.
+    """Sequences come, take hits, fill blocks and leave in any order, beside a model of what the
+    pool contains.
 
-    The model writes the content (all text up to the end of the block) of every block that is computed, and remembers
-    in which order unheld indexed blocks were released.
+    The model writes the content (all text up to the end of the block) of every block that is
+    computed, and remembers in which order unheld indexed blocks were released.
     """
 
     sequences = Bundle("sequences")
@@ -192,8 +198,13 @@ class AllocatorMachine(RuleBasedStateMachine):
         return sum(blocks.count(block) for blocks in self.owners.values())
 
     def take_fresh(self, count: int) -> list[int] | None:
-        """allocate(), checked: nothing held is handed out, and eviction follows the order of release."""
-        free, available = self.allocator.num_free, self.allocator.num_free + self.allocator.num_cached
+        """allocate(), checked: nothing held is handed out, and eviction follows the order of
+        release.
+        """
+        free, available = (
+            self.allocator.num_free,
+            self.allocator.num_free + self.allocator.num_cached,
+        )
         blocks = self.allocator.allocate(count)
         assert (blocks is None) == (count > available)
         if blocks is None:
@@ -244,7 +255,11 @@ class AllocatorMachine(RuleBasedStateMachine):
     def give_back(self, sequence: int) -> None:
         blocks = self.owners.pop(sequence, [])
         self.allocator.release(blocks)
-        self.lru += [block for block in reversed(blocks) if self.holders(block) == 0 and block in self.indexed]
+        self.lru += [
+            block
+            for block in reversed(blocks)
+            if self.holders(block) == 0 and block in self.indexed
+        ]
 
     @invariant()
     def every_block_is_in_exactly_one_state(self) -> None:

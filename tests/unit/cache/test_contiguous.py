@@ -1,4 +1,6 @@
-"""StoredTokens: the bytes are those of the engine's pages, and of ml_dtypes; what is kept stays as it was stored."""
+"""StoredTokens: the bytes are those of the engine's pages, and of ml_dtypes; what is kept stays as
+it was stored.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,18 @@ def states(tokens: int = TOKENS, dtype: torch.dtype = F32, seed: int = 0) -> Ten
 
 
 def storage(format: Format, kind: str) -> Storage:
-    scale = torch.rand((HEADS, DIM), generator=torch.Generator().manual_seed(5), dtype=F32) * 0.1 + 0.01
+    scale = (
+        torch.rand((HEADS, DIM), generator=torch.Generator().manual_seed(5), dtype=F32) * 0.1 + 0.01
+    )
     return Storage(format, kind == "token", scale if kind == "static" else None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["token", "static", "unit"])
 @pytest.mark.parametrize("format", NUMPY, ids=str)
-def test_bytes_and_scales_are_those_of_the_engines_pages(format: Format, kind: str, dtype: torch.dtype) -> None:
+def test_bytes_and_scales_are_those_of_the_engines_pages(
+    format: Format, kind: str, dtype: torch.dtype
+) -> None:
     """`store_kv` is the definition of what all kernels store. Tokens come in three parts here."""
     x, how = states(dtype=dtype), storage(format, kind)
     tokens = StoredTokens(how, x)
@@ -59,7 +65,9 @@ def test_bytes_and_scales_are_those_of_the_engines_pages(format: Format, kind: s
         pages = KVPages(page, page.clone(), scale, scale, torch.zeros(2, dtype=torch.int64))
         keys = x[row].transpose(0, 1)
         store_kv(keys, keys, torch.arange(TOKENS), pages)
-        assert torch.equal(tokens.stored.view(torch.uint8)[row], pages.k.view(torch.uint8)[:, 0].transpose(0, 1))
+        assert torch.equal(
+            tokens.stored.view(torch.uint8)[row], pages.k.view(torch.uint8)[:, 0].transpose(0, 1)
+        )
         if how.dynamic:
             assert tokens.scale is not None
             assert pages.k_scale is not None
@@ -68,7 +76,9 @@ def test_bytes_and_scales_are_those_of_the_engines_pages(format: Format, kind: s
 
 @pytest.mark.parametrize("format", NUMPY, ids=str)
 def test_bytes_and_values_are_those_of_ml_dtypes(format: Format) -> None:
-    """Computed apart from Freight: amax / max in float32, rounded to bfloat16; then the division, clipped."""
+    """Computed apart from Freight: amax / max in float32, rounded to bfloat16; then the division,
+    clipped.
+    """
     x = states()
     tokens = StoredTokens(storage(format, "token"), x)
     tokens.append(x)
@@ -80,21 +90,29 @@ def test_bytes_and_values_are_those_of_ml_dtypes(format: Format) -> None:
     with np.errstate(invalid="ignore"):
         stored = np.clip(exact / wide, -largest, largest).astype(NUMPY[format])
     is_nan = np.isnan(exact)
-    assert np.array_equal(tokens.stored.view(torch.uint8).numpy()[~is_nan], stored.view(np.uint8)[~is_nan])
+    assert np.array_equal(
+        tokens.stored.view(torch.uint8).numpy()[~is_nan], stored.view(np.uint8)[~is_nan]
+    )
     assert tokens.scale is not None
     assert np.array_equal(tokens.scale.view(torch.uint16).numpy(), scale.view(np.uint16))
-    assert np.array_equal(tokens.read(F32).numpy(), stored.astype(np.float32) * wide, equal_nan=True)
+    assert np.array_equal(
+        tokens.read(F32).numpy(), stored.astype(np.float32) * wide, equal_nan=True
+    )
     assert is_nan.sum() == 1
 
 
 @settings(max_examples=examples(60))
 @given(data=st.data(), kind=st.sampled_from(["token", "static", "unit"]))
 def test_what_is_kept_is_never_changed(data: st.DataObject, kind: str) -> None:
-    """However tokens come, go and move, what is read is what was stored at first: nothing is rounded twice."""
+    """However tokens come, go and move, what is read is what was stored at first: nothing is
+    rounded twice.
+    """
     how = storage(Format.E4M3FN, kind)
     tokens, expected = StoredTokens(how, states(0)), states(0)
     for seed in range(data.draw(st.integers(1, 8))):
-        new = states(data.draw(st.integers(1, 70)), seed=seed)[:1].expand(expected.shape[0], -1, -1, -1)
+        new = states(data.draw(st.integers(1, 70)), seed=seed)[:1].expand(
+            expected.shape[0], -1, -1, -1
+        )
         alone = StoredTokens(how, new)
         alone.append(new)
         tokens.append(new)
@@ -105,12 +123,17 @@ def test_what_is_kept_is_never_changed(data: st.DataObject, kind: str) -> None:
             expected = expected[:, :, : max(0, expected.shape[2] - but)]
             expected = expected[:, :, max(0, expected.shape[2] - last) :]
         if data.draw(st.booleans()):
-            rows = torch.tensor(data.draw(st.lists(st.integers(0, expected.shape[0] - 1), min_size=1, max_size=3)))
+            rows = torch.tensor(
+                data.draw(st.lists(st.integers(0, expected.shape[0] - 1), min_size=1, max_size=3))
+            )
             tokens.select(rows)
             expected = expected[rows]
         assert tokens.num_tokens == expected.shape[2]
         assert torch.equal(tokens.read(F32).nan_to_num(7.0), expected.nan_to_num(7.0))
-        assert tokens.num_bytes <= expected.shape[0] * HEADS * (DIM + 2) * (expected.shape[2] * 17 / 16 + 48) + 4 * 48
+        assert (
+            tokens.num_bytes
+            <= expected.shape[0] * HEADS * (DIM + 2) * (expected.shape[2] * 17 / 16 + 48) + 4 * 48
+        )
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -142,7 +165,9 @@ def test_memory_grows_by_a_part_and_is_given_back() -> None:
 
 def test_scales_of_another_model_are_refused() -> None:
     wide = torch.zeros((BATCH, HEADS, 0, 2 * DIM))
-    with pytest.raises(ConfigError, match=r"for \[3, 16\] KV heads and channels, but .* have \[3, 32\]"):
+    with pytest.raises(
+        ConfigError, match=r"for \[3, 16\] KV heads and channels, but .* have \[3, 32\]"
+    ):
         StoredTokens(storage(Format.E4M3FN, "static"), wide)
 
 

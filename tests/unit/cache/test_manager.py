@@ -1,4 +1,6 @@
-"""CacheManager: examples of what windows and states give back and of hits, and a state machine over all of them."""
+"""CacheManager: examples of what windows and states give back and of hits, and a state machine over
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,19 @@ def states(tokens_per_block: int = 2 * BLOCK) -> StateBlocks:
 
 def keys_of(text: str, salt: str | None = None) -> list[bytes]:
     keys: list[bytes] = []
-    extend_keys(keys, len(text) // BLOCK, BLOCK, salt, lambda start, stop: [ord(letter) for letter in text[start:stop]])
+    extend_keys(
+        keys,
+        len(text) // BLOCK,
+        BLOCK,
+        salt,
+        lambda start, stop: [ord(letter) for letter in text[start:stop]],
+    )
     return keys
 
 
-def manager(*groups: Pages | StateBlocks, num_blocks: int = 20, caching: bool = True) -> CacheManager:
+def manager(
+    *groups: Pages | StateBlocks, num_blocks: int = 20, caching: bool = True
+) -> CacheManager:
     return CacheManager(groups, [num_blocks] * len(groups), BLOCK, STEP, caching)
 
 
@@ -48,7 +58,8 @@ def run_through(cache: CacheManager, text: str) -> Held:
     return held
 
 
-# ------------------------------------------------------------------------------------------------------------- windows
+# -------------------------------------------------------------------------------------------------------------
+# windows
 
 
 @settings(max_examples=examples(300))
@@ -58,7 +69,9 @@ def run_through(cache: CacheManager, text: str) -> Held:
     start=st.integers(0, 1000),
     step=st.integers(1, 200),
 )
-def test_a_window_keeps_its_tiles_and_no_more(window: int, size: int, start: int, step: int) -> None:
+def test_a_window_keeps_its_tiles_and_no_more(
+    window: int, size: int, start: int, step: int
+) -> None:
     group = Pages((0,), 1, window, size)
     first = group.first_block(start)
     tile = max(0, start - window + 1) // 64 * 64  # of the first position > start - window
@@ -92,7 +105,9 @@ def test_tables_stay_absolute_and_blocks_are_given_back_before_the_chunk() -> No
 
 
 def test_growing_is_all_or_nothing() -> None:
-    cache = CacheManager([Pages((0,), 1, None, BLOCK), Pages((1,), 1, 64, BLOCK)], [9, 3], BLOCK, STEP)
+    cache = CacheManager(
+        [Pages((0,), 1, None, BLOCK), Pages((1,), 1, 64, BLOCK)], [9, 3], BLOCK, STEP
+    )
     held = run_through(cache, "x" * 96)
     assert cache.grow(held, 97) is None
     assert [allocator.num_held for allocator in cache.allocators] == [3, 3]
@@ -107,19 +122,24 @@ def test_what_never_fits_is_named_by_its_group() -> None:
     assert (short.group, short.needed, short.num_blocks) == (groups[1], 8, 7)
 
 
-# -------------------------------------------------------------------------------------------------------------- states
+# --------------------------------------------------------------------------------------------------------------
+# states
 
 
 @settings(max_examples=examples(300))
-@given(size=st.sampled_from([16, 32, 64, 256]), start=st.integers(0, 1000), step=st.integers(1, 600))
-def test_a_sequence_holds_the_state_before_a_step_and_those_that_it_writes(size: int, start: int, step: int) -> None:
+@given(
+    size=st.sampled_from([16, 32, 64, 256]), start=st.integers(0, 1000), step=st.integers(1, 600)
+)
+def test_a_sequence_holds_the_state_before_a_step_and_those_that_it_writes(
+    size: int, start: int, step: int
+) -> None:
     group = states(size)
     first, end = group.first_block(start), -(-(start + step) // size)
     assert first == (0 if start == 0 else (start - 1) // size)
     assert end - first <= group.most_blocks(start + step, step) <= group.most_blocks(10**6, step)
-    assert max(-(-(at + step) // size) - group.first_block(at) for at in range(2 * size)) == group.most_blocks(
-        10**6, step
-    )
+    assert max(
+        -(-(at + step) // size) - group.first_block(at) for at in range(2 * size)
+    ) == group.most_blocks(10**6, step)
 
 
 def test_a_full_state_is_given_back_once_the_next_block_has_begun() -> None:
@@ -144,7 +164,8 @@ def test_a_hit_is_a_multiple_of_a_state(shared: int, hit: int) -> None:
     assert held.given_back[1] == max(0, hit // 64 - 1)  # of the states the last alone
 
 
-# ---------------------------------------------------------------------------------------------------------------- hits
+# ----------------------------------------------------------------------------------------------------------------
+# hits
 
 
 def test_a_hit_needs_of_a_window_what_the_first_token_reads() -> None:
@@ -156,7 +177,9 @@ def test_a_hit_needs_of_a_window_what_the_first_token_reads() -> None:
     assert (start, held.given_back if held else None) == (288, (0, 6))
     cache.allocators[1].forget(keys_of(text)[6:7])
     assert cache.admit(keys_of(text)[:9], len(text), 0) is not None
-    cache.allocators[1].forget(keys_of(text)[7:8])  # what is left of 9 does not reach back to its window
+    cache.allocators[1].forget(
+        keys_of(text)[7:8]
+    )  # what is left of 9 does not reach back to its window
     assert (cache.admit(keys_of(text)[:9], len(text), 0) or (None, -1))[1] == 0
 
 
@@ -185,7 +208,8 @@ def test_a_failed_request_leaves_nothing_behind_in_any_group() -> None:
     assert not any(one.is_indexed(key) for one in cache.allocators for key in keys_of(text))
 
 
-# ------------------------------------------------------------------------------------------------------- state machine
+# -------------------------------------------------------------------------------------------------------
+# state machine
 
 
 @dataclass
@@ -197,7 +221,9 @@ class Sequence:
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Sequences come with hits, compute chunks, and leave; beside it, the text that every block holds."""
+    """Sequences come with hits, compute chunks, and leave; beside it, the text that every block
+    holds.
+    """
 
     sequences = Bundle("sequences")
     texts = st.lists(st.sampled_from("ab"), min_size=1, max_size=5)
@@ -214,14 +240,19 @@ class ManagerMachine(RuleBasedStateMachine):
         self.num_started = 0
 
     def holders(self, group: int, block: int) -> int:
-        return sum(one.held.block_ids[group][one.held.given_back[group] :].count(block) for one in self.live.values())
+        return sum(
+            one.held.block_ids[group][one.held.given_back[group] :].count(block)
+            for one in self.live.values()
+        )
 
     def can_serve(self, keys: list[bytes], length: int) -> bool:
         """By its definition: every group has all blocks that the token at `length` reads."""
         for group, allocator in zip(self.cache.groups, self.cache.allocators, strict=True):
             size = group.tokens_per_block
             needed = range(group.first_block(length), length // size)
-            if length % size or not all(allocator.is_indexed(keys[(i + 1) * size // BLOCK - 1]) for i in needed):
+            if length % size or not all(
+                allocator.is_indexed(keys[(i + 1) * size // BLOCK - 1]) for i in needed
+            ):
                 return False
         return True
 
@@ -234,9 +265,13 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert self.content[index][block] == one.text[: min(start, (entry + 1) * size)]
             if isinstance(group, StateBlocks) and start > 0:
                 source = one.held.block_ids[index][(start - 1) // size]
-                assert self.content[index][source] == one.text[:start], "not the state behind the token before"
+                assert self.content[index][source] == one.text[:start], (
+                    "not the state behind the token before"
+                )
 
-    @rule(target=sequences, parts=texts, rest=st.integers(1, BLOCK), salt=st.sampled_from([None, "s"]))
+    @rule(
+        target=sequences, parts=texts, rest=st.integers(1, BLOCK), salt=st.sampled_from([None, "s"])
+    )
     def start(self, parts: list[str], rest: int, salt: str | None) -> int:
         text = "".join(part * 2 * BLOCK for part in parts) + "c" * rest
         keys = keys_of(text, salt)
@@ -270,7 +305,9 @@ class ManagerMachine(RuleBasedStateMachine):
         one.held = grown
         for index, group in enumerate(self.cache.groups):
             size = group.tokens_per_block
-            assert len(grown.block_ids[index]) - grown.given_back[index] <= group.most_blocks(len(one.text), STEP)
+            assert len(grown.block_ids[index]) - grown.given_back[index] <= group.most_blocks(
+                len(one.text), STEP
+            )
             for entry in range(start // size, -(-end // size)):
                 block = grown.block_ids[index][entry]
                 assert self.holders(index, block) == 1, "a block that others read is written"
@@ -287,15 +324,25 @@ class ManagerMachine(RuleBasedStateMachine):
             self.cache.release(one.held)
             return
         self.cache.forget(one.held, one.keys)
-        for allocator, table, first in zip(self.cache.allocators, one.held.block_ids, one.held.given_back, strict=True):
-            assert not any(allocator._keys[block] for block in table[first:]), "a later request would reuse it"
+        for allocator, table, first in zip(
+            self.cache.allocators, one.held.block_ids, one.held.given_back, strict=True
+        ):
+            assert not any(allocator._keys[block] for block in table[first:]), (
+                "a later request would reuse it"
+            )
 
     @invariant()
     def every_block_is_in_exactly_one_state(self) -> None:
         for index, allocator in enumerate(self.cache.allocators):
-            tables = [(one.held.block_ids[index], one.held.given_back[index]) for one in self.live.values()]
+            tables = [
+                (one.held.block_ids[index], one.held.given_back[index])
+                for one in self.live.values()
+            ]
             held = {block for table, first in tables for block in table[first:]}
-            assert allocator.num_free + allocator.num_held + allocator.num_cached == allocator.num_blocks
+            assert (
+                allocator.num_free + allocator.num_held + allocator.num_cached
+                == allocator.num_blocks
+            )
             assert allocator.num_held == len(held)
             assert all(set(table[:first]) <= {0} for table, first in tables), (
                 "a block that was given back is in a table"
@@ -304,8 +351,14 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def no_block_is_written_once_it_is_indexed(self) -> None:
         """Checksums of what blocks hold, from when they are indexed until they are not."""
-        for content, sums, allocator in zip(self.content, self.indexed, self.cache.allocators, strict=True):
-            now = {(block, key): hash(content[block]) for block, key in enumerate(allocator._keys) if key is not None}
+        for content, sums, allocator in zip(
+            self.content, self.indexed, self.cache.allocators, strict=True
+        ):
+            now = {
+                (block, key): hash(content[block])
+                for block, key in enumerate(allocator._keys)
+                if key is not None
+            }
             for entry, checksum in now.items():
                 assert sums.setdefault(entry, checksum) == checksum
             for entry in sums.keys() - now.keys():
@@ -315,9 +368,14 @@ class ManagerMachine(RuleBasedStateMachine):
     def a_block_has_two_owners_only_if_both_know_its_text(self) -> None:
         for index, group in enumerate(self.cache.groups):
             for one in self.live.values():
-                for entry in range(one.held.given_back[index], one.computed // group.tokens_per_block):
+                for entry in range(
+                    one.held.given_back[index], one.computed // group.tokens_per_block
+                ):
                     block = one.held.block_ids[index][entry]
-                    assert self.content[index][block] == one.text[: (entry + 1) * group.tokens_per_block]
+                    assert (
+                        self.content[index][block]
+                        == one.text[: (entry + 1) * group.tokens_per_block]
+                    )
 
     def teardown(self) -> None:
         for one in self.live.values():
@@ -325,7 +383,9 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.cache.num_held == 0
         assert self.cache.used_share == 0.0
         self.cache.reset()
-        assert all(allocator.num_free == allocator.num_blocks for allocator in self.cache.allocators)
+        assert all(
+            allocator.num_free == allocator.num_blocks for allocator in self.cache.allocators
+        )
 
 
 TestManagerMachine = ManagerMachine.TestCase

@@ -12,8 +12,21 @@ from tests.shares import examples
 
 from freight.cache.groups import Pages, StateBlocks
 from freight.cache.pool import allocate_pool
-from freight.cache.sizing import bytes_of_request, held_memory, longest_request, split_memory, useful_memory
-from freight.cache.spec import KVCacheSpec, LayerKVSpec, LayerStateSpec, StatePart, cache_spec, default_every
+from freight.cache.sizing import (
+    bytes_of_request,
+    held_memory,
+    longest_request,
+    split_memory,
+    useful_memory,
+)
+from freight.cache.spec import (
+    KVCacheSpec,
+    LayerKVSpec,
+    LayerStateSpec,
+    StatePart,
+    cache_spec,
+    default_every,
+)
 from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.model import ModelConfig, parse_model_config
 from freight.config.presets import shape_config
@@ -31,13 +44,17 @@ def gemma_3_27b() -> ModelConfig:
     model = parse_model_config(shape_config("llama-1b"))
     mixer = replace(model.layers[0].mixer, num_heads=32, num_kv_heads=16, k_dim=128, v_dim=128)
     layers = [
-        replace(model.layers[0], mixer=replace(mixer, window=None if index % 6 == 5 else 1024)) for index in range(62)
+        replace(model.layers[0], mixer=replace(mixer, window=None if index % 6 == 5 else 1024))
+        for index in range(62)
     ]
     return replace(model, layers=tuple(layers), max_position_embeddings=131072)
 
 
 def spec_of(*windows: int | None, heads: int = 2, block_size: int = 16) -> KVCacheSpec:
-    return KVCacheSpec(tuple(LayerKVSpec(Format.BFLOAT16, None, heads, 8, 8, window) for window in windows), block_size)
+    return KVCacheSpec(
+        tuple(LayerKVSpec(Format.BFLOAT16, None, heads, 8, 8, window) for window in windows),
+        block_size,
+    )
 
 
 def test_layers_with_equal_windows_form_a_group_whatever_their_bytes() -> None:
@@ -57,7 +74,9 @@ def test_windows_make_a_long_request_five_times_smaller() -> None:
     whole = 131072 * spec.bytes_per_token
     assert whole == 62 * 2**30
     takes = bytes_of_request(spec, 131072, 2048)
-    assert takes == 52 * 2 * 16 * 128 * 2 * 3136 + 10 * GIB  # 1024 + 2048 tokens and a tile; every token
+    assert (
+        takes == 52 * 2 * 16 * 128 * 2 * 3136 + 10 * GIB
+    )  # 1024 + 2048 tokens and a tile; every token
     assert whole >= 5 * takes
 
 
@@ -71,7 +90,12 @@ def test_windows_make_a_long_request_five_times_smaller() -> None:
     more=st.floats(1.0, 100.0),
 )
 def test_what_is_split_fits_and_holds_a_request(
-    windows: list[int | None], block_size: int, max_model_len: int, max_num_seqs: int, step_tokens: int, more: float
+    windows: list[int | None],
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    step_tokens: int,
+    more: float,
 ) -> None:
     spec = spec_of(*windows, block_size=block_size)
     needed = bytes_of_request(spec, max_model_len, step_tokens)
@@ -86,10 +110,16 @@ def test_what_is_split_fits_and_holds_a_request(
     longest = longest_request(spec, memory, max_model_len, step_tokens)
     assert longest >= max_model_len
     assert longest_request(spec, needed - 1, max_model_len, step_tokens) < max_model_len
-    assert needed <= useful_memory(spec, max_model_len, max_num_seqs, step_tokens) <= max_num_seqs * needed
+    assert (
+        needed
+        <= useful_memory(spec, max_model_len, max_num_seqs, step_tokens)
+        <= max_num_seqs * needed
+    )
     held = [group.window is not None and None in windows for group in spec.groups]
     if any(held):
-        assert [count for count, of_window in zip(num_blocks, held, strict=True) if of_window] == next(
+        assert [
+            count for count, of_window in zip(num_blocks, held, strict=True) if of_window
+        ] == next(
             of_windows
             for num_seqs in range(max_num_seqs, 0, -1)
             if (of_windows := blocks_of_windows(spec, memory, max_model_len, num_seqs, step_tokens))
@@ -99,18 +129,23 @@ def test_what_is_split_fits_and_holds_a_request(
 def blocks_of_windows(
     spec: KVCacheSpec, memory: int, max_model_len: int, num_seqs: int, step_tokens: int
 ) -> list[int] | None:
-    """Blocks of the groups with a window, by the rules of `split_memory`; None where the rest would be too small."""
+    """Blocks of the groups with a window, by the rules of `split_memory`; None where the rest would
+    be too small.
+    """
     whole = next(group for group in spec.groups if group.window is None)
     blocks = [
         min(
             num_seqs * group.most_blocks(max_model_len, step_tokens),
-            num_seqs * group.most_blocks(max_model_len, 1) - (-step_tokens // group.tokens_per_block),
+            num_seqs * group.most_blocks(max_model_len, 1)
+            - (-step_tokens // group.tokens_per_block),
         )
         for group in spec.groups
         if group is not whole
     ]
     of_windows = (group for group in spec.groups if group is not whole)
-    rest = memory - sum(count * group.bytes_per_block for count, group in zip(blocks, of_windows, strict=True))
+    rest = memory - sum(
+        count * group.bytes_per_block for count, group in zip(blocks, of_windows, strict=True)
+    )
     one = whole.bytes_per_block * whole.most_blocks(max_model_len, 1)
     return blocks if rest >= (one if 2 * rest >= memory else num_seqs * one) else None
 
@@ -132,7 +167,12 @@ def test_a_model_with_one_group_has_all_memory_in_it(window: int | None) -> None
 
 @pytest.mark.parametrize(
     ("memory", "long", "short"),
-    [(24, 1, 26), (48, 2, 54), (96, 6, 64), (200, 17, 64)],  # GiB; requests of 128k tokens; of 1,024 while decoding
+    [
+        (24, 1, 26),
+        (48, 2, 54),
+        (96, 6, 64),
+        (200, 17, 64),
+    ],  # GiB; requests of 128k tokens; of 1,024 while decoding
 )
 def test_short_requests_find_room_beside_long_ones(memory: int, long: int, short: int) -> None:
     spec = cache_spec(BFLOAT16, gemma_3_27b(), 16)
@@ -142,7 +182,9 @@ def test_short_requests_find_room_beside_long_ones(memory: int, long: int, short
 
 
 def test_the_line_at_start_tells_what_is_allocated() -> None:
-    opened = open_random(EngineArgs(max_model_len=4096, max_num_batched_tokens=256, device="cpu"), "llama-1b")
+    opened = open_random(
+        EngineArgs(max_model_len=4096, max_num_batched_tokens=256, device="cpu"), "llama-1b"
+    )
     config = opened.resolve(opened.args)
     layers = [replace(one, mixer=replace(one.mixer, window=(512, None)[index % 2]))
               for index, one in enumerate(opened.model.layers[:4])]  # fmt: skip
@@ -150,31 +192,46 @@ def test_the_line_at_start_tells_what_is_allocated() -> None:
     pool = allocate_pool(spec, config.kv, split_memory(spec, 64 * 2**20, 4096, 8, 256), REFERENCE)
     allocated = [
         sum(
-            pages.nbytes for layer in group.layers for pages in (pool.layers[layer].pages.k, pool.layers[layer].pages.v)
+            pages.nbytes
+            for layer in group.layers
+            for pages in (pool.layers[layer].pages.k, pool.layers[layer].pages.v)
         )
         for group in spec.groups
     ]
     assert sum(allocated) == pool.num_bytes
     line = describe_cache(pool, config)
-    for index, (group, size) in enumerate(zip(("a window of 512", "out a window"), allocated, strict=True)):
+    for index, (group, size) in enumerate(
+        zip(("a window of 512", "out a window"), allocated, strict=True)
+    ):
         blocks = pool.num_blocks[index]
-        assert f"2 layers with{' ' * (index == 0)}{group}: {blocks:,} blocks, {blocks * 16:,} tokens, " in line
+        assert (
+            f"2 layers with{' ' * (index == 0)}{group}: {blocks:,} blocks, {blocks * 16:,} tokens, "
+            in line
+        )
         assert f"{size / 2**20:.1f} MiB" in line
-    assert "a request of 4,096 tokens takes 19.2 MiB, and would take 32.0 MiB if windows gave no blocks back" in line
+    assert (
+        "a request of 4,096 tokens takes 19.2 MiB, and would take 32.0 MiB if windows gave no blocks back"
+        in line
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- states
+# --------------------------------------------------------------------------------------------------------------
+# states
 
 
 def with_states(state_bytes: int, every: int | None, *windows: int | None) -> KVCacheSpec:
-    """Two layers with a state of `state_bytes` together, and layers with these windows, of 64 bytes a token each."""
+    """Two layers with a state of `state_bytes` together, and layers with these windows, of 64 bytes
+    a token each.
+    """
     state = LayerStateSpec((StatePart("s", (state_bytes // 2,), Format.INT8),))
     return KVCacheSpec((state, *spec_of(*windows).layers, state), 16, every)
 
 
 def test_layers_with_a_state_form_a_group() -> None:
     parts = StatePart("columns", (3, 8), Format.BFLOAT16), StatePart("decay", (16,), Format.FLOAT32)
-    spec = KVCacheSpec((LayerStateSpec(parts), *spec_of(None).layers, LayerStateSpec(parts[:1])), 16, 64)
+    spec = KVCacheSpec(
+        (LayerStateSpec(parts), *spec_of(None).layers, LayerStateSpec(parts[:1])), 16, 64
+    )
     assert spec.groups == (StateBlocks((0, 2), 3 * 8 * 2 * 2 + 64, 64), Pages((1,), 64, None, 16))
     assert (spec.bytes_per_token, spec.bytes_per_state, spec.repeatable) == (64, 160, False)
     assert spec.blocks_of(65) == (2, 5)
@@ -183,7 +240,9 @@ def test_layers_with_a_state_form_a_group() -> None:
 
 @pytest.mark.parametrize(
     ("state_bytes", "heads", "layers", "format", "every"),
-    [  # bytes of a state of one byte a value with its kept rows and columns; KV heads of 256 or 128 channels and layers
+    # bytes of a state of one byte a value with its kept rows and columns; KV heads of 256 or 128
+    # channels and layers
+    [
         (53_900_000, (4, 256), 16, Format.E4M3FN, 2048),  # Qwen3.6-27B
         (18_600_000, (4, 256), 8, Format.E4M3FN, 2048),  # Qwen3.5-9B
         (23_200_000, (2, 256), 10, Format.E4M3FN, 4096),  # Qwen3.6-35B-A3B
@@ -197,7 +256,9 @@ def test_a_state_costs_no_more_than_the_pages_beside_it(
 ) -> None:
     granularity = Granularity.TOKEN if format is Format.E4M3FN else None
     pages = LayerKVSpec(format, granularity, heads[0], heads[1], heads[1])
-    spec = KVCacheSpec((LayerStateSpec((StatePart("s", (state_bytes,), Format.INT8),)), *[pages] * layers), 16)
+    spec = KVCacheSpec(
+        (LayerStateSpec((StatePart("s", (state_bytes,), Format.INT8),)), *[pages] * layers), 16
+    )
     assert default_every(spec, 262144) == every
     assert default_every(spec, 4096) == min(every, 512)
     assert default_every(spec, 100) == 16
@@ -237,7 +298,9 @@ def test_a_split_with_states_fits_and_holds_a_request(
 def test_states_come_first_and_pages_get_the_rest() -> None:
     spec = with_states(20_000, 64, None)
     num_states, num_pages = split_memory(spec, 2**24, 4096, 16, 512)
-    assert num_states == 2 * (16 + 2 + 8)  # one each, an eighth more, what a step begins; as many to be found again
+    assert num_states == 2 * (
+        16 + 2 + 8
+    )  # one each, an eighth more, what a step begins; as many to be found again
     assert num_pages == (2**24 - num_states * 20_000) // (64 * 16)
     assert held_memory(spec, 4096, 16, 512) == 26 * 20_000 + 16 * 4096 * 64
     assert useful_memory(spec, 4096, 16, 512) == 52 * 20_000 + 16 * 4096 * 64

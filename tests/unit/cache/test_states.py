@@ -20,7 +20,9 @@ PARTS = StatePart("sum", (2, 3), Format.FLOAT32), StatePart("columns", (4,), For
 
 def pool_of(num_blocks: int, every: int) -> KVPool:
     spec = KVCacheSpec((None, LayerStateSpec(PARTS), LayerStateSpec(PARTS[:1])), 16, every)
-    return allocate_pool(spec, KVCacheConfig(Format.BFLOAT16, None, None, None), [num_blocks], REFERENCE)
+    return allocate_pool(
+        spec, KVCacheConfig(Format.BFLOAT16, None, None, None), [num_blocks], REFERENCE
+    )
 
 
 def stretches(layer: PagedState, *slices: SequenceSlice) -> list[Stretch]:
@@ -36,7 +38,9 @@ def test_a_layer_has_its_parts_for_every_block() -> None:
     pool = pool_of(8, 32)
     assert list(pool.states) == [1, 2]
     assert not pool.paged
-    shapes = {name: (tuple(one.shape), one.dtype) for name, one in pool.states[1].states.parts.items()}
+    shapes = {
+        name: (tuple(one.shape), one.dtype) for name, one in pool.states[1].states.parts.items()
+    }
     assert shapes == {"sum": ((8, 2, 3), torch.float32), "columns": ((8, 4), torch.bfloat16)}
     held = sum(one.nbytes for kept in pool.states.values() for one in kept.states.parts.values())
     assert held == pool.num_bytes == 8 * (24 + 8 + 24)
@@ -47,7 +51,10 @@ def test_a_boundary_begins_a_block_from_the_one_before() -> None:
     layer = pool_of(8, 32).states[1]
     assert stretches(layer, part(0, 5, 3)) == [Stretch(slice(0, 5), 0, None, 3)]
     assert stretches(layer, part(5, 1, 3)) == [Stretch(slice(0, 1), 5, 3, 3)]
-    assert stretches(layer, part(31, 2, 3, 6)) == [Stretch(slice(0, 1), 31, 3, 3), Stretch(slice(1, 2), 32, 3, 6)]
+    assert stretches(layer, part(31, 2, 3, 6)) == [
+        Stretch(slice(0, 1), 31, 3, 3),
+        Stretch(slice(1, 2), 32, 3, 6),
+    ]
     assert stretches(layer, part(32, 1, 3, 6)) == [Stretch(slice(0, 1), 32, 3, 6)]
     assert stretches(layer, part(33, 1, 0, 6)) == [Stretch(slice(0, 1), 33, 6, 6)]
     assert stretches(layer, part(32, 1, 3, 6), part(0, 33, 1, 2)) == [
@@ -69,7 +76,11 @@ def test_however_a_sequence_is_cut_its_blocks_have_its_own_prefixes(
     """A state is a list of tokens here: each row appends its own."""
     numbers = iter(data.draw(st.permutations(range(60))))
     tables = [[next(numbers) for _ in range(-(-length // every))] for length in lengths]
-    layer, memory, done = pool_of(60, every).states[1], dict[int, list[tuple[int, int]]](), [0] * len(lengths)
+    layer, memory, done = (
+        pool_of(60, every).states[1],
+        dict[int, list[tuple[int, int]]](),
+        [0] * len(lengths),
+    )
     while left := [index for index, length in enumerate(lengths) if done[index] < length]:
         counts = {index: data.draw(st.integers(1, lengths[index] - done[index])) for index in left}
         rows = [(index, done[index] + i) for index, count in counts.items() for i in range(count)]

@@ -1,4 +1,6 @@
-"""A KV cache chosen by layer: the search against brute force, and what is promised of budgets on the demo model."""
+"""A KV cache chosen by layer: the search against brute force, and what is promised of budgets on
+the demo model.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from freight import LLM, SamplingParams
-from freight.calibrate.budget import CANDIDATES, KVChoice, Option, as_chosen, cheapest, choose, frontier, split
+from freight.calibrate.budget import (
+    CANDIDATES,
+    KVChoice,
+    Option,
+    as_chosen,
+    cheapest,
+    choose,
+    frontier,
+    split,
+)
 from freight.calibrate.carried import open_scales
 from freight.calibrate.quantize import QuantizeResult, load_samples, open_unquantized, quantize
 from freight.calibrate.run import Calibration
@@ -80,11 +91,16 @@ def test_the_search_finds_the_least_divergence_of_every_size(kl):
     sizes = [(4, 5, 8)] * len(kl)
     front = frontier(kl, sizes)
     totals = [
-        (sum(sizes[i][c] for i, c in enumerate(choice)), sum(kl[i][c] for i, c in enumerate(choice)))
+        (
+            sum(sizes[i][c] for i, c in enumerate(choice)),
+            sum(kl[i][c] for i, c in enumerate(choice)),
+        )
         for choice in itertools.product(range(3), repeat=len(kl))
     ]
     for option in front:
-        assert option.predicted_kl == pytest.approx(min(cost for size, cost in totals if size <= option.num_bytes))
+        assert option.predicted_kl == pytest.approx(
+            min(cost for size, cost in totals if size <= option.num_bytes)
+        )
         assert option.num_bytes == sum(sizes[i][c] for i, c in enumerate(option.choice))
     assert [o.num_bytes for o in front] == sorted({o.num_bytes for o in front})
     assert front[-1].predicted_kl == 0
@@ -133,7 +149,9 @@ def test_bits_are_a_limit_as_well(on_demo):
 
 @pytest.fixture(scope="module")
 def bad_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model with the keys of one layer 16 times as large, so that errors of its scores are as well."""
+    """The demo model with the keys of one layer 16 times as large, so that errors of its scores are
+    as well.
+    """
     folder = tmp_path_factory.mktemp("bad") / "model"
     shutil.copytree(resolve_model("demo", None), folder)
     tensors = load_file(folder / "model.safetensors")
@@ -146,11 +164,15 @@ def test_a_bad_layer_is_the_one_that_stays_in_16_bits(bad_model):
     found = calibrated(str(bad_model), "kl=1")
     choice = chosen(found, f"bits={8 + 8 / 6 + 0.01}")
     print(choice.granularities, [min(alone.values()) for alone in choice.kl_by_layer])
-    assert [index for index, granularity in enumerate(choice.granularities) if granularity is None] == [BAD]
+    assert [
+        index for index, granularity in enumerate(choice.granularities) if granularity is None
+    ] == [BAD]
     others = [min(alone.values()) for index, alone in enumerate(choice.kl_by_layer) if index != BAD]
     assert min(choice.kl_by_layer[BAD].values()) > 2 * max(others)
     again = chosen(found, f"kl={1.5 * max(choice.kl_chosen, choice.kl_verified)}")
-    assert [index for index, granularity in enumerate(again.granularities) if granularity is None] == [BAD]
+    assert [
+        index for index, granularity in enumerate(again.granularities) if granularity is None
+    ] == [BAD]
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +184,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> QuantizeResult:
 def test_what_was_written_runs_as_what_was_chosen(demo, on_demo, written):
     choice = on_demo("kl=0.0008")
     assert written.kv_choice == choice
-    kv = mixed_cache(as_chosen(demo[0], choice).kv_finer, Format.BFLOAT16, Format.E4M3FN, ScaleSource.CALIBRATED)
+    kv = mixed_cache(
+        as_chosen(demo[0], choice).kv_finer, Format.BFLOAT16, Format.E4M3FN, ScaleSource.CALIBRATED
+    )
     args = EngineArgs(model="demo", max_model_len=128)
     text = "def main(argv):\n    for name in argv:\n        print(name)\n" * 3
     memory, stored = (
@@ -172,8 +196,14 @@ def test_what_was_written_runs_as_what_was_chosen(demo, on_demo, written):
     assert torch.equal(memory.token_logprobs, stored.token_logprobs)
     assert memory.config.kv.layers == stored.config.kv.layers
     llm = LLM(str(written.path), max_model_len=64, kv_cache_memory="4MiB")
-    assert [one["granularity"] for one in llm.kv_cache_info()["layers"]] == [g and str(g) for g in choice.granularities]
-    assert llm.generate(["def "], SamplingParams(max_tokens=4, temperature=0.0))[0].outputs[0].token_ids
+    assert [one["granularity"] for one in llm.kv_cache_info()["layers"]] == [
+        g and str(g) for g in choice.granularities
+    ]
+    assert (
+        llm.generate(["def "], SamplingParams(max_tokens=4, temperature=0.0))[0]
+        .outputs[0]
+        .token_ids
+    )
 
 
 def test_a_mixed_checkpoint_declares_no_scheme_and_says_so(written):
@@ -197,10 +227,15 @@ def test_one_granularity_in_every_layer_is_declared(demo, on_demo):
     calibration = as_chosen(demo[0], choice)
     assert calibration.kv is not None
     assert not calibration.kv_finer.mixed
-    assert as_chosen(demo[0], replace(choice, granularities=(None, *choice.granularities[1:]))).kv is None
+    assert (
+        as_chosen(demo[0], replace(choice, granularities=(None, *choice.granularities[1:]))).kv
+        is None
+    )
 
 
-@pytest.mark.parametrize("text", ["kl", "kl=", "kl=0", "kl=-1", "kl=nan", "bits=inf", "bytes=3", "0.002", "kl=x"])
+@pytest.mark.parametrize(
+    "text", ["kl", "kl=", "kl=0", "kl=-1", "kl=nan", "bits=inf", "bytes=3", "0.002", "kl=x"]
+)
 def test_a_budget_that_says_nothing_is_refused(text):
     with pytest.raises(ConfigError, match=r"kl=0\.002"):
         plan(QuantizeArgs(kv_budget=text))
@@ -213,7 +248,8 @@ def test_a_budget_that_nothing_meets_is_refused_with_the_least_there_is():
 
 
 @pytest.mark.parametrize(
-    "options", [{"kv_cache": "none"}, {"kv_granularity": "head"}, {"center": True}, {"format": "tgi"}]
+    "options",
+    [{"kv_cache": "none"}, {"kv_granularity": "head"}, {"center": True}, {"format": "tgi"}],
 )
 def test_what_a_budget_chooses_cannot_be_chosen_beside_it(options):
     with pytest.raises(ConfigError, match=r"--kv-budget kl=0\.01 with --"):
@@ -231,6 +267,8 @@ def test_a_mixed_checkpoint_is_inspected_and_its_choice_goes_nowhere_else(writte
     chosen = written.kv_choice.granularities
     described = describe(str(written.path))["kv_cache"]["scales"]
     assert [entry["granularity"] for entry in described] == list(chosen)
-    assert [entry["k"] is not None for entry in described] == [g not in (None, Granularity.TOKEN) for g in chosen]
+    assert [entry["k"] is not None for entry in described] == [
+        g not in (None, Granularity.TOKEN) for g in chosen
+    ]
     with pytest.raises(CheckpointError, match="a choice of its own by layer"):
         open_scales(str(written.path))

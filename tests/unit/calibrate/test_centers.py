@@ -1,4 +1,6 @@
-"""Centers: found where a mean outweighs what varies around it, and left out where they gain nothing."""
+"""Centers: found where a mean outweighs what varies around it, and left out where they gain
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -72,12 +74,17 @@ def test_channels_that_are_not_rotated_keep_their_mean(rotary_dim: int):
     assert found.k is not None
     torch.testing.assert_close(found.k[0, [1, 3]], k[:, 0, [1, 3]].mean(0))
     assert int((found.k != 0).sum()) == 2
-    assert found.k_gain == pytest.approx((16 + 25 + 100) / (16 + 25), rel=0.03)  # 16 channels of variance 1
+    assert found.k_gain == pytest.approx(
+        (16 + 25 + 100) / (16 + 25), rel=0.03
+    )  # 16 channels of variance 1
 
 
 def biased(tmp_path: Path, bias: float) -> Path:
     """The fixture as a model with a key bias on channel 3 of every head."""
-    tensors = {name: t.float() for name, t in load_file(FIXTURES / "base_bf16" / "model.safetensors").items()}
+    tensors = {
+        name: t.float()
+        for name, t in load_file(FIXTURES / "base_bf16" / "model.safetensors").items()
+    }
     said = json.loads((FIXTURES / "base_bf16" / "config.json").read_text())
     for index in range(said["num_hidden_layers"]):
         prefix = f"model.layers.{index}.self_attn."
@@ -86,7 +93,9 @@ def biased(tmp_path: Path, bias: float) -> Path:
             tensors[f"{prefix}{part}_proj.bias"] = torch.zeros(len(weight))
         tensors[f"{prefix}k_proj.bias"].view(said["num_key_value_heads"], -1)[:, 3] = bias
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(said | {"dtype": "float32", "attention_bias": True}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(said | {"dtype": "float32", "attention_bias": True})
+    )
     return tmp_path
 
 

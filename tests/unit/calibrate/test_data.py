@@ -1,4 +1,6 @@
-"""Calibration data: every form gives the token ids that the model would be given, and nothing malformed passes."""
+"""Calibration data: every form gives the token ids that the model would be given, and nothing
+malformed passes.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,17 @@ class Letters:
         return [2, *(ord(c) for message in messages for c in message["content"])]
 
 
-def samples(data: object, num_samples: int = 512, max_seq_len: int = 2048, vocab_size: int = 256) -> list[list[int]]:
+def samples(
+    data: object, num_samples: int = 512, max_seq_len: int = 2048, vocab_size: int = 256
+) -> list[list[int]]:
     return read_samples(data, num_samples, max_seq_len, vocab_size, lambda: Letters())  # type: ignore[arg-type, return-value]
 
 
 def jsonl(tmp_path: Path, *lines: object) -> Path:
     path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n\n")
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n\n"
+    )
     return path
 
 
@@ -107,15 +113,21 @@ def test_messages_for_a_base_model_are_their_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(Letters, "has_chat_template", False)
-    line = {"messages": [{"role": "user", "content": LONG}, {"role": "assistant", "content": "yes"}]}
+    line = {
+        "messages": [{"role": "user", "content": LONG}, {"role": "assistant", "content": "yes"}]
+    }
     assert samples(jsonl(tmp_path, line, line)) == [[1, *map(ord, f"{LONG}\nyes")]] * 2
     assert caplog.text.count("the model has no chat template: their texts are used alone") == 1
 
 
 @pytest.mark.parametrize("messages", ["hello", [], [{"role": "user"}], ["hello"]])
-def test_messages_without_texts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: object):
+def test_messages_without_texts_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: object
+):
     monkeypatch.setattr(Letters, "has_chat_template", False)
-    with pytest.raises(ConfigError, match="line 1: `messages` is not a list of objects with a text"):
+    with pytest.raises(
+        ConfigError, match="line 1: `messages` is not a list of objects with a text"
+    ):
         samples(jsonl(tmp_path, {"messages": messages}))
 
 

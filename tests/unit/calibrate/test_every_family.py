@@ -1,7 +1,8 @@
 """freight quantize of every family: weights, static inputs and cache at once, and the result runs.
 
-Every scale is a positive number that was measured, and changes what is computed when it changes. Routers and other
-gates keep their 16 or 32 bits. Experts that saw no token have the scale of the others, and are named.
+Every scale is a positive number that was measured, and changes what is computed when it changes.
+Routers and other gates keep their 16 or 32 bits. Experts that saw no token have the scale of the
+others, and are named.
 """
 
 from __future__ import annotations
@@ -25,10 +26,23 @@ from freight.evaluate.divergence import kl_divergence
 from freight.kernels.reference_set import REFERENCE
 
 IDS = tokens(100)
-STATIC: dict[str, Any] = {"weights": "fp8", "activations": "static", "kv_cache": "fp8", "calibration_data": [IDS]}
-UNSEEN = ("mixtral", "qwen2-moe", "qwen3-moe", "minimax-m2", "ernie4-5-moe")  # the text does not reach every expert
+STATIC: dict[str, Any] = {
+    "weights": "fp8",
+    "activations": "static",
+    "kv_cache": "fp8",
+    "calibration_data": [IDS],
+}
+UNSEEN = (
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "minimax-m2",
+    "ernie4-5-moe",
+)  # the text does not reach every expert
 FIRST = {config.model_type: name for name, config in reversed(VARIANTS.items())}
-EVERY = tuple(FIRST[model_type] for model_type in reversed(FIRST) if model_type != "gpt_oss")  # it has its own tests
+EVERY = tuple(
+    FIRST[model_type] for model_type in reversed(FIRST) if model_type != "gpt_oss"
+)  # it has its own tests
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +73,10 @@ def in_the_last_layer(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def experts_without_tokens(result: freight.QuantizeResult) -> set[str]:
-    said = [re.fullmatch(r"no token of the calibration data reached (.*?): .*", line) for line in result.warnings]
+    said = [
+        re.fullmatch(r"no token of the calibration data reached (.*?): .*", line)
+        for line in result.warnings
+    ]
     return {name for match in said if match is not None for name in match[1].split(", ")}
 
 
@@ -82,7 +99,9 @@ def test_a_quantized_model_of_every_family_uses_every_scale(variant: str, tmp_pa
     assert not {f"{module}.weight" for module in kept_modules(config)} & quantized
     assert all(stored[name].dtype is torch.float8_e4m3fn for name in quantized)
     others = stored.keys() - quantized - named
-    assert bool(result.beside) == (hasattr(VARIANTS[variant], "vision_config") or config.dense_limit is not None)
+    assert bool(result.beside) == (
+        hasattr(VARIANTS[variant], "vision_config") or config.dense_limit is not None
+    )
     assert {name for name, x in before.items() if x.ndim < 3} <= others | quantized
     assert all(torch.equal(stored[name], before[name]) for name in others)
 
@@ -98,8 +117,10 @@ def test_a_quantized_model_of_every_family_uses_every_scale(variant: str, tmp_pa
     assert 0 < kl_divergence(exact, ours).mean() < 0.1 * other_positions
     for kind, names in in_the_last_layer(scales).items():
         if kind.endswith(".v_scale") and not config.attention:
-            continue  # values in keys have the scale of keys; it is there for engines that want both
-        # norms of q and k hide a factor near 1, and of the inputs of gate and up the larger scale counts
+            # values in keys have the scale of keys; it is there for engines that want both
+            continue
+        # norms of q and k hide a factor near 1, and of the inputs of gate and up the larger scale
+        # counts
         factor = 2**-12 if kind.endswith("weight_scale") else 3
         changed = {name: stored[name] * factor for name in names}
         save_file(stored | changed, out / "model.safetensors", {"format": "pt"})

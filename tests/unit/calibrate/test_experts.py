@@ -1,4 +1,6 @@
-"""Experts in calibration: one input scale for each side of a layer, that of all tokens that reached any expert."""
+"""Experts in calibration: one input scale for each side of a layer, that of all tokens that reached
+any expert.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(freight.calibrate.quantize, "select_kernels", lambda *_: REFERENCE)
 
 
-def measure(folder: Path, ids: list[int] = IDS, ignored: tuple[str, ...] = (), **options: str) -> Calibration:
+def measure(
+    folder: Path, ids: list[int] = IDS, ignored: tuple[str, ...] = (), **options: str
+) -> Calibration:
     decided = plan(QuantizeArgs(**{"activations": "static", **options}))
     opened = open_unquantized(str(folder)).quantized_as(decided.weights, decided.layout, ignored)
     return opened.calibrate(decided, [ids], (*ignored, "lm_head"))
@@ -55,14 +59,16 @@ def measure(folder: Path, ids: list[int] = IDS, ignored: tuple[str, ...] = (), *
 def between(module: Any, expert: int, row: torch.Tensor) -> torch.Tensor:
     """What one of transformers' experts computes between its products."""
     if hasattr(module, "gate_up_proj_bias"):  # gpt-oss
-        return module._apply_gate(row @ module.gate_up_proj[expert] + module.gate_up_proj_bias[expert])
+        return module._apply_gate(
+            row @ module.gate_up_proj[expert] + module.gate_up_proj_bias[expert]
+        )
     gate, up = (module.gate_up_proj[expert] @ row).chunk(2)
     return torch.nn.functional.silu(gate) * up
 
 
 def seen_by_transformers(model: Any, ids: list[int]) -> dict[int, tuple[float, float, set[int]]]:
-    """Of each layer with experts: the largest input of all of these, the largest of what is between, and the experts
-    reached."""
+    """Of each layer with experts: the largest input of all of these, the largest of what is
+    between, and the experts reached."""
     found = {}
 
     def see(index: int, module: Any, args: tuple[torch.Tensor, ...]) -> None:
@@ -84,7 +90,9 @@ def seen_by_transformers(model: Any, ids: list[int]) -> dict[int, tuple[float, f
 
 @pytest.mark.parametrize("count", [3, 60])
 @pytest.mark.parametrize("variant", EXPERTS)
-def test_one_scale_for_each_side_is_that_of_all_tokens_and_experts(variant: str, count: int, tmp_path: Path) -> None:
+def test_one_scale_for_each_side_is_that_of_all_tokens_and_experts(
+    variant: str, count: int, tmp_path: Path
+) -> None:
     """With 3 tokens some experts see none: these have the scale too, and are named."""
     model = save_random(VARIANTS[variant], tmp_path, torch.float32)
     got, seen = measure(tmp_path, IDS[:count]), seen_by_transformers(model, IDS[:count])
@@ -94,9 +102,15 @@ def test_one_scale_for_each_side_is_that_of_all_tokens_and_experts(variant: str,
         prefix = f"model.layers.{index}.{expert}"
         for one in range(num_experts):
             for part in gate_up:
-                assert got.input_scales[prefix.format(one) + part] == pytest.approx(largest_input / 448, rel=1e-4)
-            assert got.input_scales[prefix.format(one) + down] == pytest.approx(largest_hidden / 448, rel=1e-4)
-        unseen += [prefix.format(one).rstrip(".") for one in range(num_experts) if one not in reached]
+                assert got.input_scales[prefix.format(one) + part] == pytest.approx(
+                    largest_input / 448, rel=1e-4
+                )
+            assert got.input_scales[prefix.format(one) + down] == pytest.approx(
+                largest_hidden / 448, rel=1e-4
+            )
+        unseen += [
+            prefix.format(one).rstrip(".") for one in range(num_experts) if one not in reached
+        ]
     assert got.unseen == tuple(unseen)
     assert unseen or count == 60
 
@@ -112,8 +126,14 @@ def test_the_other_observers_see_experts_too(observer: str, tmp_path: Path) -> N
 def test_experts_without_tokens_are_listed_and_a_cache_alone_lists_none(tmp_path: Path) -> None:
     save_random(VARIANTS["qwen3-moe"], tmp_path / "model", torch.float32)
     options: dict[str, Any] = {"calibration_data": [IDS[:3]], "kv_cache": "fp8"}
-    result = freight.quantize(tmp_path / "model", tmp_path / "out", weights="fp8", activations="static", **options)
-    said = [warning for warning in result.warnings if "no token of the calibration data reached" in warning]
+    result = freight.quantize(
+        tmp_path / "model", tmp_path / "out", weights="fp8", activations="static", **options
+    )
+    said = [
+        warning
+        for warning in result.warnings
+        if "no token of the calibration data reached" in warning
+    ]
     for name in measure(tmp_path / "model", IDS[:3]).unseen:
         assert any(f"{name}," in warning or f"{name}:" in warning for warning in said)
     stored = load_file(tmp_path / "out" / "model.safetensors")
@@ -128,7 +148,9 @@ def test_nan_from_one_expert_is_refused(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.layers.1.mlp.experts.2.up_proj.weight"][:] = float("nan")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.\*\.down_proj: input: NaN"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.\*\.down_proj: input: NaN"
+    ):
         measure(tmp_path)
 
 
@@ -153,14 +175,23 @@ def test_routers_and_gates_of_shared_experts_are_never_quantized(tmp_path: Path)
     assert ignored_modules(config, ["re:mlp.gate$"]) == ((*kept, "lm_head"), ())
     dense, sparse, _ = layer_modules(config)
     assert dense.gate_up == ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
-    assert sparse.gate_up == ("model.layers.1.mlp.shared_expert.gate_proj", "model.layers.1.mlp.shared_expert.up_proj")
+    assert sparse.gate_up == (
+        "model.layers.1.mlp.shared_expert.gate_proj",
+        "model.layers.1.mlp.shared_expert.up_proj",
+    )
 
 
 def test_experts_are_ignored_together_or_not_at_all(tmp_path: Path) -> None:
     save_random(VARIANTS["qwen3-moe"], tmp_path, torch.float32)
     config = open_unquantized(str(tmp_path)).model
-    for pattern in ("model.layers.1.mlp.experts.3.down_proj", r"re:layers\.1.*experts\.3", r"re:experts.*down_proj"):
-        with pytest.raises(ConfigError, match=r"layers\.[01]\.mlp\.experts.*engines compute together"):
+    for pattern in (
+        "model.layers.1.mlp.experts.3.down_proj",
+        r"re:layers\.1.*experts\.3",
+        r"re:experts.*down_proj",
+    ):
+        with pytest.raises(
+            ConfigError, match=r"layers\.[01]\.mlp\.experts.*engines compute together"
+        ):
             ignored_modules(config, [pattern])
     ignored, torn = ignored_modules(config, [r"re:model\.layers\.1\.mlp\.experts\."])
     assert len(ignored) == 8 * 3 + 3 + 1  # the experts, the routers, the head
@@ -171,25 +202,35 @@ def test_experts_are_ignored_together_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "fits"), [(32, False), (128, True)])
-def test_blocks_that_would_span_gate_and_up_are_refused(width: int, fits: bool, tmp_path: Path) -> None:
+def test_blocks_that_would_span_gate_and_up_are_refused(
+    width: int, fits: bool, tmp_path: Path
+) -> None:
     shape = VARIANTS["qwen3-moe"].to_dict() | {"moe_intermediate_size": width}
     save_random(type(VARIANTS["qwen3-moe"])(**shape), tmp_path / "model", torch.float32)
     if fits:
         freight.quantize(tmp_path / "model", tmp_path / "out", weights="fp8-block")
         return
-    with pytest.raises(ConfigError, match=r"experts\.0 has an intermediate size of 32.*fp8-channel"):
+    with pytest.raises(
+        ConfigError, match=r"experts\.0 has an intermediate size of 32.*fp8-channel"
+    ):
         freight.quantize(tmp_path / "model", tmp_path / "out", weights="fp8-block")
     experts_in_16_bits = ["re:experts"]
-    freight.quantize(tmp_path / "model", tmp_path / "out", weights="fp8-block", ignore=experts_in_16_bits)
+    freight.quantize(
+        tmp_path / "model", tmp_path / "out", weights="fp8-block", ignore=experts_in_16_bits
+    )
 
 
 def test_a_tree_shows_all_experts_of_a_layer_as_one(tmp_path: Path) -> None:
     save_random(VARIANTS["qwen3-moe-dense-layer"], tmp_path, torch.float32)
     opened = open_unquantized(str(tmp_path))
     decided = plan(QuantizeArgs(weights="fp8"))
-    shown = model_tree(opened.checkpoint, opened.model, decided, ignored_modules(opened.model, [])[0])
+    shown = model_tree(
+        opened.checkpoint, opened.model, decided, ignored_modules(opened.model, [])[0]
+    )
     lines = [line.strip() for line in shown.splitlines()]
-    assert lines.count("(mlp.experts.0-7.up_proj): Linear(64 -> 32), fp8_e4m3fn, inputs dynamic") == 2
+    assert (
+        lines.count("(mlp.experts.0-7.up_proj): Linear(64 -> 32), fp8_e4m3fn, inputs dynamic") == 2
+    )
     assert lines.count("(mlp.up_proj): Linear(64 -> 96), fp8_e4m3fn, inputs dynamic") == 1
     assert lines.count("(mlp.gate): [8, 64], float32") == 2
     assert not [line for line in lines if "experts.1" in line]
@@ -198,12 +239,20 @@ def test_a_tree_shows_all_experts_of_a_layer_as_one(tmp_path: Path) -> None:
 def test_experts_are_read_one_after_the_other_as_they_are_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading needs memory for the packed model and for one expert; that is so with static inputs, too."""
+    """Loading needs memory for the packed model and for one expert; that is so with static inputs,
+    too.
+    """
     from freight.config.engine import EngineArgs
     from freight.models.open import open_model
 
     save_random(VARIANTS["qwen3-moe"], tmp_path / "plain", torch.float32)
-    freight.quantize(tmp_path / "plain", tmp_path / "out", weights="fp8", activations="static", calibration_data=[IDS])
+    freight.quantize(
+        tmp_path / "plain",
+        tmp_path / "out",
+        weights="fp8",
+        activations="static",
+        calibration_data=[IDS],
+    )
     opened = open_model(EngineArgs(str(tmp_path / "out"), skip_tokenizer_init=True, device="cpu"))
     alive, most, read = Counter[str](), Counter[str](), CheckpointSource.weight
 

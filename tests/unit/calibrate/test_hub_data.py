@@ -1,4 +1,6 @@
-"""Data sets by their name on the hub, and .parquet files: the samples of .jsonl, and one line where they fail."""
+"""Data sets by their name on the hub, and .parquet files: the samples of .jsonl, and one line where
+they fail.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def samples(data: object, num_samples: int = 512) -> list[list[int]]:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """Data sets by name, each with its splits."""
-    known: dict[str, dict[str, Any]] = {"mgoin/ultrachat_2k": {"test_sft": ROWS[:1], "train_sft": ROWS}}
+    known: dict[str, dict[str, Any]] = {
+        "mgoin/ultrachat_2k": {"test_sft": ROWS[:1], "train_sft": ROWS}
+    }
 
     def load_dataset(name: str) -> dict[str, Any]:
         if name not in known:
@@ -51,8 +55,14 @@ def test_the_data_set_of_autofp8s_script(hub: dict[str, dict[str, Any]]):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("mgoin/ultrachat_2k:dev", "has the splits test_sft, train_sft; name one of them: mgoin/ultrachat_2k:test_sft"),
-        ("nobody/nothing", r"neither a file nor a data set .* \(FileNotFoundError: Dataset 'nobody/nothing' doesn't"),
+        (
+            "mgoin/ultrachat_2k:dev",
+            "has the splits test_sft, train_sft; name one of them: mgoin/ultrachat_2k:test_sft",
+        ),
+        (
+            "nobody/nothing",
+            r"neither a file nor a data set .* \(FileNotFoundError: Dataset 'nobody/nothing' doesn't",
+        ),
         ("owner/two", "has the splits a, b"),
     ],
 )
@@ -64,7 +74,9 @@ def test_what_the_hub_does_not_have(hub: dict[str, dict[str, Any]], name: str, s
 
 def test_without_text_the_row_is_named(hub: dict[str, dict[str, Any]]):
     hub["owner/pictures"] = {"train": [{"image": 1}]}
-    with pytest.raises(ConfigError, match=r"data owner/pictures, row 1 has \['image'\]; each sample is an object"):
+    with pytest.raises(
+        ConfigError, match=r"data owner/pictures, row 1 has \['image'\]; each sample is an object"
+    ):
         samples("owner/pictures")
 
 
@@ -72,7 +84,9 @@ def test_without_the_package_one_line_names_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError) as refused:
         samples("mgoin/ultrachat_2k")
-    assert "pip install '.[datasets]' in Freight's checkout, or give a local file" in str(refused.value)
+    assert "pip install '.[datasets]' in Freight's checkout, or give a local file" in str(
+        refused.value
+    )
     assert "\n" not in str(refused.value)
 
 
@@ -95,7 +109,9 @@ def test_a_parquet_file_that_is_none(tmp_path: Path):
 def test_parquet_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "x.parquet").write_text("no")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[datasets\]' in Freight's checkout, or give \.jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"pip install '\.\[datasets\]' in Freight's checkout, or give \.jsonl"
+    ):
         samples(tmp_path / "x.parquet")
 
 
@@ -112,7 +128,9 @@ def test_parquet_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("folder/typo", False),  # where the folder is there, the file is meant
     ],
 )
-def test_what_is_a_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: bool):
+def test_what_is_a_name_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: bool
+):
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     assert is_hub_id(name) is expected

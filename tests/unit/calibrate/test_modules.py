@@ -24,9 +24,12 @@ def test_modules_have_their_full_names(config: ModelConfig):
     first, second = layer_modules(config)
     assert first.mixer == "model.layers.0.self_attn"
     parts = (
-        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj"
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj "
+        "mlp.gate_proj mlp.up_proj mlp.down_proj"
     )
-    assert [name for group in second.groups for name in group] == [f"model.layers.1.{part}" for part in parts.split()]
+    assert [name for group in second.groups for name in group] == [
+        f"model.layers.1.{part}" for part in parts.split()
+    ]
 
 
 def test_the_head_is_always_left_out(config: ModelConfig):
@@ -39,7 +42,10 @@ def test_the_head_is_always_left_out(config: ModelConfig):
     [
         ("model.layers.1.mlp.down_proj", ["model.layers.1.mlp.down_proj"]),
         ("re:.*down_proj", ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"]),
-        ("re:0.*o_proj$", ["model.layers.0.self_attn.o_proj"]),  # searched, not matched from the start
+        (
+            "re:0.*o_proj$",
+            ["model.layers.0.self_attn.o_proj"],
+        ),  # searched, not matched from the start
     ],
 )
 def test_a_pattern_becomes_names(config: ModelConfig, pattern: str, names: list[str]):
@@ -73,8 +79,13 @@ def test_a_pattern_that_matches_nothing_is_an_error(config: ModelConfig, pattern
         ("afmoe", "AfmoeForCausalLM", "gate_proj"),
     ],
 )
-def test_gates_of_heads_are_never_quantized(config: ModelConfig, model_type: str, architecture: str, gate: str):
-    said = json.loads((BASE / "config.json").read_text()) | {"model_type": model_type, "architectures": [architecture]}
+def test_gates_of_heads_are_never_quantized(
+    config: ModelConfig, model_type: str, architecture: str, gate: str
+):
+    said = json.loads((BASE / "config.json").read_text()) | {
+        "model_type": model_type,
+        "architectures": [architecture],
+    }
     gated = parse_model_config(said | {"rope_parameters": None})
     name = f"model.layers.0.self_attn.{gate}"
     assert name in kept_modules(gated)

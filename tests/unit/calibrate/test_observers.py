@@ -1,4 +1,6 @@
-"""Observers against plain definitions: the order of pieces does not matter, NaN and infinities are refused by name."""
+"""Observers against plain definitions: the order of pieces does not matter, NaN and infinities are
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_mse_is_within_noise_of_the_best_of_all_candidates(spread: float):
         return (decode(encode(values, scale, Format.E4M3FN), scale) - values).square().sum(1)
 
     largest = values.abs().amax(1)
-    errors = torch.stack([error(factor * largest) for factor in torch.linspace(1.0, 0.5, MSE_STEPS)])
+    errors = torch.stack(
+        [error(factor * largest) for factor in torch.linspace(1.0, 0.5, MSE_STEPS)]
+    )
     got = amax_of(ObserverKind.MSE, values)
     assert torch.all(error(got) <= errors.amin(0) * 1.1)
     assert torch.all(got <= largest)
@@ -100,7 +104,11 @@ def test_what_is_not_finite_is_refused_by_name(kind: ObserverKind, bad: float, w
 
 def test_groups_are_what_shares_a_scale():
     values = torch.arange(2 * 3 * 4).view(2, 3, 4).float()  # tokens, heads, channels
-    for granularity, dims in ((Granularity.TENSOR, (0, 1, 2)), (Granularity.HEAD, (0, 2)), (Granularity.CHANNEL, (0,))):
+    for granularity, dims in (
+        (Granularity.TENSOR, (0, 1, 2)),
+        (Granularity.HEAD, (0, 2)),
+        (Granularity.CHANNEL, (0,)),
+    ):
         grouped = by_group(values, granularity)
         assert len(grouped) == granularity.num_scales(3, 4)
         assert torch.equal(grouped.amax(1), values.amax(dims).flatten())

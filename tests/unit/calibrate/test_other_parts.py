@@ -1,4 +1,6 @@
-"""freight quantize of models of text and pictures: what is not of the text model is copied, and named as left out."""
+"""freight quantize of models of text and pictures: what is not of the text model is copied, and
+named as left out.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "n
           "image_size": 28, "patch_size": 14}  # fmt: skip
 WHOLE: dict[str, PretrainedConfig] = {
     "qwen2_5_vl": VARIANTS["qwen2-5-vl"],
-    "gemma3": Gemma3Config(text_config={**SHAPE, "head_dim": 16}, vision_config=VISION, mm_tokens_per_image=4),
+    "gemma3": Gemma3Config(
+        text_config={**SHAPE, "head_dim": 16}, vision_config=VISION, mm_tokens_per_image=4
+    ),
 }
 PARTS = {"qwen2_5_vl": ("*visual.*",), "gemma3": ("*vision_tower.*", "*multi_modal_projector.*")}
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -36,13 +40,21 @@ KV: dict[str, Any] = {"kv_cache": "fp8", "calibration_data": [IDS]}
 
 
 def beside(kind: str, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {name: x for name, x in stored.items() if any(fnmatch.fnmatchcase(name, at) for at in PARTS[kind])}
+    found = {
+        name: x
+        for name, x in stored.items()
+        if any(fnmatch.fnmatchcase(name, at) for at in PARTS[kind])
+    }
     assert 0 < len(found) < len(stored)
     return found
 
 
 def save(folder: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: x.contiguous() for name, x in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
 
 
 def make(kind: str, folder: Path) -> dict[str, Tensor]:
@@ -70,27 +82,46 @@ def greedy(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     ("form", "options"),
-    [("compressed-tensors", {"weights": "fp8", "activations": "static", **KV}), ("fp8", {"weights": "fp8-block"})],
+    [
+        ("compressed-tensors", {"weights": "fp8", "activations": "static", **KV}),
+        ("fp8", {"weights": "fp8-block"}),
+    ],
 )
 @pytest.mark.parametrize("kind", WHOLE)
-def test_other_parts_are_copied_and_named(kind: str, form: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_other_parts_are_copied_and_named(
+    kind: str, form: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     before = make(kind, tmp_path / "plain")
     others = beside(kind, before)
     result = freight.quantize(tmp_path / "plain", tmp_path / "out", format=form, **options)
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(stored[name].dtype is x.dtype and torch.equal(stored[name], x) for name, x in others.items())
+    assert all(
+        stored[name].dtype is x.dtype and torch.equal(stored[name], x) for name, x in others.items()
+    )
     assert set(before) <= set(stored)
-    assert not [name for name in stored if "scale" in name.rpartition(".")[2] and beside_name(kind, name)]
+    assert not [
+        name for name in stored if "scale" in name.rpartition(".")[2] and beside_name(kind, name)
+    ]
 
     config = said(tmp_path / "out")
     declared = config.pop("quantization_config")
     config.pop("freight")
     assert config == said(tmp_path / "plain")
     left_out = declared["ignore" if form == "compressed-tensors" else "ignored_layers"]
-    matrices = {name.removesuffix(".weight") for name, x in others.items() if x.ndim == 2 and name.endswith(".weight")}
+    matrices = {
+        name.removesuffix(".weight")
+        for name, x in others.items()
+        if x.ndim == 2 and name.endswith(".weight")
+    }
     assert matrices
-    assert {name for name in left_out if beside_name(kind, name)} == {*matrices, *in_class(matrices)}
-    assert all((tmp_path / "out" / name).read_text() == (tmp_path / "plain" / name).read_text() for name in PROCESSORS)
+    assert {name for name in left_out if beside_name(kind, name)} == {
+        *matrices,
+        *in_class(matrices),
+    }
+    assert all(
+        (tmp_path / "out" / name).read_text() == (tmp_path / "plain" / name).read_text()
+        for name in PROCESSORS
+    )
     assert result.beside == {"bfloat16": len(others) - 1, "i64": 1}
     line = f"other parts than the text model, carried over as they are: {len(others) - 1} in bfloat16 and 1 in i64"
     assert line in list(sentences(result))
@@ -102,7 +133,9 @@ def test_other_parts_are_copied_and_named(kind: str, form: str, options: dict[st
     assert alone.beside == {}
     assert "other_parts" not in facts(alone)
     same = load_file(tmp_path / "alone" / "model.safetensors")
-    assert all(torch.equal(stored[name].view(torch.uint8), x.view(torch.uint8)) for name, x in same.items())
+    assert all(
+        torch.equal(stored[name].view(torch.uint8), x.view(torch.uint8)) for name, x in same.items()
+    )
     assert greedy(tmp_path / "out") == greedy(tmp_path / "alone")
 
 
@@ -113,7 +146,10 @@ def beside_name(kind: str, name: str) -> bool:
 def in_class(names: Iterable[str]) -> set[str]:
     """Names as files have them, as they are in transformers' classes."""
     found = (
-        re.sub(r"^language_model\.(model\.|(?=lm_head))|^model\.(?=layers|embed|norm)", "text.", name) for name in names
+        re.sub(
+            r"^language_model\.(model\.|(?=lm_head))|^model\.(?=layers|embed|norm)", "text.", name
+        )
+        for name in names
     )
     found = (re.sub(r"^text\.", "model.language_model.", name) for name in found)
     found = (re.sub(r"^(?:.*\.)?lm_head", "lm_head", name) for name in found)
@@ -123,13 +159,17 @@ def in_class(names: Iterable[str]) -> set[str]:
 @pytest.mark.parametrize("newer", [False, True], ids=["as the hub has them", "as in the class"])
 @pytest.mark.parametrize("kind", WHOLE)
 def test_names_are_those_of_transformers_class(kind: str, newer: bool, tmp_path: Path) -> None:
-    """Every Linear of the class but those in FP8 is named, as it is called there and as it is stored."""
+    """Every Linear of the class but those in FP8 is named, as it is called there and as it is
+    stored.
+    """
     renamed = make(kind, tmp_path / "plain")
     assert all(not name.startswith("model.language_model.") for name in renamed)
     if newer:
         renamed = {in_class([name]).pop(): x for name, x in renamed.items()}
         save(tmp_path / "plain", renamed)
-    freight.quantize(tmp_path / "plain", tmp_path / "out", weights="fp8", ignore=["re:layers.0.mlp.down_proj"])
+    freight.quantize(
+        tmp_path / "plain", tmp_path / "out", weights="fp8", ignore=["re:layers.0.mlp.down_proj"]
+    )
     left_out = set(said(tmp_path / "out")["quantization_config"]["ignore"])
     quantized = {
         name.removesuffix(".weight_scale")
@@ -137,18 +177,26 @@ def test_names_are_those_of_transformers_class(kind: str, newer: bool, tmp_path:
         if name.endswith(".weight_scale")
     }
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path / "plain"))
+        model = AutoModelForImageTextToText.from_config(
+            AutoConfig.from_pretrained(tmp_path / "plain")
+        )
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     in_fp8 = {name for name in linear if re.search(r"language_model\.layers\.\d", name)}
     in_fp8.remove("model.language_model.layers.0.mlp.down_proj")
     assert len(in_fp8) == len(quantized)
     assert linear - left_out == in_fp8
-    matrices = {name.removesuffix(".weight") for name, x in renamed.items() if x.ndim == 2 and name.endswith(".weight")}
+    matrices = {
+        name.removesuffix(".weight")
+        for name, x in renamed.items()
+        if x.ndim == 2 and name.endswith(".weight")
+    }
     embeddings = {name for name in matrices if name.endswith("embed_tokens")}
     assert matrices - quantized - embeddings <= left_out
 
 
-@pytest.mark.parametrize("name", ["visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight_scale"])
+@pytest.mark.parametrize(
+    "name", ["visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight_scale"]
+)
 def test_other_parts_that_are_quantized_are_refused(name: str, tmp_path: Path) -> None:
     stored = make("qwen2_5_vl", tmp_path / "plain")
     scale = name.endswith("scale")
@@ -160,13 +208,19 @@ def test_other_parts_that_are_quantized_are_refused(name: str, tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_ignored_may_be_of_other_parts_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_ignored_may_be_of_other_parts_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As recipes for these models name them; what matches nothing is still refused."""
     make("qwen2_5_vl", tmp_path / "plain")
     folder = str(tmp_path / "plain")
-    freight.quantize(folder, tmp_path / "out", weights="fp8-channel", ignore=["re:.*visual.*", "lm_head"])
+    freight.quantize(
+        folder, tmp_path / "out", weights="fp8-channel", ignore=["re:.*visual.*", "lm_head"]
+    )
     with pytest.raises(ConfigError, match="re:vision_tower"):
-        freight.quantize(folder, tmp_path / "none", weights="fp8-channel", ignore=["re:vision_tower.*"])
+        freight.quantize(
+            folder, tmp_path / "none", weights="fp8-channel", ignore=["re:vision_tower.*"]
+        )
     wanted = (tmp_path / "out" / "model.safetensors").read_bytes()
     for ignore in (["re:.*lm_head", "re:.*visual.*"], ["lm_head"]):
         caplog.clear()
@@ -180,11 +234,16 @@ def test_what_is_ignored_may_be_of_other_parts_alone(tmp_path: Path, caplog: pyt
     model = AutoFP8ForCausalLM.from_pretrained(folder, config)
     model.quantize()
     model.save_quantized(str(tmp_path / "auto"))
-    assert "visual.blocks.0.attn.qkv" in said(tmp_path / "auto")["quantization_config"]["ignored_layers"]
+    assert (
+        "visual.blocks.0.attn.qkv"
+        in said(tmp_path / "auto")["quantization_config"]["ignored_layers"]
+    )
 
 
 @pytest.mark.parametrize("ignore", [[], ["re:layers.4.self_attn"]])
-def test_keys_that_no_layer_uses_are_quantized_as_their_query_is(ignore: list[str], tmp_path: Path) -> None:
+def test_keys_that_no_layer_uses_are_quantized_as_their_query_is(
+    ignore: list[str], tmp_path: Path
+) -> None:
     """Engines merge q, k and v of every layer, and need one scheme for the three."""
     plain, out = tmp_path / "plain", tmp_path / "out"
     save_random(VARIANTS["gemma4-shared"], plain, torch.bfloat16)

@@ -1,4 +1,6 @@
-"""Calibration against llm-compressor's scales, and against the keys and values that transformers caches."""
+"""Calibration against llm-compressor's scales, and against the keys and values that transformers
+caches.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def measure(folder: Path, samples: list[list[int]] = SAMPLES, **options: str) ->
 
 def edited(tmp_path: Path, edit: Edit) -> Path:
     """A float32 copy of the fixture with tensors changed."""
-    tensors = {name: t.float() for name, t in load_file(FIXTURES / "base_bf16" / "model.safetensors").items()}
+    tensors = {
+        name: t.float()
+        for name, t in load_file(FIXTURES / "base_bf16" / "model.safetensors").items()
+    }
     edit(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((FIXTURES / "base_bf16" / "config.json").read_text())
@@ -68,16 +73,25 @@ def test_scales_are_those_of_llm_compressor_within_one_ulp():
     ours = {f"{name}.input_scale": scale for name, scale in got.input_scales.items()}
     for index in range(2):
         prefix = f"model.layers.{index}.self_attn."
-        ours |= {prefix + "k_scale": layer(got.kv, index).k[0], prefix + "v_scale": layer(got.kv, index).v[0]}
+        ours |= {
+            prefix + "k_scale": layer(got.kv, index).k[0],
+            prefix + "v_scale": layer(got.kv, index).v[0],
+        }
     theirs = {k: v for k, v in LLM_COMPRESSOR["scales"].items() if not k.endswith("weight_scale")}
     assert ours.keys() == theirs.keys()
-    assert {name: ulps(ours[name], theirs[name]) for name in ours if ulps(ours[name], theirs[name]) > 1} == {}
+    assert {
+        name: ulps(ours[name], theirs[name]) for name in ours if ulps(ours[name], theirs[name]) > 1
+    } == {}
     assert (got.num_samples, got.num_tokens) == (len(SAMPLES), sum(map(len, SAMPLES)))
 
 
 @pytest.fixture(scope="module")
-def cached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A float32 model, and per layer all keys and values [tokens, heads, dim] that transformers caches for SAMPLES."""
+def cached(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A float32 model, and per layer all keys and values [tokens, heads, dim] that transformers
+    caches for SAMPLES.
+    """
     folder = edited(tmp_path_factory.mktemp("float32"), unchanged)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.inference_mode():
@@ -146,7 +160,10 @@ def test_what_is_zero_gets_one_and_is_told(tmp_path: Path):
 
     got = measure(edited(tmp_path, clear))
     assert layer(got.kv, 1).v == (1.0,)
-    assert got.zeros == ("model.layers.1.self_attn: values", "model.layers.1.self_attn.o_proj: input")
+    assert got.zeros == (
+        "model.layers.1.self_attn: values",
+        "model.layers.1.self_attn.o_proj: input",
+    )
 
 
 def test_scales_that_still_move_are_told(tmp_path: Path):
@@ -167,7 +184,9 @@ def test_scales_that_still_move_are_told(tmp_path: Path):
 
 def test_activations_of_ignored_modules_are_not_watched(cached: tuple[Path, object]):
     opened = open_unquantized(str(cached[0]))
-    ignored = tuple(f"model.layers.{index}.mlp.{part}_proj" for index in range(2) for part in ("gate", "up"))
+    ignored = tuple(
+        f"model.layers.{index}.mlp.{part}_proj" for index in range(2) for part in ("gate", "up")
+    )
     got = opened.calibrate(plan(QuantizeArgs(activations="static")), SAMPLES, ignored)
     assert not set(ignored) & got.input_scales.keys()
     assert len(got.input_scales) == 10
@@ -232,7 +251,13 @@ def test_the_observers_of_one_layer_are_in_memory_at_a_time(
     monkeypatch.setattr("freight.calibrate.watch.make_observer", noted)
     samples = [list(range(40))] * 2
     decided = plan(
-        QuantizeArgs(activations="static", kv_cache="fp8", kv_granularity="channel", observer=observer, **options)
+        QuantizeArgs(
+            activations="static",
+            kv_cache="fp8",
+            kv_granularity="channel",
+            observer=observer,
+            **options,
+        )
     )
     open_unquantized(str(FIXTURES / "base_bf16")).calibrate(decided, samples, ("lm_head",))
     assert most == 1
@@ -243,7 +268,9 @@ def test_the_observers_of_one_layer_are_in_memory_at_a_time(
 def test_progress_reaches_the_end(cached: tuple[Path, object]):
     seen: list[tuple[str, int, int]] = []
     opened = open_unquantized(str(cached[0]))
-    opened.calibrate(plan(QuantizeArgs(kv_cache="fp8")), SAMPLES, (), lambda *args: seen.append(args))
+    opened.calibrate(
+        plan(QuantizeArgs(kv_cache="fp8")), SAMPLES, (), lambda *args: seen.append(args)
+    )
     total = 2 * sum(map(len, SAMPLES))
     assert seen[-1] == ("calibrating", total, total)
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)

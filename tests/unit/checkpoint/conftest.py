@@ -17,9 +17,20 @@ from freight.config.model import ModelConfig, parse_model_config
 @pytest.fixture
 def shape() -> ModelConfig:
     """Two layers of three KV heads with four channels each."""
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 4}
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 4,
+    }
     return parse_model_config(
-        {"model_type": "llama", "vocab_size": 16, "hidden_size": 12, "intermediate_size": 8, **sizes}
+        {
+            "model_type": "llama",
+            "vocab_size": 16,
+            "hidden_size": 12,
+            "intermediate_size": 8,
+            **sizes,
+        }
     )
 
 

@@ -95,7 +95,9 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_the_tensors_and_the_other_files(folder: Path, tmp_path: Path, zipped: bool, request: pytest.FixtureRequest):
+def test_the_tensors_and_the_other_files(
+    folder: Path, tmp_path: Path, zipped: bool, request: pytest.FixtureRequest
+):
     """Both forms that torch.save has had; one of them read by a process of its own."""
     if not zipped:
         request.getfixturevalue("here")
@@ -118,19 +120,27 @@ def test_the_tensors_and_the_other_files(folder: Path, tmp_path: Path, zipped: b
     assert seen == sorted(seen)
 
 
-def test_tied_tensors_are_written_once_unless_the_model_has_a_head_of_its_own(folder: Path, tmp_path: Path, here: None):
+def test_tied_tensors_are_written_once_unless_the_model_has_a_head_of_its_own(
+    folder: Path, tmp_path: Path, here: None
+):
     single(folder, {HEAD: WEIGHT, EMBEDDING: WEIGHT, "other": WEIGHT[:2]})
     config = folder / "config.json"
-    config.write_text(json.dumps({"model_type": "opt"}))  # whose embedding is its head unless it says otherwise
+    config.write_text(
+        json.dumps({"model_type": "opt"})
+    )  # whose embedding is its head unless it says otherwise
     result = convert(str(folder), tmp_path / "tied")
     assert result.tied == {HEAD: EMBEDDING}
-    assert_same(load_file(tmp_path / "tied" / "model.safetensors"), {EMBEDDING: WEIGHT, "other": WEIGHT[:2]})
+    assert_same(
+        load_file(tmp_path / "tied" / "model.safetensors"), {EMBEDDING: WEIGHT, "other": WEIGHT[:2]}
+    )
     config.write_text(json.dumps({"model_type": "unknown", "tie_word_embeddings": False}))
     assert convert(str(folder), tmp_path / "untied").tied == {}
     assert load_file(tmp_path / "untied" / "model.safetensors").keys() == {EMBEDDING, HEAD, "other"}
 
 
-def sharded(folder: Path, first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> dict[str, str]:
+def sharded(
+    folder: Path, first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
+) -> dict[str, str]:
     names = [f"pytorch_model-0000{index}-of-00002.bin" for index in (1, 2)]
     weight_map = {}
     for name, tensors in zip(names, (first, second), strict=True):
@@ -146,7 +156,10 @@ def test_several_files(folder: Path, tmp_path: Path, here: None):
     assert (result.num_tensors, result.num_files, result.num_bytes) == (3, 2, 3 * 48)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-    assert index == {"metadata": {"total_size": 144}, "weight_map": {"a": files[0], "b": files[1], "c": files[1]}}
+    assert index == {
+        "metadata": {"total_size": 144},
+        "weight_map": {"a": files[0], "b": files[1], "c": files[1]},
+    }
     assert torch.equal(load_file(tmp_path / "out" / files[1])["c"], WEIGHT + 2)
     Checkpoint(tmp_path / "out")
 
@@ -185,11 +198,17 @@ class Attack:
         return os.mkdir, (str(self.file),)
 
 
-def test_code_in_a_pickle_does_not_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Not even where the environment tells torch to allow it, and in none of the forms that torch reads."""
+def test_code_in_a_pickle_does_not_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not even where the environment tells torch to allow it, and in none of the forms that torch
+    reads.
+    """
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     attack, file = {"a": WEIGHT, "b": Attack(tmp_path / "made")}, folder / "pytorch_model.bin"
-    refused(single(folder, attack), str(file), "posix.mkdir", "nothing of it was run", "safetensors")
+    refused(
+        single(folder, attack), str(file), "posix.mkdir", "nothing of it was run", "safetensors"
+    )
     single(folder, attack, _use_new_zipfile_serialization=False)
     with pytest.raises(RefusedError, match=r"posix\.mkdir"):
         read(file)
@@ -254,28 +273,44 @@ def test_memory_is_limited_to_a_multiple_of_the_file():
         "try:\n    bytearray(600 * 2**20)\n"
         "except MemoryError:\n    print('limited')"
     )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert said.stdout == "limited\n"
 
 
 def test_nothing_else_reads_pickle():
     """`torch.load` is in one file, and says weights_only each time; no file imports pickle."""
     sources = {path: path.read_text("utf-8") for path in SOURCE.rglob("*.py")}
-    suspects = {path: text for path, text in sources.items() if re.search(r"\b(pickle|dill|joblib|load)\b", text)}
+    suspects = {
+        path: text
+        for path, text in sources.items()
+        if re.search(r"\b(pickle|dill|joblib|load)\b", text)
+    }
     assert len(suspects) < len(sources) / 2  # the others are not parsed
     for path, text in suspects.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-                assert not {"pickle", "dill", "joblib"} & {name.split(".")[0] for name in names}, path
-            loads = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load"
+                assert not {"pickle", "dill", "joblib"} & {name.split(".")[0] for name in names}, (
+                    path
+                )
+            loads = (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "load"
+            )
             if loads and ast.unparse(node.func) == "torch.load":
                 assert path.name == "unpickle.py"
                 assert "weights_only=True" in ast.unparse(node)
 
 
 def test_the_command(
-    folder: Path, tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    here: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     single(folder, {HEAD: WEIGHT, EMBEDDING: WEIGHT})
     (folder / "config.json").write_text(json.dumps({"model_type": "opt"}))

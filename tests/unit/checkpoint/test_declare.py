@@ -16,6 +16,8 @@ def test_no_side_saturates(format: str, k: float, v: float):
     """A form with one scale for both has the larger."""
     weights = None if format == "tgi" else "fp8"
     decided = plan(QuantizeArgs(weights=weights, kv_cache="fp8", format=format))
-    written = kv_tensors(decided, "attn", LayerScales((k,), (v,), Granularity.TENSOR), Format.FLOAT32)
+    written = kv_tensors(
+        decided, "attn", LayerScales((k,), (v,), Granularity.TENSOR), Format.FLOAT32
+    )
     expected = {"attn.kv_scale": 0.5} if format == "tgi" else {"attn.k_scale": k, "attn.v_scale": v}
     assert {name: tensor.item() for name, tensor in written.items()} == expected

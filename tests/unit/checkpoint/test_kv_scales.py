@@ -33,7 +33,11 @@ PAIRS = [
     ("attention.k_scale", "attention.v_scale"),
     ("attention.k_fake_quantizer.qscale_act", "attention.v_fake_quantizer.qscale_act"),
 ]
-SHARED = ["self_attn.kv_scale", "attention.kv_fake_quantizer.qscale_act", "attention.kv_cache_scaling_factor"]
+SHARED = [
+    "self_attn.kv_scale",
+    "attention.kv_fake_quantizer.qscale_act",
+    "attention.kv_cache_scaling_factor",
+]
 
 
 @pytest.fixture
@@ -61,7 +65,9 @@ def test_every_pair_of_names(read, pair):
 def test_layers_that_predict_further_tokens_may_have_scales_which_are_not_read(open_tensors, shape):
     model = replace(shape, prediction_layers=1)
     names = [f"model.layers.{layer}.self_attn.kv_scale" for layer in range(4)]
-    scales = read_kv_scales(open_tensors({name: torch.tensor(0.5) for name in names[:3]}), model, Scheme())
+    scales = read_kv_scales(
+        open_tensors({name: torch.tensor(0.5) for name in names[:3]}), model, Scheme()
+    )
     assert len(scales.layers) == 2
     with pytest.raises(CheckpointError, match="of layer 3, but the model has 2 layers"):
         read_kv_scales(open_tensors({name: torch.tensor(0.5) for name in names}), model, Scheme())
@@ -81,7 +87,9 @@ def test_a_scale_of_one_side_stands_for_both(read, side):
     assert layer.alone == side
 
 
-@pytest.mark.parametrize("name", ["weight", "k_proj.weight_scale", "k_proj.input_scale", "q_scale", "k_proj.v_scale"])
+@pytest.mark.parametrize(
+    "name", ["weight", "k_proj.weight_scale", "k_proj.input_scale", "q_scale", "k_proj.v_scale"]
+)
 def test_other_tensors_are_no_kv_scales(name):
     assert parse_scale_name(PREFIX + name) is None
 
@@ -99,12 +107,18 @@ def test_tensor_scales(read, dtype, stored):
 def test_head_scales(read, stored):
     values = torch.tensor([1.0, 2.0, 3.0]).view(stored)
     layer = read({f"{PREFIX}k_scale": values, f"{PREFIX}v_scale": values * 2})[0].layers[0]
-    assert (layer.k, layer.v, layer.granularity) == ((1.0, 2.0, 3.0), (2.0, 4.0, 6.0), Granularity.HEAD)
+    assert (layer.k, layer.v, layer.granularity) == (
+        (1.0, 2.0, 3.0),
+        (2.0, 4.0, 6.0),
+        Granularity.HEAD,
+    )
 
 
 def test_channel_scales(read):
     values = torch.arange(1.0, 13.0).view(3, 4)
-    layer = read({f"{PREFIX}k_scale": values, f"{PREFIX}v_scale": torch.tensor([1.0, 2.0, 3.0])})[0].layers[0]
+    layer = read({f"{PREFIX}k_scale": values, f"{PREFIX}v_scale": torch.tensor([1.0, 2.0, 3.0])})[
+        0
+    ].layers[0]
     assert layer.granularity is Granularity.CHANNEL
     assert layer.k == tuple(range(1, 13))
     assert layer.v == (1.0,) * 4 + (2.0,) * 4 + (3.0,) * 4
@@ -129,12 +143,16 @@ def test_values_that_are_no_scales_are_named(read, value, named):
 def test_two_names_for_one_scale(read):
     same = {f"{PREFIX}k_scale": torch.tensor(0.25), f"{PREFIX}k_proj.k_scale": torch.tensor(0.25)}
     assert read(same)[0].layers[0].k == (0.25,)
-    with pytest.raises(CheckpointError, match=r"k_proj\.k_scale = 0\.25 and .*self_attn\.k_scale = 0\.5"):
+    with pytest.raises(
+        CheckpointError, match=r"k_proj\.k_scale = 0\.25 and .*self_attn\.k_scale = 0\.5"
+    ):
         read({**same, f"{PREFIX}k_scale": torch.tensor(0.5)})
 
 
 def test_a_layer_that_the_model_lacks(read):
-    with pytest.raises(CheckpointError, match=r"layers\.2\.self_attn\.k_scale .* layer 2, .* 2 layers"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.2\.self_attn\.k_scale .* layer 2, .* 2 layers"
+    ):
         read({"model.layers.2.self_attn.k_scale": torch.ones(1)})
 
 
@@ -150,7 +168,12 @@ def test_integer_scales_are_refused(read):
         ({"kv_cache_torch_dtype": "float8_e4m3fnuz"}, Format.E4M3FNUZ),
         ({"kv_cache_dtype": "float8_e4m3fn"}, Format.E4M3FN),
         (
-            {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_format": "fp8_e4m3fnuz"}},
+            {
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "kv_cache_format": "fp8_e4m3fnuz",
+                }
+            },
             Format.E4M3FNUZ,
         ),
     ],
@@ -227,12 +250,18 @@ def test_json(read_json):
             {"ranks": {"0": FACTORS, "1": {"0": 0.1}, "2": FACTORS}},
             "for 1 layers in rank 1, but the model has 2: lacking '1'",
         ),
-        ({"ranks": {"0": FACTORS, "1": FACTORS | {"1": 0}, "2": FACTORS}}, "scaling_factor[1][1] is 0"),
+        (
+            {"ranks": {"0": FACTORS, "1": FACTORS | {"1": 0}, "2": FACTORS}},
+            "scaling_factor[1][1] is 0",
+        ),
         (
             {"ranks": {"0": FACTORS, "1": FACTORS | {"1": 0.03}, "2": FACTORS}},
             "different factors in layer 1 (rank 0: 0.0188860223, rank 1: 0.0299999993, rank 2: 0.0188860223)",
         ),
-        ({"ranks": {"0": FACTORS, "1": FACTORS}}, "2 ranks, which cannot share the 3 KV heads of layer 0"),
+        (
+            {"ranks": {"0": FACTORS, "1": FACTORS}},
+            "2 ranks, which cannot share the 3 KV heads of layer 0",
+        ),
         ({"ranks": {"1": FACTORS}}, "'1'"),
         ({"ranks": {}}, "0 ranks"),
         ({"ranks": [FACTORS]}, "'scaling_factor'"),
@@ -281,9 +310,18 @@ def test_ranks_that_differ_in_many_layers_are_counted(tmp_path, shape):
     other = dict.fromkeys(factors, 0.2)
     path = tmp_path / "kv_cache_scales.json"
     path.write_text(
-        json.dumps({"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": factors, "1": other, "2": other}}})
+        json.dumps(
+            {
+                "kv_cache": {
+                    "dtype": "float8_e4m3fn",
+                    "scaling_factor": {"0": factors, "1": other, "2": other},
+                }
+            }
+        )
     )
-    with pytest.raises(CheckpointError, match=r"layer 0 .*layer 1 .*layer 2 .* and 3 more layers; .*the largest"):
+    with pytest.raises(
+        CheckpointError, match=r"layer 0 .*layer 1 .*layer 2 .* and 3 more layers; .*the largest"
+    ):
         read_scale_json(path, many)
 
 

@@ -1,4 +1,6 @@
-"""A checkpoint over an older one: only over what Freight wrote, whole or not at all, and nothing of the old remains."""
+"""A checkpoint over an older one: only over what Freight wrote, whole or not at all, and nothing of
+the old remains.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_nothing_of_the_old_remains(out: Path, tmp_path: Path):
     write_over(out, tmp_path)
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
-    assert json.loads((out / "config.json").read_text()) == {"model_type": "new", "freight": {"checkpoint": 1}}
+    assert json.loads((out / "config.json").read_text()) == {
+        "model_type": "new",
+        "freight": {"checkpoint": 1},
+    }
     assert load_file(out / "model.safetensors")["a"].eq(2).all()
 
 
 def test_it_has_to_be_asked_for_and_the_error_says_how(out: Path):
-    with pytest.raises(ConfigError, match="exists; remove it, or name another, or overwrite it \\(--overwrite"):
+    with pytest.raises(
+        ConfigError, match="exists; remove it, or name another, or overwrite it \\(--overwrite"
+    ):
         require_new(out, overwrite=False)
     with pytest.raises(ConfigError, match=r"exists; remove it, or name another$"):
         require_new(out)  # of a command without that option
@@ -79,7 +86,15 @@ def linked_tokenizer(out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [foreign_file, foreign_folder, foreign_tensors, config_of_another_tool, no_config, linked_tokenizer]
+    "change",
+    [
+        foreign_file,
+        foreign_folder,
+        foreign_tensors,
+        config_of_another_tool,
+        no_config,
+        linked_tokenizer,
+    ],
 )
 def test_a_folder_that_holds_anything_else_is_left_alone(out: Path, change: Callable[[Path], None]):
     change(out)
@@ -99,7 +114,9 @@ def test_a_file_is_no_folder(tmp_path: Path):
 
 
 @pytest.mark.parametrize("step", ["config.json", "model.safetensors"])
-def test_a_fault_at_the_end_brings_the_old_back(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str):
+def test_a_fault_at_the_end_brings_the_old_back(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+):
     before, rename = contents(out), os.rename
 
     def limited(old: Path, new: Path) -> None:

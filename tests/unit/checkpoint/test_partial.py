@@ -1,4 +1,6 @@
-"""What a run makes of the hidden folders of living runs, of killed ones, and of those for other outputs."""
+"""What a run makes of the hidden folders of living runs, of killed ones, and of those for other
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def abandon(partial: Partial) -> Path:
     return partial.path
 
 
-def test_the_folder_of_a_killed_run_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+def test_the_folder_of_a_killed_run_is_removed_and_that_of_a_living_one_is_not(
+    tmp_path: Path,
+) -> None:
     left, living = abandon(Partial.make(tmp_path / "out")), Partial.make(tmp_path / "other")
     remove_abandoned(tmp_path / "out")  # `other` is written in the same place
     assert not left.exists()
@@ -30,7 +34,9 @@ def test_the_folder_of_a_killed_run_is_removed_and_that_of_a_living_one_is_not(t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_removed_where_the_file_system_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_removed_where_the_file_system_has_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left = abandon(Partial.make(tmp_path / "out"))
 
     def flock(descriptor: int, operation: int) -> None:
@@ -44,7 +50,9 @@ def test_nothing_is_removed_where_the_file_system_has_no_locks(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("complete", [False, True])
-def test_replaced_files_are_kept_where_the_output_is_not_complete(tmp_path: Path, complete: bool) -> None:
+def test_replaced_files_are_kept_where_the_output_is_not_complete(
+    tmp_path: Path, complete: bool
+) -> None:
     left = abandon(Partial.make(tmp_path))
     (left / REPLACED).mkdir()
     (left / REPLACED / "config.json").write_text("{}")

@@ -5,11 +5,21 @@ from __future__ import annotations
 import pytest
 
 from freight.checkpoint.layouts import read_scheme
-from freight.checkpoint.producers.patterns import class_or_exact, exact, searched, wildcard, wildcard_or_part
+from freight.checkpoint.producers.patterns import (
+    class_or_exact,
+    exact,
+    searched,
+    wildcard,
+    wildcard_or_part,
+)
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, WeightScales
 
-Q, K, GATE = "model.layers.1.self_attn.q_proj", "model.layers.11.self_attn.k_proj", "model.layers.1.mlp.gate_proj"
+Q, K, GATE = (
+    "model.layers.1.self_attn.q_proj",
+    "model.layers.11.self_attn.k_proj",
+    "model.layers.1.mlp.gate_proj",
+)
 HEAD = "lm_head"
 
 
@@ -84,8 +94,13 @@ def test_quark_names_come_before_classes_and_all():
     said = {
         "quant_method": "quark",
         "global_quant_config": {"weight": weight, "input_tensors": weight},
-        "layer_type_quant_config": {"nn.Linear": {"weight": weight | {"qscheme": "per_channel", "ch_axis": 0}}},
-        "layer_quant_config": {"*q_proj": {"weight": weight, "input_tensors": weight}, "*k_proj": {"weight": None}},
+        "layer_type_quant_config": {
+            "nn.Linear": {"weight": weight | {"qscheme": "per_channel", "ch_axis": 0}}
+        },
+        "layer_quant_config": {
+            "*q_proj": {"weight": weight, "input_tensors": weight},
+            "*k_proj": {"weight": None},
+        },
         "exclude": ["*layers.1.mlp*"],
     }
     scheme = read_scheme({"quantization_config": said}, None)
@@ -97,17 +112,33 @@ def test_quark_names_come_before_classes_and_all():
 
 
 def test_torchao_names_come_before_expressions_and_the_default():
-    row = {"_type": "Float8WeightOnlyConfig", "_data": {"granularity": {"_type": "PerRow", "_data": {"dim": -1}}}}
+    row = {
+        "_type": "Float8WeightOnlyConfig",
+        "_data": {"granularity": {"_type": "PerRow", "_data": {"dim": -1}}},
+    }
     block = {"_type": "PerBlock", "_data": {"block_size": [128, 128]}}
-    blocks = {"_type": "Float8DynamicActivationFloat8WeightConfig", "_data": {"granularity": [block, block]}}
+    blocks = {
+        "_type": "Float8DynamicActivationFloat8WeightConfig",
+        "_data": {"granularity": [block, block]},
+    }
     names = {"_default": row, r"re:.*\.q_proj": blocks, f"{GATE}.weight": None}
-    for kind, key in (("ModuleFqnToConfig", "module_fqn_to_config"), ("FqnToConfig", "fqn_to_config")):
+    for kind, key in (
+        ("ModuleFqnToConfig", "module_fqn_to_config"),
+        ("FqnToConfig", "fqn_to_config"),
+    ):
         quant_type = {"default": {"_type": kind, "_data": {key: names}}}
-        scheme = read_scheme({"quantization_config": {"quant_method": "torchao", "quant_type": quant_type}}, None)
+        scheme = read_scheme(
+            {"quantization_config": {"quant_method": "torchao", "quant_type": quant_type}}, None
+        )
         dynamic = LinearScheme(WeightScales.BLOCK, Activations.DYNAMIC, (128, 128), or_plain=True)
         plain = LinearScheme(WeightScales.ROW, Activations.PLAIN, or_plain=True)
         assert [scheme.linear(name) for name in (Q, K, GATE)] == [dynamic, plain, None]
-    for data in ({"weight_dtype": {"_type": "torch.dtype", "_data": "float8_e5m2"}}, {"granularity": {"_type": "X"}}):
+    for data in (
+        {"weight_dtype": {"_type": "torch.dtype", "_data": "float8_e5m2"}},
+        {"granularity": {"_type": "X"}},
+    ):
         quant_type = {"default": row | {"_data": data}}
         with pytest.raises(CheckpointError, match=r"float8_e5m2|'X'"):
-            read_scheme({"quantization_config": {"quant_method": "torchao", "quant_type": quant_type}}, None)
+            read_scheme(
+                {"quantization_config": {"quant_method": "torchao", "quant_type": quant_type}}, None
+            )

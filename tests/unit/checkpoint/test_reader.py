@@ -50,7 +50,8 @@ def test_any_one_safetensors_file_will_do(write):
 
 def test_shards(write):
     folder = index(
-        write({"1.safetensors": {"a": A}, "2.safetensors": {"b": B}}), {"a": "1.safetensors", "b": "2.safetensors"}
+        write({"1.safetensors": {"a": A}, "2.safetensors": {"b": B}}),
+        {"a": "1.safetensors", "b": "2.safetensors"},
     )
     checkpoint = Checkpoint(folder)
     assert torch.equal(checkpoint.take("a", (2, 3)), A)
@@ -74,7 +75,9 @@ def test_a_missing_shard_is_named(write):
 
 def test_index_and_shards_must_agree(write):
     folder = write({"1.safetensors": {"a": A}, "2.safetensors": {"b": B}})
-    refused(index(folder, {"a": "1.safetensors", "c": "2.safetensors"}), INDEX, "c", "2.safetensors")
+    refused(
+        index(folder, {"a": "1.safetensors", "c": "2.safetensors"}), INDEX, "c", "2.safetensors"
+    )
     refused(index(folder, {"a": "2.safetensors", "b": "1.safetensors"}), "a", "2.safetensors")
     refused(index(folder, {"a": "../1.safetensors"}), "../1.safetensors", "outside")
     refused(index(folder, {"a": 1}), INDEX, "weight_map")
@@ -84,7 +87,12 @@ def test_index_and_shards_must_agree(write):
 
 def test_a_tensor_in_two_shards_is_named(write):
     folder = write({"1.safetensors": {"a": A}, "2.safetensors": {"a": A, "b": B}})
-    refused(index(folder, {"a": "1.safetensors", "b": "2.safetensors"}), "a", "1.safetensors", "2.safetensors")
+    refused(
+        index(folder, {"a": "1.safetensors", "b": "2.safetensors"}),
+        "a",
+        "1.safetensors",
+        "2.safetensors",
+    )
 
 
 def test_folders_without_weights(write, tmp_path):
@@ -97,7 +105,12 @@ def test_folders_without_weights(write, tmp_path):
 
 
 def test_two_files_without_an_index(write):
-    refused(write({"x.safetensors": {"a": A}, "y.safetensors": {"b": B}}), "x.safetensors", "y.safetensors", INDEX)
+    refused(
+        write({"x.safetensors": {"a": A}, "y.safetensors": {"b": B}}),
+        "x.safetensors",
+        "y.safetensors",
+        INDEX,
+    )
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 20, -1, -24])
@@ -158,7 +171,9 @@ def test_broken_json_is_named(write):
     refused(folder, "config.json", "not JSON")
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "hf_quant_config.json", INDEX])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "hf_quant_config.json", INDEX]
+)
 def test_json_nested_without_end_is_named(write, name):
     folder = write({})
     (folder / name).write_text('{"a":' * 200_000)
@@ -166,17 +181,27 @@ def test_json_nested_without_end_is_named(write, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "only.safetensors", "generation_config.json", "hf_quant_config.json", INDEX]
+    "name",
+    [
+        "model.safetensors",
+        "only.safetensors",
+        "generation_config.json",
+        "hf_quant_config.json",
+        INDEX,
+    ],
 )
 def test_a_link_to_nothing_is_named(write, name):
     """A cache of the hub keeps files as links, and what they point to may have been cleared away."""
-    folder = write({} if name.endswith("safetensors") or name == INDEX else {"model.safetensors": {"a": A}})
+    folder = write(
+        {} if name.endswith("safetensors") or name == INDEX else {"model.safetensors": {"a": A}}
+    )
     (folder / name).symlink_to("../blobs/gone")
     refused(folder, name, "../blobs/gone", "does not exist")
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "only.safetensors", "generation_config.json", "config.json", INDEX]
+    "name",
+    ["model.safetensors", "only.safetensors", "generation_config.json", "config.json", INDEX],
 )
 def test_a_folder_in_the_place_of_a_file_is_named(write, name):
     folder = write({})
@@ -195,8 +220,12 @@ def test_a_shard_that_is_no_file_is_named(write):
 
 
 def test_take_names_both_shapes(open_tensors):
-    checkpoint = open_tensors({"a": A, "n": torch.ones(2, dtype=torch.int64), "q": B.to(torch.float8_e4m3fn)})
-    with pytest.raises(CheckpointError, match=r"a has shape \[2, 3\], config.json asks for \[3, 2\]"):
+    checkpoint = open_tensors(
+        {"a": A, "n": torch.ones(2, dtype=torch.int64), "q": B.to(torch.float8_e4m3fn)}
+    )
+    with pytest.raises(
+        CheckpointError, match=r"a has shape \[2, 3\], config.json asks for \[3, 2\]"
+    ):
         checkpoint.take("a", (3, 2))
     with pytest.raises(CheckpointError, match="zzz is missing"):
         checkpoint.take("zzz", (1,))
@@ -212,7 +241,9 @@ def test_take_names_both_shapes(open_tensors):
 def test_check_lists_all_faults_before_anything_is_read(open_tensors):
     checkpoint = open_tensors({"a": A, "b": B})
     checkpoint.check({"a": (2, 3), "b": (4,)})
-    with pytest.raises(CheckpointError, match=r"c is missing; a has shape \[2, 3\], config.json asks for \[6\]"):
+    with pytest.raises(
+        CheckpointError, match=r"c is missing; a has shape \[2, 3\], config.json asks for \[6\]"
+    ):
         checkpoint.check({"a": (6,), "b": (4,), "c": (1,)})
 
 
@@ -229,8 +260,17 @@ def test_what_is_left_over_is_listed(open_tensors):
 
 def test_known_tensors_without_use_are_skipped_with_a_reason(open_tensors):
     prefix = "model.layers.0.self_attn."
-    names = ["rotary_emb.inv_freq", "q_scale", "attn.q_scale", "q_proj.output_scale", "prob_output_scale"]
-    zeros = {f"{prefix}k_zero_point": torch.zeros(1), f"{prefix}v_zero_point": torch.zeros(1, dtype=torch.int8)}
+    names = [
+        "rotary_emb.inv_freq",
+        "q_scale",
+        "attn.q_scale",
+        "q_proj.output_scale",
+        "prob_output_scale",
+    ]
+    zeros = {
+        f"{prefix}k_zero_point": torch.zeros(1),
+        f"{prefix}v_zero_point": torch.zeros(1, dtype=torch.int8),
+    }
     checkpoint = open_tensors({prefix + name: torch.ones(1) for name in names} | zeros)
     checkpoint.finish()
     assert checkpoint.skipped.keys() == checkpoint.names
@@ -294,7 +334,9 @@ def test_a_hub_that_does_not_answer(monkeypatch):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nand more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(CheckpointError, match=r"'owner/model' at revision 'abc' is neither a folder.*no connection"):
+    with pytest.raises(
+        CheckpointError, match=r"'owner/model' at revision 'abc' is neither a folder.*no connection"
+    ):
         resolve_model("owner/model", "abc")
 
 

@@ -62,7 +62,8 @@ def test_what_counts(tensors: Mapping[str, tuple[str, int]], format: str | None)
 
 
 @pytest.mark.parametrize(
-    "name", sorted(path.name for path in FIXTURES.iterdir() if (path / "model.safetensors").is_file())
+    "name",
+    sorted(path.name for path in FIXTURES.iterdir() if (path / "model.safetensors").is_file()),
 )
 def test_what_other_tools_wrote_is_stored_as_they_declare(name: str) -> None:
     checkpoint = Checkpoint(FIXTURES / name)
@@ -72,7 +73,9 @@ def test_what_other_tools_wrote_is_stored_as_they_declare(name: str) -> None:
 
 def test_a_folder_with_both_forms_of_the_weights_and_a_damaged_one(tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(8, dtype=HALF)}, tmp_path / "model.safetensors")
-    save_file({"a.weight": torch.zeros(99, dtype=torch.float32)}, tmp_path / "consolidated.safetensors")
+    save_file(
+        {"a.weight": torch.zeros(99, dtype=torch.float32)}, tmp_path / "consolidated.safetensors"
+    )
     assert stored_in_folder(tmp_path) == "float16"
     (tmp_path / "model.safetensors").write_bytes(b"none")
     assert stored_in_folder(tmp_path) is None
@@ -88,10 +91,17 @@ print(stored_on_hub('org/model', seconds=float(sys.argv[1])), time.monotonic() -
 """
 
 
-def ask(hub: StandInHub, home: Path, *argv: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
+def ask(
+    hub: StandInHub, home: Path, *argv: str, offline: bool = False
+) -> subprocess.CompletedProcess[str]:
     environ = {"HF_HOME": str(home), "HF_HUB_OFFLINE": str(int(offline)), **hub.environ}
     return subprocess.run(
-        [sys.executable, *argv], env=os.environ | environ, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *argv],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
@@ -112,7 +122,10 @@ def files(tmp_path: Path) -> Path:
 
 
 def test_the_header_of_a_file_on_the_hub(files: Path, tmp_path: Path) -> None:
-    save_file({"model.embed_tokens.weight": torch.zeros(1024, 1024, dtype=HALF)}, files / "model.safetensors")
+    save_file(
+        {"model.embed_tokens.weight": torch.zeros(1024, 1024, dtype=HALF)},
+        files / "model.safetensors",
+    )
     with stand_in_hub("org/model", files) as hub:
         found = plan(hub, tmp_path / "home")
         assert (found["dtype"], found["dtype_source"]) == ("float16", "tensors")
@@ -125,30 +138,43 @@ def test_the_header_of_a_file_on_the_hub(files: Path, tmp_path: Path) -> None:
 def test_of_shards_that_with_the_embedding_is_asked(files: Path, tmp_path: Path) -> None:
     shards = {
         "model-1-of-3.safetensors": {f"{MOE}gate.weight": torch.zeros(64, 64)},
-        "model-2-of-3.safetensors": {f"{MOE}experts.0.w1.weight": torch.zeros(8, dtype=torch.float8_e4m3fn)},
+        "model-2-of-3.safetensors": {
+            f"{MOE}experts.0.w1.weight": torch.zeros(8, dtype=torch.float8_e4m3fn)
+        },
         "model-3-of-3.safetensors": {"model.embed_tokens.weight": torch.zeros(8, 8, dtype=HALF)},
     }
     for name, tensors in shards.items():
         save_file(tensors, files / name)
     places = {tensor: name for name, tensors in shards.items() for tensor in tensors}
-    (files / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (files / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": places})
+    )
     with stand_in_hub("org/model", files) as hub:
         assert plan(hub, tmp_path / "home")["dtype"] == "float16"
         assert [name for name, asked, _ in hub.sent if asked] == ["model-3-of-3.safetensors"]
 
 
 def test_a_dtype_in_config_json_is_all_that_is_fetched(files: Path, tmp_path: Path) -> None:
-    (files / "config.json").write_text(json.dumps(json.loads(GPT_OSS) | {"torch_dtype": "bfloat16"}))
-    save_file({"model.embed_tokens.weight": torch.zeros(8, 8, dtype=HALF)}, files / "model.safetensors")
+    (files / "config.json").write_text(
+        json.dumps(json.loads(GPT_OSS) | {"torch_dtype": "bfloat16"})
+    )
+    save_file(
+        {"model.embed_tokens.weight": torch.zeros(8, 8, dtype=HALF)}, files / "model.safetensors"
+    )
     with stand_in_hub("org/model", files) as hub:
         assert plan(hub, tmp_path / "home")["dtype_source"] == "config.json"
         assert [name for name, *_ in hub.sent] == ["config.json"]
 
 
-def test_a_hub_without_safetensors_and_one_that_does_not_answer(files: Path, tmp_path: Path) -> None:
+def test_a_hub_without_safetensors_and_one_that_does_not_answer(
+    files: Path, tmp_path: Path
+) -> None:
     with stand_in_hub("org/model", files) as hub:
         assert plan(hub, tmp_path / "home")["dtype_source"] == "assumed"
-        save_file({"model.embed_tokens.weight": torch.zeros(8, 8, dtype=HALF)}, files / "model.safetensors")
+        save_file(
+            {"model.embed_tokens.weight": torch.zeros(8, 8, dtype=HALF)},
+            files / "model.safetensors",
+        )
         assert ask(hub, tmp_path / "home", "-c", TIMED, "30").stdout.startswith("float16 ")
         hub.stalled.set()
         found, seconds = ask(hub, tmp_path / "home", "-c", TIMED, "0.5").stdout.split()

@@ -25,9 +25,21 @@ CONFIG = {"model_type": "llama"}
 def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
     folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja"):
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "merges.txt",
+        "chat_template.jinja",
+    ):
         (folder / name).write_text(name)
-    for name in ("generation_config.json", "LICENSE.txt", "model.safetensors", "pytorch_model.bin", "notes.txt"):
+    for name in (
+        "generation_config.json",
+        "LICENSE.txt",
+        "model.safetensors",
+        "pytorch_model.bin",
+        "notes.txt",
+    ):
         (folder / name).write_text("{}")
     return folder
 
@@ -62,14 +74,18 @@ def test_shards_have_an_index_and_keep_what_came_together(tmp_path: Path, source
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 4 * 65 * 4
     shards = index["weight_map"]
-    assert {shards[f"{i}.weight"] for i in range(4)} == {f"model-{i:05}-of-00002.safetensors" for i in (1, 2)}
+    assert {shards[f"{i}.weight"] for i in range(4)} == {
+        f"model-{i:05}-of-00002.safetensors" for i in (1, 2)
+    }
     assert all(shards[f"{i}.weight"] == shards[f"{i}.scale"] for i in range(4))
     opened = Checkpoint(tmp_path / "out")
     assert [float(opened.take(f"{i}.weight", (64,))[0]) for i in range(4)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError, SystemExit])
-def test_an_interruption_leaves_nothing(tmp_path: Path, source: Path, interruption: type[BaseException]):
+def test_an_interruption_leaves_nothing(
+    tmp_path: Path, source: Path, interruption: type[BaseException]
+):
     def interrupted() -> None:
         with CheckpointWriter(tmp_path / "out", shard_bytes=100) as writer:
             writer.add({"a": tensor(1)})
@@ -146,7 +162,9 @@ def test_a_link_to_an_empty_folder_is_filled(tmp_path: Path, source: Path):
     assert Checkpoint(tmp_path / "elsewhere").names == {"a", "b"}
 
 
-def test_an_empty_folder_is_empty_again_after_a_fault(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_empty_folder_is_empty_again_after_a_fault(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+):
     out = tmp_path / "out"
     out.mkdir()
     refuse_to_rename(monkeypatch, out / "config.json", errno.EIO)
@@ -177,7 +195,9 @@ def test_the_longest_name_is_written_and_a_longer_one_refused_at_once(tmp_path: 
         require_new(tmp_path / ("x" * 256))
 
 
-def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_cannot_be_written_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def fails(path: Path, *args: object, **options: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -186,7 +206,9 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monk
         require_new(tmp_path / "out")
 
 
-def test_the_disk_is_that_of_the_folder_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_disk_is_that_of_the_folder_that_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     asked: list[Path] = []
     usage = shutil.disk_usage
 
@@ -240,7 +262,9 @@ except CapacityError as error:
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path):
-    answer = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert "is full" in answer.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -259,6 +283,8 @@ def test_a_fault_of_the_last_step_leaves_nothing(
             writer.finish(CONFIG, source)
 
     expected = CapacityError if number == errno.ENOSPC else CheckpointError
-    with pytest.raises(expected, match="is full" if number == errno.ENOSPC else "cannot be written"):
+    with pytest.raises(
+        expected, match="is full" if number == errno.ENOSPC else "cannot be written"
+    ):
         write()
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -37,7 +37,11 @@ class FakeLLM:
     def __init__(self, *, before_weights: Callable[[Any], None], **options: Any) -> None:
         tokenizer = SimpleNamespace(has_chat_template=self.template)
         before_weights(
-            SimpleNamespace(tokenizer=tokenizer, accept=lambda prompt, params: None, check_form=lambda form: None)
+            SimpleNamespace(
+                tokenizer=tokenizer,
+                accept=lambda prompt, params: None,
+                check_form=lambda form: None,
+            )
         )
         type(self).made, type(self).asked, type(self).params = options, [], []
 
@@ -49,7 +53,9 @@ class FakeLLM:
         for words in range(1, 4):
             yield self.output(prompt, params, words)
 
-    def generate(self, prompts: list[Any], params: SamplingParams, *, progress: bool) -> list[RequestOutput]:
+    def generate(
+        self, prompts: list[Any], params: SamplingParams, *, progress: bool
+    ) -> list[RequestOutput]:
         assert not progress, "no bar where stderr is no terminal"
         self.asked.extend(prompts)
         self.params.append(params)
@@ -60,7 +66,9 @@ class FakeLLM:
         reason = FinishReason.LENGTH if words == 3 else None
         done = [CompletionOutput(i, text, list(range(words)), reason) for i in range(params.n)]
         text_given = isinstance(prompt, str)
-        return RequestOutput("0", prompt if text_given else None, [7] if text_given else prompt, done, words == 3)
+        return RequestOutput(
+            "0", prompt if text_given else None, [7] if text_given else prompt, done, words == 3
+        )
 
     def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
         return [len(message["content"]) for message in messages]
@@ -88,7 +96,9 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
 
 
 @pytest.fixture
-def freight(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+def freight(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Answer]:
     """Runs `freight ARGV`, with none of our variables in the environment but those given."""
 
     def run(*argv: str, **environ: str) -> Answer:

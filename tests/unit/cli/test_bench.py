@@ -41,7 +41,10 @@ def tiny(tmp_path: Path) -> str:
         (["kernels", "--after", "3", "--device", "cpu"], "--after is for --device cuda"),
         (["kernels", "--only", "softmax"], "--only 'softmax' is unknown"),
         (["kernels", "--only", "torch.sdpa", "--device", "cpu"], "--only 'torch.sdpa' is unknown"),
-        (["kernels", "--seconds", "0"], "--seconds 0: give a number of seconds for each row, above 0"),
+        (
+            ["kernels", "--seconds", "0"],
+            "--seconds 0: give a number of seconds for each row, above 0",
+        ),
         (["kernels", "--seconds", "inf"], "--seconds inf"),
         (["kernels", "--device", "gpu"], "choose auto, cpu or cuda"),
         (["kernels", "--kernels", "fast"], "--kernels 'fast' is unknown"),
@@ -57,17 +60,42 @@ def test_refused(freight, arguments, said):
 @pytest.mark.parametrize(
     ("verb", "keys"),
     [
-        ("latency", {"prefill_tokens_per_second", "decode_step_ms", "decode_bandwidth_fraction", "overhead_fraction"}),
+        (
+            "latency",
+            {
+                "prefill_tokens_per_second",
+                "decode_step_ms",
+                "decode_bandwidth_fraction",
+                "overhead_fraction",
+            },
+        ),
         ("throughput", {"requests_per_second", "batch_occupancy", "cache_occupancy", "steps"}),
     ],
 )
 def test_one_object_for_a_program_a_table_for_people(freight, tiny, verb, keys):
-    options = ["--random-weights", tiny, "--input-len", "8", "--output-len", "4", "--kv-cache-memory", "4 MiB"]
+    options = [
+        "--random-weights",
+        tiny,
+        "--input-len",
+        "8",
+        "--output-len",
+        "4",
+        "--kv-cache-memory",
+        "4 MiB",
+    ]
     count = ["--batch-size", "2"] if verb == "latency" else ["--num-requests", "3"]
-    answer = freight("bench", verb, *options, *count, "--repeats", "1", "--json", "--quantization", "fp8")
+    answer = freight(
+        "bench", verb, *options, *count, "--repeats", "1", "--json", "--quantization", "fp8"
+    )
     assert answer.code == 0, answer.err
     found = json.loads(answer.out)
-    assert keys | {"decode_tokens_per_second", "peak_rss_bytes", "kernels", "threads", "spread"} <= set(found)
+    assert keys | {
+        "decode_tokens_per_second",
+        "peak_rss_bytes",
+        "kernels",
+        "threads",
+        "spread",
+    } <= set(found)
     assert found["weight_dtype"] == "fp8_e4m3fn"
     table = freight("bench", verb, *options, *count, "--repeats", "1")
     assert table.code == 0, table.err
@@ -81,7 +109,18 @@ def test_kernels_prints_one_object_per_row_and_takes_threads(freight, tiny, monk
     monkeypatch.setattr(timing, "CACHE_SIZE", 2**20)
     monkeypatch.setattr(timing, "last_level_cache", lambda root: None)
     before = torch.get_num_threads()
-    options = ["--random-weights", tiny, "--matrix", "32x16", "--rows", "2", "--only", "linear", "--seconds", "0.001"]
+    options = [
+        "--random-weights",
+        tiny,
+        "--matrix",
+        "32x16",
+        "--rows",
+        "2",
+        "--only",
+        "linear",
+        "--seconds",
+        "0.001",
+    ]
     answer = freight("bench", "kernels", *options, "--threads", "1", "--json")
     assert answer.code == 0, answer.err
     rows = [json.loads(line) for line in answer.out.splitlines()]

@@ -1,4 +1,6 @@
-"""Caches compared in turns: the same requests and weights, ratios within a repeat, and a picture that shows them."""
+"""Caches compared in turns: the same requests and weights, ratios within a repeat, and a picture
+that shows them.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_each_cache_at_each_size(shape: str):
     assert [row["ratio"] is None for row in rows] == [True, False] * 2
     plain, fp8, roomy, _ = rows
     assert fp8["capacity_tokens"] > 1.5 * plain["capacity_tokens"]
-    assert fp8["mean_running"] > plain["mean_running"]  # where memory binds, more requests run at once
+    assert (
+        fp8["mean_running"] > plain["mean_running"]
+    )  # where memory binds, more requests run at once
     assert roomy["cache_occupancy"] < plain["cache_occupancy"]
     assert found["processor"]
 
@@ -64,7 +68,9 @@ def test_they_take_turns_on_the_same_requests_and_ratios_are_within_a_repeat(
     asked: list[tuple[int, Any]] = []
 
     def drive(engine: Any, prompts: list[list[int]], params: list[Any]) -> list[StepRecord]:
-        """A repeat takes 1 s with an FP8 cache and 2 s with another, and 10 times as long as the one before."""
+        """A repeat takes 1 s with an FP8 cache and 2 s with another, and 10 times as long as the
+        one before.
+        """
         asked.append((id(engine), prompts))
         turn = sum(one == id(engine) for one, _ in asked) - 1
         seconds = 10.0**turn * (1 if engine.runner.pool.spec.bytes_per_token < 128 else 2)
@@ -74,11 +80,20 @@ def test_they_take_turns_on_the_same_requests_and_ratios_are_within_a_repeat(
     found = measure(shape, 3)
     engines = [engine for engine, _ in asked]
     assert len(set(engines)) == 4
-    assert [engines[start : start + 4][0] for start in (4, 8, 12)] == [engines[4], engines[5], engines[6]]
+    assert [engines[start : start + 4][0] for start in (4, 8, 12)] == [
+        engines[4],
+        engines[5],
+        engines[6],
+    ]
     for start in (4, 8, 12):
         assert all(prompts == asked[start][1] for _, prompts in asked[start : start + 4])
         assert len(set(engines[start : start + 4])) == 4
-    assert [row["ratio"] and row["ratio"]["median"] for row in found["rows"]] == [None, 2.0, None, 2.0]
+    assert [row["ratio"] and row["ratio"]["median"] for row in found["rows"]] == [
+        None,
+        2.0,
+        None,
+        2.0,
+    ]
     assert found["rows"][1]["ratio"]["low"] == found["rows"][1]["ratio"]["high"] == 2.0
 
 
@@ -95,10 +110,21 @@ FOUND = {
             "kv_cache_dtype": dtype,
             "capacity_tokens": 672,
             "mean_running": 2.0,
-            "requests_per_second": {"median": rate, "low": rate - 1, "high": rate + 1, "coverage": 0.97},
-            "ratio": None if dtype == "bfloat16" else {"median": 1.5, "low": 1.4, "high": 1.6, "coverage": 0.97},
+            "requests_per_second": {
+                "median": rate,
+                "low": rate - 1,
+                "high": rate + 1,
+                "coverage": 0.97,
+            },
+            "ratio": None
+            if dtype == "bfloat16"
+            else {"median": 1.5, "low": 1.4, "high": 1.6, "coverage": 0.97},
         }
-        for size, dtype, rate in (("2MiB", "bfloat16", 8.0), ("2MiB", "fp8", 12.0), (None, "bfloat16", 24.0))
+        for size, dtype, rate in (
+            ("2MiB", "bfloat16", 8.0),
+            ("2MiB", "fp8", 12.0),
+            (None, "bfloat16", 24.0),
+        )
     ],
 }
 
@@ -130,9 +156,21 @@ def test_the_table_names_the_processor_and_the_interval():
         (["--compare", "fp8", "--compare", "fp8"], "each once"),
         (["--compare-memory", "2MiB"], "--compare takes turns"),
         (["--compare", "auto", "--compare", "fp9"], "fp9"),
-        (["--compare", "auto", "--compare", "fp8", "--kv-cache-dtype", "fp8"], "give one of the two"),
         (
-            ["--compare", "auto", "--compare", "fp8", "--kv-cache-memory", "1MiB", "--compare-memory", "2MiB"],
+            ["--compare", "auto", "--compare", "fp8", "--kv-cache-dtype", "fp8"],
+            "give one of the two",
+        ),
+        (
+            [
+                "--compare",
+                "auto",
+                "--compare",
+                "fp8",
+                "--kv-cache-memory",
+                "1MiB",
+                "--compare-memory",
+                "2MiB",
+            ],
             "give one of the two",
         ),
         (["--compare", "auto", "--compare", "fp8", "--compare-memory", "many"], "many"),
@@ -146,8 +184,26 @@ def test_what_cannot_be_compared(freight: Callable[..., Any], argv: list[str], s
 
 
 def test_the_command(freight: Callable[..., Any], shape: str, tmp_path: Path):
-    argv = ["bench", "throughput", "--random-weights", shape, "--num-requests", "2", "--input-len", "4"]
-    argv += ["--output-len", "2", "--compare", "auto", "--compare", "fp8_e5m2", "--compare-memory", "4MiB"]
+    argv = [
+        "bench",
+        "throughput",
+        "--random-weights",
+        shape,
+        "--num-requests",
+        "2",
+        "--input-len",
+        "4",
+    ]
+    argv += [
+        "--output-len",
+        "2",
+        "--compare",
+        "auto",
+        "--compare",
+        "fp8_e5m2",
+        "--compare-memory",
+        "4MiB",
+    ]
     answer = freight(*argv, "--picture", str(tmp_path / "gain.svg"))
     assert answer.code == 0, answer.err
     assert "| 4MiB | fp8_e5m2 |" in answer.out

@@ -1,4 +1,6 @@
-"""`freight bench serving`: what is refused before a server is asked, and what people and programs read."""
+"""`freight bench serving`: what is refused before a server is asked, and what people and programs
+read.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from freight.cli.main import app
     ("arguments", "said"),
     [
         (["--url", "127.0.0.1:8000"], "'127.0.0.1:8000' is not the address of a server"),
-        (["--endpoint", "responses"], "--endpoint 'responses' is unknown: choose chat or completions"),
+        (
+            ["--endpoint", "responses"],
+            "--endpoint 'responses' is unknown: choose chat or completions",
+        ),
         (["--concurrency", "2", "--rate", "1"], "give one of the two"),
         (["--rate", "0"], "--rate 0: give requests a second"),
         (["--rate", "1", "--rate", "nan"], "--rate nan: give requests a second"),
@@ -57,17 +62,37 @@ def test_nobody_listens(freight):
 
 def test_a_row_for_each_load_one_object_and_a_picture(freight, tmp_path: Path):
     server, picture = StandIn(key="secret"), tmp_path / "load.svg"
-    loads = ["--concurrency", "1", "--concurrency", "3", "--num-requests", "5", "--output-tokens", "2:4"]
+    loads = [
+        "--concurrency",
+        "1",
+        "--concurrency",
+        "3",
+        "--num-requests",
+        "5",
+        "--output-tokens",
+        "2:4",
+    ]
     with running(server):
         asked = ["bench", "serving", "--url", server.url, *loads]
         table = freight(*asked, FREIGHT_API_KEY="secret")
-        found = freight(*asked, "--json", "--picture", str(picture), "--api-key", "secret", "--endpoint", "chat")
+        found = freight(
+            *asked, "--json", "--picture", str(picture), "--api-key", "secret", "--endpoint", "chat"
+        )
     assert (table.code, found.code) == (0, 0), table.err + found.err
     assert re.findall(r"\d+ at a time", table.out) == ["1 at a time", "3 at a time"]
     rows = json.loads(found.out)["rows"]
-    assert [(row["concurrency"], row["requests"], row["errors"]) for row in rows] == [(1, 5, {}), (3, 5, {})]
+    assert [(row["concurrency"], row["requests"], row["errors"]) for row in rows] == [
+        (1, 5, {}),
+        (3, 5, {}),
+    ]
     assert all(10 <= row["output_tokens"] <= 20 for row in rows)
-    assert {name for name in rows[0] if name.endswith("_ms")} == {"ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "late_ms"}
+    assert {name for name in rows[0] if name.endswith("_ms")} == {
+        "ttft_ms",
+        "itl_ms",
+        "tpot_ms",
+        "e2e_ms",
+        "late_ms",
+    }
     assert set(rows[0]["ttft_ms"]) == {"median", "p90", "p99"}
     assert all("messages" in body for body in server.bodies[-10:])
     ElementTree.fromstring(picture.read_text())
@@ -77,7 +102,17 @@ def test_errors_and_what_a_server_does_not_take_are_said(freight):
     servers = StandIn(refuses=("ignore_eos", "continuous_usage_stats")), StandIn()
     with running(*servers):
         urls = [word for server in servers for word in ("--url", server.url)]
-        answer = freight("bench", "serving", *urls, "--num-requests", "2", "--rounds", "2", "--output-tokens", "3")
+        answer = freight(
+            "bench",
+            "serving",
+            *urls,
+            "--num-requests",
+            "2",
+            "--rounds",
+            "2",
+            "--output-tokens",
+            "3",
+        )
     assert answer.code == 0, answer.err
     assert f"{servers[0].url}, 1: does not take ignore_eos" in answer.out
     assert f"{servers[0].url}, 1: does not say the tokens of each event" in answer.out
@@ -106,7 +141,9 @@ def test_every_run_has_a_seed_of_its_own_and_says_it(freight):
         shown = freight(*asked, "--seed", str(first))
         again = [body["prompt"] for body in server.bodies if body["max_tokens"] == 2][len(sent) :]
     assert first != second
-    sent, again = ([text for text in prompts if len(text) != 400] for prompts in (sent, again))  # without the probe
+    sent, again = (
+        [text for text in prompts if len(text) != 400] for prompts in (sent, again)
+    )  # without the probe
     assert sent[:3] == again != sent[3:]
     assert f"seed {first}: --seed {first} sends the same requests again" in shown.out
 
@@ -117,12 +154,19 @@ def test_the_share_of_the_prefix_cache_is_said(freight, tmp_path: Path):
     silent, cached, cold = StandIn(), StandIn(cached=25), StandIn(cached=0)
     own = ["--prompts", str(tmp_path / "mine.jsonl")]
     with running(silent, cached, cold):
-        again = freight(*asked, "--url", silent.url, *own, "--concurrency", "1", "--concurrency", "2")
+        again = freight(
+            *asked, "--url", silent.url, *own, "--concurrency", "1", "--concurrency", "2"
+        )
         once = freight(*asked, "--url", silent.url, *own)
         part = freight(*asked, "--url", cached.url, *own)
         none = freight(*asked, "--url", cold.url)
-    assert "every run sends the same prompts: a prefix cache makes the later ones faster" in again.out
-    assert f"{cached.url}, 1: 25% of the prompts' tokens came from the server's prefix cache" in part.out
+    assert (
+        "every run sends the same prompts: a prefix cache makes the later ones faster" in again.out
+    )
+    assert (
+        f"{cached.url}, 1: 25% of the prompts' tokens came from the server's prefix cache"
+        in part.out
+    )
     assert "prefix cache" not in once.out + none.out
 
 
@@ -132,14 +176,27 @@ def test_every_option_has_its_sentence_in_the_documentation():
     command = get_command(app).commands["bench"].commands["serving"]  # type: ignore[attr-defined]
     spellings = [spelling for option in command.params for spelling in option.opts]
     assert len(spellings) > 15
-    assert [one for one in spellings if f"`{one}`" not in section and f"`{one} " not in section] == []
+    assert [
+        one for one in spellings if f"`{one}`" not in section and f"`{one} " not in section
+    ] == []
 
 
-def test_the_picture_of_prompts_of_a_file_names_the_file(freight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_picture_of_prompts_of_a_file_names_the_file(
+    freight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     Path("mine.jsonl").write_text('{"prompt": "a", "max_tokens": 2}\n')
     server = StandIn()
     with running(server):
-        asked = ("bench", "serving", "--url", server.url, "--num-requests", "1", "--prompts", "mine.jsonl")
+        asked = (
+            "bench",
+            "serving",
+            "--url",
+            server.url,
+            "--num-requests",
+            "1",
+            "--prompts",
+            "mine.jsonl",
+        )
         assert freight(*asked, "--picture", "load.svg").code == 0
     assert "mine.jsonl</title>" in Path("load.svg").read_text()

@@ -50,6 +50,8 @@ def test_a_contradiction_is_refused_without_torch() -> None:
         timeout=300,
         check=True,
     )
-    for (line, says), (code, said, torch_loaded) in zip(REFUSED.items(), json.loads(ran.stdout), strict=True):
+    for (line, says), (code, said, torch_loaded) in zip(
+        REFUSED.items(), json.loads(ran.stdout), strict=True
+    ):
         assert (code, torch_loaded) == (2, False), line
         assert says in said, line

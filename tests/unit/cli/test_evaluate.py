@@ -20,7 +20,16 @@ def text(tmp_path: Path) -> str:
 
 
 def test_it_tells_what_caches_and_weights_take(freight: Run, text: str):
-    argv = ["evaluate", "--data", text, "--quantization", "fp8", "--kernels", "reference", "--no-speed"]
+    argv = [
+        "evaluate",
+        "--data",
+        text,
+        "--quantization",
+        "fp8",
+        "--kernels",
+        "reference",
+        "--no-speed",
+    ]
     argv += ["--caches", "token,e5m2"]
     said = json.loads(freight(*argv, "--json").out)
     assert [run["kv_cache_dtype"] for run in said["runs"]] == ["bfloat16", "fp8_e4m3fn", "fp8_e5m2"]
@@ -36,19 +45,34 @@ def test_it_tells_what_caches_and_weights_take(freight: Run, text: str):
 
 
 def test_a_checkpoint_with_static_scales_needs_no_options(freight: Run, text: str, tmp_path: Path):
-    """Its scales stand in the place of measured ones. E5M2 cannot use them: it is measured without any."""
+    """Its scales stand in the place of measured ones. E5M2 cannot use them: it is measured without
+    any.
+    """
     out = str(tmp_path / "out")
-    options = ("--weights", "none", "--kv-cache", "fp8", "--num-samples", "1", "--max-seq-len", "64")
+    options = (
+        "--weights",
+        "none",
+        "--kv-cache",
+        "fp8",
+        "--num-samples",
+        "1",
+        "--max-seq-len",
+        "64",
+    )
     assert freight("quantize", "demo", out, *options).code == 0
     answer = freight("evaluate", out, "--data", text, "--no-speed", "--json")
     assert answer.code == 0, answer.err
-    caches = [(run["kv_cache_dtype"], run["scale_source"]) for run in json.loads(answer.out)["runs"]]
+    caches = [
+        (run["kv_cache_dtype"], run["scale_source"]) for run in json.loads(answer.out)["runs"]
+    ]
     fp8 = [("fp8_e4m3fn", source) for source in ("unit", "checkpoint", "dynamic")]
     assert caches == [("bfloat16", None), *fp8, ("fp8_e5m2", "unit")]
 
 
 def test_the_16_bit_cache_is_one_row(freight: Run, text: str):
-    rows = freight("evaluate", "--data", text, "--kv-cache-dtype", "bfloat16", "--no-speed").out.splitlines()
+    rows = freight(
+        "evaluate", "--data", text, "--kv-cache-dtype", "bfloat16", "--no-speed"
+    ).out.splitlines()
     assert len([row for row in rows if row.startswith("| 16 bits")]) == 1
     assert len([row for row in rows if row.startswith("|")]) == 3
 
@@ -56,7 +80,9 @@ def test_the_16_bit_cache_is_one_row(freight: Run, text: str):
 def test_a_report_folder_that_cannot_be_written_is_found_before_the_run(
     freight: Run, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("freight.models.open.OpenModel.load", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "freight.models.open.OpenModel.load", lambda *_: pytest.fail("weights were read")
+    )
     (tmp_path / "file").write_text("")
     answer = freight("evaluate", "--data", text, "--report", str(tmp_path / "file" / "report"))
     assert answer.code == 2
@@ -66,7 +92,9 @@ def test_a_report_folder_that_cannot_be_written_is_found_before_the_run(
 
 def test_a_report_is_written_and_named(freight: Run, text: str, tmp_path: Path):
     folder = tmp_path / "new" / "report"
-    answer = freight("evaluate", "--data", text, "--caches", "unit", "--no-speed", "--report", str(folder))
+    answer = freight(
+        "evaluate", "--data", text, "--caches", "unit", "--no-speed", "--report", str(folder)
+    )
     assert answer.code == 0, answer.err
     assert str(folder / "report.html") in answer.out
     found = {path.name for path in folder.iterdir()}
@@ -92,9 +120,15 @@ def test_layers_are_measured_one_at_a_time(freight: Run, text: str):
 
 @pytest.mark.parametrize("measured", [(), ("--long",), ("--per-layer",)])
 def test_bad_documents_and_windows_are_one_line_in_every_measurement(
-    freight: Run, text: str, tmp_path: Path, measured: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    freight: Run,
+    text: str,
+    tmp_path: Path,
+    measured: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("freight.models.open.OpenModel.load", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "freight.models.open.OpenModel.load", lambda *_: pytest.fail("weights were read")
+    )
     (tmp_path / "empty").write_text("")
     (tmp_path / "other.jsonl").write_text('{"body": "x"}')
     for argv, said in (
@@ -110,7 +144,9 @@ def test_bad_documents_and_windows_are_one_line_in_every_measurement(
 
 
 @pytest.mark.parametrize("measured", [("--long",), ("--per-layer",), ("--tasks", "x")])
-def test_a_report_of_another_measurement_is_refused(freight: Run, tmp_path: Path, measured: tuple[str, ...]):
+def test_a_report_of_another_measurement_is_refused(
+    freight: Run, tmp_path: Path, measured: tuple[str, ...]
+):
     answer = freight("evaluate", *measured, "--report", str(tmp_path))
     assert answer.code == 2
     assert f"is not read by {measured[0]}" in answer.err
@@ -119,7 +155,10 @@ def test_a_report_of_another_measurement_is_refused(freight: Run, tmp_path: Path
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--per-layer", "--max-tokens", "64"], "--max-tokens 64 is not read by --per-layer: leave it out"),
+        (
+            ["--per-layer", "--max-tokens", "64"],
+            "--max-tokens 64 is not read by --per-layer: leave it out",
+        ),
         (["--long", "--caches", "token"], "--caches token is not read by --long"),
         (["--long", "--no-speed"], "--no-speed is not read by --long"),
         (["--tasks", "arc_easy", "--data", "x"], "--data x is not read by --tasks"),

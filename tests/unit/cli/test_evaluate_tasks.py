@@ -22,7 +22,9 @@ def test_without_lm_eval_it_says_what_to_install(freight: Run, monkeypatch: pyte
     assert answer.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("option", "value"), [("--include-path", "folder"), ("--limit", "3"), ("--num-fewshot", "0")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--include-path", "folder"), ("--limit", "3"), ("--num-fewshot", "0")]
+)
 def test_options_of_tasks_need_tasks(freight: Run, option: str, value: str):
     answer = freight("evaluate", "demo", option, value)
     assert answer.code == 2

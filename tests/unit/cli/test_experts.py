@@ -35,7 +35,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_evaluate_measures_caches_weights_and_layers(freight: Run, model: Path) -> None:
     text = str(model.parent / "text")
     options = ("--data", text, "--json", "--kernels", "reference")
-    answer = freight("evaluate", str(model), *options, "--caches", "token", "--weights", "fp8-channel", "--no-speed")
+    answer = freight(
+        "evaluate",
+        str(model),
+        *options,
+        "--caches",
+        "token",
+        "--weights",
+        "fp8-channel",
+        "--no-speed",
+    )
     assert answer.code == 0, answer.err
     plain, *others = json.loads(answer.out)["runs"]
     assert len(others) >= 2
@@ -64,5 +73,7 @@ def test_quantize_chooses_the_cache_by_layer_and_inspect_counts_matrices(
 def test_plan_counts_a_preset_of_fewer_layers(freight: Run) -> None:
     answer = freight("plan", "qwen3-30b-a3b:8", "--memory", "24GiB", "--device", "cpu", "--json")
     assert answer.code == 0, answer.err
-    whole = freight("plan", "qwen3-30b-a3b:8:151936", "--memory", "24GiB", "--device", "cpu", "--json")
+    whole = freight(
+        "plan", "qwen3-30b-a3b:8:151936", "--memory", "24GiB", "--device", "cpu", "--json"
+    )
     assert answer.out != whole.out

@@ -36,7 +36,9 @@ def test_the_shipped_model(as_json):
     assert facts["kv_cache"]["scales"] == []
 
 
-@pytest.mark.parametrize(("name", "method"), [("autofp8_static_kv", "fp8"), ("ct_docs", "compressed-tensors")])
+@pytest.mark.parametrize(
+    ("name", "method"), [("autofp8_static_kv", "fp8"), ("ct_docs", "compressed-tensors")]
+)
 def test_fp8_checkpoints_of_real_tools(as_json, name, method):
     facts, base = as_json(FIXTURES / name), as_json(FIXTURES / "base_bf16")
     assert facts["num_parameters"] == base["num_parameters"] == 1115392
@@ -80,7 +82,14 @@ def test_table(capsys, partial, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     inspect(str(partial), False)
     out = capsys.readouterr().out
-    for word in ("LlamaForCausalLM", "1.1 M", "bfloat16", "missing", "0.25 … 0.5", "│ self_attn.kv_scale"):
+    for word in (
+        "LlamaForCausalLM",
+        "1.1 M",
+        "bfloat16",
+        "missing",
+        "0.25 … 0.5",
+        "│ self_attn.kv_scale",
+    ):
         assert word in out
     inspect("demo", False)
     assert "none" in capsys.readouterr().out
@@ -125,7 +134,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
 
 
 @pytest.mark.parametrize("said", CONFIGS)
-def test_any_config_json_says_whether_it_runs_or_what_stands_in_the_way(as_json, capsys, monkeypatch, tmp_path, said):
+def test_any_config_json_says_whether_it_runs_or_what_stands_in_the_way(
+    as_json, capsys, monkeypatch, tmp_path, said
+):
     """Alone as a file, alone in a folder, and beside weights, in one line each."""
     config, runs, obstacle = CONFIGS[said]
     path = tmp_path / "config.json"
@@ -138,17 +149,26 @@ def test_any_config_json_says_whether_it_runs_or_what_stands_in_the_way(as_json,
     assert as_json(tmp_path) == facts | {"model": str(tmp_path), "path": str(tmp_path)}
     save_file({"norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
     beside = as_json(tmp_path)
-    assert [beside[key] for key in ("runs", "obstacle", "num_parameters")] == [runs, facts["obstacle"], 64]
+    assert [beside[key] for key in ("runs", "obstacle", "num_parameters")] == [
+        runs,
+        facts["obstacle"],
+        64,
+    ]
     monkeypatch.setenv("COLUMNS", "2000")
     inspect(str(tmp_path), False)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("runs ")]
-    assert [line.split(maxsplit=1)[1].strip() for line in lines] == [runs or f"no: {facts['obstacle']}"]
+    assert [line.split(maxsplit=1)[1].strip() for line in lines] == [
+        runs or f"no: {facts['obstacle']}"
+    ]
 
 
 def test_what_is_known_of_a_model_that_cannot_run(as_json, capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(
-        json.dumps(CONFIGS["computing key inside"][0] | {"architectures": ["Mistral3ForConditionalGeneration"]})
+        json.dumps(
+            CONFIGS["computing key inside"][0]
+            | {"architectures": ["Mistral3ForConditionalGeneration"]}
+        )
     )
     facts = as_json(path)
     assert (facts["architecture"], facts["num_layers"]) == ("Mistral3ForConditionalGeneration", 2)
@@ -161,14 +181,22 @@ def test_the_dtype_of_a_config_without_one(as_json, capsys, tmp_path):
     (tmp_path / "config.json").write_text(config)
     facts = as_json(tmp_path)
     assert (facts["dtype"], facts["dtype_source"]) == ("bfloat16", "assumed")
-    save_file({"model.norm.weight": torch.zeros(8, dtype=torch.float16)}, tmp_path / "model.safetensors")
+    save_file(
+        {"model.norm.weight": torch.zeros(8, dtype=torch.float16)}, tmp_path / "model.safetensors"
+    )
     for more, runs in ({}, "natively"), ({"scale_emb": 12}, None):
         (tmp_path / "config.json").write_text(json.dumps(json.loads(config) | more))
         facts = as_json(tmp_path)
-        assert (facts["runs"], facts["dtype"], facts["dtype_source"]) == (runs, "float16", "tensors")
+        assert (facts["runs"], facts["dtype"], facts["dtype_source"]) == (
+            runs,
+            "float16",
+            "tensors",
+        )
     inspect(str(tmp_path), False)
     assert "float16, as the tensors are stored" in capsys.readouterr().out
-    (tmp_path / "config.json").write_text(json.dumps(json.loads(config) | {"dtype": "float8_e4m3fn"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads(config) | {"dtype": "float8_e4m3fn"})
+    )
     facts = as_json(tmp_path)
     assert (facts["dtype"], facts["dtype_source"]) == (None, None)
     assert "dtype 'float8_e4m3fn' is not implemented" in facts["obstacle"]

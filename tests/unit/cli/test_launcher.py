@@ -1,4 +1,6 @@
-"""`freight --model-id MODEL …`, TGI's launcher, and `freight run`, Aphrodite's verb: both are `freight serve`."""
+"""`freight --model-id MODEL …`, TGI's launcher, and `freight run`, Aphrodite's verb: both are
+`freight serve`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Each server that was asked for, as its options by name; nothing is started, and no variable of TGI is set."""
+    """Each server that was asked for, as its options by name; nothing is started, and no variable
+    of TGI is set.
+    """
     asked: list[dict[str, Any]] = []
 
     def run(settings: Any, options: Any) -> int:
@@ -37,7 +41,9 @@ def test_its_documented_command(freight: Run, served: list[dict[str, Any]]) -> N
     assert (launched["model"], launched["kv_cache_dtype"]) == ("demo", "fp8_e5m2")
 
 
-def test_aphrodites_documented_command(freight: Run, served: list[dict[str, Any]], tmp_path: Any) -> None:
+def test_aphrodites_documented_command(
+    freight: Run, served: list[dict[str, Any]], tmp_path: Any
+) -> None:
     scales = tmp_path / "kv_cache_scales.json"
     scales.write_text("{}")
     argv = ["demo", "--kv-cache-dtype", "fp8", "--quantization-param-path", str(scales)]
@@ -79,7 +85,9 @@ FLAGS = {  # TGI's -> ours
 
 
 @pytest.mark.parametrize("line", FLAGS)
-def test_a_flag_of_tgi_has_its_counterpart(freight: Run, served: list[dict[str, Any]], line: str) -> None:
+def test_a_flag_of_tgi_has_its_counterpart(
+    freight: Run, served: list[dict[str, Any]], line: str
+) -> None:
     answer = freight("--model-id", "demo", *line.split())
     assert (answer.code, answer.err) == (0, "")
     freight("serve", "demo")
@@ -126,7 +134,9 @@ def test_a_key_is_taken_and_never_printed(freight: Run, served: list[dict[str, A
     assert answer.err == "freight: from TGI's variables: API_KEY\n"
 
 
-def test_flags_rank_above_our_variables_and_those_above_tgis(freight: Run, served: list[dict[str, Any]]) -> None:
+def test_flags_rank_above_our_variables_and_those_above_tgis(
+    freight: Run, served: list[dict[str, Any]]
+) -> None:
     variables = {"KV_CACHE_DTYPE": "fp8_e5m2", "PORT": "81", "MODEL_ID": "c"}
     ours = {"FREIGHT_KV_CACHE_DTYPE": "fp8", "FREIGHT_MODEL_ID": "b"}
     answer = freight("--model-id", "a", **variables, **ours)
@@ -134,19 +144,27 @@ def test_flags_rank_above_our_variables_and_those_above_tgis(freight: Run, serve
     assert (served[0]["model"], served[0]["kv_cache_dtype"], served[0]["port"]) == ("a", "fp8", 81)
     assert freight("--port", "82", **variables, **ours).err == ""
     assert (served[1]["model"], served[1]["port"]) == ("b", 82)
-    assert freight("--model-id", "a", FREIGHT_MAX_QUEUE="7", MAX_CONCURRENT_REQUESTS="100").err == ""
+    assert (
+        freight("--model-id", "a", FREIGHT_MAX_QUEUE="7", MAX_CONCURRENT_REQUESTS="100").err == ""
+    )
     assert served[2]["max_queue"] == 7
     freight("--model-id", "a", "--max-concurrent-requests", "100", FREIGHT_MAX_QUEUE="7")
     assert served[3]["max_queue"] == 36
 
 
-def test_hostname_and_empty_variables_are_not_read(freight: Run, served: list[dict[str, Any]]) -> None:
+def test_hostname_and_empty_variables_are_not_read(
+    freight: Run, served: list[dict[str, Any]]
+) -> None:
     answer = freight("--model-id", "demo", HOSTNAME="3f2a", PORT="", NUM_SHARD="1", SHARDED="False")
     assert (answer.code, answer.err, served[0]["host"]) == (0, "", "127.0.0.1")
 
 
-def test_what_is_ignored_without_harm_is_named_once_with_the_reason(freight: Run, served: list[dict[str, Any]]) -> None:
-    answer = freight("--model-id", "demo", "--waiting-served-ratio", "1.2", MAX_INPUT_TOKENS="100", PORT="81")
+def test_what_is_ignored_without_harm_is_named_once_with_the_reason(
+    freight: Run, served: list[dict[str, Any]]
+) -> None:
+    answer = freight(
+        "--model-id", "demo", "--waiting-served-ratio", "1.2", MAX_INPUT_TOKENS="100", PORT="81"
+    )
     assert answer.code == 0
     assert answer.err == (
         "freight: from TGI's variables: PORT=81; not used: --waiting-served-ratio (waiting requests join at every "
@@ -166,7 +184,11 @@ def test_what_is_ignored_without_harm_is_named_once_with_the_reason(freight: Run
         ("--max-concurrent-requests 0", {}, "--max-concurrent-requests '0' must be an integer"),
         ("--max-concurrent-requests 9 --max-queue 3", {}, "give one of the two"),
         ("--max-total-tokens", {}, "--max-total-tokens needs a value"),
-        ("--tensor-parallel-size 2", {}, "no such option: --tensor-parallel-size; a model runs on one device"),
+        (
+            "--tensor-parallel-size 2",
+            {},
+            "no such option: --tensor-parallel-size; a model runs on one device",
+        ),
         ("--nonsense", {}, "--nonsense"),
         ("generate", {}, "a verb comes first"),
         ("", {"PORT": "many"}, "PORT 'many' must be an integer"),
@@ -183,12 +205,17 @@ def test_what_cannot_be_done_is_refused(
 
 def test_a_server_needs_a_model(freight: Run, served: list[dict[str, Any]]) -> None:
     answer = freight("--port", "81")
-    assert (answer.code, answer.err) == (2, "error: a server needs --model-id MODEL; freight --help lists the verbs\n")
+    assert (answer.code, answer.err) == (
+        2,
+        "error: a server needs --model-id MODEL; freight --help lists the verbs\n",
+    )
     assert not served
 
 
 @pytest.mark.parametrize("name", TGI_OPTIONS)
-def test_every_flag_and_variable_of_tgi_is_taken_ignored_with_a_reason_or_refused_with_one(name: str) -> None:
+def test_every_flag_and_variable_of_tgi_is_taken_ignored_with_a_reason_or_refused_with_one(
+    name: str,
+) -> None:
     option = TGI_OPTIONS[name]
     assert option.field or option.instead
     flag = "--" + name.replace("_", "-")

@@ -1,4 +1,6 @@
-"""A checkpoint whose layers have caches of different kinds: what the other verbs, and FP8Cache, do with it."""
+"""A checkpoint whose layers have caches of different kinds: what the other verbs, and FP8Cache, do
+with it.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ def mixed(freight: Run, tmp_path: Path) -> str:
     return out
 
 
-def test_a_mixed_choice_is_refused_by_name_where_one_cache_is_needed(freight: Run, mixed: str, tmp_path: Path):
-    """`freight scales` and FP8Cache name the layers and the way out; measured scales need no choice."""
+def test_a_mixed_choice_is_refused_by_name_where_one_cache_is_needed(
+    freight: Run, mixed: str, tmp_path: Path
+):
+    """`freight scales` and FP8Cache name the layers and the way out; measured scales need no
+    choice.
+    """
     out = tmp_path / "out"
     for argv in (("export", mixed, str(out)), ("extract", mixed, "demo", str(out))):
         answer = freight("scales", *argv)
@@ -36,6 +42,8 @@ def test_a_mixed_choice_is_refused_by_name_where_one_cache_is_needed(freight: Ru
         assert not out.exists()
     config = AutoConfig.from_pretrained(mixed)
     for scales in ("auto", "checkpoint"):
-        with pytest.raises(ConfigError, match=r"a cache of its own \(layer.*16 bits.*--kv-scales dynamic"):
+        with pytest.raises(
+            ConfigError, match=r"a cache of its own \(layer.*16 bits.*--kv-scales dynamic"
+        ):
             FP8Cache(config, model=mixed, kv_scales=scales)
     assert FP8Cache(config, model=mixed, kv_scales="dynamic").kv_cache.layers is None

@@ -38,7 +38,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     ],
 )
 def test_the_model_as_an_option(
-    freight: Run, asked: list[tuple[Any, ...]], positional: str, by_option: str, arguments: tuple[str, ...]
+    freight: Run,
+    asked: list[tuple[Any, ...]],
+    positional: str,
+    by_option: str,
+    arguments: tuple[str, ...],
 ) -> None:
     for line in (positional, by_option):
         assert freight(*line.split()).code == 130
@@ -59,7 +63,9 @@ def test_the_model_as_an_option(
         ("scales import s.json a out --model-id b", "MODEL is 'a' and --model-id 'b'"),
     ],
 )
-def test_one_too_few_or_too_many_is_refused(freight: Run, asked: list[tuple[Any, ...]], line: str, says: str) -> None:
+def test_one_too_few_or_too_many_is_refused(
+    freight: Run, asked: list[tuple[Any, ...]], line: str, says: str
+) -> None:
     answer = freight(*line.split())
     assert answer.code == 2
     assert says in answer.err

@@ -1,4 +1,6 @@
-"""Every engine option, as a flag and as an environment variable, reaches EngineArgs; bad ones are refused."""
+"""Every engine option, as a flag and as an environment variable, reaches EngineArgs; bad ones are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,30 @@ def scales_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_is_one_option_for_each_field() -> None:
-    assert {flag.field for flag in ENGINE_FLAGS} == {field.name for field in fields(EngineArgs)} - {"model"}
+    assert {flag.field for flag in ENGINE_FLAGS} == {field.name for field in fields(EngineArgs)} - {
+        "model"
+    }
 
 
 def test_sampling_options_are_fields_of_sampling_params() -> None:
-    left_out = {"n", "seed", "logprobs", "prompt_logprobs", "detokenize", "cache_salt"}  # of no use at a terminal
+    left_out = {
+        "n",
+        "seed",
+        "logprobs",
+        "prompt_logprobs",
+        "detokenize",
+        "cache_salt",
+    }  # of no use at a terminal
     left_out |= {"structured_outputs"}  # generate has an option for each form
-    left_out |= {"allowed_token_ids", "bad_words", "include_stop_str_in_output", "truncate_prompt_tokens"}  # of clients
-    assert {flag.field for flag in SAMPLING_FLAGS} == {field.name for field in fields(SamplingParams)} - left_out
+    left_out |= {
+        "allowed_token_ids",
+        "bad_words",
+        "include_stop_str_in_output",
+        "truncate_prompt_tokens",
+    }  # of clients
+    assert {flag.field for flag in SAMPLING_FLAGS} == {
+        field.name for field in fields(SamplingParams)
+    } - left_out
 
 
 def test_without_options_the_defaults_are_those_of_engine_args(freight: Run, llm: Any) -> None:
@@ -71,7 +89,9 @@ def test_a_flag_and_its_variable_mean_the_same(freight: Run, llm: Any, field: st
 
 
 def test_a_flag_wins_over_its_variable(freight: Run, llm: Any) -> None:
-    freight("generate", "--prompt", "x", "--kv-cache-dtype", "fp8", FREIGHT_KV_CACHE_DTYPE="fp8_e5m2")
+    freight(
+        "generate", "--prompt", "x", "--kv-cache-dtype", "fp8", FREIGHT_KV_CACHE_DTYPE="fp8_e5m2"
+    )
     assert llm.made["kv_cache_dtype"] == "fp8"
 
 
@@ -79,13 +99,20 @@ def test_a_flag_wins_over_its_variable(freight: Run, llm: Any) -> None:
     ("argv", "environ", "field", "value"),
     [
         (["--no-enable-prefix-caching"], {}, "enable_prefix_caching", False),
-        (["--enable-prefix-caching"], {"FREIGHT_ENABLE_PREFIX_CACHING": "0"}, "enable_prefix_caching", True),
+        (
+            ["--enable-prefix-caching"],
+            {"FREIGHT_ENABLE_PREFIX_CACHING": "0"},
+            "enable_prefix_caching",
+            True,
+        ),
         ([], {"FREIGHT_ENABLE_PREFIX_CACHING": "false"}, "enable_prefix_caching", False),
         (["--skip-tokenizer-init"], {}, "skip_tokenizer_init", True),
         ([], {"FREIGHT_SKIP_TOKENIZER_INIT": "1"}, "skip_tokenizer_init", True),
     ],
 )
-def test_switches(freight: Run, llm: Any, argv: list[str], environ: dict[str, str], field: str, value: bool) -> None:
+def test_switches(
+    freight: Run, llm: Any, argv: list[str], environ: dict[str, str], field: str, value: bool
+) -> None:
     assert freight("generate", "--prompt-token-ids", "1", *argv, **environ).code == 0
     assert llm.made[field] is value
 
@@ -101,14 +128,25 @@ def test_switches(freight: Run, llm: Any, argv: list[str], environ: dict[str, st
         (["--model-id", "typed"], {"FREIGHT_MODEL_ID": "some/model"}, "typed"),
     ],
 )
-def test_the_model_in_every_form(freight: Run, llm: Any, argv: list[str], environ: dict[str, str], model: str) -> None:
+def test_the_model_in_every_form(
+    freight: Run, llm: Any, argv: list[str], environ: dict[str, str], model: str
+) -> None:
     assert freight("generate", *argv, "--prompt", "x", **environ).code == 0
     assert llm.made["model"] == model
 
 
 @pytest.mark.parametrize(
     "verb",
-    ["generate --prompt x", "chat", "serve", "inspect", "plan --memory 1GiB", "audit", "evaluate", "bench latency"],
+    [
+        "generate --prompt x",
+        "chat",
+        "serve",
+        "inspect",
+        "plan --memory 1GiB",
+        "audit",
+        "evaluate",
+        "bench latency",
+    ],
 )
 @pytest.mark.parametrize(
     ("argv", "environ", "what"),
@@ -157,7 +195,9 @@ def test_both_forms_of_the_model_at_once_are_refused(freight: Run) -> None:
         (["--logit-bias", "5"], "ID=NUMBER"),
     ],
 )
-def test_a_bad_value_is_refused_before_a_model_is_made(freight: Run, llm: Any, argv: list[str], says: str) -> None:
+def test_a_bad_value_is_refused_before_a_model_is_made(
+    freight: Run, llm: Any, argv: list[str], says: str
+) -> None:
     answer = freight("generate", "--prompt", "x", *argv)
     assert answer.code == 2
     assert says in answer.err
@@ -174,7 +214,9 @@ def test_a_bad_variable_is_named(freight: Run) -> None:
 def test_sampling_options_reach_sampling_params(freight: Run, llm: Any) -> None:
     argv = "--max-tokens 9 --min-tokens 2 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --stop a --stop b"
     argv += " --stop-token-ids 3 --stop-token-ids 4 --ignore-eos --presence-penalty 0.25 --frequency-penalty 0.5"
-    argv += " --repetition-penalty 1.5 --logit-bias 7=-2.5 --logit-bias 8=1 --no-skip-special-tokens"
+    argv += (
+        " --repetition-penalty 1.5 --logit-bias 7=-2.5 --logit-bias 8=1 --no-skip-special-tokens"
+    )
     assert freight("generate", "--prompt", "x", *argv.split()).code == 0
     assert llm.params == [
         SamplingParams(
@@ -211,7 +253,10 @@ def test_every_option_has_its_sentence_in_the_documentation() -> None:
     for verb, option in options:
         assert f"`freight {verb}`" in documented
         if option.param_type_name == "option" and option.name != "model_id":
-            assert any(f"`{spelling}`" in documented or f"`{spelling} " in documented for spelling in option.opts)
+            assert any(
+                f"`{spelling}`" in documented or f"`{spelling} " in documented
+                for spelling in option.opts
+            )
         if option.envvar:
             assert option.envvar in documented
 
@@ -238,7 +283,9 @@ def test_the_form_of_a_completion(freight: Run, llm: Any, tmp_path: Path) -> Non
         (["--regex", "a" * 5000], "error: --regex has 5000 characters; at most 4096 bytes"),
     ],
 )
-def test_a_form_that_cannot_be_is_refused(freight: Run, llm: Any, given: list[str], says: str, tmp_path: Path) -> None:
+def test_a_form_that_cannot_be_is_refused(
+    freight: Run, llm: Any, given: list[str], says: str, tmp_path: Path
+) -> None:
     (tmp_path / "text.json").write_text("no JSON")
     answer = freight("generate", "--prompt", "x", *given)
     assert answer.code == 2

@@ -13,11 +13,22 @@ import pytest
 from freight.cli.options import ENGINE_FLAGS
 from freight.cli.serve import SERVER_FLAGS
 from freight.config.engine import EngineArgs
-from freight.config.other_engines import OTHER_QUANTIZATIONS, RENAMED, SENTENCES, TGI_OPTIONS, as_flag, instead_of
+from freight.config.other_engines import (
+    OTHER_QUANTIZATIONS,
+    RENAMED,
+    SENTENCES,
+    TGI_OPTIONS,
+    as_flag,
+    instead_of,
+)
 from freight.config.resolve import check
 from freight.errors import ConfigError
 
-OURS = {field.name for field in fields(EngineArgs)} | {flag.field for flag, _ in SERVER_FLAGS} | {"model_id"}
+OURS = (
+    {field.name for field in fields(EngineArgs)}
+    | {flag.field for flag, _ in SERVER_FLAGS}
+    | {"model_id"}
+)
 ASKED = {  # option -> what the answer must name
     "gpu_memory_utilization": "kv_cache_memory",
     "swap_space": "nothing is swapped",
@@ -38,7 +49,9 @@ ASKED = {  # option -> what the answer must name
 
 @pytest.mark.parametrize("name", ASKED)
 def test_an_option_of_another_engine_in_python(name: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"unknown option {name!r}: ") + ".*" + re.escape(ASKED[name])):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"unknown option {name!r}: ") + ".*" + re.escape(ASKED[name])
+    ):
         EngineArgs.from_options(**{name: 1})
 
 
@@ -68,7 +81,9 @@ def test_a_sentence_names_no_option_that_the_verb_lacks(freight: Callable[..., A
 
 
 def test_an_unknown_option_of_nobody_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown option 'kv_cache_dtipe' \(did you mean kv_cache_dtype\?\)"):
+    with pytest.raises(
+        ConfigError, match=r"unknown option 'kv_cache_dtipe' \(did you mean kv_cache_dtype\?\)"
+    ):
         EngineArgs.from_options(kv_cache_dtipe="fp8")
 
 
@@ -97,5 +112,9 @@ def test_a_quantization_of_another_engine_says_what_to_do(method: str) -> None:
 
 def test_the_reference_of_options_says_where_they_go() -> None:
     text = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
-    read = [name for name, option in TGI_OPTIONS.items() if option.field or name == "max_concurrent_requests"]
+    read = [
+        name
+        for name, option in TGI_OPTIONS.items()
+        if option.field or name == "max_concurrent_requests"
+    ]
     assert [name for name in read if f"`{name.upper()}`" not in text] == []

@@ -47,17 +47,23 @@ def test_a_table_with_bars_and_one_sentence(freight: Run, llama: str) -> None:
     assert answer.out.isascii()
     assert "90% of what weights and rotary tables leave" in basis
     assert "Not counted: activations, logits" in basis
-    assert verdict.startswith("Take bfloat16 weights and a cache in fp8_e4m3fn, token (--kv-cache-dtype fp8 ")
+    assert verdict.startswith(
+        "Take bfloat16 weights and a cache in fp8_e4m3fn, token (--kv-cache-dtype fp8 "
+    )
 
 
 def test_the_documented_example_is_what_is_printed(freight: Run) -> None:
     documented = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
-    command, _, shown = documented.partition("$ freight plan ")[2].partition("```")[0].partition("\n")
+    command, _, shown = (
+        documented.partition("$ freight plan ")[2].partition("```")[0].partition("\n")
+    )
     assert freight("plan", *command.split()).out == shown
 
 
 def test_a_model_of_transformers_modules_is_counted_and_named(freight: Run, tmp_path: Path) -> None:
-    """Pythia 410M's published config.json: 405 million parameters, 24 layers of 2 x 1,024 numbers a token."""
+    """Pythia 410M's published config.json: 405 million parameters, 24 layers of 2 x 1,024 numbers a
+    token.
+    """
     content = {
         "architectures": ["GPTNeoXForCausalLM"],
         "bos_token_id": 0,
@@ -88,10 +94,15 @@ def test_a_model_of_transformers_modules_is_counted_and_named(freight: Run, tmp_
     assert plain["weight_dtype"] == "float16"
     assert plain["weight_bytes"] + plain["embedding_bytes"] == 2 * 405_334_016
     assert plain["bytes_per_token"] == 24 * 2 * 1024 * 2
-    assert "transformers' modules" in freight("plan", str(tmp_path), "--memory", "4GiB", "--device", "cuda").out
+    assert (
+        "transformers' modules"
+        in freight("plan", str(tmp_path), "--memory", "4GiB", "--device", "cuda").out
+    )
 
 
-def test_a_terminal_has_blocks_for_bars(freight: Run, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_has_blocks_for_bars(
+    freight: Run, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     for columns, length in (("120", 24), ("80", 12), ("40", 4)):
         monkeypatch.setenv("COLUMNS", columns)
@@ -107,15 +118,23 @@ def test_a_published_config_without_a_dtype_is_planned_in_16_bits(freight: Run) 
     wish = (str(GPT_OSS_20B), "--memory", "24GiB", "--device", "cuda")
     _, dtype, _, first, *_ = freight("plan", *wish).out.splitlines()
     assert dtype == "dtype: bfloat16, assumed: neither config.json nor a tensor names one"
-    assert "21.2 GiB  bfloat16            2.5 GiB  100,944" in first  # in float32 the weights alone take 24.6 GiB
+    assert (
+        "21.2 GiB  bfloat16            2.5 GiB  100,944" in first
+    )  # in float32 the weights alone take 24.6 GiB
     plan = json.loads(freight("plan", *wish, "--dtype", "half", "--json").out)
     assert (plan["dtype"], plan["dtype_source"]) == ("float16", "--dtype")
-    assert freight("plan", *wish, "--dtype", "half").out.splitlines()[1] == "dtype: float16, from --dtype"
+    assert (
+        freight("plan", *wish, "--dtype", "half").out.splitlines()[1]
+        == "dtype: float16, from --dtype"
+    )
 
 
 def test_the_tensors_beside_a_config_without_a_dtype_say_it(freight: Run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(GPT_OSS_20B.read_text())
-    save_file({"model.norm.weight": torch.zeros(2880, dtype=torch.float16)}, tmp_path / "model.safetensors")
+    save_file(
+        {"model.norm.weight": torch.zeros(2880, dtype=torch.float16)},
+        tmp_path / "model.safetensors",
+    )
     for model in (tmp_path, tmp_path / "config.json"):
         said = freight("plan", str(model), "--memory", "24GiB", "--device", "cpu").out
         assert "\ndtype: float16, as the tensors are stored: config.json names none\n" in said
@@ -125,12 +144,29 @@ def test_json_has_every_setting_and_the_choice(freight: Run, llama: str) -> None
     plan = json.loads(freight("plan", llama, *WISH, "--json").out)
     assert plan["model"] == llama
     assert (plan["dtype"], plan["dtype_source"]) == ("bfloat16", "config.json")
-    assert (plan["device"], plan["memory"], plan["context"], plan["concurrency"]) == ("cuda", 24 * 2**30, 8192, 16)
+    assert (plan["device"], plan["memory"], plan["context"], plan["concurrency"]) == (
+        "cuda",
+        24 * 2**30,
+        8192,
+        16,
+    )
     chosen = plan["settings"][plan["choice"]]
     assert chosen["options"] == ["--kv-cache-dtype", "fp8", "--kv-scales", "dynamic"]
-    assert chosen["groups"] == [{"layers": 32, "window": None, "bytes_per_block": 16 * 66560, "blocks": 8201}]
-    assert (chosen["capacity_tokens"], chosen["requests"], chosen["bytes_per_token"]) == (131216, 16, 66560)
-    parts = ("weight_bytes", "embedding_bytes", "rotary_table_bytes", "kv_cache_bytes", "rest_bytes")
+    assert chosen["groups"] == [
+        {"layers": 32, "window": None, "bytes_per_block": 16 * 66560, "blocks": 8201}
+    ]
+    assert (chosen["capacity_tokens"], chosen["requests"], chosen["bytes_per_token"]) == (
+        131216,
+        16,
+        66560,
+    )
+    parts = (
+        "weight_bytes",
+        "embedding_bytes",
+        "rotary_table_bytes",
+        "kv_cache_bytes",
+        "rest_bytes",
+    )
     for setting in plan["settings"]:
         assert sum(setting[part] for part in parts) == plan["memory"]
     assert plan["verdict"].startswith("Take bfloat16 weights")
@@ -138,7 +174,9 @@ def test_json_has_every_setting_and_the_choice(freight: Run, llama: str) -> None
 
 def test_groups_of_windows_are_listed(freight: Run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GEMMA_3_27B))
-    answer = freight("plan", str(tmp_path / "config.json"), "--memory", "80GiB", "--device", "cpu", "--json")
+    answer = freight(
+        "plan", str(tmp_path / "config.json"), "--memory", "80GiB", "--device", "cpu", "--json"
+    )
     groups = json.loads(answer.out)["settings"][0]["groups"]
     assert [(group["layers"], group["window"]) for group in groups] == [(52, 1024), (10, None)]
 
@@ -200,7 +238,9 @@ def test_what_cannot_be_fetched_names_the_nearest_preset(monkeypatch: pytest.Mon
         raise OSError("no network")
 
     hub(monkeypatch, fetch)
-    with pytest.raises(CheckpointError, match=r"'lama-8b' is neither .*did you mean llama-8b.*OSError: no network"):
+    with pytest.raises(
+        CheckpointError, match=r"'lama-8b' is neither .*did you mean llama-8b.*OSError: no network"
+    ):
         read_config_only("lama-8b")
 
 
@@ -212,7 +252,9 @@ def test_presets_and_the_shipped_model_need_no_file() -> None:
             read_config_only(name, "main")
 
 
-@pytest.mark.parametrize(("content", "says"), [("[1]", "holds list"), ("{", "is not JSON"), (None, "cannot be read")])
+@pytest.mark.parametrize(
+    ("content", "says"), [("[1]", "holds list"), ("{", "is not JSON"), (None, "cannot be read")]
+)
 def test_a_config_that_is_none_is_refused(content: str | None, says: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
@@ -229,24 +271,40 @@ def test_what_modelopt_declares_beside_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("count", "said_of_it"),
-    [(0, "0.0 KiB"), (42_720, "41.7 KiB"), (2**20, "1.0 MiB"), (2**30 - 1, "1,024.0 MiB"), (3 * 2**29, "1.5 GiB")],
+    [
+        (0, "0.0 KiB"),
+        (42_720, "41.7 KiB"),
+        (2**20, "1.0 MiB"),
+        (2**30 - 1, "1,024.0 MiB"),
+        (3 * 2**29, "1.5 GiB"),
+    ],
 )
-def test_no_size_that_is_more_than_nothing_is_said_to_be_nothing(count: int, said_of_it: str) -> None:
+def test_no_size_that_is_more_than_nothing_is_said_to_be_nothing(
+    count: int, said_of_it: str
+) -> None:
     assert size(count) == said_of_it
 
 
 @pytest.mark.parametrize(
     ("asked", "said_of_it"),
     [
-        ("auto", "87.0 MiB for each request in bfloat16, 51.5 MiB in int8 beside 8-bit caches (in float32 159.0 MiB)"),
+        (
+            "auto",
+            "87.0 MiB for each request in bfloat16, 51.5 MiB in int8 beside 8-bit caches (in float32 159.0 MiB)",
+        ),
         ("int8", "51.5 MiB for each request in int8 (in float32 159.0 MiB)"),
         ("float32", "159.0 MiB for each request in float32"),
     ],
 )
 def test_states_by_format(freight: Run, asked: str, said_of_it: str) -> None:
-    """Of Qwen3.5-27B: 48 layers with 48 heads of 128 x 128 and 16 of keys; the convolution sees 10,240 channels."""
+    """Of Qwen3.5-27B: 48 layers with 48 heads of 128 x 128 and 16 of keys; the convolution sees
+    10,240 channels.
+    """
     published = Path(__file__).parents[2] / "fixtures/published/Qwen--Qwen3.5-27B.json"
     memory = ("--memory", "80GiB", "--context", "8192", "--device", "cuda")
     printed = freight("plan", str(published), *memory, "--state-dtype", asked).out
-    assert f"A part of it is for states: {said_of_it}, and as much again for those that stay behind every" in printed
+    assert (
+        f"A part of it is for states: {said_of_it}, and as much again for those that stay behind every"
+        in printed
+    )
     assert (f"--state-dtype {asked}" in printed.splitlines()[-1]) is (asked != "auto")

@@ -20,7 +20,12 @@ AUTOFP8 = str(Path(__file__).parents[2] / "fixtures" / "autofp8_static_kv")
 @pytest.fixture
 def data(tmp_path: Path) -> str:
     path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"input_ids": [(i * j) % 256 for i in range(100)]}) + "\n" for j in range(1, 5)))
+    path.write_text(
+        "".join(
+            json.dumps({"input_ids": [(i * j) % 256 for i in range(100)]}) + "\n"
+            for j in range(1, 5)
+        )
+    )
     return str(path)
 
 
@@ -33,7 +38,16 @@ def out(tmp_path: Path) -> Path:
 def scaled(freight: Run, data: str, tmp_path: Path) -> str:
     """A model with KV scales by channel."""
     folder = str(tmp_path / "scaled")
-    argv = ["--weights", "none", "--kv-cache", "fp8", "--kv-granularity", "channel", "--calibration-data", data]
+    argv = [
+        "--weights",
+        "none",
+        "--kv-cache",
+        "fp8",
+        "--kv-granularity",
+        "channel",
+        "--calibration-data",
+        data,
+    ]
     assert freight("quantize", BASE, folder, *argv).code == 0
     return folder
 
@@ -48,7 +62,9 @@ def test_every_option_reaches_the_checkpoint(freight: Run, data: str, out: Path)
     assert answer.code == 0, answer.err
     said = json.loads(answer.out)
     assert said.pop("bytes_before") > said.pop("bytes_after") > 0
-    assert said.pop("warnings") == [line.removeprefix("warning: ") for line in answer.err.splitlines()]
+    assert said.pop("warnings") == [
+        line.removeprefix("warning: ") for line in answer.err.splitlines()
+    ]
     assert said == {
         "path": str(out), "format": "compressed-tensors", "weights": "fp8", "activations": "static",
         "kv_cache": "fp8", "granularity": "head", "centers": [], "num_samples": 3, "num_tokens": 270,
@@ -61,12 +77,25 @@ def test_every_option_reaches_the_checkpoint(freight: Run, data: str, out: Path)
 def test_centers_are_of_keys(freight: Run, out: Path, monkeypatch: pytest.MonkeyPatch):
     """What quantize and inspect say of them."""
     monkeypatch.setenv("COLUMNS", "120")
-    argv = ["demo", "--weights", "none", "--kv-cache", "fp8", "--num-samples", "2", "--max-seq-len", "128", "--center"]
+    argv = [
+        "demo",
+        "--weights",
+        "none",
+        "--kv-cache",
+        "fp8",
+        "--num-samples",
+        "2",
+        "--max-seq-len",
+        "128",
+        "--center",
+    ]
     said = json.loads(freight("quantize", *argv[:1], str(out), *argv[1:], "--json").out)["centers"]
     assert [entry.keys() for entry in said] == [{"layer", "k"}] * 6
     assert all(entry["k"] > 1.25 for entry in said)
     shown = json.loads(freight("inspect", str(out), "--json").out)["kv_cache"]["scales"]
-    assert [(layer["k"]["centered"], "centered" in layer["v"]) for layer in shown] == [(True, False)] * 6
+    assert [(layer["k"]["centered"], "centered" in layer["v"]) for layer in shown] == [
+        (True, False)
+    ] * 6
     assert freight("inspect", str(out)).out.count(", centered") == 6
     again = freight("quantize", *argv[:1], str(out) + "2", *argv[1:])
     assert "\nkeys centered in 6 of 6 layers: squared error of rounding divided by " in again.out
@@ -102,13 +131,23 @@ def test_what_is_asked_wrongly_is_status_2(freight: Run, out: Path, argv: list[s
 
 def test_text_without_a_tokenizer_is_told_the_way_out(freight: Run, out: Path, tmp_path: Path):
     (tmp_path / "data.txt").write_text("text")
-    answer = freight("quantize", BASE, str(out), "--kv-cache", "fp8", "--calibration-data", str(tmp_path / "data.txt"))
+    answer = freight(
+        "quantize",
+        BASE,
+        str(out),
+        "--kv-cache",
+        "fp8",
+        "--calibration-data",
+        str(tmp_path / "data.txt"),
+    )
     assert answer.code == 1
     assert "has no tokenizer" in answer.err
     assert "`input_ids` in each line" in answer.err
 
 
-def test_a_revision_of_the_hub_is_what_is_read(freight: Run, out: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_revision_of_the_hub_is_what_is_read(
+    freight: Run, out: Path, monkeypatch: pytest.MonkeyPatch
+):
     asked = []
 
     def download(name: str, revision: str | None, **options: Any) -> str:
@@ -179,7 +218,10 @@ def test_extract_takes_both_forms(freight: Run, scaled: str, tmp_path: Path, nam
 
 def test_extract_keeps_scales_to_the_bit(freight: Run, tmp_path: Path):
     assert freight("scales", "extract", AUTOFP8, BASE, str(tmp_path / "x")).code == 0
-    theirs, mine = load_file(f"{AUTOFP8}/model.safetensors"), load_file(tmp_path / "x" / "model.safetensors")
+    theirs, mine = (
+        load_file(f"{AUTOFP8}/model.safetensors"),
+        load_file(tmp_path / "x" / "model.safetensors"),
+    )
     base = load_file(f"{BASE}/model.safetensors")
     for name, tensor in mine.items():
         expected = theirs[name].view(1) if name.endswith(("k_scale", "v_scale")) else base[name]

@@ -1,4 +1,6 @@
-"""freight quantize as the authors of other tools type their scripts, with only the name of the command changed."""
+"""freight quantize as the authors of other tools type their scripts, with only the name of the
+command changed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ BASE = str(Path(__file__).parents[2] / "fixtures" / "base_bf16")
 @pytest.fixture
 def data(tmp_path: Path) -> str:
     path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"input_ids": [(i * j) % 256 for i in range(100)]}) + "\n" for j in range(1, 5)))
+    path.write_text(
+        "".join(
+            json.dumps({"input_ids": [(i * j) % 256 for i in range(100)]}) + "\n"
+            for j in range(1, 5)
+        )
+    )
     return str(path)
 
 
@@ -37,24 +44,49 @@ def test_the_script_that_makes_a_model_for_tgi(freight: Run, out: Path):
     assert answer.code == 0, answer.err
     assert (json.loads(answer.out)["num_samples"], json.loads(answer.out)["weights"]) == (4, "none")
     assert "--batch-size 8 changes no scale" in answer.err
-    scales = {name: tensor for name, tensor in load_file(out / "model.safetensors").items() if name.endswith("scale")}
+    scales = {
+        name: tensor
+        for name, tensor in load_file(out / "model.safetensors").items()
+        if name.endswith("scale")
+    }
     assert sorted(scales) == [f"model.layers.{layer}.self_attn.kv_scale" for layer in range(6)]
     assert {(scale.dtype, scale.shape) for scale in scales.values()} == {(torch.float32, ())}
     assert json.loads((out / "config.json").read_text())["kv_cache_torch_dtype"] == "float8_e4m3fn"
 
 
 def test_the_script_of_vllms_example(freight: Run, out: Path, data: str):
-    """quantize.py --model-dir … --dtype … --qformat fp8 --kv-cache-dtype fp8 --calib-size … --output-dir …"""
-    argv = ["--model-dir", BASE, "--dtype", "bfloat16", "--qformat", "fp8", "--kv-cache-dtype", "fp8"]
+    """quantize.py --model-dir … --dtype … --qformat fp8 --kv-cache-dtype fp8 --calib-size …
+    --output-dir …
+    """
+    argv = [
+        "--model-dir",
+        BASE,
+        "--dtype",
+        "bfloat16",
+        "--qformat",
+        "fp8",
+        "--kv-cache-dtype",
+        "fp8",
+    ]
     answer = freight(
-        "quantize", *argv, "--calib-size", "3", "--output-dir", str(out), "--calibration-data", data, "--json"
+        "quantize",
+        *argv,
+        "--calib-size",
+        "3",
+        "--output-dir",
+        str(out),
+        "--calibration-data",
+        data,
+        "--json",
     )
     assert answer.code == 0, answer.err
     said = json.loads(answer.out)
     assert (said["weights"], said["kv_cache"], said["num_samples"]) == ("fp8", "fp8", 3)
 
 
-@pytest.mark.parametrize("form", [["--model-id", BASE, "OUT"], [BASE, "--save-path", "OUT"], [BASE, "OUT"]])
+@pytest.mark.parametrize(
+    "form", [["--model-id", BASE, "OUT"], [BASE, "--save-path", "OUT"], [BASE, "OUT"]]
+)
 def test_every_way_to_name_model_and_output(freight: Run, out: Path, form: list[str]):
     answer = freight("quantize", *(str(out) if part == "OUT" else part for part in form))
     assert answer.code == 0, answer.err
@@ -66,10 +98,19 @@ def test_every_way_to_name_model_and_output(freight: Run, out: Path, form: list[
     [
         ([BASE], "OUT is missing: give MODEL OUT"),
         (["--output_dir", "OUT"], "MODEL is missing: give MODEL"),
-        ([BASE, "OUT", "--model_dir", BASE], f"MODEL is '{BASE}' and --model-id '{BASE}': give one of the two"),
-        ([BASE, "OUT", "--qformat", "int4_awq"], "--qformat 'int4_awq' is not implemented: choose fp8 or full_prec"),
+        (
+            [BASE, "OUT", "--model_dir", BASE],
+            f"MODEL is '{BASE}' and --model-id '{BASE}': give one of the two",
+        ),
+        (
+            [BASE, "OUT", "--qformat", "int4_awq"],
+            "--qformat 'int4_awq' is not implemented: choose fp8 or full_prec",
+        ),
         ([BASE, "OUT", "--qformat", "fp8", "--weights", "fp8"], "give one of the two"),
-        ([BASE, "OUT", "--dtype", "fp16"], "is stored in bfloat16, and what is not quantized stays in it"),
+        (
+            [BASE, "OUT", "--dtype", "fp16"],
+            "is stored in bfloat16, and what is not quantized stays in it",
+        ),
         ([BASE, "OUT", "--dtype", "int8"], "--dtype 'int8' is unknown"),
         ([BASE, "OUT", "--device", "cpu"], "--device is given, but nothing is calibrated"),
         (["demo", "OUT", "--kv-cache", "fp8", "--device", "tpu"], "device 'tpu' is unknown"),
@@ -94,7 +135,9 @@ def test_overwrite_replaces_what_freight_wrote(freight: Run, out: Path):
 def test_overwrite_never_touches_another_folder(freight: Run, out: Path, data: str):
     shutil.copytree(BASE, out)
     before = sorted(path.name for path in out.iterdir())
-    answer = freight("quantize", BASE, str(out), "--kv-cache", "fp8", "--calibration-data", data, "--overwrite")
+    answer = freight(
+        "quantize", BASE, str(out), "--kv-cache", "fp8", "--calibration-data", data, "--overwrite"
+    )
     assert answer.code == 2
     assert "holds no model that Freight wrote" in " ".join(answer.err.split())
     assert sorted(path.name for path in out.iterdir()) == before

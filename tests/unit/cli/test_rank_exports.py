@@ -1,4 +1,6 @@
-"""AMMO's exports at the terminal: inspect, scales extract, export and import, every --format, and what is refused."""
+"""AMMO's exports at the terminal: inspect, scales extract, export and import, every --format, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,20 @@ def out(tmp_path: Path) -> Path:
 
 def cache_of(folder: Path) -> tuple[str, str, tuple[float, ...]]:
     """(dtype, source of the scales, K's of each layer) of a model as it loads."""
-    llm = LLM(str(folder), kv_cache_dtype="fp8", kv_cache_memory="4MiB", max_model_len=64, skip_tokenizer_init=True)
+    llm = LLM(
+        str(folder),
+        kv_cache_dtype="fp8",
+        kv_cache_memory="4MiB",
+        max_model_len=64,
+        skip_tokenizer_init=True,
+    )
     info = llm.kv_cache_info()
     scales = [layer.pages.k_scale for layer in llm.engine.runner.pool.layers]
-    return info["dtype"], info["scale_source"], tuple(float(scale.max()) for scale in scales if scale is not None)
+    return (
+        info["dtype"],
+        info["scale_source"],
+        tuple(float(scale.max()) for scale in scales if scale is not None),
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -49,7 +61,11 @@ def test_both_layouts_are_inspected(
     said = json.loads(freight("inspect", folder, "--json").out)
     assert [layer["k"]["value"] for layer in said["kv_cache"]["scales"]] == list(SCALES)
     assert said["kv_cache"]["scales_format"] == "fp8_e4m3fn"
-    assert (said["model_type"], said["num_layers"], said["max_position_embeddings"]) == ("llama", 2, 256)
+    assert (said["model_type"], said["num_layers"], said["max_position_embeddings"]) == (
+        "llama",
+        2,
+        256,
+    )
     assert said["bytes"] == {"i8": 32 * ranks, "float32": 8 * ranks}
     shown = freight("inspect", folder)
     assert shown.code == 0, shown.err
@@ -79,7 +95,9 @@ def test_import_takes_the_folder_in_the_place_of_a_file(freight: Run, export: Pa
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "fp8", "tgi"])
 @pytest.mark.parametrize("verb", ["extract", "import"])
-def test_every_format_is_written_and_loads(freight: Run, export: Path, tmp_path: Path, out: Path, form: str, verb: str):
+def test_every_format_is_written_and_loads(
+    freight: Run, export: Path, tmp_path: Path, out: Path, form: str, verb: str
+):
     source = str(export)
     if verb == "import":
         source = str(tmp_path / "scales.json")
@@ -88,15 +106,19 @@ def test_every_format_is_written_and_loads(freight: Run, export: Path, tmp_path:
     assert answer.code == 0, answer.err
     assert cache_of(out) == ("fp8_e4m3fn", "checkpoint", SCALES)
     assert freight("scales", "export", str(out), str(tmp_path / "again.json")).code == 0
-    assert list(json.loads((tmp_path / "again.json").read_text())["kv_cache"]["scaling_factor"]["0"].values()) == list(
-        SCALES
-    )
+    assert list(
+        json.loads((tmp_path / "again.json").read_text())["kv_cache"]["scaling_factor"][
+            "0"
+        ].values()
+    ) == list(SCALES)
     weights, base = load_file(out / "model.safetensors"), load_file(f"{BASE}/model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in base.items())
 
 
 def test_the_extraction_of_tgi_as_its_author_wrote_it(freight: Run, out: Path):
-    """extract_fp8_kv_scales.py --quantized-model … --model … --save-path …, and the tensors that TGI reads."""
+    """extract_fp8_kv_scales.py --quantized-model … --model … --save-path …, and the tensors that
+    TGI reads.
+    """
     argv = ["--quantized-model", AUTOFP8, "--model", BASE, "--save-path", str(out)]
     assert freight("scales", "extract", *argv, "--format", "tgi").code == 0
     theirs, mine = load_file(f"{AUTOFP8}/model.safetensors"), load_file(out / "model.safetensors")
@@ -112,7 +134,9 @@ def test_the_extraction_of_tgi_as_its_author_wrote_it(freight: Run, out: Path):
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "fp8", "tgi"])
-def test_quantize_keeps_the_scales_that_were_put_in(freight: Run, export: Path, tmp_path: Path, out: Path, form: str):
+def test_quantize_keeps_the_scales_that_were_put_in(
+    freight: Run, export: Path, tmp_path: Path, out: Path, form: str
+):
     scaled = str(tmp_path / "scaled")
     assert freight("scales", "extract", str(export), BASE, scaled, "--format", form).code == 0
     answer = freight("quantize", scaled, str(out), "--weights", "fp8", "--json")
@@ -124,7 +148,9 @@ def test_quantize_keeps_the_scales_that_were_put_in(freight: Run, export: Path, 
     assert scales == tuple(float(torch.tensor(scale).bfloat16()) for scale in SCALES)
 
 
-def test_quantize_does_not_calibrate_again_what_is_there(freight: Run, export: Path, tmp_path: Path, out: Path):
+def test_quantize_does_not_calibrate_again_what_is_there(
+    freight: Run, export: Path, tmp_path: Path, out: Path
+):
     scaled = str(tmp_path / "scaled")
     assert freight("scales", "extract", str(export), BASE, scaled).code == 0
     answer = freight("quantize", scaled, str(out), "--weights", "none", "--kv-cache", "fp8")
@@ -146,9 +172,15 @@ def with_json(**changes: Any) -> Callable[[Path], None]:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a rank missing": (without("rank1.safetensors"), "describes 2 ranks, but rank1.safetensors is missing"),
+    "a rank missing": (
+        without("rank1.safetensors"),
+        "describes 2 ranks, but rank1.safetensors is missing",
+    ),
     "the first rank missing": (without("rank0.safetensors"), "but rank0.safetensors is missing"),
-    "a rank too many": (lambda folder: write_rank(folder, 2, {}), "rank2.safetensors is beyond them"),
+    "a rank too many": (
+        lambda folder: write_rank(folder, 2, {}),
+        "rank2.safetensors is beyond them",
+    ),
     "no JSON": (without("llama_tp1.json"), "no JSON file that describes them"),
     "two JSON files": (
         lambda folder: (folder / "config.json").write_text(json.dumps(tensorrt_llm_json(2))),
@@ -162,9 +194,14 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: write_rank(folder, 1, {0: SCALES[0]}),
         "rank1.safetensors has no kv_cache_scaling_factor of layer 1",
     ),
-    "a scale of 0": (lambda folder: write_rank(folder, 0, {0: 0.0, 1: 1.0}), "is 0.0; a scale has to be finite"),
+    "a scale of 0": (
+        lambda folder: write_rank(folder, 0, {0: 0.0, 1: 1.0}),
+        "is 0.0; a scale has to be finite",
+    ),
     "a cache in INT8": (
-        lambda folder: (folder / "llama_tp1.json").write_text(json.dumps(ammo_json(2, kv_cache_dtype="INT8"))),
+        lambda folder: (folder / "llama_tp1.json").write_text(
+            json.dumps(ammo_json(2, kv_cache_dtype="INT8"))
+        ),
         'the KV cache is "INT8"',
     ),
     "a pipeline": (with_json(pipeline_parallel=2), "2 stages of a pipeline"),

@@ -1,4 +1,6 @@
-"""Every verb that loads a model says at start, on stderr, how large its weights are and how long they took to load."""
+"""Every verb that loads a model says at start, on stderr, how large its weights are and how long
+they took to load.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ BENCH = ["--input-len", "4", "--output-len", "3", "--repeats", "1", "--kv-cache-
         ["bench", "throughput", "--num-requests", "1", *BENCH],
     ],
 )
-def test_the_line(freight: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argv: list[str]):
+def test_the_line(
+    freight: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argv: list[str]
+):
     for name in (None, "freight"):  # no logging is set up, as in a program that has just begun
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
     (tmp_path / "text").write_text("def main():\n    return 1\n")
@@ -36,7 +40,10 @@ def test_the_line(freight: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, 
     assert answer.code == 0, answer.err
     [(size, _)] = LINE.findall(answer.err)
     stored = load_file(resolve_model("demo") / "model.safetensors")
-    total, head = sum(tensor.nbytes for tensor in stored.values()), stored["model.embed_tokens.weight"].nbytes
+    total, head = (
+        sum(tensor.nbytes for tensor in stored.values()),
+        stored["model.embed_tokens.weight"].nbytes,
+    )
     # the head is the embedding, which some kernels keep packed for their products as well
     assert total / 1e9 * 0.99 < float(size) < (total + head) / 1e9 * 1.01
     assert not LINE.search(answer.out)

@@ -80,7 +80,9 @@ def test_a_prompt_from_a_file_and_from_standard_input(
         (["--prompt-file", "/nowhere/at/all"], "cannot be read"),
     ],
 )
-def test_a_bad_prompt_is_refused_before_a_model_is_made(freight: Run, llm: Any, argv: list[str], says: str) -> None:
+def test_a_bad_prompt_is_refused_before_a_model_is_made(
+    freight: Run, llm: Any, argv: list[str], says: str
+) -> None:
     answer = freight("generate", *argv)
     assert answer.code == 2
     assert says in answer.err
@@ -96,7 +98,9 @@ def test_a_bad_prompt_is_refused_before_a_model_is_made(freight: Run, llm: Any, 
         (CapacityError("no such thing"), 1),
     ],
 )
-def test_an_error_is_one_line_and_a_status(freight: Run, llm: Any, error: Exception, code: int) -> None:
+def test_an_error_is_one_line_and_a_status(
+    freight: Run, llm: Any, error: Exception, code: int
+) -> None:
     llm.fails = error
     answer = freight("generate", "--prompt", "x")
     assert (answer.code, answer.out, answer.err) == (code, "", "error: no such thing\n")
@@ -120,13 +124,19 @@ def test_ctrl_c_is_130(freight: Run, llm: Any) -> None:
     assert "Traceback" not in answer.err
 
 
-def test_chat_keeps_the_conversation_until_it_is_reset(freight: Run, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_keeps_the_conversation_until_it_is_reset(
+    freight: Run, llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     type_in(monkeypatch, "hi\n\nhow are you\n/reset\nbye\n")
     answer = freight("chat", "--system", "be brief")
     assert (answer.code, answer.out) == (0, "one two three\n" * 3)
     assert "/clear" in answer.err
     said = len("one two three")
-    assert llm.asked == [[8, 2], [8, 2, said, 11], [8, 3]]  # the fake prompt is the length of each message
+    assert llm.asked == [
+        [8, 2],
+        [8, 2, said, 11],
+        [8, 3],
+    ]  # the fake prompt is the length of each message
 
 
 def test_a_message_that_begins_with_two_slashes_is_sent_with_one(
@@ -135,7 +145,11 @@ def test_a_message_that_begins_with_two_slashes_is_sent_with_one(
     type_in(monkeypatch, "//hi\n/clear \n/etc\na//b\n /x\n/exit\nnever\n")
     answer = freight("chat")
     assert answer.err.count("no such command") == 1
-    assert llm.asked == [[3], [4], [4, 13, 3]]  # lengths of "/hi", of "a//b" and " /x"; only /etc is no command
+    assert llm.asked == [
+        [3],
+        [4],
+        [4, 13, 3],
+    ]  # lengths of "/hi", of "a//b" and " /x"; only /etc is no command
 
 
 def test_chat_goes_on_after_a_message_that_does_not_fit(
@@ -149,7 +163,9 @@ def test_chat_goes_on_after_a_message_that_does_not_fit(
     assert llm.asked == [[2], [5]]
 
 
-def test_ctrl_c_stops_an_answer_but_not_the_chat(freight: Run, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_an_answer_but_not_the_chat(
+    freight: Run, llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm.fails = KeyboardInterrupt
     type_in(monkeypatch, "hi\nhello\n")
     assert freight("chat").code == 0

@@ -1,4 +1,6 @@
-"""What single families have in their config.json beside the keys of all: windows, ropes, wrappers, activations."""
+"""What single families have in their config.json beside the keys of all: windows, ropes, wrappers,
+activations.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_what_gemma_2_adds():
     assert (model.norm_offset, model.embedding_multiplier) == (1.0, 16.0)
     assert model.layers[0].norms is NormPlacement.SANDWICH
     assert model.layers[0].mixer.softmax_scale == pytest.approx(1 / 12)
-    plain = parse_model_config(config("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None))
+    plain = parse_model_config(
+        config("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    )
     assert (plain.layers[0].mixer.soft_cap, plain.logit_soft_cap) == (None, None)
     refused("query_pre_attn_scalar", "144", query_pre_attn_scalar=144)  # of a Llama
 
@@ -39,17 +43,27 @@ def test_layers_of_gemma_3_with_a_window_have_their_own_rope():
     assert [layer.mixer.rope for layer in model.layers] == [1, 1, 1, 1, 1, 0, 1]
     assert windows("gemma3_text", sliding_window=8, sliding_window_pattern=3) == (8, 8, None, 8)
     for kinds in ({"rope_type": "default"}, {"full_attention": {}, "chunked_attention": {}}):
-        refused("rope_parameters", "sliding_attention", model_type="gemma3_text", rope_parameters=kinds)
+        refused(
+            "rope_parameters", "sliding_attention", model_type="gemma3_text", rope_parameters=kinds
+        )
     refused("sliding_window_pattern", "2", model_type="gemma2", sliding_window_pattern=2)
 
 
 def test_layers_of_gemma_4_without_a_window_have_their_own_heads():
     model = parse_model_config(config("gemma4_text", num_hidden_layers=7, attention_k_eq_v=True))
-    assert windows_of(model) == (512,) * 5 + (None,) * 2  # the last has no window, whatever the pattern
-    shapes = [(m.k_dim, m.v_dim, m.num_kv_heads, m.k_eq_v) for m in (layer.mixer for layer in model.layers)]
+    assert (
+        windows_of(model) == (512,) * 5 + (None,) * 2
+    )  # the last has no window, whatever the pattern
+    shapes = [
+        (m.k_dim, m.v_dim, m.num_kv_heads, m.k_eq_v)
+        for m in (layer.mixer for layer in model.layers)
+    ]
     assert shapes == [(256, 256, 2, False)] * 5 + [(512, 512, 2, True)] * 2
     assert model.layers[6].mixer.projected_sizes == (2048, 1024)
-    assert [(rope.kind, rope.rotary_dim) for rope in model.ropes] == [("proportional", 512), ("default", 256)]
+    assert [(rope.kind, rope.rotary_dim) for rope in model.ropes] == [
+        ("proportional", 512),
+        ("default", 256),
+    ]
     for index in ("3", "03"):  # transformers writes the second, in models of more than ten layers
         own = parse_model_config(config("gemma4_text", per_layer_config={index: {"head_dim": 64}}))
         assert [layer.mixer.k_dim for layer in own.layers] == [256, 256, 256, 64]
@@ -66,11 +80,18 @@ def test_layers_of_gemma_4_without_a_window_have_their_own_heads():
         ({"per_layer_config": {"9": {"head_dim": 64}}}, "per_layer_config"),
         ({"per_layer_config": {"0": {"head_dim": 64}}}, "heads of 64 or 256 values"),
         ({"per_layer_config": {"3": {"head_dim": 63}}}, "head_dim = 63 is odd"),
-        ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "num_key_value_heads of layer 3 = 3"),
+        (
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "num_key_value_heads of layer 3 = 3",
+        ),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"enable_moe_block": True, "moe_intermediate_size": 8, "num_experts": 4}, "top_k_experts"),
         (
-            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2.0}}},
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2.0}
+                }
+            },
             "most 1",
         ),
     ],
@@ -82,7 +103,12 @@ def test_what_gemma_4_must_not_have_is_named(said, named):
 
 def test_the_last_layers_of_gemma_4_read_the_keys_and_values_of_others():
     kinds = ["sliding_attention", "full_attention"] * 3
-    said = {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 3, "attention_k_eq_v": True}
+    said = {
+        "num_hidden_layers": 6,
+        "layer_types": kinds,
+        "num_kv_shared_layers": 3,
+        "attention_k_eq_v": True,
+    }
     model = parse_model_config(config("gemma4_text", **said, use_double_wide_mlp=True))
     mixers = [layer.mixer for layer in model.layers]
     assert [mixer.kv_from for mixer in mixers] == [None, None, None, 1, 2, 1]
@@ -94,22 +120,44 @@ def test_the_last_layers_of_gemma_4_read_the_keys_and_values_of_others():
 
 
 def test_what_tokens_have_for_each_layer_of_gemma_4():
-    for said, size in (({"hidden_size_per_layer_input": 8}, 8), ({"hidden_size_per_layer_input": None}, 256)):
+    for said, size in (
+        ({"hidden_size_per_layer_input": 8}, 8),
+        ({"hidden_size_per_layer_input": None}, 256),
+    ):
         model = parse_model_config(config("gemma4_text", **said))
         assert [layer.input.size for layer in model.layers] == [size] * 4
         assert (model.input_vocab_size, model.input_size) == (262144, 4 * size)
     assert parse_model_config(config("gemma4_text")).input_vocab_size is None
     with pytest.raises(CheckpointError, match="vocab_size_per_layer_input = 7, but vocab_size = "):
-        parse_model_config(config("gemma4_text", hidden_size_per_layer_input=8, vocab_size_per_layer_input=7))
+        parse_model_config(
+            config("gemma4_text", hidden_size_per_layer_input=8, vocab_size_per_layer_input=7)
+        )
 
 
 def test_experts_of_gemma_4_are_beside_a_feed_forward():
-    said = {"enable_moe_block": True, "moe_intermediate_size": 8, "num_experts": 4, "top_k_experts": 2}
+    said = {
+        "enable_moe_block": True,
+        "moe_intermediate_size": 8,
+        "num_experts": 4,
+        "top_k_experts": 2,
+    }
     for wide, width in ((False, 384), (True, 768)):
-        more = {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 4, "use_double_wide_mlp": wide}
+        more = {
+            "num_kv_shared_layers": 1,
+            "layer_types": ["full_attention"] * 4,
+            "use_double_wide_mlp": wide,
+        }
         experts = parse_model_config(config("gemma4_text", **said, **more)).layers[-1].feed_forward
-        assert (experts.intermediate_size, experts.shared.intermediate_size, experts.beside) == (8, width, True)
-        assert (experts.routing.num_experts, experts.routing.top_k, experts.routing.normed) == (4, 2, True)
+        assert (experts.intermediate_size, experts.shared.intermediate_size, experts.beside) == (
+            8,
+            width,
+            True,
+        )
+        assert (experts.routing.num_experts, experts.routing.top_k, experts.routing.normed) == (
+            4,
+            2,
+            True,
+        )
     off = parse_model_config(config("gemma4_text", **said | {"enable_moe_block": False}))
     assert off.layers[0].feed_forward == DenseConfig(384, GatedActivation.GELU_TANH)
 
@@ -120,7 +168,11 @@ def test_a_proportional_rope_is_gemma_4s():
 
 def wrapped(text=None, **more):
     text = {**SHAPE, "model_type": "gemma3_text"} if text is None else text
-    outside = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}}
+    outside = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "vision_config": {"a": 1},
+    }
     return {**outside, "text_config": text, **more}
 
 
@@ -128,11 +180,14 @@ def test_a_decoder_that_is_one_part_of_a_model():
     text = {**SHAPE, "model_type": "gemma3_text", "eos_token_id": 1, "sliding_window": 8}
     said = wrapped(text, eos_token_id=[1, 106], torch_dtype="bfloat16")
     model = parse_model_config(said, ["language_model.model.embed_tokens.weight"])
-    assert replace(model, prefixes=("model.", ""), model_type="gemma3_text", architecture="Gemma3ForCausalLM") == (
-        parse_model_config({**text, "torch_dtype": "bfloat16", "eos_token_id": [1, 106]})
-    )
+    assert replace(
+        model, prefixes=("model.", ""), model_type="gemma3_text", architecture="Gemma3ForCausalLM"
+    ) == (parse_model_config({**text, "torch_dtype": "bfloat16", "eos_token_id": [1, 106]}))
     assert model.prefixes == ("language_model.model.", "language_model.")
-    assert parse_model_config(said, ["model.language_model.norm.weight"]).prefixes == ("model.language_model.", "")
+    assert parse_model_config(said, ["model.language_model.norm.weight"]).prefixes == (
+        "model.language_model.",
+        "",
+    )
     assert stop_token_ids(said, None) == {1, 106}
 
 
@@ -184,7 +239,13 @@ def test_the_text_model_in_mistral_3_is_of_either_kind(text_type):
     [
         ({"model_type": "mistral5"}, "'mistral5'.*'mistral', 'ministral3' or 'mistral4' is"),
         ({"model_type": "ministral3", "scale_emb": 7}, "scale_emb = 7 decides .* ministral3"),
-        ({"model_type": "mistral", "rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 1}}, "llama_4_sc"),
+        (
+            {
+                "model_type": "mistral",
+                "rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 1},
+            },
+            "llama_4_sc",
+        ),
     ],
 )
 def test_what_the_text_model_in_mistral_3_must_not_have_is_named(text, named):
@@ -192,10 +253,17 @@ def test_what_the_text_model_in_mistral_3_must_not_have_is_named(text, named):
         parse_model_config({**MISTRAL_3, "text_config": {**SHAPE, **text}})
 
 
-@pytest.mark.parametrize(("names", "tied"), [(["language_model.lm_head.weight"], False), ([], True)])
+@pytest.mark.parametrize(
+    ("names", "tied"), [(["language_model.lm_head.weight"], False), ([], True)]
+)
 def test_a_head_that_is_stored_beside_a_vision_model_is_used(names, tied):
-    """Where the key outside is absent, transformers ties unless a head is stored, whatever text_config says."""
-    said = {**MISTRAL_3, "text_config": {**SHAPE, "model_type": "mistral", "tie_word_embeddings": not tied}}
+    """Where the key outside is absent, transformers ties unless a head is stored, whatever
+    text_config says.
+    """
+    said = {
+        **MISTRAL_3,
+        "text_config": {**SHAPE, "model_type": "mistral", "tie_word_embeddings": not tied},
+    }
     tensors = ["language_model.model.norm.weight", *names]
     assert parse_model_config(said, tensors).tie_word_embeddings == tied
     assert parse_model_config({**said, "tie_word_embeddings": True}, tensors).tie_word_embeddings
@@ -217,10 +285,16 @@ def test_longrope():
     scaling = {"type": "su", "short_factor": [1] * 32, "long_factor": [2.0] * 32}
     more = {"max_position_embeddings": 16384, "original_max_position_embeddings": 4096}
     rope = parse_model_config(config("phi3", rope_scaling=scaling, **more)).ropes[0]
-    assert (rope.kind, rope.short_factors, rope.long_factors) == ("longrope", (1.0,) * 32, (2.0,) * 32)
+    assert (rope.kind, rope.short_factors, rope.long_factors) == (
+        "longrope",
+        (1.0,) * 32,
+        (2.0,) * 32,
+    )
     assert rope.parameters == {"factor": 4.0, "original_max_position_embeddings": 4096}
     for bad in ([1.0] * 31, None, [0.0] * 32):
-        refused("long_factor", model_type="phi3", rope_scaling=scaling | {"long_factor": bad}, **more)
+        refused(
+            "long_factor", model_type="phi3", rope_scaling=scaling | {"long_factor": bad}, **more
+        )
 
 
 def test_activations():
@@ -228,7 +302,10 @@ def test_activations():
         return parse_model_config(config(model_type, **more)).layers[0].feed_forward.activation
 
     assert of("llama", hidden_act="gelu_pytorch_tanh") is GatedActivation.GELU_TANH
-    both = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}  # as the first Gemma 2 has
+    both = {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+    }  # as the first Gemma 2 has
     assert of("gemma2", **both) is of("gemma2") is GatedActivation.GELU_TANH
     assert of("gemma2", hidden_activation="silu") is GatedActivation.SILU
     refused("contradicts", "hidden_act", "'silu'", model_type="gemma2", hidden_act="silu")
@@ -266,7 +343,12 @@ OPT_125M = {  # as its authors wrote it
 def test_opt_is_read_as_it_is_written_and_by_its_defaults(tmp_path):
     model = parse_model_config(OPT_125M)
     mixer, feed_forward = model.layers[0].mixer, model.layers[0].feed_forward
-    assert (model.num_layers, model.hidden_size, model.embedding_size, model.position_offset) == (12, 768, None, 2)
+    assert (model.num_layers, model.hidden_size, model.embedding_size, model.position_offset) == (
+        12,
+        768,
+        None,
+        2,
+    )
     assert (model.norm_kind, model.norm_eps, model.final_norm) == (NormKind.LAYER, 1e-5, True)
     assert (mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.rope) == (12, 12, 64, None)
     assert (mixer.qkv_bias, mixer.o_bias, feed_forward.bias) == (True, True, True)
@@ -282,14 +364,26 @@ def test_opt_is_read_as_it_is_written_and_by_its_defaults(tmp_path):
 
 
 def test_variants_of_opt():
-    post = parse_model_config({**OPT_125M, "do_layer_norm_before": False, "word_embed_proj_dim": 512})
-    assert (post.layers[0].norms, post.final_norm, post.embedding_size) == (NormPlacement.POST, False, 512)
+    post = parse_model_config(
+        {**OPT_125M, "do_layer_norm_before": False, "word_embed_proj_dim": 512}
+    )
+    assert (post.layers[0].norms, post.final_norm, post.embedding_size) == (
+        NormPlacement.POST,
+        False,
+        512,
+    )
     assert not parse_model_config({**OPT_125M, "_remove_final_layer_norm": True}).final_norm
     without = parse_model_config({**OPT_125M, "enable_bias": False})
     assert not without.layers[0].mixer.qkv_bias
     assert not without.layers[0].feed_forward.bias
-    assert parse_model_config(OPT_125M, ["decoder.layers.0.fc1.weight"]).prefixes == ("decoder.", "")
-    assert parse_model_config(OPT_125M, ["model.decoder.layers.0.fc1.weight"]).prefixes == ("model.decoder.", "")
+    assert parse_model_config(OPT_125M, ["decoder.layers.0.fc1.weight"]).prefixes == (
+        "decoder.",
+        "",
+    )
+    assert parse_model_config(OPT_125M, ["model.decoder.layers.0.fc1.weight"]).prefixes == (
+        "model.decoder.",
+        "",
+    )
 
 
 @pytest.mark.parametrize(
@@ -354,14 +448,25 @@ def test_what_openai_writes_of_gpt_oss():
     model = parse_model_config(GPT_OSS_20B)
     assert windows_of(model) == (128, None) * 12
     rope = model.ropes[0]
-    assert (rope.kind, rope.theta, rope.parameters["truncate"], model.position_limit) == ("yarn", 150000, False, 131072)
+    assert (rope.kind, rope.theta, rope.parameters["truncate"], model.position_limit) == (
+        "yarn",
+        150000,
+        False,
+        131072,
+    )
     layer = model.layers[0]
-    assert (layer.mixer.sinks, layer.mixer.qkv_bias, layer.mixer.o_bias, model.wide_norms) == (True,) * 4
+    assert (layer.mixer.sinks, layer.mixer.qkv_bias, layer.mixer.o_bias, model.wide_norms) == (
+        True,
+    ) * 4
     moe = layer.feed_forward
     assert moe.routing == Routing(32, 4, Scoring.CHOSEN, normed=False)
     assert (moe.intermediate_size, moe.activation) == (2880, GatedActivation.CLAMPED_SWIGLU)
     assert (moe.router_bias, moe.bias, moe.choice_bias, moe.shared) == (True, True, False, None)
-    without = {key: value for key, value in GPT_OSS_20B.items() if key not in ("rope_scaling", "layer_types")}
+    without = {
+        key: value
+        for key, value in GPT_OSS_20B.items()
+        if key not in ("rope_scaling", "layer_types")
+    }
     assert parse_model_config(without) == model  # transformers' defaults
 
 

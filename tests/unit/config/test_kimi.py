@@ -1,4 +1,6 @@
-"""Kimi Linear in config.json: the publisher's spelling and that of transformers, defaults, and what is refused."""
+"""Kimi Linear in config.json: the publisher's spelling and that of transformers, defaults, and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -71,10 +73,13 @@ PUBLISHERS: Json = {  # keys and values of Kimi-Linear-48B-A3B
 
 def test_in_the_publishers_spelling() -> None:
     model = read_model_config(PUBLISHERS)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(49.1e9, rel=5e-3)
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
+        49.1e9, rel=5e-3
+    )
     latent = LatentConfig(32, None, 512, 128, 64, 128, softmax_scale=192**-0.5, rope=None)
     assert [layer.mixer for layer in model.layers] == [
-        latent if number in ATTEND else KimiDeltaConfig(32, 128, 4, rank=128) for number in range(1, 28)
+        latent if number in ATTEND else KimiDeltaConfig(32, 128, 4, rank=128)
+        for number in range(1, 28)
     ]
     assert model.ropes == ()
     assert model.position_limit == 1048576
@@ -83,7 +88,9 @@ def test_in_the_publishers_spelling() -> None:
     assert (moe.routing.num_experts, moe.routing.top_k, moe.routing.factor) == (256, 8, 2.446)
     assert moe.routing.normed
     assert moe.shared == DenseConfig(1024)
-    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [False] + [True] * 26
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [False] + [
+        True
+    ] * 26
 
 
 def test_what_a_sequence_takes() -> None:
@@ -101,7 +108,11 @@ def test_what_a_sequence_takes() -> None:
 
 def test_gates_stay_in_16_bits() -> None:
     model = read_model_config(PUBLISHERS)
-    kept = {name.removeprefix("model.layers.0.") for name in kept_in_16_bits(model) if ".layers.0.self_attn" in name}
+    kept = {
+        name.removeprefix("model.layers.0.")
+        for name in kept_in_16_bits(model)
+        if ".layers.0.self_attn" in name
+    }
     assert kept == {f"self_attn.{one}_proj.weight" for one in ("f_a", "f_b", "b", "g_a", "g_b")}
     parts = mixer_parts(model.layers[0].mixer, 2304, tensor_names(model))
     modules = [module for one in parts.projections.values() for module in one.modules]
@@ -110,7 +121,13 @@ def test_gates_stay_in_16_bits() -> None:
 
 def test_in_the_spelling_of_transformers() -> None:
     """`save_pretrained` has no `linear_attn_config`."""
-    own = ("linear_attn_config", "first_k_dense_replace", "mla_use_nope", "moe_layer_freq", "use_grouped_topk")
+    own = (
+        "linear_attn_config",
+        "first_k_dense_replace",
+        "mla_use_nope",
+        "moe_layer_freq",
+        "use_grouped_topk",
+    )
     written = {key: value for key, value in PUBLISHERS.items() if key not in own}
     written |= {
         "head_dim": 64,
@@ -118,7 +135,9 @@ def test_in_the_spelling_of_transformers() -> None:
         "linear_head_dim": 128,
         "linear_num_heads": 32,
         "linear_conv_kernel_dim": 4,
-        "layer_types": ["full_attention" if number in ATTEND else "linear_attention" for number in range(1, 28)],
+        "layer_types": [
+            "full_attention" if number in ATTEND else "linear_attention" for number in range(1, 28)
+        ],
         "mlp_layer_types": ["dense"] + ["sparse"] * 26,
     }
     assert read_model_config(written) == read_model_config(PUBLISHERS)
@@ -158,7 +177,15 @@ def test_what_is_not_computed_is_refused(keys: Json, words: str) -> None:
 @pytest.mark.parametrize("key", ["moe_renormalize", "norm_topk_prob"])
 def test_null_does_not_norm_the_weights_of_experts(key: str) -> None:
     """Under both names, as transformers reads it; false says the same."""
-    plain = {name: value for name, value in PUBLISHERS.items() if name not in ("moe_renormalize", "norm_topk_prob")}
+    plain = {
+        name: value
+        for name, value in PUBLISHERS.items()
+        if name not in ("moe_renormalize", "norm_topk_prob")
+    }
     models = [read_model_config(plain | more) for more in ({key: None}, {key: False}, {})]
     experts = [model.layers[-1].feed_forward for model in models]
-    assert [one.routing.normed for one in experts if isinstance(one, MoEConfig)] == [False, False, True]
+    assert [one.routing.normed for one in experts if isinstance(one, MoEConfig)] == [
+        False,
+        False,
+        True,
+    ]

@@ -62,7 +62,9 @@ def test_a_word_is_itself(word: str):
     assert (source.word, source.file, source.values) == (word, None, None)
 
 
-@pytest.mark.parametrize("text", ["0", "-0.03", "nan", "inf", "1e39", "1e-60", "0.03,0", "0,03", "0.03,-1"])
+@pytest.mark.parametrize(
+    "text", ["0", "-0.03", "nan", "inf", "1e39", "1e-60", "0.03,0", "0,03", "0.03,-1"]
+)
 def test_a_number_that_is_no_scale_is_refused(text: str):
     with pytest.raises(ConfigError, match=f"--kv-scales {text}: .*finite and above 0"):
         kv_source(EngineArgs(kv_scales=text))
@@ -70,30 +72,43 @@ def test_a_number_that_is_no_scale_is_refused(text: str):
 
 @pytest.mark.parametrize("text", ["0.03,", "0.03,0.02,0.01", "", "0.03;0.02"])
 def test_text_that_is_no_number_lists_the_choices(text: str):
-    with pytest.raises(ConfigError, match=r"is unknown.*FILE\.json or a number, or two for K and V as in 0\.03,0\.02"):
+    with pytest.raises(
+        ConfigError,
+        match=r"is unknown.*FILE\.json or a number, or two for K and V as in 0\.03,0\.02",
+    ):
         kv_source(EngineArgs(kv_scales=text))
 
 
-@pytest.mark.parametrize("value", [True, None, (0.1, 0.2, 0.3), (), ("0.1",), {"k": 0.1}, (0.1, False)])
+@pytest.mark.parametrize(
+    "value", [True, None, (0.1, 0.2, 0.3), (), ("0.1",), {"k": 0.1}, (0.1, False)]
+)
 def test_a_python_value_that_is_no_source_is_refused(value: object):
     with pytest.raises(ConfigError, match=r"kv_scales .* is unknown"):
         EngineArgs.from_options(kv_scales=value)
 
 
 def test_numbers_with_a_file_are_two_sources():
-    with pytest.raises(ConfigError, match=r"two sources.*--kv-scales 0\.03 and --quantization-param-path x\.json"):
+    with pytest.raises(
+        ConfigError, match=r"two sources.*--kv-scales 0\.03 and --quantization-param-path x\.json"
+    ):
         kv_source(EngineArgs(kv_scales="0.03", quantization_param_path="x.json"))
 
 
 @pytest.mark.parametrize(
     ("dtype", "source"),
     [
-        *[(dtype, source) for dtype in ("bfloat16", "float16", "float32") for source in (*KV_SCALES[1:], "0.03")],
+        *[
+            (dtype, source)
+            for dtype in ("bfloat16", "float16", "float32")
+            for source in (*KV_SCALES[1:], "0.03")
+        ],
         *[("fp8_e5m2", source) for source in ("checkpoint", "0.03")],
         *[("int8", source) for source in ("checkpoint", "unit", "0.03,0.02")],
     ],
 )
-def test_a_source_that_the_named_cache_cannot_have_is_refused_from_the_options_alone(dtype: str, source: str):
+def test_a_source_that_the_named_cache_cannot_have_is_refused_from_the_options_alone(
+    dtype: str, source: str
+):
     with pytest.raises(ConfigError, match=f"--kv-scales {source} with --kv-cache-dtype {dtype}: "):
         check(EngineArgs(kv_cache_dtype=dtype, kv_scales=source))
 
@@ -107,7 +122,9 @@ def test_a_source_that_the_named_cache_cannot_have_is_refused_from_the_options_a
         ({"kv_cache_dtype": "fp8", "device": "cpu"}, "a CPU"),
     ],
 )
-def test_fp8_attention_that_cannot_be_is_refused_from_the_options_alone(args: dict[str, str], says: str):
+def test_fp8_attention_that_cannot_be_is_refused_from_the_options_alone(
+    args: dict[str, str], says: str
+):
     with pytest.raises(ConfigError, match=f"--attention-compute fp8 with {says}"):
         check(EngineArgs(attention_compute="fp8", **args))
 
@@ -122,12 +139,16 @@ def test_what_can_be_is_not_refused():
     for dtype in ("auto", "fp8", "fp8_e4m3fnuz"):
         for source in (*KV_SCALES, "0.03,0.02"):
             check(EngineArgs(kv_cache_dtype=dtype, kv_scales=source))
-    check(EngineArgs(kv_cache_dtype="fp8", attention_compute="fp8", device="cpu", kernels="reference"))
+    check(
+        EngineArgs(kv_cache_dtype="fp8", attention_compute="fp8", device="cpu", kernels="reference")
+    )
     check(EngineArgs(attention_compute="fp8", device="cuda"))
 
 
 def decide(native: Format, scales: KVScales, **args: str):
-    device = SimpleNamespace(kind="cpu", name="a CPU", multiplies_fp8=False, cores=2, native_e4m3=native)
+    device = SimpleNamespace(
+        kind="cpu", name="a CPU", multiplies_fp8=False, cores=2, native_e4m3=native
+    )
     return resolve(EngineArgs(**args), MODEL, Scheme(), scales, device).kv
 
 
@@ -148,7 +169,10 @@ def test_an_assumed_format_is_said():
     says = "fp8_e4m3fn assumed: config.json has no kv_cache_torch_dtype to declare it"
     assert decide(Format.E4M3FN, assumed, kv_cache_dtype="fp8").note == says
     assert decide(Format.E4M3FN, scales, kv_cache_dtype="fp8").note == ""
-    assert "assumed" not in decide(Format.E4M3FN, assumed, kv_cache_dtype="fp8", kv_scales="dynamic").note
+    assert (
+        "assumed"
+        not in decide(Format.E4M3FN, assumed, kv_cache_dtype="fp8", kv_scales="dynamic").note
+    )
 
 
 def test_the_largest_float32_is_a_scale():

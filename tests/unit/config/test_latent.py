@@ -34,7 +34,11 @@ ROWS = {
     "mistral4": "Mistral4ForCausalLM",
 }
 NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}}  # what has no default
-FLASH = {"model_type": "glm4_moe_lite", "architectures": [ROWS["glm4_moe_lite"]], "dtype": "bfloat16"}
+FLASH = {
+    "model_type": "glm4_moe_lite",
+    "architectures": [ROWS["glm4_moe_lite"]],
+    "dtype": "bfloat16",
+}
 MISTRAL_4_ROPE = {"rope_type": "yarn", "factor": 128.0, "original_max_position_embeddings": 8192, "mscale": 1.0,
                   "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
 CPU = DeviceFacts(DeviceKind.CPU, "a CPU", Format.E4M3FN, 2**30, 2**30, 2)
@@ -48,31 +52,51 @@ def latent_of(model: ModelConfig) -> LatentConfig:
     return mixer
 
 
-def bytes_per_token(model: ModelConfig, format: Format, granularity: Granularity | None = None) -> int:
+def bytes_per_token(
+    model: ModelConfig, format: Format, granularity: Granularity | None = None
+) -> int:
     return cache_spec(KVCacheConfig(format, granularity, None, None), model, 16).bytes_per_token
 
 
 @pytest.mark.parametrize("name", ["R1", "V3", "V3.1"])
 def test_deepseek_as_published(name: str) -> None:
-    model = read_model_config(json.loads((PUBLISHED / f"deepseek-ai--DeepSeek-{name}.json").read_text()))
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(671.0e9, rel=1e-3)
+    model = read_model_config(
+        json.loads((PUBLISHED / f"deepseek-ai--DeepSeek-{name}.json").read_text())
+    )
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
+        671.0e9, rel=1e-3
+    )
     sharper = 0.1 * math.log(40) + 1
-    assert latent_of(model) == LatentConfig(128, 1536, 512, 128, 64, 128, softmax_scale=192**-0.5 * sharper**2)
-    assert (model.ropes[0].rotary_dim, model.ropes[0].interleaved, model.prediction_layers) == (64, True, 1)
+    assert latent_of(model) == LatentConfig(
+        128, 1536, 512, 128, 64, 128, softmax_scale=192**-0.5 * sharper**2
+    )
+    assert (model.ropes[0].rotary_dim, model.ropes[0].interleaved, model.prediction_layers) == (
+        64,
+        True,
+        1,
+    )
     parts = [type(layer.feed_forward) for layer in model.layers]
     assert parts == [DenseConfig] * 3 + [MoEConfig] * 58
     assert bytes_per_token(model, Format.BFLOAT16) == 61 * 576 * 2 == 70272
     assert bytes_per_token(model, Format.E4M3FN, Granularity.TOKEN) == 61 * 578 == 35258
     assert bytes_per_token(model, Format.E4M3FN) == 61 * 576
-    assert bytes_per_token(model, Format.E4M3FN, Granularity.GROUP) == 61 * (512 + 4 * 2 + 64 * 2) == 39528
+    assert (
+        bytes_per_token(model, Format.E4M3FN, Granularity.GROUP)
+        == 61 * (512 + 4 * 2 + 64 * 2)
+        == 39528
+    )
 
 
 def test_glm_4_7_flash_by_the_defaults_of_transformers() -> None:
     model = read_model_config(FLASH)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(29.9e9, rel=5e-3)
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
+        29.9e9, rel=5e-3
+    )
     assert latent_of(model) == LatentConfig(20, 768, 512, 192, 64, 256, softmax_scale=1 / 16)
     assert model.norm_eps == 1e-5  # and the latents' norms keep the 1e-6 of transformers' class
-    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [False] + [True] * 46
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [False] + [
+        True
+    ] * 46
     assert bytes_per_token(model, Format.BFLOAT16) == 54144
     assert bytes_per_token(model, Format.E4M3FN, Granularity.TOKEN) == 27166
     assert bytes_per_token(model, Format.E4M3FN, Granularity.GROUP) == 30456
@@ -90,18 +114,28 @@ def small_4(**more: Any) -> dict[str, Any]:
 
 def test_mistral_small_4_by_the_defaults_of_transformers() -> None:
     model = read_model_config(small_4())
-    alone = read_model_config({"model_type": "mistral4", "architectures": [ROWS["mistral4"]], "dtype": "bfloat16"})
+    alone = read_model_config(
+        {"model_type": "mistral4", "architectures": [ROWS["mistral4"]], "dtype": "bfloat16"}
+    )
     assert (model.layers, model.ropes) == (alone.layers, alone.ropes)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(119e9, rel=2e-3)
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
+        119e9, rel=2e-3
+    )
     sharper = 0.1 * math.log(128) + 1
-    assert latent_of(model) == LatentConfig(32, 1024, 256, 64, 64, 128, softmax_scale=128**-0.5 * sharper**2)
+    assert latent_of(model) == LatentConfig(
+        32, 1024, 256, 64, 64, 128, softmax_scale=128**-0.5 * sharper**2
+    )
     (rope,) = model.ropes
-    assert (rope.rotary_dim, rope.interleaved, rope.parameters["llama_4_scaling_beta"]) == (64, True, 0.1)
+    assert (rope.rotary_dim, rope.interleaved, rope.parameters["llama_4_scaling_beta"]) == (
+        64,
+        True,
+        0.1,
+    )
     assert model.position_limit == 1048576
     experts = {layer.feed_forward for layer in model.layers}
-    assert [(moe.routing.scoring, moe.choice_bias) for moe in experts if isinstance(moe, MoEConfig)] == [
-        (Scoring.SOFTMAX, False)
-    ]
+    assert [
+        (moe.routing.scoring, moe.choice_bias) for moe in experts if isinstance(moe, MoEConfig)
+    ] == [(Scoring.SOFTMAX, False)]
     assert len(experts) == 1
 
 
@@ -109,7 +143,10 @@ def test_mistral_small_4_by_the_defaults_of_transformers() -> None:
     ("more", "word"),
     [
         ({"head_dim": 64}, "head_dim = 64"),
-        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25, but qk_rope_head_dim = 64 of the 128"),
+        (
+            {"partial_rotary_factor": 0.25},
+            "partial_rotary_factor = 0.25, but qk_rope_head_dim = 64 of the 128",
+        ),
         (
             {"rope_parameters": {**MISTRAL_4_ROPE, "partial_rotary_factor": 1.0}},
             "partial_rotary_factor = 1.0 in rope_parameters, but qk_rope_head_dim = 64 of the 128",
@@ -128,7 +165,10 @@ def test_what_mistral_4_does_not_compute_is_refused(more: dict[str, Any], word: 
 @pytest.mark.parametrize(("value", "normed"), [(True, True), (False, False), (None, False)])
 def test_null_does_not_norm_the_weights_of_experts(value: bool | None, normed: bool) -> None:
     """As transformers reads it; a file without the key has the default, which norms them."""
-    named = [read_model_config(config) for config in ({**R1, "norm_topk_prob": value}, small_4(norm_topk_prob=value))]
+    named = [
+        read_model_config(config)
+        for config in ({**R1, "norm_topk_prob": value}, small_4(norm_topk_prob=value))
+    ]
     experts = [model.layers[-1].feed_forward for model in named]
     assert [one.routing.normed for one in experts if isinstance(one, MoEConfig)] == [normed, normed]
 
@@ -154,25 +194,43 @@ LITE = V2 | {
 @pytest.mark.parametrize(
     ("said", "parameters", "routing"),
     [
-        (V2, 235.7e9, Routing(160, 6, normed=False, factor=16.0, num_groups=8, top_groups=3, group_best=1)),
+        (
+            V2,
+            235.7e9,
+            Routing(160, 6, normed=False, factor=16.0, num_groups=8, top_groups=3, group_best=1),
+        ),
         (LITE, 15.7e9, Routing(64, 6, normed=False, group_best=1)),
-        (LITE | {"n_group": 8, "topk_group": 3}, 15.7e9, Routing(64, 6, normed=False, group_best=1)),
+        (
+            LITE | {"n_group": 8, "topk_group": 3},
+            15.7e9,
+            Routing(64, 6, normed=False, group_best=1),
+        ),
         (LITE | {"norm_topk_prob": True}, 15.7e9, Routing(64, 6, normed=False, group_best=1)),
     ],
 )
 def test_deepseek_v2(said: dict[str, Any], parameters: float, routing: Routing) -> None:
     model = read_model_config(said)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(parameters, rel=2e-3)
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
+        parameters, rel=2e-3
+    )
     sharper, mixer = 0.1 * 0.707 * math.log(40) + 1, latent_of(model)
     assert (mixer.q_rank, mixer.softmax_scale) == (said["q_lora_rank"], 192**-0.5 * sharper**2)
     parts = [layer.feed_forward for layer in model.layers]
-    assert [isinstance(part, MoEConfig) for part in parts] == [False] + [True] * (said["num_hidden_layers"] - 1)
+    assert [isinstance(part, MoEConfig) for part in parts] == [False] + [True] * (
+        said["num_hidden_layers"] - 1
+    )
     assert {part.routing for part in parts if isinstance(part, MoEConfig)} == {routing}
     assert model.unread_keys.unknown == ()
 
 
 @pytest.mark.parametrize(
-    "more", [{"moe_layer_freq": 2}, {"topk_method": "noaux_tc"}, {"scoring_func": "sigmoid"}, {"attention_bias": True}]
+    "more",
+    [
+        {"moe_layer_freq": 2},
+        {"topk_method": "noaux_tc"},
+        {"scoring_func": "sigmoid"},
+        {"attention_bias": True},
+    ],
 )
 def test_what_deepseek_v2_does_not_compute_is_refused(more: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=next(iter(more))):
@@ -188,14 +246,31 @@ def test_what_deepseek_v2_does_not_compute_is_refused(more: dict[str, Any]) -> N
         ("zai-org--GLM-5.2-FP8", 744e9, (64, 2048, 512, 192, 64, 256), 8e6),
     ],
 )
-def test_sparse_attention_as_published(name: str, parameters: float, latent: tuple[int, ...], theta: float) -> None:
-    """Dense up to index_topk tokens; keys about the indexer, and GLM-5.2's head_dim of 192, are read over."""
+def test_sparse_attention_as_published(
+    name: str, parameters: float, latent: tuple[int, ...], theta: float
+) -> None:
+    """Dense up to index_topk tokens; keys about the indexer, and GLM-5.2's head_dim of 192, are
+    read over.
+    """
     content = json.loads((PUBLISHED / f"{name}.json").read_text())
     model, mixer = read_model_config(content), latent_of(read_model_config(content))
-    sizes = (mixer.num_heads, mixer.q_rank, mixer.latent, mixer.nope, mixer.rotated, mixer.head_size)
+    sizes = (
+        mixer.num_heads,
+        mixer.q_rank,
+        mixer.latent,
+        mixer.nope,
+        mixer.rotated,
+        mixer.head_size,
+    )
     assert sizes == latent
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(parameters, rel=5e-3)
-    assert (model.dense_limit, model.max_position_embeddings, model.position_limit) == (2048, 2048, 2048)
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
+        parameters, rel=5e-3
+    )
+    assert (model.dense_limit, model.max_position_embeddings, model.position_limit) == (
+        2048,
+        2048,
+        2048,
+    )
     assert (model.ropes[0].theta, model.ropes[0].rotary_dim) == (theta, 64)
     assert model.unread_keys.unknown == ()
     parts = [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers]
@@ -206,9 +281,16 @@ def test_sparse_attention_as_published(name: str, parameters: float, latent: tup
 
 @pytest.mark.parametrize("model_type", ROWS)
 def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
-    said = {"model_type": model_type, "architectures": [ROWS[model_type]], **NEEDED.get(model_type, {})}
+    said = {
+        "model_type": model_type,
+        "architectures": [ROWS[model_type]],
+        **NEEDED.get(model_type, {}),
+    }
     ours, theirs = read_model_config(said), AutoConfig.for_model(**said)
-    mixer, names = latent_of(ours), "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim"
+    mixer, names = (
+        latent_of(ours),
+        "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim",
+    )
     assert (mixer.num_heads, mixer.q_rank, mixer.latent, mixer.nope, mixer.rotated) == tuple(
         getattr(theirs, name) for name in names.split()
     )
@@ -224,20 +306,35 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
         theirs.n_routed_experts, theirs.num_experts_per_tok, theirs.n_group or 1, theirs.topk_group or 1,
         theirs.routed_scaling_factor,
     )  # fmt: skip
-    assert (experts.intermediate_size, routing.normed) == (theirs.moe_intermediate_size, theirs.norm_topk_prob)
+    assert (experts.intermediate_size, routing.normed) == (
+        theirs.moe_intermediate_size,
+        theirs.norm_topk_prob,
+    )
     assert experts.shared == DenseConfig(theirs.n_shared_experts * theirs.moe_intermediate_size)
-    assert (ours.bos_token_id, list(ours.eos_token_ids)) == (theirs.bos_token_id, [theirs.eos_token_id])
+    assert (ours.bos_token_id, list(ours.eos_token_ids)) == (
+        theirs.bos_token_id,
+        [theirs.eos_token_id],
+    )
     assert ours.ropes[0].theta == theirs.rope_parameters["rope_theta"]
 
 
 @pytest.mark.parametrize("model_type", ROWS)
 def test_what_transformers_writes_is_read(model_type: str, tmp_path: Path) -> None:
     rank = 24 if "index_topk" in AutoConfig.for_model(model_type).to_dict() else None
-    more = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": rank, "num_hidden_layers": 4}
+    more = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": rank,
+        "num_hidden_layers": 4,
+    }
     theta: dict[str, Any] = {"rope_theta": 5e5}
-    if model_type == "mistral4":  # has a theta in its default rope, which one outside does not change
+    if (
+        model_type == "mistral4"
+    ):  # has a theta in its default rope, which one outside does not change
         theta = {"rope_parameters": {**MISTRAL_4_ROPE, **theta}}
-    AutoConfig.for_model(model_type, **more, **theta, **NEEDED.get(model_type, {})).save_pretrained(tmp_path)
+    AutoConfig.for_model(model_type, **more, **theta, **NEEDED.get(model_type, {})).save_pretrained(
+        tmp_path
+    )
     written = json.loads((tmp_path / "config.json").read_text())
     ours = read_model_config({**written, "architectures": [ROWS[model_type]]})
     assert (ours.num_layers, latent_of(ours).q_rank, ours.ropes[0].theta) == (4, rank, 5e5)
@@ -279,12 +376,19 @@ def test_scales_per_group_are_the_default_of_latents_on_a_cpu(dtype: str) -> Non
     kv = settled(model, kv_cache_dtype=dtype, kv_scales="auto")
     assert (kv.granularity, kv.scale_source) == (Granularity.GROUP, ScaleSource.DYNAMIC)
     assert "per group" in kv.note
-    skipping = settled(model, kv_cache_dtype=dtype, kv_scales="auto", kv_cache_dtype_skip_layers=("0",))
+    skipping = settled(
+        model, kv_cache_dtype=dtype, kv_scales="auto", kv_cache_dtype_skip_layers=("0",)
+    )
     assert [skipping.of_layer(layer).granularity for layer in (0, 1)] == [None, Granularity.GROUP]
-    assert settled(model, kv_cache_dtype=dtype, kv_scales="dynamic").granularity is Granularity.TOKEN
+    assert (
+        settled(model, kv_cache_dtype=dtype, kv_scales="dynamic").granularity is Granularity.TOKEN
+    )
     narrow = read_model_config({**R1, "kv_lora_rank": 192})
     assert settled(narrow, kv_cache_dtype=dtype, kv_scales="auto").granularity is Granularity.TOKEN
-    assert settled(model, kv_cache_dtype=dtype, kv_scales="auto", kernels="reference").granularity is Granularity.GROUP
+    assert (
+        settled(model, kv_cache_dtype=dtype, kv_scales="auto", kernels="reference").granularity
+        is Granularity.GROUP
+    )
 
 
 def test_of_a_choice_by_layer_those_per_token_are_per_group_if_no_other_is_static() -> None:
@@ -303,7 +407,10 @@ def test_of_a_choice_by_layer_those_per_token_are_per_group_if_no_other_is_stati
     assert "layer 0 in 16 bits" in measured.note
     assert "per token" not in measured.note
     partly = chosen(Granularity.TENSOR)
-    assert [partly.of_layer(layer).granularity for layer in (0, 1)] == [Granularity.TENSOR, Granularity.TOKEN]
+    assert [partly.of_layer(layer).granularity for layer in (0, 1)] == [
+        Granularity.TENSOR,
+        Granularity.TOKEN,
+    ]
 
 
 def test_the_default_is_for_the_layers_that_are_quantized() -> None:
@@ -317,14 +424,18 @@ def test_the_default_is_for_the_layers_that_are_quantized() -> None:
     for said in ("auto", "group"):
         kv = settled(other, kv_scales=said, kv_cache_dtype_skip_layers="0")
         assert [kv.of_layer(layer).granularity for layer in (0, 1)] == [None, Granularity.GROUP]
-    states = tuple(replace(layer, mixer=KimiDeltaConfig(2, 16, 4, rank=16)) for layer in model.layers)
+    states = tuple(
+        replace(layer, mixer=KimiDeltaConfig(2, 16, 4, rank=16)) for layer in model.layers
+    )
     assert settled(replace(model, layers=states), kv_scales="auto").granularity is Granularity.TOKEN
 
 
 def test_elsewhere_the_default_of_latents_is_a_scale_per_token() -> None:
     model = read_model_config(R1)
     assert settled(model, GPU, kv_scales="auto").granularity is Granularity.TOKEN
-    assert settled(model, GPU, kv_scales="auto", kernels="reference").granularity is Granularity.GROUP
+    assert (
+        settled(model, GPU, kv_scales="auto", kernels="reference").granularity is Granularity.GROUP
+    )
     fp8 = {"kv_scales": "auto", "kernels": "reference", "attention_compute": "fp8"}
     assert settled(model, **fp8).granularity is Granularity.TOKEN
 
@@ -332,7 +443,11 @@ def test_elsewhere_the_default_of_latents_is_a_scale_per_token() -> None:
 def test_scales_per_group_are_asked_for_by_name() -> None:
     model = read_model_config(FLASH)
     kv = settled(model)
-    assert (kv.format, kv.granularity, kv.scale_source) == (Format.E4M3FN, Granularity.GROUP, ScaleSource.DYNAMIC)
+    assert (kv.format, kv.granularity, kv.scale_source) == (
+        Format.E4M3FN,
+        Granularity.GROUP,
+        ScaleSource.DYNAMIC,
+    )
     assert settled(model, kv_cache_dtype="int8").names() == {
         "dtype": "int8", "granularity": "group", "scale_source": "dynamic",
     }  # fmt: skip
@@ -348,10 +463,20 @@ def test_scales_per_group_are_asked_for_by_name() -> None:
         (None, CPU, {}, ("layer 0", "qwen3", "latents", "--kv-scales dynamic")),
         (512, GPU, {}, ("a GPU", "not on GPUs yet", "--kv-scales dynamic", "--device cpu")),
         (512, CPU, {"device": "cuda"}, ("--device cuda", "not on GPUs yet")),
-        (512, CPU, {"kv_cache_dtype": "fp8_e5m2"}, ("fp8_e5m2", "E4M3 and INT8", "--kv-cache-dtype fp8 or int8")),
+        (
+            512,
+            CPU,
+            {"kv_cache_dtype": "fp8_e5m2"},
+            ("fp8_e5m2", "E4M3 and INT8", "--kv-cache-dtype fp8 or int8"),
+        ),
         (512, CPU, {"kv_cache_dtype": "bfloat16"}, ("unquantized", "--kv-cache-dtype fp8")),
         (512, CPU, {"kv_cache_dtype": "auto"}, ("unquantized", "--kv-cache-dtype fp8")),
-        (512, CPU, {"kernels": "reference", "attention_compute": "fp8"}, ("--kv-scales group", "--kv-scales dynamic")),
+        (
+            512,
+            CPU,
+            {"kernels": "reference", "attention_compute": "fp8"},
+            ("--kv-scales group", "--kv-scales dynamic"),
+        ),
     ],
 )
 def test_where_scales_per_group_are_refused(

@@ -91,22 +91,32 @@ def cache_bytes(model: ModelConfig) -> tuple[int, int]:
     ],
     ids=["1.2B", "350M", "8B-A1B", "VL-450M"],
 )
-def test_as_published(written: Json, parameters: int, attending: tuple[int, ...], states: int) -> None:
-    """Numbers of parameters as Liquid AI states them, of the text alone; states are the last 2 inputs of layers."""
+def test_as_published(
+    written: Json, parameters: int, attending: tuple[int, ...], states: int
+) -> None:
+    """Numbers of parameters as Liquid AI states them, of the text alone; states are the last 2
+    inputs of layers.
+    """
     model = read(written)
     assert num_parameters(model) == parameters
     assert tuple(model.attention) == attending
-    kinds = {type(layer.mixer) for index, layer in enumerate(model.layers) if index not in attending}
+    kinds = {
+        type(layer.mixer) for index, layer in enumerate(model.layers) if index not in attending
+    }
     assert kinds == {ShortConvConfig}
     assert cache_bytes(model) == (6 * 8 * 64 * 2 * 2, states)
-    assert all(isinstance(mixer, AttentionConfig) and mixer.qk_norm for mixer in model.attention.values())
+    assert all(
+        isinstance(mixer, AttentionConfig) and mixer.qk_norm for mixer in model.attention.values()
+    )
     assert (model.ropes[0].theta, model.norm_eps, model.tie_word_embeddings) == (1e6, 1e-5, True)
     assert (model.bos_token_id, model.eos_token_ids) == (1, (7,))
 
 
 def test_the_first_layers_of_a_mixture_are_dense() -> None:
     layers = read(LFM2_8B_A1B).layers
-    assert [isinstance(layer.feed_forward, MoEConfig) for layer in layers] == [False] * 2 + [True] * 22
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in layers] == [False] * 2 + [
+        True
+    ] * 22
     assert [layer.feed_forward.intermediate_size for layer in layers] == [7168] * 2 + [1792] * 22
 
 
@@ -120,7 +130,10 @@ def test_both_spellings_of_the_layers_are_one() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"full_attn_idxs": [2, 16]}, r"full_attn_idxs = \[2, 16\] must be a list of layers below num_hidden_layers"),
+        (
+            {"full_attn_idxs": [2, 16]},
+            r"full_attn_idxs = \[2, 16\] must be a list of layers below num_hidden_layers",
+        ),
         ({"full_attn_idxs": "all"}, "full_attn_idxs = 'all' must be a list"),
         ({"full_attn_idxs": [True]}, r"full_attn_idxs = \[True\] must be a list"),
         ({"layer_types": [CONV] * 16}, "contradicts itself: layer_types"),

@@ -1,4 +1,6 @@
-"""Ling 3.0 (bailing_hybrid) in config.json: the publisher's spelling and that of transformers, and what is refused."""
+"""Ling 3.0 (bailing_hybrid) in config.json: the publisher's spelling and that of transformers, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ LATENT = LatentConfig(32, None, 512, 128, 64, 128, softmax_scale=192**-0.5, gate
 
 def test_in_the_publishers_spelling() -> None:
     model = read_model_config(PUBLISHERS)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(124e9, rel=0.02)
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
+        124e9, rel=0.02
+    )
     recurrent = KimiDeltaConfig(32, 128, 4, bound=-5.0)
     assert [layer.mixer for layer in model.layers] == ([recurrent] * 5 + [LATENT]) * 7
     (rope, *_) = model.ropes
@@ -83,12 +87,18 @@ def test_what_decides_decays_and_weighs_heads_stays_in_16_bits() -> None:
     kept = kept_in_16_bits(read_model_config(PUBLISHERS))
     for layer, own in ((0, {"f_proj", "b_proj"}), (5, {"g_proj", "kv_b_proj"})):
         prefix = f"model.layers.{layer}.attention."
-        assert {name.removeprefix(prefix) for name in kept if name.startswith(prefix)} == {f"{n}.weight" for n in own}
+        assert {name.removeprefix(prefix) for name in kept if name.startswith(prefix)} == {
+            f"{n}.weight" for n in own
+        }
 
 
 def test_in_the_spelling_of_transformers() -> None:
     """`save_pretrained` writes the rotated channels as `head_dim`, and the recurrence's apart."""
-    written = {key: value for key, value in PUBLISHERS.items() if key not in ("partial_rotary_factor", "rotary_dim")}
+    written = {
+        key: value
+        for key, value in PUBLISHERS.items()
+        if key not in ("partial_rotary_factor", "rotary_dim")
+    }
     written |= {
         "architectures": ["BailingHybridForCausalLM"],
         "head_dim": 64,
@@ -119,14 +129,26 @@ def test_decays_without_a_bound() -> None:
         ({"gated_attention_proj_granularity_type": "element_wise"}, "only 'head_wise' is"),
         ({"use_mla_nope": True}, "use_mla_nope = True is not implemented"),
         ({"group_norm_size": 4}, "group_norm_size = 4 is not implemented; only 1 is"),
-        ({"num_hidden_layers": 40}, "num_hidden_layers = 40 is not a multiple of layer_group_size = 6"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not implemented for this model_type"),
+        (
+            {"num_hidden_layers": 40},
+            "num_hidden_layers = 40 is not a multiple of layer_group_size = 6",
+        ),
+        (
+            {"tie_word_embeddings": True},
+            "tie_word_embeddings = True is not implemented for this model_type",
+        ),
         (
             {"expert_swiglu_limit_list": [0] * 40 + [4.0, 4.0]},
             "expert_swiglu_limit_list = .* only 0 is. --ignore-config",
         ),
-        ({"share_expert_swiglu_limit_list": [7.0] * 42}, "share_expert_swiglu_limit_list = .* only 0 is"),
-        ({"num_kv_heads_for_linear_attn": 4}, "num_kv_heads_for_linear_attn = 4 is not implemented; only 0 is"),
+        (
+            {"share_expert_swiglu_limit_list": [7.0] * 42},
+            "share_expert_swiglu_limit_list = .* only 0 is",
+        ),
+        (
+            {"num_kv_heads_for_linear_attn": 4},
+            "num_kv_heads_for_linear_attn = 4 is not implemented; only 0 is",
+        ),
         ({"value_norm": True}, "value_norm = True is not implemented; only False is"),
         ({"use_nGPT": True}, "use_nGPT = True"),
         ({"up_proj_norm": True}, "up_proj_norm = True"),
@@ -137,10 +159,19 @@ def test_decays_without_a_bound() -> None:
         ({"rotary_dim": [64]}, r"rotary_dim = \[64\], but"),
         ({"partial_rotary_factor": {}}, r"partial_rotary_factor = \{\}, but"),
         ({"partial_rotary_factor": 0.25}, r"partial_rotary_factor = 0\.25, but"),
-        ({"kda_lower_bound": 5.0}, r"kda_lower_bound = 5\.0 must be a number from -10000 to -1e-30"),
+        (
+            {"kda_lower_bound": 5.0},
+            r"kda_lower_bound = 5\.0 must be a number from -10000 to -1e-30",
+        ),
         ({"kda_lower_bound": -1e-50}, r"kda_lower_bound = -1e-50 must be"),
-        ({"moe_shared_expert_intermediate_size": 512}, "moe_shared_expert_intermediate_size = 512 is not implemented"),
-        ({"score_function": "softmax"}, "score_function = 'softmax' is not implemented; only 'sigmoid' is"),
+        (
+            {"moe_shared_expert_intermediate_size": 512},
+            "moe_shared_expert_intermediate_size = 512 is not implemented",
+        ),
+        (
+            {"score_function": "softmax"},
+            "score_function = 'softmax' is not implemented; only 'sigmoid' is",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused(keys: Json, words: str) -> None:
@@ -149,8 +180,14 @@ def test_what_is_not_computed_is_refused(keys: Json, words: str) -> None:
 
 
 def test_what_is_off_in_the_publishers_files_is_read() -> None:
-    off: Json = {"expert_swiglu_limit_list": [0] * 42, "share_expert_swiglu_limit_list": None, "router_dtype": "fp32"}
-    off |= dict.fromkeys(("use_kda_lora", "use_nGPT", "up_proj_norm", "value_norm", "scale_router_input"), False)
+    off: Json = {
+        "expert_swiglu_limit_list": [0] * 42,
+        "share_expert_swiglu_limit_list": None,
+        "router_dtype": "fp32",
+    }
+    off |= dict.fromkeys(
+        ("use_kda_lora", "use_nGPT", "up_proj_norm", "value_norm", "scale_router_input"), False
+    )
     model = read_model_config({**PUBLISHERS, **off, "num_kv_heads_for_linear_attn": 0})
     assert model == read_model_config(PUBLISHERS)
     assert not model.unread_keys.unknown

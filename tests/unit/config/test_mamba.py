@@ -62,7 +62,9 @@ def mamba_of(model: ModelConfig) -> Mamba2Config:
 
 
 def experts_of(model: ModelConfig) -> MoEConfig:
-    (experts,) = {layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MoEConfig)}
+    (experts,) = {
+        layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MoEConfig)
+    }
     return experts
 
 
@@ -75,40 +77,74 @@ def experts_of(model: ModelConfig) -> MoEConfig:
         ("Nemotron-H-56B-Base-8K", 56.3e9, (54, 10, 54, 0), 256 * 64 * 256),
     ],
 )
-def test_nemotron_as_published(name: str, parameters: float, layers: tuple[int, ...], state: int) -> None:
+def test_nemotron_as_published(
+    name: str, parameters: float, layers: tuple[int, ...], state: int
+) -> None:
     model = published(name)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(parameters, rel=1e-3)
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
+        parameters, rel=1e-3
+    )
     assert tuple(map(kinds(model).count, "M*-E")) == layers
-    spec = cache_spec(KVCacheConfig(Format.BFLOAT16, None, None, None, state=Format.FLOAT32), model, 16)
+    spec = cache_spec(
+        KVCacheConfig(Format.BFLOAT16, None, None, None, state=Format.FLOAT32), model, 16
+    )
     mamba = mamba_of(model)
-    rows = 16 * (2 * (mamba.groups * mamba.state_size + mamba.heads * mamba.head_dim) + 4 * mamba.heads)
+    rows = 16 * (
+        2 * (mamba.groups * mamba.state_size + mamba.heads * mamba.head_dim) + 4 * mamba.heads
+    )
     assert spec.bytes_per_state == layers[0] * (4 * state + rows + 2 * 3 * mamba.channels)
-    assert (mamba.limits, mamba.norm_groups, mamba.conv_bias, mamba.bias) == ((0.0, math.inf), 8, True, False)
+    assert (mamba.limits, mamba.norm_groups, mamba.conv_bias, mamba.bias) == (
+        (0.0, math.inf),
+        8,
+        True,
+        False,
+    )
     assert all(mixer.rope is None for mixer in model.attention.values())
     assert (model.norm_eps, model.wide_norms, model.tie_word_embeddings) == (1e-5, True, False)
 
 
 def test_experts_of_nemotron_3() -> None:
     nano, ultra = (
-        experts_of(published(f"NVIDIA-Nemotron-3-{name}")) for name in ("Nano-30B-A3B-BF16", "Ultra-550B-A55B-FP8")
+        experts_of(published(f"NVIDIA-Nemotron-3-{name}"))
+        for name in ("Nano-30B-A3B-BF16", "Ultra-550B-A55B-FP8")
     )
-    assert (nano.num_experts, nano.routing.top_k, nano.routing.factor, nano.latent_size) == (128, 6, 2.5, None)
-    assert (ultra.num_experts, ultra.routing.top_k, ultra.routing.factor, ultra.latent_size) == (512, 22, 5.0, 2048)
+    assert (nano.num_experts, nano.routing.top_k, nano.routing.factor, nano.latent_size) == (
+        128,
+        6,
+        2.5,
+        None,
+    )
+    assert (ultra.num_experts, ultra.routing.top_k, ultra.routing.factor, ultra.latent_size) == (
+        512,
+        22,
+        5.0,
+        2048,
+    )
     for one, shared in ((nano, 3712), (ultra, 10240)):
         assert one.shared == DenseConfig(shared, Activation.RELU_SQUARED)
-        assert (one.routing.scoring, one.routing.normed, one.choice_bias) == (Scoring.SIGMOID, True, True)
+        assert (one.routing.scoring, one.routing.normed, one.choice_bias) == (
+            Scoring.SIGMOID,
+            True,
+            True,
+        )
 
 
 def test_granite_4_h_small() -> None:
     model = read_model_config(GRANITE)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(32.2e9, rel=0.01)
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
+        32.2e9, rel=0.01
+    )
     assert tuple(model.attention) == (5, 15, 25, 35)
     assert mamba_of(model) == Mamba2Config(1, 128, 64, 128, 4, 1)
     assert {mixer.rope for mixer in model.attention.values()} == {None}
     rotated = read_model_config({**GRANITE, "position_embedding_type": "rope"})
     assert {mixer.rope for mixer in rotated.attention.values()} == {0}
     assert experts_of(model).shared == DenseConfig(1536)
-    assert (model.embedding_multiplier, model.residual_multiplier, model.logit_divisor) == (12, 0.22, 16)
+    assert (model.embedding_multiplier, model.residual_multiplier, model.logit_divisor) == (
+        12,
+        0.22,
+        16,
+    )
 
 
 def test_granite_without_experts_has_the_shared_one_alone() -> None:
@@ -116,16 +152,25 @@ def test_granite_without_experts_has_the_shared_one_alone() -> None:
     assert {layer.feed_forward for layer in model.layers} == {DenseConfig(1536)}
 
 
-@pytest.mark.parametrize("said", [NEMOTRON, {key: GRANITE[key] for key in ("model_type", "architectures")}])
+@pytest.mark.parametrize(
+    "said", [NEMOTRON, {key: GRANITE[key] for key in ("model_type", "architectures")}]
+)
 def test_absent_keys_mean_what_transformers_takes(said: Json) -> None:
     ours, theirs = read_model_config(said), AutoConfig.for_model(said["model_type"])
     mamba, experts, own = mamba_of(ours), experts_of(ours), said["model_type"] == "granitemoehybrid"
-    assert mamba == Mamba2Config(*(getattr(theirs, name) for name in NAMES[said["model_type"]].split()))
+    assert mamba == Mamba2Config(
+        *(getattr(theirs, name) for name in NAMES[said["model_type"]].split())
+    )
     assert ours.num_layers == theirs.num_hidden_layers
     assert (ours.hidden_size, ours.vocab_size) == (theirs.hidden_size, theirs.vocab_size)
     assert ours.norm_eps == (theirs.rms_norm_eps if own else theirs.layer_norm_epsilon)
-    assert (experts.num_experts, experts.routing.top_k) == (theirs.num_local_experts, theirs.num_experts_per_tok)
-    assert experts.intermediate_size == (theirs.intermediate_size if own else theirs.moe_intermediate_size)
+    assert (experts.num_experts, experts.routing.top_k) == (
+        theirs.num_local_experts,
+        theirs.num_experts_per_tok,
+    )
+    assert experts.intermediate_size == (
+        theirs.intermediate_size if own else theirs.moe_intermediate_size
+    )
     shared = theirs.shared_intermediate_size if own else theirs.moe_shared_expert_intermediate_size
     assert experts.shared is not None
     assert experts.shared.intermediate_size == shared
@@ -147,9 +192,13 @@ def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
 
 
 def test_kinds_of_layers_have_two_spellings() -> None:
-    listed = read_model_config({**NEMOTRON, "layers_block_type": ["mamba", "attention", "mlp", "moe"]})
+    listed = read_model_config(
+        {**NEMOTRON, "layers_block_type": ["mamba", "attention", "mlp", "moe"]}
+    )
     assert kinds(listed) == "M*-E"
-    assert listed.layers == read_model_config({**NEMOTRON, "hybrid_override_pattern": "M*-E"}).layers
+    assert (
+        listed.layers == read_model_config({**NEMOTRON, "hybrid_override_pattern": "M*-E"}).layers
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +210,10 @@ def test_kinds_of_layers_have_two_spellings() -> None:
         ({"layers_block_type": ["mamba", "conv"]}, "layers_block_type"),
         ({"layers_block_type": "M*"}, "layers_block_type"),
         ({"layers_block_type": [["mamba"]]}, "layers_block_type"),
-        ({"hybrid_override_pattern": "M*", "layers_block_type": ["mamba"]}, "contradicts itself: layers_block_type"),
+        (
+            {"hybrid_override_pattern": "M*", "layers_block_type": ["mamba"]},
+            "contradicts itself: layers_block_type",
+        ),
         ({"hybrid_override_pattern": "M*", "num_hidden_layers": 3}, "num_hidden_layers = 3"),
         ({"mlp_bias": True}, "mlp_bias = True is not implemented for layers with experts"),
         ({"attention_bias": True}, "attention_bias"),
@@ -171,13 +223,25 @@ def test_kinds_of_layers_have_two_spellings() -> None:
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
         ({"n_groups": 3}, "mamba_num_heads = 128 is not a multiple of n_groups = 3"),
         ({"norm_eps": 1e-6, "layer_norm_epsilon": 1e-5}, "contradicts itself"),
-        ({"time_step_limit": [0, 1], "mamba_dt_limit": [0, 2]}, "contradicts itself: mamba_dt_limit"),
+        (
+            {"time_step_limit": [0, 1], "mamba_dt_limit": [0, 2]},
+            "contradicts itself: mamba_dt_limit",
+        ),
         ({"conv_kernel": 9}, "conv_kernel = 9 is not implemented; 2 to 8 are"),
         ({"hybrid_override_pattern": "-E"}, "no layer of mamba or attention"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not implemented"),
         *(
             ({"time_step_limit": limit}, "time_step_limit")
-            for limit in ([0.1], "ab", [0.2, 0.1], [-1, 1], [math.inf, math.inf], [math.nan, 1], [0, True], 3)
+            for limit in (
+                [0.1],
+                "ab",
+                [0.2, 0.1],
+                [-1, 1],
+                [math.inf, math.inf],
+                [math.nan, 1],
+                [0, True],
+                3,
+            )
         ),
     ],
 )
@@ -190,10 +254,16 @@ def test_what_nemotron_does_not_compute_is_refused(keys: Json, words: str) -> No
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"mamba_d_head": 32}, "mamba_d_head = 32 with mamba_n_heads = 128, but mamba_expand * hidden_size = 8192"),
+        (
+            {"mamba_d_head": 32},
+            "mamba_d_head = 32 with mamba_n_heads = 128, but mamba_expand * hidden_size = 8192",
+        ),
         ({"mamba_n_heads": 100}, "mamba_n_heads = 100"),
         ({"mamba_d_conv": 9}, "mamba_d_conv = 9 is not implemented; 2 to 8 are"),
-        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh' is not implemented for layers with a"),
+        (
+            {"hidden_act": "gelu_pytorch_tanh"},
+            "hidden_act = 'gelu_pytorch_tanh' is not implemented for layers with a",
+        ),
         ({"mamba_n_groups": 3}, "mamba_n_groups = 3"),
         ({"layer_types": ["mamba"] * 39 + ["conv"]}, "layer_types has 'conv'"),
         ({"layer_types": ["mamba"] * 39}, "num_hidden_layers = 40"),
@@ -209,36 +279,60 @@ def test_what_granite_does_not_compute_is_refused(keys: Json, words: str) -> Non
 
 def test_without_a_state_granite_may_have_another_activation() -> None:
     model = read_model_config(
-        {**GRANITE, "layer_types": ["attention"] * 40, "num_local_experts": 0, "hidden_act": "gelu_pytorch_tanh"}
+        {
+            **GRANITE,
+            "layer_types": ["attention"] * 40,
+            "num_local_experts": 0,
+            "hidden_act": "gelu_pytorch_tanh",
+        }
     )
-    assert {layer.feed_forward for layer in model.layers} == {DenseConfig(1536, GatedActivation.GELU_TANH)}
+    assert {layer.feed_forward for layer in model.layers} == {
+        DenseConfig(1536, GatedActivation.GELU_TANH)
+    }
 
 
 def test_an_older_name_of_the_limits() -> None:
     """It is that of transformers' configuration class; others of its kind are refused."""
-    assert mamba_of(read_model_config({**NEMOTRON, "mamba_dt_limit": [0.1, 0.5]})).limits == (0.1, 0.5)
+    assert mamba_of(read_model_config({**NEMOTRON, "mamba_dt_limit": [0.1, 0.5]})).limits == (
+        0.1,
+        0.5,
+    )
     for name in ("mamba_d_conv", "mamba_n_groups", "mamba_conv_bias"):
         with pytest.raises(CheckpointError, match=name):
             read_model_config({**NEMOTRON, name: 3})
 
 
-@pytest.mark.parametrize(("key", "bound"), [("time_step_min", 0.5), ("time_step_max", 0.7), ("time_step_floor", 0.1)])
+@pytest.mark.parametrize(
+    ("key", "bound"), [("time_step_min", 0.5), ("time_step_max", 0.7), ("time_step_floor", 0.1)]
+)
 def test_a_step_is_bounded_by_its_limits_alone(key: str, bound: float) -> None:
-    """The others are of first values; transformers 5.23 bounds steps by the first of them (transformers#48989)."""
+    """The others are of first values; transformers 5.23 bounds steps by the first of them
+    (transformers#48989).
+    """
     assert mamba_of(read_model_config({**NEMOTRON, key: bound})).limits == (0.0, math.inf)
     limits = [0.001, 1e308]
-    assert mamba_of(read_model_config({**NEMOTRON, "time_step_limit": limits})).limits == (0.001, math.inf)
+    assert mamba_of(read_model_config({**NEMOTRON, "time_step_limit": limits})).limits == (
+        0.001,
+        math.inf,
+    )
 
 
 @pytest.mark.parametrize(
     ("model_type", "architecture", "text_key", "body"),
     [
         ("nemotron_h_omni", "NemotronH_Omni_Reasoning_V3", "text_config", "model"),
-        ("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_Omni_Reasoning_V3", "llm_config", "backbone"),
+        (
+            "NemotronH_Nano_Omni_Reasoning_V3",
+            "NemotronH_Nano_Omni_Reasoning_V3",
+            "llm_config",
+            "backbone",
+        ),
         ("NemotronH_Nano_VL_V2", "NemotronH_Nano_VL_V2", "llm_config", "backbone"),
     ],
 )
-def test_the_text_model_beside_pictures_and_sound(model_type: str, architecture: str, text_key: str, body: str) -> None:
+def test_the_text_model_beside_pictures_and_sound(
+    model_type: str, architecture: str, text_key: str, body: str
+) -> None:
     text = {**NEMOTRON, "hybrid_override_pattern": "M*"}
     said = {
         "model_type": model_type, "architectures": [architecture], "vision_config": {"patch_size": 16},

@@ -33,7 +33,8 @@ def test_memory(said, size):
 
 
 @pytest.mark.parametrize(
-    "said", ["4G", "GiB", "1.2.3", "-4GiB", "nan", "inf", "", ".", True, "0", "0.1", "1e99", "9" * 400]
+    "said",
+    ["4G", "GiB", "1.2.3", "-4GiB", "nan", "inf", "", ".", True, "0", "0.1", "1e99", "9" * 400],
 )
 def test_no_memory(said):
     with pytest.raises(ConfigError, match=re.escape(f"--kv-cache-memory {said!r}")):

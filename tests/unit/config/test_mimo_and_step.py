@@ -44,7 +44,9 @@ def test_mimo_in_the_hubs_keys_means_the_same() -> None:
 
 
 def test_the_factor_of_values_and_its_absence() -> None:
-    assert [mimo(attention_value_scale=value).layers[0].mixer.v_factor for value in (0.5, None)] == [0.5, None]
+    assert [
+        mimo(attention_value_scale=value).layers[0].mixer.v_factor for value in (0.5, None)
+    ] == [0.5, None]
     assert mimo().layers[0].mixer.v_factor == 0.707
     mixers = [layer.mixer for layer in mimo(layer_types=LAYERS).layers]
     assert [mixer.factor_groups for mixer in mixers] == [(9, 2), (3, 1), (3, 1), (9, 2)]
@@ -69,7 +71,9 @@ def test_the_factor_of_values_and_its_absence() -> None:
     ],
 )
 def test_what_transformers_does_not_compute_of_mimo_is_refused(key: str, value: object) -> None:
-    with pytest.raises(CheckpointError, match=key if "num_key" not in key else "num_key_value_heads"):
+    with pytest.raises(
+        CheckpointError, match=key if "num_key" not in key else "num_key_value_heads"
+    ):
         mimo(**{key: value})
 
 
@@ -98,8 +102,15 @@ def test_step_in_the_hubs_lists_means_the_same() -> None:
     hub = step(**text)
     assert (hub.layers, hub.ropes, hub.prediction_layers) == (ours.layers, ours.ropes, 1)
     feed_forwards = [layer.feed_forward for layer in ours.layers]
-    assert [one.activation for one in feed_forwards] == [SILU, clamped_silu(7.0), clamped_silu(16.0), SILU]
-    assert [one.shared.activation for one in feed_forwards if isinstance(one, MoEConfig) and one.shared] == [
+    assert [one.activation for one in feed_forwards] == [
+        SILU,
+        clamped_silu(7.0),
+        clamped_silu(16.0),
+        SILU,
+    ]
+    assert [
+        one.shared.activation for one in feed_forwards if isinstance(one, MoEConfig) and one.shared
+    ] == [
         SILU,
         clamped_silu(5.0),
     ]

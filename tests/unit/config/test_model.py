@@ -1,4 +1,6 @@
-"""config.json -> ModelConfig: both spellings, transformers' defaults, and no key that is passed over."""
+"""config.json -> ModelConfig: both spellings, transformers' defaults, and no key that is passed
+over.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,25 @@ LATENTS = (
 )
 APART = ("mimo", "mixtral", "qwen2_moe", "qwen3_moe", "opt", "nemotron_h", *LATENTS)
 FAMILIES = {
-    name: row.architecture for name, row in registry.FAMILIES.items() if row.text_type is None and name not in APART
+    name: row.architecture
+    for name, row in registry.FAMILIES.items()
+    if row.text_type is None and name not in APART
 }
-TWO_ROPES = ("gemma3_text", "gemma4_text", "gemma4_unified_text", "laguna", "mellum", "mimo_v2_flash", "olmo3")
+TWO_ROPES = (
+    "gemma3_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "laguna",
+    "mellum",
+    "mimo_v2_flash",
+    "olmo3",
+)
 STATEFUL = ("conv", "linear_attention")  # kinds of layers without attention
 NOT_ALWAYS = {
     "gemma4_text": {"hidden_size_per_layer_input": 0},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},  # by default no layer attends
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 2
+    },  # by default no layer attends
 }
 ALL_WINDOWS = ("mistral", "phi3")  # families whose configuration has no layer_types
 
@@ -84,15 +98,23 @@ def test_absent_keys_mean_what_transformers_takes(model_type):
     mixer = attention_of(ours)[0]
     assert ours.architecture == FAMILIES[model_type]
     assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.norm_eps == (theirs.norm_eps if model_type.startswith("lfm2") else theirs.rms_norm_eps)
+    assert ours.norm_eps == (
+        theirs.norm_eps if model_type.startswith("lfm2") else theirs.rms_norm_eps
+    )
     if model_type in TWO_ROPES:
         ropes = [theirs.rope_parameters[kind] for kind in ("full_attention", "sliding_attention")]
     else:
         ropes = [theirs.rope_parameters]
-    assert [(r.theta, r.kind) for r in ours.ropes] == [(r["rope_theta"], r["rope_type"]) for r in ropes]
+    assert [(r.theta, r.kind) for r in ours.ropes] == [
+        (r["rope_theta"], r["rope_type"]) for r in ropes
+    ]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert mixer.k_dim == (getattr(theirs, "head_dim", None) or 64)
-    scale = 1.0 if model_type.startswith("gemma4") else getattr(theirs, "query_pre_attn_scalar", mixer.k_dim) ** -0.5
+    scale = (
+        1.0
+        if model_type.startswith("gemma4")
+        else getattr(theirs, "query_pre_attn_scalar", mixer.k_dim) ** -0.5
+    )
     assert mixer.softmax_scale == getattr(theirs, "attention_multiplier", scale)
     factor = (ropes[0]["rope_type"] == "default" and ropes[0].get("partial_rotary_factor")) or 1.0
     assert (ours.ropes[0].rotary_dim, mixer.qkv_bias) == (
@@ -105,24 +127,38 @@ def test_absent_keys_mean_what_transformers_takes(model_type):
     assert ours.layers[0].feed_forward.activation == (clamped or ACTIVATIONS[acts(theirs)])
     assert ours.bos_token_id == theirs.bos_token_id
     stops = theirs.eos_token_id
-    assert list(ours.eos_token_ids) == ([] if stops is None else stops if isinstance(stops, list) else [stops])
-    slides = getattr(theirs, "layer_types", None) or ["sliding_attention" if model_type in ALL_WINDOWS else None] * 4
+    assert list(ours.eos_token_ids) == (
+        [] if stops is None else stops if isinstance(stops, list) else [stops]
+    )
+    slides = (
+        getattr(theirs, "layer_types", None)
+        or ["sliding_attention" if model_type in ALL_WINDOWS else None] * 4
+    )
     attends = [kind for kind in slides if kind not in STATEFUL]
-    assert windows_of(ours) == tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in attends)
+    assert windows_of(ours) == tuple(
+        theirs.sliding_window if kind == "sliding_attention" else None for kind in attends
+    )
 
 
 def acts(theirs):
-    return getattr(theirs, "hidden_activation", None) or getattr(theirs, "hidden_act", "silu")  # LFM2 names none
+    return getattr(theirs, "hidden_activation", None) or getattr(
+        theirs, "hidden_act", "silu"
+    )  # LFM2 names none
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_what_transformers_writes_is_read(model_type, tmp_path):
     more = {"rope_theta": 5e5, "dtype": "float16", "bos_token_id": 3, "eos_token_id": [4, 5]}
     if model_type in TWO_ROPES:  # has a theta for each kind of layer
-        ropes = {kind: {"rope_type": "default", "rope_theta": 5e5} for kind in ("full_attention", "sliding_attention")}
+        ropes = {
+            kind: {"rope_type": "default", "rope_theta": 5e5}
+            for kind in ("full_attention", "sliding_attention")
+        }
         more["rope_parameters"] = ropes
         del more["rope_theta"]
-    if model_type == "ministral3":  # has a theta in its default rope, which one outside does not change
+    if (
+        model_type == "ministral3"
+    ):  # has a theta in its default rope, which one outside does not change
         more["rope_parameters"] = {
             "rope_type": "yarn",
             "rope_theta": more.pop("rope_theta"),
@@ -169,24 +205,43 @@ def test_mistral_window_is_that_of_all_layers():
     assert windows("mistral", sliding_window=8) == (8,) * 4
     assert windows("mistral", sliding_window=None) == (None,) * 4
     assert windows("mistral", sliding_window=8, use_sliding_window=False) == (None,) * 4
-    refused("layer_types", model_type="mistral", layer_types=["sliding_attention", "full_attention"] * 2)
+    refused(
+        "layer_types", model_type="mistral", layer_types=["sliding_attention", "full_attention"] * 2
+    )
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
 def test_qwen_windows(model_type):
     assert windows(model_type, sliding_window=8, max_window_layers=2) == (None,) * 4
-    assert windows(model_type, sliding_window=8, max_window_layers=2, use_sliding_window=False) == (None,) * 4
-    assert windows(model_type, sliding_window=8, max_window_layers=2, use_sliding_window=True) == (None, None, 8, 8)
+    assert (
+        windows(model_type, sliding_window=8, max_window_layers=2, use_sliding_window=False)
+        == (None,) * 4
+    )
+    assert windows(model_type, sliding_window=8, max_window_layers=2, use_sliding_window=True) == (
+        None,
+        None,
+        8,
+        8,
+    )
     types = ["sliding_attention", "full_attention"] * 2
-    assert windows(model_type, sliding_window=8, use_sliding_window=True, layer_types=types) == (8, None, 8, None)
+    assert windows(model_type, sliding_window=8, use_sliding_window=True, layer_types=types) == (
+        8,
+        None,
+        8,
+        None,
+    )
     said = config(model_type, sliding_window=8, max_window_layers=1, use_sliding_window=True)
     kinds = AutoConfig.for_model(**said).layer_types
-    assert windows_of(parse_model_config(said)) == tuple(8 if kind == "sliding_attention" else None for kind in kinds)
+    assert windows_of(parse_model_config(said)) == tuple(
+        8 if kind == "sliding_attention" else None for kind in kinds
+    )
 
 
 def test_window_contradictions():
     types = ["sliding_attention", "full_attention"] * 2
-    refused("layer_types", "use_sliding_window", model_type="qwen2", sliding_window=8, layer_types=types)
+    refused(
+        "layer_types", "use_sliding_window", model_type="qwen2", sliding_window=8, layer_types=types
+    )
     refused("layer_types", "num_hidden_layers", model_type="qwen2", layer_types=types[:3])
     refused("chunked_attention", model_type="qwen2", layer_types=["chunked_attention"] * 4)
     refused("sliding_window", "0", model_type="mistral", sliding_window=0)
@@ -238,7 +293,10 @@ def test_soft_caps():
     ],
 )
 def test_values_of_no_use_are_named(key, value):
-    refused(key if key != "rope_scaling" else "factor" if "factor" in value else "rope_type", **{key: value})
+    refused(
+        key if key != "rope_scaling" else "factor" if "factor" in value else "rope_type",
+        **{key: value},
+    )
 
 
 def test_keys_that_change_nothing():
@@ -279,13 +337,18 @@ def test_other_models_are_named():
     with pytest.raises(CheckpointError, match="None"):
         parse_model_config(SHAPE)
     refused("LlamaForSequenceClassification", architectures=["LlamaForSequenceClassification"])
-    assert parse_model_config({**config(), "architectures": None}).architecture == "LlamaForCausalLM"
+    assert (
+        parse_model_config({**config(), "architectures": None}).architecture == "LlamaForCausalLM"
+    )
 
 
 def test_dtype_under_both_names():
     assert parse_model_config(config(torch_dtype="bfloat16")).checkpoint_format is Format.BFLOAT16
     assert parse_model_config(config(dtype="float16")).checkpoint_format is Format.FLOAT16
-    assert parse_model_config(config(torch_dtype="torch.float16", dtype="float16")).checkpoint_format is Format.FLOAT16
+    assert (
+        parse_model_config(config(torch_dtype="torch.float16", dtype="float16")).checkpoint_format
+        is Format.FLOAT16
+    )
 
 
 @pytest.mark.parametrize(
@@ -302,10 +365,14 @@ def test_where_the_dtype_is_from(
 ):
     text = {**config("gemma3_text"), **inside}
     stored_format = None if stored is None else Format(stored)
-    model = parse_model_config({"model_type": "gemma3", **outside, "text_config": text}, stored=stored_format)
+    model = parse_model_config(
+        {"model_type": "gemma3", **outside, "text_config": text}, stored=stored_format
+    )
     assert (model.checkpoint_format, model.dtype_source) == found
     assert checkpoint_dtype({"llm_config": text, **outside}, stored_format) == found
-    assert names_dtype({"text_config": text, **outside}) == (found[1] in ("config.json", "text_config"))
+    assert names_dtype({"text_config": text, **outside}) == (
+        found[1] in ("config.json", "text_config")
+    )
 
 
 def test_every_place_of_a_text_model_is_asked_for_its_dtype():
@@ -321,13 +388,18 @@ def test_stop_ids_are_the_union():
 
 
 @pytest.mark.parametrize(
-    ("generation", "ids"), [(None, {2}), ({}, {2}), ({"eos_token_id": 5}, {5}), ({"eos_token_id": None}, set())]
+    ("generation", "ids"),
+    [(None, {2}), ({}, {2}), ({"eos_token_id": 5}, {5}), ({"eos_token_id": None}, set())],
 )
-def test_the_stop_id_of_the_class_joins_no_other(generation: dict[str, object] | None, ids: set[int]):
+def test_the_stop_id_of_the_class_joins_no_other(
+    generation: dict[str, object] | None, ids: set[int]
+):
     said = {key: value for key, value in config("llama").items() if key != "eos_token_id"}
     assert stop_token_ids(said, generation) == ids
 
 
 def test_no_torch():
-    code = "import sys, freight.config.model, freight.config.resolve; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, freight.config.model, freight.config.resolve; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

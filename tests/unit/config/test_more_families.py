@@ -1,4 +1,6 @@
-"""What Granite, GLM, SmolLM and the mixtures of experts have in their config.json beside the keys of all."""
+"""What Granite, GLM, SmolLM and the mixtures of experts have in their config.json beside the keys
+of all.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,24 @@ from freight.operands.routing import Routing, Scoring
 
 
 def test_multipliers_of_granite():
-    said = {"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22}
+    said = {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.22,
+    }
     model = parse_model_config(config("granite", **said, logits_scaling=8))
-    assert (model.embedding_multiplier, model.rounds_multiplier, model.residual_multiplier) == (12.0, False, 0.22)
+    assert (model.embedding_multiplier, model.rounds_multiplier, model.residual_multiplier) == (
+        12.0,
+        False,
+        0.22,
+    )
     assert (model.layers[0].mixer.softmax_scale, model.logit_divisor) == (0.015625, 8.0)
     plain = parse_model_config(config("granite"))
-    assert (plain.embedding_multiplier, plain.residual_multiplier, plain.logit_divisor) == (None, 1.0, None)
+    assert (plain.embedding_multiplier, plain.residual_multiplier, plain.logit_divisor) == (
+        None,
+        1.0,
+        None,
+    )
     assert plain.layers[0].mixer.softmax_scale == 1.0
     for key in said:
         refused(key, "0", "finite number > 0", model_type="granite", **{key: 0})
@@ -31,7 +45,10 @@ def test_glm_rotates_neighbouring_channels_of_half_a_head():
     assert (rope().interleaved, rope().rotary_dim, rope("glm").rotary_dim) == (True, 64, 64)
     assert rope(partial_rotary_factor=0.25).rotary_dim == 32
     inside = {"rope_type": "default", "partial_rotary_factor": 0.75, "rope_theta": 500.0}
-    assert (rope(rope_parameters=inside).rotary_dim, rope(rope_parameters=inside).interleaved) == (96, True)
+    assert (rope(rope_parameters=inside).rotary_dim, rope(rope_parameters=inside).interleaved) == (
+        96,
+        True,
+    )
     assert not rope("phi3").interleaved
     assert parse_model_config(config("glm4")).layers[0].norms is NormPlacement.SANDWICH
     assert parse_model_config(config("glm")).layers[0].norms is NormPlacement.PRE
@@ -65,10 +82,17 @@ def test_layers_without_experts():
         layers = parse_model_config(config(model_type, **more)).layers
         return [isinstance(layer.feed_forward, MoEConfig) for layer in layers]
 
-    assert sparse("glm4_moe") == sparse("hy_v3") == sparse("ernie4_5_moe") == [False, True, True, True]
+    assert (
+        sparse("glm4_moe") == sparse("hy_v3") == sparse("ernie4_5_moe") == [False, True, True, True]
+    )
     assert sparse("glm4_moe", first_k_dense_replace=3) == [False, False, False, True]
     assert sparse("hy_v3", mlp_layer_types=["sparse", "dense"] * 2) == [True, False, True, False]
-    assert sparse("ernie4_5_moe", moe_layer_end_index=2, moe_layer_interval=2) == [False, True, False, False]
+    assert sparse("ernie4_5_moe", moe_layer_end_index=2, moe_layer_interval=2) == [
+        False,
+        True,
+        False,
+        False,
+    ]
     for bad in (["sparse"] * 3, ["sparse"] * 3 + ["other"]):
         refused("mlp_layer_types", model_type="hy_v3", mlp_layer_types=bad)
 
@@ -113,12 +137,17 @@ def test_what_these_mixtures_do_not_compute_is_refused(model_type, key, value):
     refused(key, str(value), model_type=model_type, **{key: value})
     if model_type == "minimax_m2":
         good = {"scoring_func": "sigmoid", "attn_type_list": [1] * 4, "shared_intermediate_size": 0}
-        assert parse_model_config(config(model_type, **good)) == parse_model_config(config(model_type))
+        assert parse_model_config(config(model_type, **good)) == parse_model_config(
+            config(model_type)
+        )
 
 
 def test_layers_that_predict_further_tokens_are_skipped_by_name():
     model = parse_model_config(config("glm4_moe", num_nextn_predict_layers=2))
-    assert [pattern for pattern, _ in tensor_names(model).unused] == ["model.layers.4.*", "model.layers.5.*"]
+    assert [pattern for pattern, _ in tensor_names(model).unused] == [
+        "model.layers.4.*",
+        "model.layers.5.*",
+    ]
     assert not tensor_names(parse_model_config(config("glm4_moe"))).unused
 
 
@@ -160,20 +189,50 @@ def test_heads_and_gates_of_laguna():
     assert mixers(gating="per-element")[0].gate_size == 4 * 128
     for bad in (False, "none", 1):
         refused("gating", repr(bad), "per-element", model_type="laguna", gating=bad)
-    assert [mixer.num_heads for mixer in mixers(num_attention_heads_per_layer=[4, 6, 8, 6])] == [4, 6, 8, 6]
+    assert [mixer.num_heads for mixer in mixers(num_attention_heads_per_layer=[4, 6, 8, 6])] == [
+        4,
+        6,
+        8,
+        6,
+    ]
     assert mixers(num_attention_heads_per_layer=[4, 6, 8, 6])[1].gate_size == 6
-    for bad, named in (([4] * 3, "num_hidden_layers = 4"), ([4, 5, 4, 4], "= 5"), (4, "list"), ([4, 0, 4, 4], "0")):
-        refused("num_attention_heads_per_layer", named, model_type="laguna", num_attention_heads_per_layer=bad)
+    for bad, named in (
+        ([4] * 3, "num_hidden_layers = 4"),
+        ([4, 5, 4, 4], "= 5"),
+        (4, "list"),
+        ([4, 0, 4, 4], "0"),
+    ):
+        refused(
+            "num_attention_heads_per_layer",
+            named,
+            model_type="laguna",
+            num_attention_heads_per_layer=bad,
+        )
     refused("num_attention_heads_per_layer", num_attention_heads_per_layer=[4] * 4)  # of a Llama
 
 
 def test_laguna_as_its_hub_files_have_it():
-    full = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 32.0, "original_max_position_embeddings": 64}
-    ropes = {
-        "full_attention": full | {"partial_rotary_factor": 0.5, "attention_factor": 1.34, "beta_fast": 64.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    full = {
+        "rope_type": "yarn",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 64,
     }
-    older = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0], "qkv_bias": False}
+    ropes = {
+        "full_attention": full
+        | {"partial_rotary_factor": 0.5, "attention_factor": 1.34, "beta_fast": 64.0},
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+        },
+    }
+    older = {
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0],
+        "qkv_bias": False,
+    }
     said = config(
         "laguna", **older, rope_parameters=ropes, layer_types=["full_attention", "sliding_attention"] * 2,
         moe_routed_scaling_factor=2.5, moe_router_logit_softcapping=0.0, moe_router_use_sigmoid=True,
@@ -184,17 +243,32 @@ def test_laguna_as_its_hub_files_have_it():
         ("default", 128, 1e4),
     ]
     assert [layer.mixer.window for layer in model.layers] == [None, 512, None, 512]
-    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [False, True, True, True]
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [
+        False,
+        True,
+        True,
+        True,
+    ]
     moe = model.layers[1].feed_forward
     assert isinstance(moe, MoEConfig)
-    assert (moe.routing, moe.shared) == (Routing(256, 8, Scoring.SIGMOID, True, 2.5), DenseConfig(512))
-    for key, value in (("moe_router_logit_softcapping", 30.0), ("moe_apply_router_weight_on_input", True)):
+    assert (moe.routing, moe.shared) == (
+        Routing(256, 8, Scoring.SIGMOID, True, 2.5),
+        DenseConfig(512),
+    )
+    for key, value in (
+        ("moe_router_logit_softcapping", 30.0),
+        ("moe_apply_router_weight_on_input", True),
+    ):
         refused(key, str(value), model_type="laguna", **{key: value})
 
 
 def test_mellum_has_windows_experts_in_every_layer_and_layers_that_do_not_run():
     kinds = ["full_attention", "sliding_attention"] * 2
-    predicts = {"num_nextn_predict_layers": 1, "mtp_layer_types": kinds[1:2], "mtp_mlp_layer_types": ["sparse"]}
+    predicts = {
+        "num_nextn_predict_layers": 1,
+        "mtp_layer_types": kinds[1:2],
+        "mtp_mlp_layer_types": ["sparse"],
+    }
     model = parse_model_config(config("mellum", layer_types=kinds, **predicts))
     assert [layer.mixer.window for layer in model.layers] == [None, 1024, None, 1024]
     moe = [layer.feed_forward for layer in model.layers]
@@ -206,11 +280,17 @@ def test_mellum_has_windows_experts_in_every_layer_and_layers_that_do_not_run():
 def test_norms_and_windows_of_olmo():
     olmo = parse_model_config(config("olmo2"))
     layer = olmo.layers[0]
-    assert (layer.norms, layer.mixer.qk_norm_sizes, olmo.wide_norms) == (NormPlacement.OUTPUT, (256, 128), True)
+    assert (layer.norms, layer.mixer.qk_norm_sizes, olmo.wide_norms) == (
+        NormPlacement.OUTPUT,
+        (256, 128),
+        True,
+    )
     assert windows("olmo2") == (None,) * 4
     assert windows("olmo3") == (4096, 4096, 4096, None)
     yarn = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
-    older = parse_model_config(config("olmo3", rope_theta=5e5, rope_scaling=yarn))  # of layers without a window alone
+    older = parse_model_config(
+        config("olmo3", rope_theta=5e5, rope_scaling=yarn)
+    )  # of layers without a window alone
     assert [(rope.kind, rope.theta) for rope in older.ropes] == [("yarn", 5e5), ("default", 5e5)]
     refused("clip_qkv", model_type="olmo2", clip_qkv=8.0)
 
@@ -222,7 +302,11 @@ def test_layers_with_a_window_alone_rotate_in_exaone_and_trinity():
     assert ropes("exaone4") == ropes("afmoe") == [0, 0, 0, None]
     kinds = ["full_attention", "sliding_attention"] * 2
     assert ropes("exaone4", sliding_window_pattern="LLLG", layer_types=kinds) == [None, 0, None, 0]
-    whole = {"sliding_window": None, "sliding_window_pattern": 0, "layer_types": ["full_attention"] * 4}
+    whole = {
+        "sliding_window": None,
+        "sliding_window_pattern": 0,
+        "layer_types": ["full_attention"] * 4,
+    }
     assert ropes("exaone4", **whole) == [0] * 4
     assert windows("exaone4", **whole) == (None,) * 4
     refused("sliding_window_pattern", "LLLG", model_type="exaone4", sliding_window_pattern="LLLG")
@@ -230,17 +314,33 @@ def test_layers_with_a_window_alone_rotate_in_exaone_and_trinity():
 
 
 def test_trinity():
-    said = {"route_norm": True, "score_func": "sigmoid", "n_group": 1, "num_limited_groups": 1, "use_grouped_mm": True}
-    model = parse_model_config(config("afmoe", **said, mup_enabled=True, num_dense_layers=2, route_scale=2.8))
+    said = {
+        "route_norm": True,
+        "score_func": "sigmoid",
+        "n_group": 1,
+        "num_limited_groups": 1,
+        "use_grouped_mm": True,
+    }
+    model = parse_model_config(
+        config("afmoe", **said, mup_enabled=True, num_dense_layers=2, route_scale=2.8)
+    )
     assert model.embedding_multiplier == 256**0.5
     assert not model.rounds_multiplier
     assert parse_model_config(config("afmoe")).embedding_multiplier is None
     assert model.layers[0].mixer.gate == OutputGate(GateFunction.SIGMOID, by_head=False)
     assert model.layers[0].mixer.gate_size == 4 * 128
-    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [False, False, True, True]
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     moe = model.layers[2].feed_forward
     assert isinstance(moe, MoEConfig)
-    assert (moe.routing, moe.shared) == (Routing(64, 6, Scoring.SIGMOID, True, 2.8), DenseConfig(2 * 1408))
+    assert (moe.routing, moe.shared) == (
+        Routing(64, 6, Scoring.SIGMOID, True, 2.8),
+        DenseConfig(2 * 1408),
+    )
     refused("n_group", "2", model_type="afmoe", n_group=2)
     refused("score_func", "softmax", model_type="afmoe", score_func="softmax")
 
@@ -252,7 +352,14 @@ def test_arcee_has_no_gate():
     refused("hidden_act", "silu", model_type="arcee", hidden_act="silu")
 
 
-HUNYUAN_ROPE = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+HUNYUAN_ROPE = {
+    "alpha": 1000.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 HUNYUAN = {  # what files of Hunyuan-A13B have beside the keys of all, but for the number of layers
     "attention_head_dim": 64, "head_dim": 64, "kv_lora_rank": None, "moe_intermediate_size": [384] * 4,
     "moe_layer_num_skipped": 0, "moe_topk": [2] * 4, "num_experts": 8, "num_shared_expert": [1] * 4, "n_group": False,
@@ -269,10 +376,14 @@ def test_hunyuan_as_its_files_have_it():
     assert (mixer.qk_norm, mixer.qk_norm_last, mixer.qk_norm_sizes) == (True, True, (64, 64))
     assert (rope.kind, rope.theta, rope.parameters) == ("default", 1e4 * 1000 ** (64 / 62), {})
     inside = {"rope_type": "dynamic", "rope_theta": 1e4, **HUNYUAN_ROPE}
-    newer = {key: value for key, value in HUNYUAN.items() if not key.startswith("rope")} | {"rope_parameters": inside}
+    newer = {key: value for key, value in HUNYUAN.items() if not key.startswith("rope")} | {
+        "rope_parameters": inside
+    }
     assert parse_model_config(config("hunyuan_v1_moe", **newer)) == model
     dense = {"num_experts": 1, "moe_topk": 1, "num_shared_expert": 1, "moe_intermediate_size": None}
-    plain = parse_model_config(config("hunyuan_v1_dense", **{**HUNYUAN, **dense, "use_mixed_mlp_moe": False}))
+    plain = parse_model_config(
+        config("hunyuan_v1_dense", **{**HUNYUAN, **dense, "use_mixed_mlp_moe": False})
+    )
     assert (plain.layers[0].mixer, plain.ropes) == (mixer, model.ropes)
 
 

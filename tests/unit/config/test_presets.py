@@ -16,7 +16,8 @@ from freight.models.shapes import tensor_shapes
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("llama-1b", 1.0e9), ("llama-1b-128k", 1.5e9), ("llama-8b", 8.03e9), ("llama-70b", 70.55e9)]
+    ("name", "size"),
+    [("llama-1b", 1.0e9), ("llama-1b-128k", 1.5e9), ("llama-8b", 8.03e9), ("llama-70b", 70.55e9)],
 )
 def test_presets_have_the_size_they_are_named_for(name, size):
     config = parse_model_config(shape_config(name))
@@ -35,9 +36,9 @@ def test_presets_have_the_size_they_are_named_for(name, size):
 def test_presets_with_states_have_the_size_they_are_named_for(name, size):
     config = parse_model_config(shape_config(name))
     assert sum(map(math.prod, tensor_shapes(config).values())) == pytest.approx(size, rel=0.07)
-    assert [index for index, layer in enumerate(config.layers) if index in config.attention] == list(
-        range(3, config.num_layers, 4)
-    )
+    assert [
+        index for index, layer in enumerate(config.layers) if index in config.attention
+    ] == list(range(3, config.num_layers, 4))
 
 
 def test_llama_1b_is_the_shape_that_benchmarks_compare():
@@ -63,13 +64,20 @@ def test_a_shape_from_a_file_or_a_folder(tmp_path):
         ("glm-4.7-flash", 29.94e9, 3.90e9, 202752),
     ],
 )
-def test_presets_with_experts_have_the_published_number_of_parameters(name, parameters, active, context):
+def test_presets_with_experts_have_the_published_number_of_parameters(
+    name, parameters, active, context
+):
     config = parse_model_config(shape_config(name))
     shapes = tensor_shapes(config)
     assert sum(map(math.prod, shapes.values())) == pytest.approx(parameters, rel=0.002)
     routing = config.layers[-1].feed_forward.routing
-    share = {tensor: routing.top_k / routing.num_experts if ".experts." in tensor else 1 for tensor in shapes}
-    assert sum(math.prod(shape) * share[tensor] for tensor, shape in shapes.items()) == pytest.approx(active, rel=0.01)
+    share = {
+        tensor: routing.top_k / routing.num_experts if ".experts." in tensor else 1
+        for tensor in shapes
+    }
+    assert sum(
+        math.prod(shape) * share[tensor] for tensor, shape in shapes.items()
+    ) == pytest.approx(active, rel=0.01)
     assert config.max_position_embeddings == context
 
 
@@ -82,7 +90,9 @@ def test_presets_with_experts_have_the_published_number_of_parameters(name, para
         ("opt-125m:2", 2, 8192),
     ],
 )
-def test_a_preset_with_fewer_layers_is_the_same_but_for_these_and_the_vocabulary(shape, layers, vocabulary):
+def test_a_preset_with_fewer_layers_is_the_same_but_for_these_and_the_vocabulary(
+    shape, layers, vocabulary
+):
     whole = PRESETS[shape.partition(":")[0]]
     assert shape_config(shape) == {**whole, "num_hidden_layers": layers, "vocab_size": vocabulary}
     assert read_config_only(shape) == (shape_config(shape), None)
@@ -95,10 +105,16 @@ def test_a_number_of_layers_that_is_none_is_refused(numbers):
 
 
 def test_what_is_no_shape_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"'lama-8b'.*did you mean llama-8b.*llama-1b, .*or CONFIG.json"):
+    with pytest.raises(
+        ConfigError, match=r"'lama-8b'.*did you mean llama-8b.*llama-1b, .*or CONFIG.json"
+    ):
         shape_config("lama-8b")
     file = tmp_path / "shape.json"
-    for content, says in (("{", "not JSON"), ("[" * 200_000, "not JSON"), ("[1]", "list, not a JSON object")):
+    for content, says in (
+        ("{", "not JSON"),
+        ("[" * 200_000, "not JSON"),
+        ("[1]", "list, not a JSON object"),
+    ):
         file.write_text(content)
         with pytest.raises(ConfigError, match=says):
             shape_config(str(file))

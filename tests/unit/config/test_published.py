@@ -1,4 +1,6 @@
-"""config.json files as their owners published them: read, or refused for what Freight does not have."""
+"""config.json files as their owners published them: read, or refused for what Freight does not
+have.
+"""
 
 import json
 import math
@@ -51,7 +53,9 @@ def test_a_published_file_is_read_or_refused_for_what_freight_does_not_have(file
     with pytest.raises(CheckpointError) as error:
         read(file)
     assert words in str(error.value)
-    assert words in (NVFP4, INT4, LACKS) or any(mechanism.name in str(error.value) for mechanism in MECHANISMS)
+    assert words in (NVFP4, INT4, LACKS) or any(
+        mechanism.name in str(error.value) for mechanism in MECHANISMS
+    )
 
 
 def test_most_of_the_files_are_there() -> None:
@@ -61,7 +65,11 @@ def test_most_of_the_files_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "kv_bytes"),  # as their owners state them; 2 x layers x KV heads x head size x 2 bytes
+    (
+        "name",
+        "parameters",
+        "kv_bytes",
+    ),  # as their owners state them; 2 x layers x KV heads x head size x 2 bytes
     [
         ("meta-llama--Meta-Llama-3.1-8B", 8_030_261_248, 2 * 32 * 8 * 128 * 2),
         ("meta-llama--Meta-Llama-3.1-70B", 70_553_706_496, 2 * 80 * 8 * 128 * 2),
@@ -92,34 +100,49 @@ def test_step_as_published_is_read_once_its_keys_are_those_of_a_language_model(n
     text = json.loads(next(file for file in FILES if file.stem == name).read_text())
     outside = {"model_type": "step3p7", "architectures": ["Step3p7ForConditionalGeneration"]}
     scheme = {key: text.pop(key) for key in ("quantization_config",) if key in text}
-    model = read_model_config({**outside, **scheme, "text_config": {**text, "model_type": "step3p5"}})
+    model = read_model_config(
+        {**outside, **scheme, "text_config": {**text, "model_type": "step3p5"}}
+    )
     assert model.unread_keys.unknown == ()
     windows = [layer.mixer.window for layer in model.layers]
     assert (windows.count(None), windows.count(512), windows[0]) == (12, 33, None)
     experts = [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers]
     assert experts == [False] * 3 + [True] * 42
     assert model.prediction_layers == 3
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(196e9, rel=0.02)
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
+        196e9, rel=0.02
+    )
 
 
 def test_mimo_as_published() -> None:
     model, scheme = read(next(file for file in FILES if file.stem == "XiaomiMiMo--MiMo-V2-Flash"))
     mixers = [layer.mixer for layer in model.layers]
-    assert [index for index, mixer in enumerate(mixers) if mixer.window is None] == [0, *range(5, 48, 6)]
-    assert {(m.num_kv_heads, m.k_dim, m.v_dim, m.sinks, m.v_factor) for m in mixers if m.window is None} == {
-        (4, 192, 128, False, 0.707)
-    }
-    assert {(m.num_kv_heads, m.k_dim, m.v_dim, m.sinks, m.window) for m in mixers if m.window is not None} == {
-        (8, 192, 128, True, 129)
-    }
+    assert [index for index, mixer in enumerate(mixers) if mixer.window is None] == [
+        0,
+        *range(5, 48, 6),
+    ]
+    assert {
+        (m.num_kv_heads, m.k_dim, m.v_dim, m.sinks, m.v_factor) for m in mixers if m.window is None
+    } == {(4, 192, 128, False, 0.707)}
+    assert {
+        (m.num_kv_heads, m.k_dim, m.v_dim, m.sinks, m.window)
+        for m in mixers
+        if m.window is not None
+    } == {(8, 192, 128, True, 129)}
     assert [(rope.theta, rope.rotary_dim) for rope in model.ropes] == [(5e6, 64), (1e4, 64)]
-    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [False] + [True] * 47
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [False] + [
+        True
+    ] * 47
     assert scheme.weight_format is Format.E4M3FN
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(309e9, rel=0.01)
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
+        309e9, rel=0.01
+    )
 
 
 def test_rotations_are_read_over_where_they_are_part_of_the_weights() -> None:
-    content = json.loads(next(file for file in FILES if file.stem == "poolside--Laguna-XS.2-FP8").read_text())
+    content = json.loads(
+        next(file for file in FILES if file.stem == "poolside--Laguna-XS.2-FP8").read_text()
+    )
     steps = content["quantization_config"]["transform_config"]["config_groups"]["R1"]["apply"]
     assert {step["location"] for step in steps} == {"weight_output", "weight_input"}
     assert read_scheme(content, None).weight_format is Format.E4M3FN
@@ -194,8 +217,15 @@ def test_only_a_key_that_is_refused_can_be_ignored() -> None:
 
 
 def test_names_may_come_as_one_text() -> None:
-    assert names_of("alibi,scale_emb") == names_of(["alibi", "scale_emb"]) == names_of("alibi scale_emb")
-    assert EngineArgs(ignore_config_keys="alibi, scale_emb").ignore_config_keys == ("alibi", "scale_emb")
+    assert (
+        names_of("alibi,scale_emb")
+        == names_of(["alibi", "scale_emb"])
+        == names_of("alibi scale_emb")
+    )
+    assert EngineArgs(ignore_config_keys="alibi, scale_emb").ignore_config_keys == (
+        "alibi",
+        "scale_emb",
+    )
     with pytest.raises(ConfigError, match="ignore_config_keys is 7"):
         EngineArgs(ignore_config_keys=7)  # type: ignore[arg-type]
 
@@ -212,12 +242,19 @@ def test_published_spellings_of_single_families() -> None:
         parse_model_config(moe("qwen3_moe", use_qk_norm=False))
     hy = parse_model_config(moe("hy_v3", expert_hidden_dim=48))
     assert hy == parse_model_config(moe("hy_v3"))
-    without = {key: value for key, value in moe("hy_v3", expert_hidden_dim=48).items() if key[:3] != "moe"}
+    without = {
+        key: value for key, value in moe("hy_v3", expert_hidden_dim=48).items() if key[:3] != "moe"
+    }
     assert hy == parse_model_config(without)
-    with pytest.raises(CheckpointError, match="expert_hidden_dim = 32, but moe_intermediate_size = 48"):
+    with pytest.raises(
+        CheckpointError, match="expert_hidden_dim = 32, but moe_intermediate_size = 48"
+    ):
         parse_model_config(moe("hy_v3", expert_hidden_dim=32))
     half = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
-    assert parse_model_config(config("glm4", head_dim=26, rope_parameters=half)).ropes[0].rotary_dim == 6
+    assert (
+        parse_model_config(config("glm4", head_dim=26, rope_parameters=half)).ropes[0].rotary_dim
+        == 6
+    )
 
 
 MELLUM = {  # as JetBrains' Mellum2-12B-A2.5B has it
@@ -242,7 +279,9 @@ MELLUM = {  # as JetBrains' Mellum2-12B-A2.5B has it
 def test_mellum_2_as_published() -> None:
     model = parse_model_config(MELLUM)
     assert [layer.mixer.window for layer in model.layers[:4]] == [1024, 1024, 1024, None]
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(12.1e9, rel=0.02)
+    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
+        12.1e9, rel=0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,11 +294,15 @@ def test_mellum_2_as_published() -> None:
     ],
 )
 def test_bytes_of_a_sequences_states(form: Format, size: int) -> None:
-    """48 gated delta nets as in Qwen3.6-27B: S, 128 x 128, of 48 heads, with a scale for each head and value channel
-    where it is quantized; 16 rows of k, u and decay; 3 inputs of the convolution.
+    """48 gated delta nets as in Qwen3.6-27B: S, 128 x 128, of 48 heads, with a scale for each head
+    and value channel where it is quantized; 16 rows of k, u and decay; 3 inputs of the convolution.
     """
     model, _ = read(next(file for file in FILES if file.stem == "Qwen--Qwen3.5-27B"))
     spec = cache_spec(KVCacheConfig(Format.BFLOAT16, None, None, None, state=form), model, 16)
     scales = 2 * 48 * 128 if form.is_quantized else 0
     rows = 16 * (16 * 128 * 2 + 48 * 128 * 2 + 48 * 4)
-    assert spec.bytes_per_state == 48 * (48 * 128 * 128 * form.bytes + scales + rows + 3 * 10_240 * 2) == size
+    assert (
+        spec.bytes_per_state
+        == 48 * (48 * 128 * 128 * form.bytes + scales + rows + 3 * 10_240 * 2)
+        == size
+    )

@@ -14,7 +14,8 @@ from freight.layers.rope import yarn_attention_factor
 from freight.models.architectures import skipped_parts
 from freight.models.open import read_model_config
 
-GRANITE_4 = {  # like Granite 4.0 350M, with other sizes: no layer is recurrent, and keys describe such layers
+# like Granite 4.0 350M, with other sizes: no layer is recurrent, and keys describe such layers
+GRANITE_4 = {
     "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 1024,
     "layer_types": ["attention"] * 28, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4,
     "mamba_d_head": 16, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 128,
@@ -38,19 +39,27 @@ def test_the_first_llama_files_write_the_architecture_in_other_letters(name: str
     assert parse_model_config(config(architectures=[name])).architecture == "LlamaForCausalLM"
 
 
-@pytest.mark.parametrize("wrong", [["LlamaModel"], "LlamaForCausalLM", 7, ["LlamaForCausalLM", "X"], [["a"]], {"a": 1}])
+@pytest.mark.parametrize(
+    "wrong", [["LlamaModel"], "LlamaForCausalLM", 7, ["LlamaForCausalLM", "X"], [["a"]], {"a": 1}]
+)
 def test_other_architectures_are_refused(wrong: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"architectures .* Freight runs \['LlamaForCausalLM'\]"):
+    with pytest.raises(
+        CheckpointError, match=r"architectures .* Freight runs \['LlamaForCausalLM'\]"
+    ):
         parse_model_config(config(architectures=wrong))
 
 
 def test_attn_factor_multiplies_what_yarn_computes() -> None:
     """DeepSeek-R1-0528-Qwen3-8B has 1 / (0.1 ln 4 + 1), so that attention stays as it was."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    published = parse_model_config(config("qwen3", rope_scaling={**yarn, "attn_factor": 0.8782488562869419}))
+    published = parse_model_config(
+        config("qwen3", rope_scaling={**yarn, "attn_factor": 0.8782488562869419})
+    )
     assert yarn_attention_factor(published.ropes[0]) == pytest.approx(1.0)
     mscales = {**yarn, "mscale": 1.0, "mscale_all_dim": 0.5, "attn_factor": 0.5}
-    found = yarn_attention_factor(parse_model_config(config("qwen3", rope_scaling=mscales)).ropes[0])
+    found = yarn_attention_factor(
+        parse_model_config(config("qwen3", rope_scaling=mscales)).ropes[0]
+    )
     assert found == pytest.approx(0.5 * (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1))
     assert published != parse_model_config(config("qwen3", rope_scaling=yarn))
     with pytest.raises(CheckpointError, match="attn_factor"):
@@ -67,7 +76,11 @@ def test_ernie_with_layers_that_predict_further_tokens() -> None:
     model = parse_model_config(ERNIE_MOE)
     plain = {key: value for key, value in ERNIE_MOE.items() if key != "num_nextn_predict_layers"}
     assert (model.prediction_layers, model.layers) == (1, parse_model_config(plain).layers)
-    names = ["model.mtp_block.0.mlp.up_proj.weight", "model.mtp_linear_proj.0.weight", "model.norm.weight"]
+    names = [
+        "model.mtp_block.0.mlp.up_proj.weight",
+        "model.mtp_linear_proj.0.weight",
+        "model.norm.weight",
+    ]
     assert skipped_parts(model, names) == {"of a layer that predicts further tokens": 2}
 
 
@@ -91,20 +104,32 @@ def test_the_number_of_chosen_experts_has_two_names() -> None:
 def test_keys_of_recurrent_layers_show_none_where_every_layer_attends() -> None:
     assert missing_mechanisms(GRANITE_4) == {}
     mixed = {**GRANITE_4, "layer_types": ["mamba"] + ["attention"] * 27}
-    for recurrent in (mixed, {**GRANITE_4, "layer_types": None}, {**GRANITE_4, "layer_types": ["linear_attention"]}):
-        assert list(missing_mechanisms(recurrent)) == ["layers with a recurrent state (Mamba, linear attention)"]
+    for recurrent in (
+        mixed,
+        {**GRANITE_4, "layer_types": None},
+        {**GRANITE_4, "layer_types": ["linear_attention"]},
+    ):
+        assert list(missing_mechanisms(recurrent)) == [
+            "layers with a recurrent state (Mamba, linear attention)"
+        ]
     assert len(read_model_config(GRANITE_4).attention) == 28
 
 
 def test_an_old_file_of_qwen_2_vl_is_read() -> None:
-    flat = config("qwen2", rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]}, vision_config={"depth": 1})
+    flat = config(
+        "qwen2",
+        rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]},
+        vision_config={"depth": 1},
+    )
     names = {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
     model = read_model_config({**flat, **names, "image_token_id": 3})
     assert model.layers[0].mixer.qkv_bias
 
 
 def test_an_empty_value_switches_a_key_off() -> None:
-    assert parse_model_config(config(alibi={}, clip_qkv=[], scale_emb="")) == parse_model_config(config())
+    assert parse_model_config(config(alibi={}, clip_qkv=[], scale_emb="")) == parse_model_config(
+        config()
+    )
 
 
 def test_a_key_of_the_text_model_may_stand_outside_again() -> None:

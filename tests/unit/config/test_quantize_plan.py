@@ -24,11 +24,16 @@ def decide(**options: Any) -> tuple[str, str, Granularity | None]:
         ({"format": "fp8"}, ("fp8", "dynamic", None)),
         ({"format": "fp8", "weights": "fp8-block"}, ("fp8-block", "dynamic", None)),
         ({"format": "tgi"}, ("none", "none", Granularity.TENSOR)),
-        ({"kv_cache": "fp8", "kv_granularity": "head"}, ("fp8-channel", "dynamic", Granularity.HEAD)),
+        (
+            {"kv_cache": "fp8", "kv_granularity": "head"},
+            ("fp8-channel", "dynamic", Granularity.HEAD),
+        ),
         ({"weights": "fp8", "activations": "none"}, ("fp8", "none", None)),
     ],
 )
-def test_what_is_not_said_follows(options: dict[str, Any], decided: tuple[str, str, Granularity | None]):
+def test_what_is_not_said_follows(
+    options: dict[str, Any], decided: tuple[str, str, Granularity | None]
+):
     assert decide(**options) == decided
 
 
@@ -51,15 +56,24 @@ def test_what_needs_data_is_named():
         ({"format": "gguf"}, "--format 'gguf' is unknown"),
         ({"kv_cache": "fp8", "observer": "minmax"}, "--observer 'minmax' is unknown"),
         ({"weights": "none"}, "leave nothing to do"),
-        ({"weights": "none", "activations": "static", "kv_cache": "fp8"}, "--activations static with --weights none"),
+        (
+            {"weights": "none", "activations": "static", "kv_cache": "fp8"},
+            "--activations static with --weights none",
+        ),
         ({"weights": "fp8-block", "activations": "static"}, "dynamic groups"),
         ({"format": "fp8", "weights": "fp8-channel"}, "--format fp8 with --weights fp8-channel"),
         ({"format": "fp8", "activations": "none"}, "--format fp8 with --activations none"),
         ({"format": "tgi", "weights": "fp8"}, "--format tgi with --weights fp8"),
         ({"format": "tgi", "kv_cache": "none"}, "leave nothing to do"),
         ({"kv_granularity": "head"}, "--kv-granularity head changes nothing"),
-        ({"weights": "none", "kv_cache": "fp8", "ignore": ["lm_head"]}, "--ignore lm_head changes nothing"),
-        ({"calibration_data": "text.txt"}, "--calibration-data is given, but nothing is calibrated"),
+        (
+            {"weights": "none", "kv_cache": "fp8", "ignore": ["lm_head"]},
+            "--ignore lm_head changes nothing",
+        ),
+        (
+            {"calibration_data": "text.txt"},
+            "--calibration-data is given, but nothing is calibrated",
+        ),
         ({"observer": "mse"}, "--observer is given, but nothing is calibrated"),
         ({"kv_cache": "fp8", "num_samples": 0}, "--num-samples 0"),
         ({"kv_cache": "fp8", "max_seq_len": 1}, "--max-seq-len 1"),

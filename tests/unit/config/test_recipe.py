@@ -1,4 +1,6 @@
-"""Recipes of llm-compressor: each form means what `freight quantize` calls it, and nothing in it is passed over."""
+"""Recipes of llm-compressor: each form means what `freight quantize` calls it, and nothing in it is
+passed over.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ from freight.fp8.formats import Granularity
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "quantize.md").read_text()
 TABLE = re.findall(
-    r"^\| `(\w+: .*)` \| `(--.*)` \|$", DOCUMENT.split("| recipe | `freight quantize")[1].split("| line |")[0], re.M
+    r"^\| `(\w+: .*)` \| `(--.*)` \|$",
+    DOCUMENT.split("| recipe | `freight quantize")[1].split("| line |")[0],
+    re.M,
 )
 FP8 = {"num_bits": 8, "type": "float"}
 KV = FP8 | {"strategy": "tensor", "dynamic": False}
-LINEAR = [f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn.q_proj", "mlp.up_proj")] + ["lm_head"]
+LINEAR = [
+    f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn.q_proj", "mlp.up_proj")
+] + ["lm_head"]
 
 
 def of_yaml(content: str) -> Recipe:
@@ -32,7 +38,9 @@ def of_yaml(content: str) -> Recipe:
 
 
 def group(**fields: Any) -> QuantizationModifier:
-    return QuantizationModifier(config_groups={"group_0": {"targets": ["Linear"], "weights": FP8} | fields})
+    return QuantizationModifier(
+        config_groups={"group_0": {"targets": ["Linear"], "weights": FP8} | fields}
+    )
 
 
 def test_the_table_has_rows():
@@ -42,13 +50,18 @@ def test_the_table_has_rows():
 @pytest.mark.parametrize(("recipe", "flags"), TABLE)
 def test_a_row_of_the_documentation(recipe: str, flags: str):
     words = flags.split()
-    options = {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
+    options = {
+        flag[2:].replace("-", "_"): value
+        for flag, value in zip(words[::2], words[1::2], strict=True)
+    }
     expected = plan(QuantizeArgs.from_options(**options))
     assert plan(of_yaml(recipe).args()) == expected
 
 
 def test_forms_of_one_recipe(tmp_path: Path):
-    expected = QuantizationModifier(targets=["Linear"], scheme="FP8", ignore=["lm_head"], kv_cache_scheme=KV)
+    expected = QuantizationModifier(
+        targets=["Linear"], scheme="FP8", ignore=["lm_head"], kv_cache_scheme=KV
+    )
     text = """
     default_stage:
       default_modifiers:
@@ -62,10 +75,21 @@ def test_forms_of_one_recipe(tmp_path: Path):
     """
     (tmp_path / "recipe.yaml").write_text(text)
     recipe = read_recipe(expected)
-    assert recipe == Recipe(WeightScheme.TENSOR, ActivationScheme.STATIC, Granularity.TENSOR, ("Linear",), ("lm_head",))
-    for form in (text, str(tmp_path / "recipe.yaml"), tmp_path / "recipe.yaml", [text], [[expected]], (expected,)):
+    assert recipe == Recipe(
+        WeightScheme.TENSOR, ActivationScheme.STATIC, Granularity.TENSOR, ("Linear",), ("lm_head",)
+    )
+    for form in (
+        text,
+        str(tmp_path / "recipe.yaml"),
+        tmp_path / "recipe.yaml",
+        [text],
+        [[expected]],
+        (expected,),
+    ):
         assert read_recipe(form) == recipe
-    as_object = replace(expected, kv_cache_scheme=QuantizationArgs(**FP8, strategy="tensor"), targets="Linear")
+    as_object = replace(
+        expected, kv_cache_scheme=QuantizationArgs(**FP8, strategy="tensor"), targets="Linear"
+    )
     assert read_recipe(as_object) == recipe
 
 
@@ -77,7 +101,13 @@ def test_objects_of_compressed_tensors_are_read():
 
     class Theirs:
         def model_dump(self) -> dict[str, Any]:
-            return {**FP8, "strategy": Strategy.TENSOR, "dynamic": False, "observer": None, "observer_kwargs": {}}
+            return {
+                **FP8,
+                "strategy": Strategy.TENSOR,
+                "dynamic": False,
+                "observer": None,
+                "observer_kwargs": {},
+            }
 
     assert read_recipe(QuantizationModifier(kv_cache_scheme=Theirs())).kv is Granularity.TENSOR
 
@@ -85,7 +115,9 @@ def test_objects_of_compressed_tensors_are_read():
 @pytest.mark.parametrize("name", OTHER_MODIFIERS)
 def test_other_modifiers_are_refused_by_name(name: str):
     with pytest.raises(ConfigError, match=f"{name} is not implemented; "):
-        read_recipe(f"a_stage:\n  a_modifiers:\n    {name}: {{}}\n    QuantizationModifier: {{scheme: FP8}}")
+        read_recipe(
+            f"a_stage:\n  a_modifiers:\n    {name}: {{}}\n    QuantizationModifier: {{scheme: FP8}}"
+        )
     with pytest.raises(ConfigError, match=f"{name} is not implemented; "):
         read_recipe([type(name, (), {})()])
 
@@ -104,14 +136,35 @@ def test_other_modifiers_are_refused_by_name(name: str):
         ({"scheme": "FP8", "observer": {"weights": "mse"}}, "observer 'mse'"),
         ({"scheme": "FP8", "observer": {"weight": "mse"}}, "no key 'weight'"),
         ({"scheme": "FP8", "output_observer": "static_minmax"}, "outputs are not quantized"),
-        ({"scheme": "FP8", "kv_cache_scheme": {"num_bits": 8}}, "type: int; Freight writes FP8 only"),
+        (
+            {"scheme": "FP8", "kv_cache_scheme": {"num_bits": 8}},
+            "type: int; Freight writes FP8 only",
+        ),
         ({"scheme": "FP8", "kv_cache_scheme": KV | {"num_bits": 4}}, "num_bits: 4"),
         ({"scheme": "FP8", "kv_cache_scheme": KV | {"symmetric": False}}, "no zero point"),
-        ({"scheme": "FP8", "kv_cache_scheme": KV | {"dynamic": True}}, "scales per token need no recipe"),
-        ({"scheme": "FP8", "kv_cache_scheme": KV | {"strategy": "channel"}}, "'channel'; choose tensor or attn_head"),
-        ({"scheme": "FP8", "kv_cache_scheme": KV | {"observer": "memoryless_minmax"}}, "observer 'memoryless_minmax'"),
-        ({"scheme": "FP8", "kv_cache_scheme": KV | {"stategy": "tensor"}}, "'stategy' .did you mean strategy"),
-        ({"scheme": "FP8", "kv_cache_scheme": KV | {"observer_kwargs": {"averaging_constant": 1}}}, "observer_kwargs"),
+        (
+            {"scheme": "FP8", "kv_cache_scheme": KV | {"dynamic": True}},
+            "scales per token need no recipe",
+        ),
+        (
+            {"scheme": "FP8", "kv_cache_scheme": KV | {"strategy": "channel"}},
+            "'channel'; choose tensor or attn_head",
+        ),
+        (
+            {"scheme": "FP8", "kv_cache_scheme": KV | {"observer": "memoryless_minmax"}},
+            "observer 'memoryless_minmax'",
+        ),
+        (
+            {"scheme": "FP8", "kv_cache_scheme": KV | {"stategy": "tensor"}},
+            "'stategy' .did you mean strategy",
+        ),
+        (
+            {
+                "scheme": "FP8",
+                "kv_cache_scheme": KV | {"observer_kwargs": {"averaging_constant": 1}},
+            },
+            "observer_kwargs",
+        ),
         ({"scheme": "FP8", "kv_cache_scheme": True}, "kv_cache_scheme is True, not a mapping"),
     ],
 )
@@ -129,13 +182,25 @@ def test_what_a_modifier_refuses(options: dict[str, Any], says: str):
             {"weights": FP8 | {"strategy": "group", "group_size": 128}},
             "strategy: group, dynamic: false, group_size: 128",
         ),
-        ({"weights": FP8 | {"strategy": "block", "block_structure": [64, 64]}}, "block of .128, 128."),
+        (
+            {"weights": FP8 | {"strategy": "block", "block_structure": [64, 64]}},
+            "block of .128, 128.",
+        ),
         ({"weights": FP8 | {"dynamic": True}}, "dynamic: true; Freight writes static scales"),
         ({"weights": FP8 | {"observer": "mse"}}, "group_0: weights has observer 'mse'"),
-        ({"input_activations": FP8 | {"dynamic": True, "strategy": "tensor"}}, "dynamic: true with strategy token"),
+        (
+            {"input_activations": FP8 | {"dynamic": True, "strategy": "tensor"}},
+            "dynamic: true with strategy token",
+        ),
         ({"input_activations": FP8 | {"strategy": "channel"}}, "strategy: channel, dynamic: false"),
-        ({"input_activations": KV | {"observer": "minmax"}}, "input_activations has observer 'minmax'"),
-        ({"weights": FP8 | {"strategy": "block"}, "input_activations": KV}, "strategy group with group_size 128"),
+        (
+            {"input_activations": KV | {"observer": "minmax"}},
+            "input_activations has observer 'minmax'",
+        ),
+        (
+            {"weights": FP8 | {"strategy": "block"}, "input_activations": KV},
+            "strategy group with group_size 128",
+        ),
         ({"output_activations": KV}, "quantizes output_activations"),
         ({"weigths": KV}, "no field 'weigths' .did you mean weights"),
     ],
@@ -173,12 +238,21 @@ def test_a_long_recipe_of_nothing_ends():
 
 
 @given(
-    st.lists(st.sampled_from([*LINEAR, "Linear", "re:.*mlp", "re:.*layers.0", "re:mlp", "re:lm"]), min_size=1),
+    st.lists(
+        st.sampled_from([*LINEAR, "Linear", "re:.*mlp", "re:.*layers.0", "re:mlp", "re:lm"]),
+        min_size=1,
+    ),
     st.lists(st.sampled_from([*LINEAR, "re:.*up_proj", "re:up_proj", "lm_head", "re:.*router"])),
 )
-def test_a_module_is_quantized_if_a_target_means_it_and_ignore_does_not(targets: list[str], ignore: list[str]):
+def test_a_module_is_quantized_if_a_target_means_it_and_ignore_does_not(
+    targets: list[str], ignore: list[str]
+):
     def means(pattern: str, name: str) -> bool:
-        return bool(re.match(pattern[3:], name)) if pattern.startswith("re:") else pattern in (name, "Linear")
+        return (
+            bool(re.match(pattern[3:], name))
+            if pattern.startswith("re:")
+            else pattern in (name, "Linear")
+        )
 
     recipe = read_recipe(QuantizationModifier(targets=targets, scheme="FP8", ignore=ignore))
     if all(any(means(target, name) for name in LINEAR) for target in targets):
@@ -186,7 +260,8 @@ def test_a_module_is_quantized_if_a_target_means_it_and_ignore_does_not(targets:
         assert set(LINEAR) - set(kept) == {
             name
             for name in LINEAR
-            if any(means(target, name) for target in targets) and not any(means(one, name) for one in ignore)
+            if any(means(target, name) for target in targets)
+            and not any(means(one, name) for one in ignore)
         }
         assert set(idle) == {one for one in ignore if not any(means(one, name) for name in LINEAR)}
     else:

@@ -14,7 +14,8 @@ from freight.config.registry import FAMILIES, read_rows
 
 CONFIG = Path(freight.config.__path__[0])
 FILES = sorted(path.stem for path in (CONFIG / "families").glob("[a-z]*.py"))
-# fields of few rows that say which keys there are, and where: `check_keys` needs them before anything is derived
+# fields of few rows that say which keys there are, and where: `check_keys` needs them before
+# anything is derived
 OF_FEW = {"lacks", "text_key", "flat", "same"}
 
 
@@ -34,7 +35,10 @@ def test_what_at_most_three_rows_set_is_derived():
     few = set()
     for field in fields(Family):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if default is not MISSING and sum(getattr(row, field.name) != default for row in FAMILIES.values()) <= 3:
+        if (
+            default is not MISSING
+            and sum(getattr(row, field.name) != default for row in FAMILIES.values()) <= 3
+        ):
             few.add(field.name)
     assert few == OF_FEW, "give the row `translate` or `derive` in its file"
 
@@ -43,6 +47,8 @@ def test_what_at_most_three_rows_set_is_derived():
 def test_the_common_reading_asks_for_no_name_of_a_key(name):
     """`"rotary_dim" in family.keys` would be a family's own meaning of a key in common code."""
     compared = [
-        node for node in ast.walk(ast.parse((CONFIG / f"{name}.py").read_text())) if isinstance(node, ast.Compare)
+        node
+        for node in ast.walk(ast.parse((CONFIG / f"{name}.py").read_text()))
+        if isinstance(node, ast.Compare)
     ]
     assert not [ast.unparse(node) for node in compared if "family.keys" in ast.unparse(node)]

@@ -1,4 +1,6 @@
-"""EngineArgs -> EngineConfig: the whole table of cache formats and scale sources, and every error in it."""
+"""EngineArgs -> EngineConfig: the whole table of cache formats and scale sources, and every error
+in it.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,16 @@ GPU = {"kind": "cuda", "name": "a GPU", "multiplies_fp8": True, "cores": 2}
 
 def decide(scheme=NOTHING, scales=NONE, native=FN, model=None, facts=CPU, **args):
     device = SimpleNamespace(native_e4m3=native, **facts)
-    return resolve(EngineArgs(**args), parse_model_config(CONFIG | (model or {})), scheme, scales, device)
+    return resolve(
+        EngineArgs(**args), parse_model_config(CONFIG | (model or {})), scheme, scales, device
+    )
 
 
 def kv(dtype="auto", source="auto", scheme=NOTHING, scales=NONE, native=FN, **more):
     cache = decide(scheme, scales, native, kv_cache_dtype=dtype, kv_scales=source, **more).kv
-    assert (cache.scales is not None) == (cache.scale_source in (ScaleSource.CHECKPOINT, ScaleSource.FILE))
+    assert (cache.scales is not None) == (
+        cache.scale_source in (ScaleSource.CHECKPOINT, ScaleSource.FILE)
+    )
     return cache.format, cache.granularity, cache.scale_source
 
 
@@ -77,13 +83,30 @@ SIXTEEN = (None, None)
 def test_sixteen_bits_have_no_scales(name, scales):
     assert kv(name, scales=scales) == (Format(name), *SIXTEEN)
     for source in SOURCES:
-        refused(ConfigError, f"--kv-scales {source}", name, "fp8", dtype=name, source=source, scales=scales)
+        refused(
+            ConfigError,
+            f"--kv-scales {source}",
+            name,
+            "fp8",
+            dtype=name,
+            source=source,
+            scales=scales,
+        )
 
 
 def test_a_scale_of_one_side():
-    k, v = (KVScales((LAYER, LayerScales((0.5,), (0.5,), Granularity.TENSOR, alone=side))) for side in "kv")
+    k, v = (
+        KVScales((LAYER, LayerScales((0.5,), (0.5,), Granularity.TENSOR, alone=side)))
+        for side in "kv"
+    )
     assert "K's scale for V too in layer 1" in decide(STATIC, k).kv.note
-    refused(CheckpointError, "V, but none of K, for layer 1 of 2", "--kv-scales dynamic", scheme=STATIC, scales=v)
+    refused(
+        CheckpointError,
+        "V, but none of K, for layer 1 of 2",
+        "--kv-scales dynamic",
+        scheme=STATIC,
+        scales=v,
+    )
     assert kv("fp8", "dynamic", scheme=STATIC, scales=v) == (FN, *DYNAMIC)
 
 
@@ -94,7 +117,9 @@ def test_auto_is_what_the_checkpoint_declares():
     assert kv(scheme=STATIC, scales=ALL, native=FNUZ) == (FNUZ, *CHECKPOINT)
     assert kv(scales=ALL) == (BF16, *SIXTEEN)
     for source in SOURCES:
-        refused(ConfigError, f"--kv-scales {source}", "--kv-cache-dtype auto", "bfloat16", source=source)
+        refused(
+            ConfigError, f"--kv-scales {source}", "--kv-cache-dtype auto", "bfloat16", source=source
+        )
 
 
 def test_skipping_stored_scales_is_said():
@@ -127,9 +152,23 @@ def test_e4m3(dtype, native, format):
 def test_e4m3_without_scales():
     note = decide(kv_cache_dtype="fp8").kv.note
     assert note == "no scales in the checkpoint: measured per token as stored"
-    refused(ConfigError, "--kv-scales checkpoint", "no KV scales", "dynamic", dtype="fp8", source="checkpoint")
+    refused(
+        ConfigError,
+        "--kv-scales checkpoint",
+        "no KV scales",
+        "dynamic",
+        dtype="fp8",
+        source="checkpoint",
+    )
     for dtype in ("auto", "fp8"):
-        refused(CheckpointError, "declares static", "layers 0, 1", "--kv-scales", dtype=dtype, scheme=STATIC)
+        refused(
+            CheckpointError,
+            "declares static",
+            "layers 0, 1",
+            "--kv-scales",
+            dtype=dtype,
+            scheme=STATIC,
+        )
         assert kv(dtype, scheme=CAST) == (FN, *UNIT)
     assert "modelopt" in decide(CAST).kv.note
     assert kv(scheme=Scheme("compressed-tensors", None, FN, False)) == (FN, *DYNAMIC)
@@ -138,7 +177,15 @@ def test_e4m3_without_scales():
 @pytest.mark.parametrize("scheme", [NOTHING, STATIC, CAST])
 @pytest.mark.parametrize("source", ["auto", "checkpoint"])
 def test_e4m3_with_some_scales_names_the_layers(scheme, source):
-    refused(CheckpointError, "layer 1", "dynamic", dtype="fp8", source=source, scheme=scheme, scales=SOME)
+    refused(
+        CheckpointError,
+        "layer 1",
+        "dynamic",
+        dtype="fp8",
+        source=source,
+        scheme=scheme,
+        scales=SOME,
+    )
 
 
 def test_e5m2():
@@ -147,9 +194,23 @@ def test_e5m2():
     for scales in (NONE, SOME, ALL):
         assert kv("fp8_e5m2", "dynamic", scales=scales) == (E5M2, *DYNAMIC)
         assert kv("fp8_e5m2", "unit", scales=scales) == (E5M2, *UNIT)
-        refused(ConfigError, "--kv-scales checkpoint", "fp8_e5m2", dtype="fp8_e5m2", source="checkpoint", scales=scales)
+        refused(
+            ConfigError,
+            "--kv-scales checkpoint",
+            "fp8_e5m2",
+            dtype="fp8_e5m2",
+            source="checkpoint",
+            scales=scales,
+        )
     for scales in (SOME, ALL):
-        refused(ConfigError, "fp8_e5m2", "fp8_e4m3fn", "unit or dynamic", dtype="fp8_e5m2", scales=scales)
+        refused(
+            ConfigError,
+            "fp8_e5m2",
+            "fp8_e4m3fn",
+            "unit or dynamic",
+            dtype="fp8_e5m2",
+            scales=scales,
+        )
     assert "E5M2" in decide(kv_cache_dtype="fp8_e5m2").kv.note
 
 
@@ -160,15 +221,27 @@ def test_int8_measures_each_token_whatever_scales_there_are(file):
                 assert kv("int8", source, scheme=scheme, scales=scales) == (INT8, *DYNAMIC)
             for source in ("checkpoint", "unit"):
                 said = {"dtype": "int8", "source": source, "scheme": scheme, "scales": scales}
-                refused(ConfigError, f"--kv-scales {source}", "int8", "--kv-cache-dtype fp8", "omit the scales", **said)
+                refused(
+                    ConfigError,
+                    f"--kv-scales {source}",
+                    "int8",
+                    "--kv-cache-dtype fp8",
+                    "omit the scales",
+                    **said,
+                )
     assert "skipped" in decide(STATIC, ALL, kv_cache_dtype="int8").kv.note
     assert "skipped" not in decide(kv_cache_dtype="int8").kv.note
-    with pytest.raises(ConfigError, match=r"--kv-scales .*json with --kv-cache-dtype int8: INT8 scales are measured"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--kv-scales .*json with --kv-cache-dtype int8: INT8 scales are measured",
+    ):
         decide(NOTHING, ALL, kv_cache_dtype="int8", kv_scales=file)
 
 
 def test_int8_is_refused_on_a_gpu_but_for_the_reference():
-    with pytest.raises(ConfigError, match=r"int8 on a GPU: .*fp8, --device cpu, or --kernels reference"):
+    with pytest.raises(
+        ConfigError, match=r"int8 on a GPU: .*fp8, --device cpu, or --kernels reference"
+    ):
         decide(facts=GPU, kv_cache_dtype="int8")
     assert decide(facts=GPU, kv_cache_dtype="int8", kernels="reference").kv.format is INT8
     assert decide(kv_cache_dtype="int8").kv.format is INT8
@@ -186,13 +259,18 @@ def test_file(file):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "fp8_e5m2", "int8"])
 def test_file_with_a_format_that_has_no_static_scales(file, dtype):
-    for flag, said in (("--kv-scales", "kv_scales"), ("--quantization-param-path", "quantization_param_path")):
+    for flag, said in (
+        ("--kv-scales", "kv_scales"),
+        ("--quantization-param-path", "quantization_param_path"),
+    ):
         with pytest.raises(ConfigError, match=f"{flag} .*json.*{dtype}"):
             kv_source(EngineArgs(kv_cache_dtype=dtype, **{said: file}))
 
 
 def test_file_with_an_undeclared_cache_names_both(file):
-    with pytest.raises(ConfigError, match=r"--quantization-param-path .*--kv-cache-dtype auto .*bfloat16.*fp8"):
+    with pytest.raises(
+        ConfigError, match=r"--quantization-param-path .*--kv-cache-dtype auto .*bfloat16.*fp8"
+    ):
         decide(NOTHING, ALL, quantization_param_path=file)
     with pytest.raises(ConfigError, match="fp8_e5m2"):
         decide(Scheme("x", None, E5M2), ALL, kv_scales=file)
@@ -202,14 +280,26 @@ def test_file_twice_or_missing(file, tmp_path):
     with pytest.raises(ConfigError, match=r"twice.*--kv-scales .*--quantization-param-path"):
         kv_source(EngineArgs(kv_cache_dtype="fp8", kv_scales=file, quantization_param_path=file))
     for source in SOURCES:
-        with pytest.raises(ConfigError, match=f"--kv-scales {source} and --quantization-param-path"):
-            kv_source(EngineArgs(kv_cache_dtype="fp8", kv_scales=source, quantization_param_path=file))
+        with pytest.raises(
+            ConfigError, match=f"--kv-scales {source} and --quantization-param-path"
+        ):
+            kv_source(
+                EngineArgs(kv_cache_dtype="fp8", kv_scales=source, quantization_param_path=file)
+            )
     with pytest.raises(ConfigError, match=r"none\.json: there is no such file"):
         kv_source(EngineArgs(kv_cache_dtype="fp8", kv_scales=str(tmp_path / "none.json")))
 
 
 def test_unknown_words_list_the_choices_and_suggest_one():
-    refused(ConfigError, "'fp8_e4m4'", "fp8_e4m3", "did you mean", "bfloat16", "fp8_e5m2", dtype="fp8_e4m4")
+    refused(
+        ConfigError,
+        "'fp8_e4m4'",
+        "fp8_e4m3",
+        "did you mean",
+        "bfloat16",
+        "fp8_e5m2",
+        dtype="fp8_e4m4",
+    )
     refused(ConfigError, "'int4'", "auto, bfloat16, float16", dtype="int4")
     refused(ConfigError, "'dynamc'", "did you mean dynamic", "FILE.json", source="dynamc")
     with pytest.raises(ConfigError, match=r"--dtype 'float8' is unknown.*bfloat16"):
@@ -356,7 +446,12 @@ def test_attention_computes_in_fp8_where_it_can_and_only_if_asked(facts, native,
     ("facts", "said", "problem", "way_out"),
     [
         (CPU, {"kv_cache_dtype": "fp8"}, "a CPU", "--kernels reference"),
-        (GPU | {"multiplies_fp8": False}, {"kv_cache_dtype": "fp8"}, "a GPU", "no FP8 matrix units"),
+        (
+            GPU | {"multiplies_fp8": False},
+            {"kv_cache_dtype": "fp8"},
+            "a GPU",
+            "no FP8 matrix units",
+        ),
         (GPU, {"kv_cache_dtype": "fp8_e5m2"}, "a cache in fp8_e5m2", "--kv-cache-dtype fp8"),
         (CPU, {"kv_cache_dtype": "int8"}, "a cache in int8", "--kv-cache-dtype fp8"),
         (GPU, {}, "a cache in bfloat16", "--kv-cache-dtype fp8"),
@@ -366,12 +461,16 @@ def test_attention_computes_in_fp8_where_it_can_and_only_if_asked(facts, native,
     ],
 )
 def test_attention_in_fp8_is_refused_where_it_cannot_run(facts, said, problem, way_out):
-    with pytest.raises(ConfigError, match=r"--attention-compute fp8 with .* or omit --attention-compute") as caught:
+    with pytest.raises(
+        ConfigError, match=r"--attention-compute fp8 with .* or omit --attention-compute"
+    ) as caught:
         decide(facts=facts, attention_compute="fp8", **said)
     assert problem in str(caught.value)
     assert way_out in str(caught.value)
 
 
 def test_an_unknown_attention_compute_is_refused():
-    with pytest.raises(ConfigError, match=r"--attention-compute 'fp16' is unknown.*choose auto or fp8"):
+    with pytest.raises(
+        ConfigError, match=r"--attention-compute 'fp16' is unknown.*choose auto or fp8"
+    ):
         check(EngineArgs(attention_compute="fp16"))

@@ -11,7 +11,12 @@ from transformers.models.ministral3 import modeling_ministral3
 from freight.config.model import parse_model_config
 from freight.layers.rope import build_rope
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 LINEAR = {"type": "linear", "factor": 4.0}
 YARN = {
     "rope_type": "yarn",
@@ -26,7 +31,9 @@ YARN = {
 }
 
 
-@pytest.mark.parametrize("scaling", [LINEAR, {"rope_type": "llama3", **LLAMA3}, YARN], ids=["linear", "llama3", "yarn"])
+@pytest.mark.parametrize(
+    "scaling", [LINEAR, {"rope_type": "llama3", **LLAMA3}, YARN], ids=["linear", "llama3", "yarn"]
+)
 def test_both_rope_spellings_mean_the_same(scaling):
     old = parse_model_config(config(rope_theta=1e6, rope_scaling=scaling)).ropes[0]
     new = parse_model_config(config(rope_parameters={**scaling, "rope_theta": 1e6})).ropes[0]
@@ -36,29 +43,45 @@ def test_both_rope_spellings_mean_the_same(scaling):
     assert old == new == both.ropes[0]
     assert old.theta == 1e6
     assert old.kind == scaling.get("rope_type", scaling.get("type"))
-    assert dict(old.parameters) == {k: v for k, v in scaling.items() if k not in ("type", "rope_type")}
+    assert dict(old.parameters) == {
+        k: v for k, v in scaling.items() if k not in ("type", "rope_type")
+    }
 
 
 def test_rope_without_scaling():
-    default = parse_model_config(config(rope_parameters={"rope_type": "default", "rope_theta": 500.0})).ropes[0]
+    default = parse_model_config(
+        config(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    ).ropes[0]
     assert (default.theta, default.kind, dict(default.parameters)) == (500.0, "default", {})
     assert parse_model_config(config(rope_scaling=None)).ropes[0].kind == "default"
 
 
 def test_the_original_length_defaults_to_the_present_one():
-    yarn = parse_model_config(config(rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=4096))
+    yarn = parse_model_config(
+        config(rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=4096)
+    )
     assert yarn.ropes[0].parameters["original_max_position_embeddings"] == 4096
     assert yarn.position_limit == 16384
-    outside = config(rope_scaling={"type": "yarn", "factor": None}, original_max_position_embeddings=512)
+    outside = config(
+        rope_scaling={"type": "yarn", "factor": None}, original_max_position_embeddings=512
+    )
     rope = parse_model_config({**outside, "max_position_embeddings": 2048}).ropes[0]
     assert rope.parameters == {"factor": 4.0, "original_max_position_embeddings": 512}
 
 
 def test_position_limit():
     assert parse_model_config(config(max_position_embeddings=100)).position_limit == 100
-    assert parse_model_config(config(max_position_embeddings=100, rope_scaling=LINEAR)).position_limit == 400
+    assert (
+        parse_model_config(config(max_position_embeddings=100, rope_scaling=LINEAR)).position_limit
+        == 400
+    )
     llama3 = {"rope_type": "llama3", **LLAMA3}
-    assert parse_model_config(config(max_position_embeddings=131072, rope_scaling=llama3)).position_limit == 131072
+    assert (
+        parse_model_config(
+            config(max_position_embeddings=131072, rope_scaling=llama3)
+        ).position_limit
+        == 131072
+    )
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "mrope", "proportional"])
@@ -86,43 +109,79 @@ def test_bad_rope_is_named(scaling, named):
 
 
 def test_rope_contradictions():
-    refused("rope_theta", "500", "10000", rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    refused(
+        "rope_theta",
+        "500",
+        "10000",
+        rope_theta=1e4,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )
     refused("contradicts", rope_scaling=LINEAR, rope_parameters={"rope_type": "default"})
 
 
 def test_a_length_beside_the_ropes_of_laguna_repeats_that_of_each():
-    """As Laguna-XS.2 has it; transformers reads the one inside. One that differs, or stands alone, is ambiguous."""
-    yarn = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "rope_theta": 5e5}
-    ropes = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    """As Laguna-XS.2 has it; transformers reads the one inside. One that differs, or stands alone,
+    is ambiguous.
+    """
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 64.0,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 5e5,
+    }
+    ropes = {
+        "full_attention": yarn,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
     both = {**ropes, "original_max_position_embeddings": 4096}
     assert parse_model_config(config("laguna", rope_parameters=both)) == parse_model_config(
         config("laguna", rope_parameters=ropes)
     )
     refused("contradicts", "8192", "4096", model_type="laguna",
             rope_parameters={**ropes, "original_max_position_embeddings": 8192})  # fmt: skip
-    alone = {**both, "full_attention": {key: value for key, value in yarn.items() if not key.startswith("original")}}
-    refused("contradicts", "4096", "full_attention None", model_type="laguna", rope_parameters=alone)
+    alone = {
+        **both,
+        "full_attention": {
+            key: value for key, value in yarn.items() if not key.startswith("original")
+        },
+    }
+    refused(
+        "contradicts", "4096", "full_attention None", model_type="laguna", rope_parameters=alone
+    )
     refused("rope_parameters", model_type="laguna", rope_parameters={**ropes, "factor": 2.0})
 
 
-SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "llama_4_scaling_beta": 0.1}
+SCALED = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def test_queries_of_ministral_3_are_scaled_by_their_position():
-    """`type` beside `rope_type`, and the length inside, as Mistral writes them; without any, the class's own."""
+    """`type` beside `rope_type`, and the length inside, as Mistral writes them; without any, the
+    class's own.
+    """
     whole = {**SCALED, "type": "yarn", "max_position_embeddings": 4096, "rope_theta": 1e6}
     for said in ({"rope_parameters": whole}, {"rope_scaling": SCALED, "rope_theta": 1e6}):
         rope = parse_model_config(config("ministral3", **said)).ropes[0]
-        assert rope.parameters == {key: value for key, value in SCALED.items() if key != "rope_type"}
+        assert rope.parameters == {
+            key: value for key, value in SCALED.items() if key != "rope_type"
+        }
         assert (rope.kind, rope.theta) == ("yarn", 1e6)
     default = parse_model_config(config("ministral3")).ropes[0]
     theirs = Ministral3Config().rope_parameters
     assert dict(default.parameters) | {"rope_theta": default.theta, "rope_type": default.kind} == {
-        key: value for key, value in theirs.items() if key not in ("max_position_embeddings", "type")
+        key: value
+        for key, value in theirs.items()
+        if key not in ("max_position_embeddings", "type")
     }
 
 
-@pytest.mark.parametrize("rope", [{**SCALED, "llama_4_scaling_beta": None}, {"rope_type": "default"}])
+@pytest.mark.parametrize(
+    "rope", [{**SCALED, "llama_4_scaling_beta": None}, {"rope_type": "default"}]
+)
 def test_a_rope_of_ministral_3_says_how_queries_are_scaled(rope):
     refused("llama_4_scaling_beta", "yarn", model_type="ministral3", rope_parameters=rope)
 
@@ -130,17 +189,25 @@ def test_a_rope_of_ministral_3_says_how_queries_are_scaled(rope):
 def test_queries_of_other_families_are_not_scaled():
     refused("llama_4_scaling_beta", "0.1", model_type="mistral", rope_parameters=SCALED)
     refused(
-        "llama_4_scaling_beta", "-1", model_type="ministral3", rope_parameters=SCALED | {"llama_4_scaling_beta": -1}
+        "llama_4_scaling_beta",
+        "-1",
+        model_type="ministral3",
+        rope_parameters=SCALED | {"llama_4_scaling_beta": -1},
     )
 
 
 def test_the_factor_of_queries_is_that_of_transformers():
     """The table's bits, in spans of the original length; a beta of 0 needs no table."""
-    table = build_rope(parse_model_config(config("ministral3", rope_parameters=SCALED)).ropes[0], 5000, "cpu").q_factor
+    table = build_rope(
+        parse_model_config(config("ministral3", rope_parameters=SCALED)).ropes[0], 5000, "cpu"
+    ).q_factor
     theirs = modeling_ministral3.get_llama_4_attn_scale(torch.arange(5000)[None], 0.1, 1024)
     assert table is not None
     assert torch.equal(table, theirs[0, 0, :, 0])
     assert (table[:1024] == 1).all()
     assert table[1024] == pytest.approx(1.0693, abs=1e-4)
-    for said in (config("ministral3", rope_parameters=SCALED | {"llama_4_scaling_beta": 0}), config()):
+    for said in (
+        config("ministral3", rope_parameters=SCALED | {"llama_4_scaling_beta": 0}),
+        config(),
+    ):
         assert build_rope(parse_model_config(said).ropes[0], 10, "cpu").q_factor is None

@@ -1,4 +1,6 @@
-"""`kv_cache_dtype_skip_layers`: which layers are meant, what each of them stores, and what is refused."""
+"""`kv_cache_dtype_skip_layers`: which layers are meant, what each of them stores, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def model(variant: str) -> ModelConfig:
 
 LLAMA = model("llama")
 LLAMA = replace(LLAMA, layers=LLAMA.layers[:2])
-SHARED = model("gemma4-shared")  # windows in layers 0, 2, 4; the last three of six layers read layers 1, 2 and 1
+SHARED = model(
+    "gemma4-shared"
+)  # windows in layers 0, 2, 4; the last three of six layers read layers 1, 2 and 1
 COUNT = LLAMA.num_layers
 ONE = LayerScales((0.25,), (0.5,), TENSOR, ("k_scale", "v_scale"))
 
@@ -63,7 +67,18 @@ def test_the_shapes_are_as_these_tests_take_them() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    ["0,2", "0 2", " 0,, 2 ", ["0", "2"], [0, 2], (0, "2"), ["0,2"], ["0 2", "0"], np.array([0, 2]), iter(["0", 2])],
+    [
+        "0,2",
+        "0 2",
+        " 0,, 2 ",
+        ["0", "2"],
+        [0, 2],
+        (0, "2"),
+        ["0,2"],
+        ["0 2", "0"],
+        np.array([0, 2]),
+        iter(["0", 2]),
+    ],
 )
 def test_every_spelling_of_the_same_layers(given: Any) -> None:
     assert EngineArgs(kv_cache_dtype_skip_layers=given).kv_cache_dtype_skip_layers == ("0", "2")
@@ -72,9 +87,9 @@ def test_every_spelling_of_the_same_layers(given: Any) -> None:
 def test_one_layer_and_none() -> None:
     assert layer_names(3) == ("3",)
     assert layer_names("") == layer_names([]) == layer_names(" , ") == ()
-    assert EngineArgs.from_options(kv_cache_dtype_skip_layers=["sliding_window"]).kv_cache_dtype_skip_layers == (
-        "sliding_window",
-    )
+    assert EngineArgs.from_options(
+        kv_cache_dtype_skip_layers=["sliding_window"]
+    ).kv_cache_dtype_skip_layers == ("sliding_window",)
 
 
 @pytest.mark.parametrize("given", [None, 1.5, True, [True], [1.0], [None], b"0", [["0"]], object()])
@@ -111,19 +126,24 @@ def test_a_cache_that_is_not_quantized_skips_nothing(dtype: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check(EngineArgs(kv_cache_dtype=dtype, kv_cache_dtype_skip_layers="0,1"))
     with pytest.raises(
-        ConfigError, match=r"--kv-cache-dtype auto \(the checkpoint declares no FP8 cache, so bfloat16\)"
+        ConfigError,
+        match=r"--kv-cache-dtype auto \(the checkpoint declares no FP8 cache, so bfloat16\)",
     ):
         decide("0", kv_cache_dtype="auto")
 
 
 @pytest.mark.parametrize("number", ["2", "7", "00009", "9" * 20, "9" * 6000])
 def test_a_layer_beyond_the_last_is_refused(number: str) -> None:
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype-skip-layers '.*: this model has 2 layers, 0 to 1"):
+    with pytest.raises(
+        ConfigError, match=r"--kv-cache-dtype-skip-layers '.*: this model has 2 layers, 0 to 1"
+    ):
         decide(number)
 
 
 def test_all_layers_are_refused_and_a_window_that_no_layer_has() -> None:
-    with pytest.raises(ConfigError, match="0,1: no layer with an 8-bit cache is left; use a 16-bit cache"):
+    with pytest.raises(
+        ConfigError, match="0,1: no layer with an 8-bit cache is left; use a 16-bit cache"
+    ):
         decide("0,1")
     with pytest.raises(ConfigError, match="sliding_window: no layer of this model has a window"):
         decide("sliding_window")
@@ -144,10 +164,15 @@ def test_all_layers_are_refused_and_a_window_that_no_layer_has() -> None:
         ({"kv_cache_dtype": "int8"}, Format.INT8, TOKEN, ScaleSource.DYNAMIC),
     ],
 )
-def test_every_8_bit_cache_can_skip(options: Any, format: Format, granularity: Granularity, source: str) -> None:
+def test_every_8_bit_cache_can_skip(
+    options: Any, format: Format, granularity: Granularity, source: str
+) -> None:
     given = KVScales((ONE, ONE)) if "kv_scales" in options and "." in options["kv_scales"] else None
     kv = decide("1,01,1", stored=given, **options).kv
-    assert [(one.format, one.granularity) for one in kv.layers or ()] == [(format, granularity), (BF16, None)]
+    assert [(one.format, one.granularity) for one in kv.layers or ()] == [
+        (format, granularity),
+        (BF16, None),
+    ]
     assert (kv.format, kv.granularity, kv.scale_source) == (format, granularity, source)
     assert kv.scales is None or kv.scales.layers[1] is None
     assert kv.names()["dtype"] == "mixed"
@@ -168,7 +193,9 @@ def test_readers_follow_the_layer_that_they_read() -> None:
     assert formats(decide("1,3", SHARED), SHARED) == formats(decide("1", SHARED), SHARED)
     assert formats(decide("sliding_window", SHARED), SHARED) == [BF16, FN] * 3
     assert formats(decide("0", SHARED), SHARED) == [BF16, FN, FN, FN, FN, FN]
-    with pytest.raises(ConfigError, match=r"4: layer 4 reads the keys and values of layer 2 .* skip layer 2, which"):
+    with pytest.raises(
+        ConfigError, match=r"4: layer 4 reads the keys and values of layer 2 .* skip layer 2, which"
+    ):
         decide("4", SHARED)
     with pytest.raises(ConfigError, match="layer 5 reads the keys and values of layer 1"):
         decide("0,2,5", SHARED)
@@ -209,7 +236,9 @@ def test_a_choice_by_layer_of_the_checkpoint_has_fewer_quantized_layers() -> Non
     kv = decide("0", three, choice, kv_cache_dtype="auto").kv
     assert (kv.granularity, kv.scale_source) == (TOKEN, ScaleSource.DYNAMIC)
     assert kv.describe() == "fp8_e4m3fn, layers 0 and 2 in bfloat16"
-    as_declared, again = (decide(skip, three, choice, kv_cache_dtype="auto").kv for skip in ("", "2"))
+    as_declared, again = (
+        decide(skip, three, choice, kv_cache_dtype="auto").kv for skip in ("", "2")
+    )
     assert again.layers == as_declared.layers
     assert as_declared.describe() == "mixed"
     with pytest.raises(ConfigError, match="0,1: no layer with an 8-bit cache is left"):
@@ -218,7 +247,12 @@ def test_a_choice_by_layer_of_the_checkpoint_has_fewer_quantized_layers() -> Non
 
 def test_other_caches_of_the_same_options() -> None:
     """What an evaluation compares with has nothing to skip, and passes the check."""
-    args = EngineArgs(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="0", attention_compute="fp8", kv_scales="unit")
+    args = EngineArgs(
+        kv_cache_dtype="fp8",
+        kv_cache_dtype_skip_layers="0",
+        attention_compute="fp8",
+        kv_scales="unit",
+    )
     check(plain := args.with_plain_cache())
     assert plain == EngineArgs(kv_cache_dtype="float32")
     assert args.with_cache("bfloat16").kv_cache_dtype_skip_layers == ()

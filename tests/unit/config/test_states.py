@@ -1,4 +1,6 @@
-"""--state-dtype -> the format of recurrent states: every name beside every cache, and what is refused."""
+"""--state-dtype -> the format of recurrent states: every name beside every cache, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,22 @@ FNUZ = Format.E4M3FNUZ
 
 
 def resolved(
-    model: ModelConfig, native: Format = Format.E4M3FN, scheme: Scheme | None = None, kind: str = "cpu", **args: Any
+    model: ModelConfig,
+    native: Format = Format.E4M3FN,
+    scheme: Scheme | None = None,
+    kind: str = "cpu",
+    **args: Any,
 ) -> EngineConfig:
-    device: Any = SimpleNamespace(kind=kind, name="a device", native_e4m3=native, multiplies_fp8=True, cores=2)
+    device: Any = SimpleNamespace(
+        kind=kind, name="a device", native_e4m3=native, multiplies_fp8=True, cores=2
+    )
     scales = KVScales((None,) * model.num_layers, unneeded=model.without_pages)
     return resolve(EngineArgs(**args), model, scheme or Scheme(), scales, device)
 
 
-def stored(native: Format = Format.E4M3FN, scheme: Scheme | None = None, kind: str = "cpu", **args: Any) -> str:
+def stored(
+    native: Format = Format.E4M3FN, scheme: Scheme | None = None, kind: str = "cpu", **args: Any
+) -> str:
     """The format in the resolved configuration, which is that of the cache's matrices."""
     model = parse_model_config(DELTA_NET)
     config = resolved(model, native, scheme, kind, **args)
@@ -72,8 +82,12 @@ def test_auto_follows_the_dtype_and_the_cache(options: dict[str, Any], wanted: s
 
 def test_auto_follows_a_cache_whose_layers_differ() -> None:
     """A checkpoint's own choice by layer; and layers that are skipped."""
-    model = parse_model_config({**DELTA_NET, "num_hidden_layers": 8, "layer_types": DELTA_NET["layer_types"] * 2})
-    device: Any = SimpleNamespace(kind="cpu", name="a CPU", native_e4m3=Format.E4M3FN, multiplies_fp8=False, cores=2)
+    model = parse_model_config(
+        {**DELTA_NET, "num_hidden_layers": 8, "layer_types": DELTA_NET["layer_types"] * 2}
+    )
+    device: Any = SimpleNamespace(
+        kind="cpu", name="a CPU", native_e4m3=Format.E4M3FN, multiplies_fp8=False, cores=2
+    )
     mixed = KVScales((None,) * 8, mixed=(*(None,) * 7, Granularity.TOKEN))
     assert resolve(EngineArgs(), model, Scheme(), mixed, device).kv.state is Format.INT8
     skipping = EngineArgs(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=("3",))
@@ -84,7 +98,10 @@ def test_auto_follows_a_cache_whose_layers_differ() -> None:
 @pytest.mark.parametrize("asked", ["float32", "bfloat16", "int8", "fp8_e4m3fn", "fp8_e4m3fnuz"])
 def test_a_name_is_what_it_says_beside_every_cache(asked: str, kv_cache_dtype: str) -> None:
     assert stored(state_dtype=asked, kv_cache_dtype=kv_cache_dtype) == asked
-    assert stored(state_dtype=asked, kv_cache_dtype=kv_cache_dtype, dtype="float32", native=FNUZ) == asked
+    assert (
+        stored(state_dtype=asked, kv_cache_dtype=kv_cache_dtype, dtype="float32", native=FNUZ)
+        == asked
+    )
 
 
 @pytest.mark.parametrize("asked", ["fp8", "fp8_e4m3"])
@@ -103,8 +120,14 @@ def test_int8_states_are_for_gpus_too() -> None:
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ("float16", "--state-dtype float16: a state may grow beyond its largest number, 65,504; use bfloat16"),
-        ("fp8_e5m2", "--state-dtype fp8_e5m2: two bits of mantissa make twice the error of E4M3; use int8"),
+        (
+            "float16",
+            "--state-dtype float16: a state may grow beyond its largest number, 65,504; use bfloat16",
+        ),
+        (
+            "fp8_e5m2",
+            "--state-dtype fp8_e5m2: two bits of mantissa make twice the error of E4M3; use int8",
+        ),
         ("fp4", "--state-dtype 'fp4' is unknown.*: choose auto, bfloat16, float32, int8, fp8"),
         (["int8"], "--state-dtype .* is unknown"),
         (None, "--state-dtype None is unknown"),
@@ -117,10 +140,14 @@ def test_other_formats_are_refused_by_the_options_alone(asked: Any, reason: str)
 
 @pytest.mark.parametrize("config", [LLAMA, LFM2], ids=["llama", "lfm2"])
 @pytest.mark.parametrize("asked", ["bfloat16", "int8", "fp8"])
-def test_a_model_without_recurrent_states_refuses_all_but_auto(config: dict[str, Any], asked: str) -> None:
+def test_a_model_without_recurrent_states_refuses_all_but_auto(
+    config: dict[str, Any], asked: str
+) -> None:
     model = parse_model_config(config)
     name = config["model_type"]
-    with pytest.raises(ConfigError, match=rf"--state-dtype {asked}: no layer of this model \({name}\) .*; omit"):
+    with pytest.raises(
+        ConfigError, match=rf"--state-dtype {asked}: no layer of this model \({name}\) .*; omit"
+    ):
         resolved(model, state_dtype=asked)
     for cache in ("bfloat16", "fp8"):
         kv = resolved(model, kv_cache_dtype=cache).kv
@@ -148,8 +175,14 @@ def test_every_published_model_with_recurrent_states_is_known_as_one() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh' is not implemented for layers with a"),
-        ({"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim = 9 is not implemented; 2 to 8 are"),
+        (
+            {"hidden_act": "gelu_pytorch_tanh"},
+            "hidden_act = 'gelu_pytorch_tanh' is not implemented for layers with a",
+        ),
+        (
+            {"linear_conv_kernel_dim": 9},
+            "linear_conv_kernel_dim = 9 is not implemented; 2 to 8 are",
+        ),
     ],
 )
 def test_convolutions_that_no_delta_net_has_are_refused(keys: dict[str, Any], words: str) -> None:
@@ -162,7 +195,11 @@ def test_a_model_of_states_alone_needs_no_scales(source: str) -> None:
     layers = {"layer_types": ["linear_attention"] * 2, "num_hidden_layers": 2}
     model = parse_model_config({**DELTA_NET, **layers})
     kv = resolved(model, kv_cache_dtype="fp8", kv_scales=source).kv
-    assert (kv.format, kv.scale_source, kv.state) == (Format.E4M3FN, ScaleSource.DYNAMIC, Format.INT8)
+    assert (kv.format, kv.scale_source, kv.state) == (
+        Format.E4M3FN,
+        ScaleSource.DYNAMIC,
+        Format.INT8,
+    )
     with pytest.raises(ConfigError, match=r"layer 0 has no attention, .* choose among none"):
         resolved(model, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="0")
 
@@ -182,5 +219,10 @@ def test_the_dtype_of_a_publishers_own_code_decides_nothing(dtype: str) -> None:
 
 
 def test_what_is_compared_with_is_not_quantized() -> None:
-    for asked, kept in (("int8", "auto"), ("fp8", "auto"), ("auto", "auto"), ("float32", "float32")):
+    for asked, kept in (
+        ("int8", "auto"),
+        ("fp8", "auto"),
+        ("auto", "auto"),
+        ("float32", "float32"),
+    ):
         assert EngineArgs(state_dtype=asked).with_plain_cache().state_dtype == kept

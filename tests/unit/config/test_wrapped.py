@@ -13,7 +13,12 @@ from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError
 from freight.models.architectures import ARCHITECTURES, skipped_parts
 
-SHAPE = {"hidden_size": 2048, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 32}
+SHAPE = {
+    "hidden_size": 2048,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+}
 OWN = (
     "qwen2_vl",
     "qwen2_5_vl",
@@ -26,7 +31,9 @@ OWN = (
 
 def parse(model_type: str, text: dict[str, Any] | None = None, **outside: Any) -> ModelConfig:
     inner = {"model_type": FAMILIES[model_type].text_type, **SHAPE, **(text or {})}
-    return parse_model_config({"model_type": model_type, "vision_config": {"a": 1}, "text_config": inner, **outside})
+    return parse_model_config(
+        {"model_type": model_type, "vision_config": {"a": 1}, "text_config": inner, **outside}
+    )
 
 
 @pytest.mark.parametrize("model_type", OWN)
@@ -35,10 +42,16 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
     whole = AutoConfig.for_model(model_type, text_config=dict(SHAPE))
     theirs = whole.text_config
     mixer, rope = ours.layers[0].mixer, ours.ropes[0]
-    assert (ours.vocab_size, ours.max_position_embeddings) == (theirs.vocab_size, theirs.max_position_embeddings)
+    assert (ours.vocab_size, ours.max_position_embeddings) == (
+        theirs.vocab_size,
+        theirs.max_position_embeddings,
+    )
     assert (ours.norm_eps, mixer.num_kv_heads) == (theirs.rms_norm_eps, theirs.num_key_value_heads)
     share = theirs.rope_parameters.get("partial_rotary_factor", 1.0)
-    assert (rope.theta, rope.rotary_dim) == (theirs.rope_parameters["rope_theta"], share * mixer.k_dim)
+    assert (rope.theta, rope.rotary_dim) == (
+        theirs.rope_parameters["rope_theta"],
+        share * mixer.k_dim,
+    )
     assert mixer.k_dim == (getattr(theirs, "head_dim", None) or 64)
     assert mixer.qkv_bias == getattr(theirs, "attention_bias", True)
     stop = getattr(theirs, "eos_token_id", None)
@@ -55,18 +68,28 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", OWN)
 def test_sections_of_a_rope_change_nothing_of_text(model_type: str) -> None:
     plain = parse(model_type, {"rope_theta": 5000.0})
-    for kind in ({"type": "mrope"}, {"rope_type": "default", "type": "mrope"}, {"rope_type": "default"}):
+    for kind in (
+        {"type": "mrope"},
+        {"rope_type": "default", "type": "mrope"},
+        {"rope_type": "default"},
+    ):
         rope = {**kind, "mrope_section": [8, 12, 12], "mrope_interleaved": True}
         assert parse(model_type, {"rope_theta": 5000.0, "rope_scaling": rope}) == plain
     for bad in ([8, "a"], 3):
         with pytest.raises(CheckpointError, match="mrope_section"):
             parse(model_type, {"rope_scaling": {"type": "mrope", "mrope_section": bad}})
     with pytest.raises(CheckpointError, match="mrope"):  # of a text model by itself
-        parse_model_config({"model_type": "qwen2", **SHAPE, "vocab_size": 64, "rope_scaling": {"type": "mrope"}})
+        parse_model_config(
+            {"model_type": "qwen2", **SHAPE, "vocab_size": 64, "rope_scaling": {"type": "mrope"}}
+        )
 
 
 def test_keys_that_compute_are_refused_inside_and_outside() -> None:
-    assert parse("glm4v_moe", {"image_token_id": 5}) == parse("glm4v_moe", image_token_id=5) == parse("glm4v_moe")
+    assert (
+        parse("glm4v_moe", {"image_token_id": 5})
+        == parse("glm4v_moe", image_token_id=5)
+        == parse("glm4v_moe")
+    )
     assert parse("qwen3_vl_moe", {"norm_topk_prob": True}) == parse("qwen3_vl_moe")
     for model_type in FAMILIES.keys() & {*OWN, "internvl", "interns1", "glmga"}:
         for inside, outside in (({"scale_emb": 7}, {}), ({}, {"scale_emb": 7})):
@@ -82,30 +105,57 @@ def test_what_holds_for_the_model_outside_decides_over_text_config() -> None:
     """A null outside decides nothing."""
     inside = {"tie_word_embeddings": True, "dtype": "float16", "eos_token_id": 7}
     ours = parse("qwen3_vl", inside, tie_word_embeddings=False, dtype="bfloat16", eos_token_id=8)
-    assert (ours.tie_word_embeddings, ours.checkpoint_format, ours.eos_token_ids) == (False, "bfloat16", (8,))
+    assert (ours.tie_word_embeddings, ours.checkpoint_format, ours.eos_token_ids) == (
+        False,
+        "bfloat16",
+        (8,),
+    )
     ours = parse("qwen3_vl", inside, tie_word_embeddings=None, dtype=None, eos_token_id=None)
-    assert (ours.tie_word_embeddings, ours.checkpoint_format, ours.eos_token_ids) == (True, "float16", (7,))
+    assert (ours.tie_word_embeddings, ours.checkpoint_format, ours.eos_token_ids) == (
+        True,
+        "float16",
+        (7,),
+    )
 
 
 def test_what_is_skipped_is_counted_by_reason() -> None:
     names = ["model.visual.a.weight", "model.visual.b.weight", "model.language_model.norm.weight"]
-    assert skipped_parts(parse("qwen3_vl"), names) == {"of the vision model: Freight runs the text model alone": 2}
-    assert skipped_parts(parse_model_config({"model_type": "qwen3", **SHAPE, "vocab_size": 64}), names) == {}
+    assert skipped_parts(parse("qwen3_vl"), names) == {
+        "of the vision model: Freight runs the text model alone": 2
+    }
+    assert (
+        skipped_parts(parse_model_config({"model_type": "qwen3", **SHAPE, "vocab_size": 64}), names)
+        == {}
+    )
 
 
 def test_absent_keys_of_muse_glimmer_mean_what_transformers_takes() -> None:
     ours = parse("muse_glimmer", {"num_hidden_layers": 6})
     whole = AutoConfig.for_model("muse_glimmer", text_config={**SHAPE, "num_hidden_layers": 6})
     theirs, mixers = whole.text_config, [layer.mixer for layer in ours.layers]
-    assert (ours.vocab_size, ours.max_position_embeddings) == (theirs.vocab_size, theirs.max_position_embeddings)
+    assert (ours.vocab_size, ours.max_position_embeddings) == (
+        theirs.vocab_size,
+        theirs.max_position_embeddings,
+    )
     assert (ours.norm_eps, ours.post_norm_eps) == (theirs.rms_norm_eps, theirs.post_norm_eps)
-    assert (mixers[0].k_dim, mixers[0].num_kv_heads) == (theirs.head_dim, theirs.num_key_value_heads)
+    assert (mixers[0].k_dim, mixers[0].num_kv_heads) == (
+        theirs.head_dim,
+        theirs.num_key_value_heads,
+    )
     assert mixers[0].softmax_scale == pytest.approx(theirs.qk_scale_factor * theirs.head_dim**-0.5)
-    slides = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    slides = [
+        theirs.sliding_window if kind == "sliding_attention" else None
+        for kind in theirs.layer_types
+    ]
     assert [mixer.window for mixer in mixers] == slides == [2048, None, 2048, 2048, 2048, None]
-    assert [mixer.rope is not None for mixer in mixers] == [theta != 0 for theta in theirs.layer_rope_theta]
+    assert [mixer.rope is not None for mixer in mixers] == [
+        theta != 0 for theta in theirs.layer_rope_theta
+    ]
     assert ours.ropes[0].theta == theirs.rope_parameters["rope_theta"]
-    assert (ours.logit_soft_cap, ours.logit_divisor) == (theirs.final_logit_softcapping, 1 / theirs.output_multiplier)
+    assert (ours.logit_soft_cap, ours.logit_divisor) == (
+        theirs.final_logit_softcapping,
+        1 / theirs.output_multiplier,
+    )
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert (ours.bos_token_id, ours.eos_token_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
 
@@ -114,10 +164,15 @@ def test_a_rope_of_its_own_in_a_layer_of_muse_glimmer_is_refused() -> None:
     """Its code reads of `layer_rope_theta` only which are 0."""
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     thetas = [5e5, 0, 5e5, 0]
-    found = [layer.mixer.rope for layer in parse("muse_glimmer", {**rope, "layer_rope_theta": thetas}).layers]
+    found = [
+        layer.mixer.rope
+        for layer in parse("muse_glimmer", {**rope, "layer_rope_theta": thetas}).layers
+    ]
     assert found == [0, None, 0, None]
     for wrong in ([5e5, 0, 1e4, 0], [5e5, 0], 5e5):
-        with pytest.raises(CheckpointError, match=r"layer_rope_theta = .* each 0 or rope_theta = 500000"):
+        with pytest.raises(
+            CheckpointError, match=r"layer_rope_theta = .* each 0 or rope_theta = 500000"
+        ):
             parse("muse_glimmer", {**rope, "layer_rope_theta": wrong})
 
 
@@ -125,7 +180,9 @@ def test_experts_of_ernie_for_text_and_for_pictures() -> None:
     ours = parse("ernie4_5_vl_moe", {"num_hidden_layers": 3})
     whole = AutoConfig.for_model("ernie4_5_vl_moe", text_config={**SHAPE, "num_hidden_layers": 3})
     theirs = whole.text_config
-    kinds = ["sparse" if isinstance(layer.feed_forward, MoEConfig) else "dense" for layer in ours.layers]
+    kinds = [
+        "sparse" if isinstance(layer.feed_forward, MoEConfig) else "dense" for layer in ours.layers
+    ]
     assert kinds == theirs.mlp_layer_types
     moe = ours.layers[-1].feed_forward
     assert isinstance(moe, MoEConfig)
@@ -133,9 +190,21 @@ def test_experts_of_ernie_for_text_and_for_pictures() -> None:
     assert (moe.num_experts, moe.routing.top_k) == (theirs.moe_num_experts, theirs.moe_k)
     assert moe.intermediate_size == theirs.moe_intermediate_size[0]
     assert moe.shared.intermediate_size == theirs.moe_num_shared_experts * moe.intermediate_size
-    assert (ours.ropes[0].theta, ours.ropes[0].interleaved) == (theirs.rope_parameters["rope_theta"], True)
-    assert (ours.vocab_size, ours.tie_word_embeddings) == (theirs.vocab_size, whole.tie_word_embeddings)
-    sections = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [22, 22, 20]}}
+    assert (ours.ropes[0].theta, ours.ropes[0].interleaved) == (
+        theirs.rope_parameters["rope_theta"],
+        True,
+    )
+    assert (ours.vocab_size, ours.tie_word_embeddings) == (
+        theirs.vocab_size,
+        whole.tie_word_embeddings,
+    )
+    sections = {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e5,
+            "mrope_section": [22, 22, 20],
+        }
+    }
     assert parse("ernie4_5_vl_moe", {"num_hidden_layers": 3, **sections}) == ours
     with pytest.raises(CheckpointError, match="moe_intermediate_size = 1536 must be a list of two"):
         parse("ernie4_5_vl_moe", {"moe_intermediate_size": 1536})

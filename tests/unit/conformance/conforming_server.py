@@ -1,6 +1,8 @@
-"""A server that writes OpenAI's shapes over letters instead of a model, and can break one rule of a stream on demand.
+"""A server that writes OpenAI's shapes over letters instead of a model, and can break one rule of a
+stream on demand.
 
-The conformance suite is proved with it: it passes as it is, and fails the right test with each rule broken.
+The conformance suite is proved with it: it passes as it is, and fails the right test with each rule
+broken.
 """
 
 from __future__ import annotations
@@ -36,14 +38,25 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def refuse(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def refuse(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
         error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
         self.answer(status, error if self.broken == "envelope" else {"error": error})
 
     def do_GET(self) -> None:
-        model = {"id": "letters", "object": "model", "created": 1, "owned_by": "x", "root": "x", "max_model_len": 256}
+        model = {
+            "id": "letters",
+            "object": "model",
+            "created": 1,
+            "owned_by": "x",
+            "root": "x",
+            "max_model_len": 256,
+        }
         if self.path in ("/v1/models", "/v1/models/letters"):
-            self.answer(200, {"object": "list", "data": [model]} if self.path == "/v1/models" else model)
+            self.answer(
+                200, {"object": "list", "data": [model]} if self.path == "/v1/models" else model
+            )
         else:
             self.refuse(404, "no such path or model")
 
@@ -73,17 +86,29 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("stream"):
             self.stream(body, is_chat, texts, reasons, num_prompt)
             return
-        choices = [self.whole(is_chat, i, *one) for i, one in enumerate(zip(texts, reasons, strict=True))]
+        choices = [
+            self.whole(is_chat, i, *one) for i, one in enumerate(zip(texts, reasons, strict=True))
+        ]
         kind = "chat.completion" if is_chat else "text_completion"
         usage = self.usage(num_prompt, num_tokens)
-        self.answer(200, {"id": self.id(is_chat), "object": kind, **HEAD, "choices": choices, "usage": usage})
+        self.answer(
+            200,
+            {"id": self.id(is_chat), "object": kind, **HEAD, "choices": choices, "usage": usage},
+        )
 
     def id(self, is_chat: bool) -> str:
         return "chatcmpl-1" if is_chat else "cmpl-1"
 
     def usage(self, num_prompt: int, num_tokens: int) -> dict[str, Any]:
-        counts = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
-        details = {"completion_tokens_details": {"reasoning_tokens": 0}, "prompt_tokens_details": {"cached_tokens": 0}}
+        counts = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt + num_tokens,
+        }
+        details = {
+            "completion_tokens_details": {"reasoning_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
         return counts | details
 
     def whole(self, is_chat: bool, index: int, text: str, reason: str) -> dict[str, Any]:
@@ -93,13 +118,21 @@ class Handler(BaseHTTPRequestHandler):
         )
 
     def stream(
-        self, body: dict[str, Any], is_chat: bool, texts: list[str], reasons: list[str], num_prompt: int
+        self,
+        body: dict[str, Any],
+        is_chat: bool,
+        texts: list[str],
+        reasons: list[str],
+        num_prompt: int,
     ) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        options, kind = body.get("stream_options", {}), "chat.completion.chunk" if is_chat else "text_completion"
+        options, kind = (
+            body.get("stream_options", {}),
+            "chat.completion.chunk" if is_chat else "text_completion",
+        )
         if self.broken == "object" and is_chat:
             kind = "chat.completion"
         sent = 0
@@ -110,7 +143,9 @@ class Handler(BaseHTTPRequestHandler):
                 chunk["usage"] = self.usage(num_prompt, sent)
             self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
 
-        def part(index: int, text: str | None, reason: str | None = None, **delta: Any) -> dict[str, Any]:
+        def part(
+            index: int, text: str | None, reason: str | None = None, **delta: Any
+        ) -> dict[str, Any]:
             content = {} if text is None else {"content": text}
             own = {"delta": delta | content} if is_chat else {"text": text or ""}
             return {"index": index, "finish_reason": reason} | own

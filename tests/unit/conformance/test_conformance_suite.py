@@ -1,4 +1,6 @@
-"""The conformance suite itself: a server that keeps the rules passes, each broken rule fails the test of that rule."""
+"""The conformance suite itself: a server that keeps the rules passes, each broken rule fails the
+test of that rule.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ KEPT = (
 @contextmanager
 def serving(broken: str) -> Iterator[str]:
     command = [sys.executable, str(SERVER), broken]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
@@ -38,7 +42,9 @@ def run_suite(url: str) -> tuple[int, set[str], str]:
     """(passed, names of the tests that failed, all that was said)."""
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-k", KEPT, "-rf"]
     command = [sys.executable, "-m", "pytest", "tests/conformance", "--url", url, *options]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
+    )
     failed = set(re.findall(r"^(?:FAILED|ERROR) \S+::(\w+)", ended.stdout, re.MULTILINE))
     passed = re.search(r'\{"passed": (\d+), "failed": \d+\}', ended.stdout)
     return int(passed[1]) if passed else 0, failed, ended.stdout + ended.stderr
@@ -65,7 +71,12 @@ STREAMS = partial(
         ("two-ends", STREAMS),
         ("object", STREAMS),
         ("no-done", STREAMS),
-        ("no-usage", partial(test_openai_shapes.test_the_usage_chunk_is_the_last_and_has_no_choice, path="chat")),
+        (
+            "no-usage",
+            partial(
+                test_openai_shapes.test_the_usage_chunk_is_the_last_and_has_no_choice, path="chat"
+            ),
+        ),
         ("envelope", partial(test_faults.test_unknown_model_is_404, path=test_faults.CHAT)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -1,8 +1,8 @@
 """`new_rig`: a scheduler with a model that shows whether anything it decided changed a token.
 
-`FakeModel` stands for the model and its cache: it writes into every slot a digest of the history up to that token, and
-samples from what it reads back through the blocks of the chunk. A wrong block, a block written by two requests or one
-read before it was computed changes its tokens.
+`FakeModel` stands for the model and its cache: it writes into every slot a digest of the history up
+to that token, and samples from what it reads back through the blocks of the chunk. A wrong block, a
+block written by two requests or one read before it was computed changes its tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class FakeModel:
     def read(self, tables: Sequence[Sequence[int]], end: int) -> list[list[bytes]]:
         """By group, what the token at `end` - 1 sees: the tiles of its window."""
         return [
-            [slots[self.slot(table, position)] for position in range(first_seen(end - 1, window), end)]
+            [
+                slots[self.slot(table, position)]
+                for position in range(first_seen(end - 1, window), end)
+            ]
             for slots, table, window in zip(self.slots, tables, self.windows, strict=True)
         ]
 
@@ -75,7 +78,9 @@ class FakeModel:
         return digest(seen, seed)[0] % VOCAB
 
 
-def expected_tokens(request: Request, max_model_len: int, windows: Sequence[int | None]) -> list[int]:
+def expected_tokens(
+    request: Request, max_model_len: int, windows: Sequence[int | None]
+) -> list[int]:
     """What the model generates for a request that is alone, uncached and never interrupted."""
     history: list[bytes] = []
     for token in request.prompt_token_ids:
@@ -117,23 +122,35 @@ class Rig:
         self.num_preemptions = 0
 
     def add(
-        self, name: str, prompt: Sequence[int], group: str = "", index: int = 0, eos: Sequence[int] = (), **params: Any
+        self,
+        name: str,
+        prompt: Sequence[int],
+        group: str = "",
+        index: int = 0,
+        eos: Sequence[int] = (),
+        **params: Any,
     ) -> Request:
         sampling = SamplingParams(**params)
         stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else eos)
-        request = Request(name, group or name, index, tuple(prompt), sampling, seed=index, stop_token_ids=stops)
+        request = Request(
+            name, group or name, index, tuple(prompt), sampling, seed=index, stop_token_ids=stops
+        )
         self.scheduler.add(request)
         self.requests[name] = request
         return request
 
     def schedule(self) -> Step:
         expects_work = self.scheduler.has_unfinished
-        continuing = [request for request in self.requests.values() if request.state is RequestState.RUNNING]
+        continuing = [
+            request for request in self.requests.values() if request.state is RequestState.RUNNING
+        ]
         step = self.scheduler.schedule()
         scheduled = [chunk.request for chunk in step.chunks]
         assert bool(step.chunks) == expects_work
         assert step.num_tokens <= self.budget
-        assert len(set(scheduled)) == len(scheduled) == self.scheduler.num_running <= self.max_num_seqs
+        assert (
+            len(set(scheduled)) == len(scheduled) == self.scheduler.num_running <= self.max_num_seqs
+        )
         if step.preempted:  # and then nobody new is admitted
             assert {*scheduled, *step.preempted} == set(continuing)
             assert not set(scheduled) & set(step.preempted)
@@ -142,7 +159,9 @@ class Rig:
             assert chunk.num_tokens > 0
             assert chunk.start == chunk.request.num_computed_tokens
             end = chunk.start + chunk.num_tokens
-            assert chunk.samples == (end == chunk.request.num_tokens and chunk.request.params.max_tokens != 0)
+            assert chunk.samples == (
+                end == chunk.request.num_tokens and chunk.request.params.max_tokens != 0
+            )
             assert chunk.block_ids is chunk.request.held.block_ids
         for group in range(len(self.windows)):
             self.check_blocks(step, group)
@@ -152,17 +171,32 @@ class Rig:
 
     def check_blocks(self, step: Step, group: int) -> None:
         size = self.cache.block_size
-        written = [block for chunk in step.chunks for block in chunk.block_ids[group][chunk.start // size :]]
+        written = [
+            block
+            for chunk in step.chunks
+            for block in chunk.block_ids[group][chunk.start // size :]
+        ]
         assert len(set(written)) == len(written), "two requests write into one block"
         for chunk in step.chunks:
-            end, table, window = chunk.start + chunk.num_tokens, chunk.block_ids[group], self.windows[group]
+            end, table, window = (
+                chunk.start + chunk.num_tokens,
+                chunk.block_ids[group],
+                self.windows[group],
+            )
             assert len(table) >= -(-end // size)
             first = chunk.request.held.given_back[group]
-            assert first == first_seen(chunk.start, window) // size, "whole tiles are given back, and no more"
+            assert first == first_seen(chunk.start, window) // size, (
+                "whole tiles are given back, and no more"
+            )
             assert set(table[:first]) <= {0}
-            assert not set(table[first : chunk.start // size]) & set(written), "a block is written while others read it"
+            assert not set(table[first : chunk.start // size]) & set(written), (
+                "a block is written while others read it"
+            )
             tile = max(KEY_TILE, size)
-            assert window is None or (len(table) - first) * size < window + chunk.num_tokens + tile + size
+            assert (
+                window is None
+                or (len(table) - first) * size < window + chunk.num_tokens + tile + size
+            )
 
     def step(self) -> Step:
         step = self.schedule()
@@ -179,7 +213,10 @@ class Rig:
 
     def check_counts(self) -> None:
         for allocator in self.cache.allocators:
-            assert allocator.num_free + allocator.num_held + allocator.num_cached == allocator.num_blocks
+            assert (
+                allocator.num_free + allocator.num_held + allocator.num_cached
+                == allocator.num_blocks
+            )
 
     def check_all_done(self, failed: Container[str] = ()) -> None:
         assert self.scheduler.num_waiting == self.scheduler.num_running == self.cache.num_held == 0
@@ -204,11 +241,17 @@ def new_rig() -> type[Rig]:
 
 @pytest.fixture
 def new_llm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    """An LLM over the fake model: every call makes a fresh one, with the limits that `new_engine` takes."""
-    monkeypatch.setattr("freight.engine.engine.Detokenizer", lambda tokenizer, params, ids: FakeDetokenizer(params))
+    """An LLM over the fake model: every call makes a fresh one, with the limits that `new_engine`
+    takes.
+    """
+    monkeypatch.setattr(
+        "freight.engine.engine.Detokenizer", lambda tokenizer, params, ids: FakeDetokenizer(params)
+    )
 
     def make(**limits: int) -> LLM:
-        monkeypatch.setattr("freight.llm.build_engine", lambda args, before_weights: (new_engine(**limits), None))
+        monkeypatch.setattr(
+            "freight.llm.build_engine", lambda args, before_weights: (new_engine(**limits), None)
+        )
         return LLM("demo")
 
     return make

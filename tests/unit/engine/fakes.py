@@ -1,4 +1,5 @@
-"""A model for tests of the engine: a pure function of the token history, computed through the blocks it is given.
+"""A model for tests of the engine: a pure function of the token history, computed through the
+blocks it is given.
 
 So a wrong block, a lost or a doubled token changes what comes out.
 """
@@ -46,7 +47,8 @@ class FakePool:
 class FakeRunner:
     """Writes a digest of the history into each slot, and makes logits of what it reads back.
 
-    `fails(slices)` may raise, as a whole forward pass would; a history with the token `bad` gives NaN.
+    `fails(slices)` may raise, as a whole forward pass would; a history with the token `bad` gives
+    NaN.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -62,7 +64,9 @@ class FakeRunner:
         if tokens is not None:  # the step was launched ahead
             self.num_ahead += 1
             given = tokens.tolist()
-            slices = [part._replace(token_ids=[token]) for part, token in zip(slices, given, strict=True)]
+            slices = [
+                part._replace(token_ids=[token]) for part, token in zip(slices, given, strict=True)
+            ]
         self.fails(slices)
         rows = []
         for part in slices:
@@ -70,12 +74,18 @@ class FakeRunner:
             for position, token in enumerate(part.token_ids, part.start):
                 before = b"" if position == 0 else self.slots[self._slot(part, position - 1)]
                 broken = token == self.bad or before.endswith(b"NaN")
-                digest = hashlib.blake2b(before + bytes([token]), digest_size=8).digest() + b"NaN" * broken
+                digest = (
+                    hashlib.blake2b(before + bytes([token]), digest_size=8).digest()
+                    + b"NaN" * broken
+                )
                 self.slots[self._slot(part, position)] = digest
                 history = [self.slots[self._slot(part, earlier)] for earlier in range(position + 1)]
                 of_part.append(self._logits(history))
             rows += of_part[len(of_part) - part.num_logit_rows :]
-        return FakeRows([part.num_logit_rows for part in slices], torch.stack(rows) if rows else torch.empty(0, VOCAB))
+        return FakeRows(
+            [part.num_logit_rows for part in slices],
+            torch.stack(rows) if rows else torch.empty(0, VOCAB),
+        )
 
     def _slot(self, part: SequenceSlice, position: int) -> int:
         return part.block_ids[0][position // BLOCK] * BLOCK + position % BLOCK
@@ -101,7 +111,9 @@ class FakeTokenizer:
     def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
         return True
 
-    def detokenizer(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> FakeDetokenizer:
+    def detokenizer(
+        self, params: SamplingParams, prompt_token_ids: Sequence[int]
+    ) -> FakeDetokenizer:
         return FakeDetokenizer(params)
 
 
@@ -164,7 +176,9 @@ def check_clean(llm: LLM) -> None:
 
 
 def essence(outputs: Sequence[RequestOutput]) -> list[Any]:
-    return [(one.prompt_token_ids, one.outputs, one.prompt_logprobs, one.finished) for one in outputs]
+    return [
+        (one.prompt_token_ids, one.outputs, one.prompt_logprobs, one.finished) for one in outputs
+    ]
 
 
 def new_engine(

@@ -1,4 +1,6 @@
-"""What an engine says of itself: the times of a request, and totals that only rise and count nothing twice."""
+"""What an engine says of itself: the times of a request, and totals that only rise and count
+nothing twice.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def clock_of(engine: Engine) -> Any:
     return engine._clock
 
 
-# ----------------------------------------------------------------------------------------------------------- times
+# -----------------------------------------------------------------------------------------------------------
+# times
 
 
 def test_the_last_delta_says_how_long_a_request_waited_and_was_computed() -> None:
@@ -48,7 +51,13 @@ def test_the_last_delta_says_how_long_a_request_waited_and_was_computed() -> Non
     add(engine, "first", [1] * 6, max_tokens=3)
     add(engine, "second", [2], max_tokens=1)
     last = {}
-    for clock.now in (1.0, 3.0, 6.0, 10.0, 15.0):  # first: half of the prompt, the rest and a token, two tokens
+    for clock.now in (
+        1.0,
+        3.0,
+        6.0,
+        10.0,
+        15.0,
+    ):  # first: half of the prompt, the rest and a token, two tokens
         for delta in engine.step():
             assert (delta.times is None) == (not delta.finished)
             last[delta.request_id] = delta.times
@@ -101,7 +110,8 @@ def test_times_tell_how_often_a_request_lost_its_blocks() -> None:
     assert lost == engine.stats().preemptions > 0
 
 
-# ---------------------------------------------------------------------------------------------------------- totals
+# ----------------------------------------------------------------------------------------------------------
+# totals
 
 
 def test_tokens_are_counted_once_and_prefixes_where_they_are_looked_up() -> None:
@@ -124,7 +134,12 @@ def test_the_counters_of_the_cache_are_read_at_most_once_a_second() -> None:
     reads = iter([(1, 2), (3, 4)])
     engine.runner.pool.counters = lambda: next(reads)  # type: ignore[method-assign]
     seen = []
-    for clock.now in (0.0, 0.9 * SECONDS_BETWEEN_READS, SECONDS_BETWEEN_READS, 1.9 * SECONDS_BETWEEN_READS):
+    for clock.now in (
+        0.0,
+        0.9 * SECONDS_BETWEEN_READS,
+        SECONDS_BETWEEN_READS,
+        1.9 * SECONDS_BETWEEN_READS,
+    ):
         stats = engine.stats()
         seen.append((stats.nans, stats.clipped))
     assert seen == [(1, 2), (1, 2), (3, 4), (3, 4)]
@@ -133,8 +148,15 @@ def test_the_counters_of_the_cache_are_read_at_most_once_a_second() -> None:
 def test_use_of_several_groups_is_that_of_the_fullest_as_its_share_of_the_capacity() -> None:
     whole, window = Pages((0,), 1, None, 4), Pages((1,), 1, 64, 4)
     cache = CacheManager((whole, window), (100, 20), 4, step_tokens=16)
-    layers = (LayerKVSpec(Format.BFLOAT16, None, 1, 1, 1), LayerKVSpec(Format.BFLOAT16, None, 1, 1, 1, window=64))
-    assert cache.capacity_tokens == KVPool((), KVCacheSpec(layers, 4), (100, 20)).capacity_tokens == 400
+    layers = (
+        LayerKVSpec(Format.BFLOAT16, None, 1, 1, 1),
+        LayerKVSpec(Format.BFLOAT16, None, 1, 1, 1, window=64),
+    )
+    assert (
+        cache.capacity_tokens
+        == KVPool((), KVCacheSpec(layers, 4), (100, 20)).capacity_tokens
+        == 400
+    )
     admitted = cache.admit([], 40, reserve=0)
     assert admitted is not None
     held = cache.grow(admitted[0], 40)
@@ -166,7 +188,9 @@ class Accounts(RuleBasedStateMachine):
         scored=st.booleans(),
         timeout_s=st.none() | st.floats(0.5, 9.0),
     )
-    def add(self, prompt: list[int], max_tokens: int, n: int, scored: bool, timeout_s: float | None) -> None:
+    def add(
+        self, prompt: list[int], max_tokens: int, n: int, scored: bool, timeout_s: float | None
+    ) -> None:
         name = str(len(self.added))
         add(
             self.engine,

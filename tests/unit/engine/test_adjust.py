@@ -1,4 +1,6 @@
-"""What parameters change in logits: to the bit as defined, however the output grew and whatever was interrupted."""
+"""What parameters change in logits: to the bit as defined, however the output grew and whatever was
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,15 @@ VOCAB = 23
 
 
 def definition(logits, row):
-    """The definition of bias, penalties and min_tokens for one row, from the whole prompt and output."""
-    x, params, prompt, output = logits.clone(), row.params, row.prompt_token_ids, row.output_token_ids
+    """The definition of bias, penalties and min_tokens for one row, from the whole prompt and
+    output.
+    """
+    x, params, prompt, output = (
+        logits.clone(),
+        row.params,
+        row.prompt_token_ids,
+        row.output_token_ids,
+    )
     for token, bias in params.logit_bias.items():
         x[token] += torch.tensor(bias)
     penalty = torch.tensor(params.repetition_penalty)
@@ -60,7 +69,8 @@ tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 penalties = st.sampled_from([0.0, -0.0, -1e-60, 0.3, -0.7, 2.0, 1e-8]) | st.floats(-2, 2)
 rows = st.builds(
     SamplingParams,
-    repetition_penalty=st.sampled_from([1.0, 1.1, 0.6, 1 + 1e-9, 1 - 1e-9, 0.01, 100.0]) | st.floats(0.01, 100),
+    repetition_penalty=st.sampled_from([1.0, 1.1, 0.6, 1 + 1e-9, 1 - 1e-9, 0.01, 100.0])
+    | st.floats(0.01, 100),
     presence_penalty=penalties,
     frequency_penalty=penalties,
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-1e9, 1e9), max_size=4),
@@ -68,9 +78,12 @@ rows = st.builds(
     allowed_token_ids=st.none() | st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=VOCAB),
 )
 few = st.lists(st.integers(0, 3), max_size=12)  # of few tokens, so that words are begun and ended
-words = st.none() | st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=4).map(Words)
+words = st.none() | st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=4).map(
+    Words
+)
 logits = st.lists(
-    st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1e-45, -1e-45, 3.4e38, -math.inf]),
+    st.floats(width=32, allow_nan=False)
+    | st.sampled_from([0.0, -0.0, 1e-45, -1e-45, 3.4e38, -math.inf]),
     min_size=VOCAB,
     max_size=VOCAB,
 ).map(lambda values: torch.tensor(values, dtype=torch.float32))
@@ -101,7 +114,9 @@ class Interrupt(BaseException):
 
 
 def raise_at_line(count):
-    """A trace function that raises Interrupt before the count-th line run in adjust.py, and at no later one."""
+    """A trace function that raises Interrupt before the count-th line run in adjust.py, and at no
+    later one.
+    """
 
     def trace(frame, event, argument):
         nonlocal count
@@ -151,7 +166,9 @@ def test_an_exception_at_any_line_leaves_a_row_usable(num_before):
 
 def test_a_step_sends_only_the_tokens_that_are_new(monkeypatch):
     output = list(range(20)) * 50
-    params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.25, logit_bias=dict.fromkeys(range(20), 1.0))
+    params = SamplingParams(
+        repetition_penalty=1.3, frequency_penalty=0.25, logit_bias=dict.fromkeys(range(20), 1.0)
+    )
     row = SamplingRow(params, 1, tuple(range(20)) * 50, output, frozenset())
     x = torch.zeros(1, VOCAB)
     adjust(x, [row])

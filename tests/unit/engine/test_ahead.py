@@ -1,4 +1,6 @@
-"""An engine that launches the next step before it knows the last one's tokens gives what one that waits gives."""
+"""An engine that launches the next step before it knows the last one's tokens gives what one that
+waits gives.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,13 @@ def runner_of(engine: Engine) -> FakeRunner:
 
 
 def look_at(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """Only the `width` most likely tokens are looked at first for top_p, as on a GPU; a CPU sorts all."""
+    """Only the `width` most likely tokens are looked at first for top_p, as on a GPU; a CPU sorts
+    all.
+    """
     monkeypatch.setattr(sampler, "_NUCLEUS", width)
-    monkeypatch.setattr(sampler, "_largest", lambda p, width: p.topk(min(width, p.shape[-1])).values)
+    monkeypatch.setattr(
+        sampler, "_largest", lambda p, width: p.topk(min(width, p.shape[-1])).values
+    )
 
 
 def plain_params(rng: random.Random) -> SamplingParams:
@@ -46,12 +52,20 @@ def plain_params(rng: random.Random) -> SamplingParams:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_batch_has_the_same_tokens_and_leaves_nothing_behind(new_llm: Callable[..., LLM], seed: int):
-    """Also where blocks run out, where requests wait, and where a second batch takes up the blocks of the first."""
+def test_a_batch_has_the_same_tokens_and_leaves_nothing_behind(
+    new_llm: Callable[..., LLM], seed: int
+):
+    """Also where blocks run out, where requests wait, and where a second batch takes up the blocks
+    of the first.
+    """
     found = []
     for overlaps in (False, True):
         rng = random.Random(seed)
-        limits = {"num_blocks": rng.choice([12, 24, 100]), "budget": rng.choice([8, 16]), "max_model_len": 40}
+        limits = {
+            "num_blocks": rng.choice([12, 24, 100]),
+            "budget": rng.choice([8, 16]),
+            "max_model_len": 40,
+        }
         llm = new_llm(**limits, overlaps=overlaps)
         prompts = [prompt_of(rng) for _ in range(9)]
         params = [plain_params(rng) for _ in prompts]
@@ -64,8 +78,12 @@ def test_a_batch_has_the_same_tokens_and_leaves_nothing_behind(new_llm: Callable
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_requests_that_come_and_go_have_the_tokens_they_have_alone(new_llm: Callable[..., LLM], seed: int):
-    """They are added, aborted and released, and time out, while a step is launched ahead; ids come again."""
+def test_requests_that_come_and_go_have_the_tokens_they_have_alone(
+    new_llm: Callable[..., LLM], seed: int
+):
+    """They are added, aborted and released, and time out, while a step is launched ahead; ids come
+    again.
+    """
     rng, llm = random.Random(seed), new_llm(num_blocks=20, budget=12, overlaps=True)
     engine = llm.engine
     clock: Any = engine._clock
@@ -75,7 +93,9 @@ def test_requests_that_come_and_go_have_the_tokens_they_have_alone(new_llm: Call
         clock.now = float(number)
         name = str(rng.randrange(7))
         if number < 60 and name not in live:
-            params = live[name] = replace(plain_params(rng), timeout_s=rng.choice([None, None, 9.0]), n=1)
+            params = live[name] = replace(
+                plain_params(rng), timeout_s=rng.choice([None, None, 9.0]), n=1
+            )
             engine.add(name, engine.accept(prompt_of(rng), params), params)
         if live and rng.random() < 0.1:
             getattr(engine, rng.choice(["abort", "release"]))(rng.choice(list(live)))
@@ -107,7 +127,9 @@ def steps_of(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingP
     return found
 
 
-def test_each_step_gives_the_same_and_a_stop_id_ends_a_stream_at_the_same_token(new_llm: Callable[..., LLM]):
+def test_each_step_gives_the_same_and_a_stop_id_ends_a_stream_at_the_same_token(
+    new_llm: Callable[..., LLM],
+):
     prompts = [[index % 3, 1, index] for index in range(4)]
     params = SamplingParams(max_tokens=40, seed=3, stop_token_ids=(5, 9))
     plain, ahead = (steps_of(new_llm(overlaps=on).engine, prompts, params) for on in (False, True))
@@ -115,11 +137,15 @@ def test_each_step_gives_the_same_and_a_stop_id_ends_a_stream_at_the_same_token(
     assert {one.finish_reason for step in plain for _, (one,), _ in step} >= {"stop", None}
 
 
-def test_the_next_step_is_launched_before_tokens_are_read(monkeypatch: pytest.MonkeyPatch, new_llm: Callable[..., LLM]):
+def test_the_next_step_is_launched_before_tokens_are_read(
+    monkeypatch: pytest.MonkeyPatch, new_llm: Callable[..., LLM]
+):
     happened: list[str] = []
     run, read = FakeRunner.run, Launched.read
 
-    def logged_run(self: FakeRunner, slices: Sequence[SequenceSlice], tokens: torch.Tensor | None = None) -> Any:
+    def logged_run(
+        self: FakeRunner, slices: Sequence[SequenceSlice], tokens: torch.Tensor | None = None
+    ) -> Any:
         happened.append("ahead" if tokens is not None else "run")
         return run(self, slices, tokens)
 
@@ -130,7 +156,8 @@ def test_the_next_step_is_launched_before_tokens_are_read(monkeypatch: pytest.Mo
     monkeypatch.setattr(FakeRunner, "run", logged_run)
     monkeypatch.setattr(Launched, "read", logged_read)
     new_llm(overlaps=True).generate([[1, 2, 0]], replace(GREEDY, max_tokens=5))
-    # The prompt, the second token and then one ahead of each that is read; the last is known to be the last.
+    # The prompt, the second token and then one ahead of each that is read; the last is known to be
+    # the last.
     assert happened == ["run", "run", "ahead", "read", "ahead", "read", "ahead", "read", "read"]
 
 
@@ -154,9 +181,13 @@ def test_steps_that_need_the_host_wait_for_it(new_llm: Callable[..., LLM], param
     assert runner_of(llm.engine).num_ahead == 6
 
 
-def test_rows_of_nan_and_wide_nuclei_are_computed_again(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch):
+def test_rows_of_nan_and_wide_nuclei_are_computed_again(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+):
     prompts = [[index % 3, index] for index in range(4)]
-    params = [SamplingParams(max_tokens=9, seed=index, ignore_eos=True, top_p=0.9) for index in range(4)]
+    params = [
+        SamplingParams(max_tokens=9, seed=index, ignore_eos=True, top_p=0.9) for index in range(4)
+    ]
     usual = essence(new_llm().generate(prompts, params))
     middle = usual[2][1][0].token_ids[4]
     found = []
@@ -164,7 +195,9 @@ def test_rows_of_nan_and_wide_nuclei_are_computed_again(new_llm: Callable[..., L
         look_at(monkeypatch, nucleus)
         llm = new_llm(overlaps=overlaps)
         assert essence(llm.generate(prompts, params)) == usual
-        runner_of(llm.engine).bad = middle  # it is drawn and read by the step that was launched ahead
+        runner_of(
+            llm.engine
+        ).bad = middle  # it is drawn and read by the step that was launched ahead
         llm.engine.cache.reset()
         found.append(essence(llm.generate(prompts, params, on_error="return")))
         check_clean(llm)
@@ -197,7 +230,9 @@ def test_a_step_that_raises_fails_the_same_requests(new_llm: Callable[..., LLM],
     assert any(errors) == (failing == "always")
 
 
-def test_an_exception_at_any_line_leaves_the_engine_as_if_the_call_had_not_been_made(new_llm: Callable[..., LLM]):
+def test_an_exception_at_any_line_leaves_the_engine_as_if_the_call_had_not_been_made(
+    new_llm: Callable[..., LLM],
+):
     limits: dict[str, Any] = {"num_blocks": 12, "budget": 12, "max_model_len": 40, "overlaps": True}
     rng = random.Random(1)
     prompts = [prompt_of(rng) for _ in range(3)]
@@ -227,9 +262,19 @@ def test_draws_that_are_not_waited_for_are_those_of_sample(monkeypatch: pytest.M
     torch.manual_seed(0)
     logits = torch.randn(6, 3000)
     logits[4, 7] = torch.nan
-    kinds = [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 40, "min_p": 0.01}, {"top_p": 0.9999}, {}, {}]
+    kinds = [
+        {"temperature": 0.0},
+        {"top_p": 0.9},
+        {"top_k": 40, "min_p": 0.01},
+        {"top_p": 0.9999},
+        {},
+        {},
+    ]
     params = [SamplingParams(**kind) for kind in kinds]
-    rows = [sampler.SamplingRow(one, 5 + i, (1,), [3, 4], frozenset({EOS})) for i, one in enumerate(params)]
+    rows = [
+        sampler.SamplingRow(one, 5 + i, (1,), [3, 4], frozenset({EOS}))
+        for i, one in enumerate(params)
+    ]
     tokens, facts = sampler.draw(logits, [sampler.Draw(row.params, row.seed, 2) for row in rows])
     expected = sampler.sample(logits, rows)
     told, usable = facts.tolist()
@@ -243,20 +288,38 @@ def test_draws_that_are_not_waited_for_are_those_of_sample(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_the_demo_model_generates_the_same(captured: bool):
-    """Recorded steps and launched ones take their tokens from the device; a request that ends early makes rows move."""
+    """Recorded steps and launched ones take their tokens from the device; a request that ends early
+    makes rows move.
+    """
     params = [
-        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=6 + 3 * i, ignore_eos=True) for i in range(6)
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=6 + 3 * i, ignore_eos=True)
+        for i in range(6)
     ]
     found, ahead = [], []
     for overlaps in (False, True):
-        llm = LLM("demo", kv_cache_dtype="fp8_e4m3", kv_cache_memory="2MiB", max_model_len=64, max_num_seqs=4)
-        assert not llm.engine.overlaps  # the host has nothing to gain on a CPU, which it computes with
+        llm = LLM(
+            "demo",
+            kv_cache_dtype="fp8_e4m3",
+            kv_cache_memory="2MiB",
+            max_model_len=64,
+            max_num_seqs=4,
+        )
+        assert (
+            not llm.engine.overlaps
+        )  # the host has nothing to gain on a CPU, which it computes with
         llm.engine.overlaps = overlaps
         runner = llm.engine.runner
         if not captured:
             llm.engine.runner = runner = replace(runner, captured=None)
         follow = llm.engine.scheduler.follow
-        llm.engine.scheduler.follow = lambda step, follow=follow: ahead.append(follow(step)) or ahead[-1]  # type: ignore
-        found.append([one.outputs[0].token_ids for one in llm.generate([[5 + i, 9, 11] for i in range(6)], params)])
+        llm.engine.scheduler.follow = lambda step, follow=follow: (
+            ahead.append(follow(step)) or ahead[-1]
+        )  # type: ignore
+        found.append(
+            [
+                one.outputs[0].token_ids
+                for one in llm.generate([[5 + i, 9, 11] for i in range(6)], params)
+            ]
+        )
     assert found[0] == found[1]
     assert len([step for step in ahead if step is not None]) > 10

@@ -1,7 +1,9 @@
-"""bad_words: which sequences of tokens are blocked, by what vLLM's own tests expect, and in greedy decoding.
+"""bad_words: which sequences of tokens are blocked, by what vLLM's own tests expect, and in greedy
+decoding.
 
-The prompts and words of `test_what_vllm_expects` are those of vLLM's tests/samplers/test_no_bad_words.py (Apache-2.0),
-with a tokenizer in which they have as many tokens as in the models of that file.
+The prompts and words of `test_what_vllm_expects` are those of vLLM's
+tests/samplers/test_no_bad_words.py (Apache-2.0), with a tokenizer in which they have as many tokens
+as in the models of that file.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ def tokenizer() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate(dict.fromkeys([*alphabet, *WORDS]))}
     merges = [("o", "r"), ("or", "d"), ("y", "o"), ("yo", "u")]
-    vocab |= {left + right: vocab.get(left + right, len(vocab) + at) for at, (left, right) in enumerate(merges)}
+    vocab |= {
+        left + right: vocab.get(left + right, len(vocab) + at)
+        for at, (left, right) in enumerate(merges)
+    }
     vocab = {token: index for index, token in enumerate(vocab)}
     built = Built(models.BPE(vocab, merges, ignore_merges=True))
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -94,7 +99,9 @@ def llm() -> LLM:
 
 
 def test_greedy_decoding_is_that_of_a_filter_over_the_most_likely_tokens(llm):
-    """Each token anew: of the 20 most likely, the first that completes no bad word, found by looking at all of them."""
+    """Each token anew: of the 20 most likely, the first that completes no bad word, found by
+    looking at all of them.
+    """
     tokenizer = llm.engine.tokenizer
     assert tokenizer is not None
     prompt = tokenizer.encode("def main(")
@@ -110,7 +117,11 @@ def test_greedy_decoding_is_that_of_a_filter_over_the_most_likely_tokens(llm):
         assert step.logprobs is not None
         ranked = sorted(step.logprobs[0], key=lambda token: step.logprobs[0][token].rank)
         wanted.append(
-            next(token for token in ranked if not any([*wanted, token][-len(form) :] == form for form in forms))
+            next(
+                token
+                for token in ranked
+                if not any([*wanted, token][-len(form) :] == form for form in forms)
+            )
         )
     params = SamplingParams(temperature=0.0, max_tokens=24, bad_words=bad)
     beside = SamplingParams(temperature=0.0, max_tokens=24)
@@ -128,7 +139,8 @@ def test_only_allowed_tokens_are_drawn_and_a_request_without_any_fails_alone(llm
     assert tokenizer is not None
     allowed = [*ids(tokenizer, " self"), *ids(tokenizer, "."), *ids(tokenizer, "x")]
     drawn = llm.generate(
-        ["def main("] * 2, SamplingParams(temperature=2.0, n=3, max_tokens=20, allowed_token_ids=allowed)
+        ["def main("] * 2,
+        SamplingParams(temperature=2.0, n=3, max_tokens=20, allowed_token_ids=allowed),
     )
     tokens = {token for one in drawn for output in one.outputs for token in output.token_ids}
     assert 1 < len(tokens) <= len(tokens & set(allowed))

@@ -1,4 +1,6 @@
-"""Updated block tables are those written from nothing, on the host and on a device with memory of its own."""
+"""Updated block tables are those written from nothing, on the host and on a device with memory of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_an_interrupted_update_does_no_harm(before, after, row, group):
     found = BlockTables(ROWS, (WIDTH,) * GROUPS, "cpu", apart=True)
     for step in before:
         found.update(step)
-    bad: Table = tuple((1, 2**40) if at == group else (1,) for at in range(GROUPS))  # too large: raises half way
+    bad: Table = tuple(
+        (1, 2**40) if at == group else (1,) for at in range(GROUPS)
+    )  # too large: raises half way
     broken = [*before[-1][:row], bad, *before[-1][row:]][:ROWS]
     if bad in broken:
         with pytest.raises(OverflowError):
@@ -85,7 +89,9 @@ def test_an_interrupted_update_does_no_harm(before, after, row, group):
 
 
 def copied(monkeypatch: pytest.MonkeyPatch, found: BlockTables, step: Sequence[Table]) -> int:
-    """The entries that an update copies to the device; single ones count as three, two for the place."""
+    """The entries that an update copies to the device; single ones count as three, two for the
+    place.
+    """
     copies: list[int] = []
     original = Tensor.copy_
 

@@ -1,4 +1,6 @@
-"""Several callers of one LLM, threads and streams, each get their own; and what callers may give as prompts."""
+"""Several callers of one LLM, threads and streams, each get their own; and what callers may give as
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def texts_of(outputs: Sequence[RequestOutput]) -> list[str]:
     return [completion.text for output in outputs for completion in output.outputs]
 
 
-def test_streams_side_by_side_and_beside_generate_each_deliver_all_of_theirs(new_llm: Callable[..., LLM]):
+def test_streams_side_by_side_and_beside_generate_each_deliver_all_of_theirs(
+    new_llm: Callable[..., LLM],
+):
     llm = new_llm()
     params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
     prompts = [[1], [2, 2], [0, 1, 2, 0, 1]]
@@ -86,7 +90,9 @@ def test_a_stream_collected_in_the_middle_of_a_step(new_llm: Callable[..., LLM])
 def test_threads_are_served_together_and_each_gets_its_own(new_llm: Callable[..., LLM]):
     llm = new_llm(num_blocks=60, max_num_seqs=8, budget=32)
     rng = random.Random(13)
-    work = [([prompt_of(rng) for _ in range(3)], [params_of(rng) for _ in range(3)]) for _ in range(6)]
+    work = [
+        ([prompt_of(rng) for _ in range(3)], [params_of(rng) for _ in range(3)]) for _ in range(6)
+    ]
     expected = [essence(llm.generate(*one)) for one in work]
     got: list[Any] = [None] * 6
     runner: Any = llm.engine.runner
@@ -96,7 +102,9 @@ def test_threads_are_served_together_and_each_gets_its_own(new_llm: Callable[...
         if index % 2:
             got[index] = essence(llm.generate(*work[index]))
         else:
-            got[index] = essence([list(llm.stream(*one))[-1] for one in zip(*work[index], strict=True)])
+            got[index] = essence(
+                [list(llm.stream(*one))[-1] for one in zip(*work[index], strict=True)]
+            )
 
     threads = [threading.Thread(target=call, args=(index,)) for index in range(6)]
     for thread in threads:
@@ -191,7 +199,9 @@ def test_arrays_and_their_numbers_are_token_ids(new_llm: Callable[..., LLM]):
         ([None], "not NoneType"),
     ],
 )
-def test_what_is_no_prompt_is_refused_by_its_kind(new_llm: Callable[..., LLM], prompts: Any, message: str):
+def test_what_is_no_prompt_is_refused_by_its_kind(
+    new_llm: Callable[..., LLM], prompts: Any, message: str
+):
     llm = new_llm()
     with pytest.raises(RequestError, match=message):
         llm.generate(prompts)

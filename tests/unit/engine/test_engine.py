@@ -20,7 +20,10 @@ from freight.outputs import FinishReason
 def test_a_row_of_nan_ends_its_request_and_changes_no_other(new_llm: Callable[..., LLM]):
     rng = random.Random(7)
     prompts = [prompt_of(rng) for _ in range(16)]
-    params = [SamplingParams(max_tokens=8, seed=index, logprobs=1, prompt_logprobs=index % 2) for index in range(16)]
+    params = [
+        SamplingParams(max_tokens=8, seed=index, logprobs=1, prompt_logprobs=index % 2)
+        for index in range(16)
+    ]
     llm = new_llm(num_blocks=200, max_num_seqs=16, budget=64)
     expected = essence(llm.generate(prompts, params))
     bad = 9
@@ -38,7 +41,9 @@ def test_a_row_of_nan_ends_its_request_and_changes_no_other(new_llm: Callable[..
     assert essence(error.value.outputs) == essence(outputs)
     with pytest.raises(GenerationError, match="the prompt failed"):
         list(llm.stream(with_bad[bad], params[bad]))
-    assert [one.finished for one in llm.stream(with_bad[bad], params[bad], on_error="return")] == [True]
+    assert [one.finished for one in llm.stream(with_bad[bad], params[bad], on_error="return")] == [
+        True
+    ]
     with pytest.raises(ConfigError, match="'ignore'"):
         llm.generate("A", on_error="ignore")
     check_clean(llm)
@@ -77,7 +82,10 @@ def test_a_step_that_fails_is_repeated_until_the_failing_request_is_alone(
     runner.fails = fails
     assert essence(llm.generate(prompts, params)) == expected
     assert runner.sizes[:6] == [4, 4, 4, 2, 2, 4]
-    assert "a step of 4 sequences failed and is repeated in parts: RuntimeError: sometimes" in caplog.text
+    assert (
+        "a step of 4 sequences failed and is repeated in parts: RuntimeError: sometimes"
+        in caplog.text
+    )
 
     def always(slices: Sequence[SequenceSlice]) -> None:
         if any(part.token_ids[0] == 1 and part.token_ids[-1] == 2 for part in slices):
@@ -92,9 +100,15 @@ def test_a_step_that_fails_is_repeated_until_the_failing_request_is_alone(
     check_clean(llm)
 
 
-def test_text_that_cannot_be_decoded_fails_alone(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch):
+def test_text_that_cannot_be_decoded_fails_alone(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+):
     prompts = [[1], [2], [0]]
-    expected = essence(new_llm().generate(prompts, [SamplingParams(max_tokens=6, seed=index) for index in range(3)]))
+    expected = essence(
+        new_llm().generate(
+            prompts, [SamplingParams(max_tokens=6, seed=index) for index in range(3)]
+        )
+    )
     append = FakeDetokenizer.append
 
     def broken(self: FakeDetokenizer, token_ids: Sequence[int]) -> str:
@@ -104,7 +118,10 @@ def test_text_that_cannot_be_decoded_fails_alone(new_llm: Callable[..., LLM], mo
 
     monkeypatch.setattr(FakeDetokenizer, "append", broken)
     llm = new_llm()
-    params = [SamplingParams(max_tokens=6, seed=index, stop="?" if index == 1 else ()) for index in range(3)]
+    params = [
+        SamplingParams(max_tokens=6, seed=index, stop="?" if index == 1 else ())
+        for index in range(3)
+    ]
     outputs = llm.generate(prompts, params, on_error="return")
     assert "no such token" in (outputs[1].outputs[0].error or "")
     assert essence([outputs[0], outputs[2]]) == [expected[0], expected[2]]
@@ -126,7 +143,11 @@ def test_time_limits_of_waiting_and_running_requests(new_llm: Callable[..., LLM]
     assert [delta.request_id for delta in engine.step()] == ["running"]
     clock.now = 2.0
     first, second = engine.step()
-    assert (first.request_id, first.finished, first.outputs[0].finish_reason) == ("waiting", True, "timeout")
+    assert (first.request_id, first.finished, first.outputs[0].finish_reason) == (
+        "waiting",
+        True,
+        "timeout",
+    )
     assert second.request_id == "running"
     clock.now = 5.5
     deltas = engine.step()
@@ -142,7 +163,8 @@ def test_time_limits_of_waiting_and_running_requests(new_llm: Callable[..., LLM]
     check_clean(llm)
 
 
-# ------------------------------------------------------------------------------------------------------------- deltas
+# -------------------------------------------------------------------------------------------------------------
+# deltas
 
 
 def test_deltas_add_up_to_the_output(new_llm: Callable[..., LLM]):
@@ -188,13 +210,23 @@ def test_a_prompt_can_be_scored_without_generating(new_llm: Callable[..., LLM]):
     assert none.prompt_logprobs == more.prompt_logprobs
     assert len(none.prompt_logprobs or []) == len(prompt)
     (completion,) = none.outputs
-    assert (completion.token_ids, completion.text, completion.finish_reason) == ([], "", FinishReason.LENGTH)
+    assert (completion.token_ids, completion.text, completion.finish_reason) == (
+        [],
+        "",
+        FinishReason.LENGTH,
+    )
     check_clean(llm)
 
 
-def test_rows_of_a_long_prompt_are_scored_a_few_at_a_time(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch):
+def test_rows_of_a_long_prompt_are_scored_a_few_at_a_time(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+):
     prompt = [1, 2, 0, 1, 1, 2, 2, 0, 1, 0, 2, 1]
-    (expected,) = new_llm().generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=2, seed=1))
+    (expected,) = new_llm().generate(
+        [prompt], SamplingParams(max_tokens=2, prompt_logprobs=2, seed=1)
+    )
     monkeypatch.setattr(compute, "SCORED_AT_ONCE", 3)  # FakeRows refuses more at once
-    (output,) = new_llm().generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=2, seed=1))
+    (output,) = new_llm().generate(
+        [prompt], SamplingParams(max_tokens=2, prompt_logprobs=2, seed=1)
+    )
     assert essence([output]) == essence([expected])

@@ -22,7 +22,9 @@ def through_transformers(tmp_path: Path) -> OpenModel:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-def test_bits_are_promised_of_native_models_on_compiled_kernels(kernels: str, through_transformers: OpenModel) -> None:
+def test_bits_are_promised_of_native_models_on_compiled_kernels(
+    kernels: str, through_transformers: OpenModel
+) -> None:
     args = EngineArgs(device="cpu", kernels=kernels)
     native = open_model(args)
     kernel_set = native.kernels(native.resolve(args))

@@ -1,4 +1,6 @@
-"""Grammars and Matchers: what compiles, what is refused in which words and how soon, and which tokens are permitted."""
+"""Grammars and Matchers: what compiles, what is refused in which words and how soon, and which
+tokens are permitted.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,14 @@ def grammars(demo: Tokenizer) -> Grammars:
 
 
 def sentencepiece(decoder: Any) -> Tokenizer:
-    """Words begin with ▁, and other text is bytes; two tokens are named, and one of them is special."""
+    """Words begin with ▁, and other text is bytes; two tokens are named, and one of them is
+    special.
+    """
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    vocab = {piece: index for index, piece in enumerate([*pieces, "▁", "▁the", "a", "é", "<think>", "▁{"])}
+    vocab = {
+        piece: index
+        for index, piece in enumerate([*pieces, "▁", "▁the", "a", "é", "<think>", "▁{"])
+    }
     built = Built(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     built.decoder = decoder
     built.add_special_tokens(["<unk>", "<s>", "</s>"])
@@ -47,7 +54,12 @@ def sentencepiece(decoder: Any) -> Tokenizer:
 
 
 LLAMA = decoders.Sequence(
-    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
 )
 GEMMA = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 
@@ -69,7 +81,9 @@ def test_byte_level_tokens_have_their_bytes(demo: Tokenizer):
     assert vocabulary.special_token_ids == sorted(demo.special_token_ids)
 
 
-@pytest.mark.parametrize("decoder", [LLAMA, GEMMA, decoders.Metaspace()], ids=["llama", "gemma", "metaspace"])
+@pytest.mark.parametrize(
+    "decoder", [LLAMA, GEMMA, decoders.Metaspace()], ids=["llama", "gemma", "metaspace"]
+)
 def test_sentencepiece_tokens_have_their_bytes(decoder: Any):
     tokenizer = sentencepiece(decoder)
     vocabulary = module._Vocabulary(tokenizer, tokenizer.vocab_size, 2)
@@ -78,12 +92,16 @@ def test_sentencepiece_tokens_have_their_bytes(decoder: Any):
         expected |= {"<0x0A>": b"<0x0A>"}
     else:
         expected |= {"<0x0A>": b"\n", "<0xC3>": b"\xc3", "<0xFF>": b""}
-    assert {name: vocabulary.tokens[tokenizer._backend.token_to_id(name)] for name in expected} == expected
+    assert {
+        name: vocabulary.tokens[tokenizer._backend.token_to_id(name)] for name in expected
+    } == expected
 
 
 def test_every_token_of_the_same_bytes_is_permitted():
     tokenizer = sentencepiece(LLAMA)
-    matcher = Grammars(tokenizer, tokenizer.vocab_size + 5, [2]).matcher(StructuredOutputs(regex=" the é?|a"))
+    matcher = Grammars(tokenizer, tokenizer.vocab_size + 5, [2]).matcher(
+        StructuredOutputs(regex=" the é?|a")
+    )
     permitted = matcher.permitted([])
     assert permitted is not None
     assert permitted.shape == (tokenizer.vocab_size + 5,)
@@ -108,13 +126,17 @@ def test_a_model_without_stop_ids_or_with_fewer_rows_than_tokens(demo: Tokenizer
         assert ends == {token for token in stops if token < vocab_size}
 
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from('"\\/\n ab'), min_size=1, max_size=6)
+TEXTS = st.text(
+    st.characters(exclude_categories=["Cs"]) | st.sampled_from('"\\/\n ab'), min_size=1, max_size=6
+)
 
 
 @settings(max_examples=examples(40))
 @given(choice=st.lists(TEXTS, min_size=1, max_size=5), other=TEXTS)
 @example(choice=["\x7f", "a\x7fb"], other="\x7fb")
-def test_exactly_the_choices_are_permitted(demo: Tokenizer, grammars: Grammars, choice: list[str], other: str):
+def test_exactly_the_choices_are_permitted(
+    demo: Tokenizer, grammars: Grammars, choice: list[str], other: str
+):
     for text in (*choice, other):
         ids = demo.encode(text, add_special_tokens=False)
         matcher = grammars.matcher(StructuredOutputs(choice=choice))
@@ -137,20 +159,36 @@ def test_exactly_the_choices_are_permitted(demo: Tokenizer, grammars: Grammars, 
 )
 def test_blanks_in_json_are_bounded(demo: Tokenizer, grammars: Grammars, text: str, good: bool):
     properties = {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "boolean"}}}
-    schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
-    assert follow(grammars.matcher(StructuredOutputs(json=schema)), list(demo.encode(text, False))) == good
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    assert (
+        follow(grammars.matcher(StructuredOutputs(json=schema)), list(demo.encode(text, False)))
+        == good
+    )
 
 
 @pytest.mark.parametrize(
     ("outputs", "says"),
     [
-        ({"json": {"type": "object", "not": {}, "uniqueItems": True}}, "json .*not, uniqueItems is not supported"),
+        (
+            {"json": {"type": "object", "not": {}, "uniqueItems": True}},
+            "json .*not, uniqueItems is not supported",
+        ),
         ({"json": {"type": "frog"}}, "Invalid type: frog"),
         ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf .* use anyOf"),
         ({"json": {"enum": []}}, "Unsatisfiable"),
         ({"json": {"type": "string", "pattern": "(?<=a)b"}}, "look-around"),
         (
-            {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}},
+            {
+                "json": {
+                    "$ref": "#/$defs/a",
+                    "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+                }
+            },
             "no text .* satisfies",
         ),
         ({"regex": "(?<=a)b"}, "look-around"),
@@ -168,7 +206,9 @@ def test_blanks_in_json_are_bounded(demo: Tokenizer, grammars: Grammars, text: s
         ({"grammar": '%import "/etc/passwd"\nstart: "a"'}, "grammar cannot be compiled"),
     ],
 )
-def test_what_does_not_compile_is_refused_in_our_words(grammars: Grammars, outputs: dict[str, Any], says: str):
+def test_what_does_not_compile_is_refused_in_our_words(
+    grammars: Grammars, outputs: dict[str, Any], says: str
+):
     with pytest.raises(RequestError, match=says) as caught:
         grammars.check(StructuredOutputs.of(outputs))
     message = str(caught.value)
@@ -178,7 +218,9 @@ def test_what_does_not_compile_is_refused_in_our_words(grammars: Grammars, outpu
     assert "\n" not in message
 
 
-def test_a_failure_of_the_compiler_itself_is_refused(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_of_the_compiler_itself_is_refused(
+    demo: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
     def panic(*_: object) -> str:
         raise BaseException("panicked at /build/src/lib.rs:1")
 
@@ -231,7 +273,11 @@ print("alive")
 
 def test_grammars_that_end_other_processes_end_none():
     answer = subprocess.run(
-        [sys.executable, "-c", DANGEROUS, str(DEMO)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", DANGEROUS, str(DEMO)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert (answer.returncode, answer.stdout) == (0, "alive\n"), answer.stderr
 
@@ -274,7 +320,9 @@ def test_several_threads_share_grammars(demo: Tokenizer):
 
     def work(number: int) -> None:
         for i in range(5):
-            permitted = grammars.matcher(StructuredOutputs(choice=["a", f"b{(number + i) % 3}"])).permitted([])
+            permitted = grammars.matcher(
+                StructuredOutputs(choice=["a", f"b{(number + i) % 3}"])
+            ).permitted([])
             assert permitted is not None
             counts.append(int(permitted.sum()))
 
@@ -313,8 +361,13 @@ class Recorder:
         return False
 
 
-@given(steps=st.lists(st.integers(1, 3), max_size=6), at=st.lists(st.tuples(st.integers(0, 17), st.booleans())))
-def test_every_token_is_taken_in_once_whatever_interrupts(steps: list[int], at: list[tuple[int, bool]]):
+@given(
+    steps=st.lists(st.integers(1, 3), max_size=6),
+    at=st.lists(st.tuples(st.integers(0, 17), st.booleans())),
+)
+def test_every_token_is_taken_in_once_whatever_interrupts(
+    steps: list[int], at: list[tuple[int, bool]]
+):
     matcher, output = Matcher(Recorder(at), 20, frozenset()), list[int]()
     for step in steps:
         output += range(len(output), len(output) + step)
@@ -351,7 +404,9 @@ def test_a_python_error_of_the_matcher_stays_in_it():
 
 def test_barred_ids_come_when_no_others_may(grammars: Grammars, demo: Tokenizer):
     def ids(output: list[int], barred: list[int]) -> set[int]:
-        permitted = grammars.matcher(StructuredOutputs(choice=["a", "ab"])).permitted(output, barred)
+        permitted = grammars.matcher(StructuredOutputs(choice=["a", "ab"])).permitted(
+            output, barred
+        )
         assert permitted is not None
         return set(permitted.nonzero()[0].tolist())
 

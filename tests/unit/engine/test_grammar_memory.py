@@ -1,4 +1,5 @@
-"""Memory under grammars that are all different: what is kept of them is bounded, and nothing else stays behind.
+"""Memory under grammars that are all different: what is kept of them is bounded, and nothing else
+stays behind.
 
 Each run has a process of its own, so that what other tests left behind is not measured.
 """
@@ -70,7 +71,9 @@ def grown(way: str, first: int, last: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "way", [COMPILED, pytest.param(GENERATED, marks=pytest.mark.slow)], ids=["compiled", "generated"]
+    "way",
+    [COMPILED, pytest.param(GENERATED, marks=pytest.mark.slow)],
+    ids=["compiled", "generated"],
 )
 def test_memory_stays_flat_after_the_grammars_that_are_kept(way: str) -> None:
     assert grown(way, 300, 600) < 6 << 20 < 300 * KEPT_BYTES

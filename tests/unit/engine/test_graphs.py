@@ -1,4 +1,6 @@
-"""What a captured step is told: the buffers say what `prepare` would, padded. Capturing itself needs a GPU."""
+"""What a captured step is told: the buffers say what `prepare` would, padded. Capturing itself
+needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,19 @@ GROUPS = [Pages((0,), 0, None, 8), Pages((1,), 0, 16, 8)]
 
 
 def test_buckets_waste_little():
-    assert [bucket_of(n) for n in (1, 2, 3, 5, 8, 9, 17, 64, 65, 100, 129)] == [1, 2, 4, 8, 8, 16, 24, 64, 96, 128, 160]
+    assert [bucket_of(n) for n in (1, 2, 3, 5, 8, 9, 17, 64, 65, 100, 129)] == [
+        1,
+        2,
+        4,
+        8,
+        8,
+        16,
+        24,
+        64,
+        96,
+        128,
+        160,
+    ]
     assert all(bucket_of(n) >= n for n in range(1, 300))
     assert bucket_of(bucket_of(77)) == bucket_of(77)
 
@@ -49,7 +63,9 @@ def test_a_step_is_told_what_prepare_tells_and_padding(before, count):
 
 @pytest.mark.parametrize("needed", [1, 20])
 def test_the_largest_bucket_is_captured_first(needed, monkeypatch):
-    """Graphs share a pool whose pieces do not grow: by rising size each would take memory of its own."""
+    """Graphs share a pool whose pieces do not grow: by rising size each would take memory of its
+    own.
+    """
     captured: list[int] = []
 
     def capture(_, batch):
@@ -57,7 +73,9 @@ def test_the_largest_bucket_is_captured_first(needed, monkeypatch):
         return lambda: torch.zeros(batch.num_seqs, 5)
 
     monkeypatch.setattr(CudaGraphs, "capture", capture)
-    pool = SimpleNamespace(spec=SimpleNamespace(groups=GROUPS, blocks_of=lambda num_tokens: (num_tokens // 8,) * 2))
+    pool = SimpleNamespace(
+        spec=SimpleNamespace(groups=GROUPS, blocks_of=lambda num_tokens: (num_tokens // 8,) * 2)
+    )
     steps = DecodeSteps(CudaGraphs(None, pool, 20), pool, 64, "cpu")
     for count in (needed, 3, needed):
         assert len(steps.run((SLICES * 7)[:count])) == count

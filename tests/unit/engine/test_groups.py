@@ -1,4 +1,6 @@
-"""Groups whose blocks differ in size, and one whose tokens have no places of their own: tables and slots of each."""
+"""Groups whose blocks differ in size, and one whose tokens have no places of their own: tables and
+slots of each.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,13 @@ GROUPS: list[Any] = [Pages((0,), 1, None, 8), Pages((1,), 1, None, 16), States()
 
 
 def one(start: int, count: int, first: int) -> SequenceSlice:
-    """`count` tokens at `start` of a sequence whose blocks are numbered from `first` on in every group."""
-    tables = [tuple(range(first, first + -(-(start + count) // group.tokens_per_block))) for group in GROUPS]
+    """`count` tokens at `start` of a sequence whose blocks are numbered from `first` on in every
+    group.
+    """
+    tables = [
+        tuple(range(first, first + -(-(start + count) // group.tokens_per_block)))
+        for group in GROUPS
+    ]
     return SequenceSlice([0] * count, start, tables, Logits.LAST)
 
 
@@ -38,7 +45,11 @@ def test_each_group_has_slots_by_its_own_blocks():
     assert batch.slots[0].tolist() == [7 * 8 + 4, 7 * 8 + 5, 7 * 8 + 6, 8, 9]
     assert batch.slots[1].tolist() == [6 * 16 + 4, 6 * 16 + 5, 6 * 16 + 6, 16, 17]
     assert batch.slots[2].shape == (0,)
-    assert [tables.tolist() for tables in batch.block_tables] == [[[5, 6, 7], [1, 0, 0]], [[5, 6], [1, 0]], [[5], [1]]]
+    assert [tables.tolist() for tables in batch.block_tables] == [
+        [[5, 6, 7], [1, 0, 0]],
+        [[5, 6], [1, 0]],
+        [[5], [1]],
+    ]
 
 
 @pytest.mark.parametrize("bucket", [2, 4])
@@ -48,7 +59,9 @@ def test_captured_steps_have_what_prepare_says(bucket):
     buffers.fill(slices[::-1])
     buffers.fill(slices)
     expected = prepare(slices, GROUPS)
-    for slots, wanted, padding in zip(buffers.batch.slots, expected.slots, (-1, -1, None), strict=True):
+    for slots, wanted, padding in zip(
+        buffers.batch.slots, expected.slots, (-1, -1, None), strict=True
+    ):
         assert slots[:2].tolist() == wanted.tolist()
         assert slots[2:].tolist() == ([] if padding is None else [padding] * (bucket - 2))
     for tables, wanted in zip(buffers.batch.block_tables, expected.block_tables, strict=True):

@@ -26,7 +26,9 @@ class Interrupt(BaseException):
 
 
 class Interrupter:
-    """Raises Interrupt at the `at`-th line that runs in the engine's sources; counts them otherwise."""
+    """Raises Interrupt at the `at`-th line that runs in the engine's sources; counts them
+    otherwise.
+    """
 
     def __init__(self, at: int | None = None) -> None:
         self.at, self.count = at, 0
@@ -59,7 +61,9 @@ def scenario(llm: LLM, rng: random.Random) -> Callable[[], Any]:
 def test_an_exception_at_any_line_leaves_the_engine_as_if_the_call_had_not_been_made(
     new_llm: Callable[..., LLM], seed: int, count: int
 ):
-    """… also for a stream that was under way: it goes on with the same tokens, text and log-probabilities."""
+    """… also for a stream that was under way: it goes on with the same tokens, text and
+    log-probabilities.
+    """
     limits = {"num_blocks": 12, "budget": 12, "max_model_len": 40}
     run = scenario(new_llm(**limits), random.Random(1))
     expected = essence(run())

@@ -1,4 +1,6 @@
-"""A forward pass that raises ends the requests that raise alone, in a bounded number of passes; the others go on."""
+"""A forward pass that raises ends the requests that raise alone, in a bounded number of passes; the
+others go on.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,15 @@ def raises_for(token: int) -> Callable[[Sequence[SequenceSlice]], None]:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("bad", [[0], [9], [15], [3, 4], [0, 15], list(range(16))])
-def test_the_others_answer_as_without_them(new_llm: Callable[..., LLM], bad: list[int], overlaps: bool):
+def test_the_others_answer_as_without_them(
+    new_llm: Callable[..., LLM], bad: list[int], overlaps: bool
+):
     """All passes of the first step are counted: at most 1 + 2k log2(n), and never more than 2n."""
     rng = random.Random(1)
     prompts = [prompt_of(rng) for _ in range(16)]
-    params = [SamplingParams(max_tokens=6, seed=i, temperature=i % 2, logprobs=1) for i in range(16)]
+    params = [
+        SamplingParams(max_tokens=6, seed=i, temperature=i % 2, logprobs=1) for i in range(16)
+    ]
     expected = essence(new_llm(**ROOM, overlaps=overlaps).generate(prompts, params))
     llm = new_llm(**ROOM, overlaps=overlaps)
     runner = runner_of(llm)
@@ -60,12 +66,16 @@ def test_the_others_answer_as_without_them(new_llm: Callable[..., LLM], bad: lis
     assert passes <= min(1 + 2 * len(bad) * math.ceil(math.log2(16)), 2 * 16)
     check_clean(llm)
     runner.fails = lambda slices: None
-    assert len(llm.generate(prompts[0], params[0])[0].outputs[0].token_ids) > 0  # the engine lives on
+    assert (
+        len(llm.generate(prompts[0], params[0])[0].outputs[0].token_ids) > 0
+    )  # the engine lives on
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Requests of every kind, three of which have `BAD` in their prompt, and what all give where nothing fails."""
+    """Requests of every kind, three of which have `BAD` in their prompt, and what all give where
+    nothing fails.
+    """
 
     llm: LLM
     prompts: list[list[int]]
@@ -83,7 +93,9 @@ class Mixture:
             "max_model_len": 40,
         }
         prompts = [prompt_of(rng) for _ in range(16)]
-        params = [replace(params_of(rng), logit_bias={BAD: -100.0}) for _ in prompts]  # nobody draws it
+        params = [
+            replace(params_of(rng), logit_bias={BAD: -100.0}) for _ in prompts
+        ]  # nobody draws it
         expected = essence(new_llm(**limits).generate(prompts, params))
         bad = rng.sample(range(16), 3)
         damaged = [[*prompt[:-1], BAD] if i in bad else prompt for i, prompt in enumerate(prompts)]
@@ -94,7 +106,9 @@ class Mixture:
         outputs = self.llm.generate(self.prompts, self.params, on_error="return")
         for index, output in enumerate(outputs):
             if index in self.bad:
-                assert {one.error for one in output.outputs} == {f"its step failed: RuntimeError: row of {BAD}"}
+                assert {one.error for one in output.outputs} == {
+                    f"its step failed: RuntimeError: row of {BAD}"
+                }
             else:
                 assert essence([output]) == [self.expected[index]]
         check_clean(self.llm)
@@ -102,7 +116,9 @@ class Mixture:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_mixture(new_llm: Callable[..., LLM], seed: int):
-    """Chunks of prompts, few blocks, hits, several completions, scored prompts: a failing kernel changes no other."""
+    """Chunks of prompts, few blocks, hits, several completions, scored prompts: a failing kernel
+    changes no other.
+    """
     case = Mixture.of(new_llm, random.Random(seed))
     runner_of(case.llm).fails = raises_for(BAD)
     case.check()
@@ -110,9 +126,11 @@ def test_any_mixture(new_llm: Callable[..., LLM], seed: int):
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("rarely", [False, True])
-def test_any_mixture_where_a_pass_cannot_be_repeated(new_llm: Callable[..., LLM], seed: int, rarely: bool):
-    """A pass that raises spoils the blocks that are not full, as one over layers with a state may. With `rarely` others
-    raise now and then for no fault of a row."""
+def test_any_mixture_where_a_pass_cannot_be_repeated(
+    new_llm: Callable[..., LLM], seed: int, rarely: bool
+):
+    """A pass that raises spoils the blocks that are not full, as one over layers with a state may.
+    With `rarely` others raise now and then for no fault of a row."""
     rng = random.Random(seed)
     case = Mixture.of(new_llm, rng, repeatable=False)
     runner = runner_of(case.llm)
@@ -127,7 +145,9 @@ def test_any_mixture_where_a_pass_cannot_be_repeated(new_llm: Callable[..., LLM]
             raises(slices)
         except (MemoryError, RuntimeError):
             for part in slices:
-                for position in range(part.start // BLOCK * BLOCK, part.start + len(part.token_ids)):
+                for position in range(
+                    part.start // BLOCK * BLOCK, part.start + len(part.token_ids)
+                ):
                     runner.slots[runner._slot(part, position)] = b"spoilt"
             raise
 
@@ -159,7 +179,9 @@ def test_one_that_fails_later_gives_its_tokens_until_then(new_llm: Callable[...,
 
 
 def new_block_of(llm: LLM, index: int, prompts: Sequence[list[int]], params: SamplingParams) -> int:
-    """The first block that prompt `index` will have in `llm`: what it has in another one, for the same requests."""
+    """The first block that prompt `index` will have in `llm`: what it has in another one, for the
+    same requests.
+    """
     runner = runner_of(llm)
     blocks: list[int] = []
 
@@ -173,7 +195,9 @@ def new_block_of(llm: LLM, index: int, prompts: Sequence[list[int]], params: Sam
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16])
-def test_what_fails_once_ends_nobody(new_llm: Callable[..., LLM], count: int, caplog: pytest.LogCaptureFixture):
+def test_what_fails_once_ends_nobody(
+    new_llm: Callable[..., LLM], count: int, caplog: pytest.LogCaptureFixture
+):
     prompts = [[1, 2, index] for index in range(count)]
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     expected = essence(new_llm(**ROOM).generate(prompts, params))
@@ -181,19 +205,26 @@ def test_what_fails_once_ends_nobody(new_llm: Callable[..., LLM], count: int, ca
         llm = new_llm(**ROOM)
         runner = runner_of(llm)
 
-        def fails(slices: Sequence[SequenceSlice], runner: FakeRunner = runner, at: int = at) -> None:
+        def fails(
+            slices: Sequence[SequenceSlice], runner: FakeRunner = runner, at: int = at
+        ) -> None:
             if len(runner.sizes) == at:
                 raise MemoryError("for now")
 
         runner.fails = fails
         assert essence(llm.generate(prompts, params)) == expected
-        assert runner.sizes[at - 1 : at + 2] == [count, *([count // 2, count - count // 2] if count > 1 else [1, 1])]
+        assert runner.sizes[at - 1 : at + 2] == [
+            count,
+            *([count // 2, count - count // 2] if count > 1 else [1, 1]),
+        ]
     assert "repeated in parts: MemoryError: for now" in caplog.text
     assert "failed alone" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_what_is_no_fault_of_the_model_passes_through(new_llm: Callable[..., LLM], kind: type[BaseException]):
+def test_what_is_no_fault_of_the_model_passes_through(
+    new_llm: Callable[..., LLM], kind: type[BaseException]
+):
     llm = new_llm(**ROOM)
     runner = runner_of(llm)
     prompts = [[1, 2, index] for index in range(16)]
@@ -210,11 +241,17 @@ def test_what_is_no_fault_of_the_model_passes_through(new_llm: Callable[..., LLM
     check_clean(llm)
 
 
-def test_a_fault_of_every_row_is_logged_once(new_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture):
+def test_a_fault_of_every_row_is_logged_once(
+    new_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+):
     llm = new_llm(**ROOM)
     runner_of(llm).fails = raises_for(1)
-    outputs = llm.generate([[1, index] for index in range(16)], SamplingParams(max_tokens=2), on_error="return")
-    assert {output.outputs[0].error for output in outputs} == {"its step failed: RuntimeError: row of 1"}
+    outputs = llm.generate(
+        [[1, index] for index in range(16)], SamplingParams(max_tokens=2), on_error="return"
+    )
+    assert {output.outputs[0].error for output in outputs} == {
+        "its step failed: RuntimeError: row of 1"
+    }
     alone = [record for record in caplog.records if "failed alone" in record.getMessage()]
     assert len(alone) == 1
     assert alone[0].exc_info  # where it failed
@@ -232,6 +269,9 @@ def test_the_time_of_a_repeated_step_is_no_measure(new_llm: Callable[..., LLM]):
             raise RuntimeError("once")
 
     runner.fails = fails
-    llm.generate([[1, 2, index] for index in range(4)], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
+    llm.generate(
+        [[1, 2, index] for index in range(4)],
+        SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
+    )
     assert runner.sizes[:6] == [4, 4, 4, 2, 2, 4]
     assert pace.base == 1.0  # of the other steps; that one took 3

@@ -1,4 +1,6 @@
-"""A config.json with an enormous context: tables of angles are as long as a request can be, and no value changes."""
+"""A config.json with an enormous context: tables of angles are as long as a request can be, and no
+value changes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ ROPES = {
     "yarn": RopeConfig(
         16,
         kind="yarn",
-        parameters={"factor": 4.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1},
+        parameters={
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.1,
+        },
     ),
     "longrope": RopeConfig(
         16,
@@ -63,14 +69,18 @@ def with_context(folder: Path, positions: int, base: Path = BASE) -> Path:
 
 def answers(model: Path, **options: Any) -> Any:
     llm = LLM(str(model), skip_tokenizer_init=True, **options)
-    params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=3, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        max_tokens=24, temperature=0.0, logprobs=3, ignore_eos=True, detokenize=False
+    )
     return [one.outputs for one in llm.generate([[3, 4, 5], list(range(10, 60))], params)]
 
 
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("context", [60, 1000])
 def test_the_values_do_not_depend_on_the_length_of_the_tables(kind: str, context: int):
-    """Also of longrope, whose factors depend on the context: it is the context that decides, not the tables."""
+    """Also of longrope, whose factors depend on the context: it is the context that decides, not
+    the tables.
+    """
     rope = ROPES[kind]
     long, short = build_rope(rope, context, "cpu"), build_rope(rope.for_context(context), 40, "cpu")
     assert torch.equal(long.cos[:40], short.cos)
@@ -80,7 +90,9 @@ def test_the_values_do_not_depend_on_the_length_of_the_tables(kind: str, context
         assert torch.equal(long.q_factor[:40], short.q_factor)
 
 
-@pytest.mark.parametrize("options", [{"kv_cache_memory": "1MiB"}, {}], ids=["memory given", "memory free"])
+@pytest.mark.parametrize(
+    "options", [{"kv_cache_memory": "1MiB"}, {}], ids=["memory given", "memory free"]
+)
 def test_an_engine_loads_tables_as_long_as_its_requests(
     tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
@@ -96,11 +108,15 @@ def test_an_engine_loads_tables_as_long_as_its_requests(
     assert answers(model, **options) == answers(BASE, **options)
 
 
-def test_memory_that_is_freed_while_weights_are_read_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_memory_that_is_freed_while_weights_are_read_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The tables are as long as what was free before allows."""
     amounts = iter([2**20, 2**24])
     monkeypatch.setattr(build, "memory_for_cache", lambda device: next(amounts))
-    opened = open_model(EngineArgs(str(with_context(tmp_path / "model", LONGEST)), skip_tokenizer_init=True))
+    opened = open_model(
+        EngineArgs(str(with_context(tmp_path / "model", LONGEST)), skip_tokenizer_init=True)
+    )
     engine, config = start_engine(opened)
     assert isinstance(engine.runner.model, Decoder)
     assert config.max_model_len <= min(len(rotary.cos) for rotary in engine.runner.model.rotaries)
@@ -110,7 +126,11 @@ def test_a_context_beyond_all_memory_is_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     opened = open_model(
-        EngineArgs(str(with_context(tmp_path / "model", LONGEST)), skip_tokenizer_init=True, max_model_len=LONGEST)
+        EngineArgs(
+            str(with_context(tmp_path / "model", LONGEST)),
+            skip_tokenizer_init=True,
+            max_model_len=LONGEST,
+        )
     )
     loads: list[object] = []
     monkeypatch.setattr(type(opened), "load", lambda *_: loads.append(0))
@@ -119,8 +139,12 @@ def test_a_context_beyond_all_memory_is_refused_before_weights_are_read(
     assert not loads
 
 
-def test_longrope_chooses_by_the_context_and_not_by_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Little memory is left before the weights are read: the factors are those of the model's context nevertheless."""
+def test_longrope_chooses_by_the_context_and_not_by_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Little memory is left before the weights are read: the factors are those of the model's
+    context nevertheless.
+    """
     opened = open_model(EngineArgs(str(BASE), skip_tokenizer_init=True, kv_cache_dtype="bfloat16"))
     half = opened.model.ropes[0].rotary_dim // 2
     rope = replace(
@@ -143,13 +167,34 @@ def test_longrope_chooses_by_the_context_and_not_by_the_memory(tmp_path: Path, m
 @pytest.mark.parametrize(
     "command",
     [
-        ["generate", "MODEL", "--skip-tokenizer-init", "--prompt-token-ids", "3,4", "--max-tokens", "2"],
+        [
+            "generate",
+            "MODEL",
+            "--skip-tokenizer-init",
+            "--prompt-token-ids",
+            "3,4",
+            "--max-tokens",
+            "2",
+        ],
         ["evaluate", "DEMO", "--data", "TEXT", "--window", "32", "--per-layer"],
         *(
-            pytest.param(f"evaluate DEMO --data TEXT --max-tokens 64 --window 32{more}".split(), marks=pytest.mark.slow)
+            pytest.param(
+                f"evaluate DEMO --data TEXT --max-tokens 64 --window 32{more}".split(),
+                marks=pytest.mark.slow,
+            )
             for more in ("", " --no-speed --weights fp8")
         ),
-        ["quantize", "MODEL", "OUT", "--kv-cache", "fp8", "--calibration-data", "IDS", "--max-seq-len", "32"],
+        [
+            "quantize",
+            "MODEL",
+            "OUT",
+            "--kv-cache",
+            "fp8",
+            "--calibration-data",
+            "IDS",
+            "--max-seq-len",
+            "32",
+        ],
     ],
     ids=" ".join,
 )
@@ -157,13 +202,24 @@ def test_commands_need_little_memory(tmp_path: Path, command: list[str]):
     model = with_context(tmp_path / "model", LONGEST)
     ids = tmp_path / "ids.jsonl"
     ids.write_text(
-        "".join(json.dumps({"input_ids": [3 + (i * j) % 50 for j in range(40)]}) + "\n" for i in range(1, 5))
+        "".join(
+            json.dumps({"input_ids": [3 + (i * j) % 50 for j in range(40)]}) + "\n"
+            for i in range(1, 5)
+        )
     )
     text = tmp_path / "text.txt"
     text.write_text("def main(argv):\n    return [int(word) for word in argv]\n" * 20)
     demo = str(with_context(tmp_path / "demo", LONGEST, DEMO)) if "DEMO" in command else ""
-    names = {"MODEL": str(model), "DEMO": demo, "TEXT": str(text), "IDS": str(ids), "OUT": str(tmp_path / "out")}
+    names = {
+        "MODEL": str(model),
+        "DEMO": demo,
+        "TEXT": str(text),
+        "IDS": str(ids),
+        "OUT": str(tmp_path / "out"),
+    }
     arguments = [names.get(word, word) for word in command]
     memory = ["--kv-cache-memory", "1MiB"] if command[0] == "generate" else []
-    done = run_forked([*arguments, *memory], more_memory=2**33)  # angles of 2e9 positions take 64 GB
+    done = run_forked(
+        [*arguments, *memory], more_memory=2**33
+    )  # angles of 2e9 positions take 64 GB
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,6 @@
-"""The server's loop tells tokens at a pace: everything, nothing twice, first tokens and ends at once."""
+"""The server's loop tells tokens at a pace: everything, nothing twice, first tokens and ends at
+once.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,13 @@ STEP = 0.25  # seconds of the fake clock that every step takes
 
 
 class Run:
-    """A loop over the fake engine. `commands` by the number of steps that were computed before them."""
+    """A loop over the fake engine. `commands` by the number of steps that were computed before
+    them.
+    """
 
-    def __init__(self, llm: LLM, events_per_second: float, commands: dict[int, list[Command]]) -> None:
+    def __init__(
+        self, llm: LLM, events_per_second: float, commands: dict[int, list[Command]]
+    ) -> None:
         self.engine: Any = llm.engine
         self.events: list[tuple[float, Event]] = []
         self.commands: SimpleQueue[Command] = SimpleQueue()
@@ -47,7 +53,12 @@ class Run:
 
     @property
     def told(self) -> list[tuple[float, RequestDelta]]:
-        return [(at, delta) for at, event in self.events if isinstance(event, Stepped) for delta in event.deltas]
+        return [
+            (at, delta)
+            for at, event in self.events
+            if isinstance(event, Stepped)
+            for delta in event.deltas
+        ]
 
     @property
     def texts(self) -> dict[tuple[str, int], tuple[Any, ...]]:
@@ -56,7 +67,12 @@ class Run:
         for _, delta in self.told:
             for one in delta.outputs:
                 ids, text, scores, _ = said.get((delta.request_id, one.index), ([], "", [], None))
-                new = ids + one.token_ids, text + one.text, scores + (one.logprobs or []), one.finish_reason
+                new = (
+                    ids + one.token_ids,
+                    text + one.text,
+                    scores + (one.logprobs or []),
+                    one.finish_reason,
+                )
                 said[delta.request_id, one.index] = new
         return said
 
@@ -80,22 +96,33 @@ def test_what_is_told_is_the_same_at_any_pace(new_llm: Callable[..., LLM]):
             delta.request_id for _, delta in every.told if delta.finished
         ]
         for run in (every, paced):
-            steps = [step for _, event in run.events if isinstance(event, Stepped) for step in event.steps]
+            steps = [
+                step
+                for _, event in run.events
+                if isinstance(event, Stepped)
+                for step in event.steps
+            ]
             assert sum(tokens for _, tokens in steps) == run.engine.num_computed_tokens
             assert all(seconds == STEP for seconds, _ in steps)
 
 
-def alone(new_llm: Callable[..., LLM], pace: float, *others: tuple[int, Command]) -> list[tuple[float, int]]:
+def alone(
+    new_llm: Callable[..., LLM], pace: float, *others: tuple[int, Command]
+) -> list[tuple[float, int]]:
     """When tokens of a request of 20 tokens were told, and how many at once."""
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     commands: dict[int, list[Command]] = {0: [add("a", [1, 2], params)]}
     for at, command in others:
         commands.setdefault(at, []).append(command)
     run = Run(new_llm(), pace, commands)
-    return [(at, len(delta.outputs[0].token_ids)) for at, delta in run.told if delta.request_id == "a"]
+    return [
+        (at, len(delta.outputs[0].token_ids)) for at, delta in run.told if delta.request_id == "a"
+    ]
 
 
-def test_the_first_token_and_the_end_come_at_once_and_what_lies_between_at_the_pace(new_llm: Callable[..., LLM]):
+def test_the_first_token_and_the_end_come_at_once_and_what_lies_between_at_the_pace(
+    new_llm: Callable[..., LLM],
+):
     assert alone(new_llm, 1.0) == [(0.25, 1), (1.25, 4), (2.25, 4), (3.25, 4), (4.25, 4), (5.0, 3)]
 
 
@@ -103,7 +130,9 @@ def test_without_a_pace_every_step_is_told(new_llm: Callable[..., LLM]):
     assert alone(new_llm, 0.0) == [(STEP * (n + 1), 1) for n in range(20)]
 
 
-def test_a_new_request_may_take_a_long_step_so_what_is_known_is_told_before(new_llm: Callable[..., LLM]):
+def test_a_new_request_may_take_a_long_step_so_what_is_known_is_told_before(
+    new_llm: Callable[..., LLM],
+):
     other = add("b", [1] * 20, SamplingParams(max_tokens=1))
     told = alone(new_llm, 0.2, (3, other))
     assert told[:2] == [(0.25, 1), (0.75, 2)]

@@ -1,4 +1,6 @@
-"""A grammar's mask in the sampler: where it stands in the definition, and that it changes nothing else."""
+"""A grammar's mask in the sampler: where it stands in the definition, and that it changes nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def row(
 
 
 def logits(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(count, VOCAB, dtype=torch.float32, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        count, VOCAB, dtype=torch.float32, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @settings(max_examples=examples(60))
@@ -71,7 +75,9 @@ def logits(count: int, seed: int = 0) -> torch.Tensor:
     top_p=st.sampled_from([1.0, 0.5]),
     top_k=st.sampled_from([0, 3]),
 )
-def test_only_permitted_tokens_are_drawn(tokens: set[int], seed: int, temperature: float, top_p: float, top_k: int):
+def test_only_permitted_tokens_are_drawn(
+    tokens: set[int], seed: int, temperature: float, top_p: float, top_k: int
+):
     params = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     x = logits(1, seed)
     masked = x.clone()
@@ -89,7 +95,12 @@ def test_other_rows_keep_their_bits(masked: list[bool], seed: int):
 
     def rows(with_masks: bool) -> list[SamplingRow]:
         return [
-            row({5, 6, END} if own and with_masks else None, seed=i, logprobs=2, frequency_penalty=i % 2)
+            row(
+                {5, 6, END} if own and with_masks else None,
+                seed=i,
+                logprobs=2,
+                frequency_penalty=i % 2,
+            )
             for i, own in enumerate(masked)
         ]
 
@@ -145,7 +156,10 @@ def test_a_grammar_s_end_may_come_where_other_parameters_leave_nothing_else():
 
 def test_bias_and_penalties_come_before_the_mask():
     x = logits(1)
-    assert sample(x, [row({8, 9}, temperature=0.0, logit_bias={20: 10**9, 8: -(10**9)})])[0].token_id == 9
+    assert (
+        sample(x, [row({8, 9}, temperature=0.0, logit_bias={20: 10**9, 8: -(10**9)})])[0].token_id
+        == 9
+    )
 
 
 def test_a_row_without_a_token_fails_alone():

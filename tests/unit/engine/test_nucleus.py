@@ -1,4 +1,6 @@
-"""top_p against a sort and a running sum in plain Python, to the token, for flat and for peaked distributions."""
+"""top_p against a sort and a running sum in plain Python, to the token, for flat and for peaked
+distributions.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from freight.sampling import SamplingParams
 
 
 def nucleus_draw(logits, params, seed, position):
-    """The token that the definition draws from one row, with the nucleus found by a sort and a running sum."""
+    """The token that the definition draws from one row, with the nucleus found by a sort and a
+    running sum.
+    """
     p = ((logits - logits.max()) / params.temperature).softmax(-1).tolist()
     kept, mass = set(), 0.0
     for token in sorted(range(len(p)), key=lambda token: (-p[token], token)):
@@ -46,10 +50,18 @@ def in_two_steps(p, width):
     top_p=st.sampled_from([0.1, 0.5, 0.9, 0.999, math.nextafter(1.0, 0.0)]),
     seed=st.integers(0, 2**63),
 )
-def test_a_nucleus_of_any_width_is_the_definition_s(largest, vocab_size, decimals, spread, top_p, seed):
+def test_a_nucleus_of_any_width_is_the_definition_s(
+    largest, vocab_size, decimals, spread, top_p, seed
+):
     generator = torch.Generator().manual_seed(seed % 2**31)
-    logits = torch.round(torch.randn(3, vocab_size, generator=generator) * spread, decimals=decimals)
-    params = [SamplingParams(top_p=top_p), SamplingParams(top_p=0.9, temperature=20.0), SamplingParams(top_p=top_p)]
+    logits = torch.round(
+        torch.randn(3, vocab_size, generator=generator) * spread, decimals=decimals
+    )
+    params = [
+        SamplingParams(top_p=top_p),
+        SamplingParams(top_p=0.9, temperature=20.0),
+        SamplingParams(top_p=top_p),
+    ]
     rows = [SamplingRow(one, seed + i, (), range(i), frozenset()) for i, one in enumerate(params)]
     expected = [nucleus_draw(logits[i], one, seed + i, i) for i, one in enumerate(params)]
     with mock.patch.object(sampler, "_largest", largest):
@@ -67,5 +79,7 @@ def test_only_the_row_with_a_wide_nucleus_is_done_again(monkeypatch):
     logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(0)) * 8
     logits[2] = 0
     logits[4] = math.nan
-    sample(logits, [SamplingRow(SamplingParams(top_p=0.9), i, (), (), frozenset()) for i in range(6)])
+    sample(
+        logits, [SamplingRow(SamplingParams(top_p=0.9), i, (), (), frozenset()) for i in range(6)]
+    )
     assert shapes == [(6, 1024), (1, 5000)]

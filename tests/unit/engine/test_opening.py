@@ -22,7 +22,9 @@ from freight.models.open import open_model, open_random
 def test_threads_hold_while_weights_are_read_and_not_after(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = []
     read = opening.load_model
-    monkeypatch.setattr(opening, "load_model", lambda *args: inside.append(torch.get_num_threads()) or read(*args))
+    monkeypatch.setattr(
+        opening, "load_model", lambda *args: inside.append(torch.get_num_threads()) or read(*args)
+    )
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
@@ -37,7 +39,9 @@ def test_threads_hold_while_weights_are_read_and_not_after(monkeypatch: pytest.M
 def test_more_threads_than_cores_are_refused_before_weights_are_read() -> None:
     wanted = usable_cores() + 1
     opened = open_model(EngineArgs("demo", threads=wanted))
-    with pytest.raises(ConfigError, match=rf"--threads {wanted}: this process may use .* from 1 to {wanted - 1}"):
+    with pytest.raises(
+        ConfigError, match=rf"--threads {wanted}: this process may use .* from 1 to {wanted - 1}"
+    ):
         opened.resolve(opened.args)
 
 
@@ -47,9 +51,13 @@ BASE = Path(__file__).parents[2] / "fixtures" / "base_bf16"
 def base_with(folder: Path, dtype: torch.dtype, **config: Any) -> str:
     """`base_bf16` in `dtype`, with what `config` says of its dtype."""
     tensors = load_file(BASE / "model.safetensors")
-    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
     said = json.loads((BASE / "config.json").read_text())
-    said = {key: value for key, value in said.items() if key not in ("dtype", "torch_dtype")} | config
+    said = {
+        key: value for key, value in said.items() if key not in ("dtype", "torch_dtype")
+    } | config
     (folder / "config.json").write_text(json.dumps(said))
     return str(folder)
 
@@ -61,7 +69,9 @@ def loaded(args: EngineArgs, caplog: pytest.LogCaptureFixture) -> tuple[str, lis
     config = opened.resolve(args)
     with caplog.at_level(logging.INFO, "freight"):
         opened.load(config)
-    return config.compute_format, [one.getMessage() for one in caplog.records if "dtype" in one.getMessage()]
+    return config.compute_format, [
+        one.getMessage() for one in caplog.records if "dtype" in one.getMessage()
+    ]
 
 
 def test_the_dtype_is_that_of_the_tensors_where_config_json_names_none(
@@ -70,7 +80,10 @@ def test_the_dtype_is_that_of_the_tensors_where_config_json_names_none(
     model = base_with(tmp_path, torch.float16)
     line = "dtype: float16, as the tensors are stored: config.json names none"
     assert loaded(EngineArgs(model), caplog) == ("float16", [line])
-    assert loaded(EngineArgs(model, dtype="bfloat16"), caplog) == ("bfloat16", ["dtype: bfloat16, from --dtype"])
+    assert loaded(EngineArgs(model, dtype="bfloat16"), caplog) == (
+        "bfloat16",
+        ["dtype: bfloat16, from --dtype"],
+    )
 
 
 def test_float32_over_tensors_in_16_bits_is_followed_with_a_warning(
@@ -92,20 +105,31 @@ def test_float32_over_tensors_in_16_bits_is_followed_with_a_warning(
 
 def test_random_weights_of_a_config_without_a_dtype(tmp_path: Path) -> None:
     said = json.loads((BASE / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in said.items() if "dtype" not in k}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({k: v for k, v in said.items() if "dtype" not in k})
+    )
     model = open_random(EngineArgs("demo"), str(tmp_path)).model
     assert (model.checkpoint_format, model.dtype_source) == ("bfloat16", "assumed")
 
 
 @pytest.mark.parametrize(("key", "source"), [("torch_dtype", "config.json"), (None, "tensors")])
-def test_a_model_of_transformers_has_the_dtype_of_its_checkpoint(tmp_path: Path, key: str | None, source: str) -> None:
+def test_a_model_of_transformers_has_the_dtype_of_its_checkpoint(
+    tmp_path: Path, key: str | None, source: str
+) -> None:
     config = AutoConfig.for_model(
-        "gpt_neox", vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        "gpt_neox",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.float16).save_pretrained(tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())
     said.pop("dtype")
-    (tmp_path / "config.json").write_text(json.dumps(said | ({} if key is None else {key: "float16"})))
+    (tmp_path / "config.json").write_text(
+        json.dumps(said | ({} if key is None else {key: "float16"}))
+    )
     model = open_model(EngineArgs(str(tmp_path))).model
     assert model.foreign is not None
     assert (model.checkpoint_format, model.dtype_source) == ("float16", source)

@@ -1,4 +1,6 @@
-"""Pace: within its bounds for any times, right for costs that are linear, well again after a step that took long."""
+"""Pace: within its bounds for any times, right for costs that are linear, well again after a step
+that took long.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ TARGET, MOST = 0.5, 2048
 
 
 def run(pace: Pace, base: float, per_token: float, num_decoding: int, steps: int = 60) -> int:
-    """Steps that cost `base` and `per_token` for each prompt token, of which every fourth has none. The last tokens."""
+    """Steps that cost `base` and `per_token` for each prompt token, of which every fourth has none.
+    The last tokens.
+    """
     for step in range(steps):
         prompt = 0 if step % 4 == 0 else pace.tokens(num_decoding) - num_decoding
         pace.note(base + per_token * prompt, prompt)
@@ -34,8 +38,15 @@ def within_a_tile(tokens: int, base: float, per_token: float) -> bool:
     return ideal * 0.98 - 2 * ROWS <= tokens <= max(ideal * 1.02 + 1, MIN_PROMPT_TOKENS + ROWS)
 
 
-@given(st.lists(st.tuples(SECONDS, st.integers(0, 3000))), st.integers(1, 100), st.integers(1, 5000), SECONDS)
-def test_any_times_leave_prompts_their_least_and_steps_their_most(steps, num_decoding, most, target):
+@given(
+    st.lists(st.tuples(SECONDS, st.integers(0, 3000))),
+    st.integers(1, 100),
+    st.integers(1, 5000),
+    SECONDS,
+)
+def test_any_times_leave_prompts_their_least_and_steps_their_most(
+    steps, num_decoding, most, target
+):
     pace = Pace(target + 1e-3, most)
     for seconds, prompt in steps:
         pace.note(seconds, prompt)
@@ -52,7 +63,13 @@ def test_linear_costs_are_found(base, per_token, num_decoding):
     assert within_a_tile(run(Pace(TARGET, MOST), base, per_token, num_decoding), base, per_token)
 
 
-@given(st.floats(1e-3, 3.0), st.floats(1e-5, 0.05), st.floats(1.0, 1e4), st.integers(0, MOST), st.integers(1, 64))
+@given(
+    st.floats(1e-3, 3.0),
+    st.floats(1e-5, 0.05),
+    st.floats(1.0, 1e4),
+    st.integers(0, MOST),
+    st.integers(1, 64),
+)
 def test_one_step_that_took_long_is_forgotten(base, per_token, seconds, prompt, num_decoding):
     pace = Pace(TARGET, MOST)
     before = run(pace, base, per_token, num_decoding)
@@ -62,7 +79,9 @@ def test_one_step_that_took_long_is_forgotten(base, per_token, seconds, prompt, 
 
 
 @pytest.mark.parametrize("prompt", [0, 64])
-def test_however_long_one_step_takes_the_next_one_has_a_third_of_the_tokens_and_no_more_than_before(prompt):
+def test_however_long_one_step_takes_the_next_one_has_a_third_of_the_tokens_and_no_more_than_before(
+    prompt,
+):
     pace = Pace(TARGET, MOST)
     before = run(pace, base=0.1, per_token=1e-3, num_decoding=8)
     pace.note(1e6, prompt)
@@ -71,10 +90,13 @@ def test_however_long_one_step_takes_the_next_one_has_a_third_of_the_tokens_and_
 
 @example(base=0.19921875, per_token=0.0018567746721833936, num_decoding=1, stale=0.0)
 @given(st.floats(1e-3, 0.2), st.floats(1e-4, 0.002), st.integers(1, 64), st.floats(0.0, 0.2))
-def test_steps_take_the_time_even_where_what_decoding_costs_is_out_of_date(base, per_token, num_decoding, stale):
+def test_steps_take_the_time_even_where_what_decoding_costs_is_out_of_date(
+    base, per_token, num_decoding, stale
+):
     """No step without prompts comes any more: prompt tokens are then taken to cost what is missing.
 
-    So a step grows by another tile of rows where that fits at what each of its tokens takes now, base included.
+    So a step grows by another tile of rows where that fits at what each of its tokens takes now,
+    base included.
     """
     pace = Pace(TARGET, MOST)
     pace.note(stale, 0)

@@ -1,7 +1,8 @@
-"""Every family and variant of the parity tests: its decode step is recorded, and the recording has the ordinary bits.
+"""Every family and variant of the parity tests: its decode step is recorded, and the recording has
+the ordinary bits.
 
-A variant whose step is not recorded must stand in `NOT_RECORDED` with the operation that prevents it, so that none
-falls back to single calls unseen.
+A variant whose step is not recorded must stand in `NOT_RECORDED` with the operation that prevents
+it, so that none falls back to single calls unseen.
 """
 
 from __future__ import annotations

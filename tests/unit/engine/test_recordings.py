@@ -1,4 +1,6 @@
-"""Recorded decode steps on the CPU give what ordinary ones give, to the bit: logits, and all that lies in the cache."""
+"""Recorded decode steps on the CPU give what ordinary ones give, to the bit: logits, and all that
+lies in the cache.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +47,35 @@ SHAPE: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
 }
-GEMMA = {**SHAPE, "sliding_window": 16, "query_pre_attn_scalar": 16, "hidden_activation": "gelu_pytorch_tanh"}
-MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+GEMMA = {
+    **SHAPE,
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 MODELS = {
     "llama": SHAPE,
     "mistral": {**SHAPE, "model_type": "mistral", "sliding_window": 16},
     "qwen3": {**SHAPE, "model_type": "qwen3"},
     "qwen3_moe": {**SHAPE, "model_type": "qwen3_moe", **MOE},
-    "gemma2": {**GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
-    "gemma3": {**GEMMA, "model_type": "gemma3_text", "rope_local_base_freq": 20.0, "num_hidden_layers": 7},
+    "gemma2": {
+        **GEMMA,
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {
+        **GEMMA,
+        "model_type": "gemma3_text",
+        "rope_local_base_freq": 20.0,
+        "num_hidden_layers": 7,
+    },
 }
 
 
@@ -62,7 +84,9 @@ class Rounding(CpuKernels):
 
     def pack(self, weight: Weight) -> CpuWeight:
         quantized = weight.data.dtype.itemsize == 1
-        return super().pack(replace(weight, activations=Activations.DYNAMIC) if quantized else weight)
+        return super().pack(
+            replace(weight, activations=Activations.DYNAMIC) if quantized else weight
+        )
 
 
 def cache(name: str, config: ModelConfig) -> KVCacheConfig:
@@ -82,12 +106,16 @@ def cache(name: str, config: ModelConfig) -> KVCacheConfig:
     return KVCacheConfig(Format(name), Granularity.TOKEN, ScaleSource.DYNAMIC, None)
 
 
-def build(shape: dict[str, Any], cache_name: str, kernels: CpuKernels = KERNELS) -> tuple[ModelRunner, ModelRunner]:
+def build(
+    shape: dict[str, Any], cache_name: str, kernels: CpuKernels = KERNELS
+) -> tuple[ModelRunner, ModelRunner]:
     """A runner that records, and one that does not, over caches of their own."""
     config = parse_model_config(shape)
     weights = Format.BFLOAT16 if kernels is KERNELS else Format.E4M3FN
     model = random_model(config, kernels, Format.BFLOAT16, weights, MAX_LEN, "cpu")
-    return recording_runner(model, new_pool(model, cache_name)), ModelRunner(model, new_pool(model, cache_name), "cpu")
+    return recording_runner(model, new_pool(model, cache_name)), ModelRunner(
+        model, new_pool(model, cache_name), "cpu"
+    )
 
 
 def new_pool(model: Decoder, cache_name: str) -> KVPool:
@@ -103,7 +131,12 @@ def new_pool(model: Decoder, cache_name: str) -> KVPool:
 def tensors_of(pool: KVPool) -> list[torch.Tensor]:
     states = [part for layer in pool.states.values() for part in layer.states.parts.values()]
     pages = [layer.pages for layer in pool.paged.values()]
-    tokens = [one for page in pages for one in (page.k_scale, page.v_scale) if one is not None and page.dynamic]
+    tokens = [
+        one
+        for page in pages
+        for one in (page.k_scale, page.v_scale)
+        if one is not None and page.dynamic
+    ]
     return [*(page.k for page in pages), *(page.v for page in pages), *tokens, *states]
 
 
@@ -120,18 +153,24 @@ def recordings_of(runner: ModelRunner) -> CpuRecordings:
 
 
 class Batch:
-    """Four sequences; a step takes some of them by one token. Their blocks have `sizes` tokens, by group."""
+    """Four sequences; a step takes some of them by one token. Their blocks have `sizes` tokens, by
+    group.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         counts = [MAX_LEN // size for size in sizes]
         self.lengths = [0] * 4
-        self.blocks = [tuple(tuple(range(count * i, count * i + count)) for count in counts) for i in range(4)]
+        self.blocks = [
+            tuple(tuple(range(count * i, count * i + count)) for count in counts) for i in range(4)
+        ]
 
     @classmethod
     def of(cls, runner: ModelRunner) -> Batch:
         return cls([group.tokens_per_block for group in runner.pool.spec.groups])
 
-    def advance(self, sequences: tuple[int, ...], count: int = 1, logits: Logits = Logits.LAST) -> list[SequenceSlice]:
+    def advance(
+        self, sequences: tuple[int, ...], count: int = 1, logits: Logits = Logits.LAST
+    ) -> list[SequenceSlice]:
         slices = []
         for i in sequences:
             start = self.lengths[i]
@@ -142,12 +181,18 @@ class Batch:
 
 
 def compare(recorded: ModelRunner, plain: ModelRunner) -> None:
-    """Steps of growing contexts, over the edges of blocks and windows, by changing numbers of sequences."""
+    """Steps of growing contexts, over the edges of blocks and windows, by changing numbers of
+    sequences.
+    """
     batch = Batch.of(recorded)
     steps = [batch.advance((i,), count) for i, count in enumerate((3, 6, 40, 17))]
     for which in [(0, 1, 2, 3), (2,), (3, 1), (0, 1, 2), (1,)] * 2:
         steps += [batch.advance(which), batch.advance(which)]
-    steps += [batch.advance((0, 3), 5), batch.advance((0,), logits=Logits.ALL), batch.advance((3, 2, 1, 0))]
+    steps += [
+        batch.advance((0, 3), 5),
+        batch.advance((0,), logits=Logits.ALL),
+        batch.advance((3, 2, 1, 0)),
+    ]
     for step in steps:
         assert torch.equal(recorded.run(step).all_logits(), plain.run(step).all_logits())
     assert recorded.pool.counters() == plain.pool.counters()
@@ -163,7 +208,9 @@ def test_every_model_has_the_same_bits(shape, cache_name):
     assert recordings_of(recorded).obstacle == ""
 
 
-@pytest.mark.parametrize("cache_name", ["bfloat16", "fp8_e5m2", "int8", "static", "centers", "skipped"])
+@pytest.mark.parametrize(
+    "cache_name", ["bfloat16", "fp8_e5m2", "int8", "static", "centers", "skipped"]
+)
 def test_every_cache_has_the_same_bits(cache_name):
     recorded, plain = build(SHAPE, cache_name)
     compare(recorded, plain)
@@ -204,7 +251,9 @@ def test_a_recording_is_the_whole_step_from_token_ids_to_logits():
     assert recording.output.shape == (2, 64)
 
 
-@pytest.mark.parametrize("change", [{"input_limit": 0.5}, {"float32": True}, {"divisor": 3.0, "soft_cap": 2.0}])
+@pytest.mark.parametrize(
+    "change", [{"input_limit": 0.5}, {"float32": True}, {"divisor": 3.0, "soft_cap": 2.0}]
+)
 def test_what_torch_has_of_a_head_follows_the_recording(change):
     recorded, plain = build(SHAPE, "bfloat16")
     head = replace(plain.model.head, **change)
@@ -255,7 +304,10 @@ def test_a_model_with_an_operation_of_torch_runs_as_written():
     layer = plain.model.layers[1]
     down = layer.mlp.down
     assert isinstance(down, Linear)
-    layers = (plain.model.layers[0], replace(layer, mlp=replace(layer.mlp, down=replace(down, input_limit=0.25))))
+    layers = (
+        plain.model.layers[0],
+        replace(layer, mlp=replace(layer.mlp, down=replace(down, input_limit=0.25))),
+    )
     model = replace(plain.model, layers=(*layers, plain.model.layers[2]))
     recorded = recording_runner(model, recorded.pool)
     compare(recorded, replace(plain, model=model))
@@ -270,7 +322,9 @@ def test_a_kernel_that_fails_is_reported_and_does_no_harm(steps_before):
         step = batch.advance((0, 1))
         assert torch.equal(recorded.run(step).all_logits(), plain.run(step).all_logits())
     bad = [part._replace(start=-1) for part in batch.advance((0, 1))]
-    with pytest.raises(KernelError, match="freight_attention failed: a sequence has more queries than keys"):
+    with pytest.raises(
+        KernelError, match="freight_attention failed: a sequence has more queries than keys"
+    ):
         recorded.run(bad)
     batch.lengths = [steps_before] * 2 + [0, 0]
     for _ in range(3):
@@ -286,11 +340,18 @@ def test_a_captured_step_belongs_to_its_cache():
 
 def test_the_engine_records_and_generates_the_same():
     params = [
-        SamplingParams(temperature=0.8, seed=i, max_tokens=6 + 3 * i, ignore_eos=True, logprobs=2) for i in range(6)
+        SamplingParams(temperature=0.8, seed=i, max_tokens=6 + 3 * i, ignore_eos=True, logprobs=2)
+        for i in range(6)
     ]
     found = []
     for recording in (True, False):
-        llm = LLM("demo", kv_cache_dtype="fp8_e4m3", kv_cache_memory="2MiB", max_model_len=64, max_num_seqs=4)
+        llm = LLM(
+            "demo",
+            kv_cache_dtype="fp8_e4m3",
+            kv_cache_memory="2MiB",
+            max_model_len=64,
+            max_num_seqs=4,
+        )
         runner = llm.engine.runner
         assert isinstance(recordings_of(runner), CpuRecordings)
         if not recording:

@@ -1,4 +1,6 @@
-"""The sampler against its definition in plain Python, by χ²; ties, seeds, batch invariance, log-probabilities."""
+"""The sampler against its definition in plain Python, by χ²; ties, seeds, batch invariance,
+log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -32,25 +34,38 @@ DRAWS = 3000
 
 
 def make_row(params, seed=1, position=0, prompt=(), output=(), stops=()):
-    return SamplingRow(params, seed, tuple(prompt), list(output) or range(position), frozenset(stops))
+    return SamplingRow(
+        params, seed, tuple(prompt), list(output) or range(position), frozenset(stops)
+    )
 
 
 def draw(logits, params, count=DRAWS, seed=1, first=0, prompt=(), output=()):
-    """Tokens of `count` rows at positions first … or, where an output is given, with seeds of their own."""
+    """Tokens of `count` rows at positions first … or, where an output is given, with seeds of their
+    own.
+    """
     if output:
-        rows = [make_row(params, sibling_seed(seed, i), prompt=prompt, output=output) for i in range(count)]
+        rows = [
+            make_row(params, sibling_seed(seed, i), prompt=prompt, output=output)
+            for i in range(count)
+        ]
     else:
         rows = [make_row(params, seed, first + i, prompt) for i in range(count)]
     return [one.token_id for one in sample(logits.expand(count, -1), rows)]
 
 
 def definition(logits, params, prompt=(), output=()):
-    """The probability of every token id, computed with Python floats from the docstring's definition."""
+    """The probability of every token id, computed with Python floats from the docstring's
+    definition.
+    """
     x = list(logits)
     for token, bias in params.logit_bias.items():
         x[token] += bias
     for token in {*prompt, *output}:
-        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        x[token] = (
+            x[token] / params.repetition_penalty
+            if x[token] > 0
+            else x[token] * params.repetition_penalty
+        )
     for token, count in Counter(output).items():
         x[token] -= params.presence_penalty + params.frequency_penalty * count
     x = [(value - max(x)) / params.temperature for value in x]
@@ -80,10 +95,14 @@ def chi_squared_fits(observed, expected):
         return False  # something that cannot be drawn was
     freedom = len(large) - 1
     statistic = sum((o - e) ** 2 / e for o, e in large)
-    return statistic <= freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
+    return (
+        statistic <= freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
+    )
 
 
-LOGITS = (torch.randn(24, generator=torch.Generator().manual_seed(3)) * 2).round(decimals=1)  # rounded: there are ties
+LOGITS = (torch.randn(24, generator=torch.Generator().manual_seed(3)) * 2).round(
+    decimals=1
+)  # rounded: there are ties
 PROMPT = (0, 5, 5, 11)
 OUTPUT = (2, 2, 2, 7, 20)
 
@@ -106,7 +125,14 @@ OUTPUT = (2, 2, 2, 7, 20)
         pytest.param({"presence_penalty": 1.5}, marks=pytest.mark.slow),
         pytest.param({"frequency_penalty": 0.7}, marks=pytest.mark.slow),
         {"frequency_penalty": -0.5, "presence_penalty": 0.5, "repetition_penalty": 1.2},
-        {"temperature": 2.0, "min_p": 0.02, "top_k": 9, "top_p": 0.8, "presence_penalty": 1.0, "logit_bias": {3: 2.0}},
+        {
+            "temperature": 2.0,
+            "min_p": 0.02,
+            "top_k": 9,
+            "top_p": 0.8,
+            "presence_penalty": 1.0,
+            "logit_bias": {3: 2.0},
+        },
     ],
     ids=str,
 )
@@ -124,15 +150,26 @@ def test_the_chi_squared_test_tells_neighbours_apart():
     assert not chi_squared_fits([tokens[i] for i in range(24)], [p * DRAWS for p in expected])
 
 
-@pytest.mark.parametrize(("options", "first"), [({"top_k": 1}, 2), ({"top_p": 0.4}, 2), ({"logit_bias": {0: -1e9}}, 1)])
+@pytest.mark.parametrize(
+    ("options", "first"), [({"top_k": 1}, 2), ({"top_p": 0.4}, 2), ({"logit_bias": {0: -1e9}}, 1)]
+)
 def test_the_least_random_number_draws_no_token_without_probability(monkeypatch, options, first):
-    monkeypatch.setattr(sampler, "uniforms", lambda seeds, positions, device: torch.zeros(len(seeds)).double())
-    [drawn] = sample(torch.tensor([[1.0, 1.0, 2.0]]), [make_row(SamplingParams(temperature=1.0, **options))])
+    monkeypatch.setattr(
+        sampler, "uniforms", lambda seeds, positions, device: torch.zeros(len(seeds)).double()
+    )
+    [drawn] = sample(
+        torch.tensor([[1.0, 1.0, 2.0]]), [make_row(SamplingParams(temperature=1.0, **options))]
+    )
     assert drawn.token_id == first
 
 
 def test_every_random_row_of_a_mixed_batch_follows_its_own_definition():
-    kinds = [SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.6), SamplingParams(min_p=0.2)]
+    kinds = [
+        SamplingParams(),
+        SamplingParams(top_k=3),
+        SamplingParams(top_p=0.6),
+        SamplingParams(min_p=0.2),
+    ]
     kinds += [SamplingParams(temperature=0), SamplingParams(top_k=5, top_p=0.7, temperature=2.0)]
     rows = [make_row(kinds[i % len(kinds)], seed=9, position=i) for i in range(6 * 1500)]
     tokens = [one.token_id for one in sample(LOGITS.expand(len(rows), -1), rows)]
@@ -180,7 +217,15 @@ def test_siblings_have_seeds_of_their_own():
     assert len(seeds) == 3 * 128
     assert all(0 <= seed < 2**64 for seed in seeds)
     assert sibling_seed(-1, 3) == sibling_seed(2**64 - 1, 3)
-    assert len({tuple(draw(LOGITS, SamplingParams(), 16, sibling_seed(7, index))) for index in range(8)}) == 8
+    assert (
+        len(
+            {
+                tuple(draw(LOGITS, SamplingParams(), 16, sibling_seed(7, index)))
+                for index in range(8)
+            }
+        )
+        == 8
+    )
 
 
 def test_same_seed_same_tokens_and_another_seed_others():
@@ -226,7 +271,14 @@ def test_min_tokens_bars_stop_ids_until_then():
 def test_logits_of_the_caller_are_not_changed():
     logits = LOGITS[None].clone()
     sample(
-        logits, [make_row(SamplingParams(logit_bias={0: 1.0}, min_p=0.1, top_k=3, top_p=0.5, repetition_penalty=2.0))]
+        logits,
+        [
+            make_row(
+                SamplingParams(
+                    logit_bias={0: 1.0}, min_p=0.1, top_k=3, top_p=0.5, repetition_penalty=2.0
+                )
+            )
+        ],
     )
     assert torch.equal(logits, LOGITS[None])
 
@@ -268,12 +320,24 @@ OPTIONS = [
 
 
 @settings(max_examples=examples(25))
-@given(kinds=st.lists(st.sampled_from(range(len(OPTIONS))), min_size=1, max_size=24), seed=st.integers(0, 2**64 - 1))
+@given(
+    kinds=st.lists(st.sampled_from(range(len(OPTIONS))), min_size=1, max_size=24),
+    seed=st.integers(0, 2**64 - 1),
+)
 def test_a_row_has_the_same_bits_in_every_batch(kinds, seed):
     generator = torch.Generator().manual_seed(seed % 2**31)
-    logits = torch.randn(len(kinds), 5003, generator=generator) * 3  # odd: rows lie at every alignment
+    logits = (
+        torch.randn(len(kinds), 5003, generator=generator) * 3
+    )  # odd: rows lie at every alignment
     rows = [
-        make_row(SamplingParams(**OPTIONS[kind]), seed + i, i, prompt=(1, 2, 3), output=(4, 4, 5), stops=(6,))
+        make_row(
+            SamplingParams(**OPTIONS[kind]),
+            seed + i,
+            i,
+            prompt=(1, 2, 3),
+            output=(4, 4, 5),
+            stops=(6,),
+        )
         for i, kind in enumerate(kinds)
     ]
     together = sample(logits, rows)
@@ -327,21 +391,32 @@ def test_a_bad_row_fails_alone(kinds, bad, vocab_size, seed):
         assert (one.error is not None) == (i in bad)
         if i in bad:
             assert (one.token_id, one.logprobs) == (-1, None)
-            assert ("barred by min_tokens=16" if bad[i] == "barred" else "NaN or infinite") in one.error
+            assert (
+                "barred by min_tokens=16" if bad[i] == "barred" else "NaN or infinite"
+            ) in one.error
     spoiled = {i for i in bad if bad[i] != "barred"}
     targets = torch.arange(len(kinds)) % vocab_size
     for i in range(len(kinds)):
         assert (prompt_logprobs(logits[i : i + 1], targets[i : i + 1], 3) is None) == (i in spoiled)
-    assert (prompt_logprobs(logits, targets, 3) is None) == any(i in spoiled for i in range(len(kinds)))
+    assert (prompt_logprobs(logits, targets, 3) is None) == any(
+        i in spoiled for i in range(len(kinds))
+    )
 
 
 def test_logprobs_are_of_the_model_and_by_rank():
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, -1.0]])
     expected = logits.log_softmax(-1)[0].tolist()
-    params = SamplingParams(temperature=0, logprobs=3, logit_bias={4: 100.0}, repetition_penalty=1.3)
+    params = SamplingParams(
+        temperature=0, logprobs=3, logit_bias={4: 100.0}, repetition_penalty=1.3
+    )
     (one,) = sample(logits, [make_row(params, prompt=(1,))])
     assert one.token_id == 4
-    assert one.logprobs == ((1, expected[1], 1), (3, expected[3], 2), (2, expected[2], 3), (4, expected[4], 5))
+    assert one.logprobs == (
+        (1, expected[1], 1),
+        (3, expected[3], 2),
+        (2, expected[2], 3),
+        (4, expected[4], 5),
+    )
     (one,) = sample(logits, [make_row(SamplingParams(temperature=0, logprobs=3))])
     assert one.logprobs == ((1, expected[1], 1), (3, expected[3], 2), (2, expected[2], 3))
     (one,) = sample(logits, [make_row(SamplingParams(temperature=0, logprobs=0))])
@@ -361,16 +436,24 @@ def test_prompt_logprobs_have_the_same_form_and_bits():
         wanted = list(dict.fromkeys([*order[:5], target]))
         exact = row.log_softmax(-1).tolist()
         assert entries == tuple((token, exact[token], order.index(token) + 1) for token in wanted)
-    assert found == [next(iter(prompt_logprobs(logits[i : i + 1], targets[i : i + 1], 5))) for i in range(70)]
+    assert found == [
+        next(iter(prompt_logprobs(logits[i : i + 1], targets[i : i + 1], 5))) for i in range(70)
+    ]
     assert [len(entries) for entries in prompt_logprobs(logits, targets, 0)] == [1] * 70
     assert len(prompt_logprobs(logits[:0], targets[:0], 5)) == 0
 
 
-@given(logits=st.lists(st.lists(st.sampled_from([-math.inf, -0.5, 0.0, -0.0, 1.0, 2.0]), min_size=7, max_size=7)))
+@given(
+    logits=st.lists(
+        st.lists(st.sampled_from([-math.inf, -0.5, 0.0, -0.0, 1.0, 2.0]), min_size=7, max_size=7)
+    )
+)
 def test_numpy_and_torch_agree_on_the_most_likely_and_on_ranks(logits):
     x = torch.tensor([*logits, [0.0] * 7])
     for count in range(1, 8):
-        assert torch.equal(_most_likely(x, count), _first_by_mask(x, x.topk(count).values[:, -1:], count))
+        assert torch.equal(
+            _most_likely(x, count), _first_by_mask(x, x.topk(count).values[:, -1:], count)
+        )
     for token in range(7):
         tokens = torch.full((len(x),), token)
         assert torch.equal(_ranks(x, tokens), _ranks_on_device(x, tokens))

@@ -16,7 +16,8 @@ from freight.outputs import FinishReason
 NewRig = Callable[..., Any]  # makes a Rig of conftest.py
 
 
-# ------------------------------------------------------------------------------------------------ chunks and budget
+# ------------------------------------------------------------------------------------------------
+# chunks and budget
 
 
 def test_prompt_is_cut_at_the_budget_and_samples_at_its_end_only(new_rig: NewRig) -> None:
@@ -39,7 +40,9 @@ def test_prompt_around_the_budget(new_rig: NewRig, length: int) -> None:
     assert [chunk.samples for chunk in chunks] == ([True] if length <= 10 else [False, True])
 
 
-def test_budget_goes_to_running_requests_first_then_first_come_first_served(new_rig: NewRig) -> None:
+def test_budget_goes_to_running_requests_first_then_first_come_first_served(
+    new_rig: NewRig,
+) -> None:
     rig = new_rig(budget=10)
     rig.add("a", range(4), max_tokens=8)
     rig.step()
@@ -47,7 +50,12 @@ def test_budget_goes_to_running_requests_first_then_first_come_first_served(new_
     rig.add("c", range(30, 36), max_tokens=8)
     rig.add("d", range(40, 46), max_tokens=8)
     assert rig.shape(rig.step()) == [("a", 4, 1, True), ("b", 0, 6, True), ("c", 0, 3, False)]
-    assert rig.shape(rig.step()) == [("a", 5, 1, True), ("b", 6, 1, True), ("c", 3, 3, True), ("d", 0, 5, False)]
+    assert rig.shape(rig.step()) == [
+        ("a", 5, 1, True),
+        ("b", 6, 1, True),
+        ("c", 3, 3, True),
+        ("d", 0, 5, False),
+    ]
 
 
 def test_no_more_than_max_num_seqs_run(new_rig: NewRig) -> None:
@@ -76,7 +84,8 @@ def test_decode_never_waits_behind_the_prefill_of_an_earlier_request(new_rig: Ne
     rig.step()
     rig.add("late", [1, 2], max_tokens=20)
     assert rig.shape(rig.step()) == [("leader", 16, 1, True), ("late", 0, 2, True)]
-    # The leader leaves, everything cached is evicted, and the sibling, earlier than `late`, starts from nothing.
+    # The leader leaves, everything cached is evicted, and the sibling, earlier than `late`, starts
+    # from nothing.
     rig.scheduler.abort("leader")
     held = rig.allocator.allocate(rig.allocator.num_available)
     assert held is not None
@@ -86,7 +95,8 @@ def test_decode_never_waits_behind_the_prefill_of_an_earlier_request(new_rig: Ne
     assert rig.shape(rig.step()) == [("sibling", 14, 3, True), ("late", 4, 1, True)]
 
 
-# --------------------------------------------------------------------------------------------------------- finishing
+# ---------------------------------------------------------------------------------------------------------
+# finishing
 
 
 def first_tokens(new_rig: NewRig, prompt: Sequence[int], count: int) -> list[int]:
@@ -100,7 +110,11 @@ def test_max_tokens_ends_with_length(new_rig: NewRig) -> None:
     rig = new_rig()
     request = rig.add("a", [1, 2], max_tokens=5)
     rig.run()
-    assert (len(request.output_token_ids), request.finish_reason, request.stop_reason) == (5, FinishReason.LENGTH, None)
+    assert (len(request.output_token_ids), request.finish_reason, request.stop_reason) == (
+        5,
+        FinishReason.LENGTH,
+        None,
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [None, 500])
@@ -130,7 +144,9 @@ def test_named_stop_id_is_the_stop_reason_and_wins_over_the_length(new_rig: NewR
 
 
 @pytest.mark.parametrize(("min_tokens", "length"), [(0, 3), (3, 3), (4, 6)])
-def test_stop_ids_count_only_once_min_tokens_are_generated(new_rig: NewRig, min_tokens: int, length: int) -> None:
+def test_stop_ids_count_only_once_min_tokens_are_generated(
+    new_rig: NewRig, min_tokens: int, length: int
+) -> None:
     tokens = first_tokens(new_rig, [1, 2], 3)
     rig = new_rig()
     request = rig.add("a", [1, 2], eos=[tokens[2]], max_tokens=6, min_tokens=min_tokens)
@@ -197,7 +213,12 @@ def test_rebuilding_loses_no_token(new_rig: NewRig) -> None:
     for _ in range(20):
         rig = new_rig(num_blocks=16, budget=12, max_model_len=40)
         for index in range(6):
-            rig.add(str(index), [rng.randrange(9) for _ in range(rng.randint(1, 20))], eos=[3], max_tokens=8)
+            rig.add(
+                str(index),
+                [rng.randrange(9) for _ in range(rng.randint(1, 20))],
+                eos=[3],
+                max_tokens=8,
+            )
         for _ in range(rng.randint(1, 12)):
             if rig.scheduler.has_unfinished:
                 rig.step()
@@ -212,7 +233,8 @@ def test_rebuilding_loses_no_token(new_rig: NewRig) -> None:
         rig.check_all_done()
 
 
-# ----------------------------------------------------------------------------------------------------------- refusal
+# -----------------------------------------------------------------------------------------------------------
+# refusal
 
 
 @pytest.mark.parametrize(
@@ -225,7 +247,11 @@ def test_rebuilding_loses_no_token(new_rig: NewRig) -> None:
     ],
 )
 def test_impossible_requests_are_refused_with_the_numbers(
-    new_rig: NewRig, prompt: Sequence[int], params: dict[str, Any], error: type[Exception], message: str
+    new_rig: NewRig,
+    prompt: Sequence[int],
+    params: dict[str, Any],
+    error: type[Exception],
+    message: str,
 ) -> None:
     rig = new_rig(num_blocks=8, block_size=4, max_model_len=64)
     with pytest.raises(error, match=message):
@@ -247,11 +273,14 @@ def test_an_id_is_unique_among_unfinished_requests(new_rig: NewRig) -> None:
     rig.check_all_done()
 
 
-# ------------------------------------------------------------------------------------------------------- preemption
+# -------------------------------------------------------------------------------------------------------
+# preemption
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_preemption_takes_the_latest_and_recomputes_the_same_tokens(new_rig: NewRig, caching: bool) -> None:
+def test_preemption_takes_the_latest_and_recomputes_the_same_tokens(
+    new_rig: NewRig, caching: bool
+) -> None:
     rig = new_rig(num_blocks=8, block_size=4, caching=caching, max_model_len=32)
     a = rig.add("a", range(8), max_tokens=20)
     b = rig.add("b", range(20, 28), max_tokens=20)
@@ -261,7 +290,11 @@ def test_preemption_takes_the_latest_and_recomputes_the_same_tokens(new_rig: New
         step = rig.schedule()
         victims += [request.request_id for request in step.preempted]
         for request in step.preempted:
-            assert (request.state, request.num_computed_tokens, request.held) == (RequestState.WAITING, 0, NOTHING)
+            assert (request.state, request.num_computed_tokens, request.held) == (
+                RequestState.WAITING,
+                0,
+                NOTHING,
+            )
         rig.scheduler.apply(step, rig.model(step))
     assert a.num_preemptions == 0
     assert victims.count("b") == b.num_preemptions > 0
@@ -308,7 +341,8 @@ def test_request_is_admitted_only_with_room_to_grow(new_rig: NewRig) -> None:
     rig.check_all_done()
 
 
-# -------------------------------------------------------------------------------------------------------------- abort
+# --------------------------------------------------------------------------------------------------------------
+# abort
 
 
 def while_waiting(rig: Any) -> None:
@@ -327,7 +361,9 @@ def in_decode(rig: Any) -> None:
 
 @pytest.mark.parametrize("stage", [while_waiting, in_prefill, in_decode])
 @pytest.mark.parametrize("between", [False, True])
-def test_abort_returns_every_block(new_rig: NewRig, stage: Callable[[Any], None], between: bool) -> None:
+def test_abort_returns_every_block(
+    new_rig: NewRig, stage: Callable[[Any], None], between: bool
+) -> None:
     rig = new_rig(budget=16)
     request = rig.add("a", range(20), max_tokens=20)
     stage(rig)
@@ -384,7 +420,12 @@ def test_a_request_that_a_window_has_no_room_for_is_refused(new_rig: NewRig) -> 
     rig.add("fits", range(80), max_tokens=64)
     with pytest.raises(CapacityError) as error:
         rig.add("b", range(100), max_tokens=100)
-    for figure in ("grow to 200 tokens", "(100 of prompt)", "holds 144 of the 176", "window of 40 tokens"):
+    for figure in (
+        "grow to 200 tokens",
+        "(100 of prompt)",
+        "holds 144 of the 176",
+        "window of 40 tokens",
+    ):
         assert figure in str(error.value)
     rig.run()
     rig.check_all_done()

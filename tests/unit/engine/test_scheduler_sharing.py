@@ -1,4 +1,6 @@
-"""Scheduler: steps that follow one under way, prefix hits, siblings, and traffic in which all happens at once."""
+"""Scheduler: steps that follow one under way, prefix hits, siblings, and traffic in which all
+happens at once.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,22 @@ def test_a_step_follows_only_where_no_request_could_be_admitted_instead(new_rig:
     rig.step()
     step = rig.schedule()
     rig.add("c", [5, 6], max_tokens=9)
-    assert rig.shape(rig.scheduler.follow(step)) == [("a", 5, 1, True), ("b", 3, 1, True)]  # "c" has to wait anyway
+    assert rig.shape(rig.scheduler.follow(step)) == [
+        ("a", 5, 1, True),
+        ("b", 3, 1, True),
+    ]  # "c" has to wait anyway
     rig.scheduler.abort("b")
     assert rig.scheduler.follow(step) is None
 
 
-# ----------------------------------------------------------------------------------------------------- prefix caching
+# -----------------------------------------------------------------------------------------------------
+# prefix caching
 
 
 @pytest.mark.parametrize(("length", "hits"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
-def test_cached_prompt_recomputes_at_least_its_last_token(new_rig: NewRig, length: int, hits: int) -> None:
+def test_cached_prompt_recomputes_at_least_its_last_token(
+    new_rig: NewRig, length: int, hits: int
+) -> None:
     rig = new_rig(block_size=4)
     rig.add("a", range(length), max_tokens=6)
     rig.run()
@@ -122,17 +130,23 @@ def test_a_window_needs_no_block_before_it_for_a_hit(new_rig: NewRig) -> None:
     b = rig.add("b", range(400), max_tokens=2)
     rig.run()
     assert b.num_cached_tokens == 384
-    c = rig.add("c", range(200), max_tokens=2)  # its window is gone, so nothing of the other group helps
+    c = rig.add(
+        "c", range(200), max_tokens=2
+    )  # its window is gone, so nothing of the other group helps
     rig.run()
     assert c.num_cached_tokens == 0
     rig.check_all_done()
 
 
-# ----------------------------------------------------------------------------------------------------------- siblings
+# -----------------------------------------------------------------------------------------------------------
+# siblings
 
 
 def add_group(rig: Any, length: int, **params: Any) -> list[Request]:
-    return [rig.add(f"g{i}", range(length), group="g", index=i, max_tokens=4, **params) for i in range(3)]
+    return [
+        rig.add(f"g{i}", range(length), group="g", index=i, max_tokens=4, **params)
+        for i in range(3)
+    ]
 
 
 def test_siblings_wait_for_the_prompt_and_share_its_blocks(new_rig: NewRig) -> None:
@@ -141,7 +155,10 @@ def test_siblings_wait_for_the_prompt_and_share_its_blocks(new_rig: NewRig) -> N
     rig.add("other", range(30, 34), max_tokens=2)
     assert rig.shape(rig.step()) == [("g0", 0, 8, False)]
     assert rig.shape(rig.step()) == [("g0", 8, 8, False)]
-    assert rig.shape(rig.step()) == [("g0", 16, 1, True), ("other", 0, 4, True)]  # later requests do not wait
+    assert rig.shape(rig.step()) == [
+        ("g0", 16, 1, True),
+        ("other", 0, 4, True),
+    ]  # later requests do not wait
     assert rig.shape(rig.step()) == [
         ("g0", 17, 1, True),
         ("other", 4, 1, True),
@@ -181,7 +198,8 @@ def test_siblings_go_on_when_the_first_leaves(new_rig: NewRig) -> None:
     rig.check_all_done()
 
 
-# --------------------------------------------------------------------------------------------------------- simulation
+# ---------------------------------------------------------------------------------------------------------
+# simulation
 
 
 def add_random_group(rig: Any, rng: Random) -> None:
@@ -253,7 +271,9 @@ def test_windows_give_blocks_back_and_change_no_token(
     """The same traffic over windows, in caches that just hold one request of the greatest length."""
     groups = [Pages((index,), 1, window, block_size) for index, window in enumerate(windows)]
     num_blocks = [group.most_blocks(150, budget) + spare_blocks for group in groups]
-    drive(new_rig(num_blocks, block_size, max_num_seqs, budget, 150, caching, windows), rng, steps=15)
+    drive(
+        new_rig(num_blocks, block_size, max_num_seqs, budget, 150, caching, windows), rng, steps=15
+    )
 
 
 def drive(rig: Any, rng: Random, steps: int = 60) -> None:

@@ -10,11 +10,16 @@ import pytest
 from freight.engine.watch import cache_watched
 
 
-@pytest.mark.parametrize(("clipped", "said"), [(0, None), (10, None), (11, "0.1 %"), (500, "5.0 %")])
+@pytest.mark.parametrize(
+    ("clipped", "said"), [(0, None), (10, None), (11, "0.1 %"), (500, "5.0 %")]
+)
 def test_a_share_of_clipped_values_is_said_above_one_in_a_thousand(
     caplog: pytest.LogCaptureFixture, clipped: int, said: str | None
 ) -> None:
-    counts = [(3, 7), (3, 7 + clipped)]  # NaN and clipped values, before and after 10 tokens of 1,000 values
+    counts = [
+        (3, 7),
+        (3, 7 + clipped),
+    ]  # NaN and clipped values, before and after 10 tokens of 1,000 values
     pool = SimpleNamespace(counters=lambda: counts.pop(0), values_per_token=1000)
     engine: Any = SimpleNamespace(runner=SimpleNamespace(pool=pool), num_computed_tokens=5)
     with cache_watched(engine):

@@ -1,4 +1,6 @@
-"""The config.json of models that people run, as their authors published them, and small models of the same shape."""
+"""The config.json of models that people run, as their authors published them, and small models of
+the same shape.
+"""
 
 from __future__ import annotations
 
@@ -79,15 +81,35 @@ GEMMA_3_27B: Json = {  # a model of text and pictures
     },
 }
 
-_SMALL_LLAMA = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16, "num_attention_heads": 8}
+_SMALL_LLAMA = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 16,
+    "num_attention_heads": 8,
+}
 _SMALL_LLAMA |= {"max_position_embeddings": 1024, "vocab_size": 320}
 SMALL: dict[str, Json] = {  # the published keys, with small sizes
-    "llama-3.1-8b": LLAMA_3_1_8B | _SMALL_LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": 2},
-    "llama-3.1-70b": LLAMA_3_1_70B | _SMALL_LLAMA | {"num_hidden_layers": 5, "num_key_value_heads": 1},
+    "llama-3.1-8b": LLAMA_3_1_8B
+    | _SMALL_LLAMA
+    | {"num_hidden_layers": 4, "num_key_value_heads": 2},
+    "llama-3.1-70b": LLAMA_3_1_70B
+    | _SMALL_LLAMA
+    | {"num_hidden_layers": 5, "num_key_value_heads": 1},
     "gemma-3-27b": GEMMA_3_27B
     | {
         "text_config": GEMMA_3_27B["text_config"]
-        | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16, "num_attention_heads": 4, "vocab_size": 320}
-        | {"num_hidden_layers": 7, "num_key_value_heads": 2, "sliding_window": 96, "max_position_embeddings": 1024}
+        | {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "head_dim": 16,
+            "num_attention_heads": 4,
+            "vocab_size": 320,
+        }
+        | {
+            "num_hidden_layers": 7,
+            "num_key_value_heads": 2,
+            "sliding_window": 96,
+            "max_position_embeddings": 1024,
+        }
     },
 }

@@ -1,4 +1,6 @@
-"""No advice for a cache that ruins the model: a real model, texts of every kind, and what a reader is shown."""
+"""No advice for a cache that ruins the model: a real model, texts of every kind, and what a reader
+is shown.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ KINDS = ("prose", "code", "digits", "Chinese", "one line")
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The demo with keys 1,024 times as large and queries as much smaller: the same function, powers of two."""
+    """The demo with keys 1,024 times as large and queries as much smaller: the same function,
+    powers of two.
+    """
     folder = tmp_path_factory.mktemp("scaled") / "model"
     shutil.copytree(resolve_model("demo"), folder)
     tensors = load_file(folder / "model.safetensors")
@@ -62,7 +66,9 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def evaluated(model: str, kind: str, tokens: int, window: int | None, caches: tuple[str, ...]) -> Evaluation:
+def evaluated(
+    model: str, kind: str, tokens: int, window: int | None, caches: tuple[str, ...]
+) -> Evaluation:
     grid = GridArgs(caches=caches, speed=False, window=window, max_tokens=tokens)
     return evaluate_grid(EngineArgs(model), [text_of(kind)], grid)
 
@@ -84,10 +90,14 @@ LONG = [pytest.param(kind, 20_000, None, marks=pytest.mark.slow) for kind in KIN
 
 
 @pytest.mark.parametrize(("kind", "tokens", "window"), SHORT + LONG)
-def test_a_cache_that_clips_the_keys_is_never_recommended(scaled: str, kind: str, tokens: int, window: int | None):
+def test_a_cache_that_clips_the_keys_is_never_recommended(
+    scaled: str, kind: str, tokens: int, window: int | None
+):
     evaluation = evaluated(scaled, kind, tokens, window, ("unit",))
     assert evaluation.num_tokens >= tokens - 1
-    assert (evaluation.sample.num_units >= MIN_UNITS) == (tokens > 200 and kind not in ("Chinese", "one line"))
+    assert (evaluation.sample.num_units >= MIN_UNITS) == (
+        tokens > 200 and kind not in ("Chinese", "one line")
+    )
     run, found = evaluation.runs[1], advice(evaluation)
     assert (run.name, run.verdict) == ("unit", Verdict.NOT_SAFE)
     assert run.clipped_share > 0.01
@@ -99,7 +109,9 @@ def test_a_cache_that_clips_the_keys_is_never_recommended(scaled: str, kind: str
 
 
 def test_a_text_that_repeats_itself_is_no_evidence():
-    """Without this rule the figures of 62 equal windows have narrow intervals, and the cache is recommended."""
+    """Without this rule the figures of 62 equal windows have narrow intervals, and the cache is
+    recommended.
+    """
     evaluation = evaluated("demo", "one line", 8000, 128, ("token",))
     sample = evaluation.sample
     assert sample.num_repeats > 50
@@ -107,7 +119,9 @@ def test_a_text_that_repeats_itself_is_no_evidence():
     found = advice(evaluation)
     assert (found.verdict, found.chosen) == (Verdict.CANNOT_BE_SAID, None)
     (warning,) = evaluation.warnings
-    assert warning.startswith(f"the text repeats itself: 63 windows count as {sample.num_units}, and an interval takes")
+    assert warning.startswith(
+        f"the text repeats itself: 63 windows count as {sample.num_units}, and an interval takes"
+    )
     assert evaluation.as_json()["num_repeats"] == sample.num_repeats
     assert f"{sample.num_repeats} more of the windows repeat those" in legend(evaluation)
 
@@ -118,7 +132,9 @@ def test_scales_calibrated_on_3_tokens_are_never_recommended(tmp_path: Path):
     options = {"weights": "none", "kv_cache": "fp8", "kv_granularity": "channel"}
     quantize("demo", model, calibration_data=str(data), **options)
     args = EngineArgs(str(model), kv_cache_dtype="fp8")
-    evaluation = evaluate_grid(args, [text_of("code")], GridArgs(speed=False, window=128, max_tokens=2400))
+    evaluation = evaluate_grid(
+        args, [text_of("code")], GridArgs(speed=False, window=128, max_tokens=2400)
+    )
     run = evaluation.runs[1]
     assert run.scale_source == "checkpoint"
     assert run.same_top < 0.7

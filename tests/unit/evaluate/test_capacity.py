@@ -1,4 +1,6 @@
-"""What `freight plan` counts is what the engine allocates, to the block, and its choice is the first that serves."""
+"""What `freight plan` counts is what the engine allocates, to the block, and its choice is the
+first that serves.
+"""
 
 from __future__ import annotations
 
@@ -65,19 +67,35 @@ def engine_args(setting: Setting, wish: Wish) -> EngineArgs:
     """What `freight serve` makes of the options that a plan gives."""
     pairs = dict(zip(setting.options[::2], setting.options[1::2], strict=True))
     options: dict[str, Any] = {flag[2:].replace("-", "_"): value for flag, value in pairs.items()}
-    if options.get("kv_scales") == "checkpoint":  # these weights come without scales; any static ones take as much
+    if (
+        options.get("kv_scales") == "checkpoint"
+    ):  # these weights come without scales; any static ones take as much
         options["kv_scales"] = "0.03"
     more = {} if wish.concurrency is None else {"max_num_seqs": wish.concurrency}
-    return EngineArgs(**options, **more, max_model_len=wish.context, kv_cache_memory=setting.cache_bytes, device="cpu")
+    return EngineArgs(
+        **options,
+        **more,
+        max_model_len=wish.context,
+        kv_cache_memory=setting.cache_bytes,
+        device="cpu",
+    )
 
 
-SKIPPED = [("llama-3.1-8b", ("0", "2")), ("gemma-3-27b", ("sliding_window",)), ("gemma-3-27b", ("0", "6"))]
+SKIPPED = [
+    ("llama-3.1-8b", ("0", "2")),
+    ("gemma-3-27b", ("sliding_window",)),
+    ("gemma-3-27b", ("0", "6")),
+]
 
 
 @pytest.mark.parametrize(("context", "concurrency"), [(512, 4), (100, None), (None, None)])
 @pytest.mark.parametrize(("name", "skipped"), [*((name, ()) for name in SMALL), *SKIPPED])
 def test_every_setting_is_what_the_engine_allocates(
-    name: str, skipped: tuple[str, ...], context: int | None, concurrency: int | None, tmp_path: Path
+    name: str,
+    skipped: tuple[str, ...],
+    context: int | None,
+    concurrency: int | None,
+    tmp_path: Path,
 ) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(SMALL[name]))
@@ -103,7 +121,9 @@ def test_every_setting_is_what_the_engine_allocates(
         assert stored == pool.num_bytes <= one.cache_bytes
 
 
-STATEFUL = json.loads((Path(__file__).parents[2] / "fixtures/hybrids/delta_net/config.json").read_text())
+STATEFUL = json.loads(
+    (Path(__file__).parents[2] / "fixtures/hybrids/delta_net/config.json").read_text()
+)
 
 
 @pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16", "int8", "fp8"])
@@ -124,18 +144,33 @@ def test_states_are_what_the_engine_allocates(asked: str, tmp_path: Path) -> Non
         assert (pool.spec, pool.num_blocks) == (one.spec, one.num_blocks)
         of_layers = [layer.states.parts for layer in pool.layers if isinstance(layer, PagedState)]
         states = sum(part.nbytes for parts in of_layers for part in parts.values())
-        assert states == pool.num_blocks[0] * said["bytes_per_state"] == pool.num_blocks[0] * facts["bytes_per_state"]
+        assert (
+            states
+            == pool.num_blocks[0] * said["bytes_per_state"]
+            == pool.num_blocks[0] * facts["bytes_per_state"]
+        )
         pages = [page for layer in pool.paged.values() for page in (layer.pages.k, layer.pages.v)]
-        scales = [scale for layer in pool.paged.values() for scale in (layer.pages.k_scale, layer.pages.v_scale)]
-        measured = sum(scale.nbytes for scale in scales if scale is not None and one.kv.granularity == "token")
-        assert states + sum(page.nbytes for page in pages) + measured == pool.num_bytes <= one.cache_bytes
+        scales = [
+            scale
+            for layer in pool.paged.values()
+            for scale in (layer.pages.k_scale, layer.pages.v_scale)
+        ]
+        measured = sum(
+            scale.nbytes for scale in scales if scale is not None and one.kv.granularity == "token"
+        )
+        assert (
+            states + sum(page.nbytes for page in pages) + measured
+            == pool.num_bytes
+            <= one.cache_bytes
+        )
         held = weight_bytes(engine.runner.model)
         assert (held.layers, held.embeddings) == (one.loaded.layers, one.loaded.embeddings)
 
 
 def test_a_plan_refuses_what_an_engine_does() -> None:
     with pytest.raises(
-        ConfigError, match=r"--state-dtype int8: no layer of this model \(llama\) keeps a recurrent state"
+        ConfigError,
+        match=r"--state-dtype int8: no layer of this model \(llama\) keeps a recurrent state",
     ):
         make_plan(LLAMA_3_1_8B, Wish(24 * GIB, state_dtype="int8"))
     with pytest.raises(ConfigError, match="--state-dtype fp8_e5m2: two bits of mantissa"):
@@ -163,15 +198,28 @@ def test_published_llamas_have_their_published_size(
 
 
 def test_published_gemma_counts_windows_as_windows() -> None:
-    """52 of 62 layers hold 1024 tokens of a request and one step, tiles of 64 keys around them, whatever its length."""
+    """52 of 62 layers hold 1024 tokens of a request and one step, tiles of 64 keys around them,
+    whatever its length.
+    """
     plan = make_plan(GEMMA_3_27B, Wish(80 * GIB, 32768, 8))
     one = plan.settings[0]
     layer = 2 * 16 * 128 * 2  # bytes of a token
     matrices = 62 * 412_876_800 + 262_208 * 5376
-    assert one.loaded.layers + one.loaded.embeddings == 2 * matrices + 4 * (62 * (4 * 5376 + 2 * 128) + 5376)
-    windows = 8 * -(-(63 + 1023 + 1) // 16) + 8192 // 16  # of 8 requests, and one step of 8192 tokens among them
-    assert one.num_blocks == (windows, (one.cache_bytes - windows * 16 * 52 * layer) // (16 * 10 * layer))
-    assert one.num_blocks[1] * 16 == one.capacity_tokens > 3 * one.cache_bytes / one.spec.bytes_per_token
+    assert one.loaded.layers + one.loaded.embeddings == 2 * matrices + 4 * (
+        62 * (4 * 5376 + 2 * 128) + 5376
+    )
+    windows = (
+        8 * -(-(63 + 1023 + 1) // 16) + 8192 // 16
+    )  # of 8 requests, and one step of 8192 tokens among them
+    assert one.num_blocks == (
+        windows,
+        (one.cache_bytes - windows * 16 * 52 * layer) // (16 * 10 * layer),
+    )
+    assert (
+        one.num_blocks[1] * 16
+        == one.capacity_tokens
+        > 3 * one.cache_bytes / one.spec.bytes_per_token
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,7 +234,9 @@ def test_published_gemma_counts_windows_as_windows() -> None:
         (12, None),
     ],
 )
-def test_the_first_that_serves_the_wish_is_taken(gib: float, choice: tuple[str, str, str | None] | None) -> None:
+def test_the_first_that_serves_the_wish_is_taken(
+    gib: float, choice: tuple[str, str, str | None] | None
+) -> None:
     plan = make_plan(LLAMA_3_1_8B, Wish(int(gib * GIB), 8192, 16))
     assert (plan.choice is None) == (choice is None)
     if plan.choice is not None:
@@ -232,13 +282,17 @@ def test_what_a_setting_needs_is_enough_and_no_byte_too_much(
 def test_a_cache_split_for_the_requests_that_fit_holds_them(
     windows: list[int | None], heads: int, context: int, step: int, memory: int
 ) -> None:
-    layers = [LayerKVSpec(Format.E4M3FN, Granularity.TOKEN, heads, 16, 16, window) for window in windows]
+    layers = [
+        LayerKVSpec(Format.E4M3FN, Granularity.TOKEN, heads, 16, 16, window) for window in windows
+    ]
     spec = KVCacheSpec(tuple(layers), 16)
     count = requests_in(spec, memory, context, step)
     assert (count == 0) == (bytes_of_request(spec, context, step) > memory)
     assert useful_memory(spec, context, count + 1, step) > memory
     if count:
-        for blocks, group in zip(split_memory(spec, memory, context, count, step), spec.groups, strict=True):
+        for blocks, group in zip(
+            split_memory(spec, memory, context, count, step), spec.groups, strict=True
+        ):
             assert blocks >= count * group.most_blocks(context, 1)
             assert blocks >= group.most_blocks(context, step)
 
@@ -267,12 +321,23 @@ def test_an_fp8_checkpoint_keeps_its_weights_and_its_scales() -> None:
     plan = make_plan(json.loads(fixture.read_text()), Wish(GIB, device="cpu"))
     assert {one.weights for one in plan.settings} == {Format.E4M3FN}
     assert not any("--quantization" in one.options for one in plan.settings)
-    assert [one.kv.scale_source for one in plan.settings] == [None, "dynamic", "dynamic", "checkpoint", "unit"]
+    assert [one.kv.scale_source for one in plan.settings] == [
+        None,
+        "dynamic",
+        "dynamic",
+        "checkpoint",
+        "unit",
+    ]
 
 
 @pytest.mark.parametrize(
     ("memory", "says"),
-    [("24", "write 24GiB"), ("0", "must be positive"), ("-3GiB", "is not an amount"), ("lots", "--memory 'lots'")],
+    [
+        ("24", "write 24GiB"),
+        ("0", "must be positive"),
+        ("-3GiB", "is not an amount"),
+        ("lots", "--memory 'lots'"),
+    ],
 )
 def test_memory_without_sense_is_refused(memory: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as error:
@@ -283,7 +348,10 @@ def test_memory_without_sense_is_refused(memory: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("wish", "says"),
     [
-        (Wish(24 * GIB, 200_000), r"--context 200000 is more than the 131072 positions .* use at most 131072"),
+        (
+            Wish(24 * GIB, 200_000),
+            r"--context 200000 is more than the 131072 positions .* use at most 131072",
+        ),
         (Wish(24 * GIB, 0), "--context 0 must be"),
         (Wish(24 * GIB, 8, -1), "--concurrency -1 must be"),
         (Wish(24 * GIB, dtype="fp9"), "--dtype 'fp9' is unknown"),
@@ -296,19 +364,27 @@ def test_a_wish_that_no_memory_serves_is_refused(wish: Wish, says: str) -> None:
 
 
 def test_a_context_of_sparse_attention_is_none_beyond_index_topk() -> None:
-    glm_5 = json.loads((Path(__file__).parents[2] / "fixtures/published/zai-org--GLM-5.json").read_text())
+    glm_5 = json.loads(
+        (Path(__file__).parents[2] / "fixtures/published/zai-org--GLM-5.json").read_text()
+    )
     assert make_plan(glm_5, Wish(2000 * GIB)).context == 2048
-    with pytest.raises(ConfigError, match=r"--context 2049 is more than index_topk = 2048 .* use at most 2048"):
+    with pytest.raises(
+        ConfigError, match=r"--context 2049 is more than index_topk = 2048 .* use at most 2048"
+    ):
         make_plan(glm_5, Wish(2000 * GIB, 2049))
 
 
 def test_less_memory_than_the_weights_is_refused_with_what_would_be_enough() -> None:
-    with pytest.raises(CapacityError, match=r"weights alone need 8.5 GiB in fp8_e4m3fn: give at least 17.4 GiB"):
+    with pytest.raises(
+        CapacityError, match=r"weights alone need 8.5 GiB in fp8_e4m3fn: give at least 17.4 GiB"
+    ):
         make_plan(LLAMA_3_1_8B, Wish(8 * GIB, 8192, 16))
 
 
 @pytest.mark.parametrize(("key", "value"), [("model_type", "mamba2"), ("num_local_experts", 8)])
-def test_a_model_that_does_not_run_is_refused_by_the_key_in_the_way(key: str, value: object) -> None:
+def test_a_model_that_does_not_run_is_refused_by_the_key_in_the_way(
+    key: str, value: object
+) -> None:
     with pytest.raises(CheckpointError, match=rf"{key}.*{value}"):
         make_plan(LLAMA_3_1_8B | {key: value}, Wish(24 * GIB))
 
@@ -330,9 +406,14 @@ SMALL_GPT_OSS = {
 
 
 def test_the_steps_of_a_mixture_are_those_of_the_engine() -> None:
-    """A window keeps a step's tokens beside its own, so the larger steps of a mixture on a CPU need more cache."""
+    """A window keeps a step's tokens beside its own, so the larger steps of a mixture on a CPU need
+    more cache.
+    """
     wish = Wish(GIB, context=4096, concurrency=2, device="cpu")
-    few, many = (make_plan(SMALL_GPT_OSS | {"num_local_experts": count}, wish).settings[0] for count in (4, 64))
+    few, many = (
+        make_plan(SMALL_GPT_OSS | {"num_local_experts": count}, wish).settings[0]
+        for count in (4, 64)
+    )
     assert (few.step_tokens, many.step_tokens) == (512, 2048)
     for setting in (few, many):
         cache = useful_memory(setting.spec, 4096, 2, setting.step_tokens)
@@ -349,7 +430,11 @@ def test_skipped_layers_are_counted_in_16_bits_in_every_8_bit_cache() -> None:
     found = as_json(plan)["settings"]
     assert "layers" not in found[0]
     assert found[1]["kv_cache_dtype"] == "mixed"
-    assert [one["dtype"] for one in found[1]["layers"]] == ["bfloat16", *["fp8_e4m3fn"] * 30, "bfloat16"]
+    assert [one["dtype"] for one in found[1]["layers"]] == [
+        "bfloat16",
+        *["fp8_e4m3fn"] * 30,
+        "bfloat16",
+    ]
     assert "--kv-cache-dtype-skip-layers" not in found[0]["options"]
     assert found[1]["options"][-2:] == ["--kv-cache-dtype-skip-layers", "0,31"]
     for names, says in (
@@ -362,10 +447,16 @@ def test_skipped_layers_are_counted_in_16_bits_in_every_8_bit_cache() -> None:
             make_plan(LLAMA_3_1_8B, Wish(24 * GIB, 8192, 4, skip_layers=names))
 
 
-@pytest.mark.parametrize(("device", "rank", "offered"), [("cpu", 512, True), ("cpu", 192, False), ("cuda", 512, False)])
+@pytest.mark.parametrize(
+    ("device", "rank", "offered"), [("cpu", 512, True), ("cpu", 192, False), ("cuda", 512, False)]
+)
 def test_scales_per_group_are_planned_for_latents(device: str, rank: int, offered: bool) -> None:
     """Where their kernels are, before one scale per token."""
-    latents = {"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], "kv_lora_rank": rank}
+    latents = {
+        "model_type": "glm4_moe_lite",
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "kv_lora_rank": rank,
+    }
     plan = make_plan(latents | {"dtype": "bfloat16"}, Wish(80 * GIB, 4096, 2, device, LAYOUT))
     names = [one.cache_name for one in plan.settings if one.weights is Format.BFLOAT16]
     assert ("fp8_e4m3fn, group" in names) == offered

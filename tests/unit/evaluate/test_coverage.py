@@ -1,4 +1,5 @@
-"""How often a 95 % interval holds the true value: windows drawn from real figures of the demo on three texts.
+"""How often a 95 % interval holds the true value: windows drawn from real figures of the demo on
+three texts.
 
 `windows.json` is what `python tools/measure_windows.py` prints.
 """
@@ -21,7 +22,9 @@ Array = NDArray[np.float64]
 
 
 def population(text: str, figure: str) -> tuple[Array, Array]:
-    """Sums and counts by window. The change of perplexity is paired: differences within each window."""
+    """Sums and counts by window. The change of perplexity is paired: differences within each
+    window.
+    """
     columns = {name: np.array(values) for name, values in TEXTS[text].items()}
     sums = columns["loss"] - columns["reference"] if figure == "change" else columns[figure]
     return sums, columns["count"]
@@ -39,7 +42,9 @@ def coverage(text: str, figure: str, units: int) -> float:
 @pytest.mark.parametrize("units", [12, 20, 58])
 @pytest.mark.parametrize("figure", ["change", "kl", "same"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_an_interval_of_95_percent_holds_the_true_value_in_93_to_97(text: str, figure: str, units: int):
+def test_an_interval_of_95_percent_holds_the_true_value_in_93_to_97(
+    text: str, figure: str, units: int
+):
     assert len(TEXTS[text]["count"]) >= 58
     assert 0.93 <= coverage(text, figure, units) <= 0.97
 
@@ -66,14 +71,24 @@ def test_windows_of_different_length_count_by_their_tokens():
     assert (ends[0] + ends[1]) / 2 == pytest.approx(sums.sum() / counts.sum())
     exact = mean_interval(counts * 0.3, counts)
     assert exact is not None
-    assert exact[1] - exact[0] == pytest.approx(0, abs=1e-12), "equal means in all windows leave nothing to doubt"
+    assert exact[1] - exact[0] == pytest.approx(0, abs=1e-12), (
+        "equal means in all windows leave nothing to doubt"
+    )
 
 
 def test_a_unit_that_repeats_an_earlier_one_counts_as_part_of_it():
     first, second = list(range(100)), list(range(200, 300))
     assert independent_units([first, second]) == [0, 1]
-    assert independent_units([first, second, first, second[3:], list(range(400, 450))]) == [0, 1, 0, 1, 2]
-    assert independent_units([[1, 2, 3] * 30, [2, 3, 1] * 30, [3, 1, 2] * 2]) == [0, 0, 1], "6 tokens are one run"
+    assert independent_units([first, second, first, second[3:], list(range(400, 450))]) == [
+        0,
+        1,
+        0,
+        1,
+        2,
+    ]
+    assert independent_units([[1, 2, 3] * 30, [2, 3, 1] * 30, [3, 1, 2] * 2]) == [0, 0, 1], (
+        "6 tokens are one run"
+    )
     half = first[:50] + second[:50]
     assert independent_units([half, first, second]) == [0, 1, 2], "half of a unit may be a template"
     assert independent_units([half, first, [*first, 7]]) == [0, 1, 1]
@@ -86,5 +101,7 @@ def test_copies_do_not_narrow_an_interval():
     sums, ids = rng.normal(size=12), [list(rng.integers(0, 1000, 64)) for _ in range(12)]
     units = np.array(independent_units(ids * 10))
     assert units.tolist() == list(range(12)) * 10
-    merged = mean_interval(np.bincount(units, weights=np.tile(sums, 10)), np.bincount(units).astype(float))
+    merged = mean_interval(
+        np.bincount(units, weights=np.tile(sums, 10)), np.bincount(units).astype(float)
+    )
     assert merged == pytest.approx(mean_interval(sums, np.ones(12)))

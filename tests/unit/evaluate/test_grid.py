@@ -1,4 +1,6 @@
-"""The grid of `freight evaluate`: its figures against their definitions, its cost, and that it repeats itself."""
+"""The grid of `freight evaluate`: its figures against their definitions, its cost, and that it
+repeats itself.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,15 @@ from freight.models.open import open_checkpoint, open_model
 TEXT = (resolve_model("demo") / "heldout.txt").read_text(encoding="utf-8")
 DEMO = EngineArgs("demo")
 KEYS = {
-    *("kv_cache_dtype", "granularity", "scale_source", "perplexity", "kl_mean", "kl_p99", "same_top"),
+    *(
+        "kv_cache_dtype",
+        "granularity",
+        "scale_source",
+        "perplexity",
+        "kl_mean",
+        "kl_p99",
+        "same_top",
+    ),
     *("bytes_per_token", "prefill_tokens_per_second", "decode_tokens_per_second"),
 }
 
@@ -42,7 +52,10 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> list[Evaluation]:
     size = 400
     documents = [TEXT[start : start + size] for start in range(0, 24 * 3 * size, 3 * size)]
     path = tmp_path_factory.mktemp("calibration") / "calibration.txt"
-    path.write_text((resolve_model("demo") / "calibration.txt").read_text(encoding="utf-8")[:8000], encoding="utf-8")
+    path.write_text(
+        (resolve_model("demo") / "calibration.txt").read_text(encoding="utf-8")[:8000],
+        encoding="utf-8",
+    )
     grid = GridArgs(speed=False, window=128, calibration_data=str(path))
     return [evaluate_grid(DEMO, documents[half::2], grid) for half in (0, 1)]
 
@@ -64,7 +77,13 @@ def test_the_grid_has_every_cache_once(halves: list[Evaluation]):
 
 def test_16_bits_against_itself_has_no_divergence(halves: list[Evaluation]):
     first = halves[0].runs[0]
-    assert (first.kl_mean, first.kl_p99, first.kl_max, first.same_top, first.perplexity_ratio) == (0, 0, 0, 1, 1)
+    assert (first.kl_mean, first.kl_p99, first.kl_max, first.same_top, first.perplexity_ratio) == (
+        0,
+        0,
+        0,
+        1,
+        1,
+    )
     assert all(set(layer.values()) == {0} for layer in first.layer_errors)
 
 
@@ -86,13 +105,19 @@ def test_figures_are_in_order(halves: list[Evaluation]):
     by_name = {run.name: run for run in halves[0].runs}
     for run in halves[0].runs[1:]:
         assert run.kl_median < run.kl_mean < run.kl_p99 < run.kl_max
-        assert all(0 < layer[what] < 0.3 for layer in run.layer_errors for what in ("k", "v", "attention"))
+        assert all(
+            0 < layer[what] < 0.3 for layer in run.layer_errors for what in ("k", "v", "attention")
+        )
     token, coarse = by_name["token"], by_name["e5m2"]
     assert token.kl_mean < coarse.kl_mean
-    assert all(a["k"] < b["k"] for a, b in zip(token.layer_errors, coarse.layer_errors, strict=True))
+    assert all(
+        a["k"] < b["k"] for a, b in zip(token.layer_errors, coarse.layer_errors, strict=True)
+    )
     centered, channel = by_name["centered"], by_name["channel"]
     assert centered.layer_errors[1]["k"] < channel.layer_errors[1]["k"]
-    assert by_name["unit"].flushed_share > token.flushed_share, "small values are lost with a scale of 1.0"
+    assert by_name["unit"].flushed_share > token.flushed_share, (
+        "small values are lost with a scale of 1.0"
+    )
 
 
 def test_positions_add_up_to_the_whole(halves: list[Evaluation]):
@@ -109,7 +134,9 @@ def test_the_same_figures_as_for_one_cache_alone(halves: list[Evaluation]):
     evaluation = evaluate_grid(DEMO, [document], grid)
     _, run = run_caches(DEMO, [("fp8", "dynamic")], document, 128)
     assert evaluation.runs[1].kl_mean == pytest.approx(float(run.token_kl.double().mean()))
-    assert evaluation.runs[1].perplexity == pytest.approx(math.exp(-float(run.token_logprobs.double().mean())))
+    assert evaluation.runs[1].perplexity == pytest.approx(
+        math.exp(-float(run.token_logprobs.double().mean()))
+    )
     assert evaluation.sample.units == "windows"
 
 
@@ -131,19 +158,26 @@ def test_every_setting_takes_one_pass_and_little_more(monkeypatch: pytest.Monkey
     monkeypatch.setattr("freight.evaluate.grid.measure", timed)
     grid = GridArgs(caches=("unit", "token", "e5m2"), speed=False, window=512, max_tokens=1024)
     forward: list[float] = []
-    while not forward or (len(forward) < 3 and seconds[-1] > 1.3 * forward[-1]):  # others may keep the machine busy
+    while not forward or (
+        len(forward) < 3 and seconds[-1] > 1.3 * forward[-1]
+    ):  # others may keep the machine busy
         evaluation = evaluate_grid(DEMO, [TEXT], grid)
         forward.append(sum(run.forward_seconds for run in evaluation.runs))
     assert passed == [512] * 2 * 4 * len(forward)  # windows x settings, each time
     assert [run.num_passes for run in evaluation.runs] == [2] * 4
     # 1.3 and less alone on a machine; other tests run beside it
-    assert min(whole / part for whole, part in zip(seconds, forward, strict=True)) <= 2.0, (seconds, forward)
+    assert min(whole / part for whole, part in zip(seconds, forward, strict=True)) <= 2.0, (
+        seconds,
+        forward,
+    )
 
 
 def test_calibration_s_forward_passes_are_counted():
     grid = GridArgs(caches=("tensor", "centered"), speed=False, window=64)
     evaluation = evaluate_grid(DEMO, [TEXT[:400]], grid)
-    assert evaluation.calibration_seconds > sum(run.forward_seconds for run in evaluation.runs) / 2, "64 times the text"
+    assert (
+        evaluation.calibration_seconds > sum(run.forward_seconds for run in evaluation.runs) / 2
+    ), "64 times the text"
     assert evaluation.forward_seconds <= evaluation.seconds
     assert evaluation.as_json()["forward_seconds"] == evaluation.forward_seconds
     without = evaluate_grid(DEMO, [TEXT[:400]], GridArgs(caches=("token",), speed=False, window=64))
@@ -185,7 +219,9 @@ def test_static_scales_are_those_that_quantize_would_write(tmp_path: Path):
     opened = open_model(DEMO)
     samples = _samples(opened, GridArgs(), 128)[:4]
     plain = plain_config(opened)
-    found = _measure_scales(opened, load_for(opened, [plain]), plain, samples, ["tensor", "head", "channel"]).scales
+    found = _measure_scales(
+        opened, load_for(opened, [plain]), plain, samples, ["tensor", "head", "channel"]
+    ).scales
     assert found["channel"] is not None
     assert found["head"] is not None
     for own, other in zip(found["channel"].layers, written.layers, strict=True):
@@ -213,7 +249,9 @@ def test_weights_as_quantize_writes_them(tmp_path: Path):
     (written,) = run_caches(EngineArgs(str(tmp_path / "out")), [], TEXT[:1000], 128)
     grid = GridArgs(caches=(), weights=("fp8-channel",), speed=False, window=128)
     in_memory = evaluate_grid(DEMO, [TEXT[:1000]], grid).runs[1]
-    assert in_memory.perplexity == pytest.approx(math.exp(-float(written.token_logprobs.double().mean())), rel=1e-5)
+    assert in_memory.perplexity == pytest.approx(
+        math.exp(-float(written.token_logprobs.double().mean())), rel=1e-5
+    )
 
 
 def test_speed_is_timed_in_turns_and_named_from_where_it_pays():
@@ -278,21 +316,42 @@ def test_bad_files_are_refused_by_line(name: str, text: str, says: tuple[str, ..
         (DEMO, ["a b c d"], GridArgs(window=2000), "--window 2000 is more than the 1024"),
         (DEMO, ["a b c d"], GridArgs(caches=("tokens",)), "--caches 'tokens' is unknown"),
         (DEMO, ["a b c d"], GridArgs(weights=("int4",)), "--weights 'int4' is unknown"),
-        (EngineArgs("demo", quantization="fp8"), ["a b c"], GridArgs(weights=("fp8",)), "quantized already"),
-        (EngineArgs("demo", kv_cache_dtype="fp8"), ["a b c"], GridArgs(caches=("token",)), "omit one"),
+        (
+            EngineArgs("demo", quantization="fp8"),
+            ["a b c"],
+            GridArgs(weights=("fp8",)),
+            "quantized already",
+        ),
+        (
+            EngineArgs("demo", kv_cache_dtype="fp8"),
+            ["a b c"],
+            GridArgs(caches=("token",)),
+            "omit one",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_weights_are_read(
-    args: EngineArgs, documents: list[object], grid: GridArgs, says: str, monkeypatch: pytest.MonkeyPatch
+    args: EngineArgs,
+    documents: list[object],
+    grid: GridArgs,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("freight.models.open.OpenModel.load", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "freight.models.open.OpenModel.load", lambda *_: pytest.fail("weights were read")
+    )
     with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
         evaluate_grid(args, documents, grid)  # type: ignore[arg-type]
 
 
 def test_layers_are_skipped_in_every_8_bit_cache() -> None:
     args = EngineArgs(max_model_len=64, kv_cache_dtype_skip_layers="1")
-    grid = GridArgs(caches=("unit", "channel", "token", "e5m2", "int8"), weights=("fp8",), max_tokens=64, speed=False)
+    grid = GridArgs(
+        caches=("unit", "channel", "token", "e5m2", "int8"),
+        weights=("fp8",),
+        max_tokens=64,
+        speed=False,
+    )
     found = evaluate_grid(args, [TEXT], grid)
     plain = {"dtype": "bfloat16", "granularity": None}
     for run in found.runs:
@@ -302,7 +361,9 @@ def test_layers_are_skipped_in_every_8_bit_cache() -> None:
         assert run.layers is not None
         assert run.layers[1] == plain
         assert run.layers.count(plain) == 1
-        assert run.layer_errors[1]["k"] == run.layer_errors[1]["v"] == 0.0 < run.layer_errors[0]["k"]
+        assert (
+            run.layer_errors[1]["k"] == run.layer_errors[1]["v"] == 0.0 < run.layer_errors[0]["k"]
+        )
     assert len(found.runs) == 8
     assert "In every 8-bit cache layer 1 stays in bfloat16." in found.overview.notes
 
@@ -319,13 +380,21 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint of --kv-budget."""
     folder = tmp_path_factory.mktemp("budget") / "chosen"
     freight.quantize(
-        "demo", folder, weights="none", kv_cache="fp8", kv_budget="bits=12", num_samples=2, max_seq_len=256
+        "demo",
+        folder,
+        weights="none",
+        kv_cache="fp8",
+        kv_budget="bits=12",
+        num_samples=2,
+        max_seq_len=256,
     )
     return str(folder)
 
 
 @pytest.mark.parametrize("skipped", [(), ("0",), ("0", "1")])
-def test_a_choice_by_layer_is_measured_and_its_command_gives_it(chosen: str, skipped: tuple[str, ...]):
+def test_a_choice_by_layer_is_measured_and_its_command_gives_it(
+    chosen: str, skipped: tuple[str, ...]
+):
     """The engine gives it with --kv-cache-dtype auto alone, also with skips."""
     args = EngineArgs(chosen, kv_cache_dtype_skip_layers=skipped)
     caches = GridArgs(caches=("tensor", "token"), speed=False, max_tokens=100)

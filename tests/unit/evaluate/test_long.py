@@ -1,4 +1,6 @@
-"""freight evaluate --long: against `LLM`'s log-probabilities, and what a cache that keeps nothing of a context does."""
+"""freight evaluate --long: against `LLM`'s log-probabilities, and what a cache that keeps nothing
+of a context does.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,19 @@ def test_scores_are_those_of_whole_prompts():
         for index, context in enumerate(contexts):
             for question in (q for q in context.questions if q.depth == part.depth):
                 for found, before in ((with_it, context), (without, contexts[index - 1])):
-                    found.append(value_logprob(llm, [*before.token_ids, *question.key, *question.value], 2))
+                    found.append(
+                        value_logprob(llm, [*before.token_ids, *question.key, *question.value], 2)
+                    )
         assert part.num_questions == len(with_it) == COUNT * QUESTIONS
         assert part.logprob.mean == pytest.approx(statistics.fmean(with_it), abs=1e-6)
-        assert part.gain.mean == pytest.approx(statistics.fmean(with_it) - statistics.fmean(without), abs=1e-6)
+        assert part.gain.mean == pytest.approx(
+            statistics.fmean(with_it) - statistics.fmean(without), abs=1e-6
+        )
 
     plain, dynamic, clipped = scores
-    assert plain.depths[0].gain.mean > 1  # the demo reads the record back, if it cannot name the value
+    assert (
+        plain.depths[0].gain.mean > 1
+    )  # the demo reads the record back, if it cannot name the value
     assert clipped.depths[0].gain_change.mean < -0.5  # a cache that loses what is stored is seen
     assert dynamic.positions[-1].nll_change.mean < 0.1 < clipped.positions[-1].nll_change.mean
     for own in plain.depths:
@@ -72,12 +80,18 @@ def test_an_interval_holds_the_mean_and_closes_on_equal_values():
     low, high = found.interval
     assert low < found.mean == 3 < high
     error = statistics.stdev([float(i % 7) for i in range(70)]) / math.sqrt(70)
-    assert high - low == pytest.approx(2 * 1.99495 * error, rel=1e-4)  # Student's t of 69 degrees, from a table
+    assert high - low == pytest.approx(
+        2 * 1.99495 * error, rel=1e-4
+    )  # Student's t of 69 degrees, from a table
 
 
 @pytest.mark.parametrize(
     ("context", "contexts", "message"),
-    [(2048, 4, "--window is 2048, and the context 1024 tokens"), (256, 1, "--contexts is 1"), (20, 2, "no room")],
+    [
+        (2048, 4, "--window is 2048, and the context 1024 tokens"),
+        (256, 1, "--contexts is 1"),
+        (20, 2, "no room"),
+    ],
 )
 def test_what_cannot_be_measured_is_refused(context: int, contexts: int, message: str):
     with pytest.raises(ConfigError, match=message):

@@ -52,14 +52,22 @@ def test_perplexity_of_a_uniform_guess_is_the_vocabulary():
     assert perplexity(float(chosen.sum()), 10) == pytest.approx(64.0)
 
 
-def plainly(first: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def plainly(
+    first: torch.Tensor, other: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """In float64, by the definitions: log-probability of the target, KL, the same top token."""
     p, q = (torch.log_softmax(logits.double(), -1) for logits in (first, other))
-    return q.gather(-1, targets[:, None])[:, 0], kl_divergence(p, q), first.argmax(-1) == other.argmax(-1)
+    return (
+        q.gather(-1, targets[:, None])[:, 0],
+        kl_divergence(p, q),
+        first.argmax(-1) == other.argmax(-1),
+    )
 
 
 @pytest.mark.parametrize("shift", [0.0, 30.0, -500.0, 3e4], ids=str)
-@pytest.mark.parametrize(("rows", "size"), [(1, 7), (5, 50), (2 * TILE // 4096 + 3, 4096), (2, 2 * TILE)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "size"), [(1, 7), (5, 50), (2 * TILE // 4096 + 3, 4096), (2, 2 * TILE)], ids=str
+)
 @pytest.mark.parametrize("noise", [1e-2, 3.0])
 def test_a_judgement_is_that_of_the_definitions(rows: int, size: int, noise: float, shift: float):
     """Whether or not the sum of exponentials needs the largest subtracted, and over several pieces."""
@@ -74,9 +82,13 @@ def test_a_judgement_is_that_of_the_definitions(rows: int, size: int, noise: flo
     assert torch.allclose(logprobs.double(), expected[0], rtol=1e-6, atol=2e-6)
     assert torch.allclose(kl.double(), expected[1], rtol=2e-6, atol=1e-6)
     assert torch.equal(same, expected[2])
-    for found, exact in zip(reference.judge(first, targets), reference.itself(targets), strict=True):
+    for found, exact in zip(
+        reference.judge(first, targets), reference.itself(targets), strict=True
+    ):
         assert torch.allclose(found.double(), exact.double(), rtol=1e-6, atol=5e-7)
-    assert torch.allclose(reference.itself(targets)[0].double(), plainly(first, first, targets)[0], rtol=1e-6)
+    assert torch.allclose(
+        reference.itself(targets)[0].double(), plainly(first, first, targets)[0], rtol=1e-6
+    )
 
 
 def test_a_judgement_with_impossible_tokens():

@@ -1,4 +1,6 @@
-"""What `freight evaluate` reports beside quality: the memory of the weights, and a row for each cache, once."""
+"""What `freight evaluate` reports beside quality: the memory of the weights, and a row for each
+cache, once.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def loaded(model: str, **options: str) -> WeightBytes:
 
 
 def test_weights_count_every_tensor_once():
-    """The reference keeps the tensors of the file as they are; head and embedding of the demo are one."""
+    """The reference keeps the tensors of the file as they are; head and embedding of the demo are
+    one.
+    """
     stored = load_file(resolve_model("demo") / "model.safetensors")
     embedding = stored.pop("model.embed_tokens.weight")
     expected = WeightBytes(sum(tensor.nbytes for tensor in stored.values()), embedding.nbytes)
@@ -33,7 +37,9 @@ def test_weights_count_every_tensor_once():
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
 def test_weights_quantized_at_load_take_half(kernels: str):
-    plain, quantized = (loaded("demo", kernels=kernels, **options) for options in ({}, {"quantization": "fp8"}))
+    plain, quantized = (
+        loaded("demo", kernels=kernels, **options) for options in ({}, {"quantization": "fp8"})
+    )
     assert quantized.layers <= SHARE * plain.layers
     assert quantized.embeddings == plain.embeddings
 

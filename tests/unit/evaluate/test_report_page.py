@@ -1,4 +1,6 @@
-"""The report: its page is self-contained, its texts do not overlap, and it says which setting to take."""
+"""The report: its page is self-contained, its texts do not overlap, and it says which setting to
+take.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def evaluation() -> Evaluation:
     return evaluate_grid(EngineArgs("demo"), [TEXT[:1500]], grid)
 
 
-def test_the_page_is_one_file_and_the_text_has_its_pictures_beside_it(evaluation: Evaluation, tmp_path: Path):
+def test_the_page_is_one_file_and_the_text_has_its_pictures_beside_it(
+    evaluation: Evaluation, tmp_path: Path
+):
     write_report(evaluation, tmp_path)
     pictures = re.findall(r"!\[[^]]+\]\((.+\.svg)\)", (tmp_path / "report.md").read_text())
     assert len(pictures) == 4
@@ -72,7 +76,11 @@ def boxes(svg: str) -> list[tuple[float, float, float, float]]:
     found = []
     for text in ElementTree.fromstring(svg).iter("text"):
         if "transform" not in text.attrib:
-            width, x, y = 7.5 * len(text.text or ""), float(text.attrib["x"]), float(text.attrib["y"])
+            width, x, y = (
+                7.5 * len(text.text or ""),
+                float(text.attrib["x"]),
+                float(text.attrib["y"]),
+            )
             left = x - width * {"end": 1, "middle": 0.5}.get(text.get("text-anchor", ""), 0)
             found.append((left, y - 11, left + width, y + 2))
     return found
@@ -100,11 +108,18 @@ def test_settings_differ_without_colour():
     """Each mark or its dashes differ from all others' by more than its class, which is the colour."""
     looks = []
     for style in range(NUM_STYLES):
-        svg = ElementTree.fromstring(chart("t", Axis("x"), Axis("y"), [Series("a", [(1, 1), (2, 2)], style)]))
+        svg = ElementTree.fromstring(
+            chart("t", Axis("x"), Axis("y"), [Series("a", [(1, 1), (2, 2)], style)])
+        )
         parts = [part for part in svg.iter() if re.match(r"s\d", part.get("class", ""))]
         looks.append(
             tuple(
-                (p.tag, "hollow" in p.get("class", ""), p.get("stroke-dasharray"), len(p.get("points", "")))
+                (
+                    p.tag,
+                    "hollow" in p.get("class", ""),
+                    p.get("stroke-dasharray"),
+                    len(p.get("points", "")),
+                )
                 for p in parts
             )
         )
@@ -114,14 +129,22 @@ def test_settings_differ_without_colour():
 def test_what_cannot_be_on_a_logarithmic_axis_is_left_out():
     svg = chart("t", Axis("x"), Axis("y", log=True), [Series("a", [(1, 0.0), (2, 0.5)], 0)])
     assert svg.count("<circle") == 2  # the mark and the legend's
-    assert "nothing to show" in chart("t", Axis("x"), Axis("y", log=True), [Series("a", [(1, 0.0)], 0)])
+    assert "nothing to show" in chart(
+        "t", Axis("x"), Axis("y", log=True), [Series("a", [(1, 0.0)], 0)]
+    )
 
 
 def test_the_advice_is_the_least_error_among_the_small_and_safe(evaluation: Evaluation):
     first, unit, token, coarse = evaluation.runs
     interval = (0.999, 1.002)
     safe = [
-        replace(run, verdict=Verdict.SAFE, reasons=(), perplexity_ratio=1.001, perplexity_ratio_interval=interval)
+        replace(
+            run,
+            verdict=Verdict.SAFE,
+            reasons=(),
+            perplexity_ratio=1.001,
+            perplexity_ratio_interval=interval,
+        )
         for run in (unit, token, coarse)
     ]
     judged = replace(evaluation, runs=(first, *safe))
@@ -131,22 +154,39 @@ def test_the_advice_is_the_least_error_among_the_small_and_safe(evaluation: Eval
     none = replace(judged, runs=(first, bad))
     assert recommended(none) is None
     assert advice(none).as_json()["verdict"] == "not safe"
-    assert advice(none).text.startswith("No smaller cache that was measured is safe: mean KL is 1.64.")
-    unsettled = replace(judged, runs=(first, bad, replace(bad, verdict=Verdict.CANNOT_BE_SAID, reasons=("few",))))
+    assert advice(none).text.startswith(
+        "No smaller cache that was measured is safe: mean KL is 1.64."
+    )
+    unsettled = replace(
+        judged, runs=(first, bad, replace(bad, verdict=Verdict.CANNOT_BE_SAID, reasons=("few",)))
+    )
     assert advice(unsettled).text.startswith("It cannot be said that a smaller cache is safe")
-    assert recommended(replace(judged, runs=(first, replace(safe[1], weights="fp8")))) is None, "other weights"
+    assert recommended(replace(judged, runs=(first, replace(safe[1], weights="fp8")))) is None, (
+        "other weights"
+    )
     assert "--kv-cache-dtype fp8 --kv-scales dynamic" in how_to(token, judged.overview)
     assert "--kv-granularity channel --center" in how_to(
-        replace(token, scale_source="calibrated", granularity="channel", centered=True), judged.overview
+        replace(token, scale_source="calibrated", granularity="channel", centered=True),
+        judged.overview,
     )
 
 
-def test_the_command_names_the_scales_the_weights_and_the_text_that_were_measured(evaluation: Evaluation):
-    over = replace(evaluation.overview, kv_scales="my scales.json", quantization="fp8", calibration_data="own.txt")
+def test_the_command_names_the_scales_the_weights_and_the_text_that_were_measured(
+    evaluation: Evaluation,
+):
+    over = replace(
+        evaluation.overview,
+        kv_scales="my scales.json",
+        quantization="fp8",
+        calibration_data="own.txt",
+    )
     run = replace(evaluation.runs[2], granularity="tensor")
     for source in ("file", "given"):
         command = how_to(replace(run, scale_source=source), over)
-        assert command == "freight serve demo --kv-cache-dtype fp8 --kv-scales 'my scales.json' --quantization fp8"
+        assert (
+            command
+            == "freight serve demo --kv-cache-dtype fp8 --kv-scales 'my scales.json' --quantization fp8"
+        )
     made, served = how_to(replace(run, scale_source="calibrated"), over).split(" && ")
     assert made.endswith("--kv-granularity tensor --calibration-data own.txt")
     assert served == "freight serve OUT --quantization fp8"
@@ -154,8 +194,13 @@ def test_the_command_names_the_scales_the_weights_and_the_text_that_were_measure
 
 def test_the_command_names_the_layers_that_were_skipped(evaluation: Evaluation):
     over = replace(evaluation.overview, skipped_layers=("0", "sliding_window"))
-    layers = [{"dtype": "bfloat16", "granularity": None}, {"dtype": "fp8_e5m2", "granularity": "token"}]
-    mixed = replace(evaluation.runs[2], kv_cache_dtype="mixed", granularity="token", scale_source="dynamic")
+    layers = [
+        {"dtype": "bfloat16", "granularity": None},
+        {"dtype": "fp8_e5m2", "granularity": "token"},
+    ]
+    mixed = replace(
+        evaluation.runs[2], kv_cache_dtype="mixed", granularity="token", scale_source="dynamic"
+    )
     mixed = replace(mixed, layers=layers)
     served = "freight serve demo --kv-cache-dtype fp8_e5m2 --kv-scales dynamic"
     assert how_to(mixed, over) == f"{served} --kv-cache-dtype-skip-layers 0,sliding_window"
@@ -166,7 +211,9 @@ def test_the_command_names_the_layers_that_were_skipped(evaluation: Evaluation):
     assert how_to(stored, over) == (
         "freight serve demo --kv-cache-dtype fp8_e5m2 --kv-cache-dtype-skip-layers 0,sliding_window"
     )
-    assert how_to(stored, chosen) == "freight serve demo --kv-cache-dtype-skip-layers 0,sliding_window"
+    assert (
+        how_to(stored, chosen) == "freight serve demo --kv-cache-dtype-skip-layers 0,sliding_window"
+    )
     assert how_to(stored, replace(chosen, skipped_layers=())) == "freight serve demo"
 
 
@@ -181,7 +228,9 @@ def marks(svg: str) -> list[tuple[float, float]]:
         elif part.tag == "rect":
             found.append((float(part.attrib["x"]) + 4, float(part.attrib["y"]) + 4))
         else:
-            corners = [tuple(map(float, corner.split(","))) for corner in part.attrib["points"].split()]
+            corners = [
+                tuple(map(float, corner.split(","))) for corner in part.attrib["points"].split()
+            ]
             across, up = ([corner[side] for corner in corners] for side in (0, 1))
             found.append(((min(across) + max(across)) / 2, (min(up) + max(up)) / 2))
     return found

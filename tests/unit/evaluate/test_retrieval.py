@@ -22,7 +22,9 @@ def place(token_ids: list[int], question: Question) -> list[int]:
 
 
 @given(length=st.integers(64, 3000), questions=st.integers(1, 5), seed=st.integers(0, 99))
-def test_every_record_that_is_asked_is_there_once_at_its_depth(length: int, questions: int, seed: int):
+def test_every_record_that_is_asked_is_there_once_at_its_depth(
+    length: int, questions: int, seed: int
+):
     contexts = make_contexts(WORDS, length, 2, questions, seed)
     for own, other in (contexts, contexts[::-1]):
         assert own.token_ids[0] == 0
@@ -51,14 +53,20 @@ def test_keys_get_longer_where_words_are_few():
 
 @pytest.mark.parametrize(
     ("context", "expected"),
-    [(1024, [128, 256, 512, 1024]), (8192, [1024, 2048, 4096, 8192]), (10000, [1024, 2048, 4096, 8192, 10000])],
+    [
+        (1024, [128, 256, 512, 1024]),
+        (8192, [1024, 2048, 4096, 8192]),
+        (10000, [1024, 2048, 4096, 8192, 10000]),
+    ],
 )
 def test_depths_double_from_1024(context: int, expected: list[int]):
     assert depths(context) == expected
 
 
 def test_a_context_without_room_is_refused():
-    with pytest.raises(ConfigError, match="a context of 16 tokens has no room to retrieve from; give at least 48"):
+    with pytest.raises(
+        ConfigError, match="a context of 16 tokens has no room to retrieve from; give at least 48"
+    ):
         make_contexts(WORDS, 16, 2, 1)
 
 

@@ -37,7 +37,11 @@ samples = st.just(ENOUGH) | st.builds(
 )
 
 
-figures = (*map(measured, GOOD[:3]), st.just(0.0) | st.floats(0, 0.003) | st.floats(0, 1) | any_float, samples)
+figures = (
+    *map(measured, GOOD[:3]),
+    st.just(0.0) | st.floats(0, 0.003) | st.floats(0, 1) | any_float,
+    samples,
+)
 
 
 @given(*figures)
@@ -81,7 +85,11 @@ def test_good_figures_on_enough_text_are_safe():
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        (0, (0.95, (0.94, 0.96)), "ratio of perplexities is 0.9500"),  # lower perplexity is a change, too
+        (
+            0,
+            (0.95, (0.94, 0.96)),
+            "ratio of perplexities is 0.9500",
+        ),  # lower perplexity is a change, too
         (0, (1.05, (1.04, 1.06)), "ratio of perplexities"),
         (1, (1.64, (1.5, 1.8)), "mean KL is 1.64"),
         (1, (1.64, None), "mean KL is 1.64"),
@@ -104,7 +112,9 @@ def test_one_bad_figure_is_named(place: int, value: object, says: str):
 def test_what_is_unsettled_says_how_much_more_text_would_settle_it():
     found = judge((1.001, (0.993, 1.009)), *GOOD[1:], ENOUGH)
     assert found.verdict is Verdict.CANNOT_BE_SAID
-    assert "about 174 more windows" in found.reasons[0]  # half of 0.008 has to become 0.004: four times the windows
+    assert (
+        "about 174 more windows" in found.reasons[0]
+    )  # half of 0.008 has to become 0.004: four times the windows
     near = judge((1.00499, (0.99, 1.02)), *GOOD[1:], ENOUGH)
     assert "too near the bound" in near.reasons[0]
 
@@ -120,7 +130,9 @@ def test_what_is_unsettled_says_how_much_more_text_would_settle_it():
         (2, (0.94, (0.93, 0.95))),
     ],
 )
-def test_an_interval_with_one_end_beyond_a_bound_settles_nothing(place: int, value: tuple[float, Any]):
+def test_an_interval_with_one_end_beyond_a_bound_settles_nothing(
+    place: int, value: tuple[float, Any]
+):
     figures: list[Any] = list(GOOD)
     figures[place] = value
     found = judge(*figures, ENOUGH)
@@ -129,13 +141,20 @@ def test_an_interval_with_one_end_beyond_a_bound_settles_nothing(place: int, val
 
 
 def test_the_least_sample_is_enough():
-    assert judge(*GOOD, Sample(MIN_UNITS, "windows", MIN_TOKENS, 44.0, 4096)).verdict is Verdict.SAFE
-    for sample in (Sample(MIN_UNITS - 1, "windows", MIN_TOKENS, 44.0, 4096), Sample(MIN_UNITS, "w", 1999, 44.0, 4096)):
+    assert (
+        judge(*GOOD, Sample(MIN_UNITS, "windows", MIN_TOKENS, 44.0, 4096)).verdict is Verdict.SAFE
+    )
+    for sample in (
+        Sample(MIN_UNITS - 1, "windows", MIN_TOKENS, 44.0, 4096),
+        Sample(MIN_UNITS, "w", 1999, 44.0, 4096),
+    ):
         assert judge(*GOOD, sample).verdict is Verdict.CANNOT_BE_SAID
 
 
 def test_too_little_text_says_what_is_missing():
-    found = judge(*((value, None) for value, _ in GOOD[:3]), 0.0, Sample(2, "windows", 1136, 44.0, 4096))
+    found = judge(
+        *((value, None) for value, _ in GOOD[:3]), 0.0, Sample(2, "windows", 1136, 44.0, 4096)
+    )
     assert found.verdict is Verdict.CANNOT_BE_SAID
     assert "10 more" in found.reasons[0]
     assert "864 more" in found.reasons[1]
@@ -146,6 +165,8 @@ def test_too_little_text_says_what_is_missing():
 
 def test_a_cache_chosen_by_kl_alone_may_fail_and_never_passes():
     for kl, verdict in ((0.004, Verdict.CANNOT_BE_SAID), (0.006, Verdict.NOT_SAFE)):
-        choice = KVChoice(KVBudget(BudgetKind.KL, 0.01), (None,), 1, 2, 8.0, kl, kl, kl, 10, 10, ({},))
+        choice = KVChoice(
+            KVBudget(BudgetKind.KL, 0.01), (None,), 1, 2, 8.0, kl, kl, kl, 10, 10, ({},)
+        )
         assert choice_facts(choice)["verdict"] == verdict
         assert any(str(verdict) in line for line in choice_sentences(choice))

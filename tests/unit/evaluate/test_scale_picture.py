@@ -13,19 +13,25 @@ from freight.fp8.formats import Format
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def draw(*scales: tuple[float, float] | None, format: Format = Format.E4M3FN) -> ElementTree.Element:
+def draw(
+    *scales: tuple[float, float] | None, format: Format = Format.E4M3FN
+) -> ElementTree.Element:
     """Keys of these (min, max), values a tenth of them."""
 
     def side(one: tuple[float, float] | None, factor: float) -> dict[str, float] | None:
         return None if one is None else {"min": one[0] * factor, "max": one[1] * factor}
 
-    layers: list[dict[str, Any]] = [{"layer": i, "k": side(s, 1.0), "v": side(s, 0.1)} for i, s in enumerate(scales)]
+    layers: list[dict[str, Any]] = [
+        {"layer": i, "k": side(s, 1.0), "v": side(s, 0.1)} for i, s in enumerate(scales)
+    ]
     return ElementTree.fromstring(scale_picture("a <model>", format, layers))
 
 
 def dots(svg: ElementTree.Element) -> list[tuple[float, float]]:
     """Of keys, then values, by layer; not those of the legend."""
-    return [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in svg.iter(f"{SVG}circle") if len(c)]
+    return [
+        (float(c.attrib["cx"]), float(c.attrib["cy"])) for c in svg.iter(f"{SVG}circle") if len(c)
+    ]
 
 
 def test_larger_is_higher_and_later_is_further_right():
@@ -46,7 +52,11 @@ def test_a_scale_of_one_lies_on_the_format_s_largest_number():
 
 
 def test_a_range_is_a_bar():
-    bars = [line for line in draw((0.01, 0.1), (0.1, 0.1)).iter(f"{SVG}line") if line.get("stroke-width") == "3"]
+    bars = [
+        line
+        for line in draw((0.01, 0.1), (0.1, 0.1)).iter(f"{SVG}line")
+        if line.get("stroke-width") == "3"
+    ]
     assert len(bars) == 2  # keys and values of the first layer
 
 
@@ -65,5 +75,7 @@ def test_the_title_is_text():
 
 
 def test_eighty_layers_have_no_eighty_labels():
-    labels = [t for t in draw(*[(0.1, 0.1)] * 80).iter(f"{SVG}text") if t.get("text-anchor") == "middle"]
+    labels = [
+        t for t in draw(*[(0.1, 0.1)] * 80).iter(f"{SVG}text") if t.get("text-anchor") == "middle"
+    ]
     assert len(labels) <= 21

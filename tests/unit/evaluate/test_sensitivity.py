@@ -1,4 +1,6 @@
-"""`freight evaluate --per-layer`: shares of layers, against a cache in which a single layer is quantized."""
+"""`freight evaluate --per-layer`: shares of layers, against a cache in which a single layer is
+quantized.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def found() -> PerLayer:
 
 def one_layer(index: int) -> KVCacheConfig:
     mixed = tuple(Granularity.TOKEN if layer == index else None for layer in range(6))
-    return mixed_cache(KVScales((None,) * 6, mixed=mixed), Format.BFLOAT16, Format.E4M3FN, ScaleSource.DYNAMIC)
+    return mixed_cache(
+        KVScales((None,) * 6, mixed=mixed), Format.BFLOAT16, Format.E4M3FN, ScaleSource.DYNAMIC
+    )
 
 
 def test_a_layer_costs_what_the_engine_measures_with_it_alone(found):
@@ -57,7 +61,9 @@ def test_shares_add_up_and_the_whole_is_measured(found):
     assert min(layer.kl for layer in found.layers) > 0
     assert found.kl_whole > max(layer.kl for layer in found.layers) / 2
     assert found.num_tokens == len(IDS)
-    assert [(layer.dtype, layer.granularity) for layer in found.layers] == [("fp8_e4m3fn", "token")] * 6
+    assert [(layer.dtype, layer.granularity) for layer in found.layers] == [
+        ("fp8_e4m3fn", "token")
+    ] * 6
 
 
 def test_it_is_said_as_a_table_and_as_json(found):
@@ -66,19 +72,30 @@ def test_it_is_said_as_a_table_and_as_json(found):
     assert len({len(line) for line in lines}) == 1
     said = json.loads(json.dumps(as_json(found)))
     assert said["kl_whole"] == found.kl_whole
-    assert said["layers"][2] == {"layer": 2, "read_by": [], "dtype": "fp8_e4m3fn", "granularity": "token"} | {
+    assert said["layers"][2] == {
+        "layer": 2,
+        "read_by": [],
+        "dtype": "fp8_e4m3fn",
+        "granularity": "token",
+    } | {
         "kl": found.layers[2].kl,
         "share": found.layers[2].share,
     }
 
 
 def test_layers_that_share_a_cache_are_one_row(tmp_path: Path):
-    """The last three of six layers read layers 1, 2 and 1. With one cache quantized, every reader reads that cache."""
+    """The last three of six layers read layers 1, 2 and 1. With one cache quantized, every reader
+    reads that cache.
+    """
     save_random(VARIANTS["gemma4-shared"], tmp_path / "model", torch.float32)
     args = EngineArgs(str(tmp_path / "model"), max_model_len=64)
     ids = [0, *range(100, 140)]
     found = per_layer(args, lambda opened, longest: [Window(ids, [])])
-    assert [(cost.layer, cost.read_by) for cost in found.layers] == [(0, ()), (1, (3, 5)), (2, (4,))]
+    assert [(cost.layer, cost.read_by) for cost in found.layers] == [
+        (0, ()),
+        (1, (3, 5)),
+        (2, (4,)),
+    ]
     assert [row.split("|")[1].strip() for row in as_table(found).splitlines()[2:5]] == [
         "0",
         "1, read by 3, 5",

@@ -1,4 +1,6 @@
-"""The comparison of lm-eval's tasks: which standard error a difference gets, against its definition."""
+"""The comparison of lm-eval's tasks: which standard error a difference gets, against its
+definition.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ numbers = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size
 def results(values: Sequence[Any], total: float) -> dict[str, Any]:
     """As lm-eval gives them, for one task."""
     samples = [{"doc_id": i, "filter": "none", METRIC: value} for i, value in enumerate(values)]
-    return {"results": {"t": {"alias": "t", "acc,none": total, "acc_stderr,none": "N/A"}}, "samples": {"t": samples}}
+    return {
+        "results": {"t": {"alias": "t", "acc,none": total, "acc_stderr,none": "N/A"}},
+        "samples": {"t": samples},
+    }
 
 
 def compare(pairs: Sequence[tuple[Any, Any]], aggregate: Any) -> TaskScore:
@@ -41,7 +46,9 @@ def test_a_mean_gets_the_paired_error(pairs: list[tuple[bool, bool]]):
     differences = [float(after) - float(before) for before, after in pairs]
     assert score.method == "paired"
     assert score.difference == pytest.approx(mean(differences))
-    assert score.difference_stderr == pytest.approx(statistics.stdev(differences) / math.sqrt(len(pairs)))
+    assert score.difference_stderr == pytest.approx(
+        statistics.stdev(differences) / math.sqrt(len(pairs))
+    )
     assert score.num_changed == sum(before != after for before, after in pairs)
 
 
@@ -53,7 +60,10 @@ def test_documents_are_paired_by_their_number_not_their_order():
 
 
 @settings(max_examples=10)
-@given(st.lists(st.tuples(st.floats(-3, -1), st.floats(-0.1, 0.1)), min_size=30, max_size=60), st.integers(0, 9))
+@given(
+    st.lists(st.tuples(st.floats(-3, -1), st.floats(-0.1, 0.1)), min_size=30, max_size=60),
+    st.integers(0, 9),
+)
 def test_a_bootstrap_of_a_mean_is_near_the_formula(values: list[tuple[float, float]], seed: int):
     pairs = [(before, before + change) for before, change in values]
     found = bootstrap_stderr(pairs, mean, seed)[2]
@@ -76,4 +86,12 @@ def test_one_document_and_a_group_have_no_error():
     group = {"results": {"g": {"acc,none": 0.5}}, "samples": {}}
     (score,) = compare_results(group, group, {})
     assert (score.difference, score.difference_stderr, score.num_documents) == (0, None, None)
-    assert as_rows([score], ("bfloat16", "fp8"))[1] == ("g", "acc", "", "0.5000", "0.5000", "+0.0000", "")
+    assert as_rows([score], ("bfloat16", "fp8"))[1] == (
+        "g",
+        "acc",
+        "",
+        "0.5000",
+        "0.5000",
+        "+0.0000",
+        "",
+    )

@@ -1,4 +1,6 @@
-"""FP8 encode and decode, exhaustively: every code, every midpoint, every edge, against ml_dtypes and golden.json."""
+"""FP8 encode and decode, exhaustively: every code, every midpoint, every edge, against ml_dtypes
+and golden.json.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from freight.fp8.formats import Format
 
 FP8 = [format for format in Format if format.is_fp8]
 ML = {format: np.dtype(getattr(ml_dtypes, format.torch_name)) for format in FP8}
-GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[2] / "fixtures" / "golden.json").read_text())
+GOLDEN: dict[str, Any] = json.loads(
+    (Path(__file__).parents[2] / "fixtures" / "golden.json").read_text()
+)
 
 
 def all_codes(format: Format) -> Tensor:
@@ -53,11 +57,15 @@ def check_encode(values: np.ndarray, format: Format) -> None:
 def test_every_code_decodes_as_ml_dtypes_and_the_golden_table_say(format: Format) -> None:
     ours = decode(all_codes(format))
     theirs = np.arange(256, dtype=np.uint8).view(ML[format]).astype(np.float32)
-    golden = [np.nan if value is None else float(value) for value in GOLDEN["decode"][format.torch_name]]
+    golden = [
+        np.nan if value is None else float(value) for value in GOLDEN["decode"][format.torch_name]
+    ]
     assert ours.dtype == torch.float32
     np.testing.assert_array_equal(ours.numpy(), theirs)
     np.testing.assert_array_equal(ours.numpy(), np.array(golden, np.float32))
-    np.testing.assert_array_equal(np.signbit(ours.numpy()[~np.isnan(theirs)]), np.signbit(theirs[~np.isnan(theirs)]))
+    np.testing.assert_array_equal(
+        np.signbit(ours.numpy()[~np.isnan(theirs)]), np.signbit(theirs[~np.isnan(theirs)])
+    )
 
 
 @pytest.mark.parametrize("format", FP8)
@@ -65,13 +73,21 @@ def test_every_midpoint_and_its_float32_neighbours_round_to_nearest_even(format:
     known = magnitudes(format)
     middle = ((known[:-1].astype(np.float64) + known[1:]) / 2).astype(np.float32)
     assert len(known) >= 124
-    for probe in (known, middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(np.inf))):
+    for probe in (
+        known,
+        middle,
+        np.nextafter(middle, np.float32(0)),
+        np.nextafter(middle, np.float32(np.inf)),
+    ):
         check_encode(probe, format)
     # the oracle itself: ties go to the code whose last bit is 0, neighbours to the nearer side
     low = np.array(expected(known[:-1], format))
     tied = np.array(codes(encode(torch.from_numpy(middle), 1.0, format)))
     assert (tied == low + (low & 1)).all()
-    assert codes(encode(torch.from_numpy(np.nextafter(middle, np.float32(0))), 1.0, format)) == low.tolist()
+    assert (
+        codes(encode(torch.from_numpy(np.nextafter(middle, np.float32(0))), 1.0, format))
+        == low.tolist()
+    )
 
 
 @pytest.mark.parametrize("format", FP8)
@@ -83,8 +99,12 @@ def test_float32_neighbours_of_every_value_encode_to_it(format: Format) -> None:
 
 @pytest.mark.parametrize("format", FP8)
 def test_past_the_range_and_infinity_saturate_with_their_sign(format: Format) -> None:
-    beyond = np.array([1.0, 1.01, 1.04, 1.0625, 1.1, 2, 1e3, 1e30], np.float32) * np.float32(format.max)
-    beyond = np.concatenate([beyond, [np.float32(np.inf), np.finfo(np.float32).max]]).astype(np.float32)
+    beyond = np.array([1.0, 1.01, 1.04, 1.0625, 1.1, 2, 1e3, 1e30], np.float32) * np.float32(
+        format.max
+    )
+    beyond = np.concatenate([beyond, [np.float32(np.inf), np.finfo(np.float32).max]]).astype(
+        np.float32
+    )
     stored = encode(torch.from_numpy(np.concatenate([beyond, -beyond])), 1.0, format)
     assert decode(stored).tolist() == [format.max] * len(beyond) + [-format.max] * len(beyond)
 
@@ -104,7 +124,9 @@ def test_nan_stays_nan(format: Format) -> None:
 
 @pytest.mark.parametrize("format", FP8)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_number_encodes_as_its_float32_does(format: Format, dtype: torch.dtype) -> None:
+def test_every_16_bit_number_encodes_as_its_float32_does(
+    format: Format, dtype: torch.dtype
+) -> None:
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     finite = ~x.isnan()
     stored = encode(x, 1.0, format)
@@ -113,7 +135,9 @@ def test_every_16_bit_number_encodes_as_its_float32_does(format: Format, dtype: 
 
 
 @pytest.mark.parametrize("format", FP8)
-@pytest.mark.parametrize("scale", [0.0152239128947258, 1 / 3, 0.75, 1.0, 7.3, 2.0**-126, 1e-40, 1e30])
+@pytest.mark.parametrize(
+    "scale", [0.0152239128947258, 1 / 3, 0.75, 1.0, 7.3, 2.0**-126, 1e-40, 1e30]
+)
 def test_the_scale_divides_in_float32(format: Format, scale: float) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4096, generator=generator) * format.max * scale / 3
@@ -122,17 +146,23 @@ def test_the_scale_divides_in_float32(format: Format, scale: float) -> None:
     assert divided.dtype == np.float32
     assert codes(encode(x, scale, format)) == expected(divided, format)
     assert codes(encode(x, torch.tensor(scale), format)) == expected(divided, format)
-    assert codes(encode(x, torch.tensor(scale, dtype=torch.float64), format)) == expected(divided, format)
+    assert codes(encode(x, torch.tensor(scale, dtype=torch.float64), format)) == expected(
+        divided, format
+    )
 
 
 def test_division_is_not_multiplication_by_the_reciprocal() -> None:
-    """Near a midpoint the reciprocal's rounding changes the code: an encoder that multiplies would fail here."""
+    """Near a midpoint the reciprocal's rounding changes the code: an encoder that multiplies would
+    fail here.
+    """
     scale = np.float32(0.0152239128947258)
     middle = (magnitudes(Format.E4M3FN)[:-1] + magnitudes(Format.E4M3FN)[1:]) / 2
     x = (middle * scale).astype(np.float32)
     exact, reciprocal = x / scale, x * (np.float32(1) / scale)
     assert expected(exact, Format.E4M3FN) != expected(reciprocal, Format.E4M3FN)
-    assert codes(encode(torch.from_numpy(x), float(scale), Format.E4M3FN)) == expected(exact, Format.E4M3FN)
+    assert codes(encode(torch.from_numpy(x), float(scale), Format.E4M3FN)) == expected(
+        exact, Format.E4M3FN
+    )
 
 
 def test_scales_broadcast_per_row() -> None:
@@ -178,10 +208,14 @@ def test_fn_bytes_become_fnuz_bytes_of_the_same_values() -> None:
     stored, scale = convert_e4m3(all_codes(Format.E4M3FN), torch.tensor(0.75), Format.E4M3FNUZ)
     got, golden = codes(stored), GOLDEN["fn_to_fnuz_bytes"]
     nan = [0x7F, 0xFF]  # the golden map leaves these, which FNUZ reads as ±240; NaN must stay NaN
-    assert [got[c] for c in range(256) if c not in nan] == [golden[c] for c in range(256) if c not in nan]
+    assert [got[c] for c in range(256) if c not in nan] == [
+        golden[c] for c in range(256) if c not in nan
+    ]
     assert [got[c] for c in nan] == [0x80, 0x80]
     assert scale.item() == 1.5
-    np.testing.assert_array_equal(decode(stored, scale).numpy(), decode(all_codes(Format.E4M3FN), 0.75).numpy())
+    np.testing.assert_array_equal(
+        decode(stored, scale).numpy(), decode(all_codes(Format.E4M3FN), 0.75).numpy()
+    )
 
 
 def test_fnuz_bytes_become_fn_bytes_of_the_same_values_but_for_240() -> None:
@@ -211,7 +245,9 @@ def test_converting_and_back_keeps_every_number() -> None:
     np.testing.assert_array_equal(decode(back).numpy(), decode(all_codes(Format.E4M3FN)).numpy())
 
 
-@pytest.mark.parametrize(("have", "want"), [(Format.E5M2, Format.E4M3FN), (Format.E4M3FN, Format.E5M2)])
+@pytest.mark.parametrize(
+    ("have", "want"), [(Format.E5M2, Format.E4M3FN), (Format.E4M3FN, Format.E5M2)]
+)
 def test_e5m2_shares_no_bytes_with_e4m3(have: Format, want: Format) -> None:
     with pytest.raises(KernelError, match="cannot be reinterpreted"):
         convert_e4m3(all_codes(have), torch.tensor(1.0), want)
@@ -239,19 +275,30 @@ def test_int8_codes_are_integers_and_the_one_that_symmetry_leaves_is_nan() -> No
 @pytest.mark.parametrize("scale", [0.0152239128947258, 1 / 3, 1.0, 7.3, 2.0**-126, 1e30])
 def test_int8_rounds_the_float32_quotient_to_nearest_even(scale: float) -> None:
     """Against float64: every integer, every midpoint, their neighbours, and what lies beyond."""
-    middle = np.concatenate([np.arange(-130, 130, 0.5), [1e30, np.inf, -np.inf, -0.0]]).astype(np.float32)
-    quotients = np.concatenate([middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(200))])
+    middle = np.concatenate([np.arange(-130, 130, 0.5), [1e30, np.inf, -np.inf, -0.0]]).astype(
+        np.float32
+    )
+    quotients = np.concatenate(
+        [middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(200))]
+    )
     with np.errstate(over="ignore", under="ignore"):
         x = quotients * np.float32(scale)
         wanted = np.rint(np.clip((x / np.float32(scale)).astype(np.float64), -127, 127))
     stored = encode(torch.from_numpy(x), scale, Format.INT8)
     assert stored.dtype == torch.int8
     assert stored.tolist() == wanted.astype(int).tolist()
-    assert num_clipped(torch.from_numpy(x), scale, Format.INT8) == (np.abs(x / np.float32(scale)) > 127.5).sum()
+    assert (
+        num_clipped(torch.from_numpy(x), scale, Format.INT8)
+        == (np.abs(x / np.float32(scale)) > 127.5).sum()
+    )
 
 
 def test_int8_keeps_nan() -> None:
-    assert encode(torch.tensor([torch.nan, -torch.nan, 0.0]), 0.5, Format.INT8).tolist() == [-128, -128, 0]
+    assert encode(torch.tensor([torch.nan, -torch.nan, 0.0]), 0.5, Format.INT8).tolist() == [
+        -128,
+        -128,
+        0,
+    ]
 
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -260,7 +307,9 @@ formats = st.sampled_from([*FP8, Format.INT8])
 
 
 @given(st.lists(finite, min_size=1), scales, formats)
-def test_encoding_what_was_decoded_changes_nothing(values: list[float], scale: float, format: Format) -> None:
+def test_encoding_what_was_decoded_changes_nothing(
+    values: list[float], scale: float, format: Format
+) -> None:
     once = encode(torch.tensor(values), scale, format)
     assert codes(encode(decode(once, scale), scale, format)) == codes(once)
 

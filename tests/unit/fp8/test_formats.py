@@ -12,7 +12,15 @@ FP8 = [format for format in Format if format.is_fp8]
 
 
 def test_the_names_of_every_json() -> None:
-    assert set(Format) == {"bfloat16", "float16", "float32", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "int8"}
+    assert set(Format) == {
+        "bfloat16",
+        "float16",
+        "float32",
+        "fp8_e4m3fn",
+        "fp8_e4m3fnuz",
+        "fp8_e5m2",
+        "int8",
+    }
     assert set(Granularity) == {"tensor", "head", "channel", "token"}
     assert set(ScaleSource) == {"checkpoint", "calibrated", "file", "given", "dynamic", "unit"}
     assert f"{Format.E4M3FN}" == "fp8_e4m3fn"

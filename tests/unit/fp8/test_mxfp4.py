@@ -1,4 +1,6 @@
-"""MXFP4: every code under every scale has the value that the formats' definitions and transformers give it."""
+"""MXFP4: every code under every scale has the value that the formats' definitions and transformers
+give it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ EVERY_BYTE = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)  # in a row of
 
 def defined(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float64 [rows, inputs], as ml_dtypes has E2M1 and E8M0."""
-    codes = np.stack((blocks.numpy() & 15, blocks.numpy() >> 4), -1).reshape(len(blocks), blocks.shape[1] * 32)
+    codes = np.stack((blocks.numpy() & 15, blocks.numpy() >> 4), -1).reshape(
+        len(blocks), blocks.shape[1] * 32
+    )
     values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     powers = scales.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
     return torch.from_numpy(values * powers.repeat(32, 1))
@@ -51,7 +55,14 @@ def test_every_code_under_every_scale(scale: int):
 
 @pytest.mark.parametrize(
     ("scale", "byte", "fits"),
-    [(254, 0x33, True), (254, 0x04, False), (254, 0x40, False), (253, 0xDD, True), (253, 0x06, False), (255, 0, False)],
+    [
+        (254, 0x33, True),
+        (254, 0x04, False),
+        (254, 0x40, False),
+        (253, 0xDD, True),
+        (253, 0x06, False),
+        (255, 0, False),
+    ],
 )
 def test_values_of_two_to_the_128_and_more_are_not_finite(scale: int, byte: int, fits: bool):
     blocks = torch.zeros(2, 3, 16, dtype=torch.uint8)
@@ -62,7 +73,13 @@ def test_values_of_two_to_the_128_and_more_are_not_finite(scale: int, byte: int,
 
 
 @settings(max_examples=examples(100))
-@given(data=st.data(), groups=st.integers(1, 5), rows=st.integers(1, 4), base=st.integers(0, 252), wide=st.booleans())
+@given(
+    data=st.data(),
+    groups=st.integers(1, 5),
+    rows=st.integers(1, 4),
+    base=st.integers(0, 252),
+    wide=st.booleans(),
+)
 def test_rows_are_exactly_e4m3_where_exponents_span_up_to_14(
     data: st.DataObject, groups: int, rows: int, base: int, wide: bool
 ):
@@ -73,14 +90,18 @@ def test_rows_are_exactly_e4m3_where_exponents_span_up_to_14(
     scales = (base + offsets).clamp(max=252).to(torch.uint8)
     zeros = torch.rand(rows, groups, generator=generator) < 0.3
     blocks[zeros] &= 0x88  # of either sign
-    scales[zeros] = torch.randint(0, 255, (int(zeros.sum()),), generator=generator, dtype=torch.uint8)
+    scales[zeros] = torch.randint(
+        0, 255, (int(zeros.sum()),), generator=generator, dtype=torch.uint8
+    )
     exact = mxfp4.exact_rows(blocks, scales)
     for row in range(rows):
         counted = scales[row][~zeros[row]].tolist()
         assert exact[row] == (not counted or max(counted) - min(counted) <= 14)
     assert torch.equal(mxfp4.exact_rows(blocks[None], scales[None]), exact[None])
     codes, scale = mxfp4.to_e4m3(blocks[exact], scales[exact], Format.E4M3FN)
-    assert torch.equal(decode(codes).double() * scale.double()[:, None], defined(blocks[exact], scales[exact]))
+    assert torch.equal(
+        decode(codes).double() * scale.double()[:, None], defined(blocks[exact], scales[exact])
+    )
     assert torch.equal(scale.frexp().mantissa, torch.full_like(scale, 0.5))  # powers of two
     assert (scale >= 2.0**-126).all()
     assert same(mxfp4.to_bfloat16(blocks, scales), defined(blocks, scales))

@@ -1,4 +1,6 @@
-"""How scales are made from amax: float32, and bfloat16 for a token, over every exponent, with all the edges."""
+"""How scales are made from amax: float32, and bfloat16 for a token, over every exponent, with all
+the edges.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +64,15 @@ def test_nothing_to_measure_gives_the_smallest_scale(format: Format) -> None:
 def test_the_amax_itself_survives(format: Format) -> None:
     """It encodes to the largest code, whatever the scale's rounding does."""
     magnitude = torch.from_numpy(np.geomspace(1e-30, 3e38, 4001).astype(np.float32))
-    assert (decode(encode(magnitude, scale_from_amax(magnitude, format), format)) == format.max).all()
+    assert (
+        decode(encode(magnitude, scale_from_amax(magnitude, format), format)) == format.max
+    ).all()
 
 
 @pytest.mark.parametrize("format", QUANTIZED)
-def test_a_token_scale_is_the_nearest_bfloat16_and_the_largest_value_stays_the_largest_code(format: Format) -> None:
+def test_a_token_scale_is_the_nearest_bfloat16_and_the_largest_value_stays_the_largest_code(
+    format: Format,
+) -> None:
     magnitude = torch.from_numpy(np.geomspace(1e-30, 3e38, 4001).astype(np.float32))
     scale = token_scale(magnitude, format)
     assert scale.dtype == torch.bfloat16
@@ -76,7 +82,9 @@ def test_a_token_scale_is_the_nearest_bfloat16_and_the_largest_value_stays_the_l
 
 
 @pytest.mark.parametrize("format", QUANTIZED)
-def test_a_token_scale_of_nothing_and_of_the_largest_float_is_positive_and_finite(format: Format) -> None:
+def test_a_token_scale_of_nothing_and_of_the_largest_float_is_positive_and_finite(
+    format: Format,
+) -> None:
     scale = token_scale(torch.tensor([0.0, 1e-45, torch.finfo(torch.float32).max]), format).float()
     assert scale[:2].tolist() == [SMALLEST_SCALE, SMALLEST_SCALE]
     assert scale.isfinite().all()

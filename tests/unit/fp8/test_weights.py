@@ -10,7 +10,13 @@ import torch
 from freight.fp8 import weights
 from freight.fp8.cast import SMALLEST_SCALE, decode, encode
 from freight.fp8.formats import Format
-from freight.fp8.weights import expand_blocks, fit_rows, quantize_blocks, quantize_rows, quantize_tensor
+from freight.fp8.weights import (
+    expand_blocks,
+    fit_rows,
+    quantize_blocks,
+    quantize_rows,
+    quantize_tensor,
+)
 
 KINDS = {Format.E4M3FN: ml_dtypes.float8_e4m3fn, Format.E4M3FNUZ: ml_dtypes.float8_e4m3fnuz}
 SHAPES = [(1, 1), (128, 128), (300, 257), (5, 1000)]
@@ -72,7 +78,9 @@ def test_expanded_blocks_cover_their_block():
     scale = torch.arange(6.0).view(2, 3)
     wide = expand_blocks(scale, (130, 300))
     assert wide.shape == (130, 300)
-    assert [wide[r, c].item() for r, c in [(0, 0), (127, 127), (127, 128), (128, 255), (129, 299)]] == [0, 0, 1, 4, 5]
+    assert [
+        wide[r, c].item() for r, c in [(0, 0), (127, 127), (127, 128), (128, 255), (129, 299)]
+    ] == [0, 0, 1, 4, 5]
 
 
 @pytest.mark.parametrize("format", KINDS)

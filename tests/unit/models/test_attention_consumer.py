@@ -1,4 +1,6 @@
-"""Attention's output goes to the o projection as the kernels return it for that, unless something stands between."""
+"""Attention's output goes to the o projection as the kernels return it for that, unless something
+stands between.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,11 @@ def test_kernels_quantize_for_the_projection():
 
 
 def test_a_gate_of_heads_takes_a_tensor():
-    gate = HeadGate(Linear(Weight(torch.zeros(HEADS, HEADS * DIM)), None, REFERENCE), GateFunction.SIGMOID, REFERENCE)
+    gate = HeadGate(
+        Linear(Weight(torch.zeros(HEADS, HEADS * DIM)), None, REFERENCE),
+        GateFunction.SIGMOID,
+        REFERENCE,
+    )
     expected = torch.arange(3 * HEADS * DIM, dtype=torch.float32).view(3, -1) / 2
     assert torch.equal(attend(gate, Probe(1)), expected)
 

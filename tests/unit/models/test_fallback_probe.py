@@ -29,15 +29,32 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-LONGROPE = {"type": "longrope", "factor": 2.0, "original_max_position_embeddings": 128, "short_factor": [1.5] * 8}
+LONGROPE = {
+    "type": "longrope",
+    "factor": 2.0,
+    "original_max_position_embeddings": 128,
+    "short_factor": [1.5] * 8,
+}
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32}
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, r"takes s_aux \(a sink\)"),
     ("deepseek_v3", LATENT, r"kv_lora_rank = 32 means latent attention \(MLA\)"),
-    ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layers of kind 'conv' means recurrent"),
-    ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "layers of kind 'linear_attention' means recurrent"),
-    ("olmo2", {"layers_block_type": ["mamba", "attention", "attention"]}, "layers of kind 'mamba' means recurrent"),
+    (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"]},
+        "layers of kind 'conv' means recurrent",
+    ),
+    (
+        "qwen3_5_text",
+        {"layer_types": ["linear_attention"] * 3},
+        "layers of kind 'linear_attention' means recurrent",
+    ),
+    (
+        "olmo2",
+        {"layers_block_type": ["mamba", "attention", "attention"]},
+        "layers of kind 'mamba' means recurrent",
+    ),
     ("falcon_h1", {"mamba_d_ssm": 64}, "mamba_d_ssm = 64 means recurrent"),
     ("stablelm", {}, "does not pass the caller's arguments on to its attention"),
     ("bloom", {"n_layer": 3, "n_head": 4}, "does not go through transformers' AttentionInterface"),
@@ -45,7 +62,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("diffllama", {}, "attends more than once"),
     ("doge", {}, "makes its own mask or bias"),
     ("bert", {"is_decoder": False}, "neither all tokens before nor a sliding window"),
-    ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers = 1 means layers that share keys and values"),
+    (
+        "gemma4_text",
+        {"num_kv_shared_layers": 1},
+        "num_kv_shared_layers = 1 means layers that share keys and values",
+    ),
     ("plamo3", {}, "no public implementation of it can be run to compare with"),
     ("step3p5", {}, "no public implementation of it can be run to compare with"),
     ("t5", {"is_encoder_decoder": True}, "it is no causal language model there"),
@@ -56,8 +77,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_scaling": LONGROPE | {"long_factor": [2.0] * 8}},
         r"\(longrope\) has other angles",
     ),
-    ("cohere2_moe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "factor is 2.0, and its configuration class"),
-    ("cohere2_moe", {"rope_scaling": {"type": "linear", "alpha": 2.0}}, "alpha is 2.0, and its configuration class"),
+    (
+        "cohere2_moe",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "factor is 2.0, and its configuration class",
+    ),
+    (
+        "cohere2_moe",
+        {"rope_scaling": {"type": "linear", "alpha": 2.0}},
+        "alpha is 2.0, and its configuration class",
+    ),
     (
         "apertus",
         {"rope_theta": 5e5},
@@ -66,13 +95,25 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("apertus", {"max_position_embeddings": -1}, "max_position_embeddings = -1 must be at least 1"),
     ("olmo", {"layer_types": 7}, "cannot be used"),
     ("gptj", {}, "does not go through transformers' AttentionInterface"),
-    ("gpt_neo", {"num_layers": 3, "attention_types": [[["global"], 3]]}, "does not go through transformers' Attention"),
+    (
+        "gpt_neo",
+        {"num_layers": 3, "attention_types": [[["global"], 3]]},
+        "does not go through transformers' Attention",
+    ),
     ("falcon", {}, "does not go through transformers' AttentionInterface"),
     ("codegen", {}, "does not go through transformers' AttentionInterface"),
     ("xglm", {"attention_heads": 4}, "does not go through transformers' AttentionInterface"),
     ("ministral", {}, "config.json has no head_dim, which MinistralForCausalLM needs"),
-    ("jetmoe", {}, "depends on the values of tensors, so its attention cannot be seen before weights are read"),
-    ("xmod", {}, r"does not run without a cache and a mask of transformers: Input language unknown"),
+    (
+        "jetmoe",
+        {},
+        "depends on the values of tensors, so its attention cannot be seen before weights are read",
+    ),
+    (
+        "xmod",
+        {},
+        r"does not run without a cache and a mask of transformers: Input language unknown",
+    ),
     ("musicgen", {}, "configuration is not accepted"),
     ("olmo2", {"vision_config": {"depth": 2}}, "inputs other than text"),
     ("olmo2", {"num_attention_heads": "many"}, "configuration is not accepted"),
@@ -80,13 +121,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "more", "says"), REFUSED, ids=[f"{r[0]}-{r[2][:20]}" for r in REFUSED])
-def test_what_cannot_be_run_is_refused_by_name(model_type: str, more: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "more", "says"), REFUSED, ids=[f"{r[0]}-{r[2][:20]}" for r in REFUSED]
+)
+def test_what_cannot_be_run_is_refused_by_name(
+    model_type: str, more: dict[str, Any], says: str
+) -> None:
     with pytest.raises(CheckpointError, match=says):
         foreign_config(SMALL | {"model_type": model_type} | more)
 
 
-@pytest.mark.parametrize("more", [{"layer_types": ["full_attention"] * 3, "mamba_d_conv": 4}, {"mamba_d_conv": 0}])
+@pytest.mark.parametrize(
+    "more", [{"layer_types": ["full_attention"] * 3, "mamba_d_conv": 4}, {"mamba_d_conv": 0}]
+)
 def test_keys_of_recurrent_layers_that_are_not_there_refuse_nothing(more: dict[str, Any]) -> None:
     assert foreign_config(SMALL | {"model_type": "olmo2"} | more).num_layers == 3
 
@@ -108,7 +155,10 @@ def test_layers_are_found_without_weights() -> None:
 @pytest.mark.parametrize(
     ("rope", "limit"),
     [
-        ({"type": "dynamic", "factor": 2.0}, 256),  # it changes for sequences of more than `limit` tokens
+        (
+            {"type": "dynamic", "factor": 2.0},
+            256,
+        ),  # it changes for sequences of more than `limit` tokens
         (LONGROPE | {"long_factor": [1.5] * 8}, 256),  # both tables are the same
         (LONGROPE | {"long_factor": [2.0] * 8}, 128),  # no sequence needs the second
     ],
@@ -134,13 +184,18 @@ def test_the_dtype_is_what_config_json_names(names: dict[str, Any], dtype: str) 
 
 
 def test_published_names_of_architectures_pass() -> None:
-    for model_type, name in (("internlm3", "InternLM3ForCausalLM"), ("phimoe", "PhiMoEForCausalLM")):
+    for model_type, name in (
+        ("internlm3", "InternLM3ForCausalLM"),
+        ("phimoe", "PhiMoEForCausalLM"),
+    ):
         config = SMALL | {"model_type": model_type, "architectures": [name], "head_dim": 16}
         assert foreign_config(config | {"num_local_experts": 4}).num_layers == 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(FAMILIES)))
+@pytest.mark.parametrize(
+    "model_type", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(FAMILIES))
+)
 def test_every_causal_model_runs_or_is_refused_in_words(model_type: str) -> None:
     """With the defaults of its configuration: no name of an exception, and no name of ours."""
     try:

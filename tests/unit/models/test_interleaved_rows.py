@@ -1,4 +1,6 @@
-"""Ropes that turn neighbouring channels: rows of q and k in another order compute the same, or are refused."""
+"""Ropes that turn neighbouring channels: rows of q and k in another order compute the same, or are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,12 @@ from freight.operands.weight import Activations, Weight
 
 
 @settings(max_examples=examples(25))
-@given(heads=st.integers(1, 4), half=st.integers(1, 6), rest=st.integers(0, 5), seed=st.integers(0, 99))
-def test_turning_halves_of_reordered_channels_is_turning_neighbours(heads: int, half: int, rest: int, seed: int):
+@given(
+    heads=st.integers(1, 4), half=st.integers(1, 6), rest=st.integers(0, 5), seed=st.integers(0, 99)
+)
+def test_turning_halves_of_reordered_channels_is_turning_neighbours(
+    heads: int, half: int, rest: int, seed: int
+):
     head_dim, generator = 2 * half + rest, torch.Generator().manual_seed(seed)
     x = torch.randn(5, heads, head_dim, generator=generator)
     cos, sin = torch.randn(2, 5, half, generator=generator)
@@ -40,7 +46,11 @@ def test_scales_go_with_their_rows(blocks: bool):
 
 
 def test_heads_that_span_blocks_of_scales_are_refused_by_name():
-    weight = Weight(torch.zeros(192, 128).to(torch.float8_e4m3fn), torch.ones(2, 1), Activations.DYNAMIC)
+    weight = Weight(
+        torch.zeros(192, 128).to(torch.float8_e4m3fn), torch.ones(2, 1), Activations.DYNAMIC
+    )
     with pytest.raises(CheckpointError, match=r"layers\.3\.q_proj.*128 x 128"):
         weight.reordered(half_pairs(2, 96, 96), "layers.3.q_proj")
-    assert torch.equal(weight.reordered(half_pairs(2, 96, 32), "q_proj").data, weight.data)  # within a block
+    assert torch.equal(
+        weight.reordered(half_pairs(2, 96, 32), "q_proj").data, weight.data
+    )  # within a block

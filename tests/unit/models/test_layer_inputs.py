@@ -25,13 +25,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path, **options: str) -> tuple[OpenModel, Decoder]:
-    found = open_model(EngineArgs(str(folder), kernels="reference", skip_tokenizer_init=True, **options))
+    found = open_model(
+        EngineArgs(str(folder), kernels="reference", skip_tokenizer_init=True, **options)
+    )
     model = found.load(found.resolve(found.args))
     assert isinstance(model, Decoder)
     return found, model
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "float16"}, {"quantization": "fp8"}])
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float32"}, {"dtype": "float16"}, {"quantization": "fp8"}]
+)
 def test_the_table_stays_as_it_is_stored(folder: Path, options: dict[str, str]) -> None:
     """Only rows that are read are converted: of a large model the table is the larger half."""
     _, model = opened(folder, **options)
@@ -55,7 +59,9 @@ def test_fp8_is_for_the_projections_within_layers(folder: Path) -> None:
     assert "model.layers.0.per_layer_input_gate" not in kept
 
 
-def test_float32_over_a_16_bit_table_computes_what_a_float32_table_does(folder: Path, tmp_path: Path) -> None:
+def test_float32_over_a_16_bit_table_computes_what_a_float32_table_does(
+    folder: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     ids = tokens(20)

@@ -43,11 +43,15 @@ def test_a_layer_without_rope_is_one_whose_angles_are_all_zero(kernel_set: str):
     last = plain.layers[-1]
     unmoved = RopeConfig(last.mixer.k_dim, kind="linear", parameters={"factor": 1e30})
     with_rope = {
-        rope: replace(plain, layers=(plain.layers[0], replace(last, mixer=replace(last.mixer, rope=rope))))
+        rope: replace(
+            plain, layers=(plain.layers[0], replace(last, mixer=replace(last.mixer, rope=rope)))
+        )
         for rope in (None, 1)
     }
     got = logits(with_rope[None], kernel_set)
-    assert torch.equal(got, logits(replace(with_rope[1], ropes=(*plain.ropes, unmoved)), kernel_set))
+    assert torch.equal(
+        got, logits(replace(with_rope[1], ropes=(*plain.ropes, unmoved)), kernel_set)
+    )
     assert (got - logits(plain, kernel_set)).abs().max() > 0.01
 
 
@@ -56,4 +60,6 @@ def test_a_model_that_rotates_nothing_has_no_ropes():
     layers = tuple(replace(layer, mixer=replace(layer.mixer, rope=None)) for layer in plain.layers)
     config = replace(plain, layers=layers, ropes=())
     assert config.position_limit == plain.max_position_embeddings
-    torch.testing.assert_close(logits(config, "auto"), logits(config, "reference"), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(config, "auto"), logits(config, "reference"), rtol=1e-4, atol=1e-4
+    )

@@ -34,7 +34,11 @@ LAYOUTS = {"amx": Layout.TILES}  # of builds; the others pack without tiles
 
 def layout_of(kernels: str) -> Layout:
     builds = runnable()
-    return Layout.PLAIN if kernels == "reference" or not builds else LAYOUTS.get(builds[0], Layout.PACKED)
+    return (
+        Layout.PLAIN
+        if kernels == "reference" or not builds
+        else LAYOUTS.get(builds[0], Layout.PACKED)
+    )
 
 
 def require_equal(opened: OpenModel, kernels: str, linear_of: LinearOf) -> None:
@@ -42,7 +46,12 @@ def require_equal(opened: OpenModel, kernels: str, linear_of: LinearOf) -> None:
     decoder = opened.load(config)
     held = weight_bytes(decoder)
     mixers = [layer.mixer for layer in decoder.layers]
-    rotaries = [rotary for mixer in mixers if isinstance(mixer, Attention | Latent) for rotary in mixer.rotaries]
+    rotaries = [
+        rotary
+        for mixer in mixers
+        if isinstance(mixer, Attention | Latent)
+        for rotary in mixer.rotaries
+    ]
     tables = (table for rotary in rotaries for table in (rotary.cos, rotary.sin, rotary.q_factor))
     rope = {table.data_ptr(): table.nbytes for table in tables if table is not None}
     counted = loaded_bytes(
@@ -54,7 +63,9 @@ def require_equal(opened: OpenModel, kernels: str, linear_of: LinearOf) -> None:
 
 
 def shape_file(variant: str, folder: Path) -> Path:
-    """The config.json of a tiny model of some family, whose odd sizes leave gaps where matrices are packed."""
+    """The config.json of a tiny model of some family, whose odd sizes leave gaps where matrices are
+    packed.
+    """
     content = VARIANTS[variant].to_dict()
     text = content.get("text_config", content)
     odd: dict[str, Any] = {
@@ -66,14 +77,26 @@ def shape_file(variant: str, folder: Path) -> Path:
     if isinstance(text.get("moe_intermediate_size"), list):  # ERNIE's for text and for pictures
         odd["moe_intermediate_size"] = [90, 50]
     text |= {name: width for name, width in odd.items() if text.get(name)}
-    content |= {"architectures": [FAMILIES[content["model_type"]].architecture], "dtype": "bfloat16"}
+    content |= {
+        "architectures": [FAMILIES[content["model_type"]].architecture],
+        "dtype": "bfloat16",
+    }
     file = folder / "config.json"
     file.write_text(json.dumps(content))
     return file
 
 
 OF_FAMILIES = (
-    *("llama", "llama-tied", "llama-biases", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma2-untied"),
+    *(
+        "llama",
+        "llama-tied",
+        "llama-biases",
+        "mistral-window",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma2-untied",
+    ),
     *(
         "gemma3-two-ropes",
         "gemma4",
@@ -101,10 +124,27 @@ OF_FAMILIES = (
         "hy-v3-float32-head",
         "granite-moe",
     ),
-    *("laguna", "laguna-by-channel", "mellum", "mellum-plain", "olmo2", "olmo3", "exaone4", "afmoe", "arcee"),
+    *(
+        "laguna",
+        "laguna-by-channel",
+        "mellum",
+        "mellum-plain",
+        "olmo2",
+        "olmo3",
+        "exaone4",
+        "afmoe",
+        "arcee",
+    ),
     *("hunyuan", "hunyuan-moe", "muse-glimmer", "ernie4-5-vl-moe"),
     *("mimo-v2-flash", "step3p7", "lfm2", "lfm2-biases", "lfm2-moe"),
-    *("granite-h", "granite-h-moe", "nemotron-h-biases", "nemotron-h-latent", "deepseek-v3", "glm4-moe-lite-groups"),
+    *(
+        "granite-h",
+        "granite-h-moe",
+        "nemotron-h-biases",
+        "nemotron-h-latent",
+        "deepseek-v3",
+        "glm4-moe-lite-groups",
+    ),
     *("kimi-linear", "kimi-linear-groups", "ling"),
 )
 
@@ -113,7 +153,14 @@ OF_FAMILIES = (
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize(
     "variant",
-    [*OF_FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name not in OF_FAMILIES)],
+    [
+        *OF_FAMILIES,
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in VARIANTS
+            if name not in OF_FAMILIES
+        ),
+    ],
 )
 def test_every_family_occupies_what_is_counted(
     variant: str, kernels: str, quantization: str | None, tmp_path: Path
@@ -124,22 +171,32 @@ def test_every_family_occupies_what_is_counted(
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("name", ["autofp8_static_kv", "ct_docs", "modelopt_blocks", "quark_kv_outputs"])
+@pytest.mark.parametrize(
+    "name", ["autofp8_static_kv", "ct_docs", "modelopt_blocks", "quark_kv_outputs"]
+)
 def test_fp8_checkpoints_of_other_tools_occupy_what_is_counted(name: str, kernels: str) -> None:
-    opened = open_model(EngineArgs(str(FIXTURES / name), kernels=kernels, device="cpu", skip_tokenizer_init=True))
+    opened = open_model(
+        EngineArgs(str(FIXTURES / name), kernels=kernels, device="cpu", skip_tokenizer_init=True)
+    )
     require_equal(opened, kernels, read_scheme(*read_config_only(str(FIXTURES / name))).linear)
 
 
 @pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
 def test_fp8_in_every_granularity_occupies_what_is_counted(weights: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"ignore": ["lm_head", "model.layers.1.self_attn.k_proj"]}  # and one that is not merged
+    options: dict[str, Any] = {
+        "ignore": ["lm_head", "model.layers.1.self_attn.k_proj"]
+    }  # and one that is not merged
     freight.quantize("demo", tmp_path / "out", weights=weights, **options)
     config, beside = read_config_only(str(tmp_path / "out"))
     linear_of = read_scheme(config, beside).linear
     assert parse_model_config(config).num_layers > 1
     assert linear_of("model.layers.1.self_attn.k_proj") is None
     for kernels in ("auto", "reference"):
-        require_equal(open_model(EngineArgs(str(tmp_path / "out"), kernels=kernels, device="cpu")), kernels, linear_of)
+        require_equal(
+            open_model(EngineArgs(str(tmp_path / "out"), kernels=kernels, device="cpu")),
+            kernels,
+            linear_of,
+        )
 
 
 @settings(max_examples=examples(200))
@@ -149,8 +206,13 @@ def test_fp8_in_every_granularity_occupies_what_is_counted(weights: str, tmp_pat
     columns=st.integers(1, 300),
     format=st.sampled_from([Format.FLOAT32, Format.FLOAT16, Format.BFLOAT16, Format.E4M3FN]),
 )
-def test_every_build_packs_a_matrix_into_what_is_counted(build: str, rows: int, columns: int, format: Format) -> None:
+def test_every_build_packs_a_matrix_into_what_is_counted(
+    build: str, rows: int, columns: int, format: Format
+) -> None:
     functions = load(build).functions
     scales = 4 * -(-rows // 16) * 16
     packed = functions.freight_packed_bytes(FORMATS[torch_dtype(format)], rows, columns)
-    assert matrix_bytes(rows, columns, format, None, LAYOUTS.get(build, Layout.PACKED)) == packed + scales
+    assert (
+        matrix_bytes(rows, columns, format, None, LAYOUTS.get(build, Layout.PACKED))
+        == packed + scales
+    )

@@ -1,4 +1,6 @@
-"""Where weights come from: a checkpoint rounded to FP8 as it loads, and random ones made in the format they stay in."""
+"""Where weights come from: a checkpoint rounded to FP8 as it loads, and random ones made in the
+format they stay in.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ def test_a_checkpoint_is_rounded_row_by_row_and_merged_exactly(format):
 
 def test_the_start_says_what_the_weights_are(caplog):
     caplog.set_level(logging.INFO, "freight")
-    for quantization, says in ((None, "weights: bfloat16"), ("fp8", "weights: fp8_e4m3fn, rounded as they load")):
+    for quantization, says in (
+        (None, "weights: bfloat16"),
+        ("fp8", "weights: fp8_e4m3fn, rounded as they load"),
+    ):
         opened = open_model(EngineArgs(quantization=quantization, max_model_len=64))
         opened.load(opened.resolve(opened.args))
         assert says in caplog.text
@@ -89,7 +94,9 @@ GEMMA = {**SMALL, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]
 
 
 def norms(model: Decoder) -> list[torch.Tensor]:
-    each = [(m.mixer_norm.weight, m.mixer_post, m.mlp_norm.weight, m.mlp_post) for m in model.layers]
+    each = [
+        (m.mixer_norm.weight, m.mixer_post, m.mlp_norm.weight, m.mlp_post) for m in model.layers
+    ]
     return [weight for four in each for weight in four if weight is not None] + [model.norm.weight]
 
 
@@ -101,10 +108,13 @@ def test_norm_weights_that_are_stored_as_their_difference_from_1(tmp_path):
     assert all(weight.tolist() == [1.0] * 64 for weight in norms(model))
     shapes = tensor_shapes(config)
     save_file(
-        {n: torch.full(s, 0.001, dtype=torch.bfloat16) for n, s in shapes.items()}, tmp_path / "model.safetensors"
+        {n: torch.full(s, 0.001, dtype=torch.bfloat16) for n, s in shapes.items()},
+        tmp_path / "model.safetensors",
     )
     (tmp_path / "config.json").write_text(json.dumps(GEMMA))
-    model = load_model(Checkpoint(tmp_path), config, REFERENCE, Format.BFLOAT16, Format.BFLOAT16, 32, "cpu")
+    model = load_model(
+        Checkpoint(tmp_path), config, REFERENCE, Format.BFLOAT16, Format.BFLOAT16, 32, "cpu"
+    )
     expected = [1 + float(torch.tensor(0.001).bfloat16())] * 64
     assert all(torch.equal(weight, torch.tensor(expected)) for weight in norms(model))
 
@@ -120,7 +130,9 @@ def test_every_preset_is_a_shape_that_runs(name):
 
 def test_a_random_model_has_the_shape_that_was_asked_for(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    opened = open_random(EngineArgs(quantization="fp8", kernels="reference"), str(tmp_path / "config.json"))
+    opened = open_random(
+        EngineArgs(quantization="fp8", kernels="reference"), str(tmp_path / "config.json")
+    )
     config = opened.resolve(opened.args)
     assert config.weight_format is Format.E4M3FN
     assert config.compute_format is Format.BFLOAT16
@@ -151,11 +163,17 @@ print(peak() - before)
 
 def test_memory_peaks_near_the_fp8_size(tmp_path):
     """A checkpoint of 170 MB in 16 bits, 90 MB in FP8, in a process of its own."""
-    large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "num_attention_heads": 16}
+    large = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 16,
+    }
     config = PRESETS["llama-1b"] | large | {"vocab_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = {
-        n: torch.full(s, 0.01, dtype=torch.bfloat16) for n, s in tensor_shapes(parse_model_config(config)).items()
+        n: torch.full(s, 0.01, dtype=torch.bfloat16)
+        for n, s in tensor_shapes(parse_model_config(config)).items()
     }
     save_file(tensors, tmp_path / "model.safetensors")
     sixteen = (tmp_path / "model.safetensors").stat().st_size

@@ -1,4 +1,6 @@
-"""For the tests of forms of calls: chat templates, tools, and tokenizers with markup as tokens and as text."""
+"""For the tests of forms of calls: chat templates, tools, and tokenizers with markup as tokens and
+as text.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ FORMS = {
 }
 TAGS = {name: value for name, value in vars(call_families).items() if isinstance(value, Tags)}
 TEMPLATES = {
-    path.stem: path.read_text() for path in (Path(__file__).parents[2] / "fixtures" / "templates").glob("*.jinja")
+    path.stem: path.read_text()
+    for path in (Path(__file__).parents[2] / "fixtures" / "templates").glob("*.jinja")
 }
-# Shortened templates of models whose licences do not let us keep the published ones: what they write of an assistant.
+# Shortened templates of models whose licences do not let us keep the published ones: what they
+# write of an assistant.
 TEMPLATES["short-Hy3"] = """{%- set HYTK = ':opensource' %}
 {%- set open, sep = '<tool_call{}>'.format(HYTK), '<tool_sep{}>'.format(HYTK) %}
 {%- for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{{- '<｜hy_Assistant{}｜>'.format(HYTK) }}
@@ -36,12 +40,22 @@ TEMPLATES["short-Hy3"] = """{%- set HYTK = ':opensource' %}
 {{- (v if v is string else v | tojson) + '</arg_value{}>'.format(HYTK) + '\n' }}{% endfor %}
 {{- '</tool_call{}>'.format(HYTK) + '\n' }}{% endfor %}{{- '</tool_calls{}>'.format(HYTK) }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{- '<｜hy_Assistant{}｜>'.format(HYTK) }}{% endif %}"""
-TEMPLATES["short-Nemotron-Nano-v2"] = """{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}
+TEMPLATES[
+    "short-Nemotron-Nano-v2"
+] = """{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}
 {{- '<think>' + m.reasoning_content + '</think>\n\n<TOOLCALL>[' }}{% for c in m.tool_calls %}
 {{- '{"name": "' + c.function.name + '", "arguments": ' + c.function.arguments | tojson + '}' }}
 {{- '' if loop.last else ', ' }}{% endfor %}]</TOOLCALL>{% endif %}{% endfor %}"""
 ENDS = (  # what ends the answers of these models: special tokens, which are stripped
-    *("<|im_end|>", "<|end_of_text|>", "<seed:eos>", "<｜end▁of▁sentence｜>", "[e~[", "<|eos|>", "<turn|>"),
+    *(
+        "<|im_end|>",
+        "<|end_of_text|>",
+        "<seed:eos>",
+        "<｜end▁of▁sentence｜>",
+        "[e~[",
+        "<|eos|>",
+        "<turn|>",
+    ),
     *("<|tool_response>", "<|end|>", "<｜Assistant｜>"),
 )
 CITY = 'Köln "am" <Rhein>\nDom </'
@@ -63,7 +77,10 @@ WEATHER = {
 }
 TIME = {"type": "object", "properties": {"zone": {"type": "string", "description": "Which."}}}
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "What it does.", "parameters": parameters}}
+    {
+        "type": "function",
+        "function": {"name": name, "description": "What it does.", "parameters": parameters},
+    }
     for name, parameters in (("get_weather", WEATHER), ("get_time", TIME))
 ]
 
@@ -71,7 +88,9 @@ TOOLS = [
 def backend(special: tuple[str, ...] = (), added: tuple[str, ...] = ()) -> Backend:
     """One token per byte, besides these."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    made = Backend(
+        models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([*ENDS, *special])
@@ -79,7 +98,9 @@ def backend(special: tuple[str, ...] = (), added: tuple[str, ...] = ()) -> Backe
     return made
 
 
-def tokenizer(template: str, special: tuple[str, ...] = (), added: tuple[str, ...] = ()) -> Tokenizer:
+def tokenizer(
+    template: str, special: tuple[str, ...] = (), added: tuple[str, ...] = ()
+) -> Tokenizer:
     names = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
     return Tokenizer(backend((*special, "<s>"), added), names, template)
 
@@ -93,7 +114,9 @@ class NamedFormat(MessageFormat):
 def named_format(
     name: str, tags: str | None = None, markers: str = "text", model: Tokenizer | None = None
 ) -> NamedFormat:
-    """How answers in the form of this name are read. markers: "special" or "added" tokens, or "text"."""
+    """How answers in the form of this name are read. markers: "special" or "added" tokens, or
+    "text".
+    """
     form = FORMS[name]
     kinds = {kind: form.markers if kind == markers else () for kind in ("special", "added")}
     model = model or tokenizer("", **kinds)

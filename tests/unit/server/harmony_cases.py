@@ -63,7 +63,9 @@ NEXT = "<|end|><|start|>assistant"
 def backend(special: Sequence[str] = (*MARKERS, "<|endoftext|>")) -> Backend:
     """One token per byte, besides the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    made = Backend(
+        models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(list(special))

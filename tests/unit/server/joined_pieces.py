@@ -1,4 +1,6 @@
-"""The pieces of an answer as tests compare them: those that follow each other and are of one kind, joined."""
+"""The pieces of an answer as tests compare them: those that follow each other and are of one kind,
+joined.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from freight.server.answers.pieces import Piece, PieceKind
 def joined(parser: Any, chunks: Iterable[str], complete: bool) -> list[Piece]:
     """What `parser` makes of an answer that comes in `chunks`."""
     found: list[Piece] = []
-    for piece in [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.finish(complete):
+    for piece in [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.finish(
+        complete
+    ):
         if found and found[-1].kind == piece.kind != PieceKind.TOOL_CALL:
             piece = Piece(piece.kind, found.pop().text + piece.text)
         found.append(piece)

@@ -1,4 +1,6 @@
-"""For the tests of OpenAI's API: a served model, deltas as an engine gives them, and a small parser of markup."""
+"""For the tests of OpenAI's API: a served model, deltas as an engine gives them, and a small parser
+of markup.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,16 @@ SERVED = Served(
 LIMITS = ServingLimits()
 HEAD = ReplyHead("r1", 1_700_000_000, "demo", "fp_1")
 HELLO = [{"role": "user", "content": "Hello"}]
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 class MarkupParser:
-    """`<think>…</think>` is reasoning, `<call>{"name", "arguments"}</call>` a call; `|eot|` is left out."""
+    """`<think>…</think>` is reasoning, `<call>{"name", "arguments"}</call>` a call; `|eot|` is left
+    out.
+    """
 
     TAGS = ("<think>", "</think>", "<call>", "</call>", "|eot|")
 
@@ -51,9 +58,14 @@ class MarkupParser:
             pieces += self._say(self.text[:at])
             self.text = self.text[at + len(tag) :]
             if tag != "|eot|":
-                self.kind = {"<think>": PieceKind.REASONING, "<call>": PieceKind.TOOL_CALL}.get(tag, PieceKind.CONTENT)
+                self.kind = {"<think>": PieceKind.REASONING, "<call>": PieceKind.TOOL_CALL}.get(
+                    tag, PieceKind.CONTENT
+                )
         if self.kind is not PieceKind.TOOL_CALL:
-            held = max((n for tag in self.TAGS for n in range(1, len(tag)) if self.text.endswith(tag[:n])), default=0)
+            held = max(
+                (n for tag in self.TAGS for n in range(1, len(tag)) if self.text.endswith(tag[:n])),
+                default=0,
+            )
             cut = len(self.text) - held
             pieces += self._say(self.text[:cut])
             self.text = self.text[cut:]
@@ -89,7 +101,9 @@ def scores(token, logprob=-0.5):
 
 
 def as_scores(tokens, entries, asked=3):
-    """Entries {token id: Logprob} as an engine tells those of a prompt: the `asked` most likely, and `tokens`."""
+    """Entries {token id: Logprob} as an engine tells those of a prompt: the `asked` most likely,
+    and `tokens`.
+    """
     rows = []
     for token, entry in zip(tokens, entries, strict=True):
         likely = sorted((one.rank, other) for other, one in entry.items() if one.rank <= asked)
@@ -115,7 +129,13 @@ def deltas(parts, reason=FinishReason.STOP, index=0, logprobs=False, cached=0):
         last = position == len(parts) - 1
         token = 20 + position % 50
         output = CompletionDelta(
-            index, [token], part, [scores(token)] if logprobs else None, reason if last else None, None, None
+            index,
+            [token],
+            part,
+            [scores(token)] if logprobs else None,
+            reason if last else None,
+            None,
+            None,
         )
         yield RequestDelta("r1", [output], last, num_cached_tokens=cached)
 
@@ -128,7 +148,11 @@ def answers(call, feed, served=SERVED, ids=(5, 6, 7), text="Hello"):
     """(the stream's bytes, the body) of one call, fed with (index, delta)."""
     feed = list(feed)
     stream, whole = (call.reply(HEAD, served, tokenized(call, ids, text)) for _ in range(2))
-    raw = stream.start() + b"".join(stream.advance(index, delta) for index, delta in feed) + stream.end()
+    raw = (
+        stream.start()
+        + b"".join(stream.advance(index, delta) for index, delta in feed)
+        + stream.end()
+    )
     for index, delta in feed:
         whole.advance(index, delta)
     return raw, json.loads(json.dumps(whole.body(), allow_nan=False, default=plain))

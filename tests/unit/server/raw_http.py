@@ -1,4 +1,6 @@
-"""A real server in a thread, and a client that sends bytes as they are: what the tests of HTTP share."""
+"""A real server in a thread, and a client that sends bytes as they are: what the tests of HTTP
+share.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ from freight.server.transport.http import server_config
 from freight.server.transport.http_limits import HttpLimits
 from freight.server.transport.tls import Server
 
-QUICK = HttpLimits(head_seconds=0.2, body_seconds=0.2, body_total=1.0, write_seconds=0.3, linger_seconds=0.2)
+QUICK = HttpLimits(
+    head_seconds=0.2, body_seconds=0.2, body_total=1.0, write_seconds=0.3, linger_seconds=0.2
+)
 GET = b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def post(body: bytes = b"", *headers: str, path: str = "/x", host: str = "localhost") -> bytes:
     lines = [f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", *headers]
-    if not any(header.lower().startswith(("transfer-encoding", "content-length")) for header in headers):
+    if not any(
+        header.lower().startswith(("transfer-encoding", "content-length")) for header in headers
+    ):
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
@@ -38,7 +44,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def in_time(attempt: Callable[[], bool]) -> bool:
-    """Whether an attempt succeeds that fails where this machine stands still for longer than a server's limit."""
+    """Whether an attempt succeeds that fails where this machine stands still for longer than a
+    server's limit.
+    """
     return any(attempt() for _ in range(20))
 
 
@@ -56,7 +64,9 @@ class Answer:
 
 
 class Client:
-    def __init__(self, port: int, timeout: float = 300.0, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, port: int, timeout: float = 300.0, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=timeout)
         if tls is not None:
             self.socket = tls.wrap_socket(self.socket, server_hostname="localhost")
@@ -121,7 +131,10 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    app: Any, limits: HttpLimits | None = None, loop: str | None = None, tls: ssl.SSLContext | None = None
+    app: Any,
+    limits: HttpLimits | None = None,
+    loop: str | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[Running]:
     """`app` behind a server on a free port of 127.0.0.1; ended at exit."""
     config = server_config(app, limits or HttpLimits(), drain_seconds=1)
@@ -158,7 +171,9 @@ def running(
 
 @dataclass
 class Echo:
-    """An app that reads the body and answers with facts about the request; it remembers what it saw."""
+    """An app that reads the body and answers with facts about the request; it remembers what it
+    saw.
+    """
 
     seen: list[dict[str, Any]] = field(default_factory=list)
     received: int = 0
@@ -174,8 +189,13 @@ class Echo:
             self.received += len(message.get("body", b""))
             if not message.get("more_body"):
                 break
-        body = json.dumps({"path": scope["path"], "headers": len(scope["headers"]), "received": self.received}).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        body = json.dumps(
+            {"path": scope["path"], "headers": len(scope["headers"]), "received": self.received}
+        ).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 

@@ -27,7 +27,9 @@ def test_a_key_opens_as_bearer_and_as_x_api_key() -> None:
     assert keys.check("Bearer b:c", None) == "bob"
 
 
-@pytest.mark.parametrize("line", ["my name:sk-1", "a/b:sk-1", ":sk-1", "x" * 65 + ":sk-1", "é:sk-1"])
+@pytest.mark.parametrize(
+    "line", ["my name:sk-1", "a/b:sk-1", ":sk-1", "x" * 65 + ":sk-1", "é:sk-1"]
+)
 def test_a_name_that_is_none_is_refused_and_is_not_part_of_a_key(line: str, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"good:sk-0\n\n{line}\n")
@@ -49,14 +51,34 @@ def test_keys_may_change_while_they_are_used() -> None:
 @pytest.mark.parametrize(
     "authorization",
     [
-        *(None, "", "Bearer", "Bearer ", SECRET, f"Basic {SECRET}", f"Bearer {SECRET}x", f"Bearer {SECRET[:-1]}"),
-        *(f"Bearer {SECRET.upper()}", f"Bearer alice:{SECRET}", "Bearer alice", "Bearer é", "Bearer " + "x" * 100_000),
+        *(
+            None,
+            "",
+            "Bearer",
+            "Bearer ",
+            SECRET,
+            f"Basic {SECRET}",
+            f"Bearer {SECRET}x",
+            f"Bearer {SECRET[:-1]}",
+        ),
+        *(
+            f"Bearer {SECRET.upper()}",
+            f"Bearer alice:{SECRET}",
+            "Bearer alice",
+            "Bearer é",
+            "Bearer " + "x" * 100_000,
+        ),
     ],
 )
 def test_nothing_else_opens(authorization: str | None) -> None:
     keys = Keys.read(["alice:" + SECRET])
     assert keys.check(authorization, None) is None
-    assert keys.check(None, authorization and authorization.removeprefix("Bearer ").replace(SECRET, "")) is None
+    assert (
+        keys.check(
+            None, authorization and authorization.removeprefix("Bearer ").replace(SECRET, "")
+        )
+        is None
+    )
 
 
 @given(st.text(), st.text())
@@ -144,7 +166,9 @@ def test_each_key_has_its_own_part_of_the_prefix_cache() -> None:
     assert len(set(salts)) == len(pairs)
     assert salts == [keys.salt_for(*pair) for pair in pairs]
     assert all(salt and len(salt) == 64 for salt in salts)
-    assert keys.salt_for("a", None) != Keys.read(["a:1", "b:2"]).salt_for("a", None)  # nobody can work it out
+    assert keys.salt_for("a", None) != Keys.read(["a:1", "b:2"]).salt_for(
+        "a", None
+    )  # nobody can work it out
     assert keys.salt_for("a", "\ud800")
 
 
@@ -155,7 +179,17 @@ def test_without_keys_and_with_a_shared_cache_the_requests_salt_counts() -> None
 
 
 LOOPBACK = ["127.0.0.1", "127.8.9.1", "::1", "localhost", "::ffff:127.0.0.1"]
-PUBLIC = ["0.0.0.0", "::", "", "192.168.1.5", "10.0.0.1", "8.8.8.8", "fe80::1", "::ffff:10.0.0.1", "0"]
+PUBLIC = [
+    "0.0.0.0",
+    "::",
+    "",
+    "192.168.1.5",
+    "10.0.0.1",
+    "8.8.8.8",
+    "fe80::1",
+    "::ffff:10.0.0.1",
+    "0",
+]
 
 
 @pytest.mark.parametrize("host", LOOPBACK)
@@ -174,7 +208,9 @@ def test_a_public_address_needs_a_key_or_a_word(host: str) -> None:
 def test_a_name_is_what_it_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"here": ["127.0.0.1", "::1"], "both": ["127.0.0.1", "10.1.2.3"], "there": ["10.1.2.3"]}
 
-    def getaddrinfo(host: str, *_: object, **__: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+    def getaddrinfo(
+        host: str, *_: object, **__: object
+    ) -> list[tuple[int, int, int, str, tuple[str, int]]]:
         if host not in names:
             raise OSError(-2, "Name or service not known")
         return [(0, 0, 0, "", (address, 0)) for address in names[host]]

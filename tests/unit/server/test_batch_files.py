@@ -1,4 +1,6 @@
-"""IN and OUT of `freight batch`: what is refused before a model is read, and how a run finds what is done."""
+"""IN and OUT of `freight batch`: what is refused before a model is read, and how a run finds what
+is done.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def test_a_mark_of_the_byte_order_is_no_part_of_the_first_line(tmp_path: Path) -
         (("PK\x03", "[1]"), "line 1 is not JSON"),
         (("[1]",), "line 1 is not a JSON object"),
         ((line("a"), "{bad", line("b"), line("a")), "lines 1 and 4 have the same custom_id 'a'"),
-        ((line("a", "gpt-4o"), line("b", "gpt")), "line 1 asks for the model 'gpt-4o'.*--served-model-name"),
+        (
+            (line("a", "gpt-4o"), line("b", "gpt")),
+            "line 1 asks for the model 'gpt-4o'.*--served-model-name",
+        ),
     ],
 )
 def test_a_pointless_input_is_refused(tmp_path: Path, lines: tuple[str, ...], said: str) -> None:
@@ -68,7 +73,10 @@ def test_a_pointless_input_is_refused(tmp_path: Path, lines: tuple[str, ...], sa
 def test_some_bad_lines_are_not_refused(tmp_path: Path) -> None:
     source = written(tmp_path / "in", "{bad", line("a", "gpt-4o"), line("b", "demo"), "[" * 100_000)
     assert len(BatchInput(source, [], NAMES).ids) == 4
-    assert len(BatchInput(written(tmp_path / "in", line("a", "gpt-4o"), line("b")), [], NAMES).ids) == 2
+    assert (
+        len(BatchInput(written(tmp_path / "in", line("a", "gpt-4o"), line("b")), [], NAMES).ids)
+        == 2
+    )
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
@@ -96,13 +104,18 @@ def test_an_output_is_continued_after_its_last_whole_line(tmp_path: Path) -> Non
     ("content", "said"),
     [
         (answer("batch_req_" + "0" * 16 + "b"), "line 1 does not answer the same line"),
-        (answer("batch_req_" + "1" * 16 + "a"), "line 1 was made with another model or other options"),
+        (
+            answer("batch_req_" + "1" * 16 + "a"),
+            "line 1 was made with another model or other options",
+        ),
         (answer("batch_req_" + "0" * 16 + "a") * 2, "more lines than the input, which has 1"),
         (b"a text\nof somebody", "line 1 was not written by freight batch"),
         (b"[]\n", "line 1 was not written by freight batch"),
     ],
 )
-def test_another_output_is_refused_and_left_alone(tmp_path: Path, content: bytes, said: str) -> None:
+def test_another_output_is_refused_and_left_alone(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
     out = tmp_path / "out"
     out.write_bytes(content)
     with pytest.raises(ConfigError, match=said):

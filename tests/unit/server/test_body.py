@@ -42,8 +42,14 @@ REFUSED = {
     "100,000 open arrays": (b"[" * 100_000, "more than 64 deep"),
     "65 arrays": (b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", "more than 64 deep"),
     "65 objects": (b'{"a":' * 65 + b"1" + b"}" * 65, "more than 64 deep"),
-    "deep after a string with a quote": (b'{"\\"":"\\\\","a":' + b"[" * 64 + b"]" * 64 + b"}", "more than 64 deep"),
-    "200,000 arrays": (b'{"a":[' + b"[]," * 200_000 + b"1]}", "more than 100000 arrays and objects"),
+    "deep after a string with a quote": (
+        b'{"\\"":"\\\\","a":' + b"[" * 64 + b"]" * 64 + b"}",
+        "more than 64 deep",
+    ),
+    "200,000 arrays": (
+        b'{"a":[' + b"[]," * 200_000 + b"1]}",
+        "more than 100000 arrays and objects",
+    ),
     "NaN": (b'{"a": NaN}', "NaN is no JSON number"),
     "infinity": (b'{"a": -Infinity}', "-Infinity is no JSON number"),
     "float over the range": (b'{"a": 1e999}', "too large: 1e999"),
@@ -91,7 +97,9 @@ OBJECT = st.dictionaries(st.text(max_size=5), JSON | st.lists(JSON, max_size=4),
 
 
 @given(OBJECT, OBJECT, st.booleans())
-def test_every_object_is_read_as_it_was_written(outer: dict[str, Any], inner: dict[str, Any], ascii_only: bool) -> None:
+def test_every_object_is_read_as_it_was_written(
+    outer: dict[str, Any], inner: dict[str, Any], ascii_only: bool
+) -> None:
     value = {**outer, "inner": [inner, [inner]]}
     assert parsed(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
@@ -126,8 +134,13 @@ def test_four_megabytes_take_little_time(body: bytes) -> None:
     assert takes_less(2.5, lambda: parsed(body))  # what is not linear takes minutes
 
 
-def read(body: bytes, limits: HttpLimits = LIMITS, *, piece: int = 1000, **headers: str) -> dict[str, Any]:
-    given_headers = {"content-type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
+def read(
+    body: bytes, limits: HttpLimits = LIMITS, *, piece: int = 1000, **headers: str
+) -> dict[str, Any]:
+    given_headers = {
+        "content-type": "application/json",
+        **{k.replace("_", "-"): v for k, v in headers.items()},
+    }
     pieces = [body[i : i + piece] for i in range(0, len(body), piece)] or [b""]
     messages = [{"type": "http.request", "body": part, "more_body": True} for part in pieces]
     messages[-1]["more_body"] = False
@@ -135,12 +148,17 @@ def read(body: bytes, limits: HttpLimits = LIMITS, *, piece: int = 1000, **heade
     async def receive() -> dict[str, Any]:
         return messages.pop(0)
 
-    pairs = [(name.encode(), value.encode()) for name, value in given_headers.items() if value != "absent"]
+    pairs = [
+        (name.encode(), value.encode())
+        for name, value in given_headers.items()
+        if value != "absent"
+    ]
     return parse_object(asyncio.run(read_body(receive, pairs, limits)), limits)
 
 
 @pytest.mark.parametrize(
-    "kind", ["application/json", "Application/JSON; charset=UTF-8", 'application/json;charset="utf-8"']
+    "kind",
+    ["application/json", "Application/JSON; charset=UTF-8", 'application/json;charset="utf-8"'],
 )
 def test_json_is_read_from_pieces(kind: str) -> None:
     assert read(b'{"a": "\xc3\xa9"}', piece=1, content_type=kind) == {"a": "é"}
@@ -158,7 +176,9 @@ def test_json_is_read_from_pieces(kind: str) -> None:
     ],
 )
 def test_another_content_type_is_415_with_the_way_out(kind: str) -> None:
-    with pytest.raises(ApiError, match="send the header 'Content-Type: application/json'") as caught:
+    with pytest.raises(
+        ApiError, match="send the header 'Content-Type: application/json'"
+    ) as caught:
         read(b"{}", content_type=kind)
     assert caught.value.status == 415
 

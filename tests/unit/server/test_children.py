@@ -27,7 +27,9 @@ def test_the_engine_is_started_with_that_environment(monkeypatch: pytest.MonkeyP
         return subprocess.Popen([sys.executable, "-c", ""])
 
     async def run() -> None:
-        engine = client.EngineClient(client.WorkerOptions({"model": "demo"}), print, print, lambda: None)
+        engine = client.EngineClient(
+            client.WorkerOptions({"model": "demo"}), print, print, lambda: None
+        )
         await engine.start()
         await engine.stop()
 

@@ -1,4 +1,6 @@
-"""The engine's process: it computes what LLM does, ends with the server, and its end fails what runs, at once."""
+"""The engine's process: it computes what LLM does, ends with the server, and its end fails what
+runs, at once.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ pytestmark = pytest.mark.clock
 
 ARGS = vars(EngineArgs(kv_cache_dtype="fp8", kv_cache_memory="8MiB", max_num_seqs=8))
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-ENDLESS = SamplingParams(max_tokens=900, n=64, ignore_eos=True)  # one after the other, where max_num_seqs is 1
+ENDLESS = SamplingParams(
+    max_tokens=900, n=64, ignore_eos=True
+)  # one after the other, where max_num_seqs is 1
 
 
 @pytest.fixture
@@ -44,7 +48,9 @@ def with_engine(test: Callable[[EngineClient], Awaitable[None]], **args: Any) ->
     """Run `test` with a started engine; returns its process's exit status."""
 
     async def run() -> int:
-        client = EngineClient(WorkerOptions({**ARGS, **args}), lambda _: None, lambda *_: None, lambda: None)
+        client = EngineClient(
+            WorkerOptions({**ARGS, **args}), lambda _: None, lambda *_: None, lambda: None
+        )
         await client.start()
         try:
             await test(client)
@@ -55,7 +61,9 @@ def with_engine(test: Callable[[EngineClient], Awaitable[None]], **args: Any) ->
     return asyncio.run(asyncio.wait_for(run(), 300))
 
 
-async def text_of(client: EngineClient, name: str, token_ids: Sequence[int], params: SamplingParams) -> str:
+async def text_of(
+    client: EngineClient, name: str, token_ids: Sequence[int], params: SamplingParams
+) -> str:
     inbox = Inbox()
     running = client.submit(name, 0, TokenizedWork(None, tuple(token_ids), params), inbox)
     await running.accepted
@@ -76,7 +84,8 @@ async def rest_of(inbox: Inbox) -> None:
 def test_an_engine_in_a_process_of_its_own_answers_as_llm_does() -> None:
     prompts = [list(range(3, 3 + length)) for length in (4, 40, 17, 90)]
     expected = [
-        output.outputs[0].text for output in LLM(kv_cache_dtype="fp8", kv_cache_memory="8MiB").generate(prompts, GREEDY)
+        output.outputs[0].text
+        for output in LLM(kv_cache_dtype="fp8", kv_cache_memory="8MiB").generate(prompts, GREEDY)
     ]
 
     async def test(client: EngineClient) -> None:
@@ -86,7 +95,9 @@ def test_an_engine_in_a_process_of_its_own_answers_as_llm_does() -> None:
         assert (await client.opened).vocab_size == 4096
         facts = await client.ready
         assert facts.kv_cache["dtype"] == "fp8_e4m3fn"
-        texts = await asyncio.gather(*(text_of(client, str(i), ids, GREEDY) for i, ids in enumerate(prompts)))
+        texts = await asyncio.gather(
+            *(text_of(client, str(i), ids, GREEDY) for i, ids in enumerate(prompts))
+        )
         assert texts == expected
         assert client.num_running == 0
         while client.stats is None or client.stats.running or client.stats.held_tokens:
@@ -186,7 +197,9 @@ def test_the_process_ends_with_its_server() -> None:
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(run())\n"
     )
-    server = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    server = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
     assert server.returncode == -signal.SIGKILL
     pid, deadline = int(server.stdout), time.monotonic() + 300
     while os.path.exists(f"/proc/{pid}"):

@@ -39,7 +39,10 @@ TOO_MUCH: dict[str, tuple[dict[str, Any], str]] = {  # with the field that is at
     "stop strings": ({"prompt": "x", "stop": ["x"] * MANY}, "stop"),
     "stop token ids": ({"prompt": "x", "stop_token_ids": [5] * MANY}, "stop_token_ids"),
     "biases": ({"prompt": "x", "logit_bias": {str(i): 1 for i in range(MANY)}}, "logit_bias"),
-    "choices": ({"prompt": "x", "structured_outputs": {"choice": ["x"] * MANY}}, "structured_outputs.choice"),
+    "choices": (
+        {"prompt": "x", "structured_outputs": {"choice": ["x"] * MANY}},
+        "structured_outputs.choice",
+    ),
     "messages": ({"messages": SMALL_CALL["messages"] * (MANY // 2)}, "messages"),
     "tools": ({**SMALL_CALL, "tools": [TOOL] * (MANY // 4)}, "tools"),
 }
@@ -56,8 +59,12 @@ def processor_seconds(function: Callable[[], Any]) -> float:
 
 
 def ratio(function: Callable[[], Any], measure: Callable[[], Any]) -> float:
-    """The processor time of a function, in that of another: the median of several, in turns, for the speed changes."""
-    return statistics.median(processor_seconds(function) / processor_seconds(measure) for _ in range(5))
+    """The processor time of a function, in that of another: the median of several, in turns, for
+    the speed changes.
+    """
+    return statistics.median(
+        processor_seconds(function) / processor_seconds(measure) for _ in range(5)
+    )
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
@@ -100,7 +107,9 @@ def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenized() -> Non
     service = Service(Engine(), ServingLimits(), Keys(()), Metrics("demo"), 4)  # type: ignore[arg-type]
     service.served = replace(SERVED, tokenizer=tokenizer)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=1)
-    with pytest.raises(ApiError, match=r"first 16384 of the prompt's 3000000 characters have 16384 tokens") as error:
+    with pytest.raises(
+        ApiError, match=r"first 16384 of the prompt's 3000000 characters have 16384 tokens"
+    ) as error:
         asyncio.run(service.tokenize(Work("x" * 3_000_000, params)))
     assert (error.value.status, error.value.code) == (400, "context_length_exceeded")
     assert tokenizer.characters < 20_000

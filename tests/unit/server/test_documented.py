@@ -1,4 +1,6 @@
-"""What /openapi.json says of null and of fields that nobody knows is what the server does with them."""
+"""What /openapi.json says of null and of fields that nobody knows is what the server does with
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,39 @@ from freight.server.transport.errors import ApiError
 
 Parse = Callable[[dict[str, Any], Any], object]
 APIS: list[tuple[dict[str, Any], Parse, dict[str, Any]]] = [
-    (CHAT_SCHEMA, lambda body, served: parse_chat(body, served, LIMITS), {"messages": HELLO, "tools": [TOOL]}),
-    (COMPLETION_SCHEMA, lambda body, served: parse_completion(body, served, LIMITS), {"prompt": "x"}),
+    (
+        CHAT_SCHEMA,
+        lambda body, served: parse_chat(body, served, LIMITS),
+        {"messages": HELLO, "tools": [TOOL]},
+    ),
+    (
+        COMPLETION_SCHEMA,
+        lambda body, served: parse_completion(body, served, LIMITS),
+        {"prompt": "x"},
+    ),
     (
         GENERATE_SCHEMA,
         lambda body, served: parse_generate(body, served, LIMITS.sampling, None),
         {"inputs": "x", "parameters": {}},
     ),
     (TOKENIZE_SCHEMA, lambda body, served: parse_tokenize(body, served, LIMITS), {"prompt": "x"}),
-    (TOKENIZE_SCHEMA, lambda body, served: parse_tokenize(body, served, LIMITS), {"messages": HELLO}),
+    (
+        TOKENIZE_SCHEMA,
+        lambda body, served: parse_tokenize(body, served, LIMITS),
+        {"messages": HELLO},
+    ),
     (DETOKENIZE_SCHEMA, lambda body, served: detokenize(body, served), {"tokens": [1]}),
 ]
-NULLS = ("frob", "audio", "best_of", "suffix", "model", "stream", "parameters.frob", "parameters.seed")
+NULLS = (
+    "frob",
+    "audio",
+    "best_of",
+    "suffix",
+    "model",
+    "stream",
+    "parameters.frob",
+    "parameters.seed",
+)
 TOOL_NULLS = ("description", "parameters", "strict")
 
 
@@ -59,7 +82,9 @@ def changed(body: dict[str, Any], path: str, value: object) -> dict[str, Any]:
 @pytest.mark.parametrize(("schema", "parse", "body"), APIS)
 def test_null_and_unknown_fields(schema: dict[str, Any], parse: Parse, body: dict[str, Any]):
     assert accepted(parse, body)
-    ignoring = request_body(schema, "ignore")["requestBody"]["content"]["application/json"]["schema"]
+    ignoring = request_body(schema, "ignore")["requestBody"]["content"]["application/json"][
+        "schema"
+    ]
     for path in NULLS if "parameters" in body else NULLS[:-2]:
         given = changed(body, path, None)
         assert accepted(parse, given), path

@@ -1,5 +1,6 @@
-"""Calls that are forced by a grammar: what any walk through the grammar writes is read back as calls of allowed tools
-with arguments that fit their schema. And the checkpoint's own response template, with its calls."""
+"""Calls that are forced by a grammar: what any walk through the grammar writes is read back as
+calls of allowed tools with arguments that fit their schema. And the checkpoint's own response
+template, with its calls."""
 
 from __future__ import annotations
 
@@ -43,25 +44,42 @@ WEATHER = {
 }
 POINT = {
     "$ref": "#/$defs/p",
-    "$defs": {"p": {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}},
+    "$defs": {
+        "p": {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}
+    },
 }
-PARAMETERS: dict[str, Any] = {"get_weather": WEATHER, "get-time": None, 'a"b\\ü': {"type": "object"}, "at": POINT}
+PARAMETERS: dict[str, Any] = {
+    "get_weather": WEATHER,
+    "get-time": None,
+    'a"b\\ü': {"type": "object"},
+    "at": POINT,
+}
 TOOLS = [
-    {"type": "function", "function": {"name": name} | ({} if schema is None else {"parameters": schema})}
+    {
+        "type": "function",
+        "function": {"name": name} | ({} if schema is None else {"parameters": schema}),
+    }
     for name, schema in PARAMETERS.items()
 ]
 GEMMA = {  # the checkpoint's own: JSON with keys and strings in a form of its own
     "defaults": {"role": "assistant"},
     "start_anchor": "<|turn>model\n",
     "fields": {
-        "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
+        "reasoning_content": {
+            "open": "<|channel>thought\n",
+            "close": "<channel|>",
+            "content": "text",
+        },
         "tool_calls": {
             "open_pattern": r"\s*<\|tool_call>call:(?P<name>\w+)",
             "close": "<tool_call|>",
             "repeats": True,
             "content": "json",
             "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
         },
         "content": {"close": ["<|im_end|>", "<eos>"], "content": "text"},
     },
@@ -74,8 +92,13 @@ XML = {  # values without types
             "close_pattern": r"</function>\s*</tool_call>",
             "repeats": True,
             "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
+            },
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
         },
         "content": {"content": "text"},
     },
@@ -85,7 +108,9 @@ XML = {  # values without types
 def backend(added: Sequence[str] = ADDED, special: Sequence[str] = SPECIAL) -> Backend:
     """One token per byte, besides the markup."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    made = Backend(
+        models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(list(special))
@@ -122,7 +147,9 @@ def allows(built: Backend, outputs: Mapping[str, Any], text: str) -> bool:
 
 
 def walk(built: Backend, outputs: Mapping[str, Any], seed: int) -> str:
-    """A text that the form `outputs` allows: at each step any allowed token, and the end as soon as it is allowed."""
+    """A text that the form `outputs` allows: at each step any allowed token, and the end as soon as
+    it is allowed.
+    """
     end = built.token_to_id("<|im_end|>")
     tokenizer = LLTokenizer(built.to_str(), n_vocab=built.get_vocab_size(), eos_token=end)
     matcher = LLMatcher(tokenizer, source(outputs))
@@ -141,7 +168,9 @@ def walk(built: Backend, outputs: Mapping[str, Any], seed: int) -> str:
             break
         assert matcher.consume_token(token)
         ids.append(token)
-        if built.decode(ids[-7:], skip_special_tokens=False).endswith("<think>"):  # left to chance, it would never end
+        if built.decode(ids[-7:], skip_special_tokens=False).endswith(
+            "<think>"
+        ):  # left to chance, it would never end
             thought = built.encode("so</think>", add_special_tokens=False).ids
             assert matcher.try_consume_tokens(thought) == len(thought)
             ids += thought
@@ -168,7 +197,9 @@ def test_what_the_grammar_writes_is_read_back_as_allowed_calls(kind: str, marker
         for piece in found:
             assert piece.name in names
             assert piece.text in text
-            jsonschema_rs.validate(PARAMETERS[piece.name] or {"maxProperties": 0}, json.loads(piece.text))
+            jsonschema_rs.validate(
+                PARAMETERS[piece.name] or {"maxProperties": 0}, json.loads(piece.text)
+            )
     assert (most > 1) == (kind != "llama3")
 
 
@@ -180,27 +211,47 @@ def test_within_reasoning_a_forced_call_comes_after_its_end(markers: str) -> Non
     assert form.ends_in_reasoning(prompt)
     forced = form.forced_call(TOOLS, ["get-time"], False, in_reasoning=True)
     call = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
-    for text, allowed in ((f"Well {{<\n</think>\n\n{call}", True), (call, False), (f"a</think>So {call}", False)):
+    for text, allowed in (
+        (f"Well {{<\n</think>\n\n{call}", True),
+        (call, False),
+        (f"a</think>So {call}", False),
+    ):
         assert allows(built, forced, text) == allowed, text
     found = pieces(form, [f"Well {{<\n</think>\n\n{call}"], prompt)
-    assert found == [Piece(PieceKind.REASONING, "Well {<"), Piece(PieceKind.TOOL_CALL, "{}", "get-time")]
+    assert found == [
+        Piece(PieceKind.REASONING, "Well {<"),
+        Piece(PieceKind.TOOL_CALL, "{}", "get-time"),
+    ]
 
 
 @pytest.mark.parametrize("markers", ["as tokens", "as text"])
 @pytest.mark.parametrize(
     ("form", "answer"),
     [
-        ({"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}, '{"a": 5}'),
+        (
+            {
+                "json": {
+                    "type": "object",
+                    "properties": {"a": {"type": "integer"}},
+                    "required": ["a"],
+                }
+            },
+            '{"a": 5}',
+        ),
         ({"json_object": True}, '{"b":[1]}'),
         ({"regex": "a+/b"}, "aa/b"),
         ({"choice": ["yes", "no"]}, "yes"),
         ({"grammar": 'start: "x" y\ny: /z+/'}, "xzz"),
     ],
 )
-def test_every_form_begins_after_the_reasoning(form: Mapping[str, Any], answer: str, markers: str) -> None:
+def test_every_form_begins_after_the_reasoning(
+    form: Mapping[str, Any], answer: str, markers: str
+) -> None:
     built = backend() if markers == "as tokens" else backend((), ("<|im_end|>",))
     answers = format_of(built, TEMPLATES["qwen3"])
-    inside, outside = (answers.after_reasoning(form, in_reasoning) for in_reasoning in (True, False))
+    inside, outside = (
+        answers.after_reasoning(form, in_reasoning) for in_reasoning in (True, False)
+    )
     for text, in_inside, in_outside in (
         (f"Why {answer}?\n</think>\n\n{answer}", True, False),
         (f"<think>\nWhy?</think>{answer}", markers == "as text", True),
@@ -215,13 +266,27 @@ def test_every_form_begins_after_the_reasoning(form: Mapping[str, Any], answer: 
 
 def test_a_large_set_of_tools_compiles_in_a_moment() -> None:
     properties = {
-        f"{kind}_{index}": {"type": kind, "description": f"What the {kind} number {index} is for. " * 4}
+        f"{kind}_{index}": {
+            "type": kind,
+            "description": f"What the {kind} number {index} is for. " * 4,
+        }
         for index in range(3)
         for kind in ("string", "integer", "boolean")
     }
-    nested = {"type": "array", "items": {"type": "object", "properties": properties}, "maxItems": 20}
-    schema = {"type": "object", "properties": {**properties, "edits": nested}, "required": ["string_0", "edits"]}
-    tools = [{"type": "function", "function": {"name": f"tool_{index}", "parameters": schema}} for index in range(64)]
+    nested = {
+        "type": "array",
+        "items": {"type": "object", "properties": properties},
+        "maxItems": 20,
+    }
+    schema = {
+        "type": "object",
+        "properties": {**properties, "edits": nested},
+        "required": ["string_0", "edits"],
+    }
+    tools = [
+        {"type": "function", "function": {"name": f"tool_{index}", "parameters": schema}}
+        for index in range(64)
+    ]
     assert len(json.dumps(tools)) > 100_000
     built = backend()
     forced = format_of(built, TEMPLATES["qwen3"]).forced_call(
@@ -233,7 +298,10 @@ def test_a_large_set_of_tools_compiles_in_a_moment() -> None:
         Grammars(tokenizer, tokenizer.vocab_size, [256]).check(StructuredOutputs(**forced))
 
     assert takes_less(5, compile_tools)  # half of the renderer's deadline
-    for broken, why in (({"items": deep(70)}, "nested deeper"), ({"description": "a" * 40_000}, "at most 32768")):
+    for broken, why in (
+        ({"items": deep(70)}, "nested deeper"),
+        ({"description": "a" * 40_000}, "at most 32768"),
+    ):
         function = {"name": "f", "parameters": {"type": "object", "properties": {"a": broken}}}
         with pytest.raises(ApiError, match=f"tools: 'f': .*{why}"):
             format_of(built, TEMPLATES["qwen3"]).forced_call([{"function": function}], ["f"], False)
@@ -252,14 +320,20 @@ def test_a_call_that_cannot_be_forced_is_refused_by_name() -> None:
         with pytest.raises(ApiError) as error:
             form.forced_call(tools, names, True)
         assert (error.value.status, error.value.param) == (400, "tool_choice")
-    for unknown in (format_of(backend(), "</think>"), format_of(backend(), "", GEMMA), format_of(backend(), "", XML)):
+    for unknown in (
+        format_of(backend(), "</think>"),
+        format_of(backend(), "", GEMMA),
+        format_of(backend(), "", XML),
+    ):
         with pytest.raises(ApiError, match="form of this model's tool calls is not known"):
             unknown.forced_call(TOOLS, ["at"], True)
 
 
 def test_the_checkpoints_own_template_comes_first() -> None:
     form = format_of(
-        backend(special=["<|im_end|>", "<|tool_call>", "<tool_call|>", '<|"|>']), "<tool_call></tool_call>", GEMMA
+        backend(special=["<|im_end|>", "<|tool_call>", "<tool_call|>", '<|"|>']),
+        "<tool_call></tool_call>",
+        GEMMA,
     )
     text = '<|channel>thought\nhm<channel|>Ok.\n<|tool_call>call:at{x:<|"|>a<|"|>}<tool_call|><|im_end|>'
     expected = [
@@ -272,13 +346,18 @@ def test_the_checkpoints_own_template_comes_first() -> None:
         parser = form.parser("<|turn>model\n", TOOLS)
         parser.feed(text[:cut])
         rest = parser.finish(False)
-        assert "<|tool_call>" not in text[:cut] or "<tool_call|>" in text[:cut] or "<|tool_call>" in rest[-1].text
+        assert (
+            "<|tool_call>" not in text[:cut]
+            or "<tool_call|>" in text[:cut]
+            or "<|tool_call>" in rest[-1].text
+        )
 
 
 def test_values_without_types_take_those_of_the_schema() -> None:
     form = format_of(backend(), "", XML)
     text = (
-        "<tool_call>\n<function=get_weather>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+        "<tool_call>\n<function=get_weather>\n"
+        "<parameter=city>\n12\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
     )
     found = pieces(form, list(f"Ok\n\n{text}</function>\n</tool_call>"))
     assert found == [
@@ -299,7 +378,9 @@ def test_the_template_is_read_from_the_folder(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path).response_template is None
 
 
-@pytest.mark.parametrize("broken", [{}, {"fields": 3}, {"start_anchor": "a", "fields": {"content": 3}}, {"version": 9}])
+@pytest.mark.parametrize(
+    "broken", [{}, {"fields": 3}, {"start_anchor": "a", "fields": {"content": 3}}, {"version": 9}]
+)
 def test_a_template_that_cannot_be_read_is_replaced(
     broken: Mapping[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

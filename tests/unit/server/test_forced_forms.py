@@ -1,5 +1,6 @@
-"""Calls that are forced in every form, through the engine's own grammars: whatever walk through a grammar, with markup
-as special tokens, as ordinary ones or as text, is read back as calls whose arguments fit the schema."""
+"""Calls that are forced in every form, through the engine's own grammars: whatever walk through a
+grammar, with markup as special tokens, as ordinary ones or as text, is read back as calls whose
+arguments fit the schema."""
 
 from __future__ import annotations
 
@@ -62,7 +63,10 @@ PARAMETERS: dict[str, Any] = {
     },
 }
 TOOLS = [
-    {"type": "function", "function": {"name": name} | ({} if schema is None else {"parameters": schema})}
+    {
+        "type": "function",
+        "function": {"name": name} | ({} if schema is None else {"parameters": schema}),
+    }
     for name, schema in PARAMETERS.items()
 ]
 
@@ -79,7 +83,9 @@ def matcher_of(model: Tokenizer, outputs: Mapping[str, Any]) -> Matcher:
 
 
 def walk(model: Tokenizer, outputs: Mapping[str, Any], seed: int) -> str:
-    """A text that the form allows: at each step any allowed token, and the end as soon as it is allowed."""
+    """A text that the form allows: at each step any allowed token, and the end as soon as it is
+    allowed.
+    """
     matcher, draw, ids, end = matcher_of(model, outputs), random.Random(seed), [], end_of(model)
     for _ in range(4000):
         allowed = matcher.permitted(ids)
@@ -88,7 +94,9 @@ def walk(model: Tokenizer, outputs: Mapping[str, Any], seed: int) -> str:
         if end in tokens and (len(tokens) == 1 or draw.random() < 0.5):
             return model.decode(ids, skip_special_tokens=False)
         tokens = [token for token in tokens if token != end]
-        marks = [token for token in tokens if token >= 256]  # left to chance, a text would never end
+        marks = [
+            token for token in tokens if token >= 256
+        ]  # left to chance, a text would never end
         ids.append(draw.choice(marks if marks and draw.random() < 0.3 else tokens))
     raise AssertionError("the walk did not end")
 
@@ -114,8 +122,12 @@ def test_what_the_grammar_writes_is_read_back_as_allowed_calls(name: str, marker
 
 
 def allows(model: Tokenizer, outputs: Mapping[str, Any], text: str, spelled: str = "") -> bool:
-    """Whether `text`, as the tokenizer writes it, is a whole answer; `spelled` before it comes letter by letter."""
-    ids = [token for letter in spelled for token in model.encode(letter, False)] + model.encode(text, False)
+    """Whether `text`, as the tokenizer writes it, is a whole answer; `spelled` before it comes
+    letter by letter.
+    """
+    ids = [token for letter in spelled for token in model.encode(letter, False)] + model.encode(
+        text, False
+    )
     matcher = matcher_of(model, outputs)
     for count, token in enumerate(ids):
         allowed = matcher.permitted(ids[:count])
@@ -154,12 +166,18 @@ def test_arguments_come_in_the_order_of_the_schema_and_required_ones_always(mark
 
 def test_a_schema_may_have_alternatives() -> None:
     form = named_format("GLM47")
-    branch = [{"properties": {"a": {"const": 1}}, "required": ["a"]}, {"properties": {"b": {"enum": ["x"]}}}]
+    branch = [
+        {"properties": {"a": {"const": 1}}, "required": ["a"]},
+        {"properties": {"b": {"enum": ["x"]}}},
+    ]
     schema = {"type": "object", "properties": {"c": {"type": "null"}}, "anyOf": branch}
     forced = form.forced_call([{"function": {"name": "f", "parameters": schema}}], ["f"], False)
     for body, allowed in (
         ("<arg_key>a</arg_key><arg_value>1</arg_value>", True),
-        ("<arg_key>c</arg_key><arg_value>null</arg_value><arg_key>b</arg_key><arg_value>x</arg_value>", True),
+        (
+            "<arg_key>c</arg_key><arg_value>null</arg_value><arg_key>b</arg_key><arg_value>x</arg_value>",
+            True,
+        ),
         ("<arg_key>b</arg_key><arg_value>y</arg_value>", False),
         ("", True),
     ):
@@ -169,7 +187,9 @@ def test_a_schema_may_have_alternatives() -> None:
 @pytest.mark.parametrize("name", ["QWEN3_CODER", "HERMES"])
 @pytest.mark.parametrize("special", [True, False])
 def test_after_the_end_of_a_thought_there_is_only_the_call(name: str, special: bool) -> None:
-    """Also where the model spells the tag with other tokens than its own: it is read as the end then, too."""
+    """Also where the model spells the tag with other tokens than its own: it is read as the end
+    then, too.
+    """
     marks = ("<think>", "</think>")
     model = tokenizer("", marks, ()) if special else tokenizer("", (), marks)
     form = named_format(name, "THINK", model=model)
@@ -188,15 +208,31 @@ def test_after_the_end_of_a_thought_there_is_only_the_call(name: str, special: b
 @pytest.mark.parametrize("name", ["QWEN3_CODER", "GEMMA4", "DEEPSEEK_V32"])
 def test_many_tools_compile(name: str) -> None:
     properties = {
-        f"{kind}_{index}": {"type": kind, "description": f"What the {kind} number {index} is for. " * 4}
+        f"{kind}_{index}": {
+            "type": kind,
+            "description": f"What the {kind} number {index} is for. " * 4,
+        }
         for index in range(3)
         for kind in ("string", "integer", "boolean")
     }
-    nested = {"type": "array", "items": {"type": "object", "properties": properties}, "maxItems": 20}
-    schema = {"type": "object", "properties": {**properties, "edits": nested}, "required": ["string_0", "edits"]}
-    tools = [{"type": "function", "function": {"name": f"tool_{index}", "parameters": schema}} for index in range(24)]
+    nested = {
+        "type": "array",
+        "items": {"type": "object", "properties": properties},
+        "maxItems": 20,
+    }
+    schema = {
+        "type": "object",
+        "properties": {**properties, "edits": nested},
+        "required": ["string_0", "edits"],
+    }
+    tools = [
+        {"type": "function", "function": {"name": f"tool_{index}", "parameters": schema}}
+        for index in range(24)
+    ]
     form = named_format(name)
-    matcher_of(form.tokenizer, form.forced_call(tools, [f"tool_{index}" for index in range(24)], True))
+    matcher_of(
+        form.tokenizer, form.forced_call(tools, [f"tool_{index}" for index in range(24)], True)
+    )
 
 
 def test_a_schema_of_which_no_grammar_can_be_made_is_refused() -> None:
@@ -212,12 +248,23 @@ def test_a_schema_of_which_no_grammar_can_be_made_is_refused() -> None:
 
 
 def test_a_schema_may_refer_to_itself() -> None:
-    tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/t"}, "name": {"type": "string"}}}
-    schema = {"type": "object", "properties": {"t": {"$ref": "#/$defs/t"}}, "required": ["t"], "$defs": {"t": tree}}
+    tree = {
+        "type": "object",
+        "properties": {"next": {"$ref": "#/$defs/t"}, "name": {"type": "string"}},
+    }
+    schema = {
+        "type": "object",
+        "properties": {"t": {"$ref": "#/$defs/t"}},
+        "required": ["t"],
+        "$defs": {"t": tree},
+    }
     tools = [{"function": {"name": "f", "parameters": schema}}]
     for name, text in (
         ("GEMMA4", '<|tool_call>call:f{t:{next:{name:<|"|>a<|"|>}}}<tool_call|>'),
-        ("GLM47", '<tool_call>f<arg_key>t</arg_key><arg_value>{"next": {"name": "a"}}</arg_value></tool_call>'),
+        (
+            "GLM47",
+            '<tool_call>f<arg_key>t</arg_key><arg_value>{"next": {"name": "a"}}</arg_value></tool_call>',
+        ),
     ):
         form = named_format(name)
         forced = form.forced_call(tools, ["f"], False)
@@ -239,7 +286,10 @@ DEFINED = {"$defs": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}}
 
 @pytest.mark.parametrize("name", FORMS)
 def test_each_alternative_of_a_value_holds(name: str) -> None:
-    form, schema = named_format(name, None, "special"), {"type": "object", "properties": ALTERNATIVES, **DEFINED}
+    form, schema = (
+        named_format(name, None, "special"),
+        {"type": "object", "properties": ALTERNATIVES, **DEFINED},
+    )
     schema |= {"required": list(ALTERNATIVES), "additionalProperties": False}
     tools = [{"function": {"name": "f", "parameters": schema}}]
     forced, kinds = form.forced_call(tools, ["f"], False), set()
@@ -260,7 +310,12 @@ ODD = ("a b", "k:k", 'k"q', "ü", "{", '"x"', "<b>", "")
 def test_names_of_arguments_are_read_as_they_are_or_refused(name: str, key: str) -> None:
     form = named_format(name, None, "special")
     tools = [
-        {"function": {"name": "f", "parameters": {"type": "object", "properties": {key: TEXT}, "required": [key]}}}
+        {
+            "function": {
+                "name": "f",
+                "parameters": {"type": "object", "properties": {key: TEXT}, "required": [key]},
+            }
+        }
     ]
     refused = None
     try:

@@ -1,4 +1,6 @@
-"""Length-capped JSON frames: any message, cut anywhere, comes out as it went in; a bad frame is an error at once."""
+"""Length-capped JSON frames: any message, cut anywhere, comes out as it went in; a bad frame is an
+error at once.
+"""
 
 import asyncio
 import math
@@ -34,7 +36,10 @@ def test_messages_survive_any_cutting(sent, data):
 def test_byte_by_byte():
     decoder = Decoder()
     stream = encode({"a": "ü"}) + encode([])
-    assert [message for byte in stream for message in decoder.feed(bytes([byte]))] == [{"a": "ü"}, []]
+    assert [message for byte in stream for message in decoder.feed(bytes([byte]))] == [
+        {"a": "ü"},
+        [],
+    ]
 
 
 def test_what_json_has_not_but_the_engine_says():

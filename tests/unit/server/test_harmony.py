@@ -1,5 +1,5 @@
-"""Answers in harmony, gpt-oss's format: every form of its headers becomes pieces, what is cut or broken anywhere is
-text, and how a text is divided into chunks changes nothing."""
+"""Answers in harmony, gpt-oss's format: every form of its headers becomes pieces, what is cut or
+broken anywhere is text, and how a text is divided into chunks changes nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ def test_a_call_is_read_wherever_its_recipient_stands(header: str, end: str) -> 
 
 
 def test_several_messages_come_in_order_and_apart() -> None:
-    first = "<|start|>assistant<|channel|>commentary to=functions.get_weather json<|message|>" + CITY + "<|call|>"
+    first = (
+        "<|start|>assistant<|channel|>commentary to=functions.get_weather json<|message|>"
+        + CITY
+        + "<|call|>"
+    )
     second = "<|start|>assistant<|channel|>commentary to=functions.get-time<|message|><|call|>"
     preamble = "<|channel|>commentary<|message|>I will look."
     text = f"{ANALYSIS}a{NEXT}{ANALYSIS}b{NEXT}{preamble}<|end|>{first}{second}<|start|>assistant{FINAL}So."
@@ -89,7 +93,10 @@ def test_a_message_that_the_model_did_not_end_is_ended_by_the_next(missing: str)
         ("<|channel|>commentary?<|message|>Hello", [content("Hello")]),
         ("<|channel|>??<|message|>Hello", [content("Hello")]),
         ("<|channel|>final <|constrain|>json<|message|>{}", [content("{}")]),
-        ("<|channel|>analysis to=python code<|message|>1+1<|call|>", [reasoning("1+1")]),  # a tool that nobody offered
+        (
+            "<|channel|>analysis to=python code<|message|>1+1<|call|>",
+            [reasoning("1+1")],
+        ),  # a tool that nobody offered
         ("<|channel|>final Hello<|return|>", [content("<|channel|>final Hello<|return|>")]),
         (f"<|end|> \n<|start|>assistant{FINAL}Hello", [content("Hello")]),
         (f"{FINAL}Hello<|end|> \nmore", [content("Hello\n\n \nmore")]),
@@ -121,7 +128,10 @@ def test_a_call_that_cannot_be_read_is_content_and_the_next_one_is_read(body: st
     raw = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + body
     after = "<|start|>assistant<|channel|>commentary to=functions.get-time<|message|>{}<|call|>"
     found = pieces([f"{raw}<|call|>{after}"])
-    assert found == [content(raw + ("" if len(body) > 1 << 20 else "<|call|>")), call("get-time", "{}")]
+    assert found == [
+        content(raw + ("" if len(body) > 1 << 20 else "<|call|>")),
+        call("get-time", "{}"),
+    ]
 
 
 def test_without_tools_a_call_is_content_as_written() -> None:
@@ -144,32 +154,69 @@ def test_an_answer_that_is_cut_anywhere_is_text() -> None:
         whole = BACKEND.encode(ANSWER, add_special_tokens=False).ids
         if cut < begin and ids == whole[: len(ids)]:  # between tokens: no part of a header is shown
             assert text == "See:"[: max(0, cut - ANSWER.index("See:"))]
-    assert [piece.kind for piece in pieces([ANSWER], complete=False)] == ["reasoning", "content", "tool_call"]
+    assert [piece.kind for piece in pieces([ANSWER], complete=False)] == [
+        "reasoning",
+        "content",
+        "tool_call",
+    ]
 
 
 @settings(max_examples=80)
 @given(
     words=st.lists(
         st.one_of(
-            st.sampled_from([*MARKERS, "<|endoftext|>", "assistant", "analysis", "final", "commentary", " ", "\n"]),
-            st.sampled_from([" to=functions.get-time", "{}", CITY, "json", "<|", "<|end", "to=", ANSWER, FINAL, NEXT]),
+            st.sampled_from(
+                [
+                    *MARKERS,
+                    "<|endoftext|>",
+                    "assistant",
+                    "analysis",
+                    "final",
+                    "commentary",
+                    " ",
+                    "\n",
+                ]
+            ),
+            st.sampled_from(
+                [
+                    " to=functions.get-time",
+                    "{}",
+                    CITY,
+                    "json",
+                    "<|",
+                    "<|end",
+                    "to=",
+                    ANSWER,
+                    FINAL,
+                    NEXT,
+                ]
+            ),
             st.text(max_size=4),
         ),
         max_size=12,
     ),
     seed=st.integers(0, 1 << 30),
     complete=st.booleans(),
-    prompt=st.sampled_from([None, PROMPT, PROMPT + FINAL + "So", PROMPT + ANALYSIS, PROMPT + "<|channel|>final"]),
+    prompt=st.sampled_from(
+        [None, PROMPT, PROMPT + FINAL + "So", PROMPT + ANALYSIS, PROMPT + "<|channel|>final"]
+    ),
 )
 @example(words=[ANSWER, NEXT, FINAL, "x"], seed=1, complete=False, prompt=PROMPT)
-def test_chunks_change_nothing(words: list[str], seed: int, complete: bool, prompt: str | None) -> None:
+def test_chunks_change_nothing(
+    words: list[str], seed: int, complete: bool, prompt: str | None
+) -> None:
     text, draw = "".join(words), random.Random(seed)
     cuts = sorted(draw.randint(0, len(text)) for _ in range(draw.randint(0, 9)))
     chunks = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole = pieces([text], complete, prompt)
     assert pieces(chunks, complete, prompt) == whole
     assert pieces(list(text), complete, prompt) == whole
-    if "<" not in text and "to=" not in text and prompt in (None, PROMPT) and text.strip() not in ("", "t", "to"):
+    if (
+        "<" not in text
+        and "to=" not in text
+        and prompt in (None, PROMPT)
+        and text.strip() not in ("", "t", "to")
+    ):
         assert whole == [content(text)]
 
 
@@ -186,13 +233,20 @@ def test_chunks_change_nothing(words: list[str], seed: int, complete: bool, prom
         ("<|channel|>analysis", [content("<|channel|>analysisx")]),  # no message ever begins
     ],
 )
-def test_the_end_of_the_prompt_says_where_an_answer_begins(begun: str, expected: list[Piece]) -> None:
+def test_the_end_of_the_prompt_says_where_an_answer_begins(
+    begun: str, expected: list[Piece]
+) -> None:
     assert pieces(["x"], prompt=PROMPT + begun) == expected
 
 
 @pytest.mark.parametrize(
     "text",
-    [ANALYSIS + "a <" * 99_999, "<|channel|>commentary" + CALL + "{<|" * 99_999, "<|start|>" * 33_333, " " * 300_000],
+    [
+        ANALYSIS + "a <" * 99_999,
+        "<|channel|>commentary" + CALL + "{<|" * 99_999,
+        "<|start|>" * 33_333,
+        " " * 300_000,
+    ],
     ids=["text", "call", "headers", "blanks"],
 )
 def test_the_cost_is_linear(text: str) -> None:

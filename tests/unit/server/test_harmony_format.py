@@ -1,5 +1,5 @@
-"""Harmony, gpt-oss's format, in requests: which models have it, forced answers are read back, chat completions have
-their parts, and conversations reach the chat template whole."""
+"""Harmony, gpt-oss's format, in requests: which models have it, forced answers are read back, chat
+completions have their parts, and conversations reach the chat template whole."""
 
 from __future__ import annotations
 
@@ -95,7 +95,16 @@ def test_a_forced_call_may_come_after_reasoning_and_is_read_back(head: str) -> N
 @pytest.mark.parametrize(
     ("form", "answer"),
     [
-        ({"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}, '{"a": 5}'),
+        (
+            {
+                "json": {
+                    "type": "object",
+                    "properties": {"a": {"type": "integer"}},
+                    "required": ["a"],
+                }
+            },
+            '{"a": 5}',
+        ),
         ({"json_object": True}, '{"b":[1]}'),
         ({"regex": "a+/b"}, "aa/b"),
         ({"choice": ["yes", "no"]}, "yes"),
@@ -103,7 +112,9 @@ def test_a_forced_call_may_come_after_reasoning_and_is_read_back(head: str) -> N
     ],
 )
 def test_a_form_holds_for_the_final_message(form: Mapping[str, Any], answer: str) -> None:
-    at_begin, inside = (FORMAT.form_to(form, prompt) for prompt in (PROMPT, PROMPT + ANALYSIS + "So"))
+    at_begin, inside = (
+        FORMAT.form_to(form, prompt) for prompt in (PROMPT, PROMPT + ANALYSIS + "So")
+    )
     for text, in_begin, in_inside in (
         (f"{FINAL}{answer}", True, False),
         (f"{ANALYSIS}Why {answer}?{NEXT}{FINAL}{answer}", True, False),
@@ -197,7 +208,9 @@ def test_a_chat_completion_of_a_call(size: int) -> None:
     message = choice["message"]
     assert (choice["finish_reason"], message["content"]) == ("tool_calls", "See:")
     assert message["reasoning"] == message["reasoning_content"] == "hm"
-    assert [one["function"] for one in message["tool_calls"]] == [{"name": "get_weather", "arguments": CITY}]
+    assert [one["function"] for one in message["tool_calls"]] == [
+        {"name": "get_weather", "arguments": CITY}
+    ]
     choice = answer(ANSWER[: ANSWER.index(CITY) + 5], FinishReason.LENGTH, size)
     assert choice["finish_reason"] == "length"
     assert "tool_calls" not in choice["message"]
@@ -213,11 +226,16 @@ def rendered(messages: Sequence[Mapping[str, Any]], prompt: bool = True) -> str:
 
 
 def asked(*names: str) -> list[dict[str, Any]]:
-    return [{"id": f"id-{name}", "type": "function", "function": {"name": name, "arguments": "{}"}} for name in names]
+    return [
+        {"id": f"id-{name}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for name in names
+    ]
 
 
 def told(text: str, name: str | None) -> dict[str, Any]:
-    return {"role": "tool", "content": text} | ({} if name is None else {"tool_call_id": f"id-{name}"})
+    return {"role": "tool", "content": text} | (
+        {} if name is None else {"tool_call_id": f"id-{name}"}
+    )
 
 
 def test_reasoning_content_and_a_call_of_one_message_reach_the_template() -> None:
@@ -233,8 +251,15 @@ def test_reasoning_content_and_a_call_of_one_message_reach_the_template() -> Non
 
 @pytest.mark.parametrize("ids", ["named", "not named"])
 def test_several_calls_of_one_message_are_written_with_their_results(ids: str) -> None:
-    results = [told("B", "b"), told("A", "a")] if ids == "named" else [told("A", None), told("B", None)]
-    message = {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": asked("a", "b")}
+    results = (
+        [told("B", "b"), told("A", "a")] if ids == "named" else [told("A", None), told("B", None)]
+    )
+    message = {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "hm",
+        "tool_calls": asked("a", "b"),
+    }
     again = {"role": "assistant", "content": None, "tool_calls": asked("c")}
     parts = [
         f"{ANALYSIS.replace('<|channel|>', '<|start|>assistant<|channel|>')}hm<|end|>",
@@ -244,7 +269,10 @@ def test_several_calls_of_one_message_are_written_with_their_results(ids: str) -
             for name in "abc"
         ),
     ]
-    assert rendered([message, *results, again, told("C", "c")]) == "".join(parts) + "<|start|>assistant"
+    assert (
+        rendered([message, *results, again, told("C", "c")])
+        == "".join(parts) + "<|start|>assistant"
+    )
 
 
 def test_results_without_a_call_of_their_own_are_not_lost() -> None:

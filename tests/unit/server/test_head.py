@@ -20,7 +20,13 @@ LINES = [
     *(b"Transfer-Encoding: chunked", b"transfer-encoding: Chunked", b"Transfer-Encoding: gzip"),
     *(b"Upgrade: h2c", b"Connection: Upgrade, close", b"Expect: 100-continue"),
 ]
-FIRST = [b"GET / HTTP/1.1", b"POST /x?y#z HTTP/1.1", b"GET /x HTTP/1.0", b"GET  / HTTP/1.1", b"get / HTTP/1.1"]
+FIRST = [
+    b"GET / HTTP/1.1",
+    b"POST /x?y#z HTTP/1.1",
+    b"GET /x HTTP/1.0",
+    b"GET  / HTTP/1.1",
+    b"get / HTTP/1.1",
+]
 
 
 class Parsed:
@@ -47,7 +53,9 @@ class Parsed:
 
 
 @settings(max_examples=300)
-@given(st.sampled_from(FIRST), st.lists(st.sampled_from(LINES) | st.binary(max_size=20), max_size=5))
+@given(
+    st.sampled_from(FIRST), st.lists(st.sampled_from(LINES) | st.binary(max_size=20), max_size=5)
+)
 def test_the_parser_agrees_with_the_check(first: bytes, lines: list[bytes]) -> None:
     raw = b"\r\n".join([first, *lines]) + b"\r\n\r\n"
     raw = raw[: raw.index(b"\r\n\r\n") + 4]

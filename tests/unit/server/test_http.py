@@ -1,4 +1,6 @@
-"""The HTTP floor against real sockets: each fault of a client has its status and its time, and harms nobody else."""
+"""The HTTP floor against real sockets: each fault of a client has its status and its time, and
+harms nobody else.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.server.raw_http import GET, QUICK, Client, Echo, in_time, post, running, until_disconnect, wait_for
+from tests.unit.server.raw_http import (
+    GET,
+    QUICK,
+    Client,
+    Echo,
+    in_time,
+    post,
+    running,
+    until_disconnect,
+    wait_for,
+)
 
 from freight.server.transport.http import server_config
 from freight.server.transport.http_limits import HttpLimits
@@ -23,7 +35,10 @@ CHUNKED = "Transfer-Encoding: chunked"
 
 
 def get(*headers: str) -> bytes:
-    return "\r\n".join(["GET /x HTTP/1.1", "Host: localhost", *headers]).encode("latin-1") + b"\r\n\r\n"
+    return (
+        "\r\n".join(["GET /x HTTP/1.1", "Host: localhost", *headers]).encode("latin-1")
+        + b"\r\n\r\n"
+    )
 
 
 FAULTS = {
@@ -86,7 +101,9 @@ def patient() -> Any:
 
 
 @pytest.mark.parametrize(("request_bytes", "status"), FAULTS.values(), ids=FAULTS)
-def test_a_fault_has_its_status_and_ends_the_connection(quick: Any, request_bytes: bytes, status: int) -> None:
+def test_a_fault_has_its_status_and_ends_the_connection(
+    quick: Any, request_bytes: bytes, status: int
+) -> None:
     server, _ = quick
     with server.client() as client:
         answer = client.ask(request_bytes)
@@ -108,7 +125,8 @@ def test_faults_on_both_event_loops(loop: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "localhost:8000", "127.0.0.1", "[::1]:80", "my_box.lan", "xn--bcher-kva.de"]
+    "host",
+    ["localhost", "localhost:8000", "127.0.0.1", "[::1]:80", "my_box.lan", "xn--bcher-kva.de"],
 )
 def test_hosts_that_are_fine(patient: Any, host: str) -> None:
     assert patient[0].ask(GET.replace(b"localhost", host.encode())).status == 200
@@ -122,7 +140,9 @@ def test_requests_that_are_fine(patient: Any) -> None:
     assert server.ask(b"GET /x HTTP/1.0\r\n\r\n").status == 200
     upgrade = "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQA"
     app.received = 0
-    assert b'"received": 3' in server.ask(post(b"abc", *upgrade)).body  # Java's client asks this of every server
+    assert (
+        b'"received": 3' in server.ask(post(b"abc", *upgrade)).body
+    )  # Java's client asks this of every server
     app.received = 0
     assert b'"received": 3' in server.ask(post(b"1\r\na\r\n2\r\nbc\r\n0\r\n\r\n", CHUNKED)).body
     with server.client() as client:
@@ -143,7 +163,11 @@ def test_what_follows_a_body_in_chunks_is_no_header(patient: Any) -> None:
 def test_a_request_hidden_behind_a_body_in_chunks_is_not_served(patient: Any) -> None:
     server, app = patient
     with server.client() as client:
-        client.send(post(b"0\r\n\r\n" + GET.replace(b"/x", b"/hidden").replace(b"localhost", b"x/?"), CHUNKED))
+        client.send(
+            post(
+                b"0\r\n\r\n" + GET.replace(b"/x", b"/hidden").replace(b"localhost", b"x/?"), CHUNKED
+            )
+        )
         assert client.file.read().count(b"HTTP/1.1 ") == 1
     assert "/hidden" not in [scope["path"] for scope in app.seen]
 
@@ -151,7 +175,9 @@ def test_a_request_hidden_behind_a_body_in_chunks_is_not_served(patient: Any) ->
 def test_requests_in_one_packet_are_answered_in_order(patient: Any) -> None:
     with patient[0].client() as client:
         client.send(b"".join(post(b"abc", path=f"/{i}") for i in range(50)))
-        assert [client.read().body.split(b'"')[3].decode() for _ in range(50)] == [f"/{i}" for i in range(50)]
+        assert [client.read().body.split(b'"')[3].decode() for _ in range(50)] == [
+            f"/{i}" for i in range(50)
+        ]
 
 
 def test_a_body_may_come_in_small_pieces() -> None:
@@ -242,14 +268,18 @@ def test_a_client_that_leaves_with_a_second_request_waiting_ends_the_first() -> 
 
 async def refuses(scope: Any, receive: Any, send: Any) -> None:
     """Answers without reading the body."""
-    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"2")]})
+    await send(
+        {"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"2")]}
+    )
     await send({"type": "http.response.body", "body": b"no"})
 
 
 def test_an_answer_to_a_client_that_waits_to_send_its_body_is_the_last() -> None:
     with running(refuses) as server, server.client() as client:
         assert client.ask(post(b"", "Content-Length: 3", "Expect: 100-continue")).status == 401
-        assert client.ended()  # whether the body comes is unknown, so where the next request begins is too
+        assert (
+            client.ended()
+        )  # whether the body comes is unknown, so where the next request begins is too
 
 
 def test_a_client_can_read_a_refusal_while_it_still_sends() -> None:
@@ -257,7 +287,9 @@ def test_a_client_can_read_a_refusal_while_it_still_sends() -> None:
         client.send(post(b"", "Content-Length: 4194305") + b"x" * 100_000)
         for _ in range(3):
             time.sleep(0.05)
-            client.socket.sendall(b"x" * 1000)  # no reset, which would take the answer away on some systems
+            client.socket.sendall(
+                b"x" * 1000
+            )  # no reset, which would take the answer away on some systems
         assert client.read().status == 413
         client.socket.shutdown(socket.SHUT_WR)
         assert client.file.read(1) == b""
@@ -314,7 +346,9 @@ PARTS = [b"GET", b" ", b"/x", b"HTTP/1.1", b"\r\n", b"\n", b"Host: a", b":", b"\
     st.one_of(
         st.binary(max_size=300),
         st.lists(
-            st.sampled_from([b"GET", b" ", b"/x", b"HTTP/1.1", b"\r\n", b"\n", b"Host: a", b":", b"\0", b"5"])
+            st.sampled_from(
+                [b"GET", b" ", b"/x", b"HTTP/1.1", b"\r\n", b"\n", b"Host: a", b":", b"\0", b"5"]
+            )
         ).map(b"".join),
         st.binary(max_size=50).map(lambda junk: post(junk, CHUNKED)),
         st.binary(max_size=50).map(lambda junk: GET[:-2] + junk + b"\r\n\r\n"),
@@ -367,7 +401,12 @@ def test_a_server_that_ends_finishes_what_runs_and_closes_what_is_idle() -> None
 def test_the_configuration_trusts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
     config = server_config(Echo(), HttpLimits(max_connections=10**6))
-    assert (config.proxy_headers, config.server_header, config.access_log, config.ws) == (False, False, False, "none")
+    assert (config.proxy_headers, config.server_header, config.access_log, config.ws) == (
+        False,
+        False,
+        False,
+        "none",
+    )
     assert config.http.limits.max_connections == 920  # type: ignore[union-attr]
     monkeypatch.setattr(resource, "getrlimit", lambda _: (-1, -1))
     assert server_config(Echo(), HttpLimits()).http.limits == HttpLimits()  # type: ignore[union-attr]

@@ -1,4 +1,6 @@
-"""Clients that do not read what they asked for: they are dropped in time, and cost little memory until then."""
+"""Clients that do not read what they asked for: they are dropped in time, and cost little memory
+until then.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,23 @@ import time
 from typing import Any
 
 import pytest
-from tests.unit.server.raw_http import GET, QUICK, Running, in_time, running, until_disconnect, wait_for
+from tests.unit.server.raw_http import (
+    GET,
+    QUICK,
+    Running,
+    in_time,
+    running,
+    until_disconnect,
+    wait_for,
+)
 
 pytestmark = pytest.mark.clock
 
 
 async def stream(scope: Any, receive: Any, send: Any) -> None:
-    """Sends 64 MB in pieces, for as long as the client is there; counts them in the state that all requests share."""
+    """Sends 64 MB in pieces, for as long as the client is there; counts them in the state that all
+    requests share.
+    """
     scope["app"]["sent"] = 0
     await send({"type": "http.response.start", "status": 200, "headers": []})
     gone = asyncio.ensure_future(until_disconnect(receive))
@@ -67,7 +79,9 @@ def test_a_rest_that_never_filled_the_buffer_does_not_keep_the_connection_either
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         (connection,) = server.server.server_state.connections
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]}
+        )
         while not connection.transport.get_write_buffer_size():
             await send({"type": "http.response.body", "body": b"x" * 16384, "more_body": True})
             await asyncio.sleep(0.001)

@@ -9,14 +9,28 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, RequestTimes, Scores, TokenLogprobs
+from freight.outputs import (
+    CompletionDelta,
+    FinishReason,
+    Logprob,
+    RequestDelta,
+    RequestTimes,
+    Scores,
+    TokenLogprobs,
+)
 from freight.server.processes.inbox import merged
 
-ENDINGS = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR, FinishReason.TIMEOUT])
+ENDINGS = st.sampled_from(
+    [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR, FinishReason.TIMEOUT]
+)
 
 
-def delta(text: str, reason: FinishReason | None = None, index: int = 0, finished: bool = False) -> RequestDelta:
-    output = CompletionDelta(index, [len(text)], text, [{len(text): Logprob(-1.0, 1)}], reason, None, None)
+def delta(
+    text: str, reason: FinishReason | None = None, index: int = 0, finished: bool = False
+) -> RequestDelta:
+    output = CompletionDelta(
+        index, [len(text)], text, [{len(text): Logprob(-1.0, 1)}], reason, None, None
+    )
     times = RequestTimes(0.0, 0.0, 0.0) if finished else None
     return RequestDelta("r", [output], finished, None, 3, times)
 
@@ -60,21 +74,32 @@ def said(given: Sequence[tuple[int, RequestDelta]]) -> dict[tuple[int, int], Sai
 
 
 @given(streams())
-def test_merged_deltas_say_what_the_single_ones_said(deltas: list[tuple[int, RequestDelta]]) -> None:
+def test_merged_deltas_say_what_the_single_ones_said(
+    deltas: list[tuple[int, RequestDelta]],
+) -> None:
     once = merged(deltas)
     assert said(once) == said(deltas)
     assert [request for request, one in once if one.finished] == sorted(
-        (request for request, one in deltas if one.finished), key=[request for request, _ in once].index
+        (request for request, one in deltas if one.finished),
+        key=[request for request, _ in once].index,
     )
     for _, one in once:
         assert one.finished == (one.times is not None)
-        if any(output.finish_reason in (FinishReason.ERROR, FinishReason.TIMEOUT) for output in one.outputs):
+        if any(
+            output.finish_reason in (FinishReason.ERROR, FinishReason.TIMEOUT)
+            for output in one.outputs
+        ):
             assert len(one.outputs[0].token_ids) == 1  # the text before it has a delta of its own
-    failures = sum(one.outputs[0].finish_reason in (FinishReason.ERROR, FinishReason.TIMEOUT) for _, one in deltas)
+    failures = sum(
+        one.outputs[0].finish_reason in (FinishReason.ERROR, FinishReason.TIMEOUT)
+        for _, one in deltas
+    )
     assert len(once) <= len({request for request, _ in deltas}) + failures
 
 
 def test_scores_of_a_prompt_are_joined() -> None:
     one, two = (Scores(1, array("i", [n]), array("f", [-n]), array("i", [n])) for n in (1, 2))
     [(_, whole)] = merged([(0, RequestDelta("r", [], False, part)) for part in (None, one, two)])
-    assert whole.scores == Scores(1, array("i", [1, 2]), array("f", [-1.0, -2.0]), array("i", [1, 2]))
+    assert whole.scores == Scores(
+        1, array("i", [1, 2]), array("f", [-1.0, -2.0]), array("i", [1, 2])
+    )

@@ -62,7 +62,11 @@ def test_prompt_and_answer_fit_into_the_context(num_prompt, max_tokens, fits):
         return
     with pytest.raises(ApiError) as error:
         check_context(num_prompt, max_tokens, 10, "prompt")
-    assert (error.value.status, error.value.code, error.value.param) == (400, "context_length_exceeded", "prompt")
+    assert (error.value.status, error.value.code, error.value.param) == (
+        400,
+        "context_length_exceeded",
+        "prompt",
+    )
     numbers = [num_prompt, 10] if max_tokens is None else [num_prompt, max_tokens, 10]
     assert all(str(number) in error.value.message for number in numbers)
 

@@ -1,4 +1,6 @@
-"""The log: one line a request, ids that cannot forge a line, summaries that are quiet when nothing happens."""
+"""The log: one line a request, ids that cannot forge a line, summaries that are quiet when nothing
+happens.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_a_request_is_one_line_of_text(lines: logging.StreamHandler[io.StringIO]
 
 
 @pytest.mark.parametrize("log_format", list(LogFormat))
-def test_every_line_of_a_request_has_its_id(lines: logging.StreamHandler[io.StringIO], log_format: LogFormat) -> None:
+def test_every_line_of_a_request_has_its_id(
+    lines: logging.StreamHandler[io.StringIO], log_format: LogFormat
+) -> None:
     lines.setFormatter(formatter_of(log_format))
     token = current_request.set("req-7")
     logger.info("something\nwith a forged line")
@@ -101,7 +105,9 @@ def test_lines_of_a_request_have_its_trace(lines: logging.StreamHandler[io.Strin
     assert [TRACE in line for line in lines.stream.getvalue().splitlines()] == [True, False]
 
 
-@pytest.mark.parametrize("header", [f"00-{TRACE}-00f067aa0ba902b7-00", f"cc-{TRACE}-00f067aa0ba902b7-01-what-comes"])
+@pytest.mark.parametrize(
+    "header", [f"00-{TRACE}-00f067aa0ba902b7-00", f"cc-{TRACE}-00f067aa0ba902b7-01-what-comes"]
+)
 def test_a_trace_id_is_read(header: str) -> None:
     assert trace_id_of(header) == TRACE
 
@@ -109,8 +115,19 @@ def test_a_trace_id_is_read(header: str) -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        *(None, "", TRACE, f"00-{TRACE}", f"00-{TRACE}-00f067aa0ba902b7", f"00-{TRACE}-00f067aa0ba902b7-01-more"),
-        *(f"ff-{TRACE}-00f067aa0ba902b7-01", f"00-{'0' * 32}-00f067aa0ba902b7-01", f"00-{TRACE}-{'0' * 16}-01"),
+        *(
+            None,
+            "",
+            TRACE,
+            f"00-{TRACE}",
+            f"00-{TRACE}-00f067aa0ba902b7",
+            f"00-{TRACE}-00f067aa0ba902b7-01-more",
+        ),
+        *(
+            f"ff-{TRACE}-00f067aa0ba902b7-01",
+            f"00-{'0' * 32}-00f067aa0ba902b7-01",
+            f"00-{TRACE}-{'0' * 16}-01",
+        ),
         *(
             f"00-{TRACE.upper()}-00f067aa0ba902b7-01",
             f"00-{TRACE}-00f067aa0ba902b7-01\n",
@@ -127,7 +144,9 @@ def test_a_plain_id_is_kept(header: str) -> None:
     assert request_id_of(header) == header
 
 
-@pytest.mark.parametrize("header", [None, "", "x" * 129, "a b", "a\n", "http://x", "a/b", "é", "١", "a\x00"])
+@pytest.mark.parametrize(
+    "header", [None, "", "x" * 129, "a b", "a\n", "http://x", "a/b", "é", "١", "a\x00"]
+)
 def test_any_other_id_is_replaced(header: str | None) -> None:
     replaced = request_id_of(header)
     assert replaced != header
@@ -140,9 +159,13 @@ def test_an_id_always_has_the_allowed_characters(header: str) -> None:
     assert re.fullmatch(r"[A-Za-z0-9._-]{1,128}", request_id_of(header))
 
 
-def test_the_summary_says_what_was_done_since_the_last(lines: logging.StreamHandler[io.StringIO]) -> None:
+def test_the_summary_says_what_was_done_since_the_last(
+    lines: logging.StreamHandler[io.StringIO],
+) -> None:
     before = replace(ZERO, capacity_tokens=100, prompt=10, generated=5)
-    now = replace(before, running=2, waiting=1, held_tokens=25, prompt=30, generated=45, prefix_queries=8)
+    now = replace(
+        before, running=2, waiting=1, held_tokens=25, prompt=30, generated=45, prefix_queries=8
+    )
     now = replace(now, prefix_hits=4, preemptions=3)
     level, said = summary(now, before, 10.0)
     assert level == logging.INFO

@@ -1,4 +1,6 @@
-"""Anthropic's messages: what a body means, and that streamed and whole answers are equal and read by its client."""
+"""Anthropic's messages: what a body means, and that streamed and whole answers are equal and read
+by its client.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ import pytest
 from anthropic.types import Message
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.server.openai_cases import HEAD, HELLO, LIMITS, SERVED, WITH_PARSER, answers, deltas, split, tokenized
+from tests.unit.server.openai_cases import (
+    HEAD,
+    HELLO,
+    LIMITS,
+    SERVED,
+    WITH_PARSER,
+    answers,
+    deltas,
+    split,
+    tokenized,
+)
 
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
 from freight.server.anthropic.messages_request import parse_count, parse_messages
@@ -20,7 +32,15 @@ from freight.server.transport.middleware import error_body
 
 CALL = '<call>{"name": "weather", "arguments": {"city": "Zürich"}}</call>'
 TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {}}}
-TEXTS = ["", "Grüße, 世界 \u2028 👋", "<think>hm, 1 < 2</think>So: ", "a" + CALL, CALL + CALL, "<call>{'x", "<thi"]
+TEXTS = [
+    "",
+    "Grüße, 世界 \u2028 👋",
+    "<think>hm, 1 < 2</think>So: ",
+    "a" + CALL,
+    CALL + CALL,
+    "<call>{'x",
+    "<thi",
+]
 
 
 def call_of(served=WITH_PARSER, **body):
@@ -63,7 +83,9 @@ def client_of(raw, content_type="text/event-stream", status=200):
 )
 def test_a_stream_is_the_body_in_parts_however_the_text_is_split(text, cuts, reason):
     call = call_of(tools=[TOOL], stream=True)
-    raw, body = answers(call, [(0, delta) for delta in deltas(split(text, cuts), reason, cached=2)], WITH_PARSER)
+    raw, body = answers(
+        call, [(0, delta) for delta in deltas(split(text, cuts), reason, cached=2)], WITH_PARSER
+    )
     _, unsplit = answers(call, [(0, delta) for delta in deltas([text], reason)], WITH_PARSER)
     told = events(raw)
     content, growing = [], None
@@ -104,7 +126,11 @@ def test_the_accumulator_of_anthropics_client_reads_a_stream():
     assert final.stop_reason == "tool_use"
     assert final.usage.to_dict() == body["usage"]
     assert (body["usage"]["input_tokens"], body["usage"]["cache_read_input_tokens"]) == (1, 2)
-    assert 0 < body["usage"]["output_tokens_details"]["thinking_tokens"] < body["usage"]["output_tokens"]
+    assert (
+        0
+        < body["usage"]["output_tokens_details"]["thinking_tokens"]
+        < body["usage"]["output_tokens"]
+    )
     with client_of(json.dumps(body), "application/json") as client:
         assert client.messages.create(**asked).content[2] == final.content[2]
 
@@ -126,7 +152,10 @@ def test_the_reason_why_an_answer_ended(text, reason, stop, most, told):
     output = CompletionDelta(0, [20], text, None, reason, stop, None)
     call = call_of(tools=[TOOL], max_tokens=most)
     _, body = answers(call, [(0, RequestDelta("r1", [output], True))], WITH_PARSER)
-    assert (body["stop_reason"], body["stop_sequence"]) == (told, stop if isinstance(stop, str) else None)
+    assert (body["stop_reason"], body["stop_sequence"]) == (
+        told,
+        stop if isinstance(stop, str) else None,
+    )
 
 
 def test_a_second_call_can_be_declined():
@@ -167,7 +196,11 @@ def test_blocks_become_a_conversation():
             "role": "user",
             "content": [
                 {"type": "tool_result", "tool_use_id": "t1", "content": "1"},
-                {"type": "tool_result", "tool_use_id": "t2", "content": [{"type": "text", "text": "2"}]},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t2",
+                    "content": [{"type": "text", "text": "2"}],
+                },
                 {"type": "text", "text": "e"},
             ],
         },
@@ -195,12 +228,22 @@ def test_blocks_become_a_conversation():
 
 
 def test_an_answer_can_be_sent_back_as_it_is():
-    _, body = answers(call_of(tools=[TOOL]), [(0, d) for d in deltas(["<think>so</think>Go" + CALL])], WITH_PARSER)
+    _, body = answers(
+        call_of(tools=[TOOL]), [(0, d) for d in deltas(["<think>so</think>Go" + CALL])], WITH_PARSER
+    )
     result = {"type": "tool_result", "tool_use_id": body["content"][2]["id"], "content": "rain"}
-    told = [*HELLO, {"role": "assistant", "content": body["content"]}, {"role": "user", "content": [result]}]
+    told = [
+        *HELLO,
+        {"role": "assistant", "content": body["content"]},
+        {"role": "user", "content": [result]},
+    ]
     call = call_of(messages=told)
     assert call.ignored == ()
-    assert [message["role"] for message in call.work[0].prompt.messages] == ["user", "assistant", "tool"]
+    assert [message["role"] for message in call.work[0].prompt.messages] == [
+        "user",
+        "assistant",
+        "tool",
+    ]
 
 
 def test_a_last_message_of_the_assistant_is_continued():
@@ -216,14 +259,20 @@ def test_the_block_of_system_that_varies_is_left_out():
         assert call.ignored == ("system[]",)
         return call.work[0].prompt
 
-    first, second = (read(f"x-anthropic-billing-header: cc_version=2.1; cch={salt};") for salt in ("1a", "2b"))
+    first, second = (
+        read(f"x-anthropic-billing-header: cc_version=2.1; cch={salt};") for salt in ("1a", "2b")
+    )
     assert first == second
     assert first.messages[0] == {"role": "system", "content": "You help."}
 
 
 @pytest.mark.parametrize(
     ("thinking", "enabled"),
-    [(None, False), ({"type": "disabled"}, False), ({"type": "enabled", "budget_tokens": 1024}, True)],
+    [
+        (None, False),
+        ({"type": "disabled"}, False),
+        ({"type": "enabled", "budget_tokens": 1024}, True),
+    ],
 )
 def test_thinking_is_on_where_it_is_asked_for(thinking, enabled):
     call = call_of(thinking=thinking)
@@ -235,7 +284,10 @@ def test_what_agents_send_beside_is_named_and_not_refused():
     text = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
     call = call_of(
         messages=[{"role": "user", "content": [text, {"type": "search_result", "title": "y"}]}],
-        tools=[{"type": "web_search_20250305", "name": "web_search"}, {**TOOL, "eager_input_streaming": True}],
+        tools=[
+            {"type": "web_search_20250305", "name": "web_search"},
+            {**TOOL, "eager_input_streaming": True},
+        ],
         metadata={"user_id": "u"},
         context_management={},
         service_tier=None,
@@ -244,26 +296,42 @@ def test_what_agents_send_beside_is_named_and_not_refused():
         *("content[].cache_control", "content[].search_result", "tools[].web_search_20250305"),
         *("tools[].eager_input_streaming", "metadata", "context_management"),
     }
-    assert [tool["function"]["name"] for tool in call.work[0].prompt.template_values["tools"]] == ["weather"]
+    assert [tool["function"]["name"] for tool in call.work[0].prompt.template_values["tools"]] == [
+        "weather"
+    ]
 
 
 def test_fields_reach_the_sampler():
     form = {"type": "json_schema", "schema": {"type": "object"}}
     call = call_of(
-        temperature=0.5, top_p=0.25, top_k=4, stop_sequences=["a", "b"], output_config={"format": form, "effort": "low"}
+        temperature=0.5,
+        top_p=0.25,
+        top_k=4,
+        stop_sequences=["a", "b"],
+        output_config={"format": form, "effort": "low"},
     )
     params = call.work[0].params
-    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (500, 0.5, 0.25, 4)
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (
+        500,
+        0.5,
+        0.25,
+        4,
+    )
     assert tuple(params.stop) == ("a", "b")
     assert params.structured_outputs is not None
     assert call.work[0].prompt.template_values["reasoning_effort"] == "low"
 
 
-@pytest.mark.parametrize(("kind", "forced"), [("any", ("weather",)), ("auto", ()), ("tool", ("weather",))])
+@pytest.mark.parametrize(
+    ("kind", "forced"), [("any", ("weather",)), ("auto", ()), ("tool", ("weather",))]
+)
 def test_a_choice_of_tools_is_one_of_a_chat(kind, forced):
     seen = []
     served = replace(
-        WITH_PARSER, forced_call=lambda tools, names, parallel, prompt: seen.append(tuple(names)) or {"regex": "x"}
+        WITH_PARSER,
+        forced_call=lambda tools, names, parallel, prompt: (
+            seen.append(tuple(names)) or {"regex": "x"}
+        ),
     )
     call = call_of(served, tools=[TOOL], tool_choice={"type": kind, "name": "weather"})
     assert seen == ([forced] if forced else [])
@@ -272,10 +340,16 @@ def test_a_choice_of_tools_is_one_of_a_chat(kind, forced):
 
 def test_a_tool_that_is_named_is_used_once_and_what_no_grammar_holds_is_named():
     asked = []
-    served = replace(WITH_PARSER, forced_call=lambda tools, names, many, prompt: asked.append(many) or {"regex": "x"})
+    served = replace(
+        WITH_PARSER,
+        forced_call=lambda tools, names, many, prompt: asked.append(many) or {"regex": "x"},
+    )
     tool = {**TOOL, "input_schema": {"type": "object", "if": {}, "then": {}}}
     call = call_of(served, tools=[tool], tool_choice={"type": "tool", "name": "weather"})
-    assert (asked, call.ignored) == ([False], ("tools[].input_schema.if", "tools[].input_schema.then"))
+    assert (asked, call.ignored) == (
+        [False],
+        ("tools[].input_schema.if", "tools[].input_schema.then"),
+    )
     call_of(served, tools=[tool], tool_choice={"type": "any"})
     assert asked[1:] == [True]
     form = {"format": {"type": "json_schema", "schema": {"type": "string", "format": "password"}}}
@@ -291,8 +365,14 @@ def test_a_tool_that_is_named_is_used_once_and_what_no_grammar_holds_is_named():
         ({"messages": [3]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].name"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
+            "messages[0].content[0].name",
+        ),
         ({"system": 3}, "system"),
         ({"system": [{"type": "text"}]}, "system[0].text"),
         ({"stop_sequences": "x"}, "stop_sequences"),
@@ -306,7 +386,10 @@ def test_a_tool_that_is_named_is_used_once_and_what_no_grammar_holds_is_named():
         (
             {
                 "messages": [
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": False}]}
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_result", "tool_use_id": "a", "content": False}],
+                    }
                 ]
             },
             "messages[0].content[0].content",
@@ -323,7 +406,10 @@ def test_what_is_at_fault_is_named_as_the_client_sent_it(body, param):
     ("body", "says"),
     [
         ({"max_tokens": 0}, "max_tokens is 0; it must be 1 or more$"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice demands a call, and there are no tools to choose from"),
+        (
+            {"tool_choice": {"type": "any"}},
+            "tool_choice demands a call, and there are no tools to choose from",
+        ),
     ],
 )
 def test_errors_name_nothing_that_another_api_has(body, says):
@@ -360,7 +446,10 @@ def test_errors_have_the_shape_of_the_paths_api(status, kind, raised):
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         body = error_body(path, error)
         assert body == {"type": "error", "error": {"type": kind, "message": "no"}}
-        with client_of(json.dumps(body), "application/json", status) as client, pytest.raises(raised):
+        with (
+            client_of(json.dumps(body), "application/json", status) as client,
+            pytest.raises(raised),
+        ):
             client.messages.create(model="demo", max_tokens=9, messages=HELLO)
     assert "param" in error_body("/v1/responses", error)["error"]
     assert call_of(SERVED).failure_body(error) == body

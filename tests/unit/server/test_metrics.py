@@ -15,7 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from freight.outputs import EngineStats, FinishReason, RequestTimes
 from freight.server.observe.histogram import Buckets
-from freight.server.observe.metrics import MOST_HANDLERS, MOST_KEYS, Metrics, ModelFacts, Rejection, token_buckets
+from freight.server.observe.metrics import (
+    MOST_HANDLERS,
+    MOST_KEYS,
+    Metrics,
+    ModelFacts,
+    Rejection,
+    token_buckets,
+)
 from freight.server.observe.state import CacheFacts
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -34,7 +41,9 @@ def filled(old_names: bool = False) -> Metrics:
     metrics.request_queued(2, 64, 12)
     metrics.first_token(0.02)
     metrics.inter_token(0.008, 2)
-    metrics.request_finished("stop", 1.5, RequestTimes(0.5, 0.25, 0.75, 2), 12, 8, 4, "alice", longest_completion=4)
+    metrics.request_finished(
+        "stop", 1.5, RequestTimes(0.5, 0.25, 0.75, 2), 12, 8, 4, "alice", longest_completion=4
+    )
     metrics.rejected("queue_full")
     metrics.http_request("/v1/models/{id}", "GET", 200)
     return metrics
@@ -66,7 +75,9 @@ def rendered_names(metrics: Metrics) -> set[tuple[str, str]]:
 def documented(table: int) -> set[tuple[str, str]]:
     """(name, type) of the table-th table of docs/metrics.md."""
     tables = DOCS.read_text().split("|---|---|---|\n")[1:]
-    return {(name, kind) for name, kind in re.findall(r"^\| `(\S+)` \| (\w+) \|", tables[table], re.M)}
+    return {
+        (name, kind) for name, kind in re.findall(r"^\| `(\S+)` \| (\w+) \|", tables[table], re.M)
+    }
 
 
 def test_the_table_of_the_documentation_has_exactly_the_series() -> None:
@@ -131,11 +142,33 @@ def test_labels_of_counters_and_facts() -> None:
     metrics = filled()
     assert value(metrics, "vllm:request_success_total", finished_reason="stop") == 1
     assert value(metrics, "vllm:admission_rejections_total", reason="queue_full") == 1
-    assert value(metrics, "http_requests_total", handler="/v1/models/{id}", method="GET", status="200") == 1
+    assert (
+        value(metrics, "http_requests_total", handler="/v1/models/{id}", method="GET", status="200")
+        == 1
+    )
     assert value(metrics, "vllm:cache_config_info", block_size="16", num_gpu_blocks="64") == 1
-    assert value(metrics, "freight:cache_info", format="fp8_e4m3", granularity="head", scale_source="checkpoint") == 1
-    assert value(metrics, "freight:model_info", version="0.1.0", fingerprint="fp-1", max_model_len="512") == 1
-    for name, count in (("requests", 1), ("prompt_tokens", 12), ("generation_tokens", 8), ("prompt_tokens_cached", 4)):
+    assert (
+        value(
+            metrics,
+            "freight:cache_info",
+            format="fp8_e4m3",
+            granularity="head",
+            scale_source="checkpoint",
+        )
+        == 1
+    )
+    assert (
+        value(
+            metrics, "freight:model_info", version="0.1.0", fingerprint="fp-1", max_model_len="512"
+        )
+        == 1
+    )
+    for name, count in (
+        ("requests", 1),
+        ("prompt_tokens", 12),
+        ("generation_tokens", 8),
+        ("prompt_tokens_cached", 4),
+    ):
         assert value(metrics, f"freight:key_{name}_total", key="alice") == count
         assert value(metrics, f"freight:key_{name}_total", key="unnamed") == 0
 
@@ -183,7 +216,10 @@ def test_labels_are_bounded() -> None:
     assert {sample.labels["method"] for sample in http} == {"other"}
     assert sum(sample.value for sample in http) == 10 * MOST_HANDLERS
     keys = families(metrics)["freight:key_requests"].samples
-    assert {sample.labels["key"]: sample.value for sample in keys} == {"alice": 0, "unnamed": 10 * MOST_HANDLERS}
+    assert {sample.labels["key"]: sample.value for sample in keys} == {
+        "alice": 0,
+        "unnamed": 10 * MOST_HANDLERS,
+    }
 
 
 def test_keys_that_come_later_count_under_their_names() -> None:
@@ -191,7 +227,9 @@ def test_keys_that_come_later_count_under_their_names() -> None:
     metrics.request_finished("stop", 0.1, None, 1, 1, 0, "alice")
     metrics.add_keys(["bob", "alice"])
     metrics.request_finished("stop", 0.1, None, 1, 1, 0, "bob")
-    assert [value(metrics, "freight:key_requests_total", key=key) for key in ("alice", "bob", "unnamed")] == [1, 1, 0]
+    assert [
+        value(metrics, "freight:key_requests_total", key=key) for key in ("alice", "bob", "unnamed")
+    ] == [1, 1, 0]
     metrics.add_keys([f"key{index}" for index in range(2 * MOST_KEYS)])
     metrics.request_finished("stop", 0.1, None, 1, 1, 0, f"key{2 * MOST_KEYS - 1}")
     assert value(metrics, "freight:key_requests_total", key="unnamed") == 1
@@ -203,7 +241,9 @@ def test_openmetrics_if_it_is_asked_for() -> None:
     assert content_type.startswith("application/openmetrics-text")
     openmetrics = {family.name: family for family in parse_openmetrics(text.decode())}
     plain = families(filled(old_names=True))
-    assert {name: family.type for name, family in openmetrics.items()} == {n: f.type for n, f in plain.items()}
+    assert {name: family.type for name, family in openmetrics.items()} == {
+        n: f.type for n, f in plain.items()
+    }
     assert openmetrics["vllm:num_requests_running"].samples[0].name == "vllm:num_requests_running"
     assert text.endswith(b"# EOF\n")
 
@@ -212,7 +252,8 @@ PROMETHEUS_3 = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;
 
 
 @given(
-    st.text(max_size=60) | st.sampled_from([OPENMETRICS, OPENMETRICS + "; q=x", "text/plain;version=9", PROMETHEUS_3])
+    st.text(max_size=60)
+    | st.sampled_from([OPENMETRICS, OPENMETRICS + "; q=x", "text/plain;version=9", PROMETHEUS_3])
 )
 def test_no_accept_header_is_an_error_or_changes_a_name(accept: str) -> None:
     assert b"\nvllm:num_requests_running{" in filled().render(accept)[0]
@@ -241,5 +282,8 @@ def test_buckets_count_what_lies_up_to_their_bound(observed: list[tuple[float, i
     for number, count in observed:
         buckets.observe(number, count)
     expected = [sum(count for number, count in observed if number <= bound) for bound in bounds]
-    assert [count for _, count in buckets.cumulative()] == [*expected, sum(count for _, count in observed)]
+    assert [count for _, count in buckets.cumulative()] == [
+        *expected,
+        sum(count for _, count in observed),
+    ]
     assert buckets.sum == pytest.approx(sum(number * count for number, count in observed))

@@ -1,4 +1,6 @@
-"""What stands around every route: no path without a key but the open ones; every answer has its shape and its id."""
+"""What stands around every route: no path without a key but the open ones; every answer has its
+shape and its id.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,27 @@ from freight.server.transport.errors import ApiError
 from freight.server.transport.middleware import RequireKey, guarded
 
 KEY = "sk-the-key"
-PATHS = ["/v1/models", "/v1/chat/completions", "/metrics", "/docs", "/openapi.json", "/tokenize", "/info", "/generate"]
+PATHS = [
+    "/v1/models",
+    "/v1/chat/completions",
+    "/metrics",
+    "/docs",
+    "/openapi.json",
+    "/tokenize",
+    "/info",
+    "/generate",
+]
 PATHS += ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
-PATHS += ["/mounted/x", "/nothing", "//health", "/health/", "/health/../metrics", "/Health", "/health%00", "/ping;x"]
+PATHS += [
+    "/mounted/x",
+    "/nothing",
+    "//health",
+    "/health/",
+    "/health/../metrics",
+    "/Health",
+    "/health%00",
+    "/ping;x",
+]
 METHODS = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE", "PATCH", "TRACE", "PROPFIND"]
 
 
@@ -43,9 +63,25 @@ class Reached:
 def call(app: Any, path: str, method: str = "GET", **headers: str) -> Answer:
     """One request, straight through ASGI."""
     sent: list[dict[str, Any]] = []
-    pairs = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
-    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": pairs}
-    scope |= {"query_string": b"", "state": {}, "client": None, "server": ("x", 1), "scheme": "http", "root_path": ""}
+    pairs = [
+        (name.replace("_", "-").encode(), value.encode("latin-1"))
+        for name, value in headers.items()
+    ]
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "headers": pairs,
+    }
+    scope |= {
+        "query_string": b"",
+        "state": {},
+        "client": None,
+        "server": ("x", 1),
+        "scheme": "http",
+        "root_path": "",
+    }
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b"", "more_body": False}
@@ -55,7 +91,9 @@ def call(app: Any, path: str, method: str = "GET", **headers: str) -> Answer:
 
     asyncio.run(app({**scope, "http_version": "1.1"}, receive, send))
     found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return Answer(sent[0]["status"], found, b"".join(message.get("body", b"") for message in sent[1:]))
+    return Answer(
+        sent[0]["status"], found, b"".join(message.get("body", b"") for message in sent[1:])
+    )
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -85,7 +123,9 @@ def test_the_keys_name_reaches_the_app() -> None:
     assert call(guarded(app, keys), "/v1/models", authorization=f"Bearer {KEY}").status == 200
     assert call(guarded(app, keys), "/v1/models", x_api_key="other").status == 200
     assert call(guarded(app, keys), "/health", x_api_key="other").status == 200
-    assert call(guarded(app, Keys.read()), "/v1/models", authorization=f"Bearer {KEY}").status == 200
+    assert (
+        call(guarded(app, Keys.read()), "/v1/models", authorization=f"Bearer {KEY}").status == 200
+    )
     assert [scope["state"]["key_name"] for scope in app.scopes] == ["alice", "bob", "bob", None]
 
 
@@ -116,7 +156,11 @@ def test_what_is_not_http_is_refused() -> None:
 def test_a_refusal_has_the_shape_that_the_paths_clients_know() -> None:
     app = guarded(Reached(), Keys.read([KEY]))
     error = call(app, "/v1/models").error()
-    assert (error["type"], error["code"], error["param"]) == ("authentication_error", "invalid_api_key", None)
+    assert (error["type"], error["code"], error["param"]) == (
+        "authentication_error",
+        "invalid_api_key",
+        None,
+    )
     for path in ("/", "/generate", "/generate_stream", "/info"):
         body = json.loads(call(app, path, "POST").body)
         assert set(body) == {"error", "error_type"}
@@ -165,7 +209,10 @@ def test_an_unexpected_exception_gives_nothing_away(caplog: pytest.LogCaptureFix
 
 
 def test_an_exception_in_the_middle_of_an_answer_ends_the_connection() -> None:
-    with running(guarded(Starlette(routes=ROUTES), Keys.read())) as server, server.client() as client:
+    with (
+        running(guarded(Starlette(routes=ROUTES), Keys.read())) as server,
+        server.client() as client,
+    ):
         client.send(b"GET /breaking/ HTTP/1.1\r\nHost: x\r\n\r\n")
         received = client.file.read()
         assert b"data: 1" in received
@@ -175,14 +222,20 @@ def test_an_exception_in_the_middle_of_an_answer_ends_the_connection() -> None:
 
 def test_an_api_error_is_answered_as_it_says() -> None:
     answer = call(guarded(Starlette(routes=ROUTES), Keys.read()), "/refusing")
-    assert (answer.status, answer.headers["retry-after"], answer.error()["type"]) == (429, "3", "rate_limit_error")
+    assert (answer.status, answer.headers["retry-after"], answer.error()["type"]) == (
+        429,
+        "3",
+        "rate_limit_error",
+    )
 
 
 def test_what_is_not_there_has_the_envelope() -> None:
     app = guarded(Starlette(routes=ROUTES), Keys.read())
     assert call(app, "/nothing").error()["type"] == "not_found_error"
     assert call(app, "/text").error()["type"] == "not_found_error"
-    assert call(app, "/missing").error()["code"] == "model_not_found"  # an error of ours stays as it is
+    assert (
+        call(app, "/missing").error()["code"] == "model_not_found"
+    )  # an error of ours stays as it is
     answer = call(app, "/broken", "GET")
     assert (answer.status, answer.headers["allow"]) == (405, "POST")
     assert "POST" in answer.error()["message"]
@@ -192,11 +245,16 @@ def test_what_is_not_there_has_the_envelope() -> None:
 @pytest.mark.parametrize("given_id", ["a", "Az-0_9.x", "x" * 128])
 def test_a_plain_request_id_comes_back(given_id: str) -> None:
     app = Reached()
-    assert call(guarded(app, Keys.read()), "/x", x_request_id=given_id).headers["x-request-id"] == given_id
+    assert (
+        call(guarded(app, Keys.read()), "/x", x_request_id=given_id).headers["x-request-id"]
+        == given_id
+    )
     assert app.scopes[0]["state"]["request_id"] == given_id
 
 
-@pytest.mark.parametrize("given_id", ["", "x" * 129, "a b", "http://127.0.0.1:9/", "a\tb", "é", "a,b", "$(x)"])
+@pytest.mark.parametrize(
+    "given_id", ["", "x" * 129, "a b", "http://127.0.0.1:9/", "a\tb", "é", "a,b", "$(x)"]
+)
 def test_any_other_request_id_is_replaced(given_id: str) -> None:
     app = guarded(Reached(), Keys.read())
     ids = {call(app, "/x", x_request_id=given_id).headers["x-request-id"] for _ in range(2)}
@@ -207,7 +265,9 @@ def test_any_other_request_id_is_replaced(given_id: str) -> None:
 def test_other_origins_are_refused_unless_listed() -> None:
     origin = "https://chat.example.com"
     asked = {"origin": origin, "access_control_request_method": "POST"}
-    shut, opened = (guarded(Reached(), Keys.read([KEY]), allow_origins=allowed) for allowed in ([], [origin]))
+    shut, opened = (
+        guarded(Reached(), Keys.read([KEY]), allow_origins=allowed) for allowed in ([], [origin])
+    )
     for app, other in [(shut, origin), (opened, origin + ".evil.com"), (opened, "null")]:
         answer = call(app, "/v1/models", "OPTIONS", **{**asked, "origin": other})
         assert answer.status == (401 if app is shut else 400)
@@ -223,20 +283,33 @@ def test_other_origins_are_refused_unless_listed() -> None:
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (401, origin)
     assert "access-control-allow-credentials" not in answer.headers
     readable = answer.headers["access-control-expose-headers"].split(", ")
-    assert {"x-request-id", "x-freight-ignored", "x-freight-reproducible", "retry-after"} <= {*readable}
+    assert {"x-request-id", "x-freight-ignored", "x-freight-reproducible", "retry-after"} <= {
+        *readable
+    }
 
 
-@pytest.mark.parametrize("error", [ApiError(413, "large"), ApiError(429, "busy"), ZeroDivisionError()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ApiError(413, "large"), ApiError(429, "busy"), ZeroDivisionError()], ids=repr
+)
 def test_a_page_of_a_listed_origin_reads_every_failure(error: Exception) -> None:
     async def failing(scope: Any, receive: Any, send: Any) -> None:
         raise error
 
-    answer = call(guarded(failing, Keys.read(), allow_origins=["http://a:1"]), "/v1/models", origin="http://a:1")
+    answer = call(
+        guarded(failing, Keys.read(), allow_origins=["http://a:1"]),
+        "/v1/models",
+        origin="http://a:1",
+    )
     assert answer.status == getattr(error, "status", 500)
-    assert (answer.headers["access-control-allow-origin"], answer.headers["vary"]) == ("http://a:1", "Origin")
+    assert (answer.headers["access-control-allow-origin"], answer.headers["vary"]) == (
+        "http://a:1",
+        "Origin",
+    )
 
 
-@pytest.mark.parametrize("origin", ["*", "chat.example.com", "https://a.com/", "https://*.a.com", "null"])
+@pytest.mark.parametrize(
+    "origin", ["*", "chat.example.com", "https://a.com/", "https://*.a.com", "null"]
+)
 def test_what_is_no_origin_is_refused(origin: str) -> None:
     with pytest.raises(ConfigError, match="--allow-origin"):
         guarded(Reached(), Keys.read(), allow_origins=[origin])
@@ -260,7 +333,9 @@ def test_a_host_never_opens_a_path(shut: Any, host: str) -> None:
 REQUESTS = st.one_of(
     st.binary(max_size=300),
     st.tuples(st.sampled_from(METHODS), st.sampled_from(PATHS), st.binary(max_size=80)).map(
-        lambda parts: f"{parts[0]} {parts[1]} HTTP/1.1\r\nHost: a\r\n".encode() + parts[2] + b"\r\n\r\n"
+        lambda parts: (
+            f"{parts[0]} {parts[1]} HTTP/1.1\r\nHost: a\r\n".encode() + parts[2] + b"\r\n\r\n"
+        )
     ),
 )
 

@@ -1,4 +1,6 @@
-"""Bodies that make no sense: responses and messages refuse them as ApiErrors, and nothing else is raised."""
+"""Bodies that make no sense: responses and messages refuse them as ApiErrors, and nothing else is
+raised.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,19 @@ from freight.server.anthropic.messages_request import parse_count, parse_message
 from freight.server.openai.responses_request import parse_responses
 from freight.server.transport.errors import ApiError
 
-WORDS = ["", "x", "user", "assistant", "text", "auto", "function", "message", "tool_use", "tool_result", "thinking"]
+WORDS = [
+    "",
+    "x",
+    "user",
+    "assistant",
+    "text",
+    "auto",
+    "function",
+    "message",
+    "tool_use",
+    "tool_result",
+    "thinking",
+]
 WORDS += [
     "function_call",
     "function_call_output",
@@ -23,15 +37,57 @@ WORDS += [
     "json_schema",
     "enabled",
 ]
-INSIDE = ["type", "role", "content", "text", "name", "arguments", "call_id", "output", "input", "tool_use_id", "id"]
-INSIDE += ["tools", "mode", "format", "schema", "effort", "thinking", "summary", "input_schema", "parameters"]
-FIELDS = ["input", "instructions", "tools", "tool_choice", "text", "reasoning", "max_output_tokens", "metadata"]
-FIELDS += ["messages", "system", "max_tokens", "stop_sequences", "thinking", "output_config", "temperature", "stream"]
+INSIDE = [
+    "type",
+    "role",
+    "content",
+    "text",
+    "name",
+    "arguments",
+    "call_id",
+    "output",
+    "input",
+    "tool_use_id",
+    "id",
+]
+INSIDE += [
+    "tools",
+    "mode",
+    "format",
+    "schema",
+    "effort",
+    "thinking",
+    "summary",
+    "input_schema",
+    "parameters",
+]
+FIELDS = [
+    "input",
+    "instructions",
+    "tools",
+    "tool_choice",
+    "text",
+    "reasoning",
+    "max_output_tokens",
+    "metadata",
+]
+FIELDS += [
+    "messages",
+    "system",
+    "max_tokens",
+    "stop_sequences",
+    "thinking",
+    "output_config",
+    "temperature",
+    "stream",
+]
 FIELDS += ["chat_template_kwargs", "logit_bias", "request_id", "model", "background", "n"]
 LEAVES = st.none() | st.booleans() | st.integers(-2, 2**64) | st.sampled_from(WORDS)
 VALUES = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(INSIDE), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(INSIDE), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 ITEM = st.dictionaries(st.sampled_from(INSIDE), VALUES, max_size=5)
@@ -39,7 +95,10 @@ GOOD = {"input": "Hello", "messages": [{"role": "user", "content": "Hello"}], "m
 
 
 @settings(max_examples=100)
-@given(st.dictionaries(st.sampled_from(FIELDS), VALUES | st.lists(ITEM, max_size=3), max_size=4), st.booleans())
+@given(
+    st.dictionaries(st.sampled_from(FIELDS), VALUES | st.lists(ITEM, max_size=3), max_size=4),
+    st.booleans(),
+)
 def test_any_body_is_read_or_refused(body, with_good):
     body = (GOOD if with_good else {}) | body
     for parse in (parse_responses, parse_messages, parse_count):

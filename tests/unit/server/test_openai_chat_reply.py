@@ -1,4 +1,6 @@
-"""The answers of chat completions: streamed and whole ones are equal, and OpenAI's own client reads both."""
+"""The answers of chat completions: streamed and whole ones are equal, and OpenAI's own client reads
+both.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,20 @@ def call_of(served=WITH_PARSER, **body):
 
 def joined(parts, index):
     """What a client has of a choice at the end of a stream."""
-    message, logprobs, reasons = {"content": "", "reasoning": "", "reasoning_content": "", "tool_calls": []}, [], []
+    message, logprobs, reasons = (
+        {"content": "", "reasoning": "", "reasoning_content": "", "tool_calls": []},
+        [],
+        [],
+    )
     for chunk in parts:
         for choice in chunk["choices"]:
             if choice["index"] != index:
                 continue
             for name, value in choice["delta"].items():
                 if name == "tool_calls":
-                    message[name] += [{key: call[key] for key in call if key != "index"} for call in value]
+                    message[name] += [
+                        {key: call[key] for key in call if key != "index"} for call in value
+                    ]
                 elif name != "role":
                     message[name] += value
             logprobs += (choice["logprobs"] or {"content": []})["content"]
@@ -78,15 +86,25 @@ def test_a_stream_is_the_body_in_parts_however_the_text_is_split(text, cuts, rea
         logprobs=logprobs,
         top_logprobs=2 if logprobs else None,
     )
-    feed = [(0, delta) for index in (1, 0) for delta in deltas(split(text, cuts), reason, index, logprobs, cached=2)]
+    feed = [
+        (0, delta)
+        for index in (1, 0)
+        for delta in deltas(split(text, cuts), reason, index, logprobs, cached=2)
+    ]
     raw, body = answers(call, feed, WITH_PARSER)
     parts = chunks(raw)
-    _, unsplit = answers(call, [(0, d) for i in (0, 1) for d in deltas([text], reason, i, logprobs)], WITH_PARSER)
+    _, unsplit = answers(
+        call, [(0, d) for i in (0, 1) for d in deltas([text], reason, i, logprobs)], WITH_PARSER
+    )
     for index, choice in enumerate(body["choices"]):
         message, entries, reasons = joined(parts, index)
         assert reasons == [choice["finish_reason"]]
         assert message["content"] == (choice["message"]["content"] or "")
-        assert message["reasoning"] == message["reasoning_content"] == choice["message"].get("reasoning", "")
+        assert (
+            message["reasoning"]
+            == message["reasoning_content"]
+            == choice["message"].get("reasoning", "")
+        )
         assert message["tool_calls"] == choice["message"].get("tool_calls", [])
         assert entries == ((choice["logprobs"] or {}).get("content") or [])
         assert choice["message"] == unsplit["choices"][index]["message"]
@@ -100,7 +118,9 @@ def test_a_stream_is_the_body_in_parts_however_the_text_is_split(text, cuts, rea
 def test_roles_come_first_and_in_order():
     parts = chunks(answers(call_of(n=3), [])[0])
     assert [part["choices"][0]["index"] for part in parts] == [0, 1, 2]
-    assert {json.dumps(part["choices"][0]["delta"]) for part in parts} == {'{"role": "assistant", "content": ""}'}
+    assert {json.dumps(part["choices"][0]["delta"]) for part in parts} == {
+        '{"role": "assistant", "content": ""}'
+    }
     assert {part["object"] for part in parts} == {"chat.completion.chunk"}
     assert "usage" not in parts[0]
 
@@ -108,20 +128,31 @@ def test_roles_come_first_and_in_order():
 def client_of(raw, content_type="text/event-stream"):
     answer = httpx2.Response(200, headers={"content-type": content_type}, content=raw)
     transport = httpx2.MockTransport(lambda request: answer)
-    return openai.OpenAI(api_key="x", base_url="http://test", http_client=httpx2.Client(transport=transport))
+    return openai.OpenAI(
+        api_key="x", base_url="http://test", http_client=httpx2.Client(transport=transport)
+    )
 
 
 def test_the_accumulator_of_openais_client_reads_two_choices():
     call = call_of(n=2, tools=[TOOL], logprobs=True, stream_options={"include_usage": True})
     text = "<think>so</think>It is: " + CALL
     feed = [
-        (0, delta) for index in (1, 0) for delta in deltas(split(text, range(0, 90, 7)), index=index, logprobs=True)
+        (0, delta)
+        for index in (1, 0)
+        for delta in deltas(split(text, range(0, 90, 7)), index=index, logprobs=True)
     ]
     raw, body = answers(call, feed, WITH_PARSER)
-    with client_of(raw) as client, client.chat.completions.stream(model="demo", messages=HELLO, n=2) as stream:
+    with (
+        client_of(raw) as client,
+        client.chat.completions.stream(model="demo", messages=HELLO, n=2) as stream,
+    ):
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
-    assert {"content.delta", "tool_calls.function.arguments.delta", "logprobs.content.delta"} <= kinds
+    assert {
+        "content.delta",
+        "tool_calls.function.arguments.delta",
+        "logprobs.content.delta",
+    } <= kinds
     assert final.usage.model_dump() == ChatCompletion.model_validate(body).usage.model_dump()
     for choice, whole in zip(final.choices, body["choices"], strict=True):
         assert choice.finish_reason == whole["finish_reason"] == "tool_calls"
@@ -143,8 +174,12 @@ def test_the_accumulator_of_openais_client_reads_two_choices():
         (["x"], FinishReason.STOP, "stop", "x", 0),
     ],
 )
-def test_tool_calls_are_only_the_reason_where_the_engine_stopped(parts, reason, finish, content, calls):
-    _, body = answers(call_of(tools=[TOOL]), [(0, delta) for delta in deltas(parts, reason)], WITH_PARSER)
+def test_tool_calls_are_only_the_reason_where_the_engine_stopped(
+    parts, reason, finish, content, calls
+):
+    _, body = answers(
+        call_of(tools=[TOOL]), [(0, delta) for delta in deltas(parts, reason)], WITH_PARSER
+    )
     [choice] = body["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == (finish, content)
     assert len(choice["message"].get("tool_calls", [])) == calls
@@ -154,7 +189,11 @@ def test_parallel_calls_can_be_declined():
     feed = [(0, delta) for delta in deltas([CALL + CALL])]
     for parallel, count in ((True, 2), (False, 1)):
         raw, body = answers(call_of(tools=[TOOL], parallel_tool_calls=parallel), feed, WITH_PARSER)
-        assert len(body["choices"][0]["message"]["tool_calls"]) == len(joined(chunks(raw), 0)[0]["tool_calls"]) == count
+        assert (
+            len(body["choices"][0]["message"]["tool_calls"])
+            == len(joined(chunks(raw), 0)[0]["tool_calls"])
+            == count
+        )
 
 
 def test_a_call_that_no_tool_was_offered_for_is_content():
@@ -184,7 +223,11 @@ def test_logprobs_have_what_was_asked_for():
     call = call_of(SERVED, logprobs=True, top_logprobs=1)
     _, body = answers(call, [(0, delta) for delta in deltas(["x"], logprobs=True)])
     [entry] = body["choices"][0]["logprobs"]["content"]
-    assert (entry["logprob"], len(entry["top_logprobs"]), entry["top_logprobs"][0]["logprob"]) == (-0.5, 1, -0.25)
+    assert (entry["logprob"], len(entry["top_logprobs"]), entry["top_logprobs"][0]["logprob"]) == (
+        -0.5,
+        1,
+        -0.25,
+    )
     assert entry["bytes"] == list(entry["token"].encode())
     call = call_of(SERVED, logprobs=True, top_logprobs=3)
     _, body = answers(call, [(0, delta) for delta in deltas(["x"], logprobs=True)])
@@ -206,7 +249,9 @@ def test_token_ids_and_prompt_logprobs_come_where_asked_for():
     raw, body = answers(call_of(return_token_ids=True), feed)
     assert (body["prompt_token_ids"], body["choices"][0]["token_ids"]) == ([5, 6, 7], [20, 21])
     parts = [chunk["choices"][0] for chunk in chunks(raw)]
-    assert [chunk.get("prompt_token_ids") for chunk in chunks(raw)] == [[5, 6, 7]] + [None] * (len(parts) - 1)
+    assert [chunk.get("prompt_token_ids") for chunk in chunks(raw)] == [[5, 6, 7]] + [None] * (
+        len(parts) - 1
+    )
     assert [token for part in parts for token in part["token_ids"]] == [20, 21]
     call = call_of(prompt_logprobs=1, stream=False)
     scored = RequestDelta("r1", [], False, prompt_scores([5, 6, 7]))
@@ -217,7 +262,11 @@ def test_token_ids_and_prompt_logprobs_come_where_asked_for():
 
 @pytest.mark.parametrize(
     ("reason", "status", "retry"),
-    [(FinishReason.ERROR, 500, "false"), (FinishReason.TIMEOUT, 504, "false"), (FinishReason.ABORT, 503, None)],
+    [
+        (FinishReason.ERROR, 500, "false"),
+        (FinishReason.TIMEOUT, 504, "false"),
+        (FinishReason.ABORT, 503, None),
+    ],
 )
 def test_a_failed_completion_raises_and_its_stream_ends_with_an_error(reason, status, retry):
     call = call_of(SERVED)
@@ -237,4 +286,8 @@ def test_names_of_the_answer_are_the_heads():
     head = replace(HEAD, model="other")
     call = call_of(SERVED)
     body = call.reply(head, SERVED, tokenized(call)).body()
-    assert (body["id"], body["model"], body["system_fingerprint"]) == ("chatcmpl-r1", "other", "fp_1")
+    assert (body["id"], body["model"], body["system_fingerprint"]) == (
+        "chatcmpl-r1",
+        "other",
+        "fp_1",
+    )

@@ -9,7 +9,17 @@ from dataclasses import replace
 
 import pytest
 from tests.clock import takes_less
-from tests.unit.server.openai_cases import HEAD, HELLO, LIMITS, SERVED, TOOL, WITH_PARSER, chunks, deltas, tokenized
+from tests.unit.server.openai_cases import (
+    HEAD,
+    HELLO,
+    LIMITS,
+    SERVED,
+    TOOL,
+    WITH_PARSER,
+    chunks,
+    deltas,
+    tokenized,
+)
 
 from freight.errors import RequestError
 from freight.sampling import SamplingParams
@@ -54,8 +64,18 @@ def test_a_conversation_is_what_templates_read():
     bad = {"id": "2", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
     messages = [
         {"role": "developer", "content": "Be short."},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "x"},
-        {"role": "assistant", "content": None, "tool_calls": [call, bad], "reasoning": "hm", "refusal": None},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "name": "x",
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call, bad],
+            "reasoning": "hm",
+            "refusal": None,
+        },
         {"role": "tool", "content": "1", "tool_call_id": "1"},
         {"role": "assistant", "content": "c", "reasoning_content": "so", "tool_calls": []},
     ]
@@ -63,7 +83,12 @@ def test_a_conversation_is_what_templates_read():
     assert chat(messages=messages).work[0].prompt.messages == [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "ab", "name": "x"},
-        {"role": "assistant", "tool_calls": [parsed, bad], "reasoning": "hm", "reasoning_content": "hm"},
+        {
+            "role": "assistant",
+            "tool_calls": [parsed, bad],
+            "reasoning": "hm",
+            "reasoning_content": "hm",
+        },
         {"role": "tool", "content": "1", "tool_call_id": "1"},
         {"role": "assistant", "content": "c", "reasoning": "so", "reasoning_content": "so"},
     ]
@@ -75,13 +100,18 @@ def test_what_the_template_may_read():
 
     assert values(reasoning_effort="low") == {"reasoning_effort": "low"}
     assert values(reasoning_effort="none") == {"enable_thinking": False}
-    assert values(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}) == {"enable_thinking": True}
+    assert values(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}) == {
+        "enable_thinking": True
+    }
 
 
 def test_the_last_message_can_be_continued():
     messages = [*HELLO, {"role": "assistant", "content": "I"}]
     conversation = chat(messages=messages, continue_final_message=True).work[0].prompt
-    assert (conversation.continue_final_message, conversation.add_generation_prompt) == (True, False)
+    assert (conversation.continue_final_message, conversation.add_generation_prompt) == (
+        True,
+        False,
+    )
     assert chat().work[0].prompt.add_generation_prompt
     assert not chat(add_generation_prompt=False).work[0].prompt.add_generation_prompt
     error = refused(messages=messages, continue_final_message=True, add_generation_prompt=True)
@@ -109,12 +139,24 @@ def function(**fields):
         ({"tools": [function(other=5)]}, "tools[0].function.other"),
         ({"tools": [function(parameters="x")]}, "tools[0].function.parameters"),
         ({"tools": [function(parameters={"type": "array"})]}, "tools[0].function.parameters.type"),
-        ({"tools": [function(parameters={"properties": []})]}, "tools[0].function.parameters.properties"),
-        ({"tools": [function(parameters={"properties": {"a": 5}})]}, "tools[0].function.parameters.properties"),
-        ({"tools": [function(parameters={"required": "a"})]}, "tools[0].function.parameters.required"),
+        (
+            {"tools": [function(parameters={"properties": []})]},
+            "tools[0].function.parameters.properties",
+        ),
+        (
+            {"tools": [function(parameters={"properties": {"a": 5}})]},
+            "tools[0].function.parameters.properties",
+        ),
+        (
+            {"tools": [function(parameters={"required": "a"})]},
+            "tools[0].function.parameters.required",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+            "tool_choice",
+        ),
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),  # no known markup
@@ -143,12 +185,19 @@ def test_a_demanded_call_is_a_form_that_the_rendered_prompt_decides(forms):
     assert forms[3:] == [None]
 
 
-@pytest.mark.parametrize("parallel", [{}, {"parallel_tool_calls": True}, {"parallel_tool_calls": None}])
+@pytest.mark.parametrize(
+    "parallel", [{}, {"parallel_tool_calls": True}, {"parallel_tool_calls": None}]
+)
 def test_a_function_that_is_named_is_called_exactly_once(forms, parallel):
     asked = []
-    served = replace(WITH_PARSER, forced_call=lambda tools, names, many, prompt: asked.append(many) or {"regex": "x"})
+    served = replace(
+        WITH_PARSER,
+        forced_call=lambda tools, names, many, prompt: asked.append(many) or {"regex": "x"},
+    )
     tools = [TOOL, function()]
-    call = chat(served, tools=tools, tool_choice={"type": "function", "function": {"name": "f"}}, **parallel)
+    call = chat(
+        served, tools=tools, tool_choice={"type": "function", "function": {"name": "f"}}, **parallel
+    )
     call.work[0].params_of("")
     assert asked == [False, False]
     chat(served, tools=tools, tool_choice="required", **parallel).work[0].params_of("")
@@ -159,14 +208,21 @@ def test_a_function_that_is_named_is_called_exactly_once(forms, parallel):
     ("given", "name"),
     [
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format",
+        ),
         ({"guided_regex": "a"}, "guided_regex"),
     ],
 )
 def test_a_forced_call_wins_over_a_form_which_is_named_as_ignored(forms, given, name):
     served = replace(WITH_PARSER, forced_call=lambda *_: {"regex": "call"})
     call = chat(served, tools=[TOOL], tool_choice="required", **given)
-    assert (forms, call.ignored, call.work[0].form_from) == ([{"regex": "call"}], (name,), "tool_choice")
+    assert (forms, call.ignored, call.work[0].form_from) == (
+        [{"regex": "call"}],
+        (name,),
+        "tool_choice",
+    )
     assert name not in chat(served, tools=[TOOL], **given).ignored
 
 
@@ -174,7 +230,10 @@ def test_what_a_grammar_cannot_hold_of_a_schema_is_named(forms):
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "format": "frog"}
     held = {"type": "array", "items": {"type": "integer"}}
     for given, where in [
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+            "response_format.schema",
+        ),
         ({"structured_outputs": {"json": schema}}, "structured_outputs.json"),
         ({"guided_json": json.dumps(schema)}, "guided_json"),
     ]:
@@ -191,12 +250,26 @@ def test_what_a_grammar_cannot_hold_of_a_schema_is_named(forms):
 
 def test_what_a_grammar_cannot_hold_of_parameters_is_named_only_where_a_call_is_forced(forms):
     seen = []
-    served = replace(WITH_PARSER, forced_call=lambda tools, *_: seen.append(tools) or {"regex": "x"})
-    tools = [function(parameters={"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}})]
+    served = replace(
+        WITH_PARSER, forced_call=lambda tools, *_: seen.append(tools) or {"regex": "x"}
+    )
+    tools = [
+        function(
+            parameters={
+                "type": "object",
+                "properties": {"a": {"type": "array", "uniqueItems": True}},
+            }
+        )
+    ]
     forced = chat(served, tools=tools, tool_choice="required")
     assert forced.ignored == ("tools[].function.parameters.uniqueItems",)
-    assert seen[0][0]["function"]["parameters"] == {"type": "object", "properties": {"a": {"type": "array"}}}
-    assert forced.work[0].prompt.template_values["tools"] == tools, "the model reads what the client wrote"
+    assert seen[0][0]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"a": {"type": "array"}},
+    }
+    assert forced.work[0].prompt.template_values["tools"] == tools, (
+        "the model reads what the client wrote"
+    )
     assert chat(served, tools=tools).ignored == ()
     with pytest.raises(ApiError, match="strict-schemas") as error:
         chat(replace(served, strict_schemas=True), tools=tools, tool_choice="required")
@@ -217,7 +290,12 @@ def test_what_a_grammar_cannot_hold_of_parameters_is_named_only_where_a_call_is_
             {"json": {"type": "object", "properties": {"a": {}}}},
         ),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA},
+                }
+            },
             {"json": SCHEMA},
         ),
         ({"response_format": {"type": "regex", "value": "a+"}}, {"regex": "a+"}),
@@ -255,7 +333,10 @@ def test_a_work_knows_the_field_of_its_form():
         ({"response_format": {"type": "json_object", "value": "x"}}, "response_format.value"),
         ({"response_format": {"type": "regex"}}, "response_format.value"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema",
+        ),
         ({"structured_outputs": "x"}, "structured_outputs"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
@@ -314,13 +395,20 @@ def test_a_chunk_costs_less_than_its_json_would():
 
 def test_a_form_begins_after_the_reasoning_once_the_prompt_is_known():
     def after_reasoning(form, prompt_text):
-        return {"grammar": "start: /t/ @answer", "parts": {"answer": {**form, "regex": form["regex"] + prompt_text}}}
+        return {
+            "grammar": "start: /t/ @answer",
+            "parts": {"answer": {**form, "regex": form["regex"] + prompt_text}},
+        }
 
     served = replace(WITH_PARSER, after_reasoning=after_reasoning)
-    (work,) = parse_chat({"messages": HELLO, "structured_outputs": {"regex": "a"}}, served, LIMITS).work
+    (work,) = parse_chat(
+        {"messages": HELLO, "structured_outputs": {"regex": "a"}}, served, LIMITS
+    ).work
     assert work.params.structured_outputs == StructuredOutputs(regex="a")
     found = work.params_of("p").structured_outputs
-    assert found == StructuredOutputs(grammar="start: /t/ @answer", parts={"answer": {"regex": "ap"}})
+    assert found == StructuredOutputs(
+        grammar="start: /t/ @answer", parts={"answer": {"regex": "ap"}}
+    )
     (free,) = parse_chat({"messages": HELLO}, served, LIMITS).work
     assert free.params_of is None
 
@@ -328,7 +416,9 @@ def test_a_form_begins_after_the_reasoning_once_the_prompt_is_known():
 def test_what_no_grammar_holds_of_tgis_schema_is_named_or_refused():
     grammar = {"type": "json", "value": {"type": "object", "not": {}}}
     body = {"inputs": "x", "parameters": {"grammar": grammar}}
-    assert parse_generate(body, SERVED, LIMITS.sampling, None).ignored == ("parameters.grammar.value.not",)
+    assert parse_generate(body, SERVED, LIMITS.sampling, None).ignored == (
+        "parameters.grammar.value.not",
+    )
     with pytest.raises(ApiError, match="strict-schemas") as error:
         parse_generate(body, replace(SERVED, strict_schemas=True), LIMITS.sampling, None)
     assert (error.value.status, error.value.param) == (422, "parameters.grammar.value")

@@ -1,4 +1,6 @@
-"""The answers of completions: choices by prompt, echo, and log-probabilities as evaluators read them."""
+"""The answers of completions: choices by prompt, echo, and log-probabilities as evaluators read
+them.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +58,16 @@ def test_a_stream_is_the_body_in_parts_however_the_text_is_split(text, cuts, ech
         stream_options={"include_usage": True},
     )
     feed = [
-        (prompt, d) for prompt in (1, 0) for i in (1, 0) for d in deltas(split(text, cuts), index=i, logprobs=logprobs)
+        (prompt, d)
+        for prompt in (1, 0)
+        for i in (1, 0)
+        for d in deltas(split(text, cuts), index=i, logprobs=logprobs)
     ]
     if echo and logprobs:  # in parts, and later than the first tokens
-        late = [RequestDelta("r1", [], False, part) for part in (prompt_scores([5, 6]), prompt_scores([6, 7]))]
+        late = [
+            RequestDelta("r1", [], False, part)
+            for part in (prompt_scores([5, 6]), prompt_scores([6, 7]))
+        ]
         feed[1:1] = [(1, late[0]), (0, late[0])]
         feed += [(0, late[1]), (1, late[1])]
     raw, body = answers(call, feed)
@@ -69,10 +77,21 @@ def test_a_stream_is_the_body_in_parts_however_the_text_is_split(text, cuts, ech
     assert parts[-1] == {**parts[-1], "choices": [], "usage": body["usage"]}
     assert body["usage"]["prompt_tokens"] == 6
     for index, whole in enumerate(body["choices"]):
-        mine = [choice for part in parts for choice in part["choices"] if choice["index"] == whole["index"] == index]
+        mine = [
+            choice
+            for part in parts
+            for choice in part["choices"]
+            if choice["index"] == whole["index"] == index
+        ]
         assert "".join(choice["text"] for choice in mine) == whole["text"]
-        assert whole["text"] == "Hello" * echo + text  # the tokenized prompts of these tests are all "Hello"
-        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [whole["finish_reason"]] == ["stop"]
+        assert (
+            whole["text"] == "Hello" * echo + text
+        )  # the tokenized prompts of these tests are all "Hello"
+        assert (
+            [c["finish_reason"] for c in mine if c["finish_reason"]]
+            == [whole["finish_reason"]]
+            == ["stop"]
+        )
         if logprobs:
             for name, values in whole["logprobs"].items():
                 assert [value for choice in mine for value in choice["logprobs"][name]] == values
@@ -82,11 +101,26 @@ def test_a_stream_is_the_body_in_parts_however_the_text_is_split(text, cuts, ech
 
 
 def test_an_evaluators_request_gets_what_the_evaluator_reads():
-    body = {"prompt": [IDS], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    body = {
+        "prompt": [IDS],
+        "max_tokens": 1,
+        "logprobs": 1,
+        "echo": True,
+        "temperature": 0,
+        "seed": 1234,
+    }
     call = call_of(**body, stream=False)
     params = call.work[0].params
-    assert (params.logprobs, params.prompt_logprobs, params.max_tokens, params.seed) == (1, 1, 1, 1234)
-    feed = [(0, RequestDelta("r1", [], False, prompt_scores(IDS))), *((0, d) for d in deltas([" x"], logprobs=True))]
+    assert (params.logprobs, params.prompt_logprobs, params.max_tokens, params.seed) == (
+        1,
+        1,
+        1,
+        1234,
+    )
+    feed = [
+        (0, RequestDelta("r1", [], False, prompt_scores(IDS))),
+        *((0, d) for d in deltas([" x"], logprobs=True)),
+    ]
     _, answer = answers(call, feed, ids=IDS, text=None)
     [choice] = answer["choices"]
     assert choice["text"] == "Hello world x"
@@ -137,13 +171,18 @@ def test_scoring_alone_gives_the_prompt():
     assert (call.work[0].params.max_tokens, call.work[0].params.prompt_logprobs) == (0, 0)
     output = CompletionDelta(0, [], "", None, FinishReason.LENGTH, None, None)
     raw, body = answers(call, [(0, RequestDelta("r1", [output], True, prompt_scores([5, 6, 7])))])
-    assert body["choices"] == [{"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "length"}]
+    assert body["choices"] == [
+        {"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "length"}
+    ]
     assert [part["choices"][0]["text"] for part in chunks(raw)] == ["Hello", ""]
 
 
 def test_ids_and_scores_come_where_asked_for():
     call = call_of(prompt_logprobs=0, return_token_ids=True, stream=False)
-    feed = [(0, RequestDelta("r1", [], False, prompt_scores([5, 6, 7]))), *((0, d) for d in deltas(["x", "y"]))]
+    feed = [
+        (0, RequestDelta("r1", [], False, prompt_scores([5, 6, 7]))),
+        *((0, d) for d in deltas(["x", "y"])),
+    ]
     _, body = answers(call, feed)
     [choice] = body["choices"]
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([5, 6, 7], [20, 21])
@@ -168,7 +207,9 @@ def test_a_failed_completion_raises():
         reply.advance(0, RequestDelta("r1", [output], False))
     assert error.value.headers["x-should-retry"] == "false"
     assert (
-        json.loads(reply.failure(error.value).split(b"\n\n")[0].removeprefix(b"data: "))["error"]["type"]
+        json.loads(reply.failure(error.value).split(b"\n\n")[0].removeprefix(b"data: "))["error"][
+            "type"
+        ]
         == "server_error"
     )
 
@@ -179,7 +220,11 @@ def test_a_prompt_that_exceeds_the_context_is_refused_with_three_numbers():
         call.reply(HEAD, SERVED, tokenized(call, ids=range(fits)))
         with pytest.raises(ApiError, match=rf"1024 tokens.*{fits + 1} tokens") as error:
             call.reply(HEAD, SERVED, tokenized(call, ids=range(fits + 1)))
-        assert (error.value.status, error.value.code, error.value.param) == (400, "context_length_exceeded", "prompt")
+        assert (error.value.status, error.value.code, error.value.param) == (
+            400,
+            "context_length_exceeded",
+            "prompt",
+        )
     assert "and 100 are asked for" in error.value.message
 
 
@@ -206,7 +251,10 @@ def test_millions_of_scores_are_written_as_a_list_of_them_would_be():
         order = [*likely[:own], token, *likely[own:]][:3] if own else [*likely, token]
         ranks = range(1, 4) if own else (1, 2, 3, 77)
         entries.append(
-            {other: Logprob(single(value), rank) for other, value, rank in zip(order, values, ranks, strict=False)}
+            {
+                other: Logprob(single(value), rank)
+                for other, value, rank in zip(order, values, ranks, strict=False)
+            }
         )
     plain = [None] + [
         {
@@ -220,8 +268,13 @@ def test_millions_of_scores_are_written_as_a_list_of_them_would_be():
         for entry in entries
     ]
     scores = as_scores(ids[1:], entries)
-    for parts in ([scores], [scores.part(0, 1), scores.part(1, 100), scores.part(100, len(scores))]):
-        assert b"".join(json_in_slices({"x": PromptLogprobs(parts, TOKENIZER)})) == json_bytes({"x": plain})
+    for parts in (
+        [scores],
+        [scores.part(0, 1), scores.part(1, 100), scores.part(100, len(scores))],
+    ):
+        assert b"".join(json_in_slices({"x": PromptLogprobs(parts, TOKENIZER)})) == json_bytes(
+            {"x": plain}
+        )
         assert json_bytes({"x": PromptLogprobs(parts, TOKENIZER)}) == json_bytes({"x": plain})
 
 
@@ -231,7 +284,10 @@ def single(value: float) -> float:
 
 def test_a_long_prompt_is_told_in_several_chunks(monkeypatch: pytest.MonkeyPatch):
     ids = list(range(20, 70))
-    feed = [(0, RequestDelta("r1", [], False, prompt_scores(ids))), *((0, d) for d in deltas([" x"], logprobs=True))]
+    feed = [
+        (0, RequestDelta("r1", [], False, prompt_scores(ids))),
+        *((0, d) for d in deltas([" x"], logprobs=True)),
+    ]
     call = call_of(echo=True, logprobs=1, return_token_ids=True)
     [whole, *_], body = chunks(answers(call, feed, ids=ids)[0]), answers(call, feed, ids=ids)[1]
     monkeypatch.setattr(completion_reply, "_TOKENS_OF_CHUNK", 16)

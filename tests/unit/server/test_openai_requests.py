@@ -1,4 +1,6 @@
-"""Bodies of chat and completions: what is acted on, accepted or refused, and with which field's path."""
+"""Bodies of chat and completions: what is acted on, accepted or refused, and with which field's
+path.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,16 @@ SAMPLING = {  # field -> values that neither API takes
     "stream_options": [{"include_usage": True}, 5],
     "skip_special_tokens": ["no"],
     "include_stop_str_in_output": ["no", 1],
-    "allowed_token_ids": [[], [-1], ["5"], [5.5], 5, [SERVED.vocab_size], [2**70], list(range(2**16 + 1))],
+    "allowed_token_ids": [
+        [],
+        [-1],
+        ["5"],
+        [5.5],
+        5,
+        [SERVED.vocab_size],
+        [2**70],
+        list(range(2**16 + 1)),
+    ],
     "bad_words": [[""], [5], ["x" * 257], {}, ["x"] * 1025],
     "truncate_prompt_tokens": [0, -2, 1.5, "5", True],
     "add_special_tokens": [0],
@@ -85,7 +96,9 @@ def test_values_outside_their_range_are_refused_by_field(parse, field):
 
 @pytest.mark.parametrize("parse", [chat, completion])
 def test_null_is_absent(parse):
-    everything = dict.fromkeys([*SAMPLING, *NEUTRAL, *ACCEPTED, "model", "tools", "response_format"])
+    everything = dict.fromkeys(
+        [*SAMPLING, *NEUTRAL, *ACCEPTED, "model", "tools", "response_format"]
+    )
     if parse is completion:
         del everything["tools"]
     assert parse(**everything) == parse()
@@ -103,10 +116,19 @@ def test_null_is_absent(parse):
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "messages[0].content[0]",
+        ),
         ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
-        ({"messages": [{"role": "assistant", "content": "x", "audio": {"id": "1"}}]}, "messages[0].audio"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "audio": {"id": "1"}}]},
+            "messages[0].audio",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages[0].tool_calls[0]"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -182,7 +204,8 @@ def test_what_is_not_supported_is_refused_by_name(parse, field):
         assert "temperature" in refused(parse, **{field: "x"}).message
 
 
-# What sglang-router 0.3.2 and vllm-router 0.1.17 write into every request, as a worker behind them receives it.
+# What sglang-router 0.3.2 and vllm-router 0.1.17 write into every request, as a worker behind them
+# receives it.
 OF_COMPLETIONS = {
     "echo": False,
     "no_stop_trim": False,
@@ -224,7 +247,9 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize("body", [*({name: value} for name, value in (DEFAULTS | OF_COMPLETIONS).items()), DEFAULTS])
+@pytest.mark.parametrize(
+    "body", [*({name: value} for name, value in (DEFAULTS | OF_COMPLETIONS).items()), DEFAULTS]
+)
 def test_values_that_ask_for_nothing_are_no_fault(body):
     assert completion(**body) == completion()
     assert chat(**body) == chat()
@@ -269,7 +294,14 @@ def test_what_changes_nothing_is_named():
     assert set(chat(**body).ignored) == set(completion(**body).ignored) == set(ACCEPTED)
     message = {"role": "assistant", "content": "x", "annotations": [], "refusal": None, "a\r\nb": 1}
     assert chat(messages=[message, message]).ignored == ("messages[].annotations", "?")
-    assert len(chat(replace(SERVED, unknown_fields="ignore"), **{f"x{i}": 1 for i in range(500)}).ignored) == 33
+    assert (
+        len(
+            chat(
+                replace(SERVED, unknown_fields="ignore"), **{f"x{i}": 1 for i in range(500)}
+            ).ignored
+        )
+        == 33
+    )
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 5])
@@ -282,7 +314,13 @@ def test_a_body_that_is_no_object_is_refused(body):
 
 @pytest.mark.parametrize("parse", [chat, completion])
 def test_the_models_that_are_served_have_names(parse):
-    for given, shown in ((None, "demo"), ("", "demo"), ("dummy", "demo"), ("tgi", "demo"), ("other", "other")):
+    for given, shown in (
+        (None, "demo"),
+        ("", "demo"),
+        ("dummy", "demo"),
+        ("tgi", "demo"),
+        ("other", "other"),
+    ):
         assert parse(model=given).model == shown
     error = refused(parse, 404, model="gpt")
     assert (error.param, error.code) == ("model", "model_not_found")
@@ -314,8 +352,19 @@ def test_fields_reach_the_sampler():
         .work[0]
         .params
     )
-    assert (params.n, params.temperature, params.top_p, params.min_p, params.seed) == (2, 1.0, 0.5, 0.1, -5)
-    assert (params.stop, params.logit_bias, params.logprobs, params.ignore_eos) == (("x",), {5: 1.0}, 0, True)
+    assert (params.n, params.temperature, params.top_p, params.min_p, params.seed) == (
+        2,
+        1.0,
+        0.5,
+        0.1,
+        -5,
+    )
+    assert (params.stop, params.logit_bias, params.logprobs, params.ignore_eos) == (
+        ("x",),
+        {5: 1.0},
+        0,
+        True,
+    )
     assert chat(logprobs=True, top_logprobs=20).work[0].params.logprobs == 20
     assert chat(temperature=1e-320).work[0].params.greedy
 
@@ -328,7 +377,12 @@ def test_a_parser_gets_special_tokens():
 
 
 def test_prompts_are_one_or_several():
-    for prompt, prompts in (("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])):
+    for prompt, prompts in (
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ):
         assert [work.prompt for work in completion(prompt=prompt).work] == prompts
 
 
@@ -339,7 +393,9 @@ def test_schemas_stand_alone_and_name_every_field():
         assert schema["additionalProperties"] == {"type": "null"}
 
 
-@pytest.mark.parametrize("name", [name for name, field in CHAT_SCHEMA["properties"].items() if "minimum" in field])
+@pytest.mark.parametrize(
+    "name", [name for name, field in CHAT_SCHEMA["properties"].items() if "minimum" in field]
+)
 def test_ranges_of_the_schema_are_the_validators(name):
     field = CHAT_SCHEMA["properties"][name]
     others = {"logprobs": True} if name == "top_logprobs" else {}

@@ -1,4 +1,6 @@
-"""`--tool-call-parser` and `--reasoning-parser`: names that other servers have, and what they select."""
+"""`--tool-call-parser` and `--reasoning-parser`: names that other servers have, and what they
+select.
+"""
 
 from __future__ import annotations
 
@@ -57,10 +59,15 @@ def test_of_several_forms_the_template_decides(name: str) -> None:
     forms = TOOL_CALL_PARSERS[name]
     assert len(forms) == 1 or {id(form) for form in forms} <= {id(form) for form in FORMS.values()}
     if name == "mistral":
-        for template, text in (("[TOOL_CALLS] [", '[TOOL_CALLS][{"name": "f", "arguments": {}}]'), ("", "")):
+        for template, text in (
+            ("[TOOL_CALLS] [", '[TOOL_CALLS][{"name": "f", "arguments": {}}]'),
+            ("", ""),
+        ):
             expected = [call("f", "{}")] if text else []
             assert read(answer_format(tokenizer(template), name), text) == expected
-        assert read(answer_format(tokenizer(""), name), "[TOOL_CALLS]f[ARGS]{}") == [call("f", "{}")]
+        assert read(answer_format(tokenizer(""), name), "[TOOL_CALLS]f[ARGS]{}") == [
+            call("f", "{}")
+        ]
 
 
 def test_harmony_is_chosen_by_name_and_needs_its_tokens() -> None:
@@ -73,7 +80,8 @@ def test_harmony_is_chosen_by_name_and_needs_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "known"), [("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)]
+    ("field", "known"),
+    [("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)],
 )
 def test_an_unknown_name_is_refused_early(field: str, known: Mapping[str, Any]) -> None:
     for name in known:

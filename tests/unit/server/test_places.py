@@ -1,4 +1,6 @@
-"""Who has a place among the connections when there are more clients than places: nobody is kept out for long."""
+"""Who has a place among the connections when there are more clients than places: nobody is kept out
+for long.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def test_health_has_a_place_where_every_connection_works(path: str) -> None:
 def test_the_slowest_bodies_make_room() -> None:
     echo = Echo()
     with (
-        running(echo, HttpLimits(max_connections=20, body_seconds=600.0, body_total=600.0)) as server,
+        running(
+            echo, HttpLimits(max_connections=20, body_seconds=600.0, body_total=600.0)
+        ) as server,
         contextlib.ExitStack() as stack,
     ):
         quick = stack.enter_context(server.client())
@@ -117,7 +121,9 @@ def test_the_slowest_bodies_make_room() -> None:
         assert quick.ask(b"a").status == 200  # it was not chosen
 
 
-def test_a_limit_that_is_lowered_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_that_is_lowered_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     assert fitted(HttpLimits(max_connections=944)) == HttpLimits(max_connections=944)
     assert not caplog.records

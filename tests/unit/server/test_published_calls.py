@@ -1,6 +1,8 @@
-"""Answers that vLLM's tests hold its parsers to, with what these tests say is in them; and the types of values.
+"""Answers that vLLM's tests hold its parsers to, with what these tests say is in them; and the
+types of values.
 
-From vllm 0.33.0 (Apache-2.0), tests/tool_parsers/test_{glm4_moe,glm47_moe,qwen3coder,minimax_m2,deepseekv3,
+From vllm 0.33.0 (Apache-2.0),
+tests/tool_parsers/test_{glm4_moe,glm47_moe,qwen3coder,minimax_m2,deepseekv3,
 hunyuan_a13b,hy_v3,gemma4,granite,phi4mini}_tool_parser.py; of `BROKEN` those of DeepSeek and Gemma.
 """
 
@@ -27,7 +29,10 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": name,
-            "parameters": {"type": "object", "properties": {key: {"type": kind} for key, kind in types.items()}},
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": kind} for key, kind in types.items()},
+            },
         },
     }
     for name, types in TYPES.items()
@@ -82,22 +87,42 @@ PUBLISHED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         [("calculate", {"operation": "add", "a": 42, "b": 3.14, "enabled": True})],
     ),
     ("GLM45", "<tool_call>get_time\n</tool_call>", "", [("get_time", {})]),
-    ("GLM47", "Checking.<tool_call>get_current_date</tool_call>", "Checking.", [("get_current_date", {})]),
-    ("GLM47", f"{GLM}  Beijing  </arg_value></tool_call>", "", [("get_weather", {"city": "  Beijing  "})]),
+    (
+        "GLM47",
+        "Checking.<tool_call>get_current_date</tool_call>",
+        "Checking.",
+        [("get_current_date", {})],
+    ),
+    (
+        "GLM47",
+        f"{GLM}  Beijing  </arg_value></tool_call>",
+        "",
+        [("get_weather", {"city": "  Beijing  "})],
+    ),
     (
         "GLM47",
         f"{GLM}Beijing</arg_value></tool_call>{GLM}Shanghai</arg_value></tool_call>",
         "",
         [("get_weather", {"city": "Beijing"}), ("get_weather", {"city": "Shanghai"})],
     ),
-    ("QWEN3_CODER", f"Sure! Let me check.{QWEN}", "Sure! Let me check.", [("get_current_weather", DALLAS)]),
+    (
+        "QWEN3_CODER",
+        f"Sure! Let me check.{QWEN}",
+        "Sure! Let me check.",
+        [("get_current_weather", DALLAS)],
+    ),
     (
         "QWEN3_CODER",
         "<tool_call>\n<function=calculate_area>\n<parameter=shape>\nrectangle\n</parameter>\n<parameter=dimensions>\n"
         '{"width": 10, \n "height": 20}\n</parameter>\n<parameter=precision>\n2\n</parameter>\n</function>\n'
         "</tool_call>",
         "",
-        [("calculate_area", {"shape": "rectangle", "dimensions": {"width": 10, "height": 20}, "precision": 2})],
+        [
+            (
+                "calculate_area",
+                {"shape": "rectangle", "dimensions": {"width": 10, "height": 20}, "precision": 2},
+            )
+        ],
     ),
     (
         "MINIMAX_M2",
@@ -174,10 +199,18 @@ PUBLISHED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 FORGETFUL = "Let me check the weather for you:\n" + QWEN.replace("Dallas\n</parameter>", "Dallas")
 DSML = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name='
 DSML_END = "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
-MENDED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # closing tags forgotten, text behind, types not declared
-    ("QWEN3_CODER", FORGETFUL, "Let me check the weather for you:", [("get_current_weather", DALLAS)]),
+MENDED: list[
+    tuple[str, str, str, list[tuple[str, Any]]]
+] = [  # closing tags forgotten, text behind, types not declared
     (
-        "QWEN3_CODER",  # neither an argument of the tool, nor one at the beginning of a line, nor one that is there
+        "QWEN3_CODER",
+        FORGETFUL,
+        "Let me check the weather for you:",
+        [("get_current_weather", DALLAS)],
+    ),
+    (
+        # neither an argument of the tool, nor one at the beginning of a line, nor one that is there
+        "QWEN3_CODER",
         "<function=get_weather>\n<parameter=city>\na\n<parameter=b>\n <parameter=days>\n<parameter=city>\n"
         "</parameter>\n</function>",
         "",
@@ -208,8 +241,18 @@ MENDED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # closing tags fo
         "So it is.",
         [("get_weather", {"city": "Rome"})],
     ),
-    ("DEEPSEEK_V32", f'{DSML}"at" string="false">{{"a": [1]}}{DSML_END}', "", [("get_weather", {"at": {"a": [1]}})]),
-    ("DEEPSEEK_V32", f'{DSML}"at" string="false">so{DSML_END}', "", [("get_weather", {"at": "so"})]),
+    (
+        "DEEPSEEK_V32",
+        f'{DSML}"at" string="false">{{"a": [1]}}{DSML_END}',
+        "",
+        [("get_weather", {"at": {"a": [1]}})],
+    ),
+    (
+        "DEEPSEEK_V32",
+        f'{DSML}"at" string="false">so{DSML_END}',
+        "",
+        [("get_weather", {"at": "so"})],
+    ),
     ("DEEPSEEK_V32", f'{DSML}"at">3{DSML_END}', "", [("get_weather", {"at": "3"})]),
     (
         "DEEPSEEK_V32",
@@ -236,7 +279,12 @@ MENDED += [  # vllm's tests of llama3_json, gemma4, deepseekv32, mistral, kimi_k
         "So.",
         [ROME, ("f", {})],
     ),
-    ("HERMES", '<tool_call>{"name": "get_weather", "parameters": {"city": "Rome"}}</tool_call>', "", [ROME]),
+    (
+        "HERMES",
+        '<tool_call>{"name": "get_weather", "parameters": {"city": "Rome"}}</tool_call>',
+        "",
+        [ROME],
+    ),
     ("HERMES", '<tool_call>\n{"name": "get_weather"}\n</tool_call>', "", [("get_weather", {})]),
     ("QWEN3_CODER", f"{HALF}</parameter>\n</tool_call>", "", [ROME]),
     (
@@ -245,13 +293,33 @@ MENDED += [  # vllm's tests of llama3_json, gemma4, deepseekv32, mistral, kimi_k
         "",
         [ROME, ROME],
     ),
-    ("QWEN3_CODER", f"{HALF}</parameter>\n</tool_call>\n{HALF}</parameter>\n</tool_call>", "", [ROME, ROME]),
+    (
+        "QWEN3_CODER",
+        f"{HALF}</parameter>\n</tool_call>\n{HALF}</parameter>\n</tool_call>",
+        "",
+        [ROME, ROME],
+    ),
     ("QWEN3_CODER", f"{HALF}</function>\n</tool_call>", "", [ROME]),
     ("MINIMAX_M2", '<invoke name="get_weather">\n<parameter name="city">Rome</invoke>', "", [ROME]),
     ("DEEPSEEK_V32", f'{DSML}"days" string="true">3{DSML_END}', "", [("get_weather", {"days": 3})]),
-    ("DEEPSEEK_V32", f'{DSML}"days" string="true">three{DSML_END}', "", [("get_weather", {"days": "three"})]),
-    ("DEEPSEEK_V32", f'{DSML}"city" string="false">null{DSML_END}', "", [("get_weather", {"city": "null"})]),
-    ("MISTRAL_ARGS", '[TOOL_CALLS]get_weather{"city": "Rome"}[TOOL_CALLS]f{}', "", [ROME, ("f", {})]),
+    (
+        "DEEPSEEK_V32",
+        f'{DSML}"days" string="true">three{DSML_END}',
+        "",
+        [("get_weather", {"days": "three"})],
+    ),
+    (
+        "DEEPSEEK_V32",
+        f'{DSML}"city" string="false">null{DSML_END}',
+        "",
+        [("get_weather", {"city": "null"})],
+    ),
+    (
+        "MISTRAL_ARGS",
+        '[TOOL_CALLS]get_weather{"city": "Rome"}[TOOL_CALLS]f{}',
+        "",
+        [ROME, ("f", {})],
+    ),
     ("KIMI_K2", f"<|tool_call_begin|>functions.get_weather:0 {KIMI}", "", [ROME]),
     ("GEMMA4", '<|tool_call>:get_weather{city:<|"|>Rome<|"|>}<tool_call|>', "", [ROME]),
     ("GEMMA4", '<|tool_call>call:get_weather{city:"Rome"}<tool_call|>', "", [ROME]),
@@ -282,7 +350,10 @@ BROKEN = [  # malformed, or without an end
     ("PHI4", 'functools[{"name": "get_weather", "arguments": {"city": "Tokyo"}'),
     ("MINIMAX_M2", '<minimax:tool_call><invoke name="get_weather"><parameter name="city">Seattle'),
     ("QWEN3_CODER", "<function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n</function>\n</tool_call>"),
-    ("QWEN3_CODER", "<function=f>\n<parameter=a>\n1\n</parameter>\n</tool_call>\nand <function=f>\n</function>"),
+    (
+        "QWEN3_CODER",
+        "<function=f>\n<parameter=a>\n1\n</parameter>\n</tool_call>\nand <function=f>\n</function>",
+    ),
     ("LLAMA3", '{"name": "get_weather"}'),
     ("LLAMA3", '{"name": "get_weather", "parameters": {}} and text'),
     ("LLAMA3", '{"name": "get_weather", "parameters": {}}; {"name": "other", "parameters": {}}'),
@@ -301,7 +372,9 @@ def test_published_answers(form: str, answer: str, said: str, calls: list[tuple[
     for chunks in ([answer], list(answer)):
         found = joined(named_format(form).parser("", TOOLS), chunks, True)
         assert "".join(piece.text for piece in found if piece.kind is PieceKind.CONTENT) == said
-        assert [(p.name, json.loads(p.text)) for p in found if p.kind is PieceKind.TOOL_CALL] == calls
+        assert [
+            (p.name, json.loads(p.text)) for p in found if p.kind is PieceKind.TOOL_CALL
+        ] == calls
 
 
 @pytest.mark.parametrize(("form", "answer"), BROKEN)

@@ -1,4 +1,6 @@
-"""What counts as silence of the engine's process, and what does not: with clocks that the tests turn."""
+"""What counts as silence of the engine's process, and what does not: with clocks that the tests
+turn.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def test_a_turn_that_uses_no_processor_is_stuck() -> None:
     progress = Progress()
     assert progress.stuck(10.0, 10.5, 3.0) == 0
     for second in range(1, 40):
-        assert progress.stuck(10.0, 10.5 + second, 3.0 + 0.0001 * second) == second  # what the answers themselves take
+        assert (
+            progress.stuck(10.0, 10.5 + second, 3.0 + 0.0001 * second) == second
+        )  # what the answers themselves take
     assert progress.stuck(10.0, 60.0, 4.0) == 0  # it has computed
     assert progress.stuck(61.0, 62.0, 4.0) == 0  # another turn
     assert progress.stuck(61.0, 63.0, 4.0) == 1
@@ -36,7 +40,9 @@ def test_a_gpu_that_is_waited_for_without_end_is_stuck() -> None:
 
 
 def test_time_in_which_all_processes_stood_still_is_not_the_engine_s() -> None:
-    """As after `docker pause`, or where the server itself was stopped: its next ping comes in the same turn."""
+    """As after `docker pause`, or where the server itself was stopped: its next ping comes in the
+    same turn.
+    """
     for on_gpu in (False, True):
         progress = Progress(on_gpu)
         assert progress.stuck(10.0, 10.5, 3.0) == 0

@@ -1,4 +1,6 @@
-"""The process that renders templates and tries grammars: what goes wrong in it costs one request, and nothing else."""
+"""The process that renders templates and tries grammars: what goes wrong in it costs one request,
+and nothing else.
+"""
 
 import asyncio
 import json
@@ -46,7 +48,9 @@ WRONG = {
     "mutate": "{{ messages.append(1) }}",
     "address": "{{ raise_exception('<f at 0x7f0011223344>') }}",
 }
-TEMPLATE = "".join(f"{{% if messages[0].role == '{role}' %}}{wrong}{{% endif %}}" for role, wrong in WRONG.items())
+TEMPLATE = "".join(
+    f"{{% if messages[0].role == '{role}' %}}{wrong}{{% endif %}}" for role, wrong in WRONG.items()
+)
 CHECKS = """
     import os, sys, time
     from freight.errors import RequestError
@@ -202,7 +206,9 @@ def test_a_template_cannot_take_the_memory(folder):
 
 
 def wait_until_it_can_be_waited_for(renderer):
-    """Without doing so. A zombie with a thread that still ends cannot be, and holds its socket open."""
+    """Without doing so. A zombie with a thread that still ends cannot be, and holds its socket
+    open.
+    """
     process = renderer._process.popen
     if CAN_FORK:
         assert select.select([process._pipe], [], [], 300)[0]
@@ -240,7 +246,9 @@ def test_a_caller_that_goes_away_leaves_its_answer_to_nobody(started):
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        assert (await renderer.render(hello(tools=[{"name": "second"}]))).text.endswith("[{'name': 'second'}]")
+        assert (await renderer.render(hello(tools=[{"name": "second"}]))).text.endswith(
+            "[{'name': 'second'}]"
+        )
 
     runner.run(scenario())
 
@@ -249,7 +257,9 @@ def test_too_many_that_wait_are_refused(started):
     runner, renderer = started
 
     async def scenario():
-        asked = await asyncio.gather(*(renderer.render(hello()) for _ in range(5)), return_exceptions=True)
+        asked = await asyncio.gather(
+            *(renderer.render(hello()) for _ in range(5)), return_exceptions=True
+        )
         refused = [answer for answer in asked if isinstance(answer, ApiError)]
         assert {error.status for error in refused} == {429}
         assert refused[0].headers["Retry-After"] == "1"
@@ -287,10 +297,21 @@ def test_grammars(tmp_path, monkeypatch):
             return error
 
     async def scenario():
-        renderer = Renderer(folder, 7, {2, 1}, deadline_s=300, start_deadline_s=300, grammar_checker="stand_in:checker")
+        renderer = Renderer(
+            folder,
+            7,
+            {2, 1},
+            deadline_s=300,
+            start_deadline_s=300,
+            grammar_checker="stand_in:checker",
+        )
         assert await outcome(renderer, "fine") is None
         bad = await outcome(renderer, "bad")
-        assert (bad.status, bad.message, bad.param) == (400, "that is no regex", "structured_outputs")
+        assert (bad.status, bad.message, bad.param) == (
+            400,
+            "that is no regex",
+            "structured_outputs",
+        )
         for kind, deadline in (("slow", 0.5), ("crash", 300)):
             renderer._deadline_s = deadline
             error = await outcome(renderer, kind)
@@ -309,7 +330,12 @@ def test_the_grammars_of_the_engine(caplog):
     renderer = Renderer(DEMO, 4096, [1])
 
     async def scenario():
-        for good in ({"regex": "a+"}, {"json": {"type": "object"}}, {"choice": ["a", "b"]}, {"json_object": True}):
+        for good in (
+            {"regex": "a+"},
+            {"json": {"type": "object"}},
+            {"choice": ["a", "b"]},
+            {"json_object": True},
+        ):
             await renderer.check_grammar(good)
         for bad in ({"regex": "("}, {"json": {"not": {}}}, {"grammar": "start: nothing"}):
             with pytest.raises(ApiError, match="cannot be compiled") as refused:
@@ -347,7 +373,9 @@ def test_the_process_ends_with_its_parent_even_while_it_loops(folder):
 
         asyncio.run(main())
     """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE
+    ) as parent:
         child = int(parent.stdout.readline())
         time.sleep(0.2)
         parent.kill()

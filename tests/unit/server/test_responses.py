@@ -1,4 +1,6 @@
-"""OpenAI's responses: what a body means, and that streamed and whole answers are equal and read by OpenAI's client."""
+"""OpenAI's responses: what a body means, and that streamed and whole answers are equal and read by
+OpenAI's client.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response
-from tests.unit.server.openai_cases import HEAD, LIMITS, SERVED, WITH_PARSER, answers, deltas, split, tokenized
+from tests.unit.server.openai_cases import (
+    HEAD,
+    LIMITS,
+    SERVED,
+    WITH_PARSER,
+    answers,
+    deltas,
+    split,
+    tokenized,
+)
 
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
 from freight.server.openai.responses_request import parse_responses
@@ -19,7 +30,15 @@ from freight.server.transport.errors import ApiError
 
 CALL = '<call>{"name": "weather", "arguments": {"city": "Zürich"}}</call>'
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
-TEXTS = ["", "Grüße, 世界 \u2028 👋", "<think>hm, 1 < 2</think>So: ", "a" + CALL, CALL + CALL, "<call>{'x", "<thi"]
+TEXTS = [
+    "",
+    "Grüße, 世界 \u2028 👋",
+    "<think>hm, 1 < 2</think>So: ",
+    "a" + CALL,
+    CALL + CALL,
+    "<call>{'x",
+    "<thi",
+]
 
 
 def call_of(served=WITH_PARSER, **body):
@@ -55,7 +74,9 @@ def events(raw):
 def client_of(raw, content_type="text/event-stream"):
     answer = httpx2.Response(200, headers={"content-type": content_type}, content=raw)
     transport = httpx2.MockTransport(lambda request: answer)
-    return openai.OpenAI(api_key="x", base_url="http://test", http_client=httpx2.Client(transport=transport))
+    return openai.OpenAI(
+        api_key="x", base_url="http://test", http_client=httpx2.Client(transport=transport)
+    )
 
 
 @given(
@@ -65,7 +86,9 @@ def client_of(raw, content_type="text/event-stream"):
 )
 def test_a_stream_is_the_body_in_parts_however_the_text_is_split(text, cuts, reason):
     call = call_of(tools=[TOOL], stream=True)
-    raw, body = answers(call, [(0, delta) for delta in deltas(split(text, cuts), reason, cached=2)], WITH_PARSER)
+    raw, body = answers(
+        call, [(0, delta) for delta in deltas(split(text, cuts), reason, cached=2)], WITH_PARSER
+    )
     _, unsplit = answers(call, [(0, delta) for delta in deltas([text], reason)], WITH_PARSER)
     told = events(raw)
     assert [event["type"] for event in told[:2]] == ["response.created", "response.in_progress"]
@@ -93,9 +116,18 @@ def test_a_stream_is_the_body_in_parts_however_the_text_is_split(text, cuts, rea
 
 def test_events_come_in_the_order_of_openais_api():
     text = "<think>so</think>It is: " + CALL
-    raw, _ = answers(call_of(tools=[TOOL], stream=True), [(0, d) for d in deltas([text])], WITH_PARSER)
+    raw, _ = answers(
+        call_of(tools=[TOOL], stream=True), [(0, d) for d in deltas([text])], WITH_PARSER
+    )
     names = [event["type"].removeprefix("response.") for event in events(raw)]
-    part = ["output_item.added", "content_part.added", "{}.delta", "{}.done", "content_part.done", "output_item.done"]
+    part = [
+        "output_item.added",
+        "content_part.added",
+        "{}.delta",
+        "{}.done",
+        "content_part.done",
+        "output_item.done",
+    ]
     call = [f"function_call_arguments.{kind}" for kind in ("delta", "done")]
     assert names == [
         *("created", "in_progress"),
@@ -119,14 +151,23 @@ def test_the_accumulator_of_openais_client_reads_a_stream():
     assert json.loads(final.output[2].arguments) == {"city": "Zürich"}
     assert final.usage.to_dict() == body["usage"]
     assert body["usage"]["input_tokens_details"]["cached_tokens"] == 2
-    assert 0 < body["usage"]["output_tokens_details"]["reasoning_tokens"] < body["usage"]["output_tokens"]
+    assert (
+        0
+        < body["usage"]["output_tokens_details"]["reasoning_tokens"]
+        < body["usage"]["output_tokens"]
+    )
     with client_of(json.dumps(body), "application/json") as client:
         assert client.responses.create(model="demo", input="Hello").output_text == "It is: "
 
 
 def test_an_answer_that_is_too_long_is_incomplete():
-    raw, body = answers(call_of(stream=True), [(0, d) for d in deltas(["ab"], FinishReason.LENGTH)], SERVED)
-    assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    raw, body = answers(
+        call_of(stream=True), [(0, d) for d in deltas(["ab"], FinishReason.LENGTH)], SERVED
+    )
+    assert (body["status"], body["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
     assert body["output"][0]["status"] == events(raw)[-2]["item"]["status"] == "incomplete"
 
 
@@ -147,14 +188,31 @@ def test_a_stream_that_fails_ends_with_the_response_that_failed():
 
 def test_items_become_a_conversation():
     items = [
-        {"role": "developer", "content": [{"type": "input_text", "text": "Be "}, {"type": "input_text", "text": "x"}]},
+        {
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "Be "}, {"type": "input_text", "text": "x"}],
+        },
         {"type": "message", "role": "user", "content": "a"},
         {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
-        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}', "status": "completed"},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "b", "annotations": []}],
+        },
+        {
+            "type": "function_call",
+            "call_id": "c1",
+            "name": "f",
+            "arguments": '{"a": 1}',
+            "status": "completed",
+        },
         {"type": "function_call", "call_id": "c2", "name": "f", "arguments": '{"a": '},
         {"type": "function_call_output", "call_id": "c1", "output": "1"},
-        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "2"}]},
+        {
+            "type": "function_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "2"}],
+        },
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "so"}], "summary": []},
         {"type": "function_call", "call_id": "c3", "name": "f", "arguments": "{}"},
     ]
@@ -186,15 +244,27 @@ def test_items_become_a_conversation():
 def test_an_answer_can_be_sent_back_as_it_is():
     text = "<think>so</think>It is: " + CALL
     _, body = answers(call_of(tools=[TOOL]), [(0, delta) for delta in deltas([text])], WITH_PARSER)
-    output = {"type": "function_call_output", "call_id": body["output"][2]["call_id"], "output": "rain"}
+    output = {
+        "type": "function_call_output",
+        "call_id": body["output"][2]["call_id"],
+        "output": "rain",
+    }
     call = call_of(input=[{"role": "user", "content": "x"}, *body["output"], output])
     assert call.ignored == ()
-    assert [message["role"] for message in call.work[0].prompt.messages] == ["user", "assistant", "tool"]
+    assert [message["role"] for message in call.work[0].prompt.messages] == [
+        "user",
+        "assistant",
+        "tool",
+    ]
 
 
 def test_what_agents_send_beside_is_named_and_not_refused():
     body = {
-        "tools": [{"type": "web_search"}, {**TOOL, "defer_loading": True}, {"type": "custom", "name": "apply_patch"}],
+        "tools": [
+            {"type": "web_search"},
+            {**TOOL, "defer_loading": True},
+            {"type": "custom", "name": "apply_patch"},
+        ],
         "tool_choice": {"type": "web_search"},
         "input": [{"role": "user", "content": "x"}, {"type": "web_search_call", "id": "ws_1"}],
         "include": ["reasoning.encrypted_content"],
@@ -207,8 +277,20 @@ def test_what_agents_send_beside_is_named_and_not_refused():
     }
     call = call_of(**body)
     assert set(call.ignored) == {
-        *("tools[].web_search", "tools[].defer_loading", "tools[].custom", "tool_choice.web_search"),
-        *("input[].web_search_call", "include", "store", "reasoning.summary", "text.verbosity", "client_metadata"),
+        *(
+            "tools[].web_search",
+            "tools[].defer_loading",
+            "tools[].custom",
+            "tool_choice.web_search",
+        ),
+        *(
+            "input[].web_search_call",
+            "include",
+            "store",
+            "reasoning.summary",
+            "text.verbosity",
+            "client_metadata",
+        ),
     }
     values = call.work[0].prompt.template_values
     assert [tool["function"]["name"] for tool in values["tools"]] == ["weather"]
@@ -228,30 +310,52 @@ def test_fields_reach_the_sampler():
 
 def test_allowed_tools_leave_the_others_out():
     other = {**TOOL, "name": "other"}
-    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]}
+    choice = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "other"}],
+    }
     call = call_of(tools=[TOOL, other], tool_choice=choice)
-    assert [tool["function"]["name"] for tool in call.work[0].prompt.template_values["tools"]] == ["other"]
+    assert [tool["function"]["name"] for tool in call.work[0].prompt.template_values["tools"]] == [
+        "other"
+    ]
     choice["tools"] = [{"name": {}}]  # no name at all
     assert "tools" not in call_of(tools=[TOOL], tool_choice=choice).work[0].prompt.template_values
 
 
 def test_a_function_that_is_named_is_called_once_and_wins_over_a_form():
     asked = []
-    served = replace(WITH_PARSER, forced_call=lambda tools, names, many, prompt: asked.append(many) or {"regex": "x"})
-    form = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "array", "uniqueItems": True}}}
-    call = call_of(served, tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, text=form)
+    served = replace(
+        WITH_PARSER,
+        forced_call=lambda tools, names, many, prompt: asked.append(many) or {"regex": "x"},
+    )
+    form = {
+        "format": {
+            "type": "json_schema",
+            "name": "x",
+            "schema": {"type": "array", "uniqueItems": True},
+        }
+    }
+    call = call_of(
+        served, tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, text=form
+    )
     assert (asked, call.ignored) == ([False], ("text.format",))
     call_of(served, tools=[TOOL], tool_choice="required")
     assert asked[1:] == [True]
     assert call_of(text=form).ignored == ("text.format.schema.uniqueItems",)
     tool = {**TOOL, "parameters": {"type": "object", "dependentRequired": {}}}
-    assert call_of(served, tools=[tool], tool_choice="required").ignored == ("tools[].parameters.dependentRequired",)
+    assert call_of(served, tools=[tool], tool_choice="required").ignored == (
+        "tools[].parameters.dependentRequired",
+    )
 
 
 def test_a_call_of_a_tool_that_nobody_offered_is_text():
     _, body = answers(call_of(), [(0, delta) for delta in deltas([CALL])], WITH_PARSER)
     [item] = body["output"]
-    assert json.loads(item["content"][0]["text"]) == {"name": "weather", "arguments": {"city": "Zürich"}}
+    assert json.loads(item["content"][0]["text"]) == {
+        "name": "weather",
+        "arguments": {"city": "Zürich"},
+    }
 
 
 def test_a_second_call_can_be_declined():
@@ -276,8 +380,14 @@ def test_a_second_call_can_be_declined():
         ({"input": [{"type": False, "role": "user", "content": "x"}]}, "input[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].type"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+        ),
+        (
+            {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
+            "input[0].call_id",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 3.0}, "temperature"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
@@ -291,7 +401,9 @@ def test_what_is_at_fault_is_named_as_the_client_sent_it(body, param):
     assert refused(**body) == param
 
 
-@pytest.mark.parametrize("form", [{"type": "regex", "value": "a+"}, {"type": "json"}, {"type": "xml"}])
+@pytest.mark.parametrize(
+    "form", [{"type": "regex", "value": "a+"}, {"type": "json"}, {"type": "xml"}]
+)
 def test_a_form_of_another_api_is_refused_with_those_that_there_are(form):
     with pytest.raises(ApiError, match="it must be text, json_object or json_schema"):
         call_of(SERVED, text={"format": form})

@@ -1,4 +1,6 @@
-"""Service: what is refused before the engine sees it, and an answer that keeps what came before it failed."""
+"""Service: what is refused before the engine sees it, and an answer that keeps what came before it
+failed.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def run(test: Callable[[Service, FakeClient], Any], keys: Keys | None = None) ->
 
 def count_of(service: Service, series: str) -> float:
     text = service.metrics.render()[0].decode()
-    return float(next(line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(series)))
+    return float(
+        next(line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(series))
+    )
 
 
 def test_an_answer_whose_time_has_passed_ends_also_without_its_engine() -> None:
@@ -127,7 +131,10 @@ def test_an_answer_whose_time_has_passed_ends_also_without_its_engine() -> None:
 def test_more_log_probabilities_than_one_answer_may_have_are_refused() -> None:
     async def test(service: Service, client: FakeClient) -> None:
         service.limits = ServingLimits(scores=12)
-        with pytest.raises(ApiError, match=r"2 prompts with 7 tokens together and 1 log-prob.* 14 values.* at most 12"):
+        with pytest.raises(
+            ApiError,
+            match=r"2 prompts with 7 tokens together and 1 log-prob.* 14 values.* at most 12",
+        ):
             await service.begin(call([1, 2, 3, 4], [1, 2, 3], prompt_logprobs=1), "id", None)
         answer = await service.begin(call([1, 2, 3], [1, 2, 3], prompt_logprobs=1), "id", None)
         answer.close(499)
@@ -149,7 +156,9 @@ def test_what_came_before_a_failure_is_sent() -> None:
         answer.close(500)
         assert client.aborted == ["1"]
         assert not service.answers
-        assert count_of(service, 'vllm:request_success_total{engine="0",finished_reason="error"') == 2
+        assert (
+            count_of(service, 'vllm:request_success_total{engine="0",finished_reason="error"') == 2
+        )
 
     run(test)
 
@@ -160,7 +169,10 @@ def test_metrics_of_several_completions_are_of_each() -> None:
         answer = await service.begin(call(IDS, n=2), "r", None)
         running, _ = client.requests["1"]
         for counts, reason in (((1, 1), None), ((2, 1), None), ((2, 0), FinishReason.LENGTH)):
-            deltas = [CompletionDelta(n, [5] * k, "a", None, reason, None, None) for n, k in enumerate(counts)]
+            deltas = [
+                CompletionDelta(n, [5] * k, "a", None, reason, None, None)
+                for n, k in enumerate(counts)
+            ]
             running.inbox.put(0, RequestDelta("1", deltas, reason is not None))
             await answer.advance()
         tokens = count_of(service, "vllm:request_generation_tokens_sum")
@@ -182,7 +194,9 @@ def test_an_answer_that_is_left_frees_what_runs() -> None:
         answer.close(499)
         answer.close(200)
         assert client.aborted == ["1"]
-        assert count_of(service, 'vllm:request_success_total{engine="0",finished_reason="abort"') == 1
+        assert (
+            count_of(service, 'vllm:request_success_total{engine="0",finished_reason="abort"') == 1
+        )
 
     run(test)
 
@@ -191,21 +205,30 @@ def test_an_answer_that_is_left_frees_what_runs() -> None:
     ("tokenizer", "says"),
     [
         (None, "--skip-tokenizer-init.*token ids to /v1/completions"),
-        (Tokenizer.load(DEMO), "no chat template.*/v1/completions, or start the server with --chat-template FILE"),
+        (
+            Tokenizer.load(DEMO),
+            "no chat template.*/v1/completions, or start the server with --chat-template FILE",
+        ),
     ],
 )
-def test_a_chat_that_cannot_be_names_what_clients_can_do(tokenizer: Tokenizer | None, says: str) -> None:
+def test_a_chat_that_cannot_be_names_what_clients_can_do(
+    tokenizer: Tokenizer | None, says: str
+) -> None:
     async def test(service: Service, client: FakeClient) -> None:
         service.served = replace(SERVED, tokenizer=tokenizer)
         with pytest.raises(ApiError, match=says) as refused:
-            await service.begin(call(Conversation([{"role": "user", "content": "hello"}])), "r", None)
+            await service.begin(
+                call(Conversation([{"role": "user", "content": "hello"}])), "r", None
+            )
         assert (refused.value.status, refused.value.code) == (400, "no_chat_template")
         assert "freight generate" not in refused.value.message
 
     run(test)
 
 
-def test_what_the_engine_refuses_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_engine_refuses_is_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "freight")
 
     async def test(service: Service, client: FakeClient) -> None:
@@ -213,8 +236,16 @@ def test_what_the_engine_refuses_is_counted_and_logged_once(caplog: pytest.LogCa
         with pytest.raises(ApiError, match="16 tokens") as refused:
             await service.begin(call(IDS), "r", None)
         service.refused(refused.value, "r", None)
-        assert count_of(service, 'vllm:admission_rejections_total{engine="0",model_name="m",reason="invalid"') == 1
-        assert count_of(service, 'vllm:request_success_total{engine="0",finished_reason="error"') == 0
+        assert (
+            count_of(
+                service,
+                'vllm:admission_rejections_total{engine="0",model_name="m",reason="invalid"',
+            )
+            == 1
+        )
+        assert (
+            count_of(service, 'vllm:request_success_total{engine="0",finished_reason="error"') == 0
+        )
         assert count_of(service, "vllm:request_prompt_tokens_count") == 0
         assert not service.answers
 
@@ -264,7 +295,9 @@ def test_nothing_begins_while_there_is_no_engine_or_the_server_ends() -> None:
         (IDS, {"structured_outputs": {"regex": "a"}}, "tokenizer", None),
     ],
 )
-def test_what_cannot_be_served_is_a_400(prompt: Any, params: dict[str, Any], says: str, code: str | None) -> None:
+def test_what_cannot_be_served_is_a_400(
+    prompt: Any, params: dict[str, Any], says: str, code: str | None
+) -> None:
     async def test(service: Service, client: FakeClient) -> None:
         with pytest.raises(ApiError, match=says) as refused:
             await service.begin(call(prompt, **params), "r", None)
@@ -276,12 +309,19 @@ def test_what_cannot_be_served_is_a_400(prompt: Any, params: dict[str, Any], say
 
 @pytest.mark.parametrize(
     ("source", "says"),
-    [("guided_regex", "guided_regex cannot"), ("structured_outputs", r"structured_outputs\.regex cannot")],
+    [
+        ("guided_regex", "guided_regex cannot"),
+        ("structured_outputs", r"structured_outputs\.regex cannot"),
+    ],
 )
-def test_a_grammar_that_is_refused_names_the_field_that_it_came_from(source: str, says: str) -> None:
+def test_a_grammar_that_is_refused_names_the_field_that_it_came_from(
+    source: str, says: str
+) -> None:
     class Refusing:
         async def check_grammar(self, outputs: Any) -> None:
-            raise ApiError(400, "structured_outputs.regex cannot be compiled: x", param="structured_outputs")
+            raise ApiError(
+                400, "structured_outputs.regex cannot be compiled: x", param="structured_outputs"
+            )
 
     async def test(service: Service, client: FakeClient) -> None:
         grammars: Any = Refusing()
@@ -300,7 +340,9 @@ def test_only_the_last_tokens_of_a_prompt_are_kept_where_that_was_asked_for() ->
             work = Work(prompt, SamplingParams(truncate_prompt_tokens=most, max_tokens=max_tokens))
             assert (await service.tokenize(work)).token_ids == prompt[-kept:]
         with pytest.raises(ApiError, match="truncate_prompt_tokens is -1, and 50 tokens") as error:
-            await service.tokenize(Work(prompt, SamplingParams(truncate_prompt_tokens=-1, max_tokens=context)))
+            await service.tokenize(
+                Work(prompt, SamplingParams(truncate_prompt_tokens=-1, max_tokens=context))
+            )
         assert (error.value.status, error.value.param) == (400, "truncate_prompt_tokens")
         with pytest.raises(ApiError, match="the prompt has 55 tokens"):
             await service.tokenize(Work(prompt, SamplingParams(truncate_prompt_tokens=55)))
@@ -311,7 +353,8 @@ def test_only_the_last_tokens_of_a_prompt_are_kept_where_that_was_asked_for() ->
 def test_a_key_has_a_part_of_the_prefix_cache_to_itself() -> None:
     async def test(service: Service, client: FakeClient) -> None:
         salts = [
-            (await service.tokenize(Work(IDS, SamplingParams()), name)).params.cache_salt for name in ("a", "a", "b")
+            (await service.tokenize(Work(IDS, SamplingParams()), name)).params.cache_salt
+            for name in ("a", "a", "b")
         ]
         assert salts[0] == salts[1] != salts[2]
 
@@ -326,7 +369,9 @@ def test_the_shorter_of_two_time_limits_holds() -> None:
 
     async def with_limit() -> None:
         client: Any = FakeClient()
-        service = Service(client, ServingLimits(), Keys(()), Metrics("m"), max_sequences=8, request_timeout=5.0)
+        service = Service(
+            client, ServingLimits(), Keys(()), Metrics("m"), max_sequences=8, request_timeout=5.0
+        )
         service.served = SERVED
         await test(service, client)
 

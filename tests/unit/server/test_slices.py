@@ -17,8 +17,14 @@ from freight.server.processes.inbox import merged
 from freight.server.transport.slices import _slices, json_bytes, json_in_slices
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+    ),
     max_leaves=30,
 )
 
@@ -30,7 +36,15 @@ def test_slices_are_the_same_bytes(value: Any) -> None:
 
 def test_no_slice_of_a_large_answer_is_large() -> None:
     entry = {str(token): {"logprob": -1.5, "rank": 1, "decoded_token": "é"} for token in range(21)}
-    body = {"choices": [{"index": 0, "prompt_logprobs": [None, *[entry] * 1000], "logprobs": {"top": [entry] * 999}}]}
+    body = {
+        "choices": [
+            {
+                "index": 0,
+                "prompt_logprobs": [None, *[entry] * 1000],
+                "logprobs": {"top": [entry] * 999},
+            }
+        ]
+    }
     assert b"".join(json_in_slices(body)) == json_bytes(body)
     assert max(map(len, _slices(body, 0))) < len(json_bytes(body)) / 20
     with pytest.raises(ValueError, match="JSON"):
@@ -53,7 +67,11 @@ def test_a_step_in_several_messages_says_the_same(deltas: list[RequestDelta], mo
         assert all(not part.outputs and not part.finished for part in parts[:-1])
         assert scores_of(parts) == list(delta.scores or ())
         assert [part.scores is None for part in parts] == [delta.scores is None] * len(parts)
-        assert (parts[-1].outputs, parts[-1].finished, parts[-1].times) == (delta.outputs, delta.finished, delta.times)
+        assert (parts[-1].outputs, parts[-1].finished, parts[-1].times) == (
+            delta.outputs,
+            delta.finished,
+            delta.times,
+        )
     assert told == []
 
 
@@ -63,7 +81,9 @@ def scores_of(parts: list[RequestDelta]) -> list[Any]:
 
 def test_the_scores_of_a_long_prompt_come_in_short_messages() -> None:
     entries = 21 * 2000
-    scores = Scores(21, array("i", range(entries)), array("f", [-1.25] * entries), array("i", [30] * 2000))
+    scores = Scores(
+        21, array("i", range(entries)), array("f", [-1.25] * entries), array("i", [30] * 2000)
+    )
     delta = RequestDelta("1", [], True, scores, 0, None)
     messages = list(wire.step_messages([delta], []))
     assert max(len(json.dumps(message)) for message in messages) < 250_000

@@ -44,11 +44,16 @@ def test_any_two_readings_give_finite_rates_that_are_not_negative(
 ) -> None:
     state = engine_state(now, before, seconds, FACTS)
     json.dumps(state)
-    assert min(state["prompt_tokens_per_s"], state["generated_tokens_per_s"], state["prefix_hit_rate"]) >= 0
+    assert (
+        min(state["prompt_tokens_per_s"], state["generated_tokens_per_s"], state["prefix_hit_rate"])
+        >= 0
+    )
 
 
 def test_an_engine_that_starts_anew_counts_from_zero_and_the_first_reading_has_no_rate() -> None:
     old = EngineStats(*[1000] * len(fields(EngineStats)))
-    assert engine_state(replace(old, generated=30), old, 10.0, FACTS)["generated_tokens_per_s"] == 3.0
+    assert (
+        engine_state(replace(old, generated=30), old, 10.0, FACTS)["generated_tokens_per_s"] == 3.0
+    )
     assert engine_state(old, None, 10.0, FACTS)["generated_tokens_per_s"] == 0.0
     assert engine_state(old, old, 0.0, FACTS)["generated_tokens_per_s"] == 0.0

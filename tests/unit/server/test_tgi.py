@@ -1,4 +1,6 @@
-"""TGI's API: what its client sends and reads, and that a stream says the same as one body, however deltas are cut."""
+"""TGI's API: what its client sends and reads, and that a stream says the same as one body, however
+deltas are cut.
+"""
 
 import dataclasses
 import json
@@ -41,11 +43,18 @@ def params_of(**parameters):
 
 def logprobs_of(token):
     """Three most likely tokens, and the token itself as the fifth."""
-    return {7: Logprob(-0.5, 1), 8: Logprob(-1.0, 2), 9: Logprob(-math.inf, 3), token: Logprob(-2.0, 5)}
+    return {
+        7: Logprob(-0.5, 1),
+        8: Logprob(-1.0, 2),
+        9: Logprob(-math.inf, 3),
+        token: Logprob(-2.0, 5),
+    }
 
 
 def run(tokens, params, finish=FinishReason.LENGTH, cuts=(), scores=None):
-    """Deltas as an engine gives them for `tokens`, in pieces that end at `cuts`; a stop string ends them early."""
+    """Deltas as an engine gives them for `tokens`, in pieces that end at `cuts`; a stop string ends
+    them early.
+    """
     detokenizer = Detokenizer(TOKENIZER, params, PROMPT_IDS)
     pieces = []  # of text, by token
     for number, token in enumerate(tokens, 1):
@@ -95,7 +104,14 @@ WORDS = TOKENIZER.encode(" das Haus und 😀 — der Weg", add_special_tokens=Fa
 
 
 def test_a_body_as_huggingface_hub_reads_it():
-    call = parse({"details": True, "top_n_tokens": 2, "decoder_input_details": True, "max_new_tokens": len(WORDS)})
+    call = parse(
+        {
+            "details": True,
+            "top_n_tokens": 2,
+            "decoder_input_details": True,
+            "max_new_tokens": len(WORDS),
+        }
+    )
     scores = as_scores(PROMPT_IDS[1:], [logprobs_of(token) for token in PROMPT_IDS[1:]])
     body = body_of(call, run(WORDS, call.work[0].params, scores=scores))
     output = TextGenerationOutput.parse_obj_as_instance(body)
@@ -104,7 +120,9 @@ def test_a_body_as_huggingface_hub_reads_it():
     assert output.details.generated_tokens == len(WORDS)
     assert output.details.seed is None
     assert [token.id for token in output.details.prefill] == list(PROMPT_IDS)
-    assert [token.logprob for token in output.details.prefill] == [None] + [-2.0] * (len(PROMPT_IDS) - 1)
+    assert [token.logprob for token in output.details.prefill] == [None] + [-2.0] * (
+        len(PROMPT_IDS) - 1
+    )
     assert output.details.prefill[-1].text == TOKENIZER.token_text(PROMPT_IDS[-1])
     assert [token.id for token in output.details.tokens] == WORDS
     assert {token.logprob for token in output.details.tokens} == {-2.0}
@@ -121,9 +139,13 @@ def test_minus_infinity_is_a_number():
 
 def test_a_body_without_details():
     call = parse({"return_full_text": True})
-    assert body_of(call, run(WORDS, call.work[0].params)) == {"generated_text": PROMPT + " das Haus und 😀 — der Weg"}
+    assert body_of(call, run(WORDS, call.work[0].params)) == {
+        "generated_text": PROMPT + " das Haus und 😀 — der Weg"
+    }
     call = parse(None, stream=None)
-    assert body_of(call, run(WORDS, call.work[0].params)) == [{"generated_text": " das Haus und 😀 — der Weg"}]
+    assert body_of(call, run(WORDS, call.work[0].params)) == [
+        {"generated_text": " das Haus und 😀 — der Weg"}
+    ]
 
 
 def test_a_stream_as_huggingface_hub_reads_it():
@@ -183,15 +205,22 @@ def test_a_stream_says_the_same_as_a_body_however_deltas_are_cut(tokens, stop, b
     events = events_of(streamed, cut)
     assert [event["token"] for event in events] == details["tokens"]
     assert [event["top_tokens"] for event in events] == details["top_tokens"]
-    assert [event["generated_text"] for event in events] == [None] * (len(events) - 1) + [body["generated_text"]]
+    assert [event["generated_text"] for event in events] == [None] * (len(events) - 1) + [
+        body["generated_text"]
+    ]
     assert events[-1]["details"]["finish_reason"] == details["finish_reason"]
 
 
 def test_only_what_is_no_text_is_special():
     call = parse({"details": True})
     (whole,) = run(WORDS, call.work[0].params)
-    ended = dataclasses.replace(whole, outputs=[dataclasses.replace(whole.outputs[0], finish_reason=FinishReason.STOP)])
-    for stops, last in (((), False), (WORDS[-1:], True)):  # a grammar's end is text, a token that ends the model is not
+    ended = dataclasses.replace(
+        whole, outputs=[dataclasses.replace(whole.outputs[0], finish_reason=FinishReason.STOP)]
+    )
+    for stops, last in (
+        ((), False),
+        (WORDS[-1:], True),
+    ):  # a grammar's end is text, a token that ends the model is not
         served = dataclasses.replace(SERVED, stop_token_ids=frozenset(stops))
         reply = call.reply(HEAD, served, [TokenizedWork(PROMPT, PROMPT_IDS, call.work[0].params)])
         reply.advance(0, ended)
@@ -214,17 +243,35 @@ def test_an_end_without_a_token_has_an_event():
 @pytest.mark.parametrize(
     ("parameters", "fields"),
     [
-        ({}, {"temperature": 0.0, "max_tokens": 100, "logprobs": 0, "prompt_logprobs": None, "stop": ()}),
+        (
+            {},
+            {
+                "temperature": 0.0,
+                "max_tokens": 100,
+                "logprobs": 0,
+                "prompt_logprobs": None,
+                "stop": (),
+            },
+        ),
         ({"do_sample": False}, {"temperature": 0.0}),
         ({"do_sample": True}, {"temperature": 1.0}),  # not generation_config's
         ({"temperature": 0.7, "do_sample": False}, {"temperature": 0.7}),
         ({"temperature": 0}, {"temperature": 0.0}),
         ({"top_p": 0.9}, {"temperature": 1.0, "top_p": 0.9}),
         ({"top_k": 5, "seed": 3}, {"temperature": 1.0, "top_k": 5, "seed": 3}),
-        ({"max_new_tokens": 7, "stop": ["a"], "top_n_tokens": 2}, {"max_tokens": 7, "stop": ("a",), "logprobs": 2}),
-        ({"repetition_penalty": 1.2, "frequency_penalty": 0.5}, {"repetition_penalty": 1.2, "frequency_penalty": 0.5}),
+        (
+            {"max_new_tokens": 7, "stop": ["a"], "top_n_tokens": 2},
+            {"max_tokens": 7, "stop": ("a",), "logprobs": 2},
+        ),
+        (
+            {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
+            {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
+        ),
         ({"decoder_input_details": True}, {"prompt_logprobs": 0}),
-        ({"best_of": 1, "typical_p": 1.0, "watermark": False, "adapter_id": None, "seed": None}, {"seed": None}),
+        (
+            {"best_of": 1, "typical_p": 1.0, "watermark": False, "adapter_id": None, "seed": None},
+            {"seed": None},
+        ),
     ],
 )
 def test_parameters(parameters, fields):
@@ -257,8 +304,14 @@ def test_a_bare_url_decides_by_stream():
     [
         ({"type": "json", "value": {"type": "object"}}, {"json": {"type": "object"}}),
         ({"type": "json", "value": '{"type": "object"}'}, {"json": {"type": "object"}}),
-        ({"type": "json", "value": {"properties": {}}}, {"json": {"type": "object", "properties": {}}}),
-        ({"type": "json_schema", "value": {"name": "x", "schema": {"type": "object"}}}, {"json": {"type": "object"}}),
+        (
+            {"type": "json", "value": {"properties": {}}},
+            {"json": {"type": "object", "properties": {}}},
+        ),
+        (
+            {"type": "json_schema", "value": {"name": "x", "schema": {"type": "object"}}},
+            {"json": {"type": "object"}},
+        ),
         ({"type": "regex", "value": "a+"}, {"regex": "a+"}),
     ],
 )
@@ -267,7 +320,9 @@ def test_a_grammar(grammar, outputs, monkeypatch):
 
     def stand_in(**fields):
         seen.update(fields)
-        return SamplingParams(**{name: value for name, value in fields.items() if name != "structured_outputs"})
+        return SamplingParams(
+            **{name: value for name, value in fields.items() if name != "structured_outputs"}
+        )
 
     monkeypatch.setattr("freight.server.tgi.request.SamplingParams", stand_in)
     parse({"grammar": grammar})
@@ -311,7 +366,10 @@ def test_a_grammar(grammar, outputs, monkeypatch):
         ({"parameters": {"grammar": {"type": "regex", "value": {}}}}, "must be a string"),
         ({"parameters": {"grammar": {"type": "json", "value": "{"}}}, "JSON schema"),
         ({"parameters": {"grammar": {"type": "json", "value": 1}}}, "JSON schema"),
-        ({"parameters": {"grammar": {"type": "json_schema", "value": {"name": "x"}}}}, "JSON schema"),
+        (
+            {"parameters": {"grammar": {"type": "json_schema", "value": {"name": "x"}}}},
+            "JSON schema",
+        ),
     ],
 )
 def test_refused(body, says):
@@ -328,8 +386,14 @@ def test_a_stream_has_no_prefill():
 def test_what_is_ignored_is_named():
     assert parse(options={"use_cache": True}, model="x").ignored == ("options", "model")
     lax = dataclasses.replace(SERVED, unknown_fields="ignore")
-    assert parse({"min_p": 1, "top_h": None}, served=lax, other=1).ignored == ("other", "parameters.min_p")
-    assert parse(served=lax, **{"日本": 1, "a\r\nb: c": 1}).ignored == ("?", "?")  # no header can have them
+    assert parse({"min_p": 1, "top_h": None}, served=lax, other=1).ignored == (
+        "other",
+        "parameters.min_p",
+    )
+    assert parse(served=lax, **{"日本": 1, "a\r\nb: c": 1}).ignored == (
+        "?",
+        "?",
+    )  # no header can have them
 
 
 def test_without_a_tokenizer_there_is_no_text():
@@ -353,9 +417,15 @@ def test_without_a_tokenizer_there_is_no_text():
 )
 def test_errors(error, status, kind):
     told = as_tgi_error(error)
-    assert (told.status, told.headers.get("Retry-After")) == (status, error.headers.get("Retry-After"))
+    assert (told.status, told.headers.get("Retry-After")) == (
+        status,
+        error.headers.get("Retry-After"),
+    )
     assert parse().failure_body(told) == {"error": "m", "error_type": kind}
-    assert error_body("/generate", told) == {"error": "m", "error_type": kind}  # before the body was understood
+    assert error_body("/generate", told) == {
+        "error": "m",
+        "error_type": kind,
+    }  # before the body was understood
     event = reply_of(parse(stream=True)).failure(told)
     assert json.loads(event.removeprefix(b"data:")) == {"error": "m", "error_type": kind}
 
@@ -370,7 +440,9 @@ def test_errors(error, status, kind):
 )
 def test_a_completion_that_failed(reason, says, kind):
     call = parse()
-    failed = CompletionDelta(0, [], "", [], reason, None, "NaN" if reason is FinishReason.ERROR else None)
+    failed = CompletionDelta(
+        0, [], "", [], reason, None, "NaN" if reason is FinishReason.ERROR else None
+    )
     with pytest.raises(ApiError, match=says) as caught:
         reply_of(call).advance(0, RequestDelta("1", [failed], True))
     assert caught.value.status == 424

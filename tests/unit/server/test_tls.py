@@ -1,4 +1,6 @@
-"""HTTPS: which files are accepted, and that the limits on connections hold before and after the handshake."""
+"""HTTPS: which files are accepted, and that the limits on connections hold before and after the
+handshake.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +66,20 @@ def test_files_are_checked(folder: Path, ours: Certificate, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_requests_and_limits_are_those_of_http(loop: str, ours: Certificate, context: ssl.SSLContext) -> None:
+def test_requests_and_limits_are_those_of_http(
+    loop: str, ours: Certificate, context: ssl.SSLContext
+) -> None:
     app = Echo()
     idle = HttpLimits(idle_seconds=0.3)
-    with running(app, idle, loop, context) as server, Client(server.port, tls=ours.client()) as client:
+    with (
+        running(app, idle, loop, context) as server,
+        Client(server.port, tls=ours.client()) as client,
+    ):
         assert client.ended()
-    with running(app, None, loop, context) as server, Client(server.port, tls=ours.client()) as client:
+    with (
+        running(app, None, loop, context) as server,
+        Client(server.port, tls=ours.client()) as client,
+    ):
         assert client.ask(GET).status == 200
         assert client.ask(post(b"x" * 100_000)).status == 200
     with running(app, QUICK, loop, context) as server:
@@ -89,7 +99,10 @@ def test_a_connection_that_is_closed_already_can_be_ended(
 ) -> None:
     """As when the server ends while a client leaves."""
     ended: Future[int] = Future()
-    with running(Echo(), None, loop, context) as server, Client(server.port, tls=ours.client()) as client:
+    with (
+        running(Echo(), None, loop, context) as server,
+        Client(server.port, tls=ours.client()) as client,
+    ):
         assert client.ask(GET).status == 200
         (connection,) = server.server.server_state.connections
 
@@ -106,7 +119,9 @@ def test_a_connection_that_is_closed_already_can_be_ended(
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_what_is_no_handshake_ends_in_time(loop: str, ours: Certificate, context: ssl.SSLContext) -> None:
+def test_what_is_no_handshake_ends_in_time(
+    loop: str, ours: Certificate, context: ssl.SSLContext
+) -> None:
     with running(Echo(), QUICK, loop, context) as server:
         for sent in (b"", b"\x16\x03\x01\x02\x00\x01", GET):
             with Client(server.port) as client:
@@ -114,7 +129,9 @@ def test_what_is_no_handshake_ends_in_time(loop: str, ours: Certificate, context
                 while client.socket.recv(1000):  # an alert, perhaps
                     pass
         with pytest.raises(ssl.SSLError):
-            Client(server.port, tls=ssl.create_default_context())  # which does not trust the certificate
+            Client(
+                server.port, tls=ssl.create_default_context()
+            )  # which does not trust the certificate
         with Client(server.port, tls=ours.client()) as client:
             assert client.ask(GET).status == 200
 
@@ -131,28 +148,41 @@ def old_client(ours: Certificate) -> ssl.SSLContext:
 
 
 def test_old_versions_are_not_spoken(old_client: ssl.SSLContext, context: ssl.SSLContext) -> None:
-    with running(Echo(), QUICK, tls=context) as server, pytest.raises((ssl.SSLError, ConnectionError)):
+    with (
+        running(Echo(), QUICK, tls=context) as server,
+        pytest.raises((ssl.SSLError, ConnectionError)),
+    ):
         Client(server.port, tls=old_client)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_client_that_never_says_goodbye_is_dropped(loop: str, ours: Certificate, context: ssl.SSLContext) -> None:
+def test_a_client_that_never_says_goodbye_is_dropped(
+    loop: str, ours: Certificate, context: ssl.SSLContext
+) -> None:
     limits = HttpLimits(idle_seconds=0.3, linger_seconds=0.1)
 
     def attempt() -> bool:
         with Client(server.port, tls=ours.client()) as client:
             try:
                 assert client.ask(GET).status == 200
-            except (EOFError, ConnectionResetError, ssl.SSLEOFError):  # it was idle for too long before
+            except (
+                EOFError,
+                ConnectionResetError,
+                ssl.SSLEOFError,
+            ):  # it was idle for too long before
                 return False
-            wait_for(lambda: not server.server.server_state.connections)  # its side of TLS is not read
+            wait_for(
+                lambda: not server.server.server_state.connections
+            )  # its side of TLS is not read
             return True
 
     with running(Echo(), limits, loop, context) as server:
         assert in_time(attempt)
 
 
-def test_bytes_right_behind_the_handshake_are_not_lost(ours: Certificate, context: ssl.SSLContext) -> None:
+def test_bytes_right_behind_the_handshake_are_not_lost(
+    ours: Certificate, context: ssl.SSLContext
+) -> None:
     """A client that sends its request in the packet that ends its handshake, as TLS 1.3 permits."""
 
     async def ask(port: int) -> bytes:

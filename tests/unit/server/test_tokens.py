@@ -42,7 +42,9 @@ def test_there_and_back():
     ids = ask({"prompt": TEXT, "add_special_tokens": False})["tokens"]
     assert detokenize({"tokens": ids}, SERVED) == {"prompt": TEXT}
     with_special = ask({"prompt": TEXT})["tokens"]
-    assert detokenize({"tokens": with_special}, SERVED)["prompt"] == TOKENIZER.decode(with_special, False)
+    assert detokenize({"tokens": with_special}, SERVED)["prompt"] == TOKENIZER.decode(
+        with_special, False
+    )
 
 
 def test_tgis_offsets_count_characters():
@@ -51,16 +53,28 @@ def test_tgis_offsets_count_characters():
     assert all(entry["text"] == TEXT[entry["start"] : entry["stop"]] for entry in answer)
     covered = {place for entry in answer for place in range(entry["start"], entry["stop"])}
     assert covered == set(range(len(TEXT)))
-    assert len(ask({"inputs": TEXT, "add_special_tokens": False})) == len(TOKENIZER.encode(TEXT, False))
+    assert len(ask({"inputs": TEXT, "add_special_tokens": False})) == len(
+        TOKENIZER.encode(TEXT, False)
+    )
 
 
 def test_messages_are_rendered_first():
     messages, tools = [{"role": "user", "content": "a"}], [{"type": "function"}]
-    body = {"messages": messages, "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+    body = {
+        "messages": messages,
+        "tools": tools,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     call = parse_tokenize(body, SERVED, ServingLimits())
-    assert call.prompt == Conversation(messages, True, False, {"enable_thinking": False, "tools": tools})
-    assert call.answer("<s>a", SERVED)["tokens"] == TOKENIZER.encode("<s>a", add_special_tokens=False)
-    final = parse_tokenize({"messages": messages, "continue_final_message": True}, SERVED, ServingLimits()).prompt
+    assert call.prompt == Conversation(
+        messages, True, False, {"enable_thinking": False, "tools": tools}
+    )
+    assert call.answer("<s>a", SERVED)["tokens"] == TOKENIZER.encode(
+        "<s>a", add_special_tokens=False
+    )
+    final = parse_tokenize(
+        {"messages": messages, "continue_final_message": True}, SERVED, ServingLimits()
+    ).prompt
     assert (final.add_generation_prompt, final.continue_final_message) == (False, True)
     without = parse_tokenize({"messages": messages, "tools": []}, SERVED, ServingLimits()).prompt
     assert without.template_values == {}  # as in a chat: templates test whether tools are there
@@ -81,9 +95,17 @@ def test_messages_are_rendered_first():
         ({"messages": "a"}, 400, "messages must be a list"),
         ({"messages": [], "tools": {}}, 400, "tools must be a list"),
         ({"messages": [], "chat_template": "x"}, 400, "chat_template"),
-        ({"messages": [], "chat_template_kwargs": []}, 400, "chat_template_kwargs must be an object"),
+        (
+            {"messages": [], "chat_template_kwargs": []},
+            400,
+            "chat_template_kwargs must be an object",
+        ),
         ({"messages": [], "chat_template_kwargs": {"tokenize": True}}, 400, "tokenize"),
-        ({"messages": [], "chat_template_kwargs": {"enable_thinkin": False}}, 400, "enable_thinkin is not allowed"),
+        (
+            {"messages": [], "chat_template_kwargs": {"enable_thinkin": False}},
+            400,
+            "enable_thinkin is not allowed",
+        ),
     ],
 )
 def test_refused(body, status, says):
@@ -108,7 +130,12 @@ def test_unknown_fields_can_be_ignored():
 
 def test_info(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
-    config = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "chat_template": "{{ messages }}"}
+    config = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "chat_template": "{{ messages }}",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     info = tokenizer_info(dataclasses.replace(SERVED, tokenizer=Tokenizer.load(tmp_path)))
     assert {name: info[name] for name in config} == config

@@ -1,4 +1,6 @@
-"""A message that is too long for a frame fails its request alone, on both ways between the processes."""
+"""A message that is too long for a frame fails its request alone, on both ways between the
+processes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ SHORT = 2000  # bytes
 
 
 def delta(name: str, text: str) -> RequestDelta:
-    return RequestDelta(name, [CompletionDelta(0, [1], text, None, FinishReason.STOP, None, None)], True)
+    return RequestDelta(
+        name, [CompletionDelta(0, [1], text, None, FinishReason.STOP, None, None)], True
+    )
 
 
 def client_for(sent: list[bytes]) -> EngineClient:
@@ -59,11 +63,15 @@ def test_a_delta_that_is_too_long_fails_its_request_alone(monkeypatch: pytest.Mo
         sent.clear()
         client.data_received(data)
         assert client.num_running == 0
-        assert Decoder().feed(b"".join(sent)) == [[wire.ABORT, "2"]]  # the engine need not go on with it
+        assert Decoder().feed(b"".join(sent)) == [
+            [wire.ABORT, "2"]
+        ]  # the engine need not go on with it
         for name, text in (("1", "first"), ("3", "third")):
             [(_, told)] = await inboxes[name].next()
             assert told.outputs[0].text == text
-        with pytest.raises(ApiError, match=r"too long: a frame of 5[0-9]+ bytes; at most 2000") as raised:
+        with pytest.raises(
+            ApiError, match=r"too long: a frame of 5[0-9]+ bytes; at most 2000"
+        ) as raised:
             await inboxes["2"].next()
         assert raised.value.status == 500
 
@@ -88,7 +96,11 @@ def test_a_request_that_is_too_long_is_refused_alone(monkeypatch: pytest.MonkeyP
 
 def test_only_steps_can_be_lost() -> None:
     ours, theirs = socket.socketpair()
-    with contextlib.closing(ours), contextlib.closing(theirs), pytest.MonkeyPatch.context() as patch:
+    with (
+        contextlib.closing(ours),
+        contextlib.closing(theirs),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(wire, "CAP", 10)
         with pytest.raises(FrameError, match="at most 10"):
             Channel(theirs).send([wire.STATS, [1] * 20])

@@ -1,5 +1,6 @@
-"""Tool calls and reasoning: every family's markup becomes pieces, whatever is cut or broken comes as content, how a
-text is divided into chunks changes nothing, and a forced answer is read back as a call."""
+"""Tool calls and reasoning: every family's markup becomes pieces, whatever is cut or broken comes
+as content, how a text is divided into chunks changes nothing, and a forced answer is read back as a
+call."""
 
 from __future__ import annotations
 
@@ -80,9 +81,13 @@ POINT = {
 TOOLS = [{"type": "function", "function": function} for function in (WEATHER, TIME, POINT)]
 CITY = '{"city":  "K\\u00f6ln", "days": 1.0}'  # not as json.dumps would write it
 ANSWERS = {  # an answer with two calls, and where its first call begins
-    "qwen3": '<think>\nhm\n</think>\n\nLet me see.\n<tool_call>\n{"name": "get_weather", "arguments": ' + CITY + "}\n"
+    "qwen3": '<think>\nhm\n</think>\n\nLet me see.\n<tool_call>\n{"name": "get_weather", "arguments": '
+    + CITY
+    + "}\n"
     '</tool_call>\n<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>',
-    "hermes": '<tool_call>{"arguments": ' + CITY + ', "name": "get_weather"}</tool_call><tool_call>{"name": "get-time"}'
+    "hermes": '<tool_call>{"arguments": '
+    + CITY
+    + ', "name": "get_weather"}</tool_call><tool_call>{"name": "get-time"}'
     "</tool_call>",
     "mistral_list": '[TOOL_CALLS] [{"name": "get_weather", "arguments": '
     + CITY
@@ -98,7 +103,9 @@ def tokenizer(
 ) -> Tokenizer:
     """One token per byte, besides the markup."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend = Backend(
+        models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(SPECIAL)
@@ -144,7 +151,10 @@ def test_a_call_that_is_cut_anywhere_is_text(kind: str) -> None:
         assert found == pieces(kind, [part[at : at + 3] for at in range(0, cut, 3)], complete=False)
         calls = [piece for piece in found if piece.kind is PieceKind.TOOL_CALL]
         assert calls == [call("get_weather", CITY), call("get-time", "{}")][: len(calls)]
-        begins = [begin.start() for begin in re.finditer(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|\A\{", part)]
+        begins = [
+            begin.start()
+            for begin in re.finditer(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|\A\{", part)
+        ]
         if begins and "</tool_call>" not in part[begins[-1] :]:
             assert content_of(found).endswith(part[begins[-1] :])
             assert len(calls) == len(begins) - 1
@@ -167,8 +177,17 @@ def test_chunks_change_nothing_and_no_text_is_lost(kind: str, data: st.DataObjec
         '{"name": "get_weather", "',
         'arguments": {}}',
     ]
-    words += ['parameters": {}}', "<tool_", "<|im", "[", "[TOOL_CALLS]f[ARGS]{}", ANSWERS.get(kind, "<think>x</think>")]
-    text = "".join(data.draw(st.lists(st.one_of(st.sampled_from(words), st.text(max_size=4)), max_size=12)))
+    words += [
+        'parameters": {}}',
+        "<tool_",
+        "<|im",
+        "[",
+        "[TOOL_CALLS]f[ARGS]{}",
+        ANSWERS.get(kind, "<think>x</think>"),
+    ]
+    text = "".join(
+        data.draw(st.lists(st.one_of(st.sampled_from(words), st.text(max_size=4)), max_size=12))
+    )
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
     chunks = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     complete = data.draw(st.booleans())
@@ -191,7 +210,11 @@ def test_chunks_change_nothing_and_no_text_is_lost(kind: str, data: st.DataObjec
         '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
         '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 50_000 + "1" + "}" * 50_000 + "}</tool_call>",
+        '<tool_call>{"name": "f", "arguments": '
+        + '{"a":' * 50_000
+        + "1"
+        + "}" * 50_000
+        + "}</tool_call>",
         '<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5_000 + "}}</tool_call>",
         "<tool_call>" + "a" * (1 << 20) + "bc</tool_call>",
     ],
@@ -213,13 +236,19 @@ def test_a_call_after_a_call_without_arguments() -> None:
 def test_text_around_calls_is_content() -> None:
     one = '<tool_call>{"name": "f", "arguments": null}</tool_call>'
     found = pieces("hermes", [f" Before\n\n{one}\nbetween {one}\n\nafter \n<|im_end|>"])
-    assert found == [content(" Before"), call("f", "{}"), content("between"), call("f", "{}"), content("after \n")]
+    assert found == [
+        content(" Before"),
+        call("f", "{}"),
+        content("between"),
+        call("f", "{}"),
+        content("after \n"),
+    ]
 
 
 def test_arguments_that_are_json_in_a_string_are_that_json() -> None:
-    assert pieces("hermes", ['<tool_call>{"name": "f", "arguments": "{\\"a\\":1}"}</tool_call>']) == [
-        call("f", '{"a":1}')
-    ]
+    assert pieces(
+        "hermes", ['<tool_call>{"name": "f", "arguments": "{\\"a\\":1}"}</tool_call>']
+    ) == [call("f", '{"a":1}')]
 
 
 def test_the_last_end_tag_may_lack_where_the_model_ended_by_itself() -> None:
@@ -251,7 +280,11 @@ def test_without_tools_markup_of_calls_is_text(kind: str) -> None:
 
 def test_special_tokens_are_stripped_however_they_come() -> None:
     text = "a<|im_end|>b <s>c</s> <|im_<|eot|>end|>[INST]"
-    assert pieces("hermes", [text]) == pieces("hermes", list(text)) == [content("ab <s>c</s> <|im_end|>")]
+    assert (
+        pieces("hermes", [text])
+        == pieces("hermes", list(text))
+        == [content("ab <s>c</s> <|im_end|>")]
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,8 +301,12 @@ def test_special_tokens_are_stripped_however_they_come() -> None:
         ("hermes", "<|im_start|>assistant\n<think>\n", "content"),
     ],
 )
-def test_the_end_of_the_prompt_says_where_an_answer_begins(kind: str, prompt: str, begins_in: str) -> None:
-    expected = [reasoning("x"), content("y")] if begins_in == "reasoning" else [content("x</think>y")]
+def test_the_end_of_the_prompt_says_where_an_answer_begins(
+    kind: str, prompt: str, begins_in: str
+) -> None:
+    expected = (
+        [reasoning("x"), content("y")] if begins_in == "reasoning" else [content("x</think>y")]
+    )
     assert pieces(kind, ["x</think>y"], prompt=prompt) == expected
     assert pieces(kind, list("x</think>y"), prompt=prompt) == expected
     assert FORMATS[kind].ends_in_reasoning(prompt) == (begins_in == "reasoning")
@@ -279,22 +316,37 @@ def test_the_end_of_the_prompt_says_where_an_answer_begins(kind: str, prompt: st
 @given(st.data())
 def test_what_the_template_renders_is_read_back(data: st.DataObject) -> None:
     plain = st.text(st.characters(codec="utf-8", exclude_characters="<[|"), max_size=12)
-    arguments = st.dictionaries(plain, st.one_of(st.integers(), plain, st.booleans(), st.lists(plain)), max_size=3)
-    calls = data.draw(st.lists(st.tuples(st.sampled_from(["f", "get_weather"]), arguments), max_size=3))
+    arguments = st.dictionaries(
+        plain, st.one_of(st.integers(), plain, st.booleans(), st.lists(plain)), max_size=3
+    )
+    calls = data.draw(
+        st.lists(st.tuples(st.sampled_from(["f", "get_weather"]), arguments), max_size=3)
+    )
     said, thought = data.draw(plain.map(str.strip)), data.draw(plain.map(str.strip))
-    tool_calls = [{"function": {"name": name, "arguments": json.dumps(values)}} for name, values in calls]
-    message = {"role": "assistant", "content": said, "reasoning_content": thought, "tool_calls": tool_calls}
+    tool_calls = [
+        {"function": {"name": name, "arguments": json.dumps(values)}} for name, values in calls
+    ]
+    message = {
+        "role": "assistant",
+        "content": said,
+        "reasoning_content": thought,
+        "tool_calls": tool_calls,
+    }
     model = tokenizer(QWEN3)
     text = model.decode(model.apply_chat_template([message], False), skip_special_tokens=False)
     found = pieces("qwen3", [text.removeprefix("<|im_start|>assistant\n").removesuffix("\n")])
     assert "".join(piece.text for piece in found if piece.kind is PieceKind.REASONING) == thought
     assert content_of(found) == said
-    assert [(p.name, json.loads(p.text)) for p in found if p.kind is PieceKind.TOOL_CALL] == [(n, v) for n, v in calls]
+    assert [(p.name, json.loads(p.text)) for p in found if p.kind is PieceKind.TOOL_CALL] == [
+        (n, v) for n, v in calls
+    ]
 
 
 @pytest.mark.parametrize("chunk", [8, 1 << 20])
 @pytest.mark.parametrize(
-    "text", ["<tool_call>" + "{" * 1_000_000, " " * 1_000_000, "<tool_cal" * 20_000], ids=["call", "blanks", "tags"]
+    "text",
+    ["<tool_call>" + "{" * 1_000_000, " " * 1_000_000, "<tool_cal" * 20_000],
+    ids=["call", "blanks", "tags"],
 )
 def test_the_cost_is_linear(text: str, chunk: int) -> None:
     def parse() -> None:
@@ -310,7 +362,9 @@ def test_no_parser_of_transformers_gets_long(opening: str) -> None:
     parser.feed(opening)
     for _ in range(20_000):
         parser.feed("a<b ")
-    assert len(parser._parser._buffer) < 20_000  # it adds to this text with every chunk, and copies it each time
+    assert (
+        len(parser._parser._buffer) < 20_000
+    )  # it adds to this text with every chunk, and copies it each time
 
 
 @pytest.mark.parametrize("chunk", [7, 1 << 20])

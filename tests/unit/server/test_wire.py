@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.outputs import CompletionDelta, EngineStats, FinishReason, Logprob, RequestDelta, RequestTimes, Scores
+from freight.outputs import (
+    CompletionDelta,
+    EngineStats,
+    FinishReason,
+    Logprob,
+    RequestDelta,
+    RequestTimes,
+    Scores,
+)
 from freight.sampling import SamplingParams
 from freight.server.processes import wire
 from freight.structured import StructuredOutputs
@@ -19,7 +27,12 @@ from freight.structured import StructuredOutputs
 SECONDS = st.floats(0, 1e6)
 ENTRY = st.dictionaries(
     st.integers(0, 2**31),
-    st.builds(Logprob, st.floats(max_value=0, allow_nan=False), st.integers(1, 9), st.none() | st.text(max_size=3)),
+    st.builds(
+        Logprob,
+        st.floats(max_value=0, allow_nan=False),
+        st.integers(1, 9),
+        st.none() | st.text(max_size=3),
+    ),
     max_size=3,
 )
 COMPLETION = st.builds(
@@ -100,7 +113,9 @@ def test_parameters_arrive_as_they_were(params: SamplingParams) -> None:
 
 
 def test_facts_arrive_as_they_were() -> None:
-    facts = wire.EngineFacts("folder", 9, 8, (1, 2), {"top_k": 5}, {"dtype": "fp8_e4m3fn"}, "cpu-avx2", "fp_0", True)
+    facts = wire.EngineFacts(
+        "folder", 9, 8, (1, 2), {"top_k": 5}, {"dtype": "fp8_e4m3fn"}, "cpu-avx2", "fp_0", True
+    )
     assert wire.facts_from_json(sent(wire.facts_to_json(facts))) == facts
 
 
@@ -114,7 +129,10 @@ def test_facts_arrive_as_they_were() -> None:
         {"regex": "a+"},
         {"choice": ["a", "b"]},
         {"grammar": 'start: "a"'},
-        {"grammar": "start: @a @b", "parts": {"a": {"regex": "x"}, "b": {"json": {"type": "null"}}}},
+        {
+            "grammar": "start: @a @b",
+            "parts": {"a": {"regex": "x"}, "b": {"json": {"type": "null"}}},
+        },
     ],
 )
 def test_every_form_arrives_as_it_was(form: dict[str, Any]) -> None:

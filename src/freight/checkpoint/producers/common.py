@@ -10,7 +10,9 @@ from freight.errors import CheckpointError, choices
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, Scheme
 
-E4M3 = Format.E4M3FN  # what every producer stores; conversion to E4M3FNUZ depends on the device that loads it
+E4M3 = (
+    Format.E4M3FN
+)  # what every producer stores; conversion to E4M3FNUZ depends on the device that loads it
 
 
 def mapping(value: Any, what: str) -> Mapping[str, Any]:
@@ -26,21 +28,31 @@ def require_fp8(spec: Mapping[str, Any], what: str) -> None:
     """QuantizationArgs must say 8 bits, float, symmetric."""
     if spec.get("num_bits") != 8 or spec.get("type") != "float":
         found = f"num_bits {spec.get('num_bits')!r}, type {spec.get('type')!r}"
-        raise CheckpointError(f"{what} of {found} is not implemented; FP8 (num_bits 8, type 'float') is")
+        raise CheckpointError(
+            f"{what} of {found} is not implemented; FP8 (num_bits 8, type 'float') is"
+        )
     if spec.get("symmetric", True) is False:
-        raise CheckpointError(f"{what} with symmetric False is not implemented; symmetric quantization is")
+        raise CheckpointError(
+            f"{what} with symmetric False is not implemented; symmetric quantization is"
+        )
 
 
 def require_blocks_for_groups(kind: str, where: str) -> None:
-    """Raises CheckpointError if activations are scaled per group. Call it for weights without block scales."""
+    """Raises CheckpointError if activations are scaled per group. Call it for weights without block
+    scales.
+    """
     if kind in ("group", "per_group", "block", "per_block", "PerGroup", "PerBlock"):
-        raise CheckpointError(f"{where} of {kind} with weights that are not in blocks are not implemented")
+        raise CheckpointError(
+            f"{where} of {kind} with weights that are not in blocks are not implemented"
+        )
 
 
 def activations(word: str | None, what: str) -> Activations:
     known = {None: Activations.PLAIN, "dynamic": Activations.DYNAMIC, "static": Activations.STATIC}
     if word not in tuple(known):  # it may be a list
-        raise CheckpointError(f"{what} {word!r} is not implemented; {choices(('static', 'dynamic', 'null'))} are")
+        raise CheckpointError(
+            f"{what} {word!r} is not implemented; {choices(('static', 'dynamic', 'null'))} are"
+        )
     return known[word]
 
 
@@ -57,7 +69,9 @@ def block_size(value: Any, what: str) -> tuple[int, int]:
 
 
 def with_kv_scheme(declared: Mapping[str, Any], scheme: Scheme) -> Scheme:
-    """`kv_cache_scheme`: the word 'static' (AutoFP8, Quark) or QuantizationArgs (compressed-tensors, ModelOpt)."""
+    """`kv_cache_scheme`: the word 'static' (AutoFP8, Quark) or QuantizationArgs
+    (compressed-tensors, ModelOpt).
+    """
     kv = declared.get("kv_cache_scheme")
     if kv is None:
         return scheme

@@ -1,6 +1,7 @@
 """compressed-tensors, as llm-compressor writes it: groups of modules, each with its own arguments.
 
-The payload of `float-quantized` and `naive-quantized` is the same; a group without `input_activations` is weight-only.
+The payload of `float-quantized` and `naive-quantized` is the same; a group without
+`input_activations` is weight-only.
 """
 
 from __future__ import annotations
@@ -26,9 +27,15 @@ def read_compressed_tensors(declared: Mapping[str, Any]) -> Scheme:
     _refuse_transforms(mapping(declared.get("transform_config"), "transform_config"))
     sparsity = mapping(declared.get("sparsity_config"), "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
-        raise CheckpointError(f"compressed-tensors with sparsity_config = {dict(sparsity)!r} is not implemented")
+        raise CheckpointError(
+            f"compressed-tensors with sparsity_config = {dict(sparsity)!r} is not implemented"
+        )
     rules, kv_outputs = read_groups(declared, "compressed-tensors")
-    scheme = Scheme("compressed-tensors", E4M3 if any(rule.linear for rule in rules) else None, rules=tuple(rules))
+    scheme = Scheme(
+        "compressed-tensors",
+        E4M3 if any(rule.linear for rule in rules) else None,
+        rules=tuple(rules),
+    )
     if kv_outputs:  # before kv_cache_scheme there was `output_activations` of k_proj and v_proj
         scheme = replace(scheme, kv_format=E4M3, kv_static=True)
     return with_kv_scheme(declared, scheme)
@@ -37,8 +44,8 @@ def read_compressed_tensors(declared: Mapping[str, Any]) -> Scheme:
 def _refuse_transforms(declared: Mapping[str, Any]) -> None:
     """Raises CheckpointError for rotations of values at run time.
 
-    Those at `weight_input` and `weight_output` are part of the stored weights, and nothing is left to compute
-    (compressed-tensors, TransformLocation.is_online).
+    Those at `weight_input` and `weight_output` are part of the stored weights, and nothing is left
+    to compute (compressed-tensors, TransformLocation.is_online).
     """
     groups = mapping(declared.get("config_groups"), "transform_config.config_groups")
     for name, group in groups.items():
@@ -51,11 +58,14 @@ def _refuse_transforms(declared: Mapping[str, Any]) -> None:
                     "rotations that are part of the stored weights are (weight_input, weight_output)"
                 )
     if declared and not groups:
-        raise CheckpointError(f"compressed-tensors with transform_config = {dict(declared)!r} is not implemented")
+        raise CheckpointError(
+            f"compressed-tensors with transform_config = {dict(declared)!r} is not implemented"
+        )
 
 
 def read_groups(declared: Mapping[str, Any], method: str) -> tuple[list[Rule], bool]:
-    """The rules of `ignore` and `config_groups`, and whether a group quantizes the outputs of k_proj and v_proj.
+    """The rules of `ignore` and `config_groups`, and whether a group quantizes the outputs of
+    k_proj and v_proj.
 
     Precedence: an exact name, then a regular expression, then a class.
     """
@@ -72,9 +82,14 @@ def read_groups(declared: Mapping[str, Any], method: str) -> tuple[list[Rule], b
             kv_outputs = True
         linear = _linear(group, where)
         if linear is not None:
-            ranked += [(_rank(target), Rule(patterns.class_or_exact(target), linear)) for target in targets]
+            ranked += [
+                (_rank(target), Rule(patterns.class_or_exact(target), linear)) for target in targets
+            ]
     ranked.sort(key=lambda item: item[0])
-    return [*patterns.rules(declared, "ignore", patterns.class_or_exact), *(rule for _, rule in ranked)], kv_outputs
+    return [
+        *patterns.rules(declared, "ignore", patterns.class_or_exact),
+        *(rule for _, rule in ranked),
+    ], kv_outputs
 
 
 def _rank(target: str) -> int:
@@ -83,10 +98,14 @@ def _rank(target: str) -> int:
 
 def _linear(group: Mapping[str, Any], where: str) -> LinearScheme | None:
     """How a group quantizes a Linear; None if it does not quantize weights."""
-    weights, inputs = (mapping(group.get(key), f"{where} {key}") for key in ("weights", "input_activations"))
+    weights, inputs = (
+        mapping(group.get(key), f"{where} {key}") for key in ("weights", "input_activations")
+    )
     if not weights:
         if inputs:
-            raise CheckpointError(f"{where} quantizes input_activations but no weights, which is not implemented")
+            raise CheckpointError(
+                f"{where} quantizes input_activations but no weights, which is not implemented"
+            )
         return None
     require_fp8(weights, f"{where} weights")
     if weights.get("dynamic"):
@@ -96,9 +115,13 @@ def _linear(group: Mapping[str, Any], where: str) -> LinearScheme | None:
     strategy = weights.get("strategy") or "tensor"
     kind = _activations(inputs, where)
     if strategy == "block":
-        return LinearScheme(WeightScales.BLOCK, kind, block_size(weights.get("block_structure"), "block_structure"))
+        return LinearScheme(
+            WeightScales.BLOCK, kind, block_size(weights.get("block_structure"), "block_structure")
+        )
     if strategy == "group":
-        return LinearScheme(WeightScales.BLOCK, kind, block_size([1, weights.get("group_size")], "group_size"))
+        return LinearScheme(
+            WeightScales.BLOCK, kind, block_size([1, weights.get("group_size")], "group_size")
+        )
     if kind is not Activations.PLAIN:
         require_blocks_for_groups(str(inputs.get("strategy")), f"{where} input_activations")
     known = {"tensor": WeightScales.TENSOR, "channel": WeightScales.ROW}
@@ -125,4 +148,6 @@ def _activations(inputs: Mapping[str, Any], where: str) -> Activations:
 def _require_kv_outputs(group: Mapping[str, Any], targets: list[str], where: str) -> None:
     require_fp8(mapping(group["output_activations"], where), f"{where} output_activations")
     if not all(target.endswith(("k_proj", "v_proj", "q_proj")) for target in targets):
-        raise CheckpointError(f"{where} quantizes the outputs of {targets!r}; only those of k_proj and v_proj can be")
+        raise CheckpointError(
+            f"{where} quantizes the outputs of {targets!r}; only those of k_proj and v_proj can be"
+        )

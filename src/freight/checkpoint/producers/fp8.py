@@ -1,7 +1,9 @@
-"""`quant_method` fp8 and fbgemm_fp8: AutoFP8, Quark's export for vLLM, DeepSeek's blocks, transformers.
+"""`quant_method` fp8 and fbgemm_fp8: AutoFP8, Quark's export for vLLM, DeepSeek's blocks,
+transformers.
 
-One scale per tensor (`weight_scale`, or `weight_scale_inv`, which is not an inverse), or one per block where
-`weight_block_size` says so; fbgemm has one per output row and clips activations to `activation_scale_ub`.
+One scale per tensor (`weight_scale`, or `weight_scale_inv`, which is not an inverse), or one per
+block where `weight_block_size` says so; fbgemm has one per output row and clips activations to
+`activation_scale_ub`.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightSc
 
 def read_fp8(declared: Mapping[str, Any]) -> Scheme:
     if declared.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):  # the last is MiniMax's word
-        raise CheckpointError(f"quant_method fp8 with fmt {declared['fmt']!r} is not implemented; e4m3 is")
+        raise CheckpointError(
+            f"quant_method fp8 with fmt {declared['fmt']!r} is not implemented; e4m3 is"
+        )
     size = declared.get("weight_block_size")
-    kind = activations(declared.get("activation_scheme", "dynamic"), "quant_method fp8 with activation_scheme")
+    kind = activations(
+        declared.get("activation_scheme", "dynamic"), "quant_method fp8 with activation_scheme"
+    )
     if size is None:
         linear = LinearScheme(WeightScales.TENSOR, kind)
     else:  # transformers does not quantize matrices that blocks do not divide
@@ -34,8 +40,12 @@ def read_fp8(declared: Mapping[str, Any]) -> Scheme:
 def read_fbgemm(declared: Mapping[str, Any]) -> Scheme:
     limit = declared.get("activation_scale_ub", 1200.0)
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
-        raise CheckpointError(f"fbgemm_fp8 with activation_scale_ub {limit!r}: it must be finite and above 0")
+        raise CheckpointError(
+            f"fbgemm_fp8 with activation_scale_ub {limit!r}: it must be finite and above 0"
+        )
     linear = LinearScheme(WeightScales.ROW, Activations.DYNAMIC, input_limit=float(limit))
     left_out = patterns.rules(declared, "modules_to_not_convert", patterns.searched)
     unused = (("*.input_scale_ub", "config.json has it as activation_scale_ub"),)
-    return Scheme("fbgemm_fp8", E4M3, rules=(*left_out, Rule(patterns.every(), linear)), unused=unused)
+    return Scheme(
+        "fbgemm_fp8", E4M3, rules=(*left_out, Rule(patterns.every(), linear)), unused=unused
+    )

@@ -1,4 +1,6 @@
-"""NVIDIA ModelOpt: one algorithm for all modules, or a map of them; in hf_quant_config.json or in config.json."""
+"""NVIDIA ModelOpt: one algorithm for all modules, or a map of them; in hf_quant_config.json or in
+config.json.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,22 @@ from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightSc
 _ALGOS = {
     "FP8": LinearScheme(WeightScales.TENSOR, Activations.STATIC),
     "FP8_PER_CHANNEL_PER_TOKEN": LinearScheme(WeightScales.ROW, Activations.DYNAMIC),
-    "FP8_PB_WO": LinearScheme(WeightScales.BLOCK, Activations.PLAIN, (128, 128)),  # per block, weight-only
+    "FP8_PB_WO": LinearScheme(
+        WeightScales.BLOCK, Activations.PLAIN, (128, 128)
+    ),  # per block, weight-only
 }
 
 
 def read_modelopt(declared: Mapping[str, Any]) -> Scheme:
     """An FP8 cache may have no stored scales (ModelOpt's cast mode), so `kv_static` is False."""
     rules = _rules(declared)
-    scheme = Scheme("modelopt", E4M3 if any(rule.linear for rule in rules) else None, rules=tuple(rules))
-    for key in ("kv_cache_quant_algo", "kv_cache_scheme"):  # version 0.31 wrote the word under the second name
+    scheme = Scheme(
+        "modelopt", E4M3 if any(rule.linear for rule in rules) else None, rules=tuple(rules)
+    )
+    for key in (
+        "kv_cache_quant_algo",
+        "kv_cache_scheme",
+    ):  # version 0.31 wrote the word under the second name
         word = declared.get(key)
         if isinstance(word, str) and word != "FP8":
             raise CheckpointError(f"modelopt with {key} {word!r} is not implemented; FP8 is")
@@ -50,7 +59,10 @@ def _rules(declared: Mapping[str, Any]) -> list[Rule]:
         own = mapping(layers[name], f"quantized_layers[{name!r}]").get("quant_algo")
         return None if own is None else _linear(own, f" of {name}")
 
-    return [*left_out, *patterns.rules(declared, "quantized_layers", patterns.wildcard_or_part, linear)]
+    return [
+        *left_out,
+        *patterns.rules(declared, "quantized_layers", patterns.wildcard_or_part, linear),
+    ]
 
 
 def _linear(algo: Any, where: str = "") -> LinearScheme:

@@ -1,4 +1,6 @@
-"""`quant_method` mxfp4: experts of gpt-oss in E2M1 with a power of two per 32 inputs; all else in 16 bits."""
+"""`quant_method` mxfp4: experts of gpt-oss in E2M1 with a power of two per 32 inputs; all else in
+16 bits.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""How each producer refers to modules, as regular expressions over full names, matched from the start.
+"""How each producer refers to modules, as regular expressions over full names, matched from the
+start.
 
-Exact names may omit the prefix `model.`, and the name of a merged projection (`qkv_proj`, `gate_up_proj`) also matches
-each of its parts. Imports no torch.
+Exact names may omit the prefix `model.`, and the name of a merged projection (`qkv_proj`,
+`gate_up_proj`) also matches each of its parts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def class_or_exact(name: str) -> re.Pattern[str]:
 
 
 def searched(name: str) -> re.Pattern[str]:
-    """transformers and AutoFP8: a module and its submodules, the end of a name, or an expression that ends at a dot.
+    """transformers and AutoFP8: a module and its submodules, the end of a name, or an expression
+    that ends at a dot.
 
     `re:` and an expression is searched anywhere, as AutoFP8 does.
     """
@@ -68,7 +70,9 @@ def wildcard_or_part(name: str) -> re.Pattern[str]:
 
 
 def names(declared: Mapping[str, Any], key: str) -> list[str]:
-    """The list of names (or the keys of the object) under `key`. Raises CheckpointError for anything else."""
+    """The list of names (or the keys of the object) under `key`. Raises CheckpointError for
+    anything else.
+    """
     found = declared.get(key) or []
     if not isinstance(found, list | Mapping) or not all(isinstance(name, str) for name in found):
         raise CheckpointError(f"config.json: {key} = {found!r} is not a list of module names")
@@ -76,7 +80,10 @@ def names(declared: Mapping[str, Any], key: str) -> list[str]:
 
 
 def rules(
-    declared: Mapping[str, Any], key: str, syntax: Syntax, linear: Callable[[str], LinearScheme | None] | None = None
+    declared: Mapping[str, Any],
+    key: str,
+    syntax: Syntax,
+    linear: Callable[[str], LinearScheme | None] | None = None,
 ) -> list[Rule]:
     """A rule for each of `names`: the scheme that `linear` returns for it, or None (not quantized)."""
     return [Rule(syntax(name), linear(name) if linear else None) for name in names(declared, key)]
@@ -92,4 +99,6 @@ def _compiled(expression: str, name: str) -> re.Pattern[str]:
     try:
         return re.compile(expression)
     except re.error as error:
-        raise CheckpointError(f"config.json: {name!r} is not a regular expression: {error}") from error
+        raise CheckpointError(
+            f"config.json: {name!r} is not a regular expression: {error}"
+        ) from error

@@ -1,7 +1,8 @@
-"""AMD Quark's native export: tensor specifications by pattern of module names, then by class, then for all modules.
+"""AMD Quark's native export: tensor specifications by pattern of module names, then by class, then
+for all modules.
 
-The cache's scales are those of the outputs of k_proj and v_proj. The specification of such a module also covers its
-weight and input, so one that has outputs alone leaves the weight in 16 bits.
+The cache's scales are those of the outputs of k_proj and v_proj. The specification of such a module
+also covers its weight and input, so one that has outputs alone leaves the weight in 16 bits.
 """
 
 from __future__ import annotations
@@ -36,8 +37,13 @@ def _rules(declared: Mapping[str, Any]) -> list[Rule]:
         rules += patterns.rules(declared, key, patterns.wildcard, partial(_named, specs, key))
     for name, spec in by_class.items():
         if name.rpartition(".")[2].lower() in ("linear", "nn.linear"):
-            rules.append(Rule(patterns.every(), _linear(spec, f"layer_type_quant_config[{name!r}]")))
-    return [*rules, Rule(patterns.every(), _linear(declared.get("global_quant_config"), "global_quant_config"))]
+            rules.append(
+                Rule(patterns.every(), _linear(spec, f"layer_type_quant_config[{name!r}]"))
+            )
+    return [
+        *rules,
+        Rule(patterns.every(), _linear(declared.get("global_quant_config"), "global_quant_config")),
+    ]
 
 
 def _named(specs: Mapping[str, Any], key: str, name: str) -> LinearScheme | None:
@@ -49,11 +55,15 @@ def _linear(config: Any, where: str) -> LinearScheme | None:
     weight, inputs = spec.get("weight"), spec.get("input_tensors")
     if weight is None:
         if inputs is not None:
-            raise CheckpointError(f"quark {where} quantizes input_tensors but no weight, which is not implemented")
+            raise CheckpointError(
+                f"quark {where} quantizes input_tensors but no weight, which is not implemented"
+            )
         return None
     qscheme = _require_fp8(weight, f"{where}.weight")
     if weight.get("is_dynamic"):
-        raise CheckpointError(f"quark {where}.weight with is_dynamic true is not implemented; static weights are")
+        raise CheckpointError(
+            f"quark {where}.weight with is_dynamic true is not implemented; static weights are"
+        )
     kind = _activations(inputs, f"{where}.input_tensors")
     if inputs is not None and qscheme in ("per_tensor", "per_channel"):
         require_blocks_for_groups(str(inputs.get("qscheme")), f"quark {where}.input_tensors")
@@ -62,11 +72,15 @@ def _linear(config: Any, where: str) -> LinearScheme | None:
     if qscheme == "per_channel" and weight.get("ch_axis") in (None, 0):
         return LinearScheme(WeightScales.ROW, kind)
     if qscheme == "per_block":
-        return LinearScheme(WeightScales.BLOCK, kind, block_size(weight.get("block_size"), f"{where} block_size"))
+        return LinearScheme(
+            WeightScales.BLOCK, kind, block_size(weight.get("block_size"), f"{where} block_size")
+        )
     if qscheme == "per_group" and weight.get("ch_axis") in (None, 1, -1):
         size = block_size([1, weight.get("group_size")], f"{where} [1, group_size]")
         return LinearScheme(WeightScales.BLOCK, kind, size)
-    raise CheckpointError(f"quark {where}.weight {qscheme} with ch_axis {weight.get('ch_axis')!r} is not implemented")
+    raise CheckpointError(
+        f"quark {where}.weight {qscheme} with ch_axis {weight.get('ch_axis')!r} is not implemented"
+    )
 
 
 def _activations(spec: Any, where: str) -> Activations:
@@ -76,12 +90,16 @@ def _activations(spec: Any, where: str) -> Activations:
     if spec.get("is_dynamic"):
         return Activations.DYNAMIC
     if qscheme != "per_tensor":
-        raise CheckpointError(f"quark {where} of static {qscheme} is not implemented; per_tensor is")
+        raise CheckpointError(
+            f"quark {where} of static {qscheme} is not implemented; per_tensor is"
+        )
     return Activations.STATIC
 
 
 def _quantizes_kv(declared: Mapping[str, Any]) -> bool:
-    """Whether outputs of k_proj and v_proj are quantized. Raises CheckpointError where other outputs are."""
+    """Whether outputs of k_proj and v_proj are quantized. Raises CheckpointError where other
+    outputs are.
+    """
     found = False
     for key in ("kv_cache_quant_config", "layer_quant_config"):
         for pattern, config in mapping(declared.get(key), key).items():
@@ -90,12 +108,19 @@ def _quantizes_kv(declared: Mapping[str, Any]) -> bool:
             if outputs is None:
                 continue
             if key == "layer_quant_config" and not pattern.endswith(("q_proj", "k_proj", "v_proj")):
-                raise CheckpointError(f"quark {where} is not implemented; outputs of k_proj and v_proj are quantized")
+                raise CheckpointError(
+                    f"quark {where} is not implemented; outputs of k_proj and v_proj are quantized"
+                )
             if not pattern.endswith("q_proj"):
                 if _require_fp8(outputs, where) != "per_tensor":
-                    raise CheckpointError(f"quark {where} of {outputs['qscheme']} is not implemented; per_tensor is")
+                    raise CheckpointError(
+                        f"quark {where} of {outputs['qscheme']} is not implemented; per_tensor is"
+                    )
                 found = True
-    if mapping(declared.get("global_quant_config"), "global_quant_config").get("output_tensors") is not None:
+    if (
+        mapping(declared.get("global_quant_config"), "global_quant_config").get("output_tensors")
+        is not None
+    ):
         raise CheckpointError("quark global_quant_config.output_tensors is not implemented")
     return found
 
@@ -108,7 +133,11 @@ def _require_fp8(spec: Any, where: str) -> str:
             f"quark {where} of dtype {declared['dtype']!r} (MXFP4 or NVFP4 of amd-quark) is not implemented; "
             "MXFP4 is read from OpenAI's own files of gpt-oss (quant_method mxfp4)"
         )
-    if declared.get("dtype") != "fp8_e4m3" or declared.get("qscheme") is None or declared.get("symmetric") is False:
+    if (
+        declared.get("dtype") != "fp8_e4m3"
+        or declared.get("qscheme") is None
+        or declared.get("symmetric") is False
+    ):
         raise CheckpointError(
             f"quark {where} of dtype {declared.get('dtype')!r}, qscheme {declared.get('qscheme')!r}, symmetric "
             f"{declared.get('symmetric')!r} is not implemented; symmetric fp8_e4m3 is"

@@ -1,7 +1,8 @@
-"""torchao's Float8 types, stored as safetensors: `X.weight` is there as `X._weight_qdata` and `X._weight_scale`.
+"""torchao's Float8 types, stored as safetensors: `X.weight` is there as `X._weight_qdata` and
+`X._weight_scale`.
 
-The configuration gives the granularity of activations and weights. The tensors show which modules were quantized,
-because torchao skips those that its kernels do not support.
+The configuration gives the granularity of activations and weights. The tensors show which modules
+were quantized, because torchao skips those that its kernels do not support.
 """
 
 from __future__ import annotations
@@ -28,17 +29,26 @@ def read_torchao(declared: Mapping[str, Any]) -> Scheme:
     rules = patterns.rules(declared, "modules_to_not_convert", patterns.searched)
     kind = default.get("_type") if isinstance(default, Mapping) else None
     if isinstance(default, Mapping) and kind in _MAPS:
-        rules += _mapped(mapping(mapping(default.get("_data"), "_data").get(_MAPS[str(kind)]), _MAPS[str(kind)]))
+        rules += _mapped(
+            mapping(mapping(default.get("_data"), "_data").get(_MAPS[str(kind)]), _MAPS[str(kind)])
+        )
     else:
         rules.append(Rule(patterns.every(), _linear(default)))
     return Scheme("torchao", E4M3, rules=tuple(rules))
 
 
 def _mapped(configs: Mapping[str, Any]) -> list[Rule]:
-    """Names first, then expressions, then `_default`. A name is that of the module or of its weight."""
-    order = sorted((name for name in configs if name != "_default"), key=lambda name: name.startswith("re:"))
+    """Names first, then expressions, then `_default`. A name is that of the module or of its
+    weight.
+    """
+    order = sorted(
+        (name for name in configs if name != "_default"), key=lambda name: name.startswith("re:")
+    )
     rules = [
-        Rule(patterns.exact(name.removesuffix(".weight")), None if configs[name] is None else _linear(configs[name]))
+        Rule(
+            patterns.exact(name.removesuffix(".weight")),
+            None if configs[name] is None else _linear(configs[name]),
+        )
         for name in order
     ]
     default = configs.get("_default")
@@ -48,22 +58,34 @@ def _mapped(configs: Mapping[str, Any]) -> list[Rule]:
 def _linear(config: Any) -> LinearScheme:
     kind = config.get("_type") if isinstance(config, Mapping) else config
     if kind not in _TYPES:
-        raise CheckpointError(f"torchao with quant_type {kind!r} is not implemented; {', '.join(_TYPES)} are")
+        raise CheckpointError(
+            f"torchao with quant_type {kind!r} is not implemented; {', '.join(_TYPES)} are"
+        )
     data = mapping(config.get("_data") if isinstance(config, Mapping) else None, f"{kind}._data")
     for key in ("weight_dtype", "activation_dtype"):
         declared = data.get(key)
         dtype = declared.get("_data") if isinstance(declared, Mapping) else declared
         if dtype not in (None, E4M3.torch_name, f"torch.{E4M3.torch_name}"):
-            raise CheckpointError(f"torchao {kind} with {key} {dtype!r} is not implemented; {E4M3.torch_name} is")
+            raise CheckpointError(
+                f"torchao {kind} with {key} {dtype!r} is not implemented; {E4M3.torch_name} is"
+            )
     limit = data.get("activation_value_ub")
     if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
-        raise CheckpointError(f"torchao {kind} with activation_value_ub {limit!r}: it must be finite and above 0")
+        raise CheckpointError(
+            f"torchao {kind} with activation_value_ub {limit!r}: it must be finite and above 0"
+        )
     granularity = data.get("granularity")
-    inputs, weights = (granularity[0], granularity[-1]) if isinstance(granularity, list) else (None, granularity)
+    inputs, weights = (
+        (granularity[0], granularity[-1]) if isinstance(granularity, list) else (None, granularity)
+    )
     scales, block = _scales(weights, str(kind))
     if inputs is not None and block is None:
-        require_blocks_for_groups(str(mapping(inputs, "granularity").get("_type")), f"torchao {kind} activations")
-    return LinearScheme(scales, _TYPES[kind], block, None if limit is None else float(limit), or_plain=True)
+        require_blocks_for_groups(
+            str(mapping(inputs, "granularity").get("_type")), f"torchao {kind} activations"
+        )
+    return LinearScheme(
+        scales, _TYPES[kind], block, None if limit is None else float(limit), or_plain=True
+    )
 
 
 def _scales(granularity: Any, kind: str) -> tuple[WeightScales, tuple[int, int] | None]:
@@ -79,5 +101,7 @@ def _scales(granularity: Any, kind: str) -> tuple[WeightScales, tuple[int, int] 
     if name == "PerBlock":
         return WeightScales.BLOCK, block_size(data.get("block_size"), "PerBlock block_size")
     if name == "PerGroup":
-        return WeightScales.BLOCK, block_size([1, data.get("group_size")], "PerGroup [1, group_size]")
+        return WeightScales.BLOCK, block_size(
+            [1, data.get("group_size")], "PerGroup [1, group_size]"
+        )
     raise CheckpointError(f"torchao {kind} with granularity {granularity!r} is not implemented")

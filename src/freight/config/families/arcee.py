@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
-    """With `mup_enabled` the embedding's rows are multiplied by the square root of `hidden_size`, not rounded."""
+    """With `mup_enabled` the embedding's rows are multiplied by the square root of `hidden_size`,
+    not rounded.
+    """
     model = with_attention(model, gate=OutputGate(GateFunction.SIGMOID, by_head=False))
     if flag(config, "mup_enabled"):
         model = replace(model, embedding_multiplier=float(model.hidden_size**0.5))
@@ -67,7 +69,9 @@ ROWS = {
             "global_attn_every_n_layers": 4,
         },
         # how products are computed and how experts were balanced in training
-        words("attention_bias sliding_window layer_types global_attn_every_n_layers mup_enabled use_grouped_mm")
+        words(
+            "attention_bias sliding_window layer_types global_attn_every_n_layers mup_enabled use_grouped_mm"
+        )
         | words("load_balance_coeff"),
         bias_keys=ATTENTION_BIAS,
         fixed={

@@ -1,4 +1,6 @@
-"""DeepSeek-V2, V3, R1 and V3.2; Kimi K2 and K2.5 of Moonshot, whose text models are as V3. Imports no torch."""
+"""DeepSeek-V2, V3, R1 and V3.2; Kimi K2 and K2.5 of Moonshot, whose text models are as V3. Imports
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,14 @@ _GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
 
 
 def _translate_v2(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Weights are not normed, whatever `norm_topk_prob` says: transformers 5.23 reads over it. (DeepSeek's own code
-    norms them and leaves `routed_scaling_factor` out; no published file asks for it.) A greedy choice has no groups."""
+    """Weights are not normed, whatever `norm_topk_prob` says: transformers 5.23 reads over it.
+    (DeepSeek's own code norms them and leaves `routed_scaling_factor` out; no published file asks
+    for it.) A greedy choice has no groups."""
     config = {**config, "norm_topk_prob": False}
     if config["topk_method"] == _GREEDY:
-        config = {key: value for key, value in config.items() if key not in ("n_group", "topk_group")}
+        config = {
+            key: value for key, value in config.items() if key not in ("n_group", "topk_group")
+        }
     return translate_latent(config)
 
 
@@ -100,7 +105,9 @@ _DEEPSEEK_V2 = replace(
         "topk_method": (_GREEDY, _IN_GROUPS),
         "moe_layer_freq": (1,),
     },
-    moe=replace(DEEPSEEK_EXPERTS, count=64, scoring=Scoring.SOFTMAX, choice_bias=False, group_best=1),
+    moe=replace(
+        DEEPSEEK_EXPERTS, count=64, scoring=Scoring.SOFTMAX, choice_bias=False, group_best=1
+    ),
     translate=_translate_v2,
 )
 _DEEPSEEK_V32 = replace(
@@ -125,11 +132,16 @@ ROWS = {
         bodies=LANGUAGE_MODEL,
         text_type="kimi_k2",
         other_texts=("deepseek_v3",),
-        wrapper_keys=words("vision_config media_placeholder_token_id use_unified_vision_chunk video_placeholder")
-        | words("projection_hidden_size projection_layer_norm_eps image_token_id video_token_id ignore_index")
+        wrapper_keys=words(
+            "vision_config media_placeholder_token_id use_unified_vision_chunk video_placeholder"
+        )
+        | words(
+            "projection_hidden_size projection_layer_norm_eps image_token_id video_token_id ignore_index"
+        )
         | words("vision_start_token_id vision_end_token_id"),
         tensors=TensorNames(
-            shared="mlp.shared_experts.", unused=(*VISION_TOWER, *not_run("vision", "*mm_projector.*"))
+            shared="mlp.shared_experts.",
+            unused=(*VISION_TOWER, *not_run("vision", "*mm_projector.*")),
         ),
     ),
 }

@@ -17,7 +17,9 @@ def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     key = "moe_intermediate_size"
     widths = config[key]
     if not isinstance(widths, list) or len(widths) != 2:
-        raise CheckpointError(f"config.json: {key} = {widths!r} must be a list of two widths: for text, for pictures")
+        raise CheckpointError(
+            f"config.json: {key} = {widths!r} must be a list of two widths: for text, for pictures"
+        )
     return {**config, key: widths[0]}
 
 
@@ -62,9 +64,9 @@ _MOE = Family(
         unused=(("model.mtp_*", PREDICTS),),
     ),
 )
-_OUTSIDE = words("vision_config image_token_id image_start_token_id image_end_token_id video_token_id") | words(
-    "video_start_token_id video_end_token_id"
-)
+_OUTSIDE = words(
+    "vision_config image_token_id image_start_token_id image_end_token_id video_token_id"
+) | words("video_start_token_id video_end_token_id")
 
 ROWS = {
     "ernie4_5": Family(

@@ -36,10 +36,17 @@ _GEMMA = {
     "sliding_window": 4096,
     "use_sliding_window": True,
 }
-_GEMMA_KEYS = words("query_pre_attn_scalar attention_bias sliding_window layer_types cache_implementation")
+_GEMMA_KEYS = words(
+    "query_pre_attn_scalar attention_bias sliding_window layer_types cache_implementation"
+)
 _GEMMA3 = Family(
     "Gemma3ForCausalLM",
-    {**_GEMMA, "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
+    {
+        **_GEMMA,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6,
+    },
     _GEMMA_KEYS | words("sliding_window_pattern rope_local_base_freq"),
     bias_keys=ATTENTION_BIAS,
     qk_norm=True,
@@ -77,7 +84,9 @@ ROWS = {
         architecture="Gemma3ForConditionalGeneration",
         bodies=LANGUAGE_MODEL,
         text_type="gemma3_text",
-        wrapper_keys=words("vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index"),
+        wrapper_keys=words(
+            "vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index"
+        ),
         tensors=replace(GEMMA_TENSORS, unused=VISION_TOWER),
     ),
 }

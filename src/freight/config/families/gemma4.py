@@ -1,4 +1,6 @@
-"""Gemma 4 of Google: heads by kind of layer, shared keys and values, per-layer embeddings. Imports no torch."""
+"""Gemma 4 of Google: heads by kind of layer, shared keys and values, per-layer embeddings. Imports
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from freight.config.experts import MoEFamily
 from freight.config.families.gemma import GEMMA_TENSORS
 from freight.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, RopeForm, words
 from freight.config.fields import flag, integer
-from freight.config.layer import AttentionConfig, FeedForward, LayerInputConfig, MoEConfig, NormPlacement
+from freight.config.layer import (
+    AttentionConfig,
+    FeedForward,
+    LayerInputConfig,
+    MoEConfig,
+    NormPlacement,
+)
 from freight.config.tensor_names import VISION_TOWER, not_run
 from freight.errors import CheckpointError, choices
 from freight.operands.activation import GatedActivation
@@ -27,19 +35,25 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     mixers = [replace(mixer, v_norm=True) for mixer in model.attention.values()]
-    mixers[-1] = replace(mixers[-1], window=None, rope=0)  # whatever the keys say: so transformers reads them
+    mixers[-1] = replace(
+        mixers[-1], window=None, rope=0
+    )  # whatever the keys say: so transformers reads them
     model = with_mixers(model, _with_shared(config, _with_own_heads(config, mixers)))
     own, rows = _layer_input(config, model)
     layers = [replace(layer, scalar=True, input=own) for layer in model.layers]
     if flag(config, "use_double_wide_mlp"):
         layers = [
-            one if model.attention[index].kv_from is None else replace(one, feed_forward=_wider(one.feed_forward))
+            one
+            if model.attention[index].kv_from is None
+            else replace(one, feed_forward=_wider(one.feed_forward))
             for index, one in enumerate(layers)
         ]
     return replace(model, layers=tuple(layers), input_vocab_size=rows)
 
 
-def _layer_input(config: Mapping[str, Any], model: ModelConfig) -> tuple[LayerInputConfig | None, int | None]:
+def _layer_input(
+    config: Mapping[str, Any], model: ModelConfig
+) -> tuple[LayerInputConfig | None, int | None]:
     """What each layer has of a token for itself, and the rows of its table."""
     size = integer(config, "hidden_size_per_layer_input", 0, least=0)
     if not size:
@@ -61,17 +75,23 @@ def _wider(mlp: FeedForward) -> FeedForward:
     assert mlp is not None
     if isinstance(mlp, MoEConfig):
         assert mlp.shared is not None
-        return replace(mlp, shared=replace(mlp.shared, intermediate_size=2 * mlp.shared.intermediate_size))
+        return replace(
+            mlp, shared=replace(mlp.shared, intermediate_size=2 * mlp.shared.intermediate_size)
+        )
     return replace(mlp, intermediate_size=2 * mlp.intermediate_size)
 
 
-def _with_shared(config: Mapping[str, Any], mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
-    """`mixers` whose last `num_kv_shared_layers` read the keys and values of the last layer before them of their kind,
-    with a window or without."""
+def _with_shared(
+    config: Mapping[str, Any], mixers: Sequence[AttentionConfig]
+) -> list[AttentionConfig]:
+    """`mixers` whose last `num_kv_shared_layers` read the keys and values of the last layer before
+    them of their kind, with a window or without."""
     first = len(mixers) - integer(config, "num_kv_shared_layers", 0, least=0)
     found = list(mixers[: max(first, 0)])
     for index, mixer in list(enumerate(mixers))[len(found) :]:
-        sources = [at for at in range(len(found)) if at < first and mixers[at].window == mixer.window]
+        sources = [
+            at for at in range(len(found)) if at < first and mixers[at].window == mixer.window
+        ]
         if not sources or mixers[sources[-1]].qkv_sizes[1:] != mixer.qkv_sizes[1:]:
             raise CheckpointError(
                 f"config.json: num_kv_shared_layers = {config['num_kv_shared_layers']}: no layer before layer {index} "
@@ -81,11 +101,14 @@ def _with_shared(config: Mapping[str, Any], mixers: Sequence[AttentionConfig]) -
     return found
 
 
-def _with_own_heads(config: Mapping[str, Any], mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
+def _with_own_heads(
+    config: Mapping[str, Any], mixers: Sequence[AttentionConfig]
+) -> list[AttentionConfig]:
     """`mixers` with what layers without a window have of their own.
 
-    Both spellings: `global_head_dim` and `num_global_key_value_heads`, which counts where `attention_k_eq_v` is true,
-    or `per_layer_config`, which has for some layers, by index, the keys that differ.
+    Both spellings: `global_head_dim` and `num_global_key_value_heads`, which counts where
+    `attention_k_eq_v` is true, or `per_layer_config`, which has for some layers, by index, the keys
+    that differ.
     """
     same = flag(config, "attention_k_eq_v")
     wide = {"head_dim": config.get("global_head_dim")}
@@ -94,7 +117,10 @@ def _with_own_heads(config: Mapping[str, Any], mixers: Sequence[AttentionConfig]
     default = {str(index): wide for index, mixer in enumerate(mixers) if mixer.window is None}
     by_layer = default if config.get("per_layer_config") is None else config["per_layer_config"]
     if not isinstance(by_layer, Mapping) or not all(
-        str(key).isdecimal() and int(key) < len(mixers) and isinstance(own, Mapping) and set(own) <= set(_OWN)
+        str(key).isdecimal()
+        and int(key) < len(mixers)
+        and isinstance(own, Mapping)
+        and set(own) <= set(_OWN)
         for key, own in by_layer.items()
     ):
         raise CheckpointError(
@@ -109,7 +135,9 @@ def _with_own_heads(config: Mapping[str, Any], mixers: Sequence[AttentionConfig]
         kv_heads = integer(own, "num_key_value_heads", mixer.num_kv_heads)
         require_multiple(mixer.num_heads, kv_heads, f"num_key_value_heads of layer {index}")
         whole = same and mixer.window is None
-        found.append(replace(mixer, num_kv_heads=kv_heads, k_dim=head_dim, v_dim=head_dim, k_eq_v=whole))
+        found.append(
+            replace(mixer, num_kv_heads=kv_heads, k_dim=head_dim, v_dim=head_dim, k_eq_v=whole)
+        )
     for windowed in (False, True):
         sizes = sorted({mixer.k_dim for mixer in found if (mixer.window is not None) is windowed})
         if len(sizes) > 1:
@@ -148,10 +176,16 @@ _GEMMA4 = Family(
         "vocab_size_per_layer_input": 262144,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+            },
         },
     },
-    words("attention_bias sliding_window layer_types global_head_dim num_global_key_value_heads attention_k_eq_v")
+    words(
+        "attention_bias sliding_window layer_types global_head_dim num_global_key_value_heads attention_k_eq_v"
+    )
     | words("per_layer_config hidden_size_per_layer_input vocab_size_per_layer_input")
     | words("num_kv_shared_layers use_double_wide_mlp"),
     bias_keys=ATTENTION_BIAS,
@@ -191,9 +225,9 @@ _UNIFIED = replace(
     moe=None,
     tensors=GEMMA_TENSORS,
 )
-_GEMMA4_OUTSIDE = words("vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id") | words(
-    "boa_token_id eoa_token_index eoa_token_id audio_token_id vision_soft_tokens_per_image"
-)
+_GEMMA4_OUTSIDE = words(
+    "vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id"
+) | words("boa_token_id eoa_token_index eoa_token_id audio_token_id vision_soft_tokens_per_image")
 
 ROWS = {
     "gemma4_text": _GEMMA4,

@@ -22,9 +22,9 @@ from freight.config.latent import (
 from freight.config.layer import NormPlacement
 from freight.config.tensor_names import VISUAL, TensorNames
 
-_OUTSIDE = words("vision_config image_token_id image_start_token_id image_end_token_id video_token_id") | words(
-    "video_start_token_id video_end_token_id"
-)
+_OUTSIDE = words(
+    "vision_config image_token_id image_start_token_id image_end_token_id video_token_id"
+) | words("video_start_token_id video_end_token_id")
 _GLM = Family(
     "GlmForCausalLM",
     {
@@ -103,7 +103,9 @@ _GLM4_MOE_LITE = replace(
     bias_keys=("", "", ""),
     rotary_factor=None,
     interleaved=True,
-    moe=replace(DEEPSEEK_EXPERTS, count=64, dense_keys=words("first_k_dense_replace mlp_layer_types")),
+    moe=replace(
+        DEEPSEEK_EXPERTS, count=64, dense_keys=words("first_k_dense_replace mlp_layer_types")
+    ),
     translate=translate_latent,
     derive=with_latent,
 )

@@ -55,7 +55,10 @@ ROWS = {
             activation=GatedActivation.CLAMPED_SWIGLU,
         ),
         tensors=TensorNames(
-            router="mlp.router", expert="mlp.experts.", expert_gate_up=("gate_up_proj",), interleaved=True
+            router="mlp.router",
+            expert="mlp.experts.",
+            expert_gate_up=("gate_up_proj",),
+            interleaved=True,
         ),
     ),
 }

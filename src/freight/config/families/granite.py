@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freight.config.attention import require_multiple
-from freight.config.deriving import conv_width, require_silu, step_limits, with_attention, with_layers
+from freight.config.deriving import (
+    conv_width,
+    require_silu,
+    step_limits,
+    with_attention,
+    with_layers,
+)
 from freight.config.experts import MoEFamily, has_experts
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import flag, integer, number
@@ -37,13 +43,21 @@ def _unless_1(config: Mapping[str, Any], key: str) -> float | None:
     return None if value == 1 else value
 
 
-_STATEFUL = ("linear_attention", "mamba")  # in `layer_types`: transformers' word, and that of published files
+_STATEFUL = (
+    "linear_attention",
+    "mamba",
+)  # in `layer_types`: transformers' word, and that of published files
 _SIZES = words("mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads")
 
 
 def _translate_hybrid(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without `layer_types` every layer has a state; without experts the shared one is the feed-forward."""
-    own = {"layer_types": config.get("layer_types") or [_STATEFUL[0]] * integer(config, "num_hidden_layers")}
+    """Without `layer_types` every layer has a state; without experts the shared one is the
+    feed-forward.
+    """
+    own = {
+        "layer_types": config.get("layer_types")
+        or [_STATEFUL[0]] * integer(config, "num_hidden_layers")
+    }
     if not has_experts(config, _HYBRID_MOE):
         own["intermediate_size"] = integer(config, "shared_intermediate_size")
     return {**config, **own}
@@ -143,7 +157,9 @@ ROWS = {
         },
         keys=_MOE.keys
         | _SIZES
-        | words("layer_types mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit position_embedding_type"),
+        | words(
+            "layer_types mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit position_embedding_type"
+        ),
         synonyms={"layers_block_type": "layer_types"},
         other_layers=_STATEFUL,
         moe=_HYBRID_MOE,

@@ -22,8 +22,9 @@ _ROPES = ("rope_parameters", "rope_scaling")
 
 
 def _with_theta(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A rope that is called dynamic and has an `alpha` depends on no length: its theta is multiplied by
-    alpha ** (d / (d - 2)), for heads of d channels. The numbers beside it (factor, beta_fast, mscale) change nothing.
+    """A rope that is called dynamic and has an `alpha` depends on no length: its theta is
+    multiplied by alpha ** (d / (d - 2)), for heads of d channels. The numbers beside it (factor,
+    beta_fast, mscale) change nothing.
     """
     stretched = {}
     for key in _ROPES:
@@ -44,13 +45,17 @@ def _one_for_all(config: Mapping[str, Any], key: str) -> int | None:
     value = config.get(key)
     values = value if isinstance(value, list) else [value]
     if len({*map(str, values)}) != 1:
-        raise CheckpointError(f"config.json: {key} = {value!r}: layers that differ in it are not implemented")
+        raise CheckpointError(
+            f"config.json: {key} = {value!r}: layers that differ in it are not implemented"
+        )
     found: int | None = values[0]
     return found
 
 
 def _of_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Experts, and the shared one, are as wide as `intermediate_size` says; another width must repeat it."""
+    """Experts, and the shared one, are as wide as `intermediate_size` says; another width must
+    repeat it.
+    """
     width, size = _one_for_all(config, "moe_intermediate_size"), config.get("intermediate_size")
     if width is not None and width != size:
         raise CheckpointError(
@@ -58,7 +63,9 @@ def _of_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
             "only the same is"
         )
     counts = {key: _one_for_all(config, key) for key in ("moe_topk", "num_experts")}
-    return _with_theta({**config, **{key: count for key, count in counts.items() if count is not None}})
+    return _with_theta(
+        {**config, **{key: count for key, count in counts.items() if count is not None}}
+    )
 
 
 def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
@@ -81,7 +88,8 @@ _V1 = Family(
     words("attention_bias moe_intermediate_size"),
     bias_keys=("attention_bias", "attention_bias", ""),
     synonyms={"attention_head_dim": "head_dim"},
-    # what its first code could have and transformers does not: layers that read the keys of others, latent attention
+    # what its first code could have and transformers does not: layers that read the keys of others,
+    # latent attention
     fixed={
         "use_qk_norm": (True,),
         "norm_topk_prob": (True,),
@@ -97,7 +105,9 @@ _V1 = Family(
     translate=_with_theta,
     derive=_derive,
     tensors=TensorNames(
-        attention=AttentionNames(q_norm="self_attn.query_layernorm.weight", k_norm="self_attn.key_layernorm.weight")
+        attention=AttentionNames(
+            q_norm="self_attn.query_layernorm.weight", k_norm="self_attn.key_layernorm.weight"
+        )
     ),
 )
 
@@ -107,7 +117,11 @@ ROWS = {
         _V1,
         architecture="HunYuanMoEV1ForCausalLM",
         defaults={**_V1.defaults, "num_experts": 1, "moe_topk": 1},
-        fixed={key: values for key, values in _V1.fixed.items() if key not in ("num_experts", "moe_topk")}
+        fixed={
+            key: values
+            for key, values in _V1.fixed.items()
+            if key not in ("num_experts", "moe_topk")
+        }
         | {
             "use_mixed_mlp_moe": (True,),
             "moe_layer_num_skipped": (0,),
@@ -140,9 +154,13 @@ ROWS = {
             "first_k_dense_replace": 1,
         },
         # sums and the softmax of attention are in float32 here whatever these say
-        words("attention_bias enable_moe_fp32_combine enable_lm_head_fp32 enable_attention_fp32_softmax"),
+        words(
+            "attention_bias enable_moe_fp32_combine enable_lm_head_fp32 enable_attention_fp32_softmax"
+        ),
         bias_keys=ATTENTION_BIAS,
-        derive=lambda config, model: replace(model, float32_head=flag(config, "enable_lm_head_fp32")),
+        derive=lambda config, model: replace(
+            model, float32_head=flag(config, "enable_lm_head_fp32")
+        ),
         synonyms={"expert_hidden_dim": "moe_intermediate_size"},
         fixed={
             "qk_norm": (True,),
@@ -162,6 +180,8 @@ ROWS = {
             dense_keys=words("first_k_dense_replace mlp_layer_types"),
         ),
         next_token_keys=words("num_nextn_predict_layers"),
-        tensors=TensorNames(router="mlp.router.gate", choice_bias="mlp.expert_bias", shared="mlp.shared_mlp."),
+        tensors=TensorNames(
+            router="mlp.router.gate", choice_bias="mlp.expert_bias", shared="mlp.shared_mlp."
+        ),
     ),
 }

@@ -1,4 +1,6 @@
-"""InternVL and Intern-S1 of Shanghai AI Laboratory: pictures around text models of others. Imports no torch."""
+"""InternVL and Intern-S1 of Shanghai AI Laboratory: pictures around text models of others. Imports
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ from freight.config.families.qwen import QWEN2
 from freight.config.family import LANGUAGE_MODEL, words
 from freight.config.tensor_names import VISION_TOWER, TensorNames, not_run
 
-_INTERN_KEYS = words("vision_config image_token_id image_seq_length downsample_ratio projector_hidden_act") | words(
-    "vision_feature_layer vision_feature_select_strategy"
-)
+_INTERN_KEYS = words(
+    "vision_config image_token_id image_seq_length downsample_ratio projector_hidden_act"
+) | words("vision_feature_layer vision_feature_select_strategy")
 # of InternVL's own code; `hidden_size` is that of the text model again
-_CHAT_KEYS = words("vision_config downsample_ratio dynamic_image_size force_image_size hidden_size image_fold") | words(
+_CHAT_KEYS = words(
+    "vision_config downsample_ratio dynamic_image_size force_image_size hidden_size image_fold"
+) | words(
     "max_dynamic_patch min_dynamic_patch pad2square ps_version select_layer system_message template use_thumbnail"
 )
 # of adapters that are not merged: their tensors' names are refused

@@ -1,5 +1,5 @@
-"""Kimi Linear of Moonshot: Kimi delta attention, and latent attention without a rope in every fourth layer. Imports no
-torch."""
+"""Kimi Linear of Moonshot: Kimi delta attention, and latent attention without a rope in every
+fourth layer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from freight.config.deriving import conv_width, require_silu, with_layers
 from freight.config.experts import DEEPSEEK_EXPERTS
 from freight.config.family import Family, words
 from freight.config.fields import integer
-from freight.config.latent import LATENT_FIXED, LATENT_KEYS, latent_of, refuse_tied, translate_latent
+from freight.config.latent import (
+    LATENT_FIXED,
+    LATENT_KEYS,
+    latent_of,
+    refuse_tied,
+    translate_latent,
+)
 from freight.config.layer import KimiDeltaConfig
 from freight.config.tensor_names import TensorNames
 from freight.errors import CheckpointError
@@ -27,36 +33,50 @@ _SIZES = {
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-_LISTS = {"kda_layers": _STATEFUL, "full_attn_layers": _ATTENTION}  # of layers, the first of which is 1
+_LISTS = {
+    "kda_layers": _STATEFUL,
+    "full_attn_layers": _ATTENTION,
+}  # of layers, the first of which is 1
 
 
 def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """`linear_attn_config` as the keys that transformers writes; `head_dim` is that of no layer.
 
-    Raises CheckpointError for keys of it that are not implemented, and for layers of no kind, or of two.
+    Raises CheckpointError for keys of it that are not implemented, and for layers of no kind, or of
+    two.
     """
     nested = config.get(_NESTED) or {}
     if not isinstance(nested, Mapping):
         raise CheckpointError(f"config.json: {_NESTED} = {nested!r} must be an object")
     for key, value in nested.items():
         if value and key not in _SIZES and key not in _LISTS:
-            raise CheckpointError(f"config.json: {_NESTED} has {key} = {value!r}, which is not implemented")
+            raise CheckpointError(
+                f"config.json: {_NESTED} has {key} = {value!r}, which is not implemented"
+            )
     sizes = {_SIZES[key]: value for key, value in nested.items() if key in _SIZES}
     kinds = config.get("layer_types") or _kinds(nested, integer(config, "num_hidden_layers"))
-    plain = {key: value for key, value in config.items() if key not in ("head_dim", "rope_scaling", "rope_parameters")}
+    plain = {
+        key: value
+        for key, value in config.items()
+        if key not in ("head_dim", "rope_scaling", "rope_parameters")
+    }
     return translate_latent({**plain, **sizes, "layer_types": kinds})
 
 
 def _kinds(nested: Mapping[str, Any], num_layers: int) -> list[str]:
     """The kind of each layer; without lists every fourth but the first attends, as in transformers."""
     if not _LISTS.keys() <= nested.keys():
-        return [_ATTENTION if index and index % 4 == 0 else _STATEFUL for index in range(num_layers)]
+        return [
+            _ATTENTION if index and index % 4 == 0 else _STATEFUL for index in range(num_layers)
+        ]
     listed = [
         (number, kind)
         for key, kind in _LISTS.items()
         for number in (nested[key] if isinstance(nested[key], list) else [nested[key]])
     ]
-    if sorted(str(number) for number, _ in listed) != sorted(str(index + 1) for index in range(num_layers)):
+    if sorted(str(number) for number, _ in listed) != sorted(
+        str(index + 1) for index in range(num_layers)
+    ):
         lists = ", ".join(f"{key} = {nested[key]!r}" for key in _LISTS)
         raise CheckpointError(
             f"config.json contradicts itself: {_NESTED} has {lists}, which are not the layers 1 to num_hidden_layers = "
@@ -106,7 +126,10 @@ ROWS = {
             "bos_token_id": 163584,
             "eos_token_id": 163586,
         },
-        LATENT_KEYS | words("layer_types linear_attn_config linear_head_dim linear_num_heads linear_conv_kernel_dim"),
+        LATENT_KEYS
+        | words(
+            "layer_types linear_attn_config linear_head_dim linear_num_heads linear_conv_kernel_dim"
+        ),
         fixed={
             **LATENT_FIXED,
             "mla_use_nope": (True,),
@@ -132,7 +155,10 @@ ROWS = {
             expert_gate_up=("w1", "w3"),
             expert_down="w2",
             shared="block_sparse_moe.shared_experts.",
-            also=tuple((f"block_sparse_moe.{part}", f"mlp.{part}") for part in ("gate_proj", "up_proj", "down_proj")),
+            also=tuple(
+                (f"block_sparse_moe.{part}", f"mlp.{part}")
+                for part in ("gate_proj", "up_proj", "down_proj")
+            ),
         ),
         translate=_translate,
         derive=_derive,

@@ -37,7 +37,9 @@ def _gated_by_head(config: Mapping[str, Any]) -> bool:
     return said != "per-element"
 
 
-def _with_heads(config: Mapping[str, Any], mixers: Sequence[AttentionConfig]) -> Sequence[AttentionConfig]:
+def _with_heads(
+    config: Mapping[str, Any], mixers: Sequence[AttentionConfig]
+) -> Sequence[AttentionConfig]:
     """`mixers` with as many query heads as `num_attention_heads_per_layer` says, if it is there."""
     key = "num_attention_heads_per_layer"
     counts = config.get(key)
@@ -74,13 +76,18 @@ ROWS = {
             "gating": True,
             "first_k_dense_replace": 1,
             "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+                "full_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 500000.0,
+                    "partial_rotary_factor": 0.5,
+                },
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             },
         },
         words("attention_bias sliding_window layer_types gating num_attention_heads_per_layer"),
         bias_keys=ATTENTION_BIAS,
-        # what a router does, in the words of older files; of these, mlp_layer_types says which layers have experts
+        # what a router does, in the words of older files; of these, mlp_layer_types says which
+        # layers have experts
         fixed={
             "norm_topk_prob": (True,),
             "moe_router_use_sigmoid": (True,),

@@ -22,17 +22,23 @@ _CONV = "conv"  # in `layer_types`
 
 
 def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The kinds of layers out of `full_attn_idxs`, the older spelling, and the width of the feed-forward."""
+    """The kinds of layers out of `full_attn_idxs`, the older spelling, and the width of the
+    feed-forward.
+    """
     return {**config, "layer_types": _layer_types(config), "intermediate_size": _width(config)}
 
 
 def _layer_types(config: Mapping[str, Any]) -> Any:
-    """`layer_types`; or `full_attn_idxs`, the layers with attention, which all are if neither is there."""
+    """`layer_types`; or `full_attn_idxs`, the layers with attention, which all are if neither is
+    there.
+    """
     given, indices = config.get("layer_types"), config.get("full_attn_idxs")
     count = integer(config, "num_hidden_layers")
     if indices is None:
         return given or ["full_attention"] * count
-    if not isinstance(indices, list) or not all(type(one) is int and 0 <= one < count for one in indices):
+    if not isinstance(indices, list) or not all(
+        type(one) is int and 0 <= one < count for one in indices
+    ):
         raise CheckpointError(
             f"config.json: full_attn_idxs = {indices!r} must be a list of layers below num_hidden_layers = {count}"
         )
@@ -45,9 +51,12 @@ def _layer_types(config: Mapping[str, Any]) -> Any:
 
 
 def _width(config: Mapping[str, Any]) -> int:
-    """Of the feed-forward: with `block_auto_adjust_ff_dim` two thirds of what is written, by a factor, rounded up to a
-    multiple. `block_ff_dim` is the older name of what is written, and wins."""
-    width = integer(config, "block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size")
+    """Of the feed-forward: with `block_auto_adjust_ff_dim` two thirds of what is written, by a
+    factor, rounded up to a multiple. `block_ff_dim` is the older name of what is written, and wins.
+    """
+    width = integer(
+        config, "block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size"
+    )
     if not config.get("block_auto_adjust_ff_dim"):
         return width
     width = int(2 * width / 3)
@@ -59,7 +68,9 @@ def _width(config: Mapping[str, Any]) -> int:
 
 
 def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
-    conv = ShortConvConfig(model.hidden_size, conv_width(config, "conv_L_cache"), flag(config, "conv_bias"))
+    conv = ShortConvConfig(
+        model.hidden_size, conv_width(config, "conv_L_cache"), flag(config, "conv_bias")
+    )
     return with_layers(config, model, {_CONV: conv})
 
 
@@ -77,7 +88,9 @@ def _derive_moe(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
 _TENSORS = TensorNames(
     norm="embedding_norm.weight",
     attention=AttentionNames(
-        o="self_attn.out_proj", q_norm="self_attn.q_layernorm.weight", k_norm="self_attn.k_layernorm.weight"
+        o="self_attn.out_proj",
+        q_norm="self_attn.q_layernorm.weight",
+        k_norm="self_attn.k_layernorm.weight",
     ),
     attention_norm="operator_norm.weight",
     mlp_norm="ffn_norm.weight",

@@ -1,7 +1,8 @@
-"""Ling 3.0 of inclusionAI: groups of layers with Kimi delta attention, the last of each with gated latent attention.
-Imports no torch.
+"""Ling 3.0 of inclusionAI: groups of layers with Kimi delta attention, the last of each with gated
+latent attention. Imports no torch.
 
-Ling 2.6, of the same model_type, has lightning attention and is refused (`mechanisms.UNCOMPARED_ARCHITECTURES`).
+Ling 2.6, of the same model_type, has lightning attention and is refused
+(`mechanisms.UNCOMPARED_ARCHITECTURES`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from freight.config.deriving import conv_width, require_silu, with_layers
 from freight.config.experts import DEEPSEEK_EXPERTS
 from freight.config.family import Family, words
 from freight.config.fields import flag, integer
-from freight.config.latent import LATENT_FIXED, LATENT_KEYS, latent_of, refuse_tied, translate_latent
+from freight.config.latent import (
+    LATENT_FIXED,
+    LATENT_KEYS,
+    latent_of,
+    refuse_tied,
+    translate_latent,
+)
 from freight.config.layer import KimiDeltaConfig
 from freight.config.tensor_names import KimiDeltaNames, LatentNames, TensorNames
 from freight.errors import CheckpointError
@@ -32,21 +39,34 @@ _SIZES = {
 
 
 def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys that transformers writes; `head_dim` is that of recurrent layers where these have no own.
+    """The keys that transformers writes; `head_dim` is that of recurrent layers where these have no
+    own.
 
-    Raises CheckpointError for a share of rotated channels that is not `qk_rope_head_dim`, for shared experts of another
-    width than experts, and for layers behind the last whole group.
+    Raises CheckpointError for a share of rotated channels that is not `qk_rope_head_dim`, for
+    shared experts of another width than experts, and for layers behind the last whole group.
     """
     sizes = {own: config[key] for own, key in _SIZES.items() if config.get(own) is None}
     _require_rotated(config)
-    width = integer(config, "moe_intermediate_size") * integer(config, "n_shared_experts", 0, least=0)
-    if config.get("moe_shared_expert_intermediate_size") not in (None, width, config["moe_intermediate_size"]):
+    width = integer(config, "moe_intermediate_size") * integer(
+        config, "n_shared_experts", 0, least=0
+    )
+    if config.get("moe_shared_expert_intermediate_size") not in (
+        None,
+        width,
+        config["moe_intermediate_size"],
+    ):
         raise CheckpointError(
             f"config.json: moe_shared_expert_intermediate_size = {config['moe_shared_expert_intermediate_size']!r} is "
             f"not implemented; that of moe_intermediate_size = {config['moe_intermediate_size']} is"
         )
-    plain = {key: value for key, value in config.items() if key not in ("head_dim", "partial_rotary_factor")}
-    return translate_latent({**plain, **sizes, "layer_types": config.get("layer_types") or _kinds(config)})
+    plain = {
+        key: value
+        for key, value in config.items()
+        if key not in ("head_dim", "partial_rotary_factor")
+    }
+    return translate_latent(
+        {**plain, **sizes, "layer_types": config.get("layer_types") or _kinds(config)}
+    )
 
 
 def _require_rotated(config: Mapping[str, Any]) -> None:
@@ -84,13 +104,17 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
         width=conv_width(config, "linear_conv_kernel_dim"),
         bound=_bound(config) if flag(config, "kda_safe_gate", True) else None,
     )
-    return with_layers(config, model, {_STATEFUL: recurrent, _ATTENTION: replace(latent_of(config), gated=True)})
+    return with_layers(
+        config, model, {_STATEFUL: recurrent, _ATTENTION: replace(latent_of(config), gated=True)}
+    )
 
 
 def _bound(config: Mapping[str, Any]) -> float:
     bound = config["kda_lower_bound"]
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not -1e4 <= bound <= -1e-30:
-        raise CheckpointError(f"config.json: kda_lower_bound = {bound!r} must be a number from -10000 to -1e-30")
+        raise CheckpointError(
+            f"config.json: kda_lower_bound = {bound!r} must be a number from -10000 to -1e-30"
+        )
     return float(bound)
 
 
@@ -142,11 +166,15 @@ _ROW = Family(
         "use_qk_norm": (True,),  # of q and k in the recurrence
         "group_norm_size": (1,),
         "linear_silu": (True,),
-        # of the publisher's code, which transformers' class does not have; 0 is no limit for a layer
+        # of the publisher's code, which transformers' class does not have; 0 is no limit for a
+        # layer
         "expert_swiglu_limit_list": (0,),
         "share_expert_swiglu_limit_list": (0,),
         "num_kv_heads_for_linear_attn": (0,),
-        **dict.fromkeys(("use_kda_lora", "use_nGPT", "up_proj_norm", "value_norm", "scale_router_input"), (False,)),
+        **dict.fromkeys(
+            ("use_kda_lora", "use_nGPT", "up_proj_norm", "value_norm", "scale_router_input"),
+            (False,),
+        ),
         "router_dtype": ("fp32", "float32"),
     },
     synonyms={
@@ -159,7 +187,9 @@ _ROW = Family(
     theta=6_000_000.0,
     interleaved=True,
     other_layers=(_STATEFUL,),
-    moe=replace(DEEPSEEK_EXPERTS, count=512, dense_keys=words("first_k_dense_replace mlp_layer_types")),
+    moe=replace(
+        DEEPSEEK_EXPERTS, count=512, dense_keys=words("first_k_dense_replace mlp_layer_types")
+    ),
     next_token_keys=words("num_nextn_predict_layers num_mtp_layers"),
     tensors=TensorNames(
         embedding="word_embeddings.weight",
@@ -176,7 +206,11 @@ _ROW = Family(
             decay=("attention.f_proj",),
             beta="attention.b_proj",
             gate=("attention.g_proj",),
-            conv=("attention.q_conv1d.weight", "attention.k_conv1d.weight", "attention.v_conv1d.weight"),
+            conv=(
+                "attention.q_conv1d.weight",
+                "attention.k_conv1d.weight",
+                "attention.v_conv1d.weight",
+            ),
             a_log="attention.A_log",
             dt_bias="attention.dt_bias",
             norm="attention.o_norm.weight",

@@ -25,7 +25,9 @@ ROWS = {
             "use_sliding_window": True,
             "sliding_window_pattern": 1,
         },
-        words("attention_bias sliding_window use_sliding_window layer_types mtp_layer_types mtp_mlp_layer_types"),
+        words(
+            "attention_bias sliding_window use_sliding_window layer_types mtp_layer_types mtp_mlp_layer_types"
+        ),
         bias_keys=ATTENTION_BIAS,
         qk_norm=True,
         theta=5e5,

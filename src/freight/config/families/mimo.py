@@ -23,21 +23,30 @@ _SHARE = 0.334  # of a head's channels that are rotated
 
 
 def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The hub's keys as transformers has them: which layers slide and which have experts, ropes and the window.
+    """The hub's keys as transformers has them: which layers slide and which have experts, ropes and
+    the window.
 
-    SGLang, for which the weights were published, and transformers see `sliding_window_size` tokens before a query.
+    SGLang, for which the weights were published, and transformers see `sliding_window_size` tokens
+    before a query.
     """
     num_layers = integer(config, "num_hidden_layers")
     found = dict(config)
     if config.get("sliding_window_size") is not None:
         found["sliding_window"] = integer(config, "sliding_window_size") + 1
     kinds = _by_layer(config, "hybrid_layer_pattern", ("full_attention", "sliding_attention"))
-    default = ["sliding_attention" if i and (i + 1) % 6 else "full_attention" for i in range(num_layers)]
+    default = [
+        "sliding_attention" if i and (i + 1) % 6 else "full_attention" for i in range(num_layers)
+    ]
     found["layer_types"] = config.get("layer_types") or kinds or default
     sparse = _by_layer(config, "moe_layer_freq", ("dense", "sparse"))
-    found["mlp_layer_types"] = config.get("mlp_layer_types") or sparse or ["dense", *["sparse"] * (num_layers - 1)]
+    found["mlp_layer_types"] = (
+        config.get("mlp_layer_types") or sparse or ["dense", *["sparse"] * (num_layers - 1)]
+    )
     if not config.get("rope_parameters"):
-        share = {"rope_type": "default", "partial_rotary_factor": number(config, "partial_rotary_factor", _SHARE)}
+        share = {
+            "rope_type": "default",
+            "partial_rotary_factor": number(config, "partial_rotary_factor", _SHARE),
+        }
         found["rope_parameters"] = {
             "full_attention": {**share, "rope_theta": number(config, "rope_theta", 5e6)},
             "sliding_attention": {**share, "rope_theta": number(config, "swa_rope_theta", 1e4)},
@@ -50,15 +59,23 @@ def _by_layer(config: Mapping[str, Any], key: str, names: tuple[str, str]) -> li
     pattern = config.get(key)
     if pattern is None:
         return None
-    if not isinstance(pattern, list) or not all(type(one) is int and one in (0, 1) for one in pattern):
+    if not isinstance(pattern, list) or not all(
+        type(one) is int and one in (0, 1) for one in pattern
+    ):
         raise CheckpointError(f"config.json: {key} = {pattern!r} must be a list of 0 and 1")
     return [names[one] for one in pattern]
 
 
 def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
-    """Layers with a window have twice as many KV heads, and sinks. Values have a size and a factor of their own."""
+    """Layers with a window have twice as many KV heads, and sinks. Values have a size and a factor
+    of their own.
+    """
     v_dim = integer(config, "v_head_dim")
-    factor = None if config.get("attention_value_scale") is None else number(config, "attention_value_scale")
+    factor = (
+        None
+        if config.get("attention_value_scale") is None
+        else number(config, "attention_value_scale")
+    )
     first = model.attention[0]
     _require(config, "swa_num_attention_heads", first.num_heads)
     _require(config, "swa_num_key_value_heads", 2 * first.num_kv_heads)
@@ -69,7 +86,9 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     for mixer in model.attention.values():
         slides = mixer.window is not None
         kv_heads = mixer.num_kv_heads * (2 if slides else 1)
-        mixers.append(replace(mixer, num_kv_heads=kv_heads, v_dim=v_dim, v_factor=factor, sinks=slides))
+        mixers.append(
+            replace(mixer, num_kv_heads=kv_heads, v_dim=v_dim, v_factor=factor, sinks=slides)
+        )
     return with_mixers(model, mixers)
 
 
@@ -109,8 +128,12 @@ ROWS = {
             "norm_topk_prob": True,
         },
         # attention_chunk_size repeats the window, for another engine
-        words("attention_bias v_head_dim sliding_window sliding_window_size layer_types attention_value_scale")
-        | words("hybrid_layer_pattern moe_layer_freq attention_chunk_size swa_rope_theta swa_num_attention_heads")
+        words(
+            "attention_bias v_head_dim sliding_window sliding_window_size layer_types attention_value_scale"
+        )
+        | words(
+            "hybrid_layer_pattern moe_layer_freq attention_chunk_size swa_rope_theta swa_num_attention_heads"
+        )
         | words("swa_num_key_value_heads swa_head_dim swa_v_head_dim"),
         bias_keys=("attention_bias", "", ""),
         fixed={
@@ -134,7 +157,8 @@ ROWS = {
             dense_keys=words("mlp_layer_types"),
         ),
         tensors=TensorNames(
-            attention=AttentionNames(sinks="self_attn.attention_sink_bias"), unused=(("model.mtp.*", PREDICTS),)
+            attention=AttentionNames(sinks="self_attn.attention_sink_bias"),
+            unused=(("model.mtp.*", PREDICTS),),
         ),
     ),
 }

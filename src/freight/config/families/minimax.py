@@ -59,7 +59,13 @@ ROWS = {
         translate=_translate,
         theta=5e6,
         rotary_factor=1.0,
-        moe=MoEFamily(256, width_key="intermediate_size", scoring=Scoring.SIGMOID, norm_key=None, choice_bias=True),
+        moe=MoEFamily(
+            256,
+            width_key="intermediate_size",
+            scoring=Scoring.SIGMOID,
+            norm_key=None,
+            choice_bias=True,
+        ),
         tensors=replace(MIXTRAL_TENSORS, choice_bias="block_sparse_moe.e_score_correction_bias"),
     ),
 }

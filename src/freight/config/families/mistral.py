@@ -94,7 +94,9 @@ ROWS = {
         ropes=frozenset({RopeForm.QUERY_SCALING}),
         moe=replace(DEEPSEEK_EXPERTS, count=128, scoring=Scoring.SOFTMAX, choice_bias=False),
         tensors=TensorNames(shared="mlp.shared_experts."),
-        translate=lambda config: translate_latent(default_rope(config, _MISTRAL_4_ROPE), whole_heads=True),
+        translate=lambda config: translate_latent(
+            default_rope(config, _MISTRAL_4_ROPE), whole_heads=True
+        ),
         derive=with_latent,
     ),
     "mistral3": replace(
@@ -103,7 +105,9 @@ ROWS = {
         bodies=LANGUAGE_MODEL,
         text_type="mistral",
         other_texts=("ministral3", "mistral4"),
-        wrapper_keys=words("vision_config image_token_index image_token_id projector_hidden_act spatial_merge_size")
+        wrapper_keys=words(
+            "vision_config image_token_index image_token_id projector_hidden_act spatial_merge_size"
+        )
         | words("vision_feature_layer multimodal_projector_bias"),
         tensors=TensorNames(shared="mlp.shared_experts.", unused=VISION_TOWER),
     ),

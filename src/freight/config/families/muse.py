@@ -24,19 +24,27 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if config.get("layer_types"):
         return config
     last = integer(config, "num_hidden_layers") - 1
-    types = ["sliding_attention" if (last - index) % 4 else "full_attention" for index in range(last + 1)]
+    types = [
+        "sliding_attention" if (last - index) % 4 else "full_attention" for index in range(last + 1)
+    ]
     return {**config, "layer_types": types}
 
 
 def _rotates(config: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Which layers rotate: those whose `layer_rope_theta` is not 0, else all but every fourth from the last."""
+    """Which layers rotate: those whose `layer_rope_theta` is not 0, else all but every fourth from
+    the last.
+    """
     key = "layer_rope_theta"
     found = config.get(key)
     if found is None:
         return [(num_layers - 1 - index) % 4 != 0 for index in range(num_layers)]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta", config.get("rope_theta", _THETA))
-    if not isinstance(found, list) or len(found) != num_layers or any(one not in (0, theta) for one in found):
+    if (
+        not isinstance(found, list)
+        or len(found) != num_layers
+        or any(one not in (0, theta) for one in found)
+    ):
         raise CheckpointError(
             f"config.json: {key} = {found!r} must be a list of num_hidden_layers = {num_layers} entries, each 0 or "
             f"rope_theta = {theta!r}; layers with ropes of their own are not implemented"
@@ -45,8 +53,9 @@ def _rotates(config: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
-    """Queries and keys are divided by their root mean square, and queries multiplied by `qk_scale_factor`, which the
-    scale of the softmax does as well. Norms multiply by 1 + weight, but for the last one."""
+    """Queries and keys are divided by their root mean square, and queries multiplied by
+    `qk_scale_factor`, which the scale of the softmax does as well. Norms multiply by 1 + weight,
+    but for the last one."""
     scale = number(config, "qk_scale_factor")
     gate = OutputGate(GateFunction.SIGMOID, by_head=False)
     mixers = [
@@ -57,7 +66,9 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
             qk_norm_bare=True,
             gate=gate,
         )
-        for mixer, rotates in zip(model.attention.values(), _rotates(config, model.num_layers), strict=True)
+        for mixer, rotates in zip(
+            model.attention.values(), _rotates(config, model.num_layers), strict=True
+        )
     ]
     return replace(
         with_mixers(model, mixers),
@@ -110,7 +121,9 @@ ROWS = {
         tensors=replace(
             GEMMA_TENSORS,
             attention=AttentionNames(head_gate="self_attn.gate_proj"),
-            unused=not_run("vision", "*vision_tower.*", "*vision_adapter.*", "*vision_projection.*"),
+            unused=not_run(
+                "vision", "*vision_tower.*", "*vision_adapter.*", "*vision_projection.*"
+            ),
         ),
     ),
 }

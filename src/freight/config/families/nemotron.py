@@ -1,4 +1,6 @@
-"""Nemotron-H and Nemotron 3 of NVIDIA: layers of one part, Mamba-2, attention or a feed-forward. Imports no torch."""
+"""Nemotron-H and Nemotron 3 of NVIDIA: layers of one part, Mamba-2, attention or a feed-forward.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,20 @@ from freight.operands.routing import Scoring
 if TYPE_CHECKING:
     from freight.config.model import ModelConfig
 
-_MAMBA, _ATTENTION, _MLP, _MOE = "linear_attention", "full_attention", "mlp", "moe"  # transformers' words
+_MAMBA, _ATTENTION, _MLP, _MOE = (
+    "linear_attention",
+    "full_attention",
+    "mlp",
+    "moe",
+)  # transformers' words
 _LETTERS = {"M": _MAMBA, "E": _MOE, "*": _ATTENTION, "-": _MLP}  # of `hybrid_override_pattern`
 _WORDS = {"mamba": _MAMBA, "attention": _ATTENTION, **{kind: kind for kind in _LETTERS.values()}}
 
 
 def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The kinds of layers out of `layers_block_type` or `hybrid_override_pattern`; their number follows from these."""
+    """The kinds of layers out of `layers_block_type` or `hybrid_override_pattern`; their number
+    follows from these.
+    """
     listed, pattern = config.get("layer_types"), config.get("hybrid_override_pattern")
     if listed is None and pattern is None:
         listed = list(_LETTERS.values())
@@ -43,20 +52,33 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
             f"config.json contradicts itself: layers_block_type = {listed!r}, but hybrid_override_pattern = {pattern!r}"
         )
     sparse = ["sparse" if kind == _MOE else "dense" for kind in kinds]
-    return {"num_hidden_layers": len(kinds), **config, "layer_types": kinds, "mlp_layer_types": sparse}
+    return {
+        "num_hidden_layers": len(kinds),
+        **config,
+        "layer_types": kinds,
+        "mlp_layer_types": sparse,
+    }
 
 
 def _kinds(key: str, value: Any, form: type[Sequence[Any]], known: Mapping[str, str]) -> list[str]:
     """The kind of each layer."""
-    if not isinstance(value, form) or not value or not all(isinstance(one, str) and one in known for one in value):
-        raise CheckpointError(f"config.json: {key} = {value!r} is not implemented; layers of {choices(known)} are")
+    if (
+        not isinstance(value, form)
+        or not value
+        or not all(isinstance(one, str) and one in known for one in value)
+    ):
+        raise CheckpointError(
+            f"config.json: {key} = {value!r} is not implemented; layers of {choices(known)} are"
+        )
     return [known[one] for one in value]
 
 
 def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     """Each layer has the one part that its kind names. Attention rotates nothing."""
     if flag(config, "mlp_bias") and _MOE in config["layer_types"]:
-        raise CheckpointError("config.json: mlp_bias = True is not implemented for layers with experts")
+        raise CheckpointError(
+            "config.json: mlp_bias = True is not implemented for layers with experts"
+        )
     if flag(config, "tie_word_embeddings"):
         raise CheckpointError(
             "config.json: tie_word_embeddings = True is not implemented: NVIDIA's code takes the embedding for the "
@@ -80,8 +102,8 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
 
 
 def _mamba2(config: Mapping[str, Any]) -> Mamba2Config:
-    """transformers 5.23 raises steps to `time_step_min`, which NVIDIA's code has for the first values of weights alone
-    (transformers#48989); the limits are `time_step_limit`."""
+    """transformers 5.23 raises steps to `time_step_min`, which NVIDIA's code has for the first
+    values of weights alone (transformers#48989); the limits are `time_step_limit`."""
     heads, groups = integer(config, "mamba_num_heads"), integer(config, "n_groups")
     require_multiple(heads, groups, "n_groups", "mamba_num_heads")
     return Mamba2Config(
@@ -100,7 +122,9 @@ def _mamba2(config: Mapping[str, Any]) -> Mamba2Config:
 _TENSORS = TensorNames(
     embedding="embeddings.weight",
     norm="norm_f.weight",
-    attention=AttentionNames(qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"), o="mixer.o_proj"),
+    attention=AttentionNames(
+        qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"), o="mixer.o_proj"
+    ),
     mamba=MambaNames(
         in_proj="mixer.in_proj",
         conv="mixer.conv1d",
@@ -156,14 +180,19 @@ _NEMOTRON_H = Family(
         ssm_state_size conv_kernel use_conv_bias use_bias time_step_limit
         """
     )
-    | words(  # of the first values of weights, of programs, and of layers that predict further tokens
+    # of the first values of weights, of programs, and of layers that predict further tokens
+    | words(
         """
         chunk_size expand time_step_min time_step_max time_step_floor time_step_rank rescale_prenorm_residual
         use_mamba_kernels mamba_ssm_cache_dtype moe_shared_expert_overlap num_logits_to_keep mtp_layers_block_type
         mtp_hybrid_override_pattern
         """
     ),
-    fixed={"mamba_hidden_act": ("silu", "swish"), "n_shared_experts": (1,), "residual_in_fp32": (False,)},
+    fixed={
+        "mamba_hidden_act": ("silu", "swish"),
+        "n_shared_experts": (1,),
+        "residual_in_fp32": (False,),
+    },
     synonyms={
         "layers_block_type": "layer_types",
         "layer_norm_epsilon": "rms_norm_eps",
@@ -201,19 +230,28 @@ _VL = words(
     """
 )
 _OMNI = words("audio_config vision_hidden_size image_token_id video_token_id audio_token_id")
-_AROUND = not_run("vision", "vision_model.*", "vision_final_layernorm*", "mlp1.*", "multi_modal_projector.*")
-_AROUND += not_run("audio", "sound_encoder.*", "sound_projection.*", "audio_tower.*", "embed_audio.*")
+_AROUND = not_run(
+    "vision", "vision_model.*", "vision_final_layernorm*", "mlp1.*", "multi_modal_projector.*"
+)
+_AROUND += not_run(
+    "audio", "sound_encoder.*", "sound_projection.*", "audio_tower.*", "embed_audio.*"
+)
 
 
 def _around(architecture: str, text_key: str) -> Family:
     return replace(
         _NEMOTRON_H,
         architecture=architecture,
-        bodies=(("language_model.backbone.", "language_model."), ("language_model.model.", "language_model.")),
+        bodies=(
+            ("language_model.backbone.", "language_model."),
+            ("language_model.model.", "language_model."),
+        ),
         text_type="nemotron_h",
         text_key=text_key,
         wrapper_keys=_VL | _OMNI,
-        tensors=replace(_TENSORS, unused=(*_TENSORS.unused, ("language_model.mtp.*", PREDICTS), *_AROUND)),
+        tensors=replace(
+            _TENSORS, unused=(*_TENSORS.unused, ("language_model.mtp.*", PREDICTS), *_AROUND)
+        ),
     )
 
 

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**config, "intermediate_size": integer(config, "ffn_dim"), "rms_norm_eps": 1e-5}  # not a key of OPT
+    return {
+        **config,
+        "intermediate_size": integer(config, "ffn_dim"),
+        "rms_norm_eps": 1e-5,
+    }  # not a key of OPT
 
 
 def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
@@ -40,7 +44,9 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
 def _norms(config: Mapping[str, Any]) -> tuple[NormPlacement, bool]:
     """What is normed in each layer, and whether the output of the last layer is."""
     if not flag(config, "layer_norm_elementwise_affine"):
-        raise CheckpointError("config.json: layer_norm_elementwise_affine = False is not implemented; only True is")
+        raise CheckpointError(
+            "config.json: layer_norm_elementwise_affine = False is not implemented; only True is"
+        )
     if flag(config, "do_layer_norm_before"):
         return NormPlacement.PRE, not flag(config, "_remove_final_layer_norm")
     return NormPlacement.POST, False
@@ -66,8 +72,12 @@ ROWS = {
         },
         words("ffn_dim activation_function enable_bias word_embed_proj_dim")
         | words("do_layer_norm_before layer_norm_elementwise_affine _remove_final_layer_norm"),
-        words("intermediate_size hidden_act hidden_activation num_key_value_heads head_dim rms_norm_eps rope_theta")
-        | words("rope_scaling rope_parameters original_max_position_embeddings partial_rotary_factor")
+        words(
+            "intermediate_size hidden_act hidden_activation num_key_value_heads head_dim rms_norm_eps rope_theta"
+        )
+        | words(
+            "rope_scaling rope_parameters original_max_position_embeddings partial_rotary_factor"
+        )
         | words("attn_logit_softcapping final_logit_softcapping"),
         gated=False,
         activation_key="activation_function",

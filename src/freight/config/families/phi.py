@@ -22,7 +22,9 @@ _PHI3 = Family(
     bias_keys=ATTENTION_BIAS,
     mixed_windows=False,
     rotary_factor=1.0,
-    tensors=TensorNames(attention=AttentionNames(qkv=("self_attn.qkv_proj",)), gate_up=("mlp.gate_up_proj",)),
+    tensors=TensorNames(
+        attention=AttentionNames(qkv=("self_attn.qkv_proj",)), gate_up=("mlp.gate_up_proj",)
+    ),
 )
 
 ROWS = {
@@ -34,7 +36,9 @@ ROWS = {
         flat=True,
         wrapper_keys=words("audio_processor embd_layer img_processor speech_lora vision_lora"),
         tensors=TensorNames(  # text goes through the matrices alone, without their adapters
-            attention=AttentionNames(qkv=("self_attn.qkv_proj.base_layer",), o="self_attn.o_proj.base_layer"),
+            attention=AttentionNames(
+                qkv=("self_attn.qkv_proj.base_layer",), o="self_attn.o_proj.base_layer"
+            ),
             gate_up=("mlp.gate_up_proj.base_layer",),
             down="mlp.down_proj.base_layer",
             unused=(
@@ -42,7 +46,10 @@ ROWS = {
                     "model.embed_tokens_extend.*",
                     "of the models of pictures and sound: Freight runs the text model alone",
                 ),
-                ("*.lora_[AB].*", "of an adapter for pictures or sound: Freight runs the text model alone"),
+                (
+                    "*.lora_[AB].*",
+                    "of an adapter for pictures or sound: Freight runs the text model alone",
+                ),
             ),
         ),
     ),

@@ -5,16 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 from freight.config.experts import MoEFamily
-from freight.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, WINDOW_KEYS, Family, RopeForm, words
+from freight.config.family import (
+    ATTENTION_BIAS,
+    LANGUAGE_MODEL,
+    WINDOW_KEYS,
+    Family,
+    RopeForm,
+    words,
+)
 from freight.config.tensor_names import VISUAL, TensorNames
 
 _SPARSE = words("decoder_sparse_step mlp_only_layers")
-_OUTSIDE = words("vision_config image_token_id video_token_id vision_token_id vision_start_token_id") | words(
-    "vision_end_token_id"
-)
+_OUTSIDE = words(
+    "vision_config image_token_id video_token_id vision_token_id vision_start_token_id"
+) | words("vision_end_token_id")
 QWEN2 = Family(
     "Qwen2ForCausalLM",
-    {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
     WINDOW_KEYS | {"max_window_layers"},
     qkv_bias=True,
 )
@@ -90,10 +102,17 @@ ROWS = {
         },
         WINDOW_KEYS | {"max_window_layers", "qkv_bias"},
         bias_keys=("qkv_bias", "", ""),
-        moe=MoEFamily(60, shared_width_key="shared_expert_intermediate_size", shared_gate=True, dense_keys=_SPARSE),
+        moe=MoEFamily(
+            60,
+            shared_width_key="shared_expert_intermediate_size",
+            shared_gate=True,
+            dense_keys=_SPARSE,
+        ),
     ),
     "qwen3_moe": _QWEN3_MOE,
-    "qwen2_vl": replace(_QWEN2_5_VL, architecture="Qwen2VLForConditionalGeneration", text_type="qwen2_vl_text"),
+    "qwen2_vl": replace(
+        _QWEN2_5_VL, architecture="Qwen2VLForConditionalGeneration", text_type="qwen2_vl_text"
+    ),
     "qwen2_5_vl": _QWEN2_5_VL,
     "qwen3_vl": replace(
         _QWEN3,

@@ -1,4 +1,6 @@
-"""Qwen3-Next and Qwen3.5: three layers with a gated delta net for each one with attention. Imports no torch."""
+"""Qwen3-Next and Qwen3.5: three layers with a gated delta net for each one with attention. Imports
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +41,26 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Without `layer_types` every n-th layer has attention, `full_attention_interval` = n."""
     if config.get("layer_types"):
         return config
-    interval, num_layers = integer(config, "full_attention_interval"), integer(config, "num_hidden_layers")
-    kinds = [_STATEFUL if (index + 1) % interval else "full_attention" for index in range(num_layers)]
+    interval, num_layers = (
+        integer(config, "full_attention_interval"),
+        integer(config, "num_hidden_layers"),
+    )
+    kinds = [
+        _STATEFUL if (index + 1) % interval else "full_attention" for index in range(num_layers)
+    ]
     return {**config, "layer_types": kinds}
 
 
 def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
-    """Norms multiply by 1 + weight, and attention is weighed by a gate; the other layers have a delta net."""
+    """Norms multiply by 1 + weight, and attention is weighed by a gate; the other layers have a
+    delta net.
+    """
     if _STATEFUL in config["layer_types"]:
         require_silu(config)
-    key_heads, heads = integer(config, "linear_num_key_heads"), integer(config, "linear_num_value_heads")
+    key_heads, heads = (
+        integer(config, "linear_num_key_heads"),
+        integer(config, "linear_num_value_heads"),
+    )
     require_multiple(heads, key_heads, "linear_num_key_heads", "linear_num_value_heads")
     net = DeltaNetConfig(
         key_heads=key_heads,
@@ -74,8 +86,13 @@ _TEXT = Family(
         "num_key_value_heads": 4,
     },
     # mamba_ssm_dtype: what the publisher's code stores states in; --state-dtype chooses it here
-    _KEYS | words("mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype mlp_only_layers"),
-    fixed={"attn_output_gate": (True,), "mlp_only_layers": (), "output_gate_type": ("swish", "silu")},  # of gated norms
+    _KEYS
+    | words("mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype mlp_only_layers"),
+    fixed={
+        "attn_output_gate": (True,),
+        "mlp_only_layers": (),
+        "output_gate_type": ("swish", "silu"),
+    },  # of gated norms
     bias_keys=ATTENTION_BIAS,
     qk_norm=True,
     rotary_factor=0.25,
@@ -98,9 +115,13 @@ _MOE_TEXT = replace(
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
-    moe=MoEFamily(256, norm_key=None, shared_width_key="shared_expert_intermediate_size", shared_gate=True),
+    moe=MoEFamily(
+        256, norm_key=None, shared_width_key="shared_expert_intermediate_size", shared_gate=True
+    ),
 )
-_OUTSIDE = words("vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id")
+_OUTSIDE = words(
+    "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id"
+)
 
 
 # transformers and the publisher repeat sizes of pictures outside
@@ -148,7 +169,9 @@ ROWS = {
             dense_keys=words("decoder_sparse_step mlp_only_layers"),
         ),
         tensors=TensorNames(
-            delta_net=DeltaNetNames(qkvz=("linear_attn.in_proj_qkvz",), ba=("linear_attn.in_proj_ba",)),
+            delta_net=DeltaNetNames(
+                qkvz=("linear_attn.in_proj_qkvz",), ba=("linear_attn.in_proj_ba",)
+            ),
             unused=_PREDICTING,
         ),
         translate=_translate,
@@ -162,5 +185,7 @@ ROWS = {
         tensors=TensorNames(unused=_PREDICTING + not_run("vision", "*vision_tower.*", "*merger.*")),
     ),
     "qwen3_5_moe_text": _MOE_TEXT,
-    "qwen3_5_moe": _with_vision(_MOE_TEXT, "qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
+    "qwen3_5_moe": _with_vision(
+        _MOE_TEXT, "qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"
+    ),
 }

@@ -19,16 +19,22 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     """Layers that rotate see everything, unless `layer_types` says which layers have a window."""
     mixers = []
     wide = config.get("sliding_window") if flag(config, "use_sliding_window") else None
-    for mixer, rotates in zip(model.attention.values(), _rotated(config, model.num_layers), strict=True):
+    for mixer, rotates in zip(
+        model.attention.values(), _rotated(config, model.num_layers), strict=True
+    ):
         window = mixer.window if config.get("layer_types") else None if rotates else wide
         mixers.append(replace(mixer, window=window, rope=0 if rotates else None))
     return with_mixers(model, mixers)
 
 
 def _rotated(config: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Which layers rotate queries and keys: those with a 1 in `no_rope_layers`, else all but every n-th."""
+    """Which layers rotate queries and keys: those with a 1 in `no_rope_layers`, else all but every
+    n-th.
+    """
     interval = integer(config, "no_rope_layer_interval")
-    found = config.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(num_layers)]
+    found = config.get("no_rope_layers") or [
+        int((i + 1) % interval != 0) for i in range(num_layers)
+    ]
     if not isinstance(found, list) or len(found) != num_layers or not set(found) <= {0, 1}:
         raise CheckpointError(
             f"config.json: no_rope_layers = {found!r} must be a list of num_hidden_layers = {num_layers} entries, each "
@@ -49,7 +55,9 @@ ROWS = {
             "tie_word_embeddings": True,
             "no_rope_layer_interval": 4,
         },
-        words("attention_bias mlp_bias layer_types sliding_window use_sliding_window no_rope_layers")
+        words(
+            "attention_bias mlp_bias layer_types sliding_window use_sliding_window no_rope_layers"
+        )
         | words("no_rope_layer_interval"),
         bias_keys=ATTENTION_BIAS,
         theta=2e6,

@@ -42,7 +42,9 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found["mlp_layer_types"] = found.get("mlp_layer_types") or _mlp_types(config, num_layers)
     by_kind = config.get("rope_parameters") or {}
     if not (isinstance(by_kind, Mapping) and any(kind in by_kind for kind in _KINDS)):
-        found["rope_parameters"] = {kind: _rope(found, kind) for kind in _KINDS if kind in found["layer_types"]}
+        found["rope_parameters"] = {
+            kind: _rope(found, kind) for kind in _KINDS if kind in found["layer_types"]
+        }
         if found.get("rope_scaling") and "full_attention" in found["rope_parameters"]:
             found["rope_parameters"]["full_attention"] |= found["rope_scaling"]
     return {key: value for key, value in found.items() if key not in ("rope_theta", "rope_scaling")}
@@ -52,12 +54,21 @@ def _rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """The rope of the first layer of this kind, which is that of all."""
     index = config["layer_types"].index(kind)
     rope: dict[str, Any] = {"rope_type": "default"}
-    for key, of_rope in (("rope_theta", "rope_theta"), ("partial_rotary_factors", "partial_rotary_factor")):
+    for key, of_rope in (
+        ("rope_theta", "rope_theta"),
+        ("partial_rotary_factors", "partial_rotary_factor"),
+    ):
         value = config.get(key)
         if isinstance(value, list):
-            of_kind = [one for one, other in zip(value, config["layer_types"], strict=True) if other == kind]
+            of_kind = [
+                one
+                for one, other in zip(value, config["layer_types"], strict=True)
+                if other == kind
+            ]
             if any(one != of_kind[0] for one in of_kind):
-                raise CheckpointError(f"config.json: {key} = {value!r} differs among layers of {kind}")
+                raise CheckpointError(
+                    f"config.json: {key} = {value!r} differs among layers of {kind}"
+                )
             value = value[index]
         if value is not None:
             rope[of_rope] = value
@@ -71,7 +82,9 @@ def _mlp_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
         sparse = set(range(_FIRST_SPARSE, num_layers))
     else:
         items = said.split(",") if isinstance(said, str) else said
-        if not isinstance(items, list | tuple) or not all(str(one).strip().isdecimal() for one in items if one != ""):
+        if not isinstance(items, list | tuple) or not all(
+            str(one).strip().isdecimal() for one in items if one != ""
+        ):
             raise CheckpointError(f"config.json: moe_layers_enum = {said!r} must list layers")
         sparse = {int(one) for one in items if one != ""}
     return ["sparse" if index in sparse else "dense" for index in range(num_layers)]
@@ -81,7 +94,10 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     """Norms multiply by 1 + weight; each head has a gate; activations are bounded in some layers."""
     gate = OutputGate(GateFunction.SIGMOID, by_head=True)
     heads = _sliding_heads(config, model.attention[0])
-    routed, shared = (_activations(config, key, model.num_layers) for key in ("swiglu_limits", "swiglu_limits_shared"))
+    routed, shared = (
+        _activations(config, key, model.num_layers)
+        for key in ("swiglu_limits", "swiglu_limits_shared")
+    )
     layers = []
     for index, layer in enumerate(model.layers):
         mixer, mlp = replace(model.attention[index], gate=gate), layer.feed_forward
@@ -91,11 +107,17 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
             assert mlp.shared is not None
             of_shared = replace(mlp.shared, activation=shared[index])
             layers.append(
-                replace(layer, mixer=mixer, feed_forward=replace(mlp, activation=routed[index], shared=of_shared))
+                replace(
+                    layer,
+                    mixer=mixer,
+                    feed_forward=replace(mlp, activation=routed[index], shared=of_shared),
+                )
             )
         else:
             assert isinstance(mlp, DenseConfig)
-            layers.append(replace(layer, mixer=mixer, feed_forward=replace(mlp, activation=shared[index])))
+            layers.append(
+                replace(layer, mixer=mixer, feed_forward=replace(mlp, activation=shared[index]))
+            )
     _check_per_layer(config, model, heads)
     return replace(model, layers=tuple(layers), norm_offset=1.0, wide_norms=True)
 
@@ -104,19 +126,29 @@ def _sliding_heads(config: Mapping[str, Any], mixer: AttentionConfig) -> int:
     """Query heads of layers with a window."""
     other = config.get("attention_other_setting") or {}
     if not isinstance(other, Mapping):
-        raise CheckpointError(f"config.json: attention_other_setting = {other!r} is not a JSON object")
+        raise CheckpointError(
+            f"config.json: attention_other_setting = {other!r} is not a JSON object"
+        )
     for key, only in (("num_attention_groups", mixer.num_kv_heads), ("head_dim", mixer.k_dim)):
         if other.get(key) is not None and other[key] != only:
             raise CheckpointError(
                 f"config.json: attention_other_setting has {key} = {other[key]!r}, which is not implemented; {only} is"
             )
-    heads = integer(config, "num_sliding_attention_heads", integer(other, "num_attention_heads", mixer.num_heads))
-    require_multiple(heads, mixer.num_kv_heads, "num_key_value_heads", "num_sliding_attention_heads")
+    heads = integer(
+        config,
+        "num_sliding_attention_heads",
+        integer(other, "num_attention_heads", mixer.num_heads),
+    )
+    require_multiple(
+        heads, mixer.num_kv_heads, "num_key_value_heads", "num_sliding_attention_heads"
+    )
     return heads
 
 
 def _check_per_layer(config: Mapping[str, Any], model: ModelConfig, heads: int) -> None:
-    """Raises CheckpointError for a `per_layer_config` that says anything but the heads of layers with a window."""
+    """Raises CheckpointError for a `per_layer_config` that says anything but the heads of layers
+    with a window.
+    """
     given = config.get("per_layer_config")
     if given is None:
         return
@@ -135,7 +167,9 @@ def _activations(config: Mapping[str, Any], key: str, num_layers: int) -> list[G
     """The activation of each layer, by its bound; 0 and null are none."""
     limits = config.get(key) or [None] * num_layers
     if not isinstance(limits, list) or len(limits) != num_layers:
-        raise CheckpointError(f"config.json: {key} = {limits!r} must be a list of {num_layers} numbers")
+        raise CheckpointError(
+            f"config.json: {key} = {limits!r} must be a list of {num_layers} numbers"
+        )
     bounds = [0.0 if limit is None else number({key: limit}, key, least=0.0) for limit in limits]
     return [clamped_silu(bound) if bound else GatedActivation.SILU for bound in bounds]
 
@@ -159,8 +193,12 @@ ROWS = {
             "share_expert_dim": 1280,
             "moe_router_scaling_factor": 1.0,
         },
-        words("attention_bias sliding_window layer_types num_sliding_attention_heads attention_other_setting")
-        | words("per_layer_config query_pre_attn_scalar swiglu_limits swiglu_limits_shared moe_layers_enum")
+        words(
+            "attention_bias sliding_window layer_types num_sliding_attention_heads attention_other_setting"
+        )
+        | words(
+            "per_layer_config query_pre_attn_scalar swiglu_limits swiglu_limits_shared moe_layers_enum"
+        )
         | words("partial_rotary_factors mtp_layer_types mtp_mlp_layer_types"),
         bias_keys=ATTENTION_BIAS,
         synonyms={
@@ -212,7 +250,9 @@ ROWS = {
             expert="moe.experts.{}.",
             stacked=("moe.gate_proj.weight", "moe.up_proj.weight", "moe.down_proj.weight"),
             shared="share_expert.",
-            unused=not_run("vision", "*vision_model.*", "*vit_large_projector.*", "*multi_modal_projector.*"),
+            unused=not_run(
+                "vision", "*vision_model.*", "*vit_large_projector.*", "*multi_modal_projector.*"
+            ),
         ),
     ),
 }

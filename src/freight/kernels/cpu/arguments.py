@@ -32,7 +32,9 @@ def strided(rows: Tensor) -> int:
 
 
 def pages_of(page: Tensor, scale: Tensor | None) -> FreightPages:
-    """K or V of `KVPages`, or what `group` scales keep apart, and its scales, wherever its vectors lie."""
+    """K or V of `KVPages`, or what `group` scales keep apart, and its scales, wherever its vectors
+    lie.
+    """
     assert page.stride(3) == 1
     fields = FreightPages(data=page.data_ptr())
     fields.block, fields.token, fields.head = (step * page.itemsize for step in page.stride()[:3])
@@ -43,7 +45,9 @@ def pages_of(page: Tensor, scale: Tensor | None) -> FreightPages:
         return fields
     fields.scale = scale.data_ptr()
     assert scale.ndim == 3 or scale.stride(3) == 1
-    fields.scale_block, fields.scale_token, fields.scale_head = (step * scale.itemsize for step in scale.stride()[:3])
+    fields.scale_block, fields.scale_token, fields.scale_head = (
+        step * scale.itemsize for step in scale.stride()[:3]
+    )
     return fields
 
 

@@ -1,6 +1,8 @@
-"""Attention over the pages of the cache (csrc/attention.cpp): K and V are read as stored and decoded in registers.
+"""Attention over the pages of the cache (csrc/attention.cpp): K and V are read as stored and
+decoded in registers.
 
-A row's bits depend on nothing but its own history: not on the other rows, the chunk, the threads, or the blocks.
+A row's bits depend on nothing but its own history: not on the other rows, the chunk, the threads,
+or the blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `reference.attention`. q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads, v_dim].
+    """As `reference.attention`. q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads,
+    v_dim].
 
     Over quantized and bfloat16 pages, bfloat16 queries use bfloat16 dot products in the avx512 build, and matrix
     tiles in the amx build.

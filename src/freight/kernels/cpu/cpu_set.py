@@ -25,7 +25,9 @@ from freight.operands.weight import Weight, Weights
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """The compiled kernels. They take no `consumer`: activations are quantized by the product itself."""
+    """The compiled kernels. They take no `consumer`: activations are quantized by the product
+    itself.
+    """
 
     library: Library
     note: str = ""
@@ -46,11 +48,18 @@ class CpuKernels:
         return packed
 
     def lookup(
-        self, table: Tensor, ids: Tensor, multiplier: float = 1.0, base: Tensor | None = None, factor: float = 1.0
+        self,
+        table: Tensor,
+        ids: Tensor,
+        multiplier: float = 1.0,
+        base: Tensor | None = None,
+        factor: float = 1.0,
     ) -> Tensor:
         return rowwise.lookup(self.library, table, ids, multiplier, base, factor)
 
-    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, float32: bool = False) -> Tensor:
+    def linear(
+        self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, float32: bool = False
+    ) -> Tensor:
         assert isinstance(x, Tensor)
         assert isinstance(weight, CpuWeight)
         return linear.linear(self.library, x, weight, bias, float32)
@@ -77,10 +86,14 @@ class CpuKernels:
     ) -> tuple[Tensor, Tensor]:
         return rowwise.add_layer_norm(self.library, x, delta, weight, bias, eps)
 
-    def activated(self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Tensor:
+    def activated(
+        self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None
+    ) -> Tensor:
         return rowwise.activated(self.library, x, activation)
 
-    def gated(self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None) -> Tensor:
+    def gated(
+        self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None
+    ) -> Tensor:
         return elementwise.gated(self.library, gate_up, activation)
 
     def gate(self, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
@@ -141,7 +154,9 @@ class CpuKernels:
         sinks: Tensor | None = None,
         consumer: PackedWeight | None = None,
     ) -> Tensor:
-        return attention.attention(self.library, q, pages, sequences, softmax_scale, window, soft_cap, sinks)
+        return attention.attention(
+            self.library, q, pages, sequences, softmax_scale, window, soft_cap, sinks
+        )
 
     def convolve(
         self,
@@ -180,7 +195,9 @@ class CpuKernels:
         skip: Tensor | None = None,
     ) -> Tensor:
         inputs = q, k, v, beta, log_decay
-        return state_kernels.recurrence(self.library, *inputs, states, sequences, delta=delta, norm=norm, skip=skip)
+        return state_kernels.recurrence(
+            self.library, *inputs, states, sequences, delta=delta, norm=norm, skip=skip
+        )
 
     def gated_norm(
         self,

@@ -1,7 +1,8 @@
-"""Row-wise operations (csrc/elementwise.cpp): residual addition with RMSNorm, gated activations, each in one pass.
+"""Row-wise operations (csrc/elementwise.cpp): residual addition with RMSNorm, gated activations,
+each in one pass.
 
-A row's bits depend on that row alone. They differ from the reference's by the order of a sum or the last bits of an
-exponential, before the same roundings.
+A row's bits depend on that row alone. They differ from the reference's by the order of a sum or the
+last bits of an exponential, before the same roundings.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def add_rms_norm(
     eps: float,
     delta_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.add_rms_norm`. x, delta: [rows, size], one dtype; weight, delta_weight: [size], in it or float32."""
+    """`reference.add_rms_norm`. x, delta: [rows, size], one dtype; weight, delta_weight: [size], in
+    it or float32.
+    """
     assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype)
     x = x.contiguous()
     delta = None if delta is None else delta.contiguous()
@@ -36,8 +39,23 @@ def add_rms_norm(
     out = library.empty((rows, size), x.dtype)
     library.functions.freight_add_rms_norm(
         FreightNorm(  # by position, which takes a third of the time
-            *(x.data_ptr(), address(delta), address(weight), address(delta_weight), total.data_ptr(), out.data_ptr()),
-            *(rows, size, FORMATS[x.dtype], weight_format(weight, x), of_delta, eps, torch.get_num_threads()),
+            *(
+                x.data_ptr(),
+                address(delta),
+                address(weight),
+                address(delta_weight),
+                total.data_ptr(),
+                out.data_ptr(),
+            ),
+            *(
+                rows,
+                size,
+                FORMATS[x.dtype],
+                weight_format(weight, x),
+                of_delta,
+                eps,
+                torch.get_num_threads(),
+            ),
         )
     )
     return total, out

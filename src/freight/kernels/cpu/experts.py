@@ -1,8 +1,8 @@
-"""Mixtures of experts (csrc/experts.cpp, csrc/route.cpp) and products of heads (csrc/by_head.cpp): the packing at
-load, and the calls.
+"""Mixtures of experts (csrc/experts.cpp, csrc/route.cpp) and products of heads (csrc/by_head.cpp):
+the packing at load, and the calls.
 
-Results have the bits of `kernels/experts.py` over this set's own products, which is their definition: a row's depend on
-that row and its experts alone.
+Results have the bits of `kernels/experts.py` over this set's own products, which is their
+definition: a row's depend on that row and its experts alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from freight.operands.weight import Weights
 
 @dataclass(frozen=True, eq=False)
 class CpuExperts(PackedExperts):
-    """One matrix of each expert in the layout of one build, in one piece of memory, which the other fields own.
+    """One matrix of each expert in the layout of one build, in one piece of memory, which the other
+    fields own.
 
     Thousands of mappings, one of each expert, would come close to what Linux allows a process.
     """
@@ -62,11 +63,16 @@ class CpuExperts(PackedExperts):
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.block_scale) if t is not None)
+        return sum(
+            t.numel() * t.element_size()
+            for t in (self.data, self.scale, self.block_scale)
+            if t is not None
+        )
 
 
 def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> CpuExperts:
-    """`weights`, one of each expert, of one shape and format. Each is released before the next one is read.
+    """`weights`, one of each expert, of one shape and format. Each is released before the next one
+    is read.
 
     Raises KernelError for what `linear.pack` refuses.
     """
@@ -75,7 +81,10 @@ def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> CpuE
     for weight in weights:
         check(weight)
         if data is None:
-            (out_features, in_features), kind = weight.shape, (weight.data.dtype, weight.activations)
+            (out_features, in_features), kind = (
+                weight.shape,
+                (weight.data.dtype, weight.activations),
+            )
             num_bytes = packed_bytes(library, weight)
             data = aligned(len(weights) * num_bytes).view(len(weights), num_bytes)
         assert weight.shape == (out_features, in_features)
@@ -109,7 +118,9 @@ def route(
     choice_bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`KernelSet.route`. The logits have the bits of `linear` over x in float32; a NaN counts as the largest score."""
+    """`KernelSet.route`. The logits have the bits of `linear` over x in float32; a NaN counts as
+    the largest score.
+    """
     rows, hidden_size = x.shape
     num_experts, top_k = gate.out_features, routing.top_k
     assert hidden_size == gate.in_features
@@ -117,12 +128,24 @@ def route(
     assert num_experts % routing.num_groups == 0
     assert routing.group_best in (1, 2)
     by_expert = (bias, choice_bias, expert_scale)
-    assert all(one is None or (one.dtype == torch.float32 and one.shape == (num_experts,)) for one in by_expert)
+    assert all(
+        one is None or (one.dtype == torch.float32 and one.shape == (num_experts,))
+        for one in by_expert
+    )
     x = x.contiguous()
-    ids, weights = library.empty((rows, top_k), torch.int32), library.empty((rows, top_k), torch.float32)
+    ids, weights = (
+        library.empty((rows, top_k), torch.int32),
+        library.empty((rows, top_k), torch.float32),
+    )
     library.functions.freight_route(
         FreightRoute(
-            *(gate.address, x.data_ptr(), *map(address, by_expert), ids.data_ptr(), weights.data_ptr()),
+            *(
+                gate.address,
+                x.data_ptr(),
+                *map(address, by_expert),
+                ids.data_ptr(),
+                weights.data_ptr(),
+            ),
             *(rows, FORMATS[x.dtype], top_k, SCORINGS[routing.scoring], routing.normed),
             *(routing.num_groups, routing.top_groups, routing.group_best),
             *(routing.factor, torch.get_num_threads()),

@@ -1,4 +1,5 @@
-"""The C interface of csrc/ (freight.h, attention.h, states.h) in Python: numbers, structs, and types of functions.
+"""The C interface of csrc/ (freight.h, attention.h, states.h) in Python: numbers, structs, and
+types of functions.
 
 The test of this file compares all of it with the headers, and fails for what one of them has alone.
 """
@@ -51,7 +52,10 @@ FUNCTIONS = (
 )
 
 _ERRORS: dict[int, tuple[type[FreightError], str]] = {
-    OUT_OF_MEMORY: (CapacityError, "there is no memory left for its working space; lower --max-num-batched-tokens"),
+    OUT_OF_MEMORY: (
+        CapacityError,
+        "there is no memory left for its working space; lower --max-num-batched-tokens",
+    ),
     FAILED: (KernelError, "the system gave it no thread; lower --threads"),
     SHORT_CONTEXT: (
         KernelError,
@@ -156,7 +160,10 @@ class FreightDecays(ctypes.Structure):
 class FreightGatedNorm(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("x", "gate", "weight", "out")),
-        *((name, _LONG) for name in ("rows", "size", "group", "weight_size", "x_stride", "gate_stride")),
+        *(
+            (name, _LONG)
+            for name in ("rows", "size", "group", "weight_size", "x_stride", "gate_stride")
+        ),
         *((name, _INT) for name in ("format", "weight_format")),
         ("eps", _FLOAT),
         *((name, _INT) for name in ("norm_first", "threads")),
@@ -175,7 +182,10 @@ class FreightLookup(ctypes.Structure):
 
 class FreightRoute(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("gate", "x", "bias", "choice_bias", "expert_scale", "ids", "weights")),
+        *(
+            (name, _POINTER)
+            for name in ("gate", "x", "bias", "choice_bias", "expert_scale", "ids", "weights")
+        ),
         ("rows", _LONG),
         *((name, _INT) for name in ("format", "top_k", "scoring", "normed")),
         *((name, _INT) for name in ("num_groups", "top_groups", "group_best")),
@@ -198,7 +208,10 @@ class FreightExperts(ctypes.Structure):
 class FreightPages(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("data", "scale")),
-        *((name, _LONG) for name in ("block", "token", "head", "scale_block", "scale_token", "scale_head")),
+        *(
+            (name, _LONG)
+            for name in ("block", "token", "head", "scale_block", "scale_token", "scale_head")
+        ),
     )
 
 
@@ -207,11 +220,17 @@ class FreightAttention(ctypes.Structure):
         *((name, _POINTER) for name in ("q", "out")),
         *((name, FreightPages) for name in ("k", "v", "rotated")),
         *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables")),
-        *((name, _POINTER) for name in ("center_pairs", "center_parts", "center_cos", "center_sin", "sinks")),
+        *(
+            (name, _POINTER)
+            for name in ("center_pairs", "center_parts", "center_cos", "center_sin", "sinks")
+        ),
         ("q_stride", _LONG),
         *((name, _INT) for name in ("q_type", "kv_format", "scales")),
         *((name, _INT) for name in ("num_seqs", "max_blocks", "num_heads", "num_kv_heads")),
-        *((name, _INT) for name in ("k_dim", "v_dim", "block_size", "window", "center_size", "rotary_dim")),
+        *(
+            (name, _INT)
+            for name in ("k_dim", "v_dim", "block_size", "window", "center_size", "rotary_dim")
+        ),
         *((name, _FLOAT) for name in ("softmax_scale", "soft_cap")),
         ("threads", _INT),
     )
@@ -224,7 +243,10 @@ class FreightStore(ctypes.Structure):
         *((name, _POINTER) for name in ("positions", "slots", "cos", "sin", "q_factor", "q_norm")),
         *((name, _POINTER) for name in ("k_norm", "k_center", "counters")),
         ("rows", _LONG),
-        *((name, _INT) for name in ("num_heads", "num_kv_heads", "num_v_heads", "k_dim", "v_dim", "block_size")),
+        *(
+            (name, _INT)
+            for name in ("num_heads", "num_kv_heads", "num_v_heads", "k_dim", "v_dim", "block_size")
+        ),
         ("rotary_dim", _INT),
         *((name, _INT) for name in ("type", "kv_format", "scales", "q_norm_type", "k_norm_type")),
         ("eps", _FLOAT),
@@ -248,7 +270,10 @@ class FreightRecurrence(ctypes.Structure):
         *((name, _POINTER) for name in ("state", "scale", "kept_k", "kept_u", "kept_decay")),
         *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables")),
         *((name, _LONG) for name in ("q_stride", "k_stride", "v_stride")),
-        *((name, _INT) for name in ("num_seqs", "max_blocks", "every", "key_heads", "heads", "k_dim", "v_dim")),
+        *(
+            (name, _INT)
+            for name in ("num_seqs", "max_blocks", "every", "key_heads", "heads", "k_dim", "v_dim")
+        ),
         *((name, _INT) for name in ("format", "state_format", "delta", "norm", "by_channel")),
         ("q_factor", _FLOAT),
         ("threads", _INT),
@@ -293,8 +318,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """The functions of a compiled library. Those that compute raise CapacityError if memory cannot be allocated, and
-    KernelError for other failures.
+    """The functions of a compiled library. Those that compute raise CapacityError if memory cannot
+    be allocated, and KernelError for other failures.
 
     Raises OSError if `path` is not a library, AttributeError if it lacks a function.
     """

@@ -1,7 +1,9 @@
-"""The compiled CPU kernels: which builds were installed, which of them this processor runs, and the loading of one.
+"""The compiled CPU kernels: which builds were installed, which of them this processor runs, and the
+loading of one.
 
-`csrc/` is compiled once per instruction set; the libraries lie beside this file, and are absent if there was no
-compiler at install time. The best one that the processor runs is loaded. A library older than this source is refused.
+`csrc/` is compiled once per instruction set; the libraries lie beside this file, and are absent if
+there was no compiler at install time. The best one that the processor runs is loaded. A library
+older than this source is refused.
 """
 
 from __future__ import annotations
@@ -51,14 +53,18 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Library:
-    """One loaded build; `functions` has the C functions of interface.py, `empty` makes their outputs."""
+    """One loaded build; `functions` has the C functions of interface.py, `empty` makes their
+    outputs.
+    """
 
     build: str
     functions: Any
     empty: Callable[[tuple[int, ...], torch.dtype], Tensor] = new_tensor
 
     def set_prefetch(self, non_temporal: bool) -> None:
-        """Prefetch weights past the caches (True) or into them (False, the default). Changes no result."""
+        """Prefetch weights past the caches (True) or into them (False, the default). Changes no
+        result.
+        """
         self.functions.freight_set_prefetch(int(non_temporal))
 
 
@@ -72,7 +78,9 @@ def path_of(build: str, folder: Path | None = None) -> Path:
 
 
 def runnable(features: Iterable[str] | None = None, folder: Path | None = None) -> tuple[str, ...]:
-    """The installed builds that a processor with these features (default: this one) runs, best first."""
+    """The installed builds that a processor with these features (default: this one) runs, best
+    first.
+    """
     have = cpu_features() if features is None else tuple(features)
     return tuple(build for build in installed(folder) if not _obstacle(build, have))
 
@@ -89,14 +97,23 @@ def _obstacle(build: str, features: tuple[str, ...]) -> str:
 def tile_obstacle() -> str:
     """Why the operating system denies this process the tile registers of AMX, or ''.
 
-    Linux saves 8 KiB of tiles only for processes that ask (Documentation/arch/x86/xstate.rst); threads that exist
-    already get the permission as well.
+    Linux saves 8 KiB of tiles only for processes that ask (Documentation/arch/x86/xstate.rst);
+    threads that exist already get the permission as well.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "only Linux on x86-64 gives a process tiles that Freight can ask for"
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA
+    arch_prctl, request_permission, tile_data = (
+        158,
+        0x1023,
+        18,
+    )  # SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(ctypes.c_long(arch_prctl), ctypes.c_long(request_permission), ctypes.c_long(tile_data)) == 0:
+    if (
+        libc.syscall(
+            ctypes.c_long(arch_prctl), ctypes.c_long(request_permission), ctypes.c_long(tile_data)
+        )
+        == 0
+    ):
         return ""
     return f"Linux denied this process the tile registers ({os.strerror(ctypes.get_errno())})"
 
@@ -106,7 +123,8 @@ def describe(features: tuple[str, ...] | None = None, folder: Path | None = None
     features = cpu_features() if features is None else features
     if not installed(folder):
         return (
-            "no compiled kernels: there was no C++17 compiler when Freight was installed; install one, then reinstall"
+            "no compiled kernels: there was no C++17 compiler when Freight was installed; "
+            "install one, then reinstall"
         )
     best, *_ = runnable(features, folder) or ("none",)
     reasons = []
@@ -120,8 +138,8 @@ def describe(features: tuple[str, ...] | None = None, folder: Path | None = None
 def load(build: str | None = None) -> Library:
     """Load `build`, or the best that this processor runs.
 
-    Raises KernelError when none is installed, when the processor does not run `build`, and for a stale library;
-    ConfigError as `check_stack`.
+    Raises KernelError when none is installed, when the processor does not run `build`, and for a
+    stale library; ConfigError as `check_stack`.
     """
     check_stack()
     usable = runnable()
@@ -134,21 +152,27 @@ def load(build: str | None = None) -> Library:
 
 
 def load_file(path: Path, build: str) -> Library:
-    """Load the library at `path`, which is of `build`. Raises KernelError if it is stale or no library."""
+    """Load the library at `path`, which is of `build`. Raises KernelError if it is stale or no
+    library.
+    """
     try:
         functions = open_library(path)
         abi = functions.freight_abi()
     except (OSError, AttributeError) as error:
         raise KernelError(f"{path} cannot be loaded: {error}; reinstall Freight") from error
     if abi != ABI:
-        raise KernelError(f"{path} is of another version (interface {abi}, not {ABI}): reinstall Freight")
+        raise KernelError(
+            f"{path} is of another version (interface {abi}, not {ABI}): reinstall Freight"
+        )
     functions.freight_init(_gomp_parallel())
     bind(functions, bound_nodes())
     return Library(build, functions)
 
 
 def bind(functions: Any, nodes: Sequence[frozenset[int]]) -> None:
-    """Keep the threads of kernels on these memory nodes in turn; without nodes the operating system places them."""
+    """Keep the threads of kernels on these memory nodes in turn; without nodes the operating system
+    places them.
+    """
     if not nodes:
         return
     node_of = {processor: index for index, node in enumerate(nodes) for processor in node}
@@ -158,7 +182,9 @@ def bind(functions: Any, nodes: Sequence[frozenset[int]]) -> None:
 
 
 def _gomp_parallel() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that torch has loaded: both use one pool of threads."""
+    """The address of GOMP_parallel in the OpenMP runtime that torch has loaded: both use one pool
+    of threads.
+    """
     if sys.platform != "linux" or "OpenMP" not in torch.__config__.parallel_info():
         return None
     function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)

@@ -1,6 +1,7 @@
 """Linear over packed weights (csrc/linear.cpp): the packing at load, and the call.
 
-A row's bits depend on nothing but that row and the weight: not on the other rows, the threads, or memory addresses.
+A row's bits depend on nothing but that row and the weight: not on the other rows, the threads, or
+memory addresses.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ from freight.kernels.cpu.library import Library
 from freight.operands.packed import PackedWeight
 from freight.operands.weight import Weight
 
-_WEIGHTS = {torch_dtype(format): FORMATS[torch_dtype(format)] for format in (*COMPUTE_FORMATS, Format.E4M3FN)} | {
-    mxfp4.CODES: MXFP4
-}
+_WEIGHTS = {
+    torch_dtype(format): FORMATS[torch_dtype(format)]
+    for format in (*COMPUTE_FORMATS, Format.E4M3FN)
+} | {mxfp4.CODES: MXFP4}
 LARGE = 2**20  # values: packing fewer gives back no memory
 _LARGE_PAGE = 2**21  # bytes; such pages are requested where whole ones fit
 
 
 @dataclass(frozen=True, eq=False)
 class CpuWeight(PackedWeight):
-    """A weight in the layout of one build. The other fields own the memory that `descriptor` points to."""
+    """A weight in the layout of one build. The other fields own the memory that `descriptor` points
+    to.
+    """
 
     out_features: int
     in_features: int
@@ -51,12 +55,16 @@ class CpuWeight(PackedWeight):
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.block_scale) if t is not None)
+        return sum(
+            t.numel() * t.element_size()
+            for t in (self.data, self.scale, self.block_scale)
+            if t is not None
+        )
 
 
 def aligned(num_bytes: int) -> Tensor:
-    """Memory that begins at a large page, or at a cache line. Large sizes get a mapping of their own: on the heap they
-    would lie on small pages, and keep freed blocks around them resident."""
+    """Memory that begins at a large page, or at a cache line. Large sizes get a mapping of their
+    own: on the heap they would lie on small pages, and keep freed blocks around them resident."""
     if num_bytes < _LARGE_PAGE:
         memory = torch.empty(num_bytes + CACHE_LINE, dtype=torch.uint8, device="cpu")
         start = -memory.data_ptr() % CACHE_LINE
@@ -65,14 +73,18 @@ def aligned(num_bytes: int) -> Tensor:
         pages = mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=private)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         start = -memory.data_ptr() % _LARGE_PAGE  # what comes before is never touched
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # at once: what requests it part by part splits the mapping
+        if hasattr(
+            mmap, "MADV_HUGEPAGE"
+        ):  # at once: what requests it part by part splits the mapping
             with suppress(OSError):  # refusal does no harm
                 pages.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // _LARGE_PAGE * _LARGE_PAGE)
     return memory[start : start + num_bytes]
 
 
 def pack(library: Library, weight: Weight) -> CpuWeight:
-    """`weight` in the layout of this build. Raises KernelError for a weight that it does not compute with."""
+    """`weight` in the layout of this build. Raises KernelError for a weight that it does not
+    compute with.
+    """
     check(weight)
     if weight.data.numel() >= LARGE:
         give_back_freed_memory()
@@ -80,8 +92,8 @@ def pack(library: Library, weight: Weight) -> CpuWeight:
 
 
 def give_back_freed_memory() -> None:
-    """Returns to the system what matrices read before have left on the heap, which would keep its pages. Walking the
-    heap takes long beside packing a small matrix."""
+    """Returns to the system what matrices read before have left on the heap, which would keep its
+    pages. Walking the heap takes long beside packing a small matrix."""
     with suppress(AttributeError):  # of C libraries other than glibc, which return it by themselves
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -130,7 +142,9 @@ def pack_into(library: Library, weight: Weight, packed: Tensor) -> CpuWeight:
 
 
 def _with_scales(weight: Weight) -> Tensor:
-    """Of MXFP4, uint8 [out_features, in_features / 32, 17]: the bytes of each group, then that of its scale."""
+    """Of MXFP4, uint8 [out_features, in_features / 32, 17]: the bytes of each group, then that of
+    its scale.
+    """
     blocks, scales = weight.mxfp4_bytes
     if not mxfp4.normal(blocks, scales):
         raise KernelError(
@@ -140,17 +154,30 @@ def _with_scales(weight: Weight) -> Tensor:
     return torch.cat((blocks, scales[..., None]), -1)
 
 
-def linear(library: Library, x: Tensor, weight: CpuWeight, bias: Tensor | None = None, float32: bool = False) -> Tensor:
-    """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype, or its values in
-    float32."""
+def linear(
+    library: Library,
+    x: Tensor,
+    weight: CpuWeight,
+    bias: Tensor | None = None,
+    float32: bool = False,
+) -> Tensor:
+    """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype, or
+    its values in float32."""
     rows, in_features = x.shape
     assert in_features == weight.in_features
-    assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.shape == (weight.out_features,))
+    assert bias is None or (
+        bias.dtype == x.dtype and bias.is_contiguous() and bias.shape == (weight.out_features,)
+    )
     x = x.contiguous()
     out = library.empty((rows, weight.out_features), torch.float32 if float32 else x.dtype)
     library.functions.freight_linear(
         FreightLinear(
-            *(weight.address, x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
+            *(
+                weight.address,
+                x.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+            ),
             *(rows, FORMATS[x.dtype], int(float32), torch.get_num_threads()),
         )
     )

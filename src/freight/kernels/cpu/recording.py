@@ -1,11 +1,12 @@
 """A sequence of C calls, recorded while it runs, and made again in one call (csrc/replay.cpp).
 
-Between two products whose weights stream through the caches, Python's own code has been evicted from them; a replay
-needs none. A recording repeats the same calls with the same arguments, so its results have the same bits, for what the
-inputs hold by then. It keeps addresses: its owner must keep the inputs, the weights and the pages alive and in place.
+Between two products whose weights stream through the caches, Python's own code has been evicted
+from them; a replay needs none. A recording repeats the same calls with the same arguments, so its
+results have the same bits, for what the inputs hold by then. It keeps addresses: its owner must
+keep the inputs, the weights and the pages alive and in place.
 
-A replay makes no call of torch. Therefore a sequence is not recorded if torch did anything in it but view memory: a
-dispatch mode sees every operation of torch while the recording runs.
+A replay makes no call of torch. Therefore a sequence is not recorded if torch did anything in it
+but view memory: a dispatch mode sees every operation of torch while the recording runs.
 """
 
 from __future__ import annotations
@@ -30,15 +31,27 @@ from freight.kernels.cpu.library import Library
 
 _aten = torch.ops.aten
 VIEWS = (
-    *(_aten.view.default, _aten.view.dtype, _aten.slice.Tensor, _aten.select.int, _aten.unsqueeze.default),
-    *(_aten.flatten.using_ints, _aten.reshape.default, _aten.contiguous.default),  # these copy where a view cannot be
+    *(
+        _aten.view.default,
+        _aten.view.dtype,
+        _aten.slice.Tensor,
+        _aten.select.int,
+        _aten.unsqueeze.default,
+    ),
+    *(
+        _aten.flatten.using_ints,
+        _aten.reshape.default,
+        _aten.contiguous.default,
+    ),  # these copy where a view cannot be
 )
 
 
 class Arena:
-    """Memory for outputs of up to `max_rows` rows. Recordings that never run at the same time share it.
+    """Memory for outputs of up to `max_rows` rows. Recordings that never run at the same time share
+    it.
 
-    A recording uses the memory of a tensor again once that is gone, so the arena grows to what is alive at one moment.
+    A recording uses the memory of a tensor again once that is gone, so the arena grows to what is
+    alive at one moment.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -66,14 +79,18 @@ class Recording:
     output: Tensor
 
     def replay(self) -> Tensor:
-        """`output`, until the arena is next used. Raises what the first call that fails would raise."""
+        """`output`, until the arena is next used. Raises what the first call that fails would
+        raise.
+        """
         interface.replay(self.functions, self.calls)
         return self.output
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a recorded run returned; `recording` is None if it cannot be repeated, for the reason in `obstacle`."""
+    """What a recorded run returned; `recording` is None if it cannot be repeated, for the reason in
+    `obstacle`.
+    """
 
     output: Tensor
     recording: Recording | None
@@ -81,7 +98,8 @@ class Recorded:
 
 
 def record(library: Library, arena: Arena, run: Callable[[Library], Tensor]) -> Recorded:
-    """Call `run` with a library that records, and returns what `run` does with another one of the same build.
+    """Call `run` with a library that records, and returns what `run` does with another one of the
+    same build.
 
     `run` returns an output of one of its calls. What it raises is passed on.
     """
@@ -98,7 +116,9 @@ def record(library: Library, arena: Arena, run: Callable[[Library], Tensor]) -> 
     if recorder.obstacle:
         return Recorded(output, None, recorder.obstacle)
     arguments = [one for _, one in recorder.calls]
-    calls = (FreightCall * len(arguments))(*(FreightCall(ctypes.addressof(one), code) for code, one in recorder.calls))
+    calls = (FreightCall * len(arguments))(
+        *(FreightCall(ctypes.addressof(one), code) for code, one in recorder.calls)
+    )
     return Recorded(output, Recording(library.functions, calls, arguments, output))
 
 
@@ -111,7 +131,9 @@ class _Recorder(dispatch.TorchDispatchMode):
         self.obstacle = ""
         self._arena, self._free, self._allocating = arena, list(arena.blocks), False
         functions = {
-            f"freight_{name}": partial(self._call, code, getattr(library.functions, f"freight_{name}"))
+            f"freight_{name}": partial(
+                self._call, code, getattr(library.functions, f"freight_{name}")
+            )
             for code, name in enumerate(FUNCTIONS)
         }
         self.library = replace(library, functions=SimpleNamespace(**functions), empty=self.empty)
@@ -120,7 +142,9 @@ class _Recorder(dispatch.TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # True would import torch._dynamo, which takes seconds
 
-    def _call(self, code: int, function: Callable[[Any], None], arguments: ctypes.Structure) -> None:
+    def _call(
+        self, code: int, function: Callable[[Any], None], arguments: ctypes.Structure
+    ) -> None:
         function(arguments)
         self.calls.append((code, arguments))
 
@@ -128,11 +152,14 @@ class _Recorder(dispatch.TorchDispatchMode):
         """`Library.empty` in the arena."""
         assert shape[0] <= self._arena.max_rows
         row = math.prod(shape[1:]) * dtype.itemsize
-        needed = -(-row * self._arena.max_rows // CACHE_LINE) * CACHE_LINE  # so that all numbers of rows share blocks
+        needed = (
+            -(-row * self._arena.max_rows // CACHE_LINE) * CACHE_LINE
+        )  # so that all numbers of rows share blocks
         fitting = [index for index, block in enumerate(self._free) if block.nbytes >= needed]
         best = min(fitting, key=lambda index: self._free[index].nbytes, default=None)
         block = self._arena.add(needed) if best is None else self._free.pop(best)
-        # The tensor's storage, which its views share, holds `handle`; where nothing does, nothing can read the block.
+        # The tensor's storage, which its views share, holds `handle`; where nothing does, nothing
+        # can read the block.
         handle = block[: row * shape[0]]
         weakref.finalize(handle, self._free.append, block).atexit = False
         self._allocating = True
@@ -143,10 +170,17 @@ class _Recorder(dispatch.TorchDispatchMode):
 
     def owns(self, tensor: Tensor) -> bool:
         address = tensor.data_ptr()
-        return any(block.ctypes.data <= address < block.ctypes.data + block.nbytes for block in self._arena.blocks)
+        return any(
+            block.ctypes.data <= address < block.ctypes.data + block.nbytes
+            for block in self._arena.blocks
+        )
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._allocating and not (func in VIEWS and _storage(result) == _storage(args[0])):

@@ -1,8 +1,9 @@
-"""Rows of an embedding, and row-wise operations that some families have (csrc/rowwise.cpp): LayerNorm, activations
-without a gate, gates of results, and columns that are normed on their own and put side by side.
+"""Rows of an embedding, and row-wise operations that some families have (csrc/rowwise.cpp):
+LayerNorm, activations without a gate, gates of results, and columns that are normed on their own
+and put side by side.
 
-A row's bits depend on that row alone. They differ from the reference's by the order of a sum or the last bits of an
-exponential, before the same roundings.
+A row's bits depend on that row alone. They differ from the reference's by the order of a sum or the
+last bits of an exponential, before the same roundings.
 """
 
 from __future__ import annotations
@@ -41,7 +42,14 @@ def add_layer_norm(
     out = library.empty((rows, size), x.dtype)
     library.functions.freight_add_layer_norm(
         FreightLayerNorm(
-            *(x.data_ptr(), address(delta), address(weight), address(bias), total.data_ptr(), out.data_ptr()),
+            *(
+                x.data_ptr(),
+                address(delta),
+                address(weight),
+                address(bias),
+                total.data_ptr(),
+                out.data_ptr(),
+            ),
             *(rows, size, FORMATS[x.dtype], eps, torch.get_num_threads()),
         )
     )
@@ -54,14 +62,16 @@ def activated(library: Library, x: Tensor, activation: Activation) -> Tensor:
     out = library.empty((x.shape[0], x.shape[1]), x.dtype)
     code = UNGATED_ACTIVATIONS[activation]
     library.functions.freight_activated(
-        FreightActivated(x.data_ptr(), out.data_ptr(), *x.shape, FORMATS[x.dtype], code, torch.get_num_threads())
+        FreightActivated(
+            x.data_ptr(), out.data_ptr(), *x.shape, FORMATS[x.dtype], code, torch.get_num_threads()
+        )
     )
     return out
 
 
 def gate(library: Library, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-    """`reference_rows.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups], in x's dtype; columns of both
-    contiguous."""
+    """`reference_rows.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups], in x's dtype;
+    columns of both contiguous."""
     rows, size = x.shape
     same, groups = len(logits) != rows, logits.shape[1]
     assert logits.dtype == x.dtype
@@ -73,13 +83,20 @@ def gate(library: Library, x: Tensor, logits: Tensor, function: GateFunction) ->
     library.functions.freight_gate(
         FreightGate(
             *(x.data_ptr(), logits.data_ptr(), out.data_ptr(), rows, size, groups, x.stride(0)),
-            *(0 if same else logits.stride(0), FORMATS[x.dtype], GATE_FUNCTIONS[function], torch.get_num_threads()),
+            *(
+                0 if same else logits.stride(0),
+                FORMATS[x.dtype],
+                GATE_FUNCTIONS[function],
+                torch.get_num_threads(),
+            ),
         )
     )
     return out
 
 
-def join(library: Library, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
+def join(
+    library: Library, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0
+) -> Tensor:
     """`reference_rows.join`. Each x: its columns one after another in memory."""
     first = parts[0][0]
     leading, width = first.shape[:-1], sum(x.shape[-1] for x, _ in parts)
@@ -97,7 +114,12 @@ def join(library: Library, parts: Sequence[tuple[Tensor, Tensor | None]], eps: f
         library.functions.freight_part(
             FreightPart(
                 *(x.data_ptr(), address(weight), at, rows, size, x.stride(0), width, group),
-                *(code, code if weight is None else FORMATS[weight.dtype], eps, torch.get_num_threads()),
+                *(
+                    code,
+                    code if weight is None else FORMATS[weight.dtype],
+                    eps,
+                    torch.get_num_threads(),
+                ),
             )
         )
         at += size * first.itemsize
@@ -105,7 +127,12 @@ def join(library: Library, parts: Sequence[tuple[Tensor, Tensor | None]], eps: f
 
 
 def lookup(
-    library: Library, table: Tensor, ids: Tensor, multiplier: float, base: Tensor | None, factor: float
+    library: Library,
+    table: Tensor,
+    ids: Tensor,
+    multiplier: float,
+    base: Tensor | None,
+    factor: float,
 ) -> Tensor:
     """`reference_rows.lookup`, to the bit. Raises KernelError for an id that is no row of `table`."""
     rows, size = len(ids), table.shape[1]
@@ -118,8 +145,23 @@ def lookup(
     out = library.empty((rows, size), dtype)
     library.functions.freight_lookup(
         FreightLookup(
-            *(table.data_ptr(), ids.data_ptr(), address(base), out.data_ptr(), rows, size, len(table)),
-            *(table.stride(0), FORMATS[table.dtype], FORMATS[dtype], multiplier, factor, torch.get_num_threads()),
+            *(
+                table.data_ptr(),
+                ids.data_ptr(),
+                address(base),
+                out.data_ptr(),
+                rows,
+                size,
+                len(table),
+            ),
+            *(
+                table.stride(0),
+                FORMATS[table.dtype],
+                FORMATS[dtype],
+                multiplier,
+                factor,
+                torch.get_num_threads(),
+            ),
         )
     )
     return out

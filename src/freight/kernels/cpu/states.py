@@ -1,9 +1,10 @@
-"""The operations that keep a state of each sequence (csrc/states.h), in the blocks of `States`, and the row-wise ones
-beside them.
+"""The operations that keep a state of each sequence (csrc/states.h), in the blocks of `States`, and
+the row-wise ones beside them.
 
-A row's bits, and those of what is stored, depend on its own history alone: not on the other rows, the cuts into calls
-or the threads. They differ from the reference's by the order of sums and the last bits of exponentials. Lengths and
-tables are read by the C functions, so a recorded call follows them.
+A row's bits, and those of what is stored, depend on its own history alone: not on the other rows,
+the cuts into calls or the threads. They differ from the reference's by the order of sums and the
+last bits of exponentials. Lengths and tables are read by the C functions, so a recorded call
+follows them.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def convolve(
     states: States,
     sequences: Sequences,
 ) -> Tensor:
-    """`KernelSet.convolve`. Raises KernelError for a width that is not 2 to MAX_WIDTH, and for a context shorter than
-    its rows."""
+    """`KernelSet.convolve`. Raises KernelError for a width that is not 2 to MAX_WIDTH, and for a
+    context shorter than its rows."""
     columns = states.parts["columns"]
     rows, channels = x.shape
     width = weight.shape[1]
@@ -53,8 +54,19 @@ def convolve(
     library.functions.freight_convolution(
         FreightConvolution(  # by position, which takes a third of the time
             *(strided(x), address(weight), address(bias), out.data_ptr(), address(columns)),
-            *(address(sequences.query_starts), address(sequences.context_lens), address(sequences.block_tables)),
-            *(x.stride(0), sequences.num_seqs, sequences.block_tables.shape[1], states.every, channels, width),
+            *(
+                address(sequences.query_starts),
+                address(sequences.context_lens),
+                address(sequences.block_tables),
+            ),
+            *(
+                x.stride(0),
+                sequences.num_seqs,
+                sequences.block_tables.shape[1],
+                states.every,
+                channels,
+                width,
+            ),
             *(FORMATS[x.dtype], silu, torch.get_num_threads()),
         )
     )
@@ -83,7 +95,14 @@ def decays(
     with_b = (None, 0) if b is None else (strided(b), b.stride(0))
     library.functions.freight_decays(
         FreightDecays(
-            *(strided(a), with_b[0], address(a_log), address(dt_bias), beta.data_ptr(), log_decay.data_ptr()),
+            *(
+                strided(a),
+                with_b[0],
+                address(a_log),
+                address(dt_bias),
+                beta.data_ptr(),
+                log_decay.data_ptr(),
+            ),
             *(
                 rows,
                 heads,
@@ -130,7 +149,9 @@ def recurrence(
     assert log_decay.is_contiguous()
     assert skip is None or (skip.dtype is torch.float32 and skip.shape == (heads,))
     assert (state.itemsize == 1) == (scale is not None)
-    assert scale is None or (scale.dtype is torch.bfloat16 and scale.shape == (blocks, heads, v_dim))
+    assert scale is None or (
+        scale.dtype is torch.bfloat16 and scale.shape == (blocks, heads, v_dim)
+    )
     assert kept_k.shape == (blocks, STATE_TILE, key_heads, k_dim)
     assert kept_u.shape == (blocks, STATE_TILE, heads, v_dim)
     assert kept_decay.shape == (blocks, STATE_TILE, *log_decay.shape[1:])
@@ -139,19 +160,59 @@ def recurrence(
     out = library.empty((rows, heads * v_dim), v.dtype)
     library.functions.freight_recurrence(
         FreightRecurrence(
-            *(strided(q), strided(k), strided(v), address(beta), address(log_decay), address(skip), out.data_ptr()),
-            *(address(state), address(scale), address(kept_k), address(kept_u), address(kept_decay)),
-            *(address(sequences.query_starts), address(sequences.context_lens), address(sequences.block_tables)),
+            *(
+                strided(q),
+                strided(k),
+                strided(v),
+                address(beta),
+                address(log_decay),
+                address(skip),
+                out.data_ptr(),
+            ),
+            *(
+                address(state),
+                address(scale),
+                address(kept_k),
+                address(kept_u),
+                address(kept_decay),
+            ),
+            *(
+                address(sequences.query_starts),
+                address(sequences.context_lens),
+                address(sequences.block_tables),
+            ),
             *(q.stride(0), k.stride(0), v.stride(0)),
-            *(sequences.num_seqs, sequences.block_tables.shape[1], states.every, key_heads, heads, k_dim, v_dim),
-            *(FORMATS[v.dtype], FORMATS[state.dtype], delta, norm, by_channel, k_dim**-0.5, torch.get_num_threads()),
+            *(
+                sequences.num_seqs,
+                sequences.block_tables.shape[1],
+                states.every,
+                key_heads,
+                heads,
+                k_dim,
+                v_dim,
+            ),
+            *(
+                FORMATS[v.dtype],
+                FORMATS[state.dtype],
+                delta,
+                norm,
+                by_channel,
+                k_dim**-0.5,
+                torch.get_num_threads(),
+            ),
         )
     )
     return out
 
 
 def gated_norm(
-    library: Library, x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, norm_first: bool
+    library: Library,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    group: int,
+    norm_first: bool,
 ) -> Tensor:
     """`KernelSet.gated_norm`."""
     rows, size = x.shape

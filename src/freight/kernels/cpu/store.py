@@ -1,6 +1,8 @@
-"""Rotate and store (csrc/store.cpp): the steps between the projection of q, k and v and attention, in one pass.
+"""Rotate and store (csrc/store.cpp): the steps between the projection of q, k and v and attention,
+in one pass.
 
-Bit-identical to the reference, except that a norm of heads sums in the order of this build's `add_rms_norm`.
+Bit-identical to the reference, except that a norm of heads sums in the order of this build's
+`add_rms_norm`.
 """
 
 from __future__ import annotations
@@ -8,7 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from freight.kernels.cpu.arguments import address, check_head_dim, pages_of, rotated_of, weight_format
+from freight.kernels.cpu.arguments import (
+    address,
+    check_head_dim,
+    pages_of,
+    rotated_of,
+    weight_format,
+)
 from freight.kernels.cpu.interface import FORMATS, FreightStore
 from freight.kernels.cpu.library import Library
 from freight.operands.kv_pages import KVPages
@@ -16,7 +24,12 @@ from freight.operands.rotary import Rotary
 
 
 def rotate_store(
-    library: Library, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
+    library: Library,
+    qkv: Tensor,
+    rotary: Rotary,
+    positions: Tensor,
+    slots: Tensor | None,
+    pages: KVPages,
 ) -> Tensor:
     """`reference.rotate_store`. qkv: contiguous.
 

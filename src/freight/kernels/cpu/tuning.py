@@ -1,9 +1,10 @@
 """How weights are prefetched on this processor: measured once, and remembered for its model.
 
-Some processors gain 3 % when weights are prefetched past the caches, others lose half of their speed, and no feature
-says which. So a product is timed both ways, over a weight that is evicted from the caches before each run: a tenth of a
-second, when the first large weight is packed. The decision lies in `$XDG_CACHE_HOME/freight/prefetch.json` (default:
-`~/.cache`) by processor model, build and number of threads. It changes no bit of a result.
+Some processors gain 3 % when weights are prefetched past the caches, others lose half of their
+speed, and no feature says which. So a product is timed both ways, over a weight that is evicted
+from the caches before each run: a tenth of a second, when the first large weight is packed. The
+decision lies in `$XDG_CACHE_HOME/freight/prefetch.json` (default: `~/.cache`) by processor model,
+build and number of threads. It changes no bit of a result.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import linear, pack
 from freight.operands.weight import Weight
 
-LARGE = 2**22  # bytes of a packed weight from which reading it from memory takes longer than all else
+LARGE = (
+    2**22
+)  # bytes of a packed weight from which reading it from memory takes longer than all else
 PAIRS = 11
 GAIN = 0.98  # the share of the time that makes prefetching past the caches worth it
 
@@ -35,7 +38,8 @@ GAIN = 0.98  # the share of the time that makes prefetching past the caches wort
 def tune(library: Library) -> None:
     """Set how `library` prefetches, once: as remembered for this processor, else as measured now.
 
-    Nothing is measured for the amx build: its products with FP8 and bfloat16 weights prefetch in their own way.
+    Nothing is measured for the amx build: its products with FP8 and bfloat16 weights prefetch in
+    their own way.
     """
     if library.build == "amx":
         return
@@ -71,9 +75,15 @@ def measure(library: Library) -> list[tuple[float, float]]:
 
 
 def past_the_caches(pairs: Sequence[tuple[float, float]]) -> bool:
-    """Whether prefetching past the caches pays: by the median of the ratios, and in four of five pairs."""
+    """Whether prefetching past the caches pays: by the median of the ratios, and in four of five
+    pairs.
+    """
     ratios = [past / into for into, past in pairs]
-    return bool(ratios) and statistics.median(ratios) < GAIN and sum(r < 1 for r in ratios) >= 0.8 * len(ratios)
+    return (
+        bool(ratios)
+        and statistics.median(ratios) < GAIN
+        and sum(r < 1 for r in ratios) >= 0.8 * len(ratios)
+    )
 
 
 def decisions() -> Path | None:
@@ -81,7 +91,9 @@ def decisions() -> Path | None:
     folder = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(folder) if folder else Path.home() / ".cache") / "freight" / "prefetch.json"
-    except RuntimeError:  # no $HOME, and no entry for this user id: a container under an arbitrary one
+    except (
+        RuntimeError
+    ):  # no $HOME, and no entry for this user id: a container under an arbitrary one
         return None
 
 
@@ -99,5 +111,7 @@ def remember(path: Path, key: str, wanted: bool) -> None:
     scratch = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(remembered(path) | {key: wanted}, indent=1) + "\n", encoding="utf-8")
+        scratch.write_text(
+            json.dumps(remembered(path) | {key: wanted}, indent=1) + "\n", encoding="utf-8"
+        )
         scratch.replace(path)

@@ -1,27 +1,30 @@
 """Paged attention: the kernels. `paged.py` launches them.
 
-A sequence that has one row in this step is *decoded*: its keys are cut into splits of `SPLIT` at fixed positions,
-several programs take turns over the splits, and `merge_kernel` merges the splits in order. It also quantizes the rows,
-with the bits of `rows.quantize`, which is launched if the step has other rows, too. A sequence that has more rows is a
-chunk of *prefill*: a program takes a tile of its rows and walks the keys. Both walk tiles of keys at absolute positions
-through `walk.py`, so within either kind a row's bits depend on nothing but its own history.
+A sequence that has one row in this step is *decoded*: its keys are cut into splits of `SPLIT` at
+fixed positions, several programs take turns over the splits, and `merge_kernel` merges the splits
+in order. It also quantizes the rows, with the bits of `rows.quantize`, which is launched if the
+step has other rows, too. A sequence that has more rows is a chunk of *prefill*: a program takes a
+tile of its rows and walks the keys. Both walk tiles of keys at absolute positions through
+`walk.py`, so within either kind a row's bits depend on nothing but its own history.
 
-K_DOT and V_DOT are the types that the two products multiply; uint8 stands for FP8 as it is stored (below).
+K_DOT and V_DOT are the types that the two products multiply; uint8 stands for FP8 as it is stored
+(below).
 
-FP8 is decoded in registers, between the load and the product. Static scales cost nothing there: the K scale is in q
-and the V scale multiplies the output. A `token` scale is one multiplication per score and one per probability.
-The constant subtracted from keys (`KVPages.k_center`) is added back to the scores in float32, one pair of channels at a
-time. Last comes a soft cap, compiled only with CAPPED. A sink is where the softmax of a row starts: in prefill its own,
-in decoding that of the merge.
-Products of FP8 values run in float16, in which every FP8 value is exact; q is divided by a power of two per row
-beforehand, so that it is near 1, and the scores are multiplied by it in float32. Probabilities times `token` scales
-need bfloat16's range in prefill; in decoding they are divided by a power of two near the largest scale of the split so
-far (`unit`), which spares the conversion of every value to bfloat16.
+FP8 is decoded in registers, between the load and the product. Static scales cost nothing there: the
+K scale is in q and the V scale multiplies the output. A `token` scale is one multiplication per
+score and one per probability. The constant subtracted from keys (`KVPages.k_center`) is added back
+to the scores in float32, one pair of channels at a time. Last comes a soft cap, compiled only with
+CAPPED. A sink is where the softmax of a row starts: in prefill its own, in decoding that of the
+merge. Products of FP8 values run in float16, in which every FP8 value is exact; q is divided by a
+power of two per row beforehand, so that it is near 1, and the scores are multiplied by it in
+float32. Probabilities times `token` scales need bfloat16's range in prefill; in decoding they are
+divided by a power of two near the largest scale of the split so far (`unit`), which spares the
+conversion of every value to bfloat16.
 
 With `--attention-compute fp8` products multiply E4M3 as it is stored, where Triton compiles that to
-faster FP8 matrix instructions (`Target.fp8_products`; `aot.py` shows them). q is rounded to E4M3 with a scale per row.
-Probabilities, unless `token` scales multiply them, are rounded to E4M3 after multiplication by a power of two, which
-the division by their sum cancels.
+faster FP8 matrix instructions (`Target.fp8_products`; `aot.py` shows them). q is rounded to E4M3
+with a scale per row. Probabilities, unless `token` scales multiply them, are rounded to E4M3 after
+multiplication by a power of two, which the division by their sum cancels.
 
     sm_89, sm_120   both products, prefill and decode               mma.sync e4m3
     sm_90           Q·Kᵀ, prefill; P·V would need V transposed      wgmma e4m3
@@ -31,13 +34,14 @@ the division by their sum cancels.
 
 Prefill of latents is as decode here: its tiles have as few rows.
 
-Online softmax (Milakov and Gimelshein 2018) over tiles as in FlashAttention-2 (Dao 2023), with powers of 2.
-Shapes: M = ROWS rows of a tile, row m is query m // TAKEN of the tile and head m % TAKEN of the program's share of the
-KV head's group; N = KEYS; D = K_BLOCK or V_BLOCK, k_dim (or a part of it) or v_dim padded to a power of two.
+Online softmax (Milakov and Gimelshein 2018) over tiles as in FlashAttention-2 (Dao 2023), with
+powers of 2. Shapes: M = ROWS rows of a tile, row m is query m // TAKEN of the tile and head m %
+TAKEN of the program's share of the KV head's group; N = KEYS; D = K_BLOCK or V_BLOCK, k_dim (or a
+part of it) or v_dim padded to a power of two.
 
-Latents have one KV head for up to 128 heads, of which a program takes as many as its tile has rows. No figure of them
-was measured on a GPU: their tiles were chosen by the registers, shared memory and instructions that compilers report
-(`tests/kernels/triton/latent_cases.py`).
+Latents have one KV head for up to 128 heads, of which a program takes as many as its tile has rows.
+No figure of them was measured on a GPU: their tiles were chosen by the registers, shared memory and
+instructions that compilers report (`tests/kernels/triton/latent_cases.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +67,9 @@ def _finished(
 
 @triton.jit
 def sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
-    """The sequence that a tile of QUERIES rows belongs to; sequence i's tiles begin at starts[i] // QUERIES + i."""
+    """The sequence that a tile of QUERIES rows belongs to; sequence i's tiles begin at starts[i] //
+    QUERIES + i.
+    """
     low = 0
     high = num_seqs
     while high - low > 1:
@@ -78,9 +84,11 @@ def sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
 
 @triton.jit
 def _member(m, GROUP: tl.constexpr, TAKEN: tl.constexpr):
-    """(number in its KV head's GROUP of the head `m` of this program, whether it is one of the program's TAKEN).
+    """(number in its KV head's GROUP of the head `m` of this program, whether it is one of the
+    program's TAKEN).
 
-    Programs that take other heads are neighbours on axis 0, so that they read the same keys at a time.
+    Programs that take other heads are neighbours on axis 0, so that they read the same keys at a
+    time.
     """
     SHARES: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
     member = m
@@ -102,9 +110,13 @@ def prefill_kernel(
     WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr,
     K_PAIRS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A program: one tile of QUERIES rows of a sequence and TAKEN heads of one KV head. softmax_scale holds log2(e)."""
+    """A program: one tile of QUERIES rows of a sequence and TAKEN heads of one KV head.
+    softmax_scale holds log2(e).
+    """
     SHARES: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
-    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // SHARES  # a sequence's last rows see most keys: they go first
+    tile = (
+        tl.num_programs(0) - 1 - tl.program_id(0)
+    ) // SHARES  # a sequence's last rows see most keys: they go first
     head = tl.program_id(1)
     seq = sequence_of(starts_ptr, tile, num_seqs, QUERIES)
     begin = tl.load(starts_ptr + seq)
@@ -130,7 +142,9 @@ def prefill_kernel(
     best, total = initial(sinks_ptr, head * GROUP + member, live, V_DOT, FORMAT)
     unit = tl.full((), SMALLEST, tl.float32)
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
-    edge = tl.maximum(first - window + 1, 0) // KEYS * KEYS if WINDOWED else (first + 1) // KEYS * KEYS
+    edge = (
+        tl.maximum(first - window + 1, 0) // KEYS * KEYS if WINDOWED else (first + 1) // KEYS * KEYS
+    )
     acc, best, total, unit = walk(
         acc, best, total, unit, q, factor, position, 0, edge, last, length, window, k_ptr, v_ptr, k_scale_ptr,
         v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
@@ -163,9 +177,11 @@ def decode_kernel(
     WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr,
     K_PAIRS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A program: TAKEN heads of a KV head, and a sequence's splits in turn with others. Sets arrived [num_seqs] to 0.
+    """A program: TAKEN heads of a KV head, and a sequence's splits in turn with others. Sets
+    arrived [num_seqs] to 0.
 
-    Writes acc to partial [num_seqs, HEADS, max_splits, GROUP, V_DIM] and (best, total) to stats [the same, 2].
+    Writes acc to partial [num_seqs, HEADS, max_splits, GROUP, V_DIM] and (best, total) to stats
+    [the same, 2].
     """
     SHARES: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
     head = tl.program_id(1)
@@ -220,9 +236,9 @@ def merge_kernel(
 ):  # fmt: skip
     """Merge the splits of one sequence and head, in tiles of TILE splits at fixed places, in order.
 
-    With OUT_SCALES, which is SCALES of `write_row`, it is also quantized, to codes and scale. If heads have scales of
-    their own, or all the same, each is quantized ALONE. If not, the program that writes the last head of a row
-    quantizes the row, CHUNK groups of 128 at a time.
+    With OUT_SCALES, which is SCALES of `write_row`, it is also quantized, to codes and scale. If
+    heads have scales of their own, or all the same, each is quantized ALONE. If not, the program
+    that writes the last head of a row quantizes the row, CHUNK groups of 128 at a time.
     """
     QUERY_HEADS: tl.constexpr = HEADS * GROUP
     SIZE: tl.constexpr = QUERY_HEADS * V_DIM
@@ -240,7 +256,9 @@ def merge_kernel(
     one = tl.zeros((1,), tl.int32)
     best, total = initial(sinks_ptr, query_head + one, one == 0, V_DOT, FORMAT)
     acc = tl.zeros((V_BLOCK,), tl.float32)
-    base = (seq.to(tl.int64) * HEADS + query_head // GROUP) * max_splits * GROUP + query_head % GROUP
+    base = (
+        seq.to(tl.int64) * HEADS + query_head // GROUP
+    ) * max_splits * GROUP + query_head % GROUP
     for start in range(first // TILE * TILE, num_splits, TILE):
         split = start + tl.arange(0, TILE)
         taken = (split >= first) & (split < num_splits)
@@ -255,7 +273,9 @@ def merge_kernel(
         total = total * decay + tl.sum(weight * split_total, 0)
         acc = acc * decay + tl.sum(weight[:, None] * part, 0)
         best = new_best
-    output = _finished(acc / total, v_scale_ptr, query_head // GROUP, dims, out_ptr.dtype.element_ty, V_DIM, SCALES)
+    output = _finished(
+        acc / total, v_scale_ptr, query_head // GROUP, dims, out_ptr.dtype.element_ty, V_DIM, SCALES
+    )
     row = row.to(tl.int64)
     tl.store(out_ptr + (row * QUERY_HEADS + query_head) * V_DIM + dims, output, mask=dims < V_DIM)
     if ALONE:

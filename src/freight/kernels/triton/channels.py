@@ -1,8 +1,9 @@
-"""The products of a recurrence whose decays are those of channels of a key, the first launch of `recurrence.py` there.
+"""The products of a recurrence whose decays are those of channels of a key, the first launch of
+`recurrence.py` there.
 
-A product of two keys has the decay between them within its sum, so it belongs to a value head, not to a key head. The
-same program sums up the decays of its row's tile, one row after the other, and the second launch reads the sums.
-Shapes are named as in `states.py`.
+A product of two keys has the decay between them within its sum, so it belongs to a value head, not
+to a key head. The same program sums up the decays of its row's tile, one row after the other, and
+the second launch reads the sums. Shapes are named as in `states.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,18 @@ LEAST = tl.constexpr(LEAST_DECAY)
 
 @triton.jit
 def _sums(
-    row, t, fresh_from, head, decay_ptr, kept_ptr, HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr
+    row,
+    t,
+    fresh_from,
+    head,
+    decay_ptr,
+    kept_ptr,
+    HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    K_BLOCK: tl.constexpr,
 ):
-    """Log decays since the tile's start: of its rows up to t [T, D], and of row t [D]. Those before `fresh_from` are
-    kept at kept_ptr [T, HEADS, K_DIM]."""
+    """Log decays since the tile's start: of its rows up to t [T, D], and of row t [D]. Those before
+    `fresh_from` are kept at kept_ptr [T, HEADS, K_DIM]."""
     j, dims = tl.arange(0, TILE), tl.arange(0, K_BLOCK)
     total, mine = tl.zeros((K_BLOCK,), tl.float32), tl.zeros((K_BLOCK,), tl.float32)
     sums = tl.zeros((TILE, K_BLOCK), tl.float32)
@@ -32,7 +41,9 @@ def _sums(
         own = tl.load(decay_ptr + place, mask=dims < fresh, other=0.0)
         kept_place = (i * HEADS + head) * K_DIM + dims
         kept = tl.load(kept_ptr + kept_place, mask=dims < size - fresh, other=0.0)
-        total = tl.where(i >= fresh_from, tl.where(own < LEAST, LEAST, own) + total, kept)  # a NaN stays
+        total = tl.where(
+            i >= fresh_from, tl.where(own < LEAST, LEAST, own) + total, kept
+        )  # a NaN stays
         sums = tl.where((j == i)[:, None], total[None, :], sums)
         mine = tl.where(i == t, total, mine)
     return sums, mine
@@ -43,7 +54,9 @@ def _copy_tile(
     seq, first, head, block, k_ptr, k_stride, old_k_ptr, decay_ptr, decay_stride, old_decay_ptr,
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy what all programs of a head read of the tile before position `first`, and one of them writes over."""
+    """Copy what all programs of a head read of the tile before position `first`, and one of them
+    writes over.
+    """
     HEADS: tl.constexpr = KEY_HEADS * RATIO
     count = (first - 1) % TILE + 1
     of_seq = seq.to(tl.int64) * TILE * K_DIM
@@ -51,7 +64,15 @@ def _copy_tile(
     copy_rows(decays_ptr, old_decay_ptr + of_seq * HEADS, count, head, HEADS, K_DIM, K_BLOCK)
     if head % RATIO == 0:
         keys_ptr = k_ptr + block * k_stride
-        copy_rows(keys_ptr, old_k_ptr + of_seq * KEY_HEADS, count, head // RATIO, KEY_HEADS, K_DIM, K_BLOCK)
+        copy_rows(
+            keys_ptr,
+            old_k_ptr + of_seq * KEY_HEADS,
+            count,
+            head // RATIO,
+            KEY_HEADS,
+            K_DIM,
+            K_BLOCK,
+        )
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
@@ -64,9 +85,11 @@ def channel_products_kernel(
     """A program: one row and one value head.
 
     factors    [rows, KEY_HEADS, 2]: what the row's query and key are multiplied with, by NORM
-    products   [rows, HEADS, 2, T]: of the row's query, and of its key, with the decayed key of each row of its tile
+    products   [rows, HEADS, 2, T]: of the row's query, and of its key, with the decayed key of each
+               row of its tile
     sums       [rows, HEADS, K_DIM]: the row's log decay since its tile's start
-    old_k      [num_seqs, T, KEY_HEADS, K_DIM]: keys that `States` has of the open tile, where this step goes beyond it
+    old_k      [num_seqs, T, KEY_HEADS, K_DIM]: keys that `States` has of the open tile, where this
+               step goes beyond it
     old_decay  [num_seqs, T, HEADS, K_DIM]: its decays, likewise
     """
     row, head = tl.program_id(0), tl.program_id(1)

@@ -1,7 +1,7 @@
 """Convolutions over a sequence, of each channel on its own.
 
-Lengths stay on the device: grids follow from shapes alone. A sequence of length 0 fills up a captured step: nothing of
-it is read or written.
+Lengths stay on the device: grids follow from shapes alone. A sequence of length 0 fills up a
+captured step: nothing of it is read or written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def _keep_columns(
     x_ptr, x_stride, columns_ptr, block_stride, source_ptr, table_ptr, begin, first, length, channel,
     CHANNELS: tl.constexpr, KEPT: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Write the last KEPT inputs of each block: rows of this step, or what `source_ptr` has of those before."""
+    """Write the last KEPT inputs of each block: rows of this step, or what `source_ptr` has of
+    those before.
+    """
     exists = channel < CHANNELS
     for block in range(first // EVERY, (length - 1) // EVERY + 1):
         stop = tl.minimum(length, block * EVERY + EVERY)
@@ -33,7 +35,11 @@ def _keep_columns(
                 new_ptr = x_ptr + (begin + position - first).to(tl.int64) * x_stride + channel
                 tl.store(target_ptr + place, tl.load(new_ptr, mask=exists, other=0.0), mask=exists)
             elif position >= 0:
-                tl.store(target_ptr + place, tl.load(source_ptr + place, mask=exists, other=0.0), mask=exists)
+                tl.store(
+                    target_ptr + place,
+                    tl.load(source_ptr + place, mask=exists, other=0.0),
+                    mask=exists,
+                )
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
@@ -44,7 +50,8 @@ def convolve_kernel(
 ):  # fmt: skip
     """A program: BLOCK channels of ROWS rows of one sequence. ROWS 1: every sequence has one row.
 
-    The program of a sequence's first rows alone reads old columns, so it is the one that writes new ones.
+    The program of a sequence's first rows alone reads old columns, so it is the one that writes new
+    ones.
     """
     KEPT: tl.constexpr = WIDTH - 1
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -75,8 +82,16 @@ def convolve_kernel(
         position = first + of - begin
         here = (of >= begin)[:, None]
         before = ((of < begin) & (position >= 0))[:, None]
-        x = tl.load(x_ptr + of.to(tl.int64)[:, None] * x_stride + channel[None, :], mask=live & here, other=0.0)
-        old = tl.load(source_ptr[None, :] + (position % KEPT * CHANNELS)[:, None], mask=live & before, other=0.0)
+        x = tl.load(
+            x_ptr + of.to(tl.int64)[:, None] * x_stride + channel[None, :],
+            mask=live & here,
+            other=0.0,
+        )
+        old = tl.load(
+            source_ptr[None, :] + (position % KEPT * CHANNELS)[:, None],
+            mask=live & before,
+            other=0.0,
+        )
         weight = tl.load(weight_ptr + channel * WIDTH + j, mask=exists, other=0.0).to(tl.float32)
         total += weight[None, :] * tl.where(here, x, old).to(tl.float32)
     if SILU:
@@ -105,7 +120,15 @@ def convolve(
     assert weight.shape[1] <= 8 <= 16, "the inputs before a tile of rows begin in the tile before"
     grid = (triton.cdiv(channels, block), num_seqs if single else rows // tile + num_seqs)
     convolve_kernel[grid](
-        *(x, x.stride(0), weight, bias, *by_block(states.parts["columns"]), out, sequences.query_starts),
+        *(
+            x,
+            x.stride(0),
+            weight,
+            bias,
+            *by_block(states.parts["columns"]),
+            out,
+            sequences.query_starts,
+        ),
         *(sequences.context_lens, tables, tables.stride(0), num_seqs),
         CHANNELS=channels,
         BLOCK=block,

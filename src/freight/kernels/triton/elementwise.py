@@ -1,4 +1,5 @@
-"""Row-wise operations: residual addition with RMSNorm or LayerNorm, activations; FP8 if the consumer takes it.
+"""Row-wise operations: residual addition with RMSNorm or LayerNorm, activations; FP8 if the
+consumer takes it.
 
 Computed in float32, rounded where the reference rounds.
 """
@@ -13,14 +14,24 @@ import triton.language as tl
 from torch import Tensor
 
 from freight.kernels.triton.formats import Target
-from freight.kernels.triton.rows import WIDE, Quantized, allocate_output, quantize, quantizes, this_row, write_row
+from freight.kernels.triton.rows import (
+    WIDE,
+    Quantized,
+    allocate_output,
+    quantize,
+    quantizes,
+    this_row,
+    write_row,
+)
 from freight.operands.activation import Activation, AnyActivation, GatedActivation
 from freight.operands.weight import Weight
 
 
 @triton.jit
 def weighted(normed, weight, like: tl.constexpr):
-    """normed (float32) * weight, in type `like`: a weight of that type multiplies rounded values, a float32 one not."""
+    """normed (float32) * weight, in type `like`: a weight of that type multiplies rounded values, a
+    float32 one not.
+    """
     if weight.dtype == like:
         normed = normed.to(like).to(tl.float32)
     return (weight.to(tl.float32) * normed).to(like)
@@ -39,7 +50,9 @@ def add_rms_norm_kernel(
     x_ptr, delta_ptr, delta_weight_ptr, weight_ptr, sum_ptr, eps, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr, NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A program: one row. Without delta_ptr the sum is x, and not written; with delta_weight_ptr delta is normed."""
+    """A program: one row. Without delta_ptr the sum is x, and not written; with delta_weight_ptr
+    delta is normed.
+    """
     row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
     stored = tl.load(x_ptr + row * SIZE + index, mask=mask, other=0.0)
     if delta_ptr is not None:
@@ -49,7 +62,20 @@ def add_rms_norm_kernel(
         stored = (stored.to(tl.float32) + delta.to(tl.float32)).to(stored.dtype)
         tl.store(sum_ptr + row * SIZE + index, stored, mask=mask)
     result = _rms_norm(stored, weight_ptr, eps, index, mask, SIZE)
-    write_row(result, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
+    write_row(
+        result,
+        out_ptr,
+        scale_ptr,
+        static_scale,
+        row,
+        group,
+        index,
+        mask,
+        SIZE,
+        NUM_SCALES,
+        FORMAT,
+        SCALES,
+    )
 
 
 @triton.jit
@@ -70,12 +96,27 @@ def add_layer_norm_kernel(
     weight = tl.load(weight_ptr + index, mask=mask, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + index, mask=mask, other=0.0).to(tl.float32)
     result = (normed * weight + bias).to(stored.dtype)
-    write_row(result, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
+    write_row(
+        result,
+        out_ptr,
+        scale_ptr,
+        static_scale,
+        row,
+        group,
+        index,
+        mask,
+        SIZE,
+        NUM_SCALES,
+        FORMAT,
+        SCALES,
+    )
 
 
 @triton.jit
 def _gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
-    """The activation of the gate times up, in their type. ACTIVATION, LIMIT: what a `GatedActivation` has."""
+    """The activation of the gate times up, in their type. ACTIVATION, LIMIT: what a
+    `GatedActivation` has.
+    """
     value = gate.to(tl.float32)
     factor = up.to(tl.float32)
     exponent = value
@@ -85,7 +126,9 @@ def _gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
         factor = tl.maximum(factor, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
         exponent = 1.702 * value
     if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = 1 / (1 + e ** -2u)
-        exponent = 1.5957691216057308 * (value + 0.044715 * value * value * value)  # 2 * sqrt(2 / pi)
+        exponent = 1.5957691216057308 * (
+            value + 0.044715 * value * value * value
+        )  # 2 * sqrt(2 / pi)
     value = value / (1.0 + tl.exp(-exponent))
     if ACTIVATION == "clamped_silu":
         value = tl.minimum(value, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -95,9 +138,11 @@ def _gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _applied(x_ptr, row, index, mask, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
-    """The activation of values `index` of a row, in their type. ACTIVATION: that of `_gated`, whose rows are gate, then
-    up, or an `Activation`.
+def _applied(
+    x_ptr, row, index, mask, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr
+):
+    """The activation of values `index` of a row, in their type. ACTIVATION: that of `_gated`, whose
+    rows are gate, then up, or an `Activation`.
     """
     if ACTIVATION == "relu" or ACTIVATION == "relu_squared":
         x = tl.load(x_ptr + row * SIZE + index, mask=mask, other=0.0)
@@ -131,7 +176,20 @@ def activation_row_kernel(
     """A program: one row."""
     row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
     result = _applied(x_ptr, row, index, mask, SIZE, ACTIVATION, LIMIT)
-    write_row(result, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
+    write_row(
+        result,
+        out_ptr,
+        scale_ptr,
+        static_scale,
+        row,
+        group,
+        index,
+        mask,
+        SIZE,
+        NUM_SCALES,
+        FORMAT,
+        SCALES,
+    )
 
 
 def add_rms_norm(
@@ -143,7 +201,9 @@ def add_rms_norm(
     consumer: Weight | None = None,
     delta_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | Quantized]:
-    """`reference.add_rms_norm`; the norm is quantized if `consumer` takes quantized rows. x, delta: contiguous."""
+    """`reference.add_rms_norm`; the norm is quantized if `consumer` takes quantized rows. x, delta:
+    contiguous.
+    """
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
     assert delta is not None or delta_weight is None
@@ -163,7 +223,9 @@ def add_layer_norm(
     eps: float,
     consumer: Weight | None = None,
 ) -> tuple[Tensor, Tensor | Quantized]:
-    """`reference_rows.add_layer_norm`; the norm is quantized if `consumer` takes such rows. x, delta: contiguous."""
+    """`reference_rows.add_layer_norm`; the norm is quantized if `consumer` takes such rows. x,
+    delta: contiguous.
+    """
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
     rows, size = x.shape
@@ -173,27 +235,37 @@ def add_layer_norm(
     return total, out
 
 
-def applied(target: Target, x: Tensor, activation: AnyActivation, consumer: Weight | None = None) -> Tensor | Quantized:
+def applied(
+    target: Target, x: Tensor, activation: AnyActivation, consumer: Weight | None = None
+) -> Tensor | Quantized:
     """`activated` or `gated`."""
     if isinstance(activation, Activation):
         return activated(target, x, activation, consumer)
     return gated(target, x, activation, consumer)
 
 
-def activated(target: Target, x: Tensor, activation: Activation, consumer: Weight | None = None) -> Tensor | Quantized:
-    """`reference_rows.activated`, quantized if `consumer` takes quantized rows. x: [rows, size], contiguous."""
+def activated(
+    target: Target, x: Tensor, activation: Activation, consumer: Weight | None = None
+) -> Tensor | Quantized:
+    """`reference_rows.activated`, quantized if `consumer` takes quantized rows. x: [rows, size],
+    contiguous.
+    """
     return _apply(target, x, x.shape[1], {"ACTIVATION": str(activation), "LIMIT": 0.0}, consumer)
 
 
 def gated(
     target: Target, gate_up: Tensor, activation: GatedActivation, consumer: Weight | None = None
 ) -> Tensor | Quantized:
-    """`reference.gated`, quantized if `consumer` takes quantized rows. gate_up: [rows, 2 * size], contiguous."""
+    """`reference.gated`, quantized if `consumer` takes quantized rows. gate_up: [rows, 2 * size],
+    contiguous.
+    """
     named = {"ACTIVATION": str(activation.function), "LIMIT": activation.limit}
     return _apply(target, gate_up, gate_up.shape[1] // 2, named, consumer)
 
 
-def _apply(target: Target, x: Tensor, size: int, named: dict[str, Any], consumer: Weight | None) -> Tensor | Quantized:
+def _apply(
+    target: Target, x: Tensor, size: int, named: dict[str, Any], consumer: Weight | None
+) -> Tensor | Quantized:
     """The activation that `named` says, of rows whose results are `size` wide."""
     assert x.is_contiguous()
     rows = len(x)
@@ -203,5 +275,7 @@ def _apply(target: Target, x: Tensor, size: int, named: dict[str, Any], consumer
         return result
     out = x.new_empty(rows, size)
     block = min(1024, triton.next_power_of_2(size))
-    activation_kernel[(rows, triton.cdiv(size, block))](x, out, SIZE=size, BLOCK=block, **named, num_warps=4)
+    activation_kernel[(rows, triton.cdiv(size, block))](
+        x, out, SIZE=size, BLOCK=block, **named, num_warps=4
+    )
     return quantize(target, out, consumer) if quantizes(consumer) else out

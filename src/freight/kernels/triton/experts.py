@@ -1,14 +1,15 @@
 """Experts of all rows in two grouped products; see `KernelSet.experts`.
 
-A slot is one expert of one row: row * top_k + its place among the row's ids. `sort_kernel` lists slots by expert and
-cuts the list into tiles of one expert each; `experts_kernel` multiplies a tile's rows with its expert's matrix by
-linear.py's `product`. Grids follow from shapes alone: the number of tiles is the most that there can be, and programs
-without a tile return at once. So the host never waits for the device, and a CUDA graph can hold all of it.
+A slot is one expert of one row: row * top_k + its place among the row's ids. `sort_kernel` lists
+slots by expert and cuts the list into tiles of one expert each; `experts_kernel` multiplies a
+tile's rows with its expert's matrix by linear.py's `product`. Grids follow from shapes alone: the
+number of tiles is the most that there can be, and programs without a tile return at once. So the
+host never waits for the device, and a CUDA graph can hold all of it.
 
 Tiles are of one size for any number of rows, so a row's bits do not depend on the rows beside it.
 
-`heads_kernel` is the product of each head, where every row has every matrix: nothing is sorted, and tiles are those of
-`linear.matmul_kernel`, by the number of rows.
+`heads_kernel` is the product of each head, where every row has every matrix: nothing is sorted, and
+tiles are those of `linear.matmul_kernel`, by the number of rows.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class ExpertStack(PackedExperts):
     data     [num_experts, out_features, in_features]
     scale    None, or as `Weight.scale` with num_experts in front
     bias     [num_experts, out_features], in the dtype of the rows
-    one      the first expert's matrix, a view: format, kind of scales and treatment of activations, which are of all
+    one      the first expert's matrix, a view: format, kind of scales and treatment of activations,
+             which are of all
     """
 
     data: Tensor
@@ -53,7 +55,9 @@ def pack(every: Weights, bias: Tensor | None) -> ExpertStack:
     """Copies all weights. bias: [num_experts, out_features]."""
     weights = tuple(every)
     assert Weight.alike(weights)
-    data = torch.stack([weight.data.view(torch.uint8) for weight in weights]).view(weights[0].data.dtype)
+    data = torch.stack([weight.data.view(torch.uint8) for weight in weights]).view(
+        weights[0].data.dtype
+    )
     scales = [weight.scale for weight in weights if weight.scale is not None]
     scale = torch.stack(scales) if scales else None
     one = replace(weights[0], data=data[0], scale=None if scale is None else scale[0])
@@ -65,17 +69,21 @@ def sort_kernel(
     ids_ptr, slot_ptr, tile_ptr, num_slots, num_tiles, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A program: one expert. Writes its slots, ascending, behind those of the experts before it, and its tiles.
+    """A program: one expert. Writes its slots, ascending, behind those of the experts before it,
+    and its tiles.
 
-    slot_ptr: [num_slots]; tile_ptr: [num_tiles, 3], the tile's expert and its first place in slot_ptr and the one
-    behind its last; -1 where no tile is left, which the last expert's program writes.
+    slot_ptr: [num_slots]; tile_ptr: [num_tiles, 3], the tile's expert and its first place in
+    slot_ptr and the one behind its last; -1 where no tile is left, which the last expert's program
+    writes.
     """
     expert = tl.program_id(0)
     every = tl.arange(0, BINS)
     count = tl.zeros((BINS,), tl.int32)
     for start in range(0, num_slots, BLOCK):
         slot = start + tl.arange(0, BLOCK)
-        count += tl.histogram(tl.load(ids_ptr + slot, mask=slot < num_slots, other=NUM_EXPERTS), BINS)
+        count += tl.histogram(
+            tl.load(ids_ptr + slot, mask=slot < num_slots, other=NUM_EXPERTS), BINS
+        )
     own = tl.sum(tl.where(every == expert, count, 0), 0)
     first = tl.sum(tl.where(every < expert, count, 0), 0)
     tile = tl.sum(tl.where(every < expert, (count + ROWS - 1) // ROWS, 0), 0)
@@ -90,7 +98,9 @@ def sort_kernel(
     place = first
     for start in range(0, num_slots, BLOCK):
         slot = start + tl.arange(0, BLOCK)
-        mine = (tl.load(ids_ptr + slot, mask=slot < num_slots, other=NUM_EXPERTS) == expert).to(tl.int32)
+        mine = (tl.load(ids_ptr + slot, mask=slot < num_slots, other=NUM_EXPERTS) == expert).to(
+            tl.int32
+        )
         tl.store(slot_ptr + place + tl.cumsum(mine, 0) - 1, slot, mask=mine != 0)
         place += tl.sum(mine, 0)
 
@@ -102,9 +112,11 @@ def experts_kernel(
     INPUTS: tl.constexpr, CHAINS: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
     BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """A program: the slots of a tile by OUTPUTS outputs of its expert, into out_ptr, [num_slots, num_outputs].
+    """A program: the slots of a tile by OUTPUTS outputs of its expert, into out_ptr, [num_slots,
+    num_outputs].
 
-    A row of x belongs to SLOTS_OF_ROW slots one after the other. num_scales: of one expert's matrix.
+    A row of x belongs to SLOTS_OF_ROW slots one after the other. num_scales: of one expert's
+    matrix.
     """
     tile = tile_ptr + tl.program_id(1) * 3
     expert = tl.load(tile).to(tl.int64)
@@ -112,7 +124,9 @@ def experts_kernel(
         return
     end = tl.load(tile + 2)
     place = tl.load(tile + 1) + tl.arange(0, ROWS)
-    slot = tl.load(slot_ptr + tl.minimum(place, end - 1))  # places behind the last repeat it, and are not stored
+    slot = tl.load(
+        slot_ptr + tl.minimum(place, end - 1)
+    )  # places behind the last repeat it, and are not stored
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     matrix_ptr = weight_ptr + expert * num_outputs * SIZE
     if weight_scale_ptr is not None:
@@ -130,9 +144,17 @@ def experts_kernel(
 
 @triton.jit
 def weigh_kernel(
-    out_ptr, weight_ptr, base_ptr, total_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr
+    out_ptr,
+    weight_ptr,
+    base_ptr,
+    total_ptr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
 ):
-    """A program: BLOCK values of one row: base + the sum of its slots, weighed, in order; rounded once."""
+    """A program: BLOCK values of one row: base + the sum of its slots, weighed, in order; rounded
+    once.
+    """
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = index < SIZE
@@ -148,7 +170,9 @@ def weigh_kernel(
 
 @dataclass(frozen=True)
 class Sorted:
-    """What `sort_kernel` writes, for tiles of `rows` rows. slots: [num_slots] int32; tiles: [num_tiles, 3] int32."""
+    """What `sort_kernel` writes, for tiles of `rows` rows. slots: [num_slots] int32; tiles:
+    [num_tiles, 3] int32.
+    """
 
     slots: Tensor
     tiles: Tensor
@@ -158,13 +182,17 @@ class Sorted:
 def sort_slots(ids: Tensor, num_experts: int, rows: int) -> Sorted:
     """The slots of ids [num_rows, top_k] int32 by expert, in tiles of `rows`."""
     num_slots = ids.numel()
-    used = min(num_experts, num_slots)  # every expert in use has a tile that may hold 1 slot; the others are full
+    used = min(
+        num_experts, num_slots
+    )  # every expert in use has a tile that may hold 1 slot; the others are full
     num_tiles = used + (num_slots - used) // rows
     slots, tiles = ids.new_empty(num_slots), ids.new_empty(num_tiles, 3)
     sort_kernel[(num_experts,)](
         *(ids, slots, tiles, num_slots, num_tiles),
         NUM_EXPERTS=num_experts,
-        BINS=triton.next_power_of_2(num_experts + 1),  # one at least for places behind the last slot
+        BINS=triton.next_power_of_2(
+            num_experts + 1
+        ),  # one at least for places behind the last slot
         BLOCK=SORTED,
         ROWS=rows,
         num_warps=4,
@@ -173,27 +201,51 @@ def sort_slots(ids: Tensor, num_experts: int, rows: int) -> Sorted:
 
 
 def experts_tile(target: Target, stack: ExpertStack, dot: tl.dtype) -> Tile:
-    """Of 64 rows, which cost a few rows nothing: with 64, too, reading the weights takes longer than multiplying."""
+    """Of 64 rows, which cost a few rows nothing: with 64, too, reading the weights takes longer
+    than multiplying.
+    """
     outputs = stack.data.shape[0] * stack.data.shape[1]  # of all experts
-    tile = matmul_tile(target, FEW_ROWS, outputs, stack.scale is not None and stack.scale.ndim == 3, dot)
+    tile = matmul_tile(
+        target, FEW_ROWS, outputs, stack.scale is not None and stack.scale.ndim == 3, dot
+    )
     wide = stack.data.element_size() > 1 and tile.rows == FEW_ROWS
     return replace(tile, inputs=64) if wide else tile  # the same bytes of shared memory as with FP8
 
 
 def multiply(
-    target: Target, x: Tensor | Quantized, stack: ExpertStack, order: Sorted, tile: Tile, like: Tensor
+    target: Target,
+    x: Tensor | Quantized,
+    stack: ExpertStack,
+    order: Sorted,
+    tile: Tile,
+    like: Tensor,
 ) -> Tensor:
-    """Each slot's row of x times its expert's matrix, [num_slots, out_features] in the dtype of `like`.
+    """Each slot's row of x times its expert's matrix, [num_slots, out_features] in the dtype of
+    `like`.
 
-    x: [num_slots / n, in_features], plain or quantized for `stack.one`: each row is that of n slots.
+    x: [num_slots / n, in_features], plain or quantized for `stack.one`: each row is that of n
+    slots.
     """
     codes, x_scale = (x.codes, x.scale) if isinstance(x, Quantized) else (x, None)
     _, outputs, size = stack.data.shape
     num_slots = len(order.slots)
     out = like.new_empty(num_slots, outputs)
     experts_kernel[(triton.cdiv(outputs, tile.outputs), len(order.tiles))](
-        *(carrier(codes, target), carrier(stack.data, target), x_scale, stack.scale, stack.bias, out),
-        *(order.slots, order.tiles, outputs, codes.stride(0), 0 if stack.scale is None else stack.scale[0].numel()),
+        *(
+            carrier(codes, target),
+            carrier(stack.data, target),
+            x_scale,
+            stack.scale,
+            stack.bias,
+            out,
+        ),
+        *(
+            order.slots,
+            order.tiles,
+            outputs,
+            codes.stride(0),
+            0 if stack.scale is None else stack.scale[0].numel(),
+        ),
         SLOTS_OF_ROW=num_slots // len(codes),
         SIZE=size,
         X_FORMAT="" if x_scale is None else str(format_of(codes)),
@@ -215,7 +267,9 @@ def weigh(out: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
     block = min(1024, triton.next_power_of_2(size))
     constants: dict[str, Any] = {"SIZE": size, "BLOCK": block, "TOP_K": top_k, "num_warps": 4}
     # products are rounded before they are added, as the definition does
-    weigh_kernel[(rows, triton.cdiv(size, block))](out, weights, base, total, **constants, enable_fp_fusion=False)
+    weigh_kernel[(rows, triton.cdiv(size, block))](
+        out, weights, base, total, **constants, enable_fp_fusion=False
+    )
     return total
 
 
@@ -229,7 +283,9 @@ def experts(
     activation: AnyActivation,
     base: Tensor | None = None,
 ) -> Tensor:
-    """`KernelSet.experts`: five launches, or six if x is quantized. x: its last dimension is contiguous."""
+    """`KernelSet.experts`: five launches, or six if x is quantized. x: its last dimension is
+    contiguous.
+    """
     assert ids.is_contiguous()
     assert weights.is_contiguous()
     assert base is None or base.is_contiguous()
@@ -252,7 +308,9 @@ def heads_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, num_outputs, x_stride, head_stride, SIZE: tl.constexpr, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """A program: ROWS rows of a head by OUTPUTS outputs, into out_ptr, [num_rows, heads, num_outputs]."""
+    """A program: ROWS rows of a head by OUTPUTS outputs, into out_ptr, [num_rows, heads,
+    num_outputs].
+    """
     head = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -282,6 +340,9 @@ def by_head(target: Target, x: Tensor, stack: ExpertStack) -> Tensor:
         tile = replace(tile, inputs=tile.inputs // 2)  # the same bytes of shared memory as with FP8
     out = x.new_empty(rows, heads, outputs)
     heads_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows), heads)](
-        *(x, stack.data, out, rows, outputs, x.stride(0), x.stride(1)), SIZE=size, DOT=dot, **tile.constants
+        *(x, stack.data, out, rows, outputs, x.stride(0), x.stride(1)),
+        SIZE=size,
+        DOT=dot,
+        **tile.constants,
     )
     return out

@@ -1,9 +1,11 @@
-"""FP8 on a GPU: encoding and decoding, by conversion instructions where the hardware has them, else by bits.
+"""FP8 on a GPU: encoding and decoding, by conversion instructions where the hardware has them, else
+by bits.
 
-`encode_bits` and `decode_bits` use integer arithmetic and one exact float32 addition or float16 multiplication, so
-every format runs on every GPU, and gives the bytes of `fp8/cast.py`: to nearest, ties to even, saturating, NaN
-kept. The element type of a pointer selects the way at compile time: float8 means that the hardware converts,
-uint8 that it does not. `carrier` makes that choice on the host; in Triton's interpreter it is always uint8.
+`encode_bits` and `decode_bits` use integer arithmetic and one exact float32 addition or float16
+multiplication, so every format runs on every GPU, and gives the bytes of `fp8/cast.py`: to nearest,
+ties to even, saturating, NaN kept. The element type of a pointer selects the way at compile time:
+float8 means that the hardware converts, uint8 that it does not. `carrier` makes that choice on the
+host; in Triton's interpreter it is always uint8.
 
 FP8 decodes to float16, in which all values of all FP8 formats are exact, subnormals included.
 """
@@ -25,7 +27,8 @@ from freight.fp8.cast import format_of
 from freight.fp8.formats import Format, ScaleKind, amd_fp8
 from freight.kernels.reference import Fp8Products
 
-# Whether multiplications are fused with additions where a launch says nothing: Triton 3.9 warns that 3.10 will not.
+# Whether multiplications are fused with additions where a launch says nothing: Triton 3.9 warns
+# that 3.10 will not.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 # what kernels compare their SCALES with
@@ -36,7 +39,8 @@ SMALLEST = tl.constexpr(2.0**-126)  # normal float32
 
 @dataclass(frozen=True)
 class Target:
-    """The GPU that kernels are specialized for. `arch` is 80, 90, … on NVIDIA (`cuda`), 'gfx942' etc. on AMD (`hip`).
+    """The GPU that kernels are specialized for. `arch` is 80, 90, … on NVIDIA (`cuda`), 'gfx942'
+    etc. on AMD (`hip`).
 
     `units` is the number of multiprocessors.
     """
@@ -47,7 +51,9 @@ class Target:
 
     @cached_property
     def fits(self) -> dict[Hashable, int]:
-        """What `occupancy.programs_per_unit` found, kept: the driver gives the same answer every time."""
+        """What `occupancy.programs_per_unit` found, kept: the driver gives the same answer every
+        time.
+        """
         return {}
 
     @property
@@ -58,10 +64,12 @@ class Target:
         return frozenset({Format.E4M3FN, Format.E5M2} if int(self.arch) >= 89 else ())
 
     def fp8_products(self, format: Format, few_rows: bool) -> Fp8Products:
-        """Which products of attention over `format` Triton compiles to FP8 matrix instructions that are faster.
+        """Which products of attention over `format` Triton compiles to FP8 matrix instructions that
+        are faster.
 
-        Tiles of few rows, as in decoding, go to `mma.sync`, for which Triton widens FP8 on Hopper and on Blackwell's
-        sm_10x; Hopper's `wgmma` would need V transposed byte by byte. The interpreter, which has no FP8, rounds both.
+        Tiles of few rows, as in decoding, go to `mma.sync`, for which Triton widens FP8 on Hopper
+        and on Blackwell's sm_10x; Hopper's `wgmma` would need V transposed byte by byte. The
+        interpreter, which has no FP8, rounds both.
         """
         if not format.is_e4m3 or (format not in self.native and self.arch):
             return Fp8Products.NONE
@@ -72,9 +80,11 @@ class Target:
         return Fp8Products.SCORES if 90 <= int(self.arch) < 100 else Fp8Products.BOTH
 
     def pairs(self, format: Format) -> str:
-        """How kernels decode two neighbouring values of `format` at a time: '' not at all, it is not FP8.
+        """How kernels decode two neighbouring values of `format` at a time: '' not at all, it is
+        not FP8.
 
-        'ptx' is by the instructions that convert two at a time, 'triton' by Triton's own conversions or by bits.
+        'ptx' is by the instructions that convert two at a time, 'triton' by Triton's own
+        conversions or by bits.
         """
         if not format.is_fp8:
             return ""
@@ -82,7 +92,9 @@ class Target:
 
     @property
     def small(self) -> bool:
-        """Whether a multiprocessor holds 1536 threads, in 100 KiB: ptxas gives a program fewer registers there."""
+        """Whether a multiprocessor holds 1536 threads, in 100 KiB: ptxas gives a program fewer
+        registers there.
+        """
         return self.backend == "cuda" and int(self.arch) in (86, 89)
 
     @property
@@ -104,7 +116,9 @@ def current_target() -> Target:
 
 
 def carrier(stored: Tensor, target: Target) -> Tensor:
-    """`stored` as kernels for `target` take it: FP8 that the hardware does not convert is viewed as uint8."""
+    """`stored` as kernels for `target` take it: FP8 that the hardware does not convert is viewed as
+    uint8.
+    """
     format = format_of(stored)
     return stored.view(torch.uint8) if format.is_fp8 and format not in target.native else stored
 
@@ -128,7 +142,8 @@ def encode_bits(x, FORMAT: tl.constexpr):
     MANTISSA: tl.constexpr = 2 if FORMAT == "fp8_e5m2" else 3
     BIAS: tl.constexpr = 15 if FORMAT == "fp8_e5m2" else (8 if FNUZ else 7)
     LARGEST: tl.constexpr = largest(FORMAT)
-    # adding 2 ** (23 - MANTISSA + 1 - BIAS) leaves a subnormal, rounded, in the lowest bits of the sum
+    # adding 2 ** (23 - MANTISSA + 1 - BIAS) leaves a subnormal, rounded, in the lowest bits of the
+    # sum
     MAGIC: tl.constexpr = 2.0 ** (24 - MANTISSA - BIAS)
     MAGIC_BITS: tl.constexpr = (24 - MANTISSA - BIAS + 127) << 23
     SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
@@ -168,7 +183,9 @@ def decode_bits(code, FORMAT: tl.constexpr):
 
 @triton.jit
 def encode(x, like: tl.constexpr, FORMAT: tl.constexpr):
-    """float32 -> what a pointer with elements of type `like` stores: float8 (in hardware) or a byte of FORMAT."""
+    """float32 -> what a pointer with elements of type `like` stores: float8 (in hardware) or a byte
+    of FORMAT.
+    """
     if like == tl.uint8:
         stored = encode_bits(x, FORMAT)
     else:
@@ -191,9 +208,11 @@ def decode(stored, FORMAT: tl.constexpr):
 
 @triton.jit
 def decode_pairs(words, like: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr):
-    """int16, each two neighbours of type `like` as they are stored -> float16 (first ones, second ones).
+    """int16, each two neighbours of type `like` as they are stored -> float16 (first ones, second
+    ones).
 
-    PAIRS is `Target.pairs`. PTX takes two words at a time and brings what belongs together side by side.
+    PAIRS is `Target.pairs`. PTX takes two words at a time and brings what belongs together side by
+    side.
     """
     if PAIRS == "ptx" and FORMAT == "fp8_e5m2":  # float16's own upper half
         first, second = tl.inline_asm_elementwise(
@@ -233,15 +252,21 @@ def scale_from_amax(amax, FORMAT: tl.constexpr):
 
 @triton.jit
 def power_of_two(amax):
-    """The power of two at or below amax, 2 ** -126 to 2 ** 126, and its inverse: float32, exact, from exponent bits."""
+    """The power of two at or below amax, 2 ** -126 to 2 ** 126, and its inverse: float32, exact,
+    from exponent bits.
+    """
     exponent = amax.to(tl.int32, bitcast=True) & 0x7F800000
     exponent = tl.minimum(tl.maximum(exponent, 1 << 23), 253 << 23)
-    return exponent.to(tl.float32, bitcast=True), ((254 << 23) - exponent).to(tl.float32, bitcast=True)
+    return exponent.to(tl.float32, bitcast=True), ((254 << 23) - exponent).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit
 def places(block, token, head, STRIDES: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the vectors of a KV head lie in pages, in units of WIDTH values; STRIDES is one of `KVPages.strides`."""
+    """Where the vectors of a KV head lie in pages, in units of WIDTH values; STRIDES is one of
+    `KVPages.strides`.
+    """
     if STRIDES[0] % STRIDES[1] == 0:  # one multiplication fewer, and a register
         place = (block * (STRIDES[0] // STRIDES[1]) + token) * STRIDES[1] + head * STRIDES[2]
     else:

@@ -1,4 +1,5 @@
-"""Gates of results and decays of states, and columns that are normed on their own, with a gate or put side by side.
+"""Gates of results and decays of states, and columns that are normed on their own, with a gate or
+put side by side.
 
 Computed in float32, rounded where the reference rounds.
 """
@@ -16,7 +17,15 @@ from torch import Tensor
 from freight.fp8.weights import BLOCK
 from freight.kernels.triton.elementwise import weighted
 from freight.kernels.triton.formats import Target
-from freight.kernels.triton.rows import WIDE, Quantized, allocate_output, quantize, quantizes, this_row, write_row
+from freight.kernels.triton.rows import (
+    WIDE,
+    Quantized,
+    allocate_output,
+    quantize,
+    quantizes,
+    this_row,
+    write_row,
+)
 from freight.operands.activation import GateFunction
 from freight.operands.weight import Weight
 
@@ -29,7 +38,9 @@ def _factor(logit, FUNCTION: tl.constexpr):
     e = tl.exp(-tl.abs(logit))
     if FUNCTION == "sigmoid":
         return tl.where(logit < 0, e, 1.0) / (1.0 + e)
-    s = e / (2.0 + e)  # ln(1 + e) = 2 artanh(s), whose series has an error below 2 ** -28 after these terms
+    s = e / (
+        2.0 + e
+    )  # ln(1 + e) = 2 artanh(s), whose series has an error below 2 ** -28 after these terms
     square = s * s
     total = 1.0 / 15.0
     for divisor in tl.static_range(13, 0, -2):
@@ -54,7 +65,15 @@ def gate_kernel(
 
 @triton.jit
 def part_kernel(
-    x_ptr, x_stride, weight_ptr, out_ptr, out_column, out_stride, eps, GROUP: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    out_ptr,
+    out_column,
+    out_stride,
+    eps,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """A program: GROUP columns of one row, normed where there is a weight."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP
@@ -73,7 +92,9 @@ def decays_kernel(
     a_ptr, a_stride, b_ptr, b_stride, a_log_ptr, dt_bias_ptr, least, most, bound, beta_ptr, decay_ptr, rows,
     HEADS: tl.constexpr, K_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program: BLOCK values of all rows, heads and, of each head, K_DIM channels with a decay of their own."""
+    """A program: BLOCK values of all rows, heads and, of each head, K_DIM channels with a decay of
+    their own.
+    """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < rows * (HEADS * K_DIM)
     row, column = (index // (HEADS * K_DIM)).to(tl.int64), index % (HEADS * K_DIM)
@@ -88,14 +109,20 @@ def decays_kernel(
     if bound is not None:
         log_decay = bound * _factor(rate * a, "sigmoid")
     if b_ptr is not None:
-        beta = _factor(tl.load(b_ptr + row * b_stride + head, mask=mask, other=0.0).to(tl.float32), "sigmoid")
+        beta = _factor(
+            tl.load(b_ptr + row * b_stride + head, mask=mask, other=0.0).to(tl.float32), "sigmoid"
+        )
     tl.store(beta_ptr + row * HEADS + head, beta, mask=mask & (column % K_DIM == 0))
     tl.store(decay_ptr + index, log_decay, mask=mask)
 
 
 @triton.jit
-def _gated_norm(x, gate, weight, eps, GROUP: tl.constexpr, WHOLE: tl.constexpr, NORM_FIRST: tl.constexpr):
-    """Norm of x [groups, values] with a gate, in x's type; each group on its own, or WHOLE: all of x as one."""
+def _gated_norm(
+    x, gate, weight, eps, GROUP: tl.constexpr, WHOLE: tl.constexpr, NORM_FIRST: tl.constexpr
+):
+    """Norm of x [groups, values] with a gate, in x's type; each group on its own, or WHOLE: all of
+    x as one.
+    """
     factor = gate.to(tl.float32)
     factor = factor / (1.0 + tl.exp(-factor))
     values = x.to(tl.float32)
@@ -122,7 +149,20 @@ def gated_norm_row_kernel(
     gate = tl.load(gate_ptr + row * gate_stride + index, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + (index % GROUP if REPEATED else index), mask=mask, other=0.0)
     result = _gated_norm(x, gate, weight, eps, GROUP, GROUP == SIZE, NORM_FIRST)
-    write_row(result, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
+    write_row(
+        result,
+        out_ptr,
+        scale_ptr,
+        static_scale,
+        row,
+        group,
+        index,
+        mask,
+        SIZE,
+        NUM_SCALES,
+        FORMAT,
+        SCALES,
+    )
 
 
 @triton.jit
@@ -142,16 +182,25 @@ def gated_norm_kernel(
 
 
 def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-    """`reference_rows.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups]; columns of both contiguous."""
+    """`reference_rows.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups]; columns of
+    both contiguous.
+    """
     rows, size = x.shape
     assert x.stride(1) == 1 or size == 1
     assert logits.stride(1) == 1 or logits.shape[1] == 1
     assert len(logits) in (1, rows)
     out = x.new_empty(rows, size)
     block = min(1024, triton.next_power_of_2(size))
-    constants = {"SIZE": size, "GROUP": size // logits.shape[1], "BLOCK": block, "FUNCTION": str(function)}
+    constants = {
+        "SIZE": size,
+        "GROUP": size // logits.shape[1],
+        "BLOCK": block,
+        "FUNCTION": str(function),
+    }
     stride = logits.stride(0) if len(logits) == rows else 0
-    gate_kernel[(rows, triton.cdiv(size, block))](x, x.stride(0), logits, stride, out, **constants, num_warps=4)
+    gate_kernel[(rows, triton.cdiv(size, block))](
+        x, x.stride(0), logits, stride, out, **constants, num_warps=4
+    )
     return out
 
 
@@ -187,7 +236,15 @@ def decays(
     each = (heads, channels // heads) if channels != heads else (heads,)
     beta, decay = a_log.new_empty(rows, heads), a_log.new_empty(rows, *each)
     block = 256
-    inputs = (a, a.stride(0), b, 0 if b is None else b.stride(0), a_log, dt_bias, *map(float, limits))
+    inputs = (
+        a,
+        a.stride(0),
+        b,
+        0 if b is None else b.stride(0),
+        a_log,
+        dt_bias,
+        *map(float, limits),
+    )
     decays_kernel[(triton.cdiv(rows * channels, block),)](
         *(*inputs, None if bound is None else float(bound), beta, decay, rows),
         HEADS=heads,
@@ -208,9 +265,11 @@ def gated_norm(
     norm_first: bool,
     consumer: Weight | None = None,
 ) -> Tensor | Quantized:
-    """`KernelSet.gated_norm`, quantized if `consumer` takes quantized rows. Columns lie one after another in memory.
+    """`KernelSet.gated_norm`, quantized if `consumer` takes quantized rows. Columns lie one after
+    another in memory.
 
-    One launch where a row is normed as a whole, or by 128 as Freight quantizes; which does not depend on `consumer`.
+    One launch where a row is normed as a whole, or by 128 as Freight quantizes; which does not
+    depend on `consumer`.
     """
     assert x.stride(1) == gate.stride(1) == 1
     rows, size = x.shape
@@ -222,6 +281,10 @@ def gated_norm(
         return result
     out = x.new_empty(rows, size)
     block = triton.next_power_of_2(group)
-    sizes: dict[str, Any] = {"SIZE": size, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+    sizes: dict[str, Any] = {
+        "SIZE": size,
+        "BLOCK": block,
+        "num_warps": min(16, max(1, block // 512)),
+    }
     gated_norm_kernel[(rows, size // group)](*inputs, out, **sizes, **norm)
     return quantize(target, out, consumer) if quantizes(consumer) else out

@@ -1,11 +1,12 @@
 """Linear over FP8 weights: a matrix product for the cases that torch's own does not support.
 
-`torch._scaled_mm` takes many rows with a scale per row against weights with a scale per output row, on NVIDIA GPUs
-that multiply FP8. `matmul_kernel` takes the rest: few rows, where reading the weights takes most of the time;
-128 x 128 block scales; weight-only quantization; every GPU and format without FP8 multiplication, where both
-operands are decoded to float16, exactly. It sums over the input features in float32: in order, or, for up to 16 rows,
-in four sums that are added at the end. A row's bits are the same in all batches of up to 16 rows, of 17 to `FEW_ROWS`,
-and of more; between these kinds they may differ, because the matrix instructions do.
+`torch._scaled_mm` takes many rows with a scale per row against weights with a scale per output row,
+on NVIDIA GPUs that multiply FP8. `matmul_kernel` takes the rest: few rows, where reading the
+weights takes most of the time; 128 x 128 block scales; weight-only quantization; every GPU and
+format without FP8 multiplication, where both operands are decoded to float16, exactly. It sums over
+the input features in float32: in order, or, for up to 16 rows, in four sums that are added at the
+end. A row's bits are the same in all batches of up to 16 rows, of 17 to `FEW_ROWS`, and of more;
+between these kinds they may differ, because the matrix instructions do.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from freight.kernels.triton.rows import Quantized, quantize, quantizes
 from freight.operands.weight import Weight
 
 FEW_ROWS = 64  # up to here reading the weights takes longer than multiplying with them
-# Whether `torch._scaled_mm` leaves the sums of a product to Hopper's matrix units, which keep about 14 bits of them,
-# instead of adding them up in float32 every 128 inputs. It is faster; `freight bench kernels --device cuda` times both.
+# Whether `torch._scaled_mm` leaves the sums of a product to Hopper's matrix units, which keep about
+# 14 bits of them, instead of adding them up in float32 every 128 inputs. It is faster; `freight
+# bench kernels --device cuda` times both.
 FAST_SUMS = False
 
 
@@ -36,10 +38,11 @@ def _chains(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr, X_FORMAT: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The sums of `product` in CHAINS parts, added up: chain c takes tiles of inputs c, c + CHAINS, c + 2 CHAINS, …
+    """The sums of `product` in CHAINS parts, added up: chain c takes tiles of inputs c, c + CHAINS,
+    c + 2 CHAINS, …
 
-    Each warp multiplies another chain: over few rows and outputs the matrix instructions of one sum wait for one
-    another, and those of CHAINS sums do not.
+    Each warp multiplies another chain: over few rows and outputs the matrix instructions of one sum
+    wait for one another, and those of CHAINS sums do not.
     """
     GROUPS: tl.constexpr = (SIZE + 127) // 128
     EVEN: tl.constexpr = SIZE % (INPUTS * CHAINS) == 0
@@ -60,9 +63,13 @@ def _chains(
             weight = decode(weight, WEIGHT_FORMAT).to(DOT)
         if BLOCKS:
             part = tl.dot(x, weight, input_precision="ieee")
-            group = tl.minimum(start // 128 + chain, GROUPS - 1)  # behind the last group everything is 0
+            group = tl.minimum(
+                start // 128 + chain, GROUPS - 1
+            )  # behind the last group everything is 0
             place = (output // 128 * GROUPS)[None, :] + group[:, None]
-            part *= tl.load(weight_scale_ptr + place, mask=live_output[None, :], other=0.0)[:, None, :]
+            part *= tl.load(weight_scale_ptr + place, mask=live_output[None, :], other=0.0)[
+                :, None, :
+            ]
             if x_scale_ptr is not None:
                 part *= tl.load(x_scale_ptr + (row * GROUPS)[None, :] + group[:, None])[:, :, None]
             acc += part
@@ -114,10 +121,12 @@ def product(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr, X_FORMAT: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """x @ weight.T + bias for the rows `row` of x, all of which exist, and the outputs `output`, in float32.
+    """x @ weight.T + bias for the rows `row` of x, all of which exist, and the outputs `output`, in
+    float32.
 
-    Without BLOCKS scales belong to rows of x and of the weight, and multiply the finished sum. With it they belong to
-    128 inputs of x and to 128 x 128 blocks of the weight, and INPUTS is 128. Scales of plain operands are None.
+    Without BLOCKS scales belong to rows of x and of the weight, and multiply the finished sum. With
+    it they belong to 128 inputs of x and to 128 x 128 blocks of the weight, and INPUTS is 128.
+    Scales of plain operands are None.
     """
     live_output = output < num_outputs
     read = tl.minimum(output, num_outputs - 1)  # an index beyond the last output repeats the last
@@ -147,7 +156,9 @@ def matmul_kernel(
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr,
     X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """A program: ROWS rows by OUTPUTS outputs of `product`, [num_rows, SIZE] by [num_outputs, SIZE]."""
+    """A program: ROWS rows by OUTPUTS outputs of `product`, [num_rows, SIZE] by [num_outputs,
+    SIZE].
+    """
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     acc = product(
@@ -161,7 +172,8 @@ def matmul_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile sizes of a program, and its numbers of warps, of pipeline stages, and of sums that it keeps of an output.
+    """Tile sizes of a program, and its numbers of warps, of pipeline stages, and of sums that it
+    keeps of an output.
 
     With more than one of `chains`, `inputs` are those of each.
     """
@@ -176,12 +188,18 @@ class Tile:
     @property
     def constants(self) -> dict[str, int]:
         """As a kernel over `product` takes them."""
-        sizes = {"ROWS": self.rows, "OUTPUTS": self.outputs, "INPUTS": self.inputs, "CHAINS": self.chains}
+        sizes = {
+            "ROWS": self.rows,
+            "OUTPUTS": self.outputs,
+            "INPUTS": self.inputs,
+            "CHAINS": self.chains,
+        }
         return sizes | {"num_warps": self.warps, "num_stages": self.stages}
 
 
 def matmul_tile(target: Target, rows: int, outputs: int, blocks: bool, dot: tl.dtype) -> Tile:
-    """By the class of `rows` (to 16, to FEW_ROWS, more), so that within one a row's bits do not depend on the others.
+    """By the class of `rows` (to 16, to FEW_ROWS, more), so that within one a row's bits do not
+    depend on the others.
 
     `outputs` of the weight change how many a program computes, and never the order of a sum.
     """
@@ -192,9 +210,15 @@ def matmul_tile(target: Target, rows: int, outputs: int, blocks: bool, dot: tl.d
         return Tile(16, 32, 128 if blocks else 64, 4, stages if blocks else stages + 2, chains=4)
     if rows <= FEW_ROWS:
         idle = triton.cdiv(outputs, 64) < target.units
-        return Tile(64, 32, 128, 4, stages + 2) if idle and target.hopper_or_newer else Tile(64, 64, 128, 4, stages)
+        return (
+            Tile(64, 32, 128, 4, stages + 2)
+            if idle and target.hopper_or_newer
+            else Tile(64, 64, 128, 4, stages)
+        )
     if dot.primitive_bitwidth == 8 and target.hopper_or_newer:
-        if blocks and int(target.arch) >= 100:  # sums come from tensor memory group by group: more of them spill
+        if (
+            blocks and int(target.arch) >= 100
+        ):  # sums come from tensor memory group by group: more of them spill
             return Tile(128, 64, 128, 8, stages)
         return Tile(128, 128, 128, 8, stages)
     if blocks:
@@ -203,9 +227,16 @@ def matmul_tile(target: Target, rows: int, outputs: int, blocks: bool, dot: tl.d
 
 
 def matmul(
-    target: Target, x: Tensor, x_scale: Tensor | None, weight: Weight, bias: Tensor | None, dtype: torch.dtype
+    target: Target,
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Weight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """x @ weight.T + bias by `matmul_kernel`, in `dtype`. x: [rows, in_features], FP8 with `x_scale`, or plain."""
+    """x @ weight.T + bias by `matmul_kernel`, in `dtype`. x: [rows, in_features], FP8 with
+    `x_scale`, or plain.
+    """
     assert weight.scale is not None
     rows, size = x.shape
     outputs = len(weight.data)
@@ -227,16 +258,24 @@ def matmul(
 
 
 def dot_type(target: Target, x: Tensor, weight: Weight) -> tl.dtype:
-    """Operand type: FP8 where the hardware multiplies it, float16 for FP8 otherwise, and the type of plain x."""
+    """Operand type: FP8 where the hardware multiplies it, float16 for FP8 otherwise, and the type
+    of plain x.
+    """
     plain = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     if x.dtype in plain:
         return plain[x.dtype]
     if x.dtype == weight.data.dtype and format_of(x) in target.native:
-        return tl.dtype({Format.E4M3FN: "fp8e4nv", Format.E4M3FNUZ: "fp8e4b8", Format.E5M2: "fp8e5"}[format_of(x)])
+        return tl.dtype(
+            {Format.E4M3FN: "fp8e4nv", Format.E4M3FNUZ: "fp8e4b8", Format.E5M2: "fp8e5"}[
+                format_of(x)
+            ]
+        )
     return tl.float16
 
 
-def linear(target: Target, x: Tensor | Quantized, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear(
+    target: Target, x: Tensor | Quantized, weight: Weight, bias: Tensor | None = None
+) -> Tensor:
     """`reference.linear`. x: [rows, in_features], or quantized for this weight already.
 
     16- and 32-bit weights are multiplied by torch.
@@ -250,14 +289,18 @@ def linear(target: Target, x: Tensor | Quantized, weight: Weight, bias: Tensor |
     if len(x.codes) > FEW_ROWS and scaled_mm_takes(target, x.dtype, weight):
         assert weight.scale is not None
         product: Tensor = torch._scaled_mm(
-            *(x.codes, weight.data.t(), x.scale, weight.scale[None, :]), out_dtype=x.dtype, use_fast_accum=FAST_SUMS
+            *(x.codes, weight.data.t(), x.scale, weight.scale[None, :]),
+            out_dtype=x.dtype,
+            use_fast_accum=FAST_SUMS,
         )
         return product if bias is None else product.add_(bias)
     return matmul(target, x.codes, x.scale, weight, bias, x.dtype)
 
 
 def scaled_mm_takes(target: Target, dtype: torch.dtype, weight: Weight) -> bool:
-    """Whether `torch._scaled_mm` supports this product: E4M3FN on NVIDIA, scales per row, bfloat16 out, sizes of 16."""
+    """Whether `torch._scaled_mm` supports this product: E4M3FN on NVIDIA, scales per row, bfloat16
+    out, sizes of 16.
+    """
     return (
         target.backend == "cuda"
         and format_of(weight.data) in target.native & {Format.E4M3FN}

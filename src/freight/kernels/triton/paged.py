@@ -1,7 +1,7 @@
 """Paged attention: launches and their sizes. The kernels are in `attention.py`.
 
-Grids depend on the shapes of the batch alone, never on the values of its lengths, so a step can be captured in a graph
-and the host does not wait for the GPU.
+Grids depend on the shapes of the batch alone, never on the values of its lengths, so a step can be
+captured in a graph and the host does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ WHOLE = 128  # channels of a head of k that are never taken apart
 SPLIT = 512  # keys of one split in decoding
 MERGE_TILE = 16
 MERGE_WARPS = 4
-# Groups of 128, 32 values a thread. Not MERGE_TILE: if the tile that is quantized had the shape of the tile that is
-# merged, Triton would give both one layout, and with it the sums of the merge another order than without quantizing.
+# Groups of 128, 32 values a thread. Not MERGE_TILE: if the tile that is quantized had the shape of
+# the tile that is merged, Triton would give both one layout, and with it the sums of the merge
+# another order than without quantizing.
 MERGE_CHUNK = 32
 
 
@@ -45,22 +46,29 @@ class Tile:
     stages: int
 
 
-# `keys` divides reference.KEY_TILE: with a window, the blocks before the first such tile that it touches may be gone.
-# Keys and values are found through the block table, so their loads are two deep, and Triton shares `stages` out between
-# the two: 5 keeps two tiles of keys in flight, 7 three.
+# `keys` divides reference.KEY_TILE: with a window, the blocks before the first such tile that it
+# touches may be gone. Keys and values are found through the block table, so their loads are two
+# deep, and Triton shares `stages` out between the two: 5 keeps two tiles of keys in flight, 7
+# three.
 
 
 def prefill_tile(target: Target, block_dim: int, bytes_per_value: int, centered: bool) -> Tile:
-    """`bytes_per_value` is that of the product's operands; `centered` is whether keys have a center."""
+    """`bytes_per_value` is that of the product's operands; `centered` is whether keys have a
+    center.
+    """
     if bytes_per_value == 4:
-        return Tile(32, 32, 4, 1) if block_dim <= 128 else Tile(16, 16, _warps(target, block_dim), 1)
+        return (
+            Tile(32, 32, 4, 1) if block_dim <= 128 else Tile(16, 16, _warps(target, block_dim), 1)
+        )
     if block_dim > 512:  # latents
         if target.backend == "cuda":
             return Tile(32, 32, 8, 3 if target.small else 5)
         if bytes_per_value > 1:
             return Tile(32, 16, 4, 1)
         return Tile(16 if target.arch == "gfx950" else 32, 32, 4, 1)
-    if block_dim > 256:  # 64 rows of sums spill everywhere, and on gfx950 32 keys, which FP8 products need
+    if (
+        block_dim > 256
+    ):  # 64 rows of sums spill everywhere, and on gfx950 32 keys, which FP8 products need
         if target.backend == "hip":
             return Tile(32, 16 if target.arch == "gfx950" and bytes_per_value > 1 else 32, 4, 1)
         return Tile(32, 32, 8, 3)
@@ -78,10 +86,14 @@ def _warps(target: Target, block_dim: int) -> int:
     return 8 if target.small and block_dim > 256 else 4
 
 
-def decode_tile(target: Target, block_dim: int, bytes_per_value: int, pairs: str, group: int = 1) -> Tile:
-    """`rows` is the least that the matrix units take; a KV head's group mostly has fewer. `pairs` is `Target.pairs`.
+def decode_tile(
+    target: Target, block_dim: int, bytes_per_value: int, pairs: str, group: int = 1
+) -> Tile:
+    """`rows` is the least that the matrix units take; a KV head's group mostly has fewer. `pairs`
+    is `Target.pairs`.
 
-    Latents have one KV head, whose `group` is all heads: programs of 32 rows read its keys half as often.
+    Latents have one KV head, whose `group` is all heads: programs of 32 rows read its keys half as
+    often.
     """
     if bytes_per_value == 4:
         return Tile(16, 32 if block_dim <= 128 else 16, 4, 1)
@@ -103,7 +115,8 @@ UNPAIRED = {"K_PAIRS": "", "PAIRS": ""}
 
 
 def pairs_of(target: Target, pages: KVPages, made: dict[str, Any]) -> dict[str, str]:
-    """How keys and values are read two neighbours at a time, as `Target.pairs` says it. `made`: the other constants.
+    """How keys and values are read two neighbours at a time, as `Target.pairs` says it. `made`: the
+    other constants.
 
     No product of FP8 takes pairs. Keys that are one part are not transposed, and need none.
     """
@@ -117,7 +130,9 @@ def pairs_of(target: Target, pages: KVPages, made: dict[str, Any]) -> dict[str, 
     return {"K_PAIRS": pairs if made["REST"] and k_even else "", "PAIRS": pairs if v_even else ""}
 
 
-def dot_types(target: Target, q: torch.dtype, pages: KVPages, fp8: bool, decoding: bool) -> dict[str, tl.dtype]:
+def dot_types(
+    target: Target, q: torch.dtype, pages: KVPages, fp8: bool, decoding: bool
+) -> dict[str, tl.dtype]:
     """The operand types of Q·Kᵀ and P·V; uint8 stands for FP8 as it is stored."""
     few_rows = decoding or pages.k.shape[3] > 512  # as `prefill_tile` has them for latents
     products = target.fp8_products(pages.format, few_rows) if fp8 else Fp8Products.NONE
@@ -135,19 +150,22 @@ def dot_types(target: Target, q: torch.dtype, pages: KVPages, fp8: bool, decodin
 
 
 def rest_of(k_dim: int) -> int:
-    """How many channels of keys are multiplied apart from the others, which are a power of two; 0: none, all together.
+    """How many channels of keys are multiplied apart from the others, which are a power of two; 0:
+    none, all together.
 
-    They are the first, and a latent's values the others. A head of 128 channels or fewer is padded to a power of two.
+    They are the first, and a latent's values the others. A head of 128 channels or fewer is padded
+    to a power of two.
     """
     return 0 if k_dim <= WHOLE else k_dim - (1 << k_dim.bit_length() - 1)
 
 
 def heads_taken(group: int, rows: int, block_dim: int, one_row: bool) -> int:
-    """How many of the `group` heads of a KV head a program takes, whose tile has `rows` rows of heads.
+    """How many of the `group` heads of a KV head a program takes, whose tile has `rows` rows of
+    heads.
 
-    All of them where sums are small. With heads of more than 256 channels sums of more rows do not fit into registers:
-    then the fewest programs divide them, or twice as many if that leaves fewer rows of a tile without a head.
-    `one_row`: each program has one row of a sequence.
+    All of them where sums are small. With heads of more than 256 channels sums of more rows do not
+    fit into registers: then the fewest programs divide them, or twice as many if that leaves fewer
+    rows of a tile without a head. `one_row`: each program has one row of a sequence.
     """
     if block_dim <= 256:
         return group
@@ -163,13 +181,19 @@ def heads_taken(group: int, rows: int, block_dim: int, one_row: bool) -> int:
     return -(-group // count)
 
 
-def constants(q: Tensor, pages: KVPages, window: int | None, soft_cap: float | None) -> dict[str, Any]:
+def constants(
+    q: Tensor, pages: KVPages, window: int | None, soft_cap: float | None
+) -> dict[str, Any]:
     """Compile-time constants that the attention kernels share, except the operand types."""
     num_kv_heads, k_dim = pages.k.shape[2:]
     v_dim = pages.v.shape[3]
-    least = 32 if pages.format.is_fp8 else 16  # matrix units sum over that many values or more at a time
+    least = (
+        32 if pages.format.is_fp8 else 16
+    )  # matrix units sum over that many values or more at a time
     rest = rest_of(k_dim)
-    at_the_end = pages.v_in_k and pages.v.storage_offset() - pages.k.storage_offset() == k_dim - v_dim
+    at_the_end = (
+        pages.v_in_k and pages.v.storage_offset() - pages.k.storage_offset() == k_dim - v_dim
+    )
     return {
         "GROUP": q.shape[1] // num_kv_heads,
         "HEADS": num_kv_heads,
@@ -192,12 +216,20 @@ def constants(q: Tensor, pages: KVPages, window: int | None, soft_cap: float | N
 
 
 def center_arguments(q: Tensor, pages: KVPages, scale: float) -> tuple[Tensor | int | None, ...]:
-    """Kernel arguments for a center: each row's factors, cosines, sines, pairs, and the number of pairs."""
+    """Kernel arguments for a center: each row's factors, cosines, sines, pairs, and the number of
+    pairs.
+    """
     center = pages.k_center
     if center is None:
         return None, None, None, None, 0
     by_kv_head = q.float().unflatten(1, (pages.k.shape[2], -1)) * scale
-    return center.coefficients(by_kv_head), center.cos, center.sin, center.pairs, center.pairs.shape[1]
+    return (
+        center.coefficients(by_kv_head),
+        center.cos,
+        center.sin,
+        center.pairs,
+        center.pairs.shape[1],
+    )
 
 
 @dataclass(frozen=True)
@@ -240,12 +272,16 @@ def attention(
     sinks: Tensor | None = None,
     consumer: Weight | None = None,
 ) -> Tensor | Quantized:
-    """`reference.attention`, quantized if `consumer` takes quantized rows. q's last dimension is contiguous.
+    """`reference.attention`, quantized if `consumer` takes quantized rows. q's last dimension is
+    contiguous.
 
-    q: [num_tokens, num_heads, k_dim]. With `fp8`, the products that `Target.fp8_products` names multiply FP8.
+    q: [num_tokens, num_heads, k_dim]. With `fp8`, the products that `Target.fp8_products` names
+    multiply FP8.
     """
     assert q.stride(2) == 1
-    assert sinks is None or (sinks.dtype is torch.float32 and sinks.shape == q.shape[1:2] and sinks.is_contiguous())
+    assert sinks is None or (
+        sinks.dtype is torch.float32 and sinks.shape == q.shape[1:2] and sinks.is_contiguous()
+    )
     scale = softmax_scale * math.log2(math.e) * (2 / soft_cap if soft_cap else 1)
     work = _Work(
         target=target,
@@ -265,7 +301,9 @@ def attention(
     mixed = len(q) > sequences.num_seqs
     if mixed:
         _prefill(work)
-    merged = _decode(work, consumer)  # by the same kernel in all steps: a row's bits do not depend on the others
+    merged = _decode(
+        work, consumer
+    )  # by the same kernel in all steps: a row's bits do not depend on the others
     if not quantizes(consumer):
         return work.out
     return quantize(target, work.out.flatten(1), consumer) if mixed or merged is None else merged
@@ -278,15 +316,35 @@ def _prefill(work: _Work) -> None:
     bytes_per_value = shared["V_DOT"].primitive_bitwidth // 8
     block_dim = max(shared["K_BLOCK"] + shared["REST_BLOCK"], shared["V_BLOCK"])
     # keys and values of few channels go to matrix units that take them as they are stored
-    shared |= pairs_of(work.target, pages, shared) if shared["REST"] and block_dim > 256 else UNPAIRED
+    shared |= (
+        pairs_of(work.target, pages, shared) if shared["REST"] and block_dim > 256 else UNPAIRED
+    )
     tile = prefill_tile(work.target, block_dim, bytes_per_value, shared["CENTERED"])
     assert KEY_TILE % tile.keys == 0
     taken = heads_taken(shared["GROUP"], tile.rows, block_dim, False)
     queries = max(1, tile.rows // taken)
-    grid = ((len(q) // queries + sequences.num_seqs) * triton.cdiv(shared["GROUP"], taken), shared["HEADS"])
+    grid = (
+        (len(q) // queries + sequences.num_seqs) * triton.cdiv(shared["GROUP"], taken),
+        shared["HEADS"],
+    )
     prefill_kernel[grid](
-        *(q, work.out, work.k, work.v, pages.k_scale, pages.v_scale, sequences.query_starts, sequences.context_lens),
-        *(sequences.block_tables, sequences.num_seqs, sequences.block_tables.stride(0), q.stride(0), q.stride(1)),
+        *(
+            q,
+            work.out,
+            work.k,
+            work.v,
+            pages.k_scale,
+            pages.v_scale,
+            sequences.query_starts,
+            sequences.context_lens,
+        ),
+        *(
+            sequences.block_tables,
+            sequences.num_seqs,
+            sequences.block_tables.stride(0),
+            q.stride(0),
+            q.stride(1),
+        ),
         *(work.scale, work.window or 0, *work.extras, work.sinks),
         **shared,
         TAKEN=taken,
@@ -299,10 +357,12 @@ def _prefill(work: _Work) -> None:
 
 
 def _decode(work: _Work, consumer: Weight | None) -> Quantized | None:
-    """Compute the rows of sequences that have one row in this step, into `out`, and quantized if the merge does that.
+    """Compute the rows of sequences that have one row in this step, into `out`, and quantized if
+    the merge does that.
 
-    The splits are merged by a launch of its own, even where there is only one: the step of a graph has tables as wide
-    as the longest sequence allowed, and where that is not longer than a split, a step takes little time anyway.
+    The splits are merged by a launch of its own, even where there is only one: the step of a graph
+    has tables as wide as the longest sequence allowed, and where that is not longer than a split, a
+    step takes little time anyway.
     """
     target, q, pages, sequences = work.target, work.q, work.pages, work.sequences
     shared = work.constants | work.dot_types(decoding=True)
@@ -314,16 +374,36 @@ def _decode(work: _Work, consumer: Weight | None) -> Quantized | None:
     assert KEY_TILE % tile.keys == SPLIT % tile.keys == 0
     heads, num_seqs, tables = shared["HEADS"], sequences.num_seqs, sequences.block_tables
     max_splits = triton.cdiv(tables.shape[1] * pages.block_size, SPLIT)
-    partial = q.new_empty(num_seqs, heads, max_splits, shared["GROUP"], shared["V_DIM"], dtype=torch.float32)
+    partial = q.new_empty(
+        num_seqs, heads, max_splits, shared["GROUP"], shared["V_DIM"], dtype=torch.float32
+    )
     stats = q.new_empty(*partial.shape[:-1], 2, dtype=torch.float32)
     arrived = q.new_empty(num_seqs, dtype=torch.int32)
     lengths = (sequences.query_starts, sequences.context_lens)
     arguments = (
-        *(q, partial, stats, arrived, work.k, work.v, pages.k_scale, pages.v_scale, *lengths, tables, tables.stride(0)),
+        *(
+            q,
+            partial,
+            stats,
+            arrived,
+            work.k,
+            work.v,
+            pages.k_scale,
+            pages.v_scale,
+            *lengths,
+            tables,
+            tables.stride(0),
+        ),
         *(max_splits, q.stride(0), q.stride(1), work.scale, work.window or 0, *work.extras),
     )
     rows = max(tile.rows, triton.next_power_of_2(shared["TAKEN"]))
-    sizes = {"ROWS": rows, "KEYS": tile.keys, "SPLIT": SPLIT, "num_warps": tile.warps, "num_stages": tile.stages}
+    sizes = {
+        "ROWS": rows,
+        "KEYS": tile.keys,
+        "SPLIT": SPLIT,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
     places = programs_per_unit(target, decode_kernel, arguments, shared | sizes) * target.units
     shares = triton.cdiv(shared["GROUP"], shared["TAKEN"])
     programs = programs_for(num_seqs * heads * shares, places, max_splits)
@@ -331,7 +411,17 @@ def _decode(work: _Work, consumer: Weight | None) -> Quantized | None:
     result, written, form = _merged_output(work, consumer)
     kept = ("GROUP", "HEADS", "V_DIM", "V_BLOCK", "FORMAT", "SCALES", "WINDOWED", "V_DOT")
     merge_kernel[(q.shape[1], num_seqs)](
-        *(partial, stats, arrived, work.out, *written, pages.v_scale, *lengths, max_splits, work.window or 0),
+        *(
+            partial,
+            stats,
+            arrived,
+            work.out,
+            *written,
+            pages.v_scale,
+            *lengths,
+            max_splits,
+            work.window or 0,
+        ),
         work.sinks,
         **{name: shared[name] for name in kept},
         **form,
@@ -343,11 +433,14 @@ def _decode(work: _Work, consumer: Weight | None) -> Quantized | None:
     return result
 
 
-def _merged_output(work: _Work, consumer: Weight | None) -> tuple[Quantized | None, tuple[Any, ...], dict[str, Any]]:
-    """What the merge quantizes `out` to for `consumer`, None if it does not, and its arguments and constants for that.
+def _merged_output(
+    work: _Work, consumer: Weight | None
+) -> tuple[Quantized | None, tuple[Any, ...], dict[str, Any]]:
+    """What the merge quantizes `out` to for `consumer`, None if it does not, and its arguments and
+    constants for that.
 
-    On AMD GPUs it does not where a program reads what others wrote: Triton's barrier does not wait there until the
-    writes of all waves have arrived, before one of them counts the program.
+    On AMD GPUs it does not where a program reads what others wrote: Triton's barrier does not wait
+    there until the writes of all waves have arrived, before one of them counts the program.
     """
     result, pointers, of_row = allocate_output(work.target, work.out, work.out[0].numel(), consumer)
     scales, v_dim = of_row["SCALES"], work.out.shape[2]
@@ -358,5 +451,10 @@ def _merged_output(work: _Work, consumer: Weight | None) -> tuple[Quantized | No
             (None, None, 1.0),
             {"OUT_FORMAT": "", "OUT_SCALES": "", "NUM_SCALES": 0, "ALONE": False, "CHUNK": 0},
         )
-    form = {"OUT_FORMAT": of_row["FORMAT"], "OUT_SCALES": scales, "NUM_SCALES": of_row["NUM_SCALES"], "ALONE": alone}
+    form = {
+        "OUT_FORMAT": of_row["FORMAT"],
+        "OUT_SCALES": scales,
+        "NUM_SCALES": of_row["NUM_SCALES"],
+        "ALONE": alone,
+    }
     return result, pointers, form | {"CHUNK": MERGE_CHUNK}

@@ -1,19 +1,33 @@
-"""Paged attention: queries, as the product with a tile of keys takes them. `walk.py` has that product."""
+"""Paged attention: queries, as the product with a tile of keys takes them. `walk.py` has that
+product.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from freight.kernels.triton.formats import STATIC, encode, finite_amax, power_of_two, scale_from_amax
+from freight.kernels.triton.formats import (
+    STATIC,
+    encode,
+    finite_amax,
+    power_of_two,
+    scale_from_amax,
+)
 
 
 @triton.jit
 def _query_part(
     q_ptr, place, live, k_scale_ptr, begin, dims, end, SCALES: tl.constexpr, K_DOT: tl.constexpr,
 ):  # fmt: skip
-    """The channels `dims` [D] of q, those before `end`, times the static scales from `begin` on; zeros elsewhere."""
-    q = tl.load(q_ptr + place[:, None] + dims[None, :], mask=live[:, None] & (dims < end)[None, :], other=0.0)
+    """The channels `dims` [D] of q, those before `end`, times the static scales from `begin` on;
+    zeros elsewhere.
+    """
+    q = tl.load(
+        q_ptr + place[:, None] + dims[None, :],
+        mask=live[:, None] & (dims < end)[None, :],
+        other=0.0,
+    )
     if SCALES == STATIC or K_DOT == tl.float16 or K_DOT == tl.uint8:
         q = q.to(tl.float32)
     if SCALES == STATIC:
@@ -23,7 +37,9 @@ def _query_part(
 
 @triton.jit
 def _as_operand(q, factor, inverse, FORMAT: tl.constexpr, K_DOT: tl.constexpr, LIKE: tl.constexpr):
-    """q [M, D] in the operand type, divided by `factor` [M]; where that is a power of two, times its `inverse`."""
+    """q [M, D] in the operand type, divided by `factor` [M]; where that is a power of two, times
+    its `inverse`.
+    """
     if K_DOT == tl.float16:
         q *= inverse[:, None]
     if K_DOT == tl.uint8:
@@ -39,10 +55,11 @@ def load_queries(
     K_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
     K_DOT: tl.constexpr, PAIRS: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """q in the operand type, as `walk.py` takes it, and the factor [M] that scores must be multiplied with.
+    """q in the operand type, as `walk.py` takes it, and the factor [M] that scores must be
+    multiplied with.
 
-    Without REST q is one [M, D]. With it q is that of the REST first channels, and that of the others: one [M, D], or
-    with PAIRS two of [M, D / 2], the even channels' and the odd ones'.
+    Without REST q is one [M, D]. With it q is that of the REST first channels, and that of the
+    others: one [M, D], or with PAIRS two of [M, D / 2], the even channels' and the odd ones'.
     """
     place = row.to(tl.int64) * row_stride + query_head * head_stride
     factor = tl.full(row.shape, 1.0, tl.float32)
@@ -56,7 +73,9 @@ def load_queries(
         first, other = tl.arange(0, REST_BLOCK), tl.arange(0, K_BLOCK // WIDTH) * WIDTH + REST
         parts = (_query_part(q_ptr, place, live, k_scale_ptr, begin, first, REST, SCALES, K_DOT),)
         for i in tl.static_range(WIDTH):
-            part = _query_part(q_ptr, place, live, k_scale_ptr, begin, other + i, K_DIM, SCALES, K_DOT)
+            part = _query_part(
+                q_ptr, place, live, k_scale_ptr, begin, other + i, K_DIM, SCALES, K_DOT
+            )
             parts += (part,)  # type: ignore[assignment]
     if K_DOT == tl.float16 or K_DOT == tl.uint8:
         amax = finite_amax(parts[0], 1)

@@ -1,18 +1,21 @@
 """Linear attention with a decay, the recurrence of `KernelSet.recurrence`, in two launches.
 
-`products_kernel` multiplies each row's key and query with the keys of its tile: work that all value heads of a key head
-share, and all blocks of their channels; where each channel of a key has its own decay, `channel_products_kernel` does
-(`channels.py`). `recurrence_kernel` computes the rows of a sequence one after the other. A
-program has BLOCK_V channels of one value head, so that S and the tile's u are its own alone and stay in registers. Each
-row is computed by the same instructions whether a step has one row of a sequence or thousands, so prefill and decoding
-have the same bits. A tile's end is a condition on positions, which are read on the device: a graph can hold the step.
+`products_kernel` multiplies each row's key and query with the keys of its tile: work that all value
+heads of a key head share, and all blocks of their channels; where each channel of a key has its own
+decay, `channel_products_kernel` does (`channels.py`). `recurrence_kernel` computes the rows of a
+sequence one after the other. A program has BLOCK_V channels of one value head, so that S and the
+tile's u are its own alone and stay in registers. Each row is computed by the same instructions
+whether a step has one row of a sequence or thousands, so prefill and decoding have the same bits. A
+tile's end is a condition on positions, which are read on the device: a graph can hold the step.
 
-All programs of a key head share its kept keys, and those of a value head its decays. A step may begin a tile in the
-block of the tile before it, whose rows each program reads when it adds them up. So the first launch copies those rows,
-the second reads the copies, and one program writes the block.
+All programs of a key head share its kept keys, and those of a value head its decays. A step may
+begin a tile in the block of the tile before it, whose rows each program reads when it adds them up.
+So the first launch copies those rows, the second reads the copies, and one program writes the
+block.
 
-Products of a row with S are sums in float32, not matrix instructions: those take 16 rows at least, and in decoding
-there is one. The tile's end has 16, and is a matrix product. Shapes are named as in `states.py`.
+Products of a row with S are sums in float32, not matrix instructions: those take 16 rows at least,
+and in decoding there is one. The tile's end has 16, and is a matrix product. Shapes are named as in
+`states.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ from freight.fp8.cast import format_of
 from freight.fp8.formats import Format
 from freight.kernels.triton.channels import LEAST, channel_products_kernel
 from freight.kernels.triton.formats import Target, carrier
-from freight.kernels.triton.states import TILE, by_block, copy_tile, rounded, sequence_of_row, stored_tile
+from freight.kernels.triton.states import (
+    TILE,
+    by_block,
+    copy_tile,
+    rounded,
+    sequence_of_row,
+    stored_tile,
+)
 from freight.operands.batch import Sequences
 from freight.operands.states import States
 from freight.operands.tiles import STATE_TILE
@@ -44,8 +54,10 @@ def products_kernel(
     """A program: one row and one key head.
 
     factors    [rows, KEY_HEADS, 2]: what the row's query and key are multiplied with, by NORM
-    products   [rows, KEY_HEADS, 2, T]: of the row's query, and of its key, with the key of each row of its tile so far
-    old_k      [num_seqs, T, KEY_HEADS, K_DIM]: keys that `States` has of the open tile, where this step goes beyond it
+    products   [rows, KEY_HEADS, 2, T]: of the row's query, and of its key, with the key of each row
+               of its tile so far
+    old_k      [num_seqs, T, KEY_HEADS, K_DIM]: keys that `States` has of the open tile, where this
+               step goes beyond it
     old_decay  [num_seqs, T, KEY_HEADS * RATIO]: its decays
     """
     row, head = tl.program_id(0), tl.program_id(1)
@@ -97,9 +109,11 @@ def _advanced(
     sums_ptr, old_decay_ptr, value_head, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr,
     K_BLOCK: tl.constexpr, NORM: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """S [D, C] behind the tile before `position`, which begins one; `last` is that tile's whole decay.
+    """S [D, C] behind the tile before `position`, which begins one; `last` is that tile's whole
+    decay.
 
-    BY_CHANNEL: decays are those of sums_ptr and, of rows before this step, of old_decay_ptr (`channels.py`).
+    BY_CHANNEL: decays are those of sums_ptr and, of rows before this step, of old_decay_ptr
+    (`channels.py`).
     """
     head = value_head // (HEADS // KEY_HEADS)
     j = tl.arange(0, TILE)
@@ -108,10 +122,14 @@ def _advanced(
     here, exists = of >= first, (dims < K_DIM)[:, None]
     rows = (row - TILE + j).to(tl.int64)
     keys = tl.load(
-        k_ptr + rows[None, :] * k_stride + head * K_DIM + dims[:, None], mask=exists & here[None, :], other=0.0
+        k_ptr + rows[None, :] * k_stride + head * K_DIM + dims[:, None],
+        mask=exists & here[None, :],
+        other=0.0,
     )
     old_place = ((seq.to(tl.int64) * TILE + j) * KEY_HEADS + head)[None, :] * K_DIM + dims[:, None]
-    old = tl.load(old_k_ptr + old_place, mask=exists & ((of < first) & (of >= 0))[None, :], other=0.0)
+    old = tl.load(
+        old_k_ptr + old_place, mask=exists & ((of < first) & (of >= 0))[None, :], other=0.0
+    )
     if NORM:
         factor = tl.load(factors_ptr + (rows * KEY_HEADS + head) * 2 + 1, mask=here, other=0.0)
         keys = keys.to(tl.float32) * factor[None, :]
@@ -119,8 +137,12 @@ def _advanced(
     if BY_CHANNEL:
         place = (rows * HEADS + value_head)[None, :] * K_DIM + dims[:, None]
         sums = tl.load(sums_ptr + place, mask=exists & here[None, :], other=0.0)
-        old_place = ((seq.to(tl.int64) * TILE + j) * HEADS + value_head)[None, :] * K_DIM + dims[:, None]
-        sums += tl.load(old_decay_ptr + old_place, mask=exists & ((of < first) & (of >= 0))[None, :], other=0.0)
+        old_place = ((seq.to(tl.int64) * TILE + j) * HEADS + value_head)[None, :] * K_DIM + dims[
+            :, None
+        ]
+        sums += tl.load(
+            old_decay_ptr + old_place, mask=exists & ((of < first) & (of >= 0))[None, :], other=0.0
+        )
         whole = tl.sum(tl.where((j == TILE - 1)[None, :], sums, 0.0), 1)[:, None]
         keys, state = keys * tl.exp(whole - sums), state * tl.exp(whole)
     else:
@@ -130,7 +152,9 @@ def _advanced(
 
 @triton.jit
 def _stays(start, length, EVERY: tl.constexpr):
-    """Whether the tile that begins at `start` is the last one of its block in a step that ends at `length`."""
+    """Whether the tile that begins at `start` is the last one of its block in a step that ends at
+    `length`.
+    """
     return start + TILE >= tl.minimum(length, (start // EVERY + 1) * EVERY)
 
 
@@ -139,17 +163,33 @@ def _load_row(
     row, end, rows, head, channel, LIKE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
     K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, NORM: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Of a row, the last one behind `end`: query [D], key [D], value [C], beta, log_decay, products with both [T].
+    """Of a row, the last one behind `end`: query [D], key [D], value [C], beta, log_decay, products
+    with both [T].
 
     BY_CHANNEL: log_decay [D] is that since the tile's start, and products have the decays in them.
     """
-    q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, beta_ptr, decay_ptr, factors_ptr, products_ptr = rows
+    (
+        q_ptr,
+        q_stride,
+        k_ptr,
+        k_stride,
+        v_ptr,
+        v_stride,
+        beta_ptr,
+        decay_ptr,
+        factors_ptr,
+        products_ptr,
+    ) = rows
     key_head = head // (HEADS // KEY_HEADS)
     wide = tl.minimum(row, end - 1).to(tl.int64)
     dims, j = tl.arange(0, K_BLOCK), tl.arange(0, TILE)
     exists = dims < K_DIM
-    query = tl.load(q_ptr + wide * q_stride + key_head * K_DIM + dims, mask=exists, other=0.0).to(tl.float32)
-    key = tl.load(k_ptr + wide * k_stride + key_head * K_DIM + dims, mask=exists, other=0.0).to(tl.float32)
+    query = tl.load(q_ptr + wide * q_stride + key_head * K_DIM + dims, mask=exists, other=0.0).to(
+        tl.float32
+    )
+    key = tl.load(k_ptr + wide * k_stride + key_head * K_DIM + dims, mask=exists, other=0.0).to(
+        tl.float32
+    )
     place = wide * KEY_HEADS + key_head
     if NORM:
         query *= tl.load(factors_ptr + place * 2)
@@ -169,8 +209,21 @@ def _load_row(
 
 
 @triton.jit
-def _next_row(state, u, decay, total, t, this, skip, DELTA: tl.constexpr, LIKE: tl.constexpr, BY_CHANNEL: tl.constexpr):
-    """u [T, C], decay [T] and its last with row t, `this` (`_load_row`), in them; the row's u and its result [C]."""
+def _next_row(
+    state,
+    u,
+    decay,
+    total,
+    t,
+    this,
+    skip,
+    DELTA: tl.constexpr,
+    LIKE: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+):
+    """u [T, C], decay [T] and its last with row t, `this` (`_load_row`), in them; the row's u and
+    its result [C].
+    """
     query, key, value, beta, log_decay, with_query, with_key = this
     j = tl.arange(0, TILE)
     if BY_CHANNEL:
@@ -198,7 +251,9 @@ def _keep_row(
     t, head, total, this, kept_ptrs, LIKE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
     K_DIM: tl.constexpr, dims, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Store the decay of row t of a head, and with the first head of a key head the key; `this`: `_load_row`."""
+    """Store the decay of row t of a head, and with the first head of a key head the key; `this`:
+    `_load_row`.
+    """
     decay_ptr, k_ptr = kept_ptrs
     RATIO: tl.constexpr = HEADS // KEY_HEADS
     if BY_CHANNEL:
@@ -206,7 +261,11 @@ def _keep_row(
     else:
         tl.store(decay_ptr + t * HEADS + head, total)
     if head % RATIO == 0:
-        tl.store(k_ptr + (t * KEY_HEADS + head // RATIO) * K_DIM + dims, this[1].to(LIKE), mask=dims < K_DIM)
+        tl.store(
+            k_ptr + (t * KEY_HEADS + head // RATIO) * K_DIM + dims,
+            this[1].to(LIKE),
+            mask=dims < K_DIM,
+        )
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -223,7 +282,11 @@ def recurrence_kernel(
     BY_CHANNEL: log_decay are the `sums` of `channels.py`.
     """
     head, seq = tl.program_id(1), tl.program_id(2)
-    begin, end, length = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1), tl.load(lengths_ptr + seq)
+    begin, end, length = (
+        tl.load(starts_ptr + seq),
+        tl.load(starts_ptr + seq + 1),
+        tl.load(lengths_ptr + seq),
+    )
     if (begin == end) | (length < end - begin):
         return
     first = length - (end - begin)  # position of the first row in this step
@@ -241,14 +304,51 @@ def recurrence_kernel(
     )  # fmt: skip
     kept = _stays(first // TILE * TILE, length, EVERY)
     skip = tl.load(skip_ptr + head) if skip_ptr is not None else None
-    rows = (q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, beta_ptr, log_decay_ptr, factors_ptr, products_ptr)
-    coming = _load_row(begin, end, rows, head, channel, like, HEADS, KEY_HEADS, K_DIM, K_BLOCK, V_DIM, NORM, BY_CHANNEL)
+    rows = (
+        q_ptr,
+        q_stride,
+        k_ptr,
+        k_stride,
+        v_ptr,
+        v_stride,
+        beta_ptr,
+        log_decay_ptr,
+        factors_ptr,
+        products_ptr,
+    )
+    coming = _load_row(
+        begin,
+        end,
+        rows,
+        head,
+        channel,
+        like,
+        HEADS,
+        KEY_HEADS,
+        K_DIM,
+        K_BLOCK,
+        V_DIM,
+        NORM,
+        BY_CHANNEL,
+    )
     for done in range(end - begin):
         row, position = begin + done, first + done
         t = position % TILE
         this = coming
         coming = _load_row(
-            row + 1, end, rows, head, channel, like, HEADS, KEY_HEADS, K_DIM, K_BLOCK, V_DIM, NORM, BY_CHANNEL
+            row + 1,
+            end,
+            rows,
+            head,
+            channel,
+            like,
+            HEADS,
+            KEY_HEADS,
+            K_DIM,
+            K_BLOCK,
+            V_DIM,
+            NORM,
+            BY_CHANNEL,
         )
         if t == 0:
             state = _advanced(
@@ -263,21 +363,30 @@ def recurrence_kernel(
             )  # fmt: skip
             u, decay = tl.zeros((TILE, BLOCK_V), tl.float32), tl.zeros((TILE,), tl.float32)
             total = tl.full((), 0.0, tl.float32)
-        u, decay, total, own, result = _next_row(state, u, decay, total, t, this, skip, DELTA, like, BY_CHANNEL)
+        u, decay, total, own, result = _next_row(
+            state, u, decay, total, t, this, skip, DELTA, like, BY_CHANNEL
+        )
         tl.store(out_ptr + row.to(tl.int64) * (HEADS * V_DIM) + u_place, result.to(like), mask=in_v)
         if kept:
-            tl.store(kept_u_ptr + block * u_part_stride + t * (HEADS * V_DIM) + u_place, own, mask=in_v)
+            tl.store(
+                kept_u_ptr + block * u_part_stride + t * (HEADS * V_DIM) + u_place, own, mask=in_v
+            )
             if tl.program_id(0) == 0:
-                kept_ptrs = (kept_decay_ptr + block * decay_part_stride, kept_k_ptr + block * k_part_stride)
-                _keep_row(t, head, total, this, kept_ptrs, like, HEADS, KEY_HEADS, K_DIM, dims, BY_CHANNEL)
+                kept_ptrs = (
+                    kept_decay_ptr + block * decay_part_stride,
+                    kept_k_ptr + block * k_part_stride,
+                )
+                _keep_row(
+                    t, head, total, this, kept_ptrs, like, HEADS, KEY_HEADS, K_DIM, dims, BY_CHANNEL
+                )
 
 
 BLOCK_V = 16  # channels of a program: a step of one sequence with 48 heads of 128 is 384 programs
 
 
 def _warps(target: Target, format: Format, k_block: int, by_channel: bool) -> int:
-    """With which a thread has 32 values of S, or 16 where 32 spill: on NVIDIA GPUs, if S is not quantized or channels
-    have decays of their own."""
+    """With which a thread has 32 values of S, or 16 where 32 spill: on NVIDIA GPUs, if S is not
+    quantized or channels have decays of their own."""
     few = target.backend == "hip" or (format.is_quantized and not by_channel)
     return max(1, k_block // (64 if few else 32))
 
@@ -314,12 +423,21 @@ def recurrence(
     old_decay = beta.new_empty(num_seqs, *parts["decay"].shape[1:])
     out = torch.empty(rows, heads * v_dim, dtype=v.dtype, device=v.device)
     k_block = max(16, triton.next_power_of_2(k_dim))
-    shared: dict[str, Any] = {"KEY_HEADS": key_heads, "K_DIM": k_dim, "K_BLOCK": k_block, "NORM": norm}
+    shared: dict[str, Any] = {
+        "KEY_HEADS": key_heads,
+        "K_DIM": k_dim,
+        "K_BLOCK": k_block,
+        "NORM": norm,
+    }
     shared["EVERY"] = states.every
     lengths = (sequences.query_starts, sequences.context_lens, tables, tables.stride(0))
     kept_k, kept_u, kept_decay = (by_block(parts[name]) for name in ("k", "u", "decay"))
     read, made = (q, q.stride(0), k, k.stride(0), *kept_k), (old_k, old_decay, *lengths, num_seqs)
-    once: dict[str, Any] = {**shared, "RATIO": heads // key_heads, "num_warps": max(1, k_block // 64)}
+    once: dict[str, Any] = {
+        **shared,
+        "RATIO": heads // key_heads,
+        "num_warps": max(1, k_block // 64),
+    }
     if by_channel:
         own, log_decay = log_decay, torch.empty_like(log_decay)
         inputs = (*read, own, *kept_decay, factors, products, log_decay)
@@ -329,8 +447,30 @@ def recurrence(
         products_kernel[(rows, key_heads)](*read, *kept_decay, factors, products, *made, **once)
     scale = by_block(parts["scale"]) if format.is_quantized else (None, 0)
     recurrence_kernel[(triton.cdiv(v_dim, BLOCK_V), heads, num_seqs)](
-        *(q, q.stride(0), k, k.stride(0), v, v.stride(0), beta, log_decay, skip, factors, products, old_k, old_decay),
-        *(carrier(parts["state"], target), parts["state"].stride(0), *scale, *kept_k, *kept_u, *kept_decay, out),
+        *(
+            q,
+            q.stride(0),
+            k,
+            k.stride(0),
+            v,
+            v.stride(0),
+            beta,
+            log_decay,
+            skip,
+            factors,
+            products,
+            old_k,
+            old_decay,
+        ),
+        *(
+            carrier(parts["state"], target),
+            parts["state"].stride(0),
+            *scale,
+            *kept_k,
+            *kept_u,
+            *kept_decay,
+            out,
+        ),
         *lengths,
         **shared,
         HEADS=heads,

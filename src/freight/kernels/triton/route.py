@@ -1,7 +1,8 @@
 """Routing: the experts of each row, in two launches; see `KernelSet.route`.
 
-The logits are `linear.matmul_kernel`'s in float32, in tiles of one size: a row's bits do not depend on the others.
-`choose_kernel` is `kernels.experts.choose`. Nothing waits for the device, so a CUDA graph can hold both.
+The logits are `linear.matmul_kernel`'s in float32, in tiles of one size: a row's bits do not depend
+on the others. `choose_kernel` is `kernels.experts.choose`. Nothing waits for the device, so a CUDA
+graph can hold both.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ LOGITS = Tile(16, 16, 64, 4, 3)  # small: one row by 128 experts are 8 programs
 @triton.jit
 def _softmax(logits):
     """Softmax of one row. logits: -inf where there is none."""
-    largest = tl.maximum(tl.max(logits, 0), -3.0e38)  # a number for a row of NaN, too, whose padding stays -inf
+    largest = tl.maximum(
+        tl.max(logits, 0), -3.0e38
+    )  # a number for a row of NaN, too, whose padding stays -inf
     power = tl.exp(logits - largest)
     return power / tl.sum(power, 0)
 
 
 @triton.jit
 def _first_largest(value, free, index, END: tl.constexpr):
-    """The index of the largest value that is free; of equal ones, the first. END: behind every index."""
+    """The index of the largest value that is free; of equal ones, the first. END: behind every
+    index.
+    """
     largest = tl.max(tl.where(free, value, float("-inf")), 0)
     return tl.min(tl.where(free & (value == largest), index, END), 0)
 
@@ -38,7 +43,9 @@ def _leave_out_groups(
     wanted, expert, NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr, GROUP_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`wanted`, -inf but in the TOP_GROUPS groups whose GROUP_BEST best, 1 or 2, have the largest sums."""
+    """`wanted`, -inf but in the TOP_GROUPS groups whose GROUP_BEST best, 1 or 2, have the largest
+    sums.
+    """
     PER_GROUP: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     group_index = tl.arange(0, GROUP_BLOCK)
     group_of = expert // PER_GROUP
@@ -79,9 +86,13 @@ def choose_kernel(
     wanted = scores
     if choice_bias_ptr is not None:
         wanted += tl.load(choice_bias_ptr + expert, mask=live, other=0.0)
-    wanted = tl.where(wanted != wanted, float("inf"), wanted)  # so that ids exist for a row of NaN, too
+    wanted = tl.where(
+        wanted != wanted, float("inf"), wanted
+    )  # so that ids exist for a row of NaN, too
     if NUM_GROUPS > 1:
-        wanted = _leave_out_groups(wanted, expert, NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS, GROUP_BEST, GROUP_BLOCK)
+        wanted = _leave_out_groups(
+            wanted, expert, NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS, GROUP_BEST, GROUP_BLOCK
+        )
     free = live
     for _ in tl.static_range(TOP_K):
         free = free & (expert != _first_largest(wanted, free, expert, NUM_EXPERTS))
@@ -97,7 +108,9 @@ def choose_kernel(
 
 
 def logits(x: Tensor, gate: Weight, bias: Tensor | None) -> Tensor:
-    """x @ gate.T + bias in float32, [rows, num_experts]. x: its last dimension contiguous; gate: float32."""
+    """x @ gate.T + bias in float32, [rows, num_experts]. x: its last dimension contiguous; gate:
+    float32.
+    """
     (rows, size), experts = x.shape, len(gate.data)
     out = torch.empty(rows, experts, dtype=torch.float32, device=x.device)
     matmul_kernel[(triton.cdiv(experts, LOGITS.outputs), triton.cdiv(rows, LOGITS.rows))](
@@ -112,7 +125,9 @@ def logits(x: Tensor, gate: Weight, bias: Tensor | None) -> Tensor:
     return out
 
 
-def choose(scores: Tensor, routing: Routing, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    scores: Tensor, routing: Routing, choice_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`kernels.experts.choose` of logits, float32 [rows, num_experts]."""
     rows, num_experts = scores.shape
     ids = torch.empty(rows, routing.top_k, dtype=torch.int32, device=scores.device)

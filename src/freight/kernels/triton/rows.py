@@ -1,8 +1,10 @@
-"""Rows in the form that their consumer takes: unchanged, or quantized to FP8 by the kernel that computes them.
+"""Rows in the form that their consumer takes: unchanged, or quantized to FP8 by the kernel that
+computes them.
 
-Quantizing needs the amax of the whole row, so one program writes a row. Attention merges each head of a row in a
-program of its own, which quantizes the head if that needs no other head's values; if not, the last program of a row
-quantizes the row. Fusing it saves a launch and a pass over the activations before a matrix product.
+Quantizing needs the amax of the whole row, so one program writes a row. Attention merges each head
+of a row in a program of its own, which quantizes the head if that needs no other head's values; if
+not, the last program of a row quantizes the row. Fusing it saves a launch and a pass over the
+activations before a matrix product.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from freight.operands.weight import Activations, Weight
 
 @dataclass(frozen=True)
 class Quantized(QuantizedRows):
-    """Rows in FP8: codes [rows, size], and float32 scales [rows, 1], or [rows, groups of 128] for block scales.
+    """Rows in FP8: codes [rows, size], and float32 scales [rows, 1], or [rows, groups of 128] for
+    block scales.
 
     `dtype` is that of the values before quantization, and of the results of products with them.
     """
@@ -37,7 +40,9 @@ class Quantized(QuantizedRows):
 
 @triton.jit
 def this_row(SIZE: tl.constexpr, BLOCK_GROUPS: tl.constexpr):
-    """Of a program that works on one row: the row, its groups of 128, where their values lie in it, and which exist."""
+    """Of a program that works on one row: the row, its groups of 128, where their values lie in it,
+    and which exist.
+    """
     group = tl.arange(0, BLOCK_GROUPS)
     index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     return tl.program_id(0).to(tl.int64), group, index, index < SIZE
@@ -48,7 +53,9 @@ def write_row(
     x, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE: tl.constexpr, NUM_SCALES: tl.constexpr,
     FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Write a row x [groups, 128] of the compute type. SCALES: '' (as it is), 'row', 'group' or 'static'."""
+    """Write a row x [groups, 128] of the compute type. SCALES: '' (as it is), 'row', 'group' or
+    'static'.
+    """
     target = out_ptr + row * SIZE + index
     if SCALES == "":
         tl.store(target, x, mask=mask)
@@ -74,9 +81,11 @@ def write_head(
     x, out_ptr, scale_ptr, static_scale, row, head, dims, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Write one head x [BLOCK] of a row of HEADS heads of DIM values, with the bits that `write_row` gives the row.
+    """Write one head x [BLOCK] of a row of HEADS heads of DIM values, with the bits that
+    `write_row` gives the row.
 
-    SCALES: 'static', or 'group' where a head is whole groups of 128, which are then the groups of HEADS rows of DIM.
+    SCALES: 'static', or 'group' where a head is whole groups of 128, which are then the groups of
+    HEADS rows of DIM.
     """
     place = row * HEADS + head
     if SCALES == "static":
@@ -94,7 +103,18 @@ def write_head(
         index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
         x = tl.reshape(x, index.shape)
         write_row(
-            x, out_ptr, scale_ptr, static_scale, place, group, index, index < DIM, DIM, DIM // 128, FORMAT, SCALES
+            x,
+            out_ptr,
+            scale_ptr,
+            static_scale,
+            place,
+            group,
+            index,
+            index < DIM,
+            DIM,
+            DIM // 128,
+            FORMAT,
+            SCALES,
         )
 
 
@@ -103,7 +123,8 @@ def quantize_written_row(
     x_ptr, out_ptr, scale_ptr, static_scale, row, SIZE: tl.constexpr, NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr,
     SCALES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Quantize the row at x_ptr with the bits of `write_row`, not held at once: CHUNK groups at a time.
+    """Quantize the row at x_ptr with the bits of `write_row`, not held at once: CHUNK groups at a
+    time.
 
     With SCALES 'row' it is read twice.
     """
@@ -121,7 +142,18 @@ def quantize_written_row(
         mask = start + index < SIZE
         x = tl.load(x_ptr + start + index, mask=mask, other=0.0)
         write_row(
-            x, out_ptr, scale_ptr, scale, row, start // 128 + group, start + index, mask, SIZE, NUM_SCALES, FORMAT, WITH
+            x,
+            out_ptr,
+            scale_ptr,
+            scale,
+            row,
+            start // 128 + group,
+            start + index,
+            mask,
+            SIZE,
+            NUM_SCALES,
+            FORMAT,
+            WITH,
         )
 
 
@@ -130,15 +162,39 @@ def quantize_kernel(
     x_ptr, row_stride, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
     NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A program: one row, held at once if BLOCK_GROUPS are all of its groups, else so many at a time."""
+    """A program: one row, held at once if BLOCK_GROUPS are all of its groups, else so many at a
+    time.
+    """
     row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
     x_ptr += row * row_stride
     if SIZE <= BLOCK_GROUPS * 128:
         x = tl.load(x_ptr + index, mask=mask, other=0.0)
-        write_row(x, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE, NUM_SCALES, FORMAT, SCALES)
+        write_row(
+            x,
+            out_ptr,
+            scale_ptr,
+            static_scale,
+            row,
+            group,
+            index,
+            mask,
+            SIZE,
+            NUM_SCALES,
+            FORMAT,
+            SCALES,
+        )
     else:
         quantize_written_row(
-            x_ptr, out_ptr, scale_ptr, static_scale, row, SIZE, NUM_SCALES, FORMAT, SCALES, BLOCK_GROUPS
+            x_ptr,
+            out_ptr,
+            scale_ptr,
+            static_scale,
+            row,
+            SIZE,
+            NUM_SCALES,
+            FORMAT,
+            SCALES,
+            BLOCK_GROUPS,
         )
 
 
@@ -153,20 +209,30 @@ def warps_for(block: int) -> int:
 
 def quantizes(consumer: Weight | None) -> TypeGuard[Weight]:
     """Whether `consumer` takes quantized rows."""
-    return consumer is not None and consumer.scale is not None and consumer.activations is not Activations.PLAIN
+    return (
+        consumer is not None
+        and consumer.scale is not None
+        and consumer.activations is not Activations.PLAIN
+    )
 
 
 def allocate_output(
     target: Target, like: Tensor, size: int, consumer: Weight | None
 ) -> tuple[Tensor | Quantized, tuple[Any, ...], dict[str, Any]]:
-    """Allocate output for `consumer`: rows and dtype of `like`, width `size`; quantized if `consumer` wants that.
+    """Allocate output for `consumer`: rows and dtype of `like`, width `size`; quantized if
+    `consumer` wants that.
 
-    Also returns the arguments of `write_row`: (out_ptr, scale_ptr, static_scale), and its constants with `num_warps`.
+    Also returns the arguments of `write_row`: (out_ptr, scale_ptr, static_scale), and its constants
+    with `num_warps`.
     """
     rows, device = len(like), like.device
     groups = triton.cdiv(size, BLOCK)
     block_groups = triton.next_power_of_2(groups)
-    constants = {"SIZE": size, "BLOCK_GROUPS": block_groups, "num_warps": warps_for(block_groups * BLOCK)}
+    constants = {
+        "SIZE": size,
+        "BLOCK_GROUPS": block_groups,
+        "num_warps": warps_for(block_groups * BLOCK),
+    }
     if not quantizes(consumer):
         out = torch.empty(rows, size, dtype=like.dtype, device=device)
         return out, (out, None, 1.0), constants | {"NUM_SCALES": 0, "FORMAT": "", "SCALES": ""}

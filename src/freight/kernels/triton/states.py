@@ -1,7 +1,8 @@
 """What `operands/states.py` says that a recurrence keeps, as its kernels read and write it.
 
-S is rounded to its stored type where a tile begins. A program goes on with the rounded values, which it need not read
-back. Shapes: D = k_dim padded to a power of two; C = channels of a program; T = STATE_TILE rows of a tile.
+S is rounded to its stored type where a tile begins. A program goes on with the rounded values,
+which it need not read back. Shapes: D = k_dim padded to a power of two; C = channels of a program;
+T = STATE_TILE rows of a tile.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from freight.kernels.triton.formats import decode, encode, finite_amax, scale_fr
 from freight.operands.tiles import STATE_TILE
 
 TILE = tl.constexpr(STATE_TILE)
-ROUNDING = tl.constexpr(1.5 * 2.0**23)  # added to a float32 below 2 ** 22, it leaves a whole number, ties to even
+ROUNDING = tl.constexpr(
+    1.5 * 2.0**23
+)  # added to a float32 below 2 ** 22, it leaves a whole number, ties to even
 
 
 def by_block(part: Tensor) -> tuple[Tensor, int]:
-    """A part of `States` as kernels take it: with the stride of its blocks, each of which lies in one piece."""
+    """A part of `States` as kernels take it: with the stride of its blocks, each of which lies in
+    one piece.
+    """
     assert part[0].is_contiguous()
     return part, part.stride(0)
 
@@ -66,7 +71,9 @@ def _encoded(state, scale, like: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def rounded(state, kept, state_ptr, scale_ptr, scale_place, in_state, in_v, FORMAT: tl.constexpr):
-    """S [D, C] as a later step would read it; `kept`: stored, too. state_ptr, in_state: [D, C]; the others: [C]."""
+    """S [D, C] as a later step would read it; `kept`: stored, too. state_ptr, in_state: [D, C]; the
+    others: [C].
+    """
     scale = tl.full((state.shape[1],), 1.0, tl.float32)
     if FORMAT != "":
         own = scale_from_amax(finite_amax(state, 0), FORMAT).to(scale_ptr.dtype.element_ty)
@@ -85,7 +92,8 @@ def stored_tile(
     in_v, old_decay_ptr, HEADS: tl.constexpr, V_DIM: tl.constexpr, FORMAT: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of `count` rows: S at its start [D, C], u [T, C], decay [T], and that of its last row. All 0 without rows.
+    """A tile of `count` rows: S at its start [D, C], u [T, C], decay [T], and that of its last row.
+    All 0 without rows.
 
     old_decay_ptr: the head's decays [T, HEADS]. BY_CHANNEL: they are not read, and 0.
     """
@@ -93,19 +101,30 @@ def stored_tile(
     there = in_v & (u_place < tl.where(count > 0, HEADS * V_DIM, 0))
     scale = tl.full(u_place.shape, 1.0, tl.float32)
     if FORMAT != "":
-        scale = tl.load(scale_ptr + block * scale_stride + u_place, mask=there, other=0.0).to(tl.float32)
-    stored = tl.load(state_ptr + block * state_stride + state_place, mask=in_state & there[None, :], other=0.0)
+        scale = tl.load(scale_ptr + block * scale_stride + u_place, mask=there, other=0.0).to(
+            tl.float32
+        )
+    stored = tl.load(
+        state_ptr + block * state_stride + state_place, mask=in_state & there[None, :], other=0.0
+    )
     rows_ptr = u_ptr + block * u_stride + j[:, None] * (HEADS * V_DIM) + u_place[None, :]
     u = tl.load(rows_ptr, mask=(j < count)[:, None] & in_v[None, :], other=0.0).to(tl.float32)
     decay = tl.zeros((TILE,), tl.float32)
     if not BY_CHANNEL:
         decay = tl.load(old_decay_ptr + j * HEADS, mask=j < count, other=0.0)
     tl.debug_barrier()  # all threads have read what is written over later
-    return _decoded(stored, scale, FORMAT), u, decay, tl.sum(tl.where(j == count - 1, decay, 0.0), 0)
+    return (
+        _decoded(stored, scale, FORMAT),
+        u,
+        decay,
+        tl.sum(tl.where(j == count - 1, decay, 0.0), 0),
+    )
 
 
 @triton.jit
-def copy_rows(from_ptr, to_ptr, count, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def copy_rows(
+    from_ptr, to_ptr, count, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     """Copy the first `count` rows [T, HEADS, WIDTH] of one head."""
     j, index = tl.arange(0, TILE), tl.arange(0, BLOCK)
     place = (j * HEADS + head)[:, None] * WIDTH + index[None, :]
@@ -119,14 +138,25 @@ def copy_tile(
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, RATIO_BLOCK: tl.constexpr, K_DIM: tl.constexpr,
     K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy what all programs of a key head read of the tile before position `first`, and one of them writes over.
+    """Copy what all programs of a key head read of the tile before position `first`, and one of
+    them writes over.
 
-    Decays of its value heads, to [num_seqs, T, KEY_HEADS * RATIO]; and if this step, which ends at `length`, goes
-    beyond the tile, keys, to [num_seqs, T, KEY_HEADS, K_DIM].
+    Decays of its value heads, to [num_seqs, T, KEY_HEADS * RATIO]; and if this step, which ends at
+    `length`, goes beyond the tile, keys, to [num_seqs, T, KEY_HEADS, K_DIM].
     """
     count = (first - 1) % TILE + 1
     of_seq = seq.to(tl.int64) * TILE * KEY_HEADS
     decays_ptr = decay_ptr + block * decay_stride
-    copy_rows(decays_ptr, old_decay_ptr + of_seq * RATIO, count, head, KEY_HEADS, RATIO, RATIO_BLOCK)
+    copy_rows(
+        decays_ptr, old_decay_ptr + of_seq * RATIO, count, head, KEY_HEADS, RATIO, RATIO_BLOCK
+    )
     if (length - 1) // TILE > (first - 1) // TILE:
-        copy_rows(k_ptr + block * k_stride, old_k_ptr + of_seq * K_DIM, count, head, KEY_HEADS, K_DIM, K_BLOCK)
+        copy_rows(
+            k_ptr + block * k_stride,
+            old_k_ptr + of_seq * K_DIM,
+            count,
+            head,
+            KEY_HEADS,
+            K_DIM,
+            K_BLOCK,
+        )

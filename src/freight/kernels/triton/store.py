@@ -1,7 +1,7 @@
 """Rotate-and-store: queries normed and rotated, keys and values into their pages; one launch.
 
-Every value is read from memory once; the second read of a channel that rotary embedding pairs with another finds it in
-the cache.
+Every value is read from memory once; the second read of a channel that rotary embedding pairs with
+another finds it in the cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from freight.operands.rotary import Rotary
 
 @triton.jit
 def _prepared(source, index, mask, root, norm_ptr, center_ptr):
-    """Channels `index` of the heads at `source`: multiplied by root and weight of their norm, less the center."""
+    """Channels `index` of the heads at `source`: multiplied by root and weight of their norm, less
+    the center.
+    """
     x = tl.load(source + index[None, :], mask=mask, other=0.0)
     like: tl.constexpr = x.dtype
     if norm_ptr is not None:
@@ -43,7 +45,9 @@ def _prepared(source, index, mask, root, norm_ptr, center_ptr):
 
 @triton.jit
 def _angles(cos_ptr, sin_ptr, positions, mask, index, HALF: tl.constexpr):
-    """What turns channels `index` at `positions`: their cosines, and sines with the sign that the partner takes."""
+    """What turns channels `index` at `positions`: their cosines, and sines with the sign that the
+    partner takes.
+    """
     angle = positions[:, None] * HALF + (index % HALF)[None, :]
     cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
@@ -102,7 +106,9 @@ def _store(
         divisor = None
         if SCALES == TOKEN:
             scale = scale_from_amax(finite_amax(x.to(tl.float32), 1), FORMAT).to(tl.bfloat16)
-            tl.store(scale_ptr + places(block, token, head, SCALE_STRIDES, 1), scale, mask=slots >= 0)
+            tl.store(
+                scale_ptr + places(block, token, head, SCALE_STRIDES, 1), scale, mask=slots >= 0
+            )
             divisor = scale.to(tl.float32)[:, None]
         elif SCALES == STATIC:
             divisor = tl.load(scale_ptr + head * DIM + index, mask=inside, other=1.0)[None, :]
@@ -121,11 +127,11 @@ def rotate_store_kernel(
     V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
     TURNS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A program: ROWS rows of TURNS heads, one after the other, of q, k and v. FORMAT '' is 16 or 32 bits; SCALES is
-    a `ScaleKind`.
+    """A program: ROWS rows of TURNS heads, one after the other, of q, k and v. FORMAT '' is 16 or
+    32 bits; SCALES is a `ScaleKind`.
 
-    V_HEADS is KV_HEADS, or 0 where V lies inside K. STRIDES are `KVPages.strides`. K_BLOCK and V_BLOCK are K_DIM and
-    V_DIM padded to powers of two; HALF is rotary_dim / 2.
+    V_HEADS is KV_HEADS, or 0 where V lies inside K. STRIDES are `KVPages.strides`. K_BLOCK and
+    V_BLOCK are K_DIM and V_DIM padded to powers of two; HALF is rotary_dim / 2.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < num_rows
@@ -147,7 +153,9 @@ def rotate_store_kernel(
                 if q_factor_ptr is not None:
                     factor = tl.load(q_factor_ptr + positions, mask=live, other=1.0).to(x.dtype)
                     x = (x.to(tl.float32) * factor.to(tl.float32)[:, None]).to(x.dtype)
-                target = q_ptr + (rows.to(tl.int64) * HEADS + head)[:, None] * K_DIM + index[None, :]
+                target = (
+                    q_ptr + (rows.to(tl.int64) * HEADS + head)[:, None] * K_DIM + index[None, :]
+                )
                 tl.store(target, x, mask=live[:, None] & (index < K_DIM)[None, :])
             else:
                 kv_head = head - HEADS
@@ -176,7 +184,12 @@ FEW_ROWS = 512  # up to here a program takes one row and one head, so that there
 
 
 def rotate_store(
-    target: Target, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
+    target: Target,
+    qkv: Tensor,
+    rotary: Rotary,
+    positions: Tensor,
+    slots: Tensor | None,
+    pages: KVPages,
 ) -> Tensor:
     """`reference.rotate_store`. qkv: contiguous."""
     assert qkv.is_contiguous()
@@ -192,10 +205,33 @@ def rotate_store(
     k_center = None if pages.k_center is None else pages.k_center.b
     k_block, v_block = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
     block = max(k_block, v_block)
-    tile, turns = (1, 1) if rows <= FEW_ROWS else (16 if block <= 256 else 8, TURNS)  # 16 rows of 512 dims spill
-    rotate_store_kernel[(triton.cdiv(rows, tile), triton.cdiv(num_heads + kv_heads + v_heads, turns))](
-        *(qkv, q, positions, slots, rotary.cos, rotary.sin, rotary.q_factor, q_norm, k_norm, rotary.eps, k_center),
-        *(carrier(pages.k, target), carrier(pages.v, target), pages.k_scale, pages.v_scale, pages.counters, rows),
+    tile, turns = (
+        (1, 1) if rows <= FEW_ROWS else (16 if block <= 256 else 8, TURNS)
+    )  # 16 rows of 512 dims spill
+    rotate_store_kernel[
+        (triton.cdiv(rows, tile), triton.cdiv(num_heads + kv_heads + v_heads, turns))
+    ](
+        *(
+            qkv,
+            q,
+            positions,
+            slots,
+            rotary.cos,
+            rotary.sin,
+            rotary.q_factor,
+            q_norm,
+            k_norm,
+            rotary.eps,
+            k_center,
+        ),
+        *(
+            carrier(pages.k, target),
+            carrier(pages.v, target),
+            pages.k_scale,
+            pages.v_scale,
+            pages.counters,
+            rows,
+        ),
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         V_HEADS=v_heads,

@@ -1,7 +1,8 @@
 """TritonKernels: FP8 and 16-bit models on NVIDIA and AMD GPUs.
 
-A kernel is compiled when it is first launched, once for each combination of types, compile-time constants and known
-divisors of its arguments. Arguments that change from step to step are therefore marked `do_not_specialize`.
+A kernel is compiled when it is first launched, once for each combination of types, compile-time
+constants and known divisors of its arguments. Arguments that change from step to step are therefore
+marked `do_not_specialize`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from typing import ClassVar
 from torch import Tensor
 
 from freight.kernels import reference_rows
-from freight.kernels.triton import convolution, elementwise, experts, gates, linear, paged, recurrence, route, store
+from freight.kernels.triton import (
+    convolution,
+    elementwise,
+    experts,
+    gates,
+    linear,
+    paged,
+    recurrence,
+    route,
+    store,
+)
 from freight.kernels.triton.experts import ExpertStack
 from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import Quantized
@@ -52,11 +63,18 @@ class TritonKernels:
         return weight
 
     def lookup(
-        self, table: Tensor, ids: Tensor, multiplier: float = 1.0, base: Tensor | None = None, factor: float = 1.0
+        self,
+        table: Tensor,
+        ids: Tensor,
+        multiplier: float = 1.0,
+        base: Tensor | None = None,
+        factor: float = 1.0,
     ) -> Tensor:
         return reference_rows.lookup(table, ids, multiplier, base, factor)
 
-    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, float32: bool = False) -> Tensor:
+    def linear(
+        self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, float32: bool = False
+    ) -> Tensor:
         assert isinstance(x, (Tensor, Quantized))
         assert isinstance(weight, Weight)
         out = linear.linear(self.target, x, weight, bias)
@@ -71,7 +89,9 @@ class TritonKernels:
         consumer: PackedWeight | None = None,
         delta_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | Quantized]:
-        return elementwise.add_rms_norm(self.target, x, delta, weight, eps, _own(consumer), delta_weight)
+        return elementwise.add_rms_norm(
+            self.target, x, delta, weight, eps, _own(consumer), delta_weight
+        )
 
     def add_layer_norm(
         self,
@@ -84,7 +104,9 @@ class TritonKernels:
     ) -> tuple[Tensor, Tensor | Quantized]:
         return elementwise.add_layer_norm(self.target, x, delta, weight, bias, eps, _own(consumer))
 
-    def activated(self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Tensor | Quantized:
+    def activated(
+        self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None
+    ) -> Tensor | Quantized:
         return elementwise.activated(self.target, x, activation, _own(consumer))
 
     def gated(
@@ -189,7 +211,10 @@ class TritonKernels:
         skip: Tensor | None = None,
     ) -> Tensor:
         return recurrence.recurrence(
-            *(self.target, q, k, v, beta, log_decay, states, sequences), delta=delta, norm=norm, skip=skip
+            *(self.target, q, k, v, beta, log_decay, states, sequences),
+            delta=delta,
+            norm=norm,
+            skip=skip,
         )
 
     def gated_norm(
@@ -202,4 +227,6 @@ class TritonKernels:
         norm_first: bool,
         consumer: PackedWeight | None = None,
     ) -> Tensor | Quantized:
-        return gates.gated_norm(self.target, x, gate, weight, eps, group, norm_first, _own(consumer))
+        return gates.gated_norm(
+            self.target, x, gate, weight, eps, group, norm_first, _own(consumer)
+        )

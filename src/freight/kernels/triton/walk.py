@@ -1,21 +1,22 @@
 """Paged attention: the walk over tiles of keys that the kernels of prefill and of decoding share.
 
-It takes one tile of keys and values after another into a running softmax: scales, a center of keys, soft caps, masks
-and sinks are compile-time branches. `queries.py` loads the queries. `attention.py` says which types the
-products multiply, and has the names of shapes.
+It takes one tile of keys and values after another into a running softmax: scales, a center of keys,
+soft caps, masks and sinks are compile-time branches. `queries.py` loads the queries. `attention.py`
+says which types the products multiply, and has the names of shapes.
 
-FP8 values are read in pairs in decoding: no GPU of this time transposes bytes on their way from shared memory, which
-made loads of single bytes most of the instructions. Two neighbouring dims are one 16-bit element, a few instructions
-decode both, and even and odd dims are summed by products of their own, interleaved once at the end of a split.
+FP8 values are read in pairs in decoding: no GPU of this time transposes bytes on their way from
+shared memory, which made loads of single bytes most of the instructions. Two neighbouring dims are
+one 16-bit element, a few instructions decode both, and even and odd dims are summed by products of
+their own, interleaved once at the end of a split.
 
-Keys of a latent, and of other wide heads whose size is not a power of two, are two products: 512 + 64 channels instead
-of 576 in 1024. The 512 of a latent are its values, too, and are loaded once for both products. They are loaded as
-values are and transposed for the scores: so Triton reads both operands from one tile in shared memory, and has the next
-one on its way meanwhile.
+Keys of a latent, and of other wide heads whose size is not a power of two, are two products: 512 +
+64 channels instead of 576 in 1024. The 512 of a latent are its values, too, and are loaded once for
+both products. They are loaded as values are and transposed for the scores: so Triton reads both
+operands from one tile in shared memory, and has the next one on its way meanwhile.
 
-A center of keys is a loop over pairs of channels inside the loop over tiles, in which Triton then keeps no loads in
-flight. Two matrix products a tile would let it, but have not been shown to fit the registers of every target and to
-keep the precision of float32 there.
+A center of keys is a loop over pairs of channels inside the loop over tiles, in which Triton then
+keeps no loads in flight. Two matrix products a tile would let it, but have not been shown to fit
+the registers of every target and to keep the precision of float32 there.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from freight.kernels.triton.formats import (
 
 @triton.jit
 def _fp8_product(a, b, FORMAT: tl.constexpr):
-    """a @ b of FP8 values as they are stored. Bytes, which occur in the interpreter only, are decoded."""
+    """a @ b of FP8 values as they are stored. Bytes, which occur in the interpreter only, are
+    decoded.
+    """
     if a.dtype == tl.uint8:
         product = tl.dot(decode(a, FORMAT), decode(b, FORMAT))
     else:
@@ -56,9 +59,14 @@ def _scores(q, k, FORMAT: tl.constexpr, K_DOT: tl.constexpr):
 
 @triton.jit
 def no_values(ROWS: tl.constexpr, V_BLOCK: tl.constexpr, PAIRS: tl.constexpr):
-    """What `walk` starts to add to: one [M, D], or with PAIRS two of [M, D / 2], the even dims' and the odd dims'."""
+    """What `walk` starts to add to: one [M, D], or with PAIRS two of [M, D / 2], the even dims' and
+    the odd dims'.
+    """
     if PAIRS != "":
-        acc = (tl.zeros((ROWS, V_BLOCK // 2), tl.float32), tl.zeros((ROWS, V_BLOCK // 2), tl.float32))
+        acc = (
+            tl.zeros((ROWS, V_BLOCK // 2), tl.float32),
+            tl.zeros((ROWS, V_BLOCK // 2), tl.float32),
+        )
     else:
         acc = (tl.zeros((ROWS, V_BLOCK), tl.float32),)  # type: ignore[assignment]
     return acc
@@ -81,7 +89,8 @@ def _add_values(
 ):  # fmt: skip
     """acc (`no_values`) * decay [M] + probability [M, N] @ v as `_load_values` loaded it; float32.
 
-    In FP8 each tile is summed separately, because some GPUs sum such products with less than float32 precision.
+    In FP8 each tile is summed separately, because some GPUs sum such products with less than
+    float32 precision.
     """
     if V_DOT == tl.uint8:
         if v.dtype == tl.uint8:
@@ -97,18 +106,24 @@ def _add_values(
         acc = (even, odd)
     else:
         p = probability.to(V_DOT)
-        acc = (tl.dot(p, decode(v, FORMAT).to(V_DOT), acc[0] * decay[:, None], input_precision="ieee"),)
+        acc = (
+            tl.dot(p, decode(v, FORMAT).to(V_DOT), acc[0] * decay[:, None], input_precision="ieee"),
+        )
     return acc
 
 
 @triton.jit
 def initial(sinks_ptr, query_head, live, V_DOT: tl.constexpr, FORMAT: tl.constexpr):
-    """(best [M], total [M]) of rows that have seen no key: their heads' sinks in base 2, or nothing."""
+    """(best [M], total [M]) of rows that have seen no key: their heads' sinks in base 2, or
+    nothing.
+    """
     best = tl.full(query_head.shape, float("-inf"), tl.float32)
     total = tl.zeros(query_head.shape, tl.float32)
     if sinks_ptr is not None:
         best = tl.load(sinks_ptr + query_head, mask=live, other=0.0) * 1.44269504088896341
-        total += 1.0 if V_DOT != tl.uint8 else 128.0 if FORMAT == "fp8_e4m3fnuz" else 256.0  # as in `walk`
+        total += (
+            1.0 if V_DOT != tl.uint8 else 128.0 if FORMAT == "fp8_e4m3fnuz" else 256.0
+        )  # as in `walk`
     return best, total
 
 
@@ -131,9 +146,11 @@ def _hide(scores, key, position, window, MASKED: tl.constexpr, WINDOWED: tl.cons
 def _add_center(
     scores, center_ptr, place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, HALF: tl.constexpr,
 ):  # fmt: skip
-    """scores [M, N] plus that of the keys' center. `place` [M] has each row's first factor, `key` [N] positions.
+    """scores [M, N] plus that of the keys' center. `place` [M] has each row's first factor, `key`
+    [N] positions.
 
-    Layouts: angles [positions / 64, rotary_dim / 2, 64]; pairs [HEADS, num_pairs]; factors of cosines, then of sines.
+    Layouts: angles [positions / 64, rotary_dim / 2, 64]; pairs [HEADS, num_pairs]; factors of
+    cosines, then of sines.
     """
     angle = key // 64 * (HALF * 64) + key % 64
     for i in range(num_pairs):
@@ -147,8 +164,12 @@ def _add_center(
 
 @triton.jit
 def _soften(scores, cap):
-    """Scores times 2 log2(e) / soft cap -> soft-capped, in base 2. `cap` is the soft cap times log2(e)."""
-    power = tl.exp2(tl.minimum(scores, 64.0, propagate_nan=tl.PropagateNan.ALL))  # tanh is 1 long before
+    """Scores times 2 log2(e) / soft cap -> soft-capped, in base 2. `cap` is the soft cap times
+    log2(e).
+    """
+    power = tl.exp2(
+        tl.minimum(scores, 64.0, propagate_nan=tl.PropagateNan.ALL)
+    )  # tanh is 1 long before
     return cap - 2.0 * cap / (1.0 + power)  # tanh(x) = 1 - 2 / (1 + e ** 2x)
 
 
@@ -166,7 +187,9 @@ def _blocks(table_ptr, key, stored, BLOCK_SIZE: tl.constexpr, MASKED: tl.constex
 def _load_values(
     v_ptr, place, stored, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, MASKED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """V [N, D] as it is stored, from `place` [N] on; with PAIRS int16 [N, D / 2], two neighbouring dims in each."""
+    """V [N, D] as it is stored, from `place` [N] on; with PAIRS int16 [N, D / 2], two neighbouring
+    dims in each.
+    """
     WIDTH: tl.constexpr = 2 if PAIRS != "" else 1
     dims = tl.arange(0, V_BLOCK // WIDTH)
     inside = (dims < V_DIM // WIDTH)[None, :]
@@ -189,9 +212,11 @@ def _load_others(
     k_ptr, place, stored, REST: tl.constexpr, K_BLOCK: tl.constexpr, MASKED: tl.constexpr, INSIDE: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """The K_BLOCK channels of K behind the REST first, as `_load_values` loads values. INSIDE: they are values, too.
+    """The K_BLOCK channels of K behind the REST first, as `_load_values` loads values. INSIDE: they
+    are values, too.
 
-    Only what is loaded as values are can be both, and be on its way from memory while another tile is computed.
+    Only what is loaded as values are can be both, and be on its way from memory while another tile
+    is computed.
     """
     WIDTH: tl.constexpr = 2 if PAIRS != "" else 1
     source = place[:, None] + (tl.arange(0, K_BLOCK // WIDTH) + REST // WIDTH)[None, :]
@@ -212,7 +237,9 @@ def _key_scores(
     REST: tl.constexpr, REST_BLOCK: tl.constexpr, INSIDE: tl.constexpr, FORMAT: tl.constexpr, MASKED: tl.constexpr,
     K_DOT: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """(q, of `load_queries`, @ K [D, N], what of K was loaded last); float32. PAIRS as `K_PAIRS` of `walk`."""
+    """(q, of `load_queries`, @ K [D, N], what of K was loaded last); float32. PAIRS as `K_PAIRS` of
+    `walk`.
+    """
     CHANNELS: tl.constexpr = K_DIM if REST == 0 else REST
     BLOCK: tl.constexpr = K_BLOCK if REST == 0 else REST_BLOCK
     dims = tl.arange(0, BLOCK)
@@ -235,7 +262,9 @@ def _key_scores(
         elif K_DOT == tl.uint8:
             scores += _fp8_product(q[1], tl.trans(k), FORMAT)
         else:
-            scores = tl.dot(q[1], decode(tl.trans(k), FORMAT).to(K_DOT), scores, input_precision="ieee")
+            scores = tl.dot(
+                q[1], decode(tl.trans(k), FORMAT).to(K_DOT), scores, input_precision="ieee"
+            )
     return scores, k
 
 
@@ -265,7 +294,8 @@ def _walk(
 ):  # fmt: skip
     """Add the keys of [begin, end), begin on a tile's edge: see `walk`.
 
-    Without MASKED every key of these tiles is stored, no row is before any, and `end` is on an edge, too.
+    Without MASKED every key of these tiles is stored, no row is before any, and `end` is on an
+    edge, too.
     """
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
@@ -292,7 +322,9 @@ def _walk(
         if WINDOWED:  # a row may have seen no key yet
             reference = tl.where(new_best == float("-inf"), 0.0, new_best)
         if V_DOT == tl.uint8:  # times the largest power of two that FORMAT holds, and so is `total`
-            probability = tl.exp2(scores - (reference - (7.0 if FORMAT == "fp8_e4m3fnuz" else 8.0))[:, None])
+            probability = tl.exp2(
+                scores - (reference - (7.0 if FORMAT == "fp8_e4m3fnuz" else 8.0))[:, None]
+            )
         else:
             probability = tl.exp2(scores - reference[:, None])
         decay = tl.exp2(best - reference)
@@ -324,12 +356,14 @@ def walk(
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr, K_PAIRS: tl.constexpr,
     PAIRS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of [begin, end), begin and edge on a tile's edge, to (acc (`no_values`), best [M], total [M]).
+    """Add the keys of [begin, end), begin and edge on a tile's edge, to (acc (`no_values`), best
+    [M], total [M]).
 
-    Keys before `edge` are stored, and no row is before any; without SEEN there are none, and `begin` is not read.
-    STAGES are those of the tiles from `edge` on.
-    STRIDES are `KVPages.strides`. With REST, channels of keys are taken in two parts: the REST first, padded to
-    REST_BLOCK, and the K_BLOCK others, in pairs with K_PAIRS. INSIDE: those are the values, and loaded once for both.
+    Keys before `edge` are stored, and no row is before any; without SEEN there are none, and
+    `begin` is not read. STAGES are those of the tiles from `edge` on. STRIDES are
+    `KVPages.strides`. With REST, channels of keys are taken in two parts: the REST first, padded to
+    REST_BLOCK, and the K_BLOCK others, in pairs with K_PAIRS. INSIDE: those are the values, and
+    loaded once for both.
     """
     if SEEN:
         acc, best, total, unit = _walk(

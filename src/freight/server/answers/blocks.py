@@ -1,7 +1,9 @@
-"""A completion as blocks in order: reasoning, text, tool calls. What APIs whose answers are lists of parts are made of.
+"""A completion as blocks in order: reasoning, text, tool calls. What APIs whose answers are lists
+of parts are made of.
 
-Guarantees: a block is opened, grows, and is closed before the next one opens; no block but the last is open; all are
-closed once the completion has ended. A stream that tells these steps and a body that lists the blocks cannot differ.
+Guarantees: a block is opened, grows, and is closed before the next one opens; no block but the last
+is open; all are closed once the completion has ended. A stream that tells these steps and a body
+that lists the blocks cannot differ.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class Block:
 
     parts     its text so far: of reasoning or content, or the arguments of a call, as JSON
     name      of the function that is called
-    complete  whether it ended by itself; False while it is open, and where the length of the answer ended it
+    complete  whether it ended by itself; False while it is open, and where the length of the answer
+              ended it
     """
 
     index: int
@@ -61,15 +64,22 @@ class Step:
 class Blocks:
     """The blocks of one completion while it grows.
 
-    called         whether the answer ended in tool calls: the model ended by itself, and every call is complete
+    called         whether the answer ended in tool calls: the model ended by itself, and every call
+                   is complete
     finish_reason  None until the completion has ended
     stop           the stop string that ended it, if one did
     """
 
     def __init__(
-        self, served: Served, work: TokenizedWork, tools: Sequence[Mapping[str, Any]] = (), parallel: bool = True
+        self,
+        served: Served,
+        work: TokenizedWork,
+        tools: Sequence[Mapping[str, Any]] = (),
+        parallel: bool = True,
     ) -> None:
-        """parallel: whether an answer may have several tool calls; else those after the first are left out."""
+        """parallel: whether an answer may have several tool calls; else those after the first are
+        left out.
+        """
         self.all: list[Block] = []
         self.usage = Usage(len(work.token_ids))
         self.finish_reason: FinishReason | None = None
@@ -88,8 +98,12 @@ class Blocks:
         return steps
 
     def empty(self) -> list[Step]:
-        """A block of content without text, opened and closed: for an answer that has no text at all."""
-        block = Block(len(self.all), PieceKind.CONTENT, complete=self.finish_reason is FinishReason.STOP)
+        """A block of content without text, opened and closed: for an answer that has no text at
+        all.
+        """
+        block = Block(
+            len(self.all), PieceKind.CONTENT, complete=self.finish_reason is FinishReason.STOP
+        )
         self.all.append(block)
         return [Step(StepKind.OPEN, block), Step(StepKind.CLOSE, block)]
 
@@ -103,7 +117,9 @@ class Blocks:
             stopped = output.finish_reason is FinishReason.STOP
             self.finish_reason = output.finish_reason
             self.stop = output.stop_reason if isinstance(output.stop_reason, str) else None
-            self.called = stopped and not cut and any(one.kind is PieceKind.TOOL_CALL for one in self.all)
+            self.called = (
+                stopped and not cut and any(one.kind is PieceKind.TOOL_CALL for one in self.all)
+            )
             self._close(steps, stopped)
             reasoning = [block.text for block in self.all if block.kind is PieceKind.REASONING]
             self.usage.count_reasoning(self._tokenizer, reasoning)
@@ -122,7 +138,10 @@ class Blocks:
     def _take(self, piece: Piece, steps: list[Step]) -> None:
         kind, text = piece.kind, piece.text
         if kind is PieceKind.TOOL_CALL and not self._has_tools:  # of a tool that nobody offered
-            kind, text = PieceKind.CONTENT, f'{{"name": {json.dumps(piece.name)}, "arguments": {text}}}'
+            kind, text = (
+                PieceKind.CONTENT,
+                f'{{"name": {json.dumps(piece.name)}, "arguments": {text}}}',
+            )
         is_call = kind is PieceKind.TOOL_CALL
         if is_call and not self._parallel and any(block.kind is kind for block in self.all):
             return
@@ -145,5 +164,7 @@ class Blocks:
 
 
 def sse(name: str, data: Mapping[str, Any]) -> bytes:
-    """One server-sent event with a name. ASCII, so that no character is taken for the end of a line."""
+    """One server-sent event with a name. ASCII, so that no character is taken for the end of a
+    line.
+    """
     return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode("ascii")

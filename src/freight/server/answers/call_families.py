@@ -1,6 +1,7 @@
-"""Which family of models writes which form of tool calls and reasoning, as data: what a chat template contains that
-writes it, and the names by which other servers let users choose one. Forms of tagged arguments and of lists are here;
-those of JSON after a name are in `server/answers/response_templates.py`.
+"""Which family of models writes which form of tool calls and reasoning, as data: what a chat
+template contains that writes it, and the names by which other servers let users choose one. Forms
+of tagged arguments and of lists are here; those of JSON after a name are in
+`server/answers/response_templates.py`.
 """
 
 from __future__ import annotations
@@ -41,19 +42,36 @@ def _tagged(syntax: Tagged, region: dict[str, Any], **rest: Any) -> CallForm:
     return CallForm(field=region, syntax=syntax, quoted=False, **form)
 
 
-_GLM_MARKERS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_GLM_MARKERS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+)
 _GLM_REGION = _region(r"<tool_call>(?=\s{0,8}[^\s{<])", r"</tool_call>")
 _GLM = Tagged(
-    ("<tool_call>", ""), "</tool_call>", ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), gap="\n"
+    ("<tool_call>", ""),
+    "</tool_call>",
+    ("<arg_key>", "</arg_key>"),
+    ("<arg_value>", "</arg_value>"),
+    gap="\n",
 )
-GLM45 = _tagged(_GLM, _GLM_REGION, before_arguments="\n", between="\n", markers=_GLM_MARKERS)  # GLM 4.5 and 4.6
-GLM47 = _tagged(replace(_GLM, gap="", line=""), _GLM_REGION, markers=_GLM_MARKERS)  # GLM 4.7: no line ends
+GLM45 = _tagged(
+    _GLM, _GLM_REGION, before_arguments="\n", between="\n", markers=_GLM_MARKERS
+)  # GLM 4.5 and 4.6
+GLM47 = _tagged(
+    replace(_GLM, gap="", line=""), _GLM_REGION, markers=_GLM_MARKERS
+)  # GLM 4.7: no line ends
 
 
 def _hunyuan(suffix: str) -> CallForm:
     """Hy3, whose tokens end with a suffix that depends on the release."""
     tags = [
-        f"<{tag}{suffix}>" for name in ("tool_calls", "tool_call", "arg_key", "arg_value") for tag in (name, f"/{name}")
+        f"<{tag}{suffix}>"
+        for name in ("tool_calls", "tool_call", "arg_key", "arg_value")
+        for tag in (name, f"/{name}")
     ]
     section, section_end, call, call_end, key, key_end, value, value_end = tags
     separator = f"<tool_sep{suffix}>"
@@ -71,14 +89,19 @@ def _hunyuan(suffix: str) -> CallForm:
 
 HY3, HY3_PLAIN = _hunyuan(":opensource"), _hunyuan("")
 _FUNCTION = Tagged(("<function=", ">"), "</function>", ("<parameter=", ">"), ("", "</parameter>"))
-QWEN3_CODER = _tagged(  # Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5. Models forget <tool_call> at times.
-    replace(_FUNCTION, pad="\n", outer=("<tool_call>", "</tool_call>")),
-    _region(r"(?:<tool_call>\s{0,8})?<function=", r"</function>\s{0,8}(?:</tool_call>|(?=<tool_call>|<function=))"),
-    before_name="<tool_call>\n<function=",
-    before_arguments=">\n",
-    after_arguments="</function>\n</tool_call>",
-    between="\n",
-    markers=("<tool_call>", "</tool_call>"),
+QWEN3_CODER = (
+    _tagged(  # Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5. Models forget <tool_call> at times.
+        replace(_FUNCTION, pad="\n", outer=("<tool_call>", "</tool_call>")),
+        _region(
+            r"(?:<tool_call>\s{0,8})?<function=",
+            r"</function>\s{0,8}(?:</tool_call>|(?=<tool_call>|<function=))",
+        ),
+        before_name="<tool_call>\n<function=",
+        before_arguments=">\n",
+        after_arguments="</function>\n</tool_call>",
+        between="\n",
+        markers=("<tool_call>", "</tool_call>"),
+    )
 )
 SEED_OSS = _tagged(
     replace(_FUNCTION, outer=("<seed:tool_call>", "</seed:tool_call>")),
@@ -90,7 +113,9 @@ SEED_OSS = _tagged(
     markers=("<seed:tool_call>", "</seed:tool_call>"),
 )
 MINIMAX_M2 = _tagged(
-    Tagged(('<invoke name="', '">'), "</invoke>", ('<parameter name="', '">'), ("", "</parameter>")),
+    Tagged(
+        ('<invoke name="', '">'), "</invoke>", ('<parameter name="', '">'), ("", "</parameter>")
+    ),
     _region(r"(?:<minimax:tool_call>\s{0,8})?<invoke name=", "</invoke>"),
     opening="<minimax:tool_call>\n",
     before_arguments='">\n',
@@ -150,7 +175,9 @@ def _listed(opening: str, closing: str, region: dict[str, Any], *markers: str) -
     )
 
 
-GRANITE = _listed("<|tool_call|>", "", _region(r"<\|?tool_call\|?>(?=\s{0,8}\[)", None), "<|tool_call|>")  # Granite 3
+GRANITE = _listed(
+    "<|tool_call|>", "", _region(r"<\|?tool_call\|?>(?=\s{0,8}\[)", None), "<|tool_call|>"
+)  # Granite 3
 PHI4 = _listed(  # by its prompt's words, and with its tokens
     "functools",
     "",
@@ -165,10 +192,13 @@ HUNYUAN = _listed(  # Hunyuan A13B, Apriel
     "<tool_calls>",
     "</tool_calls>",
 )
-NEMOTRON = _listed("<TOOLCALL>", "</TOOLCALL>", _region(r"<TOOLCALL>", r"</TOOLCALL>"), "<TOOLCALL>", "</TOOLCALL>")
+NEMOTRON = _listed(
+    "<TOOLCALL>", "</TOOLCALL>", _region(r"<TOOLCALL>", r"</TOOLCALL>"), "<TOOLCALL>", "</TOOLCALL>"
+)
 
 
-# What a chat template contains -> the form. The first whose words are all there counts; None: a form that is not read.
+# What a chat template contains -> the form. The first whose words are all there counts; None: a
+# form that is not read.
 CALL_FORMS: tuple[tuple[tuple[str, ...], CallForm | None], ...] = (
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
     (("[TOOL_CALLS]",), MISTRAL_LIST),
@@ -200,7 +230,9 @@ CALL_FORMS: tuple[tuple[tuple[str, ...], CallForm | None], ...] = (
 
 @dataclass(frozen=True)
 class Tags:
-    """What stands around reasoning: any of these texts. The first of each is what a forced answer has."""
+    """What stands around reasoning: any of these texts. The first of each is what a forced answer
+    has.
+    """
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
@@ -212,9 +244,11 @@ THINK_SEED = Tags(("<seed:think>",), ("</seed:think>",))
 THINK_HY3 = Tags(("<think:opensource>",), ("</think:opensource>",))
 THINK_GEMMA4 = Tags(("<|channel>thought\n",), ("<channel|>",))
 THINK_GRANITE = Tags(
-    ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
+    ("Here is my thought process:", "Here's my thought process:"),
+    ("Here is my response:", "Here's my response:"),
 )
-# What a chat template contains -> the tags around reasoning. The first whose words are all there counts.
+# What a chat template contains -> the tags around reasoning. The first whose words are all there
+# counts.
 REASONING: tuple[tuple[tuple[str, ...], Tags], ...] = (
     (("</seed:think>",), THINK_SEED),
     (("</think{}>", ":opensource"), THINK_HY3),
@@ -243,7 +277,8 @@ ANCHORS = (
 )
 
 HARMONY = "harmony"  # gpt-oss's format, which is none of the forms here
-# Names of other servers for parsers -> ours. Of several, the one that the chat template shows, else the first.
+# Names of other servers for parsers -> ours. Of several, the one that the chat template shows, else
+# the first.
 TOOL_CALL_PARSERS: dict[str, tuple[CallForm | str, ...]] = {
     "hermes": (HERMES,),
     "granite4": (HERMES,),
@@ -272,7 +307,17 @@ TOOL_CALL_PARSERS: dict[str, tuple[CallForm | str, ...]] = {
     "openai": (HARMONY,),
 }
 _THINKERS = (
-    *("qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "hunyuan_a13b", "kimi_k2"),
+    *(
+        "qwen3",
+        "deepseek_r1",
+        "deepseek_v3",
+        "deepseek_v4",
+        "glm45",
+        "glm47",
+        "holo2",
+        "hunyuan_a13b",
+        "kimi_k2",
+    ),
     *("mimo", "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "step3", "step3p5"),
 )
 REASONING_PARSERS: dict[str, tuple[Tags | str, ...]] = {
@@ -304,7 +349,9 @@ def form_of(chat_template: str) -> CallForm | None:
 
 def tags_of(chat_template: str) -> Tags | None:
     """The tags of reasoning in the answers of a model with this chat template."""
-    return next((tags for words, tags in REASONING if all(word in chat_template for word in words)), None)
+    return next(
+        (tags for words, tags in REASONING if all(word in chat_template for word in words)), None
+    )
 
 
 def response_template(form: CallForm | None, reasoning: Tags | None) -> dict[str, Any]:

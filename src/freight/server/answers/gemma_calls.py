@@ -1,5 +1,5 @@
-"""The arguments of calls as Gemma 4 writes them: objects whose keys have no quotes and whose strings have marks of
-their own, `{city:<|"|>Rome<|"|>,days:2}`. Reading is linear.
+"""The arguments of calls as Gemma 4 writes them: objects whose keys have no quotes and whose
+strings have marks of their own, `{city:<|"|>Rome<|"|>,days:2}`. Reading is linear.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ _BLANKS = re.compile(r"\s*")
 _KEY = re.compile(r"[^\s{}\[\]:,<>]{1,256}")
 _WORD = re.compile(r"[^\s{}\[\],<>][^{}\[\],<>\n]{0,4000}")  # up to what ends a value
 _POINT = re.compile(r"-?(?:0|[1-9]\d*)\.")  # a number that lacks its decimals
-_CONSTANTS = {"true": "true", "false": "false", "null": "null", "none": "null"}  # the template prints None for null
+_CONSTANTS = {
+    "true": "true",
+    "false": "false",
+    "null": "null",
+    "none": "null",
+}  # the template prints None for null
 _DEEPEST = 64  # values inside each other
 _MOST_ITEMS = 64  # of an array in a forced call
 _SCALARS = ("integer", "number", "boolean", "null")
@@ -31,7 +36,9 @@ class GemmaValues:
     head: str  # what ends before the name
     mark: str
 
-    def read(self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    def read(
+        self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[str, str]]:
         """(name, arguments as JSON) of the call in a region. Raises ValueError."""
         del tools  # values have their types
         text = opening + body
@@ -101,16 +108,23 @@ class GemmaValues:
         out.append(": ")
         return _skip(text, at + 1)
 
-    def part(self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn) -> Mapping[str, Any]:
+    def part(
+        self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
+    ) -> Mapping[str, Any]:
         """The form of the arguments of `function`, as keyword arguments of StructuredOutputs."""
         root = function.get("parameters")
         root = root if isinstance(root, Mapping) else {}
         rules = _Rules(self.mark, literal, token_in, root)
-        return {"grammar": f"start: {rules.value({'type': 'object'} | dict(root), 0)}\n" + "\n".join(rules.lines)}
+        return {
+            "grammar": f"start: {rules.value({'type': 'object'} | dict(root), 0)}\n"
+            + "\n".join(rules.lines)
+        }
 
 
 def _scalar(word: str) -> str:
-    """JSON of a value without marks: a constant, a number, else a string whose marks the model forgot."""
+    """JSON of a value without marks: a constant, a number, else a string whose marks the model
+    forgot.
+    """
     word = word.strip()
     if word.lower() in _CONSTANTS:
         return _CONSTANTS[word.lower()]
@@ -124,9 +138,13 @@ def _scalar(word: str) -> str:
 
 
 class _Rules:
-    """The rules of one function's arguments. Objects and arrays whose schema says nothing may have anything in them."""
+    """The rules of one function's arguments. Objects and arrays whose schema says nothing may have
+    anything in them.
+    """
 
-    def __init__(self, mark: str, literal: Literal, token_in: TokenIn, root: Mapping[str, Any]) -> None:
+    def __init__(
+        self, mark: str, literal: Literal, token_in: TokenIn, root: Mapping[str, Any]
+    ) -> None:
         self.lines: list[str] = []
         self._mark, self._literal, self._token_in, self._root = mark, literal, token_in, root
         self._references: dict[str, str] = {}
@@ -140,7 +158,9 @@ class _Rules:
         name = self._new()
         if isinstance(reference, str):
             self._references[reference] = name
-        self.lines.append(f"{name}: {' | '.join(self._choices(resolved(schema, self._root), depth))}")
+        self.lines.append(
+            f"{name}: {' | '.join(self._choices(resolved(schema, self._root), depth))}"
+        )
         return name
 
     def _new(self) -> str:
@@ -154,9 +174,18 @@ class _Rules:
         if isinstance(constants, list):
             return [self._constant(value) for value in constants]
         declared = schema.get("type")
-        types = [declared] if isinstance(declared, str) else declared if isinstance(declared, list) else []
+        types = (
+            [declared]
+            if isinstance(declared, str)
+            else declared
+            if isinstance(declared, list)
+            else []
+        )
         if "object" in types or schema.get("properties"):
-            return [self._object(schema, depth), *self._simple(schema, [t for t in types if t != "object"], depth)]
+            return [
+                self._object(schema, depth),
+                *self._simple(schema, [t for t in types if t != "object"], depth),
+            ]
         for word in ("anyOf", "oneOf"):
             if isinstance(schema.get(word), list):
                 return [self.value(branch, depth + 1) for branch in schema[word]]
@@ -169,13 +198,20 @@ class _Rules:
             choices.append(self._array(schema, depth))
         for name in _SCALARS:
             if name in types:
-                kept = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf", "allOf", "$ref")}
+                kept = {
+                    key: value
+                    for key, value in schema.items()
+                    if key not in ("anyOf", "oneOf", "allOf", "$ref")
+                }
                 choices.append(f"%json {json.dumps({**bare(kept), 'type': name})}")
         return choices
 
     def _anything(self) -> list[str]:
         """Any value that is neither an object nor an array, of which nothing is known."""
-        return [self._string((0, None)), f"%json {json.dumps({'type': ['number', 'boolean', 'null']})}"]
+        return [
+            self._string((0, None)),
+            f"%json {json.dumps({'type': ['number', 'boolean', 'null']})}",
+        ]
 
     def _constant(self, value: Any) -> str:
         return self._literal(self._written(value))
@@ -201,8 +237,14 @@ class _Rules:
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> str:
         bounds = [schema.get(word) for word in ("minItems", "maxItems")]
-        least, most = (value if isinstance(value, int) and 0 <= value <= _MOST_ITEMS else None for value in bounds)
-        most, item = _MOST_ITEMS if most is None else most, self.value(schema.get("items", {}), depth + 1)
+        least, most = (
+            value if isinstance(value, int) and 0 <= value <= _MOST_ITEMS else None
+            for value in bounds
+        )
+        most, item = (
+            _MOST_ITEMS if most is None else most,
+            self.value(schema.get("items", {}), depth + 1),
+        )
         if most == 0:
             return '"[]"'
         items = f'{item} ("," {item}){{{max((least or 0) - 1, 0)},{most - 1}}}'
@@ -214,7 +256,10 @@ class _Rules:
         for properties, required in shapes_of(schema, self._root):
             name = self._new()
             pairs = [
-                (f"{self._literal(f'{self._key(key)}:')} {self.value(one, depth + 1)}", key in required)
+                (
+                    f"{self._literal(f'{self._key(key)}:')} {self.value(one, depth + 1)}",
+                    key in required,
+                )
                 for key, one in properties.items()
             ]
             last = len(pairs)

@@ -1,7 +1,9 @@
-"""The grammars of answers in harmony, gpt-oss's format, and which format the answers of a model have.
+"""The grammars of answers in harmony, gpt-oss's format, and which format the answers of a model
+have.
 
-An answer may reason first, in the channel `analysis`. Then comes the message that has to have a form: `final`, or a
-call. gpt-oss ends its turn with `<|call|>`, so a forced answer is one call, whatever `parallel_tool_calls` says.
+An answer may reason first, in the channel `analysis`. Then comes the message that has to have a
+form: `final`, or a call. gpt-oss ends its turn with `<|call|>`, so a forced answer is one call,
+whatever `parallel_tool_calls` says.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ class AnswerFormat(Protocol):
         """A `ParserOf`."""
 
     def call_to(
-        self, tools: Sequence[Mapping[str, Any]], names: Sequence[str], parallel: bool, prompt_text: str | None
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        names: Sequence[str],
+        parallel: bool,
+        prompt_text: str | None,
     ) -> Mapping[str, Any]:
         """A `ForcedCall`. Raises ApiError 400."""
 
@@ -55,9 +61,15 @@ class HarmonyFormat:
         return self._harmony.parser(prompt_text, tools)
 
     def call_to(
-        self, tools: Sequence[Mapping[str, Any]], names: Sequence[str], parallel: bool, prompt_text: str | None
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        names: Sequence[str],
+        parallel: bool,
+        prompt_text: str | None,
     ) -> Mapping[str, Any]:
-        """A `ForcedCall`: one call of one of `names`. Raises ApiError 400 where a name is none of `tools`."""
+        """A `ForcedCall`: one call of one of `names`. Raises ApiError 400 where a name is none of
+        `tools`.
+        """
         functions = forced_functions(tools, names)
         token, place = self._token, self._harmony.place(prompt_text)
         rules = [self._start(place, "call")]
@@ -73,7 +85,10 @@ class HarmonyFormat:
                 f'head_{index}: {token[CHANNEL]} "commentary" {to} (" " {kind})?'
                 f' | {to} {token[CHANNEL]} "commentary" (" " {kind})?'
             )
-        parts = {f"arguments_{index}": {"json": arguments_schema(one)} for index, one in enumerate(functions)}
+        parts = {
+            f"arguments_{index}": {"json": arguments_schema(one)}
+            for index, one in enumerate(functions)
+        }
         return {"grammar": "\n".join(rules), "parts": parts}
 
     def form_to(self, form: Mapping[str, Any], prompt_text: str) -> Mapping[str, Any]:
@@ -81,7 +96,10 @@ class HarmonyFormat:
         token, place = self._token, self._harmony.place(prompt_text)
         if place in (Place.CONTENT, Place.CALL):
             return form
-        rules = [self._start(place, "answer"), f'answer: {token[CHANNEL]} "final" {token[MESSAGE]} @form']
+        rules = [
+            self._start(place, "answer"),
+            f'answer: {token[CHANNEL]} "final" {token[MESSAGE]} @form',
+        ]
         return {"grammar": "\n".join(rules), "parts": {"form": form}}
 
     def _start(self, place: Place, then: str) -> str:
@@ -100,13 +118,16 @@ def answer_format(
 
     tool_call_parser, reasoning_parser   names of `call_families`; None: by the chat template
 
-    Harmony where the chat template writes it and each of its markers is one special token. It is read by the format's
-    own rules then, also beside a response template of the checkpoint. Raises ConfigError where harmony is asked for
-    and the tokenizer has no such tokens.
+    Harmony where the chat template writes it and each of its markers is one special token. It is
+    read by the format's own rules then, also beside a response template of the checkpoint. Raises
+    ConfigError where harmony is asked for and the tokenizer has no such tokens.
     """
     asked = [
         names.get(name) == (HARMONY,)
-        for name, names in ((tool_call_parser, TOOL_CALL_PARSERS), (reasoning_parser, REASONING_PARSERS))
+        for name, names in (
+            (tool_call_parser, TOOL_CALL_PARSERS),
+            (reasoning_parser, REASONING_PARSERS),
+        )
         if name is not None
     ]
     has_markers = tokenizer.special_texts.issuperset(MARKERS)
@@ -116,5 +137,7 @@ def answer_format(
             f"have its control tokens, like {MARKERS[0]}; leave the option out"
         )
     if any(asked) or (not asked and has_markers and is_harmony(tokenizer.chat_template_source)):
-        return HarmonyFormat(tokenizer, {marker: tokenizer.encode(marker, False)[0] for marker in MARKERS})
+        return HarmonyFormat(
+            tokenizer, {marker: tokenizer.encode(marker, False)[0] for marker in MARKERS}
+        )
     return parser_for(tokenizer, tool_call_parser, reasoning_parser)

@@ -1,15 +1,18 @@
 """A model's text in harmony, the format of gpt-oss, divided into pieces.
 
-`analysis` is reasoning; `final`, `commentary` without a recipient, and any channel that is not known are content; a
-message to `functions.NAME`, or to the name of a tool, is a call. The recipient may stand before or after the channel.
+`analysis` is reasoning; `final`, `commentary` without a recipient, and any channel that is not
+known are content; a message to `functions.NAME`, or to the name of a tool, is a call. The recipient
+may stand before or after the channel.
 
-- Nothing raises. A call that cannot be read, or that is not whole, is content, exactly as the model wrote it.
+- Nothing raises. A call that cannot be read, or that is not whole, is content, exactly as the model
+  wrote it.
 - Texts are given to the character. Two messages of one kind have a blank line between them.
-- A header that the end of the answer cuts is dropped: it has no text. One that the model ends itself is content.
+- A header that the end of the answer cuts is dropped: it has no text. One that the model ends
+  itself is content.
 - Chunks of any size give the same pieces when these are joined, and the cost is linear.
 
-It is no response template of transformers, because those find regions by one pattern each: parts of a header in any
-order, and a header that is cut, have none.
+It is no response template of transformers, because those find regions by one pattern each: parts of
+a header in any order, and a header that is cut, have none.
 """
 
 from __future__ import annotations
@@ -51,11 +54,15 @@ class Harmony:
     special: SpecialTokens
 
     def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
-        """Reads one answer to `prompt_text` (None: not known). Without tools, calls are content as they are written."""
+        """Reads one answer to `prompt_text` (None: not known). Without tools, calls are content as
+        they are written.
+        """
         return _Reader(self.special, _begun(prompt_text), tools)
 
     def place(self, prompt_text: str | None) -> Place:
-        """Where an answer to this prompt begins. A prompt that is not known ends where a header begins."""
+        """Where an answer to this prompt begins. A prompt that is not known ends where a header
+        begins.
+        """
         return _Reader(self.special, _begun(prompt_text), ()).place
 
 
@@ -68,7 +75,9 @@ def _begun(prompt_text: str | None) -> str:
 class _Reader:
     """A `MessageParser`."""
 
-    def __init__(self, special: SpecialTokens, begun: str, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, special: SpecialTokens, begun: str, tools: Sequence[Mapping[str, Any]]
+    ) -> None:
         self.place = Place.HEADER
         self._has_tools = bool(tools)
         self._names = {(tool.get("function") or tool).get("name") for tool in tools}
@@ -95,7 +104,9 @@ class _Reader:
         return self._out.take()
 
     def finish(self, complete: bool) -> list[Piece]:
-        """No more text comes. `complete`: the model ended by itself. A call that is not whole comes as content."""
+        """No more text comes. `complete`: the model ended by itself. A call that is not whole comes
+        as content.
+        """
         if self._finished:
             return []
         self._feed(self._special.finish())
@@ -135,7 +146,9 @@ class _Reader:
         elif self.place is Place.CALL:
             self._add_to_call(text)
         else:
-            self._say(PieceKind.REASONING if self.place is Place.REASONING else PieceKind.CONTENT, text)
+            self._say(
+                PieceKind.REASONING if self.place is Place.REASONING else PieceKind.CONTENT, text
+            )
 
     def _marker(self, marker: str) -> None:
         ends = marker in (END, CALL, RETURN)
@@ -147,7 +160,10 @@ class _Reader:
                 self._begin_header("" if ends else marker)
             else:
                 self._add_to_header(marker)
-        elif ends or marker in (START, CHANNEL):  # the last two: a message that the model did not end
+        elif ends or marker in (
+            START,
+            CHANNEL,
+        ):  # the last two: a message that the model did not end
             if self.place is Place.CALL:
                 self._close_call(marker if ends else "", True)
             self._begin_header("" if ends else marker)
@@ -165,19 +181,25 @@ class _Reader:
             self._header_is_text()
 
     def _is_text(self) -> bool:
-        """Whether text stands where a header can only begin with a control token, white space or a recipient."""
+        """Whether text stands where a header can only begin with a control token, white space or a
+        recipient.
+        """
         text = "".join(self._header).lstrip()
         return not text.startswith((START, CHANNEL)) and not "to=".startswith(text[:3])
 
     def _message_header(self) -> str:
-        """The header as it would stand in the first message of an answer, where the prompt has its beginning."""
+        """The header as it would stand in the first message of an answer, where the prompt has its
+        beginning.
+        """
         return "".join(self._header).removeprefix(f"{START}assistant")
 
     def _header_is_text(self, closing: str = "") -> None:
         """What was read as a header is the beginning of content."""
         text = self._message_header()
         self.place = Place.CONTENT
-        if text.strip() or self._header_size > _LONGEST_HEADER:  # white space between messages is no text
+        if (
+            text.strip() or self._header_size > _LONGEST_HEADER
+        ):  # white space between messages is no text
             self._say(PieceKind.CONTENT, text + closing)
 
     def _begin_message(self) -> None:

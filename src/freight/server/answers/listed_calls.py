@@ -1,4 +1,6 @@
-"""Calls as JSON objects with a name and arguments: Hermes, Llama 3, and in lists Granite 3, Phi-4-mini and others."""
+"""Calls as JSON objects with a name and arguments: Hermes, Llama 3, and in lists Granite 3,
+Phi-4-mini and others.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,20 @@ _BETWEEN = re.compile(r"[\s,;]*")
 
 @dataclass(frozen=True)
 class ListedCalls:
-    """Reads one list, or objects one after the other. Names and arguments stand side by side in each.
+    """Reads one list, or objects one after the other. Names and arguments stand side by side in
+    each.
 
     implied  whether a name without arguments is a call too
     """
 
     implied: bool = True
 
-    def read(self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-        """(name, arguments as JSON) of the calls in a region. Raises ValueError, KeyError or TypeError."""
+    def read(
+        self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[str, str]]:
+        """(name, arguments as JSON) of the calls in a region. Raises ValueError, KeyError or
+        TypeError.
+        """
         del opening, tools
         found: list[tuple[str, str]] = []
         for text, value in _values(body):
@@ -38,14 +45,18 @@ class ListedCalls:
             found += zip([one["name"] for one in functions], texts, strict=True)
         return found
 
-    def part(self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn) -> Mapping[str, Any]:
+    def part(
+        self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
+    ) -> Mapping[str, Any]:
         """The form of the arguments of `function`, as keyword arguments of StructuredOutputs."""
         del literal, token_in
         return {"json": arguments_schema(function)}
 
 
 def _arguments(function: Mapping[str, Any], implied: bool) -> Any:
-    """The arguments of a call, which models call parameters too. Raises ValueError where they may have another name."""
+    """The arguments of a call, which models call parameters too. Raises ValueError where they may
+    have another name.
+    """
     for key in ("arguments", "parameters"):
         if key in function:
             return function[key]

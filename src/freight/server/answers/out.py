@@ -1,4 +1,6 @@
-"""The pieces of an answer on their way out: white space beside markup and special tokens are dropped here."""
+"""The pieces of an answer on their way out: white space beside markup and special tokens are
+dropped here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ _LIKE_A_TAG = re.compile(r"</?\w+>")
 
 
 class Pieces:
-    """Collects pieces. White space that touches markup is dropped, all other is kept, whatever chunks it comes in."""
+    """Collects pieces. White space that touches markup is dropped, all other is kept, whatever
+    chunks it comes in.
+    """
 
     def __init__(self) -> None:
         self._ready: list[Piece] = []
@@ -83,11 +87,14 @@ class Pieces:
 class SpecialTokens:
     """Special tokens to be removed from texts.
 
-    Those that look like tags of HTML (`<s>`) stay: a model that writes HTML spells them with ordinary tokens.
+    Those that look like tags of HTML (`<s>`) stay: a model that writes HTML spells them with
+    ordinary tokens.
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
-        kept = sorted({token for token in tokens if token and not _LIKE_A_TAG.fullmatch(token)}, key=len)
+        kept = sorted(
+            {token for token in tokens if token and not _LIKE_A_TAG.fullmatch(token)}, key=len
+        )
         self.pattern = re.compile("|".join(map(re.escape, kept))) if kept else None
         self.prefixes = frozenset(token[:size] for token in kept for size in range(1, len(token)))
         self.firsts = frozenset(token[0] for token in kept)

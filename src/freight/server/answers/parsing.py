@@ -1,13 +1,16 @@
-"""A model's text divided into pieces by transformers' ResponseParser, with guarantees that it does not give.
+"""A model's text divided into pieces by transformers' ResponseParser, with guarantees that it does
+not give.
 
-- Nothing raises. A call that cannot be read, or that is not whole, is content, exactly as the model wrote it.
-- Nothing is lost but markup that was understood, with the white space that touches it, and special tokens.
+- Nothing raises. A call that cannot be read, or that is not whole, is content, exactly as the model
+  wrote it.
+- Nothing is lost but markup that was understood, with the white space that touches it, and special
+  tokens.
 - Chunks of any size give the same pieces when these are joined.
-- The cost is linear. transformers' parser keeps all text that it was given and searches in it, so it gets no more than
-  a few thousand characters before another one continues in its place.
+- The cost is linear. transformers' parser keeps all text that it was given and searches in it, so
+  it gets no more than a few thousand characters before another one continues in its place.
 
-transformers' parser only finds regions here: it runs on a copy of the template in which every field is plain text.
-The text of a call is read once it is whole, by the template itself.
+transformers' parser only finds regions here: it runs on a copy of the template in which every field
+is plain text. The text of a call is read once it is whole, by the template itself.
 """
 
 from __future__ import annotations
@@ -17,13 +20,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from freight.server.answers.finder import Finder, as_text, finder_of, load_fields, searchable, strings_in
+from freight.server.answers.finder import (
+    Finder,
+    as_text,
+    finder_of,
+    load_fields,
+    searchable,
+    strings_in,
+)
 from freight.server.answers.out import Pieces, SpecialTokens
 from freight.server.answers.pieces import MessageParser, Piece, PieceKind
 from freight.server.answers.response_templates import CallForm
 from freight.server.answers.tagged_calls import Tagged
 from freight.server.answers.verbatim import arguments_texts
-from freight.text.tokenizer import Tokenizer, load_response_template, parse_response, response_parser
+from freight.text.tokenizer import (
+    Tokenizer,
+    load_response_template,
+    parse_response,
+    response_parser,
+)
 
 logger = logging.getLogger("freight")
 
@@ -37,7 +52,8 @@ _LONGEST_CALL = 1 << 20  # characters; longer ones are content
 
 @dataclass(frozen=True)
 class Markup:
-    """A response template, prepared. `with_calls` and `without_calls` find regions; None: there are none to find.
+    """A response template, prepared. `with_calls` and `without_calls` find regions; None: there are
+    none to find.
 
     calls       the template that reads the text of one region of calls
     form        the form that reads it in place of `calls`, where it has a syntax of its own
@@ -61,15 +77,22 @@ class Markup:
     anchor: Any
 
     def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
-        """Reads one answer to `prompt_text` (None: not known). Without tools, markup of calls is content."""
+        """Reads one answer to `prompt_text` (None: not known). Without tools, markup of calls is
+        content.
+        """
         return _Reader(self, prompt_text or "", tools)
 
     def begins_in_reasoning(self, prompt_text: str) -> bool:
         """Whether an answer to this prompt begins within reasoning."""
-        return self.reasoning is not None and self.entry(prompt_text, self.without_calls)[0] == self.reasoning
+        return (
+            self.reasoning is not None
+            and self.entry(prompt_text, self.without_calls)[0] == self.reasoning
+        )
 
     def entry(self, prompt_text: str, finder: Finder | None) -> tuple[str | None, str]:
-        """The region in which an answer to this prompt begins, and a text that leads a new parser there."""
+        """The region in which an answer to this prompt begins, and a text that leads a new parser
+        there.
+        """
         if finder is None:
             return None, ""
         template = finder.template
@@ -89,19 +112,26 @@ class Markup:
         return (self.reasoning, opening) if inside else (None, "." if begun.strip() else "")
 
 
-def markup_of(tokenizer: Tokenizer, template: Mapping[str, Any], form: CallForm | None = None) -> Markup:
-    """`template` prepared for the model with this tokenizer. Raises ValueError where transformers cannot read it.
+def markup_of(
+    tokenizer: Tokenizer, template: Mapping[str, Any], form: CallForm | None = None
+) -> Markup:
+    """`template` prepared for the model with this tokenizer. Raises ValueError where transformers
+    cannot read it.
 
     form: the one of which `template` was made
     """
     anchor = load_response_template(template).start_anchor_re
     fields = {name: searchable(dict(field)) for name, field in template["fields"].items()}
-    explicit = {name: field for name, field in fields.items() if "open" in field or "open_pattern" in field}
+    explicit = {
+        name: field for name, field in fields.items() if "open" in field or "open_pattern" in field
+    }
     implicit = next((name for name in fields if name not in explicit), _OTHER)
     skeleton = {name: as_text(field) for name, field in explicit.items()}
     quiet = {name: field for name, field in skeleton.items() if name != _CALLS}
     calls = explicit.get(_CALLS)
-    written = "".join([*strings_in(explicit), *(form.markers if form is not None else ())]).replace("\\", "")
+    written = "".join([*strings_in(explicit), *(form.markers if form is not None else ())]).replace(
+        "\\", ""
+    )
     return Markup(
         with_calls=finder_of(skeleton, implicit) if calls else None,
         without_calls=finder_of(quiet, implicit) if quiet else None,
@@ -111,7 +141,9 @@ def markup_of(tokenizer: Tokenizer, template: Mapping[str, Any], form: CallForm 
         reasoning=next((name for name in _REASONING if name in explicit), None),
         implicit=implicit,
         keeps_rest=implicit == "content" or (implicit == _OTHER and "content" not in explicit),
-        special=SpecialTokens(tokenizer.special_texts - {text for text in tokenizer.special_texts if text in written}),
+        special=SpecialTokens(
+            tokenizer.special_texts - {text for text in tokenizer.special_texts if text in written}
+        ),
         anchor=anchor,
     )
 
@@ -127,7 +159,9 @@ def _region(parser: Any) -> str | None:
 class _Reader:
     """A `MessageParser`."""
 
-    def __init__(self, markup: Markup, prompt_text: str, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, markup: Markup, prompt_text: str, tools: Sequence[Mapping[str, Any]]
+    ) -> None:
         self._markup = markup
         finder = markup.with_calls if tools and markup.with_calls else markup.without_calls
         self._tools = tools
@@ -142,7 +176,9 @@ class _Reader:
         self._call_size = 0
         self._given_up = False  # the call is too long, and comes as content
         self._section_end = markup.form.section_end if markup.form is not None else ""
-        self._behind: str | None = None  # after a call: what may become the end of the section; None: not after a call
+        self._behind: str | None = (
+            None  # after a call: what may become the end of the section; None: not after a call
+        )
         self._finished = False
         self._parser: Any = None
         if finder is not None:
@@ -162,7 +198,9 @@ class _Reader:
         return self._out.take()
 
     def finish(self, complete: bool) -> list[Piece]:
-        """No more text comes. `complete`: the model ended by itself. A call that is not whole comes as content."""
+        """No more text comes. `complete`: the model ended by itself. A call that is not whole comes
+        as content.
+        """
         if self._finished:
             return []
         self._guarded(self._special.finish())
@@ -190,7 +228,9 @@ class _Reader:
 
     def _give_up(self) -> None:
         """The rest is content: a fault of a checkpoint's template must not end a request."""
-        logger.exception("reading an answer by its response template failed; the rest of it is given as content")
+        logger.exception(
+            "reading an answer by its response template failed; the rest of it is given as content"
+        )
         self._give_behind()
         if self._region == _CALLS:
             self._out.verbatim("".join(self._raw_call()))
@@ -227,7 +267,9 @@ class _Reader:
         self._walk(parser.feed(self._held), False)
 
     def _walk(self, events: Sequence[Mapping[str, Any]], complete: bool) -> None:
-        """Follow transformers' events through the held text: they do not tell the text of the markup itself."""
+        """Follow transformers' events through the held text: they do not tell the text of the
+        markup itself.
+        """
         held, at = self._held, 0
         for event in events:
             kind, name = event["type"], event["field"]
@@ -264,7 +306,9 @@ class _Reader:
             if self._markup.keeps_rest:
                 self._out.add(PieceKind.CONTENT, text)
         else:
-            kind = PieceKind.REASONING if self._region == self._markup.reasoning else PieceKind.CONTENT
+            kind = (
+                PieceKind.REASONING if self._region == self._markup.reasoning else PieceKind.CONTENT
+            )
             self._out.add(kind, text)
 
     def _after_call(self, text: str) -> str:
@@ -309,7 +353,9 @@ class _Reader:
         syntax = self._markup.form.syntax if self._markup.form is not None else None
         end = len(body)
         if isinstance(syntax, Tagged):
-            end, body = (len(body + closing), body + closing) if closing else (syntax.rest(body), body)
+            end, body = (
+                (len(body + closing), body + closing) if closing else (syntax.rest(body), body)
+            )
         calls = self._calls(raw, body[:end]) if whole and not self._given_up else None
         if calls:
             self._out.calls(calls)

@@ -1,9 +1,11 @@
-"""How tool calls are written whose arguments are JSON, as data: for checkpoints that bring no response template.
+"""How tool calls are written whose arguments are JSON, as data: for checkpoints that bring no
+response template.
 
-`call_families.py` has the other forms, and says which family has which. The `field` of a form is the entry
-`tool_calls` of a response template, in transformers' format; the other values say how to force a call in the same
-form. White space around markup is not part of any pattern: `tools.py` treats it the same for every family, and
-patterns that begin with `\\s*` take quadratic time on long runs of it.
+`call_families.py` has the other forms, and says which family has which. The `field` of a form is
+the entry `tool_calls` of a response template, in transformers' format; the other values say how to
+force a call in the same form. White space around markup is not part of any pattern: `tools.py`
+treats it the same for every family, and patterns that begin with `\\s*` take quadratic time on long
+runs of it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,16 @@ from freight.server.answers.tagged_calls import Literal, TokenIn
 class Syntax(Protocol):
     """How calls are written whose arguments are not the JSON of one object after a name."""
 
-    def read(self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-        """(name, arguments as JSON) of the calls in a region. Raises ValueError and other Exceptions of broken text."""
+    def read(
+        self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[str, str]]:
+        """(name, arguments as JSON) of the calls in a region. Raises ValueError and other
+        Exceptions of broken text.
+        """
 
-    def part(self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn) -> Mapping[str, Any]:
+    def part(
+        self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
+    ) -> Mapping[str, Any]:
         """The form of the arguments of `function`, as keyword arguments of StructuredOutputs."""
 
 
@@ -30,7 +38,8 @@ class Syntax(Protocol):
 class CallForm:
     """How a family writes tool calls: opening, calls with `between` between two, closing.
 
-    A call is before_name, name, before_arguments, arguments, after_arguments. Arguments are JSON, or as `syntax` says.
+    A call is before_name, name, before_arguments, arguments, after_arguments. Arguments are JSON,
+    or as `syntax` says.
 
     field        the entry `tool_calls` of a response template
     syntax       reads the text of a region in place of `field`
@@ -102,7 +111,10 @@ MISTRAL_LIST = CallForm(  # the tokenizers v2 to v7
         "open": "[TOOL_CALLS]",
         "repeats": True,
         "content": "json",
-        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+        "transform": {
+            "type": "function",
+            "function": {"name": "{name}", "arguments": "{arguments}"},
+        },
         "transform_each": True,
     },
     opening="[TOOL_CALLS][",

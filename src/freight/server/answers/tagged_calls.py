@@ -1,8 +1,9 @@
-"""Calls in which every argument has tags of its own, as GLM, Qwen3-Coder, MiniMax and DeepSeek V3.2 write them.
+"""Calls in which every argument has tags of its own, as GLM, Qwen3-Coder, MiniMax and DeepSeek V3.2
+write them.
 
-A form is a row of data, `Tagged`; it is read and forced by the same row. Values have no types in this markup, or say
-only whether they are strings: they take the types of the tool's schema. Reading is linear, and a call that is not
-exactly of its form raises ValueError.
+A form is a row of data, `Tagged`; it is read and forced by the same row. Values have no types in
+this markup, or say only whether they are strings: they take the types of the tool's schema. Reading
+is linear, and a call that is not exactly of its form raises ValueError.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ from freight.server.answers.argument_types import (
     within,
 )
 
-# A text as an expression of a grammar; and the first marker in it that is one token, with what stands around it.
+# A text as an expression of a grammar; and the first marker in it that is one token, with what
+# stands around it.
 Literal = Callable[[str], str]
 TokenIn = Callable[[str], tuple[str, int, str] | None]
-_LONGEST_BOUND = 1000  # of maxLength and minLength: larger ones would make large grammars, and are not enforced
-_ATTRIBUTE = re.compile(  # of an opening tag: a name, with or without quotes, and whether the value is a string
+_LONGEST_BOUND = (
+    1000  # of maxLength and minLength: larger ones would make large grammars, and are not enforced
+)
+# of an opening tag: a name, with or without quotes, and whether the value is a string
+_ATTRIBUTE = re.compile(
     r"(?P<q>[\"']?)(?P<name>[^<>]{1,256}?)(?P=q)(?:\s{1,16}string=[\"']?(?P<string>true|false)[\"']?)?"
 )
 
@@ -47,7 +52,8 @@ class Tagged:
     tail      what ends a call
     key       around the name of an argument
     value     around its value
-    pad       beside the value within `value`: one of it is written on either side, and one is no part of the value
+    pad       beside the value within `value`: one of it is written on either side, and one is no
+              part of the value
     gap       what is written between key and value; white space there is read
     line      what is written after an argument
     strings   whether the key says `string="true"` or `string="false"`
@@ -75,19 +81,26 @@ class Tagged:
 
     @cached_property
     def _value_ends(self) -> re.Pattern[str]:
-        """An end of a value: an argument or the tail stands behind it, so that values may have its text in them."""
+        """An end of a value: an argument or the tail stands behind it, so that values may have its
+        text in them.
+        """
         after = "|".join(map(re.escape, filter(None, (self._key[0], self.tail, self.outer[1]))))
         return re.compile(rf"{re.escape(self.value[1])}(?=\s*(?:{after}|\Z))")
 
-    def read(self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    def read(
+        self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[str, str]]:
         """(name, arguments as JSON) of the calls in a region. Raises ValueError.
 
-        body  with what closed the region. A tail that was forgotten lets a region go on to the end of the next call.
+        body  with what closed the region. A tail that was forgotten lets a region go on to the end
+              of the next call.
         """
         text, at = opening + body, 0
         found: list[tuple[str, str]] = []
         while not found or at < len(text):
-            if found and not (self.outer[0] and text.startswith((self.outer[0], self._head[0]), at)):
+            if found and not (
+                self.outer[0] and text.startswith((self.outer[0], self._head[0]), at)
+            ):
                 raise ValueError("text between arguments, or after them")
             name, at = self._read_name(text, at)
             arguments, at = self._read_arguments(text, at, parameters_of(tools, name))
@@ -107,18 +120,29 @@ class Tagged:
         while text.startswith(self._key[0], at := _skip(text, at)):
             close = text.index(self._key[1], at)
             key, is_string = self._attribute(text[at + len(self._key[0]) : close])
-            at = _skip(text, close + len(self._key[1])) if self.value[0] else close + len(self._key[1])
+            at = (
+                _skip(text, close + len(self._key[1]))
+                if self.value[0]
+                else close + len(self._key[1])
+            )
             if not text.startswith(self.value[0], at):
                 raise ValueError("a key without a value")
             at += len(self.value[0])
             if end < at:
                 end = next((one for one in ends if one >= at), -1)
             last = self._end_of_last(text, at) if end < 0 else end
-            forgotten = next((one for one in declared(text, at, last) if one["name"] not in {key, *arguments}), None)
+            forgotten = next(
+                (one for one in declared(text, at, last) if one["name"] not in {key, *arguments}),
+                None,
+            )
             stop = last if forgotten is None else forgotten.start()
-            arguments[key] = value_text(self._unpadded(text[at:stop]), _types(properties.get(key), root, is_string))
+            arguments[key] = value_text(
+                self._unpadded(text[at:stop]), _types(properties.get(key), root, is_string)
+            )
             at = end + len(self.value[1]) if forgotten is None and end >= 0 else stop
-        pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
+        pairs = (
+            f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items()
+        )
         return f"{{{', '.join(pairs)}}}", at
 
     def _end_of_last(self, text: str, at: int) -> int:
@@ -140,15 +164,20 @@ class Tagged:
             raise ValueError("no name")
         return name, end
 
-    def _declared(self, properties: Mapping[str, Any]) -> Callable[[str, int, int], Iterator[re.Match[str]]]:
-        """Finds keys of arguments that the tool declares, within a value whose end was forgotten: two arguments in one
-        would be a wrong call. Where keys are tags like those of HTML, only at the beginning of a line."""
+    def _declared(
+        self, properties: Mapping[str, Any]
+    ) -> Callable[[str, int, int], Iterator[re.Match[str]]]:
+        """Finds keys of arguments that the tool declares, within a value whose end was forgotten:
+        two arguments in one would be a wrong call. Where keys are tags like those of HTML, only at
+        the beginning of a line."""
         if not properties:
             return lambda text, at, end: iter(())
         before, after = re.escape(self._key[0]), re.escape(self._key[1])
         name = f"(?P<name>{'|'.join(map(re.escape, properties))})"
         if self.value[0]:
-            return re.compile(rf"\n?{before}\s*{name}\s*{after}\s*{re.escape(self.value[0])}").finditer
+            return re.compile(
+                rf"\n?{before}\s*{name}\s*{after}\s*{re.escape(self.value[0])}"
+            ).finditer
         string = r"""["']?(?:\s{1,16}string=["']?(?:true|false)["']?)?"""
         return re.compile(rf"""\n{before}["']?{name}{string}{after}""").finditer
 
@@ -158,7 +187,9 @@ class Tagged:
         return len(body) if at < 0 else at + len(self.tail)
 
     def _attribute(self, text: str) -> tuple[str, bool | None]:
-        """The name in `text`, and whether it says that the value is a string; None where it says nothing."""
+        """The name in `text`, and whether it says that the value is a string; None where it says
+        nothing.
+        """
         if self._key[1] != ">":
             return text.strip(), None
         found = _ATTRIBUTE.fullmatch(text.strip())
@@ -169,12 +200,14 @@ class Tagged:
     def _unpadded(self, text: str) -> str:
         return text.removeprefix(self.pad).removesuffix(self.pad) if self.pad else text
 
-    def part(self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn) -> Mapping[str, Any]:
+    def part(
+        self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
+    ) -> Mapping[str, Any]:
         """The form of the arguments of `function`, as keyword arguments of StructuredOutputs.
 
-        Arguments come in the order of the schema's properties. Strings are any text up to the closing tag, within
-        minLength and maxLength; all else is JSON by the schema. Raises ValueError for names of arguments that cannot be
-        written so.
+        Arguments come in the order of the schema's properties. Strings are any text up to the
+        closing tag, within minLength and maxLength; all else is JSON by the schema. Raises
+        ValueError for names of arguments that cannot be written so.
         """
         root = function.get("parameters")
         root = root if isinstance(root, Mapping) else {}
@@ -185,13 +218,23 @@ class Tagged:
             for name, schema in properties.items():
                 number = len(rules)
                 self._check_name(name)
-                rules.append(self._argument(number, name, resolved(schema, root), root, literal, token_in))
-                arguments.append(f"argument_{number}" if name in required else f"argument_{number}?")
+                rules.append(
+                    self._argument(number, name, resolved(schema, root), root, literal, token_in)
+                )
+                arguments.append(
+                    f"argument_{number}" if name in required else f"argument_{number}?"
+                )
             shapes.append(" ".join(arguments) or '""')
         return {"grammar": "\n".join([f"start: {' | '.join(shapes)}", *rules])}
 
     def _argument(
-        self, number: int, name: str, schema: Any, root: Mapping[str, Any], literal: Literal, token_in: TokenIn
+        self,
+        number: int,
+        name: str,
+        schema: Any,
+        root: Mapping[str, Any],
+        literal: Literal,
+        token_in: TokenIn,
     ) -> str:
         """The rule of one argument, and those that it needs, a line each."""
         choices, rules = [], []
@@ -205,7 +248,9 @@ class Tagged:
             if types - {"string"}:
                 alone = within(of_types(branch, types - {"string"}), root)
                 alone["x-guidance"] = {"whitespace_pattern": WHITESPACE}
-                choices.append(f"{self._before(name, 'false', literal)} %json {json.dumps(alone)} {end}")
+                choices.append(
+                    f"{self._before(name, 'false', literal)} %json {json.dumps(alone)} {end}"
+                )
         return "\n".join([f"argument_{number}: {' | '.join(choices)}", *rules])
 
     def _check_name(self, name: str) -> None:
@@ -213,33 +258,51 @@ class Tagged:
         with suppress(ValueError):
             if name and self._key[1] not in name and self._attribute(name)[0] == name:
                 return
-        raise ValueError(f"the argument {name!r:.80} cannot be written in the form of this model's calls")
+        raise ValueError(
+            f"the argument {name!r:.80} cannot be written in the form of this model's calls"
+        )
 
     def _before(self, name: str, string: str, literal: Literal) -> str:
         key = f'{self.key[1]} string="{string}">' if self.strings else self.key[1]
         return literal(self.key[0] + name + key + self.gap + self.value[0] + self.pad)
 
-    def _text(self, number: str, schema: Mapping[str, Any], literal: Literal, token_in: TokenIn) -> list[str]:
+    def _text(
+        self, number: str, schema: Mapping[str, Any], literal: Literal, token_in: TokenIn
+    ) -> list[str]:
         """The rules of a string's text with the end of its value."""
         name = f"text_{number}"
         constants = constants_of(schema)
         if constants:
             return [
-                f"{name}: " + " | ".join(literal(text + self.pad + self.value[1] + self.line) for text in constants)
+                f"{name}: "
+                + " | ".join(
+                    literal(text + self.pad + self.value[1] + self.line) for text in constants
+                )
             ]
-        return text_rules(name, self.pad + self.value[1], self.line, bounds_of(schema), literal, token_in)
+        return text_rules(
+            name, self.pad + self.value[1], self.line, bounds_of(schema), literal, token_in
+        )
 
 
 def text_rules(
-    name: str, end: str, after: str, bounds: tuple[int, int | None], literal: Literal, token_in: TokenIn
+    name: str,
+    end: str,
+    after: str,
+    bounds: tuple[int, int | None],
+    literal: Literal,
+    token_in: TokenIn,
 ) -> list[str]:
-    """Rules for the rule `name`: any text whose number of characters is within `bounds`, `end`, and then `after`.
+    """Rules for the rule `name`: any text whose number of characters is within `bounds`, `end`, and
+    then `after`.
 
-    The end may have a token in it, and no regular expression matches a special token: that is the other way. The first
-    one ends also at an end that is spelled in other tokens, which is read as the end.
+    The end may have a token in it, and no regular expression matches a special token: that is the
+    other way. The first one ends also at an end that is spelled in other tokens, which is read as
+    the end.
     """
     least, most = bounds
-    text = "(?s:.)" + ("*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}")
+    text = "(?s:.)" + (
+        "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
+    )
     rules = [f"{name}: {name}_a", f"{name}_a[suffix={json.dumps(end)}]: /{text}/"]
     found = token_in(end)
     if found is not None:
@@ -260,13 +323,17 @@ def bounds_of(schema: Mapping[str, Any]) -> tuple[int, int | None]:
     found: list[int | None] = []
     for word in ("minLength", "maxLength"):
         value = schema.get(word)
-        known = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LONGEST_BOUND
+        known = (
+            isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LONGEST_BOUND
+        )
         found.append(value if known else None)
     return found[0] or 0, found[1]
 
 
 def _types(schema: Any, root: Mapping[str, Any], is_string: bool | None) -> frozenset[str]:
-    """The types of a value. What the markup says counts as far as the schema allows it: models mark numbers as text."""
+    """The types of a value. What the markup says counts as far as the schema allows it: models mark
+    numbers as text.
+    """
     types = types_of(schema, root)
     if is_string and (not types or "string" in types):
         return frozenset(("string",))

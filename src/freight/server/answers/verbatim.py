@@ -1,4 +1,6 @@
-"""The arguments of tool calls as the model wrote them: the text of a value inside a text that is JSON."""
+"""The arguments of tool calls as the model wrote them: the text of a value inside a text that is
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ _BLANKS = " \t\r\n"
 
 
 def arguments_texts(body: str, arguments: list[Any]) -> list[str] | None:
-    """JSON texts of the arguments of several calls, in order; None where one of them is not an object.
+    """JSON texts of the arguments of several calls, in order; None where one of them is not an
+    object.
 
-    body: what the model wrote between the tags of the calls. Where it is JSON, arguments come exactly as they are
-    there; else, or where a template converted them, as json.dumps writes them. None and "" count as {}, and a string
-    that is the JSON of an object as this string. Raises ValueError for values that JSON does not have.
+    body: what the model wrote between the tags of the calls. Where it is JSON, arguments come
+    exactly as they are there; else, or where a template converted them, as json.dumps writes them.
+    None and "" count as {}, and a string that is the JSON of an object as this string. Raises
+    ValueError for values that JSON does not have.
     """
     try:
         written = list(_objects(body))
@@ -30,7 +34,9 @@ def arguments_texts(body: str, arguments: list[Any]) -> list[str] | None:
                 return None
             texts.append(value)
         elif isinstance(value, dict):
-            found = next((index for index in range(at, len(written)) if written[index][1] == value), None)
+            found = next(
+                (index for index in range(at, len(written)) if written[index][1] == value), None
+            )
             if found is None:
                 text = json.dumps(value, ensure_ascii=False, allow_nan=False)
             else:
@@ -51,7 +57,9 @@ def _refuse(constant: str) -> None:
 
 
 def _objects(text: str) -> Iterator[tuple[str, Any]]:
-    """The objects that may be arguments, with their text: `text` itself, its members, those of the objects in it."""
+    """The objects that may be arguments, with their text: `text` itself, its members, those of the
+    objects in it.
+    """
     value = json.loads(text)
     start = _skip(text, 0)
     if isinstance(value, list):

@@ -18,6 +18,10 @@ _TYPES = {
 
 
 def error_body(error: ApiError) -> dict[str, object]:
-    """The envelope of Anthropic's API. It has no field for the parameter at fault; messages begin with it."""
-    kind = _TYPES.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
+    """The envelope of Anthropic's API. It has no field for the parameter at fault; messages begin
+    with it.
+    """
+    kind = _TYPES.get(error.status) or (
+        "invalid_request_error" if error.status < 500 else "api_error"
+    )
     return {"type": "error", "error": {"type": kind, "message": error.message}}

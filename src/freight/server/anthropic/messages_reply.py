@@ -1,7 +1,7 @@
 """The answer of `/v1/messages`, streamed or whole, from the deltas of its request.
 
-Each block of the answer is one block of `content`. In a stream all usage stands in `message_delta`, near the end:
-`message_start` has what is known by then.
+Each block of the answer is one block of `content`. In a stream all usage stands in `message_delta`,
+near the end: `message_start` has what is known by then.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class MessagesReply:
 
     def end(self) -> bytes:
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._blocks.stop}
-        return _event("message_delta", {"delta": delta, "usage": self._usage()}) + _event("message_stop", {})
+        return _event("message_delta", {"delta": delta, "usage": self._usage()}) + _event(
+            "message_stop", {}
+        )
 
     def body(self) -> dict[str, Any]:
         return self._message([self._content(block) for block in self._blocks.all])
@@ -69,7 +71,9 @@ class MessagesReply:
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens so far. The prompt's are divided into those that were computed and those found in the cache."""
+        """Tokens so far. The prompt's are divided into those that were computed and those found in
+        the cache.
+        """
         usage = self._blocks.usage
         return {
             "input_tokens": usage.prompt - usage.cached,
@@ -86,7 +90,11 @@ class MessagesReply:
         if blocks.finish_reason is FinishReason.LENGTH:
             most = self._work.params.max_tokens
             # The context's end may come first: max_tokens is not required to fit.
-            return "max_tokens" if most is None or blocks.usage.completion >= most else "model_context_window_exceeded"
+            return (
+                "max_tokens"
+                if most is None or blocks.usage.completion >= most
+                else "model_context_window_exceeded"
+            )
         return "stop_sequence" if blocks.stop is not None else "end_turn"
 
     def _content(self, block: Block) -> dict[str, Any]:
@@ -111,11 +119,15 @@ class MessagesReply:
     def _step(self, step: Step) -> bytes:
         block = step.block
         if step.kind is StepKind.OPEN:
-            return _event("content_block_start", {"index": block.index, "content_block": self._empty(block)})
+            return _event(
+                "content_block_start", {"index": block.index, "content_block": self._empty(block)}
+            )
         if step.kind is StepKind.CLOSE:
             return _event("content_block_stop", {"index": block.index})
         kind, name = _DELTA[block.kind]
-        return _event("content_block_delta", {"index": block.index, "delta": {"type": kind, name: step.text}})
+        return _event(
+            "content_block_delta", {"index": block.index, "delta": {"type": kind, name: step.text}}
+        )
 
 
 def _event(name: str, fields: Mapping[str, Any]) -> bytes:

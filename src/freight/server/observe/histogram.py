@@ -1,7 +1,8 @@
-"""Histograms that are cheap to fill: one bisection an observation, and `count` equal observations at once.
+"""Histograms that are cheap to fill: one bisection an observation, and `count` equal observations
+at once.
 
-prometheus_client's own walk through all buckets under a lock, one observation at a time; a server observes one for
-every token of every stream.
+prometheus_client's own walk through all buckets under a lock, one observation at a time; a server
+observes one for every token of every stream.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ class Buckets:
         self.sum += value * count
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound as text, observations up to it), the last without a bound, as Prometheus has them."""
+        """(upper bound as text, observations up to it), the last without a bound, as Prometheus has
+        them.
+        """
         bounds = [str(float(bound)) for bound in self._bounds] + ["+Inf"]
-        return [(bound, float(count)) for bound, count in zip(bounds, accumulate(self._counts), strict=True)]
+        return [
+            (bound, float(count))
+            for bound, count in zip(bounds, accumulate(self._counts), strict=True)
+        ]

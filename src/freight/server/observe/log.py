@@ -1,7 +1,8 @@
 """The server's log: one line a finished request, one summary every few seconds, as text or as JSON.
 
-No line has text of a prompt or an answer. What a client chose, its request id, is checked before it is used, so that a
-line is always one line. A line that is written while a request is handled has its id.
+No line has text of a prompt or an answer. What a client chose, its request id, is checked before it
+is used, so that a line is always one line. A line that is written while a request is handled has
+its id.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ from freight.server.observe.state import cache_use, prefix_hit_rate, rates
 SECONDS_BETWEEN_SUMMARIES = 10.0
 
 logger = logging.getLogger("freight.server")
-current_request: ContextVar[str | None] = ContextVar("current_request", default=None)  # id of what is being handled
+current_request: ContextVar[str | None] = ContextVar(
+    "current_request", default=None
+)  # id of what is being handled
 
-current_trace: ContextVar[str | None] = ContextVar("current_trace", default=None)  # the trace that it belongs to
+current_trace: ContextVar[str | None] = ContextVar(
+    "current_trace", default=None
+)  # the trace that it belongs to
 
 _TRACEPARENT = re.compile(
     r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?", re.ASCII
@@ -50,7 +55,8 @@ class RequestLine:
     status         of the HTTP answer
     finish_reason  None if the request was refused
     key_name       of the API key; None without keys
-    route          what was asked, and `code` and `param` of the error: of a request that was refused
+    route          what was asked, and `code` and `param` of the error: of a request that was
+                   refused
     """
 
     request_id: str
@@ -92,11 +98,16 @@ def log_request(line: RequestLine) -> None:
     if line.code is None:
         for name in ("route", "code", "param"):
             del fields[name]
-    logger.log(logging.WARNING if line.status >= 500 else logging.INFO, "request", extra={"fields": fields})
+    logger.log(
+        logging.WARNING if line.status >= 500 else logging.INFO, "request", extra={"fields": fields}
+    )
 
 
-def summary(stats: EngineStats, previous: EngineStats | None, seconds: float) -> tuple[int, dict[str, Any]]:
-    """The level and the fields of the summary line: what the engine did in the `seconds` since `previous`.
+def summary(
+    stats: EngineStats, previous: EngineStats | None, seconds: float
+) -> tuple[int, dict[str, Any]]:
+    """The level and the fields of the summary line: what the engine did in the `seconds` since
+    `previous`.
 
     The level is DEBUG when it did nothing and has nothing to do.
     """
@@ -120,7 +131,9 @@ def log_summary(stats: EngineStats, previous: EngineStats | None, seconds: float
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields of an event, and the ids of the request that is being handled and of its trace, if there are any."""
+    """The fields of an event, and the ids of the request that is being handled and of its trace, if
+    there are any.
+    """
     given: Mapping[str, Any] = getattr(record, "fields", {})
     handled = {"request_id": current_request.get(), "trace_id": current_trace.get()}
     return {**{name: value for name, value in handled.items() if value is not None}, **given}
@@ -131,7 +144,11 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         parts = [_time_of(record), record.levelname, _one_line(record.getMessage())]
-        parts += [f"{name}={_text(value)}" for name, value in _fields_of(record).items() if value is not None]
+        parts += [
+            f"{name}={_text(value)}"
+            for name, value in _fields_of(record).items()
+            if value is not None
+        ]
         if record.exc_info:
             parts.append(f"error={_text(self.formatException(record.exc_info))}")
         return " ".join(parts)
@@ -141,7 +158,11 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, message, and the fields of the event."""
 
     def format(self, record: logging.LogRecord) -> str:
-        entry = {"time": _time_of(record), "level": record.levelname, "message": record.getMessage()}
+        entry = {
+            "time": _time_of(record),
+            "level": record.levelname,
+            "message": record.getMessage(),
+        }
         entry |= _fields_of(record)
         if record.exc_info:
             entry["error"] = self.formatException(record.exc_info)
@@ -163,11 +184,17 @@ def formatter_of(log_format: LogFormat) -> logging.Formatter:
 
 
 def _time_of(record: logging.LogRecord) -> str:
-    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(record.created, UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
 
 
 def _one_line(text: str) -> str:
-    return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
+    return "".join(
+        character if character.isprintable() else json.dumps(character)[1:-1] for character in text
+    )
 
 
 def _text(value: object) -> str:

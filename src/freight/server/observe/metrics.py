@@ -1,11 +1,12 @@
 """/metrics: what the server and its engine did, under the names that routers and dashboards read.
 
-Names, labels and buckets are vLLM's (`vllm:`), so that boards, load balancers and benchmarks made for it work; what
-only Freight has is `freight:`. docs/metrics.md has the table of all of them. Labels are bounded: handlers are routes,
-keys are the configured ones. Nothing is exported that cannot move, and engine series only while there is an engine.
+Names, labels and buckets are vLLM's (`vllm:`), so that boards, load balancers and benchmarks made
+for it work; what only Freight has is `freight:`. docs/metrics.md has the table of all of them.
+Labels are bounded: handlers are routes, keys are the configured ones. Nothing is exported that
+cannot move, and engine series only while there is an engine.
 
-Everything is written and rendered by one thread. Totals of the engine are shown as they were last told; an engine that
-starts anew begins at 0, which Prometheus knows as a reset.
+Everything is written and rendered by one thread. Totals of the engine are shown as they were last
+told; an engine that starts anew begins at 0, which Prometheus knows as a reset.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, exposition
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
@@ -25,7 +31,23 @@ from freight.server.observe.histogram import Buckets
 from freight.server.observe.state import CacheFacts, cache_use
 
 _LONG = (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, *_LONG, 160.0, 640.0, 2560.0)  # seconds
+TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    *_LONG,
+    160.0,
+    640.0,
+    2560.0,
+)  # seconds
 _SHORT = (0.001, 0.0025, 0.005)  # vLLM's begin at 0.01, which a small model is faster than
 ITL = (*_SHORT, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, *_LONG)
 _REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
@@ -37,9 +59,13 @@ PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
 _to_openmetrics: Callable[[Collector, str], bytes] = openmetrics.generate_latest
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
-MOST_HANDLERS = 64  # a server has fewer routes; a raw path that was passed by mistake must not fill the memory
+MOST_HANDLERS = (
+    64  # a server has fewer routes; a raw path that was passed by mistake must not fill the memory
+)
 UNNAMED = "unnamed"  # the key of requests that came with none of the configured keys
-MOST_KEYS = 256  # names that were ever configured: what a file has at each SIGHUP must not fill the memory
+MOST_KEYS = (
+    256  # names that were ever configured: what a file has at each SIGHUP must not fill the memory
+)
 
 
 class Rejection(StrEnum):
@@ -78,9 +104,16 @@ class Metrics:
     """
 
     def __init__(
-        self, model_name: str, *, keys: Sequence[str] = (), most_tokens: int = 1_000_000, old_names: bool = False
+        self,
+        model_name: str,
+        *,
+        keys: Sequence[str] = (),
+        most_tokens: int = 1_000_000,
+        old_names: bool = False,
     ) -> None:
-        name = model_name.encode("utf-8", "replace").decode()  # a path may have bytes that are no text
+        name = model_name.encode(
+            "utf-8", "replace"
+        ).decode()  # a path may have bytes that are no text
         self._labels = {"model_name": name, "engine": "0"}
         self._old_names = old_names
         self._stats: EngineStats | None = None
@@ -98,21 +131,27 @@ class Metrics:
         self._ttft, self._itl, self._per_token = Buckets(TTFT), Buckets(ITL), Buckets(ITL)
         self._e2e, self._queue, self._prefill = Buckets(LATENCY), Buckets(LATENCY), Buckets(LATENCY)
         self._decode, self._inference = Buckets(LATENCY), Buckets(LATENCY)
-        self._prompt, self._generation, self._longest = Buckets(tokens), Buckets(tokens), Buckets(tokens)
+        self._prompt, self._generation, self._longest = (
+            Buckets(tokens),
+            Buckets(tokens),
+            Buckets(tokens),
+        )
         self._params_n, self._params_max_tokens = Buckets(COMPLETIONS), Buckets(tokens)
         self._preemptions = Buckets(PREEMPTIONS)
         self._step_tokens, self._step_seconds = Buckets(STEP_TOKENS), Buckets(ITL)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Collector(self))
 
-    # ------------------------------------------------------------------------------------------- what the server tells
+    # -------------------------------------------------------------------------------------------
+    # what the server tells
 
     def set_stats(self, stats: EngineStats | None) -> None:
         """The engine's latest stats. None: there is no engine, and its series are left out."""
         self._stats = stats
 
     def add_keys(self, names: Sequence[str]) -> None:
-        """Count requests with these keys under their names from now on, up to MOST_KEYS names; others as 'unnamed'.
+        """Count requests with these keys under their names from now on, up to MOST_KEYS names;
+        others as 'unnamed'.
 
         Names that are not configured any more keep their counts, as counters never fall.
         """
@@ -130,7 +169,9 @@ class Metrics:
         self._facts = facts
 
     def observe_step(self, seconds: float, num_tokens: int) -> None:
-        """A step of the engine took `seconds` and computed `num_tokens` tokens, of prompts and of generation."""
+        """A step of the engine took `seconds` and computed `num_tokens` tokens, of prompts and of
+        generation.
+        """
         self._step_seconds.observe(seconds)
         self._step_tokens.observe(num_tokens)
 
@@ -146,7 +187,9 @@ class Metrics:
         self._ttft.observe(seconds)
 
     def inter_token(self, seconds: float, num_tokens: int = 1) -> None:
-        """A completion's next `num_tokens` tokens came `seconds` after the ones before. None came: nothing happens."""
+        """A completion's next `num_tokens` tokens came `seconds` after the ones before. None came:
+        nothing happens.
+        """
         if num_tokens > 0:
             self._itl.observe(seconds / num_tokens, num_tokens)
 
@@ -164,7 +207,8 @@ class Metrics:
         """A queued request ended, by whatever `reason`, a FinishReason.
 
         times               the engine's; None if it never reached the engine
-        generated_tokens    over all completions; `longest_completion` has those of the longest, where there are several
+        generated_tokens    over all completions; `longest_completion` has those of the longest,
+                            where there are several
         Raises ValueError for a reason that is none.
         """
         self._finished[str(FinishReason(reason))] += 1
@@ -181,16 +225,25 @@ class Metrics:
             if longest > 1:
                 self._per_token.observe(times.decode / (longest - 1))
         key = key_name if key_name in self._by_key["requests"] else UNNAMED
-        counts = {"requests": 1, "prompt": prompt_tokens, "generation": generated_tokens, "cached": cached_tokens}
+        counts = {
+            "requests": 1,
+            "prompt": prompt_tokens,
+            "generation": generated_tokens,
+            "cached": cached_tokens,
+        }
         for kind, count in counts.items():
             self._by_key[kind][key] += count
 
     def rejected(self, reason: str) -> None:
-        """A request was refused before it was queued. Raises ValueError for a reason that is no Rejection."""
+        """A request was refused before it was queued. Raises ValueError for a reason that is no
+        Rejection.
+        """
         self._rejected[str(Rejection(reason))] += 1
 
     def http_request(self, handler: str, method: str, status: int) -> None:
-        """An answer was given. `handler` is the route's template, such as '/v1/models/{id}', never the raw path."""
+        """An answer was given. `handler` is the route's template, such as '/v1/models/{id}', never
+        the raw path.
+        """
         if handler not in self._handlers:
             if len(self._handlers) >= MOST_HANDLERS:
                 handler = "other"
@@ -198,15 +251,20 @@ class Metrics:
         self._http[handler, method if method in METHODS else "other", str(status)] += 1
 
     def render(self, accept: str | None = None) -> tuple[bytes, str]:
-        """The exposition and its content type: OpenMetrics if the Accept header asks for it, else Prometheus' text."""
-        # The library's own choice writes `vllm_` for `vllm:` in OpenMetrics. Our names are legal under every escaping
-        # that a client may ask for, so none is applied.
+        """The exposition and its content type: OpenMetrics if the Accept header asks for it, else
+        Prometheus' text.
+        """
+        # The library's own choice writes `vllm_` for `vllm:` in OpenMetrics. Our names are legal
+        # under every escaping that a client may ask for, so none is applied.
         if "application/openmetrics-text" in (accept or "").lower():
             text = _to_openmetrics(self._registry, "allow-utf-8")
             return text, "application/openmetrics-text; version=1.0.0; charset=utf-8"
-        return exposition.generate_latest(self._registry), "text/plain; version=0.0.4; charset=utf-8"
+        return exposition.generate_latest(
+            self._registry
+        ), "text/plain; version=0.0.4; charset=utf-8"
 
-    # ---------------------------------------------------------------------------------------------------------- series
+    # ----------------------------------------------------------------------------------------------------------
+    # series
 
     def collect(self) -> Iterator[Metric]:
         """Every series with its present value."""
@@ -219,24 +277,65 @@ class Metrics:
 
     def _of_engine(self, stats: EngineStats) -> Iterator[Metric]:
         gauge, counter = self._gauge, self._counter
-        yield gauge("vllm:num_requests_running", "Sequences that take part in every step.", stats.running)
+        yield gauge(
+            "vllm:num_requests_running", "Sequences that take part in every step.", stats.running
+        )
         yield gauge("vllm:num_requests_waiting", "Sequences that wait.", stats.waiting)
         waiting = {"reason": "capacity"}
-        yield gauge("vllm:num_requests_waiting_by_reason", "Sequences that wait, by reason.", stats.waiting, waiting)
+        yield gauge(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences that wait, by reason.",
+            stats.waiting,
+            waiting,
+        )
         used = cache_use(stats)
-        yield gauge("vllm:kv_cache_usage_perc", "Share of the KV cache that requests hold, 0 to 1.", used)
-        yield counter("vllm:prompt_tokens", "Prompt tokens, computed or found in the cache.", stats.prompt)
-        yield counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", stats.prefix_hits)
+        yield gauge(
+            "vllm:kv_cache_usage_perc", "Share of the KV cache that requests hold, 0 to 1.", used
+        )
+        yield counter(
+            "vllm:prompt_tokens", "Prompt tokens, computed or found in the cache.", stats.prompt
+        )
+        yield counter(
+            "vllm:prompt_tokens_cached",
+            "Prompt tokens found in the prefix cache.",
+            stats.prefix_hits,
+        )
         yield counter("vllm:generation_tokens", "Tokens generated.", stats.generated)
-        yield counter("vllm:num_preemptions", "How often a sequence lost its blocks.", stats.preemptions)
-        yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_queries)
-        yield counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits)
-        yield counter("vllm:corrupted_requests", "Completions that could not be computed further.", stats.failed)
-        yield gauge("freight:engine_stalled", "1 while the engine gives no sign of life.", int(self._is_stalled))
-        yield gauge("freight:cache_capacity_tokens", "Tokens that the KV cache holds.", stats.capacity_tokens)
-        yield gauge("freight:cache_held_tokens", "Of them, in blocks that requests hold.", stats.held_tokens)
-        yield gauge("freight:cache_reusable_tokens", "Of them, kept for prefix hits.", stats.reusable_tokens)
-        yield counter("freight:kv_saturated_values", "Values beyond the range of their scale.", stats.clipped)
+        yield counter(
+            "vllm:num_preemptions", "How often a sequence lost its blocks.", stats.preemptions
+        )
+        yield counter(
+            "vllm:prefix_cache_queries",
+            "Prompt tokens looked up in the cache.",
+            stats.prefix_queries,
+        )
+        yield counter(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits
+        )
+        yield counter(
+            "vllm:corrupted_requests",
+            "Completions that could not be computed further.",
+            stats.failed,
+        )
+        yield gauge(
+            "freight:engine_stalled",
+            "1 while the engine gives no sign of life.",
+            int(self._is_stalled),
+        )
+        yield gauge(
+            "freight:cache_capacity_tokens",
+            "Tokens that the KV cache holds.",
+            stats.capacity_tokens,
+        )
+        yield gauge(
+            "freight:cache_held_tokens", "Of them, in blocks that requests hold.", stats.held_tokens
+        )
+        yield gauge(
+            "freight:cache_reusable_tokens", "Of them, kept for prefix hits.", stats.reusable_tokens
+        )
+        yield counter(
+            "freight:kv_saturated_values", "Values beyond the range of their scale.", stats.clipped
+        )
         yield counter("freight:kv_nan", "NaN stored in the KV cache.", stats.nans)
         if self._old_names:
             yield gauge("vllm:gpu_cache_usage_perc", "Old name of vllm:kv_cache_usage_perc.", used)
@@ -253,7 +352,9 @@ class Metrics:
             "granularity": cache.granularity or "none",
             "scale_source": cache.scale_source or "none",
         }
-        yield self._gauge("freight:cache_info", "The KV cache's format and scales, as labels.", 1, kind)
+        yield self._gauge(
+            "freight:cache_info", "The KV cache's format and scales, as labels.", 1, kind
+        )
         model = {
             "version": facts.version,
             "fingerprint": facts.fingerprint,
@@ -266,7 +367,9 @@ class Metrics:
         yield self._labelled("vllm:request_success", ended, "finished_reason", self._finished)
         refused = "Requests refused, by reason."
         yield self._labelled("vllm:admission_rejections", refused, "reason", self._rejected)
-        http = CounterMetricFamily("http_requests", "Answers, by route.", labels=("handler", "method", "status"))
+        http = CounterMetricFamily(
+            "http_requests", "Answers, by route.", labels=("handler", "method", "status")
+        )
         for route, count in self._http.items():
             http.add_metric(route, count)
         yield http
@@ -280,11 +383,19 @@ class Metrics:
             yield self._labelled(f"freight:key_{name}", text, "key", self._by_key[kind])
 
     def _of_histograms(self) -> Iterator[Metric]:
-        yield self._histogram("vllm:time_to_first_token_seconds", "From a request to its first token.", self._ttft)
-        yield self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a completion.", self._itl)
+        yield self._histogram(
+            "vllm:time_to_first_token_seconds", "From a request to its first token.", self._ttft
+        )
+        yield self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a completion.", self._itl
+        )
         of_request = "vllm:request_"
         for name, text, buckets in (
-            ("time_per_output_token_seconds", "Mean time between a request's tokens.", self._per_token),
+            (
+                "time_per_output_token_seconds",
+                "Mean time between a request's tokens.",
+                self._per_token,
+            ),
             ("queue_time_seconds", "Until the first step of a request.", self._queue),
             ("prefill_time_seconds", "From the first step to the first token.", self._prefill),
             ("decode_time_seconds", "From the first token to the end.", self._decode),
@@ -297,14 +408,22 @@ class Metrics:
             ("num_preemptions", "How often it lost its blocks.", self._preemptions),
         ):
             yield self._histogram(of_request + name, text, buckets)
-        yield self._histogram("vllm:e2e_request_latency_seconds", "From a request to its end.", self._e2e)
-        yield self._histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", self._step_tokens)
-        yield self._histogram("freight:step_seconds", "Time of a step of the engine.", self._step_seconds)
+        yield self._histogram(
+            "vllm:e2e_request_latency_seconds", "From a request to its end.", self._e2e
+        )
+        yield self._histogram(
+            "vllm:iteration_tokens_total", "Tokens computed in a step.", self._step_tokens
+        )
+        yield self._histogram(
+            "freight:step_seconds", "Time of a step of the engine.", self._step_seconds
+        )
         if self._old_names:
             text = "Old name of vllm:inter_token_latency_seconds."
             yield self._histogram("vllm:time_per_output_token_seconds", text, self._itl)
 
-    def _gauge(self, name: str, text: str, value: float, more: dict[str, str] | None = None) -> Metric:
+    def _gauge(
+        self, name: str, text: str, value: float, more: dict[str, str] | None = None
+    ) -> Metric:
         labels = {**self._labels, **(more or {})}
         family = GaugeMetricFamily(name, text, labels=tuple(labels))
         family.add_metric(tuple(labels.values()), value)

@@ -43,7 +43,9 @@ class Monitor:
             equivalent_16bit_tokens=kv["tokens_at_16_bits"],
         )
         self._model, self._since = model, time.monotonic()
-        self._metrics.set_info(ModelFacts(self._cache, facts.max_model_len, __version__, facts.fingerprint))
+        self._metrics.set_info(
+            ModelFacts(self._cache, facts.max_model_len, __version__, facts.fingerprint)
+        )
 
     async def next_state(self) -> dict[str, Any]:
         await self._tick.wait()

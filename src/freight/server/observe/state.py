@@ -1,7 +1,8 @@
-"""What the page and the log show of an engine: rates, from two readings of its totals, and the cache in tokens.
+"""What the page and the log show of an engine: rates, from two readings of its totals, and the
+cache in tokens.
 
-An engine that was started anew begins its totals at 0; a total that fell is therefore counted from 0, so no rate is
-ever negative.
+An engine that was started anew begins its totals at 0; a total that fell is therefore counted from
+0, so no rate is ever negative.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class CacheFacts:
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens between two readings. A prompt's tokens count whether they were computed or found in the cache."""
+    """Tokens between two readings. A prompt's tokens count whether they were computed or found in
+    the cache.
+    """
 
     prompt_tokens: int
     generated_tokens: int
@@ -53,24 +56,33 @@ def rates(stats: EngineStats, previous: EngineStats | None, seconds: float) -> R
     """What was done in the `seconds` since `previous`; nothing where there is no previous reading."""
     if previous is None:
         return Rates(0, 0, seconds)
-    return Rates(_rise(stats.prompt, previous.prompt), _rise(stats.generated, previous.generated), seconds)
+    return Rates(
+        _rise(stats.prompt, previous.prompt), _rise(stats.generated, previous.generated), seconds
+    )
 
 
 def cache_use(stats: EngineStats) -> float:
-    """Share of the cache that requests hold, from 0 to 1. What is only kept for prefix hits is free."""
+    """Share of the cache that requests hold, from 0 to 1. What is only kept for prefix hits is
+    free.
+    """
     return stats.held_tokens / stats.capacity_tokens if stats.capacity_tokens else 0.0
 
 
 def prefix_hit_rate(stats: EngineStats) -> float:
-    """Share of the looked-up prompt tokens that were found, since the start, from 0 to 1; 0 before the first."""
+    """Share of the looked-up prompt tokens that were found, since the start, from 0 to 1; 0 before
+    the first.
+    """
     return stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
 
 
-def engine_state(stats: EngineStats, previous: EngineStats | None, seconds: float, facts: CacheFacts) -> dict[str, Any]:
+def engine_state(
+    stats: EngineStats, previous: EngineStats | None, seconds: float, facts: CacheFacts
+) -> dict[str, Any]:
     """The engine for the page's live view, for json.dumps.
 
-    `previous` are the stats of `seconds` seconds ago. Rates are in tokens per second, `prefix_hit_rate` is from 0 to 1
-    and since the start, as are the counts of values and preemptions.
+    `previous` are the stats of `seconds` seconds ago. Rates are in tokens per second,
+    `prefix_hit_rate` is from 0 to 1 and since the start, as are the counts of values and
+    preemptions.
     """
     done = rates(stats, previous, seconds)
     return {

@@ -1,7 +1,8 @@
-"""What the APIs have in common that are read as a chat: their messages and fields become a chat's body.
+"""What the APIs have in common that are read as a chat: their messages and fields become a chat's
+body.
 
-`parse_chat` then checks the values, so that one value means the same in every API. Its errors are told in the names of
-the field that the client sent.
+`parse_chat` then checks the values, so that one value means the same in every API. Its errors are
+told in the names of the field that the client sent.
 """
 
 from __future__ import annotations
@@ -18,13 +19,29 @@ from freight.server.openai.chat_request import ChatCall, parse_chat
 from freight.server.openai.fields import refuse
 from freight.server.transport.errors import ApiError
 
-Renamed = Sequence[tuple[str, str]]  # (pattern of a chat's field, what stands for it in the API's own names)
+Renamed = Sequence[
+    tuple[str, str]
+]  # (pattern of a chat's field, what stands for it in the API's own names)
 
 # Fields that are no part of these APIs, and mean here what they mean in a chat.
 OURS = (
     *("add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "chat_template_kwargs"),
-    *("frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p", "min_tokens"),
-    *("presence_penalty", "repetition_penalty", "request_id", "seed", "stop_token_ids", "structured_outputs"),
+    *(
+        "frequency_penalty",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "min_p",
+        "min_tokens",
+    ),
+    *(
+        "presence_penalty",
+        "repetition_penalty",
+        "request_id",
+        "seed",
+        "stop_token_ids",
+        "structured_outputs",
+    ),
     "truncate_prompt_tokens",
 )
 
@@ -56,8 +73,9 @@ class CallAsChat:
 class Messages:
     """Messages for the chat template, while they are read from another form.
 
-    Instructions that stand before the conversation become one system message: many templates have room for one only.
-    Parts of one answer (reasoning, text, calls) become one message, in this order.
+    Instructions that stand before the conversation become one system message: many templates have
+    room for one only. Parts of one answer (reasoning, text, calls) become one message, in this
+    order.
     """
 
     def __init__(self) -> None:
@@ -81,7 +99,9 @@ class Messages:
         self.all.append({"role": "assistant"})
 
     def answer(self, text: str, joined: bool = False) -> None:
-        """joined: whether it goes on where the text of the answer so far ends; else it is another answer."""
+        """joined: whether it goes on where the text of the answer so far ends; else it is another
+        answer.
+        """
         answer = self._answer("tool_calls", *(() if joined else ("content",)))
         answer["content"] = answer.get("content", "") + text
 
@@ -102,13 +122,21 @@ class Messages:
 
     def _answer(self, *ends: str) -> dict[str, Any]:
         """The answer that grows, or a new one if it already has one of `ends`."""
-        if not self.all or self.all[-1]["role"] != "assistant" or any(name in self.all[-1] for name in ends):
+        if (
+            not self.all
+            or self.all[-1]["role"] != "assistant"
+            or any(name in self.all[-1] for name in ends)
+        ):
             self.all.append({"role": "assistant"})
         return self.all[-1]
 
 
-def chat_call(body: Mapping[str, Any], served: Served, limits: ServingLimits, renamed: Renamed) -> ChatCall:
-    """The call of a chat's body. Raises ApiError in the names of the API that the body was made for."""
+def chat_call(
+    body: Mapping[str, Any], served: Served, limits: ServingLimits, renamed: Renamed
+) -> ChatCall:
+    """The call of a chat's body. Raises ApiError in the names of the API that the body was made
+    for.
+    """
     try:
         call = parse_chat(dict(body), served, limits)
     except ApiError as error:
@@ -118,7 +146,9 @@ def chat_call(body: Mapping[str, Any], served: Served, limits: ServingLimits, re
 
 
 def retold(error: ApiError, renamed: Renamed) -> ApiError:
-    """`error` with the first pattern that its field begins with replaced, in `param` and in the message."""
+    """`error` with the first pattern that its field begins with replaced, in `param` and in the
+    message.
+    """
     param, message = error.param, error.message
     if param is not None:
         told = _told(param, renamed)
@@ -142,7 +172,9 @@ def entries(where: str, given: object, most: int) -> list[dict[str, Any]]:
         raise refuse(where, f"{where} has {len(given)} entries; at most {most} are allowed")
     for index, entry in enumerate(given):
         if not isinstance(entry, dict):
-            raise refuse(f"{where}[{index}]", f"{where}[{index}] is {show(entry)}; it must be an object")
+            raise refuse(
+                f"{where}[{index}]", f"{where}[{index}] is {show(entry)}; it must be an object"
+            )
     return given
 
 

@@ -1,7 +1,7 @@
 """The answer to a chat completion, streamed or whole, from the deltas of its request.
 
-Both come from the same state, so they cannot differ. A chunk costs one `json.dumps` of what is new beside text that is
-prepared once.
+Both come from the same state, so they cannot differ. A chunk costs one `json.dumps` of what is new
+beside text that is prepared once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from freight.outputs import CompletionDelta, FinishReason, RequestDelta, Scores
 from freight.server.answers.pieces import MessageParser, Piece, PieceKind
 from freight.server.call import ReplyHead, Served, TokenizedWork
 from freight.server.openai.logprobs import PromptLogprobs, chat_entries
-from freight.server.openai.stream import AnswerOptions, Chunks, Usage, check_ending, common_fields, failure_events
+from freight.server.openai.stream import (
+    AnswerOptions,
+    Chunks,
+    Usage,
+    check_ending,
+    common_fields,
+    failure_events,
+)
 from freight.server.transport.errors import ApiError
 
 Delta = dict[str, Any]
@@ -24,7 +31,8 @@ Delta = dict[str, Any]
 
 @dataclass(eq=False, slots=True)
 class _Choice:
-    """One completion so far. Log-probabilities and ids wait for the next chunk: a token may add no text by itself.
+    """One completion so far. Log-probabilities and ids wait for the next chunk: a token may add no
+    text by itself.
 
     cut      whether text was left that could have become a call: then not every call is complete
     """
@@ -54,19 +62,26 @@ class ChatReply:
         tools: Sequence[Mapping[str, Any]] = (),
         parallel: bool = True,
     ) -> None:
-        """parallel: whether an answer may have several tool calls; else those after the first are left out."""
+        """parallel: whether an answer may have several tool calls; else those after the first are
+        left out.
+        """
         self._head, self._options, self._work = head, options, work
         self._tokenizer, self._has_tools, self._parallel = served.tokenizer, bool(tools), parallel
         parser_of = served.parser_of
         self._choices = [
-            _Choice(index, parser_of(work.text, tools) if parser_of else None) for index in range(work.params.n)
+            _Choice(index, parser_of(work.text, tools) if parser_of else None)
+            for index in range(work.params.n)
         ]
         self._usage = Usage(len(work.token_ids))
         self._scores: list[Scores] = []
-        self._chunks = Chunks(common_fields(head, "chatcmpl", "chat.completion.chunk"), options, self._usage)
+        self._chunks = Chunks(
+            common_fields(head, "chatcmpl", "chat.completion.chunk"), options, self._usage
+        )
 
     def start(self) -> bytes:
-        """The role of every choice, in order: clients make room for a choice when they see its index first."""
+        """The role of every choice, in order: clients make room for a choice when they see its
+        index first.
+        """
         role = '{"role": "assistant", "content": ""}'
         return "".join(self._chunk(choice, role) for choice in self._choices).encode("ascii")
 
@@ -87,7 +102,9 @@ class ChatReply:
         if output.logprobs:
             asked = self._work.params.logprobs or 0
             as_ids = self._options.tokens_as_ids
-            choice.logprobs += chat_entries(output.token_ids, output.logprobs, asked, self._tokenizer, as_ids)
+            choice.logprobs += chat_entries(
+                output.token_ids, output.logprobs, asked, self._tokenizer, as_ids
+            )
         if choice.parser is None:
             if output.text:
                 choice.content.append(output.text)
@@ -96,7 +113,9 @@ class ChatReply:
             pieces = choice.parser.feed(output.text) if output.text else []
             if output.finish_reason is not None:
                 rest = choice.parser.finish(output.finish_reason is FinishReason.STOP)
-                choice.cut = any(piece.kind is PieceKind.CONTENT and not piece.text.isspace() for piece in rest)
+                choice.cut = any(
+                    piece.kind is PieceKind.CONTENT and not piece.text.isspace() for piece in rest
+                )
                 pieces = pieces + rest
             for piece in pieces:
                 if (new := self._take(choice, piece)) is not None:
@@ -123,7 +142,10 @@ class ChatReply:
             if not piece.text:
                 return None
             choice.reasoning.append(piece.text)
-            return {"reasoning": piece.text, "reasoning_content": piece.text}  # clients read one or the other
+            return {
+                "reasoning": piece.text,
+                "reasoning_content": piece.text,
+            }  # clients read one or the other
         text = piece.text
         if piece.kind is PieceKind.TOOL_CALL:  # of a tool that nobody offered
             text = f'{{"name": {json.dumps(piece.name)}, "arguments": {piece.text}}}'
@@ -182,7 +204,9 @@ class ChatReply:
         result = {
             "index": choice.index,
             "message": message,
-            "logprobs": {"content": choice.logprobs} if self._work.params.logprobs is not None else None,
+            "logprobs": {"content": choice.logprobs}
+            if self._work.params.logprobs is not None
+            else None,
             "finish_reason": choice.finish_reason,
         }
         return result | ({"token_ids": choice.token_ids} if self._options.token_ids else {})

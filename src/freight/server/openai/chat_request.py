@@ -1,7 +1,8 @@
 """`POST /v1/chat/completions`: a body becomes a ChatCall.
 
-Whatever a client asks for is done, or named as ignored, or refused with the field's path. Messages are brought into the
-form that templates read by `freight.text.messages`, so a conversation means the same here and in Python.
+Whatever a client asks for is done, or named as ignored, or refused with the field's path. Messages
+are brought into the form that templates read by `freight.text.messages`, so a conversation means
+the same here and in Python.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from freight.server.openai.fields import (
     served_name,
     validated,
 )
-from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from, shape, within
+from freight.server.openai.sampling_fields import (
+    SharedFields,
+    check_shared,
+    sampling_from,
+    shape,
+    within,
+)
 from freight.server.openai.stream import AnswerOptions
 from freight.server.openai.structure import enforced, form_of
 from freight.server.openai.tool_fields import ToolUse, tool_use
@@ -73,19 +80,26 @@ _TOOL = {
 _WITH_CONTENT: dict[str, Any] = {  # or calls in its place
     "anyOf": [
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
-        {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+        {
+            "required": ["tool_calls"],
+            "properties": {"tool_calls": {"type": "array", "minItems": 1}},
+        },
     ]
 }
 _REFUSED_IN_MESSAGES = {"audio": "only text can be read", "function_call": "use tool_calls"}
 
 
 class Message(BaseModel):
-    """One message. Other fields than these are named as ignored: clients send back what they were given."""
+    """One message. Other fields than these are named as ignored: clients send back what they were
+    given.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_WITH_CONTENT)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Any, shape({"type": "string"}, {"type": "array", "items": _TEXT_PART})] = None
+    content: Annotated[Any, shape({"type": "string"}, {"type": "array", "items": _TEXT_PART})] = (
+        None
+    )
     name: str | None = None
     tool_calls: Annotated[Any, shape({"type": "array", "items": _TOOL_CALL})] = None
     tool_call_id: str | None = None
@@ -104,9 +118,13 @@ class ChatRequest(SharedFields):
     logprobs: bool | None = None
     top_logprobs: int | None = within(0, _MOST.sampling.logprobs)
     tools: Annotated[Any, shape({"type": "array", "items": _TOOL, "maxItems": _MOST.tools})] = None
-    tool_choice: Annotated[Any, shape({"enum": ["none", "auto", "required"]}, {"type": "object"})] = None
+    tool_choice: Annotated[
+        Any, shape({"enum": ["none", "auto", "required"]}, {"type": "object"})
+    ] = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -141,7 +159,8 @@ class ChatCall:
 def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
     """The call that `body`, parsed JSON, asks for.
 
-    Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not served.
+    Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not
+    served.
     """
     fields = read_fields(body, ChatRequest, served, limits)
     _check_messages(fields.values.get("messages"), limits)
@@ -161,9 +180,15 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
     renamed, own = _own_values(request, served)
 
     def params_of(prompt_text: str | None) -> SamplingParams:
-        forced = _forced_call(served, forcing, parallel and not tools.named, prompt_text) if tools.forced else None
+        forced = (
+            _forced_call(served, forcing, parallel and not tools.named, prompt_text)
+            if tools.forced
+            else None
+        )
         after = served.after_reasoning
-        around = None if after is None or prompt_text is None else partial(_reasoned, after, prompt_text)
+        around = (
+            None if after is None or prompt_text is None else partial(_reasoned, after, prompt_text)
+        )
         return sampling_from(request, served, limits, own, renamed, form, forced, around)
 
     depends = bool(tools.forced) or (served.after_reasoning is not None and form.values is not None)
@@ -194,14 +219,21 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
     )
 
 
-def _forced_call(served: Served, tools: ToolUse, parallel: bool, prompt_text: str | None) -> Mapping[str, Any]:
+def _forced_call(
+    served: Served, tools: ToolUse, parallel: bool, prompt_text: str | None
+) -> Mapping[str, Any]:
     if served.forced_call is None:
-        raise refuse("tool_choice", "tool_choice demands a call, and the form of this model's calls is not known")
+        raise refuse(
+            "tool_choice",
+            "tool_choice demands a call, and the form of this model's calls is not known",
+        )
     return served.forced_call(tools.tools, tools.forced, parallel, prompt_text)
 
 
 def _forcing(tools: ToolUse, strict_schemas: bool) -> tuple[ToolUse, tuple[str, ...]]:
-    """`tools` with parameters that a grammar can hold, where a call is forced, and what of them is left out."""
+    """`tools` with parameters that a grammar can hold, where a call is forced, and what of them is
+    left out.
+    """
     if not tools.forced:
         return tools, ()
     held, left_out = [], []
@@ -217,7 +249,9 @@ def _forcing(tools: ToolUse, strict_schemas: bool) -> tuple[ToolUse, tuple[str, 
     return replace(tools, tools=tuple(held)), tuple(left_out)
 
 
-def _reasoned(after: AfterReasoning, prompt_text: str, form: Mapping[str, Any]) -> Mapping[str, Any]:
+def _reasoned(
+    after: AfterReasoning, prompt_text: str, form: Mapping[str, Any]
+) -> Mapping[str, Any]:
     return after(form, prompt_text)
 
 
@@ -231,14 +265,17 @@ def _own_values(request: ChatRequest, served: Served) -> tuple[dict[str, str], d
     for name in ("max_tokens", "max_completion_tokens"):
         if (value := getattr(request, name)) is not None and value < 1:
             raise refuse(
-                name, f"{name} is {show(value)}; it must be 1 or more, or left out for the rest of the context"
+                name,
+                f"{name} is {show(value)}; it must be 1 or more, or left out for the rest of the context",
             )
     own = {
         "max_tokens": request.max_completion_tokens or request.max_tokens,
         "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
     }
     if served.parser_of is not None:
-        own["skip_special_tokens"] = False  # the parser reads them, and gives none out, whatever was asked for
+        own["skip_special_tokens"] = (
+            False  # the parser reads them, and gives none out, whatever was asked for
+        )
     return renamed, own
 
 
@@ -246,10 +283,14 @@ def _check_messages(messages: object, limits: ServingLimits) -> None:
     if not isinstance(messages, list) or not messages:
         given = "missing" if messages is None else show(messages)
         raise refuse(
-            "messages", f'messages is {given}; it must be a list like [{{"role": "user", "content": "Hello"}}]'
+            "messages",
+            f'messages is {given}; it must be a list like [{{"role": "user", "content": "Hello"}}]',
         )
     if len(messages) > limits.messages:
-        raise refuse("messages", f"messages has {len(messages)} entries; at most {limits.messages} are allowed")
+        raise refuse(
+            "messages",
+            f"messages has {len(messages)} entries; at most {limits.messages} are allowed",
+        )
 
 
 def _messages(given: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -263,7 +304,9 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
                 path = f"messages[{index}].{name}"
                 raise refuse(path, f"{path} is not supported: {_REFUSED_IN_MESSAGES[name]}")
             ignored.append(f"messages[].{name}")
-        messages.append({name: message[name] for name in Message.model_fields if message.get(name) is not None})
+        messages.append(
+            {name: message[name] for name in Message.model_fields if message.get(name) is not None}
+        )
     try:
         return to_template_messages(messages), ignored
     except RequestError as error:
@@ -271,7 +314,10 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
 
 
 def _conversation(
-    request: ChatRequest, messages: Sequence[Mapping[str, Any]], tools: ToolUse, limits: ServingLimits
+    request: ChatRequest,
+    messages: Sequence[Mapping[str, Any]],
+    tools: ToolUse,
+    limits: ServingLimits,
 ) -> Conversation:
     values: dict[str, Any] = {}
     if tools.tools:
@@ -286,9 +332,15 @@ def _conversation(
     continued = bool(request.continue_final_message)
     if continued and request.add_generation_prompt:
         raise refuse(
-            "continue_final_message", "continue_final_message and add_generation_prompt exclude each other; give one"
+            "continue_final_message",
+            "continue_final_message and add_generation_prompt exclude each other; give one",
         )
     if continued and messages[-1]["role"] != "assistant":
-        raise refuse("continue_final_message", "continue_final_message needs a last message of role 'assistant'")
-    prompted = not continued if request.add_generation_prompt is None else request.add_generation_prompt
+        raise refuse(
+            "continue_final_message",
+            "continue_final_message needs a last message of role 'assistant'",
+        )
+    prompted = (
+        not continued if request.add_generation_prompt is None else request.add_generation_prompt
+    )
     return Conversation(messages, prompted, continued, values)

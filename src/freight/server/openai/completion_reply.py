@@ -1,6 +1,8 @@
-"""The answer to a completion, streamed or whole, from the deltas of its requests: one request for each prompt.
+"""The answer to a completion, streamed or whole, from the deltas of its requests: one request for
+each prompt.
 
-A prompt that is echoed with log-probabilities is scored once. Its choices wait for that: each begins with the prompt.
+A prompt that is echoed with log-probabilities is scored once. Its choices wait for that: each
+begins with the prompt.
 """
 
 from __future__ import annotations
@@ -13,10 +15,19 @@ from typing import Any
 from freight.outputs import CompletionDelta, RequestDelta, Scores
 from freight.server.call import ReplyHead, Served, TokenizedWork
 from freight.server.openai.logprobs import PromptLogprobs, TextLogprobs
-from freight.server.openai.stream import AnswerOptions, Chunks, Usage, check_ending, common_fields, failure_events
+from freight.server.openai.stream import (
+    AnswerOptions,
+    Chunks,
+    Usage,
+    check_ending,
+    common_fields,
+    failure_events,
+)
 from freight.server.transport.errors import ApiError
 
-_TOKENS_OF_CHUNK = 1024  # of a prompt with log-probabilities: to write more at once holds up everybody else
+_TOKENS_OF_CHUNK = (
+    1024  # of a prompt with log-probabilities: to write more at once holds up everybody else
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +59,12 @@ class CompletionReply:
     """A `Reply`: see `freight.server.call`."""
 
     def __init__(
-        self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork], options: AnswerOptions, echo: bool
+        self,
+        head: ReplyHead,
+        served: Served,
+        work: Sequence[TokenizedWork],
+        options: AnswerOptions,
+        echo: bool,
     ) -> None:
         """echo: the text of each choice begins with its prompt."""
         self._head, self._options, self._echo = head, options, echo
@@ -57,7 +73,9 @@ class CompletionReply:
         count = 0
         for item in work:
             choices = [self._choice(count + index, item) for index in range(item.params.n)]
-            self._prompts.append(_Prompt(item, choices, waits=echo and item.params.logprobs is not None))
+            self._prompts.append(
+                _Prompt(item, choices, waits=echo and item.params.logprobs is not None)
+            )
             count += item.params.n
         self._usage = Usage(sum(len(item.token_ids) for item in work))
         self._chunks = Chunks(common_fields(head, "cmpl", "text_completion"), options, self._usage)
@@ -77,7 +95,11 @@ class CompletionReply:
     def _prompt_text(self, work: TokenizedWork) -> str:
         if work.text is not None:
             return work.text
-        return self._tokenizer.decode(work.token_ids, work.params.skip_special_tokens) if self._tokenizer else ""
+        return (
+            self._tokenizer.decode(work.token_ids, work.params.skip_special_tokens)
+            if self._tokenizer
+            else ""
+        )
 
     def start(self) -> bytes:
         """The prompts that are echoed without a score."""
@@ -88,7 +110,9 @@ class CompletionReply:
         return "".join(chunks).encode("ascii")
 
     def _send_prompt(self, prompt: _Prompt, chunks: list[str]) -> None:
-        """The text of a prompt, and its log-probabilities, of which there may be many, in several chunks."""
+        """The text of a prompt, and its log-probabilities, of which there may be many, in several
+        chunks.
+        """
         for choice in prompt.choices:
             chunks.append(self._chunk(prompt, choice, choice.text[0], most=_TOKENS_OF_CHUNK))
             while choice.logprobs is not None and choice.logprobs.has_more:
@@ -117,7 +141,9 @@ class CompletionReply:
             self._advance(prompt, prompt.choices[output.index], output, chunks)
         return "".join(chunks).encode("ascii")
 
-    def _advance(self, prompt: _Prompt, choice: _Choice, output: CompletionDelta, chunks: list[str]) -> None:
+    def _advance(
+        self, prompt: _Prompt, choice: _Choice, output: CompletionDelta, chunks: list[str]
+    ) -> None:
         self._usage.completion += len(output.token_ids)
         choice.token_ids += output.token_ids
         if choice.logprobs is not None and output.logprobs:
@@ -127,11 +153,21 @@ class CompletionReply:
         if output.finish_reason is not None:
             choice.finish_reason = output.finish_reason.value
         options = self._options
-        if output.text or output.finish_reason is not None or options.token_ids or options.continuous_usage:
+        if (
+            output.text
+            or output.finish_reason is not None
+            or options.token_ids
+            or options.continuous_usage
+        ):
             chunks.append(self._chunk(prompt, choice, output.text, output.token_ids))
 
     def _chunk(
-        self, prompt: _Prompt, choice: _Choice, text: str, token_ids: Sequence[int] = (), most: int | None = None
+        self,
+        prompt: _Prompt,
+        choice: _Choice,
+        text: str,
+        token_ids: Sequence[int] = (),
+        most: int | None = None,
     ) -> str:
         """A chunk with the log-probabilities that were not told yet, of `most` tokens at most."""
         logprobs = "null" if choice.logprobs is None else json.dumps(choice.logprobs.take(most))
@@ -150,7 +186,11 @@ class CompletionReply:
 
     def body(self) -> dict[str, Any]:
         body = common_fields(self._head, "cmpl", "text_completion")
-        body["choices"] = [self._choice_body(prompt, choice) for prompt in self._prompts for choice in prompt.choices]
+        body["choices"] = [
+            self._choice_body(prompt, choice)
+            for prompt in self._prompts
+            for choice in prompt.choices
+        ]
         body["usage"] = self._usage.body()
         return body
 
@@ -164,7 +204,10 @@ class CompletionReply:
         if self._options.prompt_logprobs:
             result["prompt_logprobs"] = PromptLogprobs(prompt.scores, self._tokenizer)
         if self._options.token_ids:
-            result |= {"prompt_token_ids": list(prompt.work.token_ids), "token_ids": choice.token_ids}
+            result |= {
+                "prompt_token_ids": list(prompt.work.token_ids),
+                "token_ids": choice.token_ids,
+            }
         return result
 
     def failure(self, error: ApiError) -> bytes:

@@ -1,6 +1,7 @@
 """`POST /v1/completions`: a body becomes a CompletionCall.
 
-A prompt is text or token ids, or a list of either; the choices of prompt p are p × n to p × n + n - 1.
+A prompt is text or token ids, or a list of either; the choices of prompt p are p × n to p × n + n -
+1.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from freight.sampling import LARGEST_WHOLE
 from freight.server.call import Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.server.limits import ServingLimits, check_context
 from freight.server.openai.completion_reply import CompletionReply
-from freight.server.openai.fields import body_schema, named, read_fields, refuse, served_name, validated
+from freight.server.openai.fields import (
+    body_schema,
+    named,
+    read_fields,
+    refuse,
+    served_name,
+    validated,
+)
 from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from, within
 from freight.server.openai.stream import AnswerOptions
 from freight.server.openai.structure import form_of
@@ -24,7 +32,11 @@ from freight.server.transport.errors import ApiError
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _MOST = ServingLimits()
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_WHOLE}, "minItems": 1}
+_IDS = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_WHOLE},
+    "minItems": 1,
+}
 _TEXT = {"type": "string", "minLength": 1}
 _PROMPT = {
     "anyOf": [
@@ -74,7 +86,8 @@ class CompletionCall:
 def parse_completion(body: object, served: Served, limits: ServingLimits) -> CompletionCall:
     """The call that `body`, parsed JSON, asks for.
 
-    Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not served.
+    Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not
+    served.
     """
     fields = read_fields(body, CompletionRequest, served, limits)
     request = validated(CompletionRequest, fields.values)
@@ -83,14 +96,18 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
     prompts = _prompts(request, served, limits.prompts)
     echo = bool(request.echo)
     if request.max_tokens == 0 and not echo:
-        raise refuse("max_tokens", "max_tokens is 0, which needs echo: true; else ask for 1 or more")
+        raise refuse(
+            "max_tokens", "max_tokens is 0, which needs echo: true; else ask for 1 or more"
+        )
     scored = request.logprobs if echo else None
     if request.max_tokens == 0 and scored is None:
         scored = 0  # the engine generates nothing only where it scores
     own = {
         "max_tokens": request.max_tokens,
         "logprobs": request.logprobs,
-        "prompt_logprobs": max(scored, request.prompt_logprobs or 0) if scored is not None else None,
+        "prompt_logprobs": max(scored, request.prompt_logprobs or 0)
+        if scored is not None
+        else None,
     }
     if request.max_tokens is None and "max_tokens" not in served.defaults:
         own["max_tokens"] = DEFAULT_MAX_TOKENS
@@ -100,7 +117,10 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
     return CompletionCall(
         stream=bool(request.stream),
         model=model,
-        work=tuple(Work(prompt, params, request.add_special_tokens, form_from=form.field) for prompt in prompts),
+        work=tuple(
+            Work(prompt, params, request.add_special_tokens, form_from=form.field)
+            for prompt in prompts
+        ),
         ignored=(*fields.ignored, *named(form.ignored)),
         options=AnswerOptions(
             include_usage=bool(stream_options and stream_options.include_usage),
@@ -121,7 +141,10 @@ def _prompts(request: CompletionRequest, served: Served, most: int) -> list[str 
     if isinstance(given, str):
         return [_text("prompt", given)]
     if not isinstance(given, list):
-        raise refuse("prompt", f"prompt is {show(given)}; it must be a string, token ids, or a list of either")
+        raise refuse(
+            "prompt",
+            f"prompt is {show(given)}; it must be a string, token ids, or a list of either",
+        )
     if not given:
         raise refuse("prompt", "prompt is []: it has no tokens")
     first = given[0]
@@ -137,7 +160,10 @@ def _prompts(request: CompletionRequest, served: Served, most: int) -> list[str 
         elif isinstance(prompt, list) and isinstance(first, list):
             prompts.append(_ids(where, prompt, served, request))
         else:
-            raise refuse(where, f"{where} is {show(prompt)}; all prompts must be strings, or all lists of token ids")
+            raise refuse(
+                where,
+                f"{where} is {show(prompt)}; all prompts must be strings, or all lists of token ids",
+            )
     return prompts
 
 
@@ -159,5 +185,8 @@ def _ids(where: str, ids: list[Any], served: Served, request: CompletionRequest)
     for position, token in enumerate(ids):  # slower: finds which one it is
         if type(token) is not int or not 0 <= token < vocab_size:
             path = f"{where}[{position}]"
-            raise refuse(path, f"{path} is {show(token)}; token ids are whole numbers from 0 to {vocab_size - 1}")
+            raise refuse(
+                path,
+                f"{path} is {show(token)}; token ids are whole numbers from 0 to {vocab_size - 1}",
+            )
     return ids

@@ -1,8 +1,9 @@
-"""What every request of OpenAI's API goes through: its fields, their types, and one error for the first fault.
+"""What every request of OpenAI's API goes through: its fields, their types, and one error for the
+first fault.
 
-A field is acted on, or accepted without effect and then named to the client, or accepted at a value that asks for
-nothing (`neutral.py`), or refused. `null` means that a field is absent. Each failure is one ApiError with status 400
-and the path of the field, such as `messages[2].role`.
+A field is acted on, or accepted without effect and then named to the client, or accepted at a value
+that asks for nothing (`neutral.py`), or refused. `null` means that a field is absent. Each failure
+is one ApiError with status 400 and the path of the field, such as `messages[2].role`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,23 @@ from freight.server.transport.errors import ApiError
 
 # Accepted without effect: what changes nothing about the tokens of an answer.
 ACCEPTED = (
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("prompt_cache_options", "verbosity", "modalities", "prediction", "include_reasoning", "session_id"),
+    *(
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    ),
+    *(
+        "prompt_cache_options",
+        "verbosity",
+        "modalities",
+        "prediction",
+        "include_reasoning",
+        "session_id",
+    ),
 )
 _ANY_MODEL = ("", "dummy", "tgi")  # what clients send that know of one model only
 _MOST_NAMED = 32  # names in `ignored`, which becomes a header
@@ -48,7 +64,9 @@ def refuse(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param)
 
 
-def read_fields(body: object, model: type[BaseModel], served: Served, limits: ServingLimits) -> Fields:
+def read_fields(
+    body: object, model: type[BaseModel], served: Served, limits: ServingLimits
+) -> Fields:
     """The fields of `body` by their class. Raises ApiError for what is refused."""
     values: dict[str, Any] = {}
     ignored: list[str] = []
@@ -57,7 +75,9 @@ def read_fields(body: object, model: type[BaseModel], served: Served, limits: Se
             continue
         if name in ACCEPTED:
             if name == "modalities" and value != ["text"]:
-                raise refuse(name, f'modalities is {show(value)}; this server answers with text: ["text"]')
+                raise refuse(
+                    name, f'modalities is {show(value)}; this server answers with text: ["text"]'
+                )
             ignored.append(name)
         elif name in model.model_fields:
             values[name] = value
@@ -66,7 +86,12 @@ def read_fields(body: object, model: type[BaseModel], served: Served, limits: Se
                 raise _unsupported(name, value)
         elif served.unknown_fields == "refuse":
             hint = nearest(name[:60], model.model_fields)
-            raise ApiError(400, f"there is no field {name[:60]!r}{hint}", param=name[:60], code="unknown_parameter")
+            raise ApiError(
+                400,
+                f"there is no field {name[:60]!r}{hint}",
+                param=name[:60],
+                code="unknown_parameter",
+            )
         else:
             ignored.append(name)
     return Fields(values, named(ignored))
@@ -88,12 +113,16 @@ def _unsupported(name: str, value: object) -> ApiError:
 
 
 def validated(model: type[M], values: Mapping[str, Any]) -> M:
-    """`values` as `model`, by its strict types. Raises ApiError for the first fault, with the path of its field."""
+    """`values` as `model`, by its strict types. Raises ApiError for the first fault, with the path
+    of its field.
+    """
     try:
         return model.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+        param = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
+        ).lstrip(".")
         if first["type"] == "missing":
             raise refuse(param, f"{param} is missing") from None
         if first["type"] == "extra_forbidden":
@@ -118,7 +147,8 @@ def served_name(model: str | None, served: Served) -> str:
 
 
 def from_request_error(error: RequestError, renamed: Mapping[str, str] | None = None) -> ApiError:
-    """The 400 for what the engine's own validators refuse. Their messages begin with the name of the field.
+    """The 400 for what the engine's own validators refuse. Their messages begin with the name of
+    the field.
 
     renamed: their name -> the field of this API that it came from
     """
@@ -133,11 +163,17 @@ def from_request_error(error: RequestError, renamed: Mapping[str, str] | None = 
 
 
 def _is_field(path: str) -> bool:
-    return "_" in path or "[" in path or path in ("n", "temperature", "seed", "stop", "logprobs", "messages", "prompt")
+    return (
+        "_" in path
+        or "[" in path
+        or path in ("n", "temperature", "seed", "stop", "logprobs", "messages", "prompt")
+    )
 
 
 def inlined(model: type[BaseModel]) -> dict[str, Any]:
-    """The JSON schema of `model` with every reference replaced by what it refers to, so that it can stand anywhere."""
+    """The JSON schema of `model` with every reference replaced by what it refers to, so that it can
+    stand anywhere.
+    """
     schema = model.model_json_schema()
     parts = schema.pop("$defs", {})
 
@@ -155,7 +191,12 @@ def inlined(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """`inlined`, of a whole body: whose fields may all be null if they are not required, whatever their name."""
+    """`inlined`, of a whole body: whose fields may all be null if they are not required, whatever
+    their name.
+    """
     schema = inlined(model)
     neutral = {name: {"enum": [*field.values, None]} for name, field in NEUTRAL.items()}
-    return schema | {"properties": neutral | schema["properties"], "additionalProperties": {"type": "null"}}
+    return schema | {
+        "properties": neutral | schema["properties"],
+        "additionalProperties": {"type": "null"},
+    }

@@ -1,4 +1,6 @@
-"""Log-probabilities in the shapes of chat and of completions. JSON has no infinity: -inf is -9999.0 there."""
+"""Log-probabilities in the shapes of chat and of completions. JSON has no infinity: -inf is -9999.0
+there.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def chat_entries(
     tokenizer: Tokenizer | None,
     as_ids: bool = False,
 ) -> list[dict[str, Any]]:
-    """An entry of `logprobs.content` for each token, with the `asked` most likely tokens in their order.
+    """An entry of `logprobs.content` for each token, with the `asked` most likely tokens in their
+    order.
 
     as_ids: `token` is "token_id:42"; `bytes` are those of its text all the same.
     """
@@ -68,9 +71,11 @@ def chat_entries(
 
 
 class PromptLogprobs:
-    """`prompt_logprobs`: for each token of the prompt its candidates by token id; None for the first.
+    """`prompt_logprobs`: for each token of the prompt its candidates by token id; None for the
+    first.
 
-    There may be millions: they are values where they are looped over, and otherwise text, a slice at a time.
+    There may be millions: they are values where they are looped over, and otherwise text, a slice
+    at a time.
     """
 
     def __init__(self, scores: Sequence[Scores], tokenizer: Tokenizer | None) -> None:
@@ -91,8 +96,12 @@ class PromptLogprobs:
                 }
 
     def json_slices(self) -> Iterator[str]:
-        """The same as JSON, without white space. Twice as fast as to make dictionaries and write them."""
-        around: dict[int, tuple[str, str]] = {}  # what each token has before its log-probability and behind its rank
+        """The same as JSON, without white space. Twice as fast as to make dictionaries and write
+        them.
+        """
+        around: dict[
+            int, tuple[str, str]
+        ] = {}  # what each token has before its log-probability and behind its rank
         yield "[null"
         for part in self._scores:
             rows: list[str] = []
@@ -102,7 +111,10 @@ class PromptLogprobs:
                     known = around.get(token)
                     if known is None:
                         text = json.dumps(plain_text(token, self._tokenizer), ensure_ascii=False)
-                        known = around[token] = f'"{token}":{{"logprob":', f',"decoded_token":{text}}}'
+                        known = around[token] = (
+                            f'"{token}":{{"logprob":',
+                            f',"decoded_token":{text}}}',
+                        )
                     texts.append(f'{known[0]}{finite(logprob)!r},"rank":{rank}{known[1]}')
                 rows.append(f",{{{','.join(texts)}}}")
                 if len(rows) == _ROWS_OF_SLICE:
@@ -119,7 +131,9 @@ class TextLogprobs:
     as_ids   tokens are "token_id:42"; offsets are those of their text all the same
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, skipped: frozenset[int], as_ids: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, skipped: frozenset[int], as_ids: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._as_ids = as_ids
@@ -133,20 +147,30 @@ class TextLogprobs:
     def add(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
         """Take tokens of the answer."""
         for token, candidates in zip(token_ids, entries, strict=True):
-            texts = {other: text_of(other, entry, self._tokenizer) for other, entry in candidates.items()}
+            texts = {
+                other: text_of(other, entry, self._tokenizer) for other, entry in candidates.items()
+            }
             logprobs = ((other, entry.logprob) for other, entry in candidates.items())
-            self._add(token, texts[token], candidates[token].logprob, self._by_text(logprobs, texts))
+            self._add(
+                token, texts[token], candidates[token].logprob, self._by_text(logprobs, texts)
+            )
 
     def add_prompt(self, token_ids: Sequence[int], scores: Sequence[Scores]) -> None:
-        """Take the tokens of a prompt with their scores, in parts; nothing precedes the first token."""
+        """Take the tokens of a prompt with their scores, in parts; nothing precedes the first
+        token.
+        """
         texts = _PlainTexts(self._tokenizer)
         self._add(token_ids[0], texts[token_ids[0]], None, None)
         scored = (entries for part in scores for entries in part)
         for token, entries in zip(token_ids[1:], scored, strict=True):
             own = next(logprob for other, logprob, _ in entries if other == token)
-            self._add(token, texts[token], own, self._by_text((entry[:2] for entry in entries), texts))
+            self._add(
+                token, texts[token], own, self._by_text((entry[:2] for entry in entries), texts)
+            )
 
-    def _add(self, token: int, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
+    def _add(
+        self, token: int, text: str, logprob: float | None, top: dict[str, float] | None
+    ) -> None:
         self._tokens.append(name_of(token) if self._as_ids else text)
         self._logprobs.append(None if logprob is None else finite(logprob))
         self._top.append(top)
@@ -154,8 +178,12 @@ class TextLogprobs:
         if token not in self._skipped:
             self._offset += len(text)
 
-    def _by_text(self, candidates: Iterable[tuple[int, float]], texts: Mapping[int, str]) -> dict[str, float]:
-        """Candidates by text. Of tokens with the same text the most likely one counts, as a reader cannot tell them."""
+    def _by_text(
+        self, candidates: Iterable[tuple[int, float]], texts: Mapping[int, str]
+    ) -> dict[str, float]:
+        """Candidates by text. Of tokens with the same text the most likely one counts, as a reader
+        cannot tell them.
+        """
         best: dict[str, float] = {}
         for token, logprob in candidates:
             text = name_of(token) if self._as_ids else texts[token]

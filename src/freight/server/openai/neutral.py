@@ -1,7 +1,9 @@
-"""Fields that other servers know and this one does not act on: the values that ask for nothing, and the way out. Data.
+"""Fields that other servers know and this one does not act on: the values that ask for nothing, and
+the way out. Data.
 
-Clients, routers and gateways write such fields into every request: vLLM's and SGLang's own clients, sglang-router,
-vllm-router. At a value that asks for nothing a field is no fault; at any other it is refused.
+Clients, routers and gateways write such fields into every request: vLLM's and SGLang's own clients,
+sglang-router, vllm-router. At a value that asks for nothing a field is no fault; at any other it is
+refused.
 """
 
 from __future__ import annotations
@@ -12,14 +14,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Neutral:
-    """values: those that ask for nothing; none: only null does. instead: why others are refused, or what to use."""
+    """values: those that ask for nothing; none: only null does. instead: why others are refused, or
+    what to use.
+    """
 
     values: tuple[object, ...]
     instead: str
 
     def asks_nothing(self, value: object) -> bool:
-        """Whether `value`, of parsed JSON, is one of them. 1 and 1.0 are one number; true is no number."""
-        return any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in self.values)
+        """Whether `value`, of parsed JSON, is one of them. 1 and 1.0 are one number; true is no
+        number.
+        """
+        return any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            for neutral in self.values
+        )
 
 
 def _all(names: Iterable[str], values: tuple[object, ...], instead: str) -> dict[str, Neutral]:
@@ -41,16 +50,24 @@ NEUTRAL: Mapping[str, Neutral] = {
     "moderation": Neutral((), "this server does not moderate"),
     "best_of": Neutral((1,), "use n, and choose among the completions"),
     "suffix": Neutral(("",), "text is only continued at its end"),
-    "echo": Neutral((False,), "an answer of a chat does not repeat the prompt; use /v1/completions"),
+    "echo": Neutral(
+        (False,), "an answer of a chat does not repeat the prompt; use /v1/completions"
+    ),
     # vLLM's
     "chat_template": Neutral((), "the model's own template is used"),
     "prompt_embeds": Neutral((), "give text or token ids"),
     "use_beam_search": Neutral((False,), _NO_BEAMS),
     "length_penalty": Neutral((1.0,), _NO_BEAMS),
     "early_stopping": Neutral((False,), _NO_BEAMS),
-    "spaces_between_special_tokens": Neutral((True,), "the tokenizer decides how its special tokens are written"),
-    "truncation_side": Neutral(("left",), "truncate_prompt_tokens keeps the last tokens; cut the prompt yourself"),
-    "documents": Neutral(([],), "give them in chat_template_kwargs, as far as the template reads them"),
+    "spaces_between_special_tokens": Neutral(
+        (True,), "the tokenizer decides how its special tokens are written"
+    ),
+    "truncation_side": Neutral(
+        ("left",), "truncate_prompt_tokens keeps the last tokens; cut the prompt yourself"
+    ),
+    "documents": Neutral(
+        ([],), "give them in chat_template_kwargs, as far as the template reads them"
+    ),
     "thinking_token_budget": Neutral((-1,), "reasoning has no limit of its own; use max_tokens"),
     "repetition_detection": Neutral((), "use repetition_penalty"),
     "stream_interval": Neutral((1,), "--max-events-per-second bounds how often a stream sends"),
@@ -75,12 +92,28 @@ NEUTRAL: Mapping[str, Neutral] = {
     "rid": Neutral((), "use request_id"),
     "extra_key": Neutral((), "use cache_salt"),
     "lora_path": Neutral((), "LoRA adapters are not implemented; merge them into the weights"),
-    "session_params": Neutral((), "this server keeps no sessions; send the whole prompt, the prefix cache finds it"),
+    "session_params": Neutral(
+        (), "this server keeps no sessions; send the whole prompt, the prefix cache finds it"
+    ),
     "separate_reasoning": Neutral((True,), "reasoning is always a field of its own, reasoning"),
     "stream_reasoning": Neutral((True,), "reasoning is streamed as it comes"),
     "logprob_start_len": Neutral((-1,), "use prompt_logprobs"),
-    **_all(("return_hidden_states", "return_routed_experts", "return_cached_tokens_details"), (False,), _NOT_RETURNED),
-    **_all(("custom_logit_processor", "custom_params"), (), "no code of a request is executed; use logit_bias"),
-    **_all(("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"), (), _NO_SPLIT),
-    **_all(("data_parallel_rank", "routed_dp_rank"), (), "a server is one engine; a router chooses among several"),
+    **_all(
+        ("return_hidden_states", "return_routed_experts", "return_cached_tokens_details"),
+        (False,),
+        _NOT_RETURNED,
+    ),
+    **_all(
+        ("custom_logit_processor", "custom_params"),
+        (),
+        "no code of a request is executed; use logit_bias",
+    ),
+    **_all(
+        ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"), (), _NO_SPLIT
+    ),
+    **_all(
+        ("data_parallel_rank", "routed_dp_rank"),
+        (),
+        "a server is one engine; a router chooses among several",
+    ),
 }

@@ -1,7 +1,8 @@
 """The answer of `/v1/responses`, streamed or whole, from the deltas of its request.
 
-Each block of the answer is one item of `output`. Events are numbered from 0 without gaps; the first two are those of
-`start`, also where the first delta was taken before. The stream has no `[DONE]`: its last event has the whole response.
+Each block of the answer is one item of `output`. Events are numbered from 0 without gaps; the first
+two are those of `start`, also where the first delta was taken before. The stream has no `[DONE]`:
+its last event has the whole response.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ class ResponsesReply:
         return self._event("response.failed", {"response": response})
 
     def _items(self) -> list[Item]:
-        return [self._item(block, "completed" if block.complete else "incomplete") for block in self._blocks.all]
+        return [
+            self._item(block, "completed" if block.complete else "incomplete")
+            for block in self._blocks.all
+        ]
 
     def _response(self, status: str, output: list[Item]) -> dict[str, Any]:
         usage = self._blocks.usage
@@ -76,7 +80,9 @@ class ResponsesReply:
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
             "model": self._head.model,
             "output": output,
             **self._echo,
@@ -98,7 +104,12 @@ class ResponsesReply:
         if block.kind is PieceKind.TOOL_CALL:
             arguments = "" if empty else block.text
             call_id = block.id("call", request_id)
-            return item | {"type": "function_call", "call_id": call_id, "name": block.name, "arguments": arguments}
+            return item | {
+                "type": "function_call",
+                "call_id": call_id,
+                "name": block.name,
+                "arguments": arguments,
+            }
         content = [] if empty else [_part(block.kind, block.text)]
         if block.kind is PieceKind.REASONING:
             return item | {"type": "reasoning", "summary": [], "content": content}
@@ -108,9 +119,15 @@ class ResponsesReply:
         block = step.block
         if step.kind is StepKind.OPEN:
             item = self._item(block, "in_progress", empty=True)
-            events = [self._event("response.output_item.added", {"output_index": block.index, "item": item})]
+            events = [
+                self._event(
+                    "response.output_item.added", {"output_index": block.index, "item": item}
+                )
+            ]
             if block.kind is not PieceKind.TOOL_CALL:
-                events.append(self._of(block, "response.content_part.added", {"part": _part(block.kind, "")}))
+                events.append(
+                    self._of(block, "response.content_part.added", {"part": _part(block.kind, "")})
+                )
             return events
         if block.kind is PieceKind.TOOL_CALL:
             name, text = "response.function_call_arguments", "arguments"
@@ -123,9 +140,16 @@ class ResponsesReply:
             more = {"name": block.name}
         events = [self._of(block, f"{name}.done", {text: block.text, **more})]
         if block.kind is not PieceKind.TOOL_CALL:
-            events.append(self._of(block, "response.content_part.done", {"part": _part(block.kind, block.text)}))
+            events.append(
+                self._of(
+                    block, "response.content_part.done", {"part": _part(block.kind, block.text)}
+                )
+            )
         item = self._item(block, "completed" if block.complete else "incomplete")
-        return [*events, self._event("response.output_item.done", {"output_index": block.index, "item": item})]
+        return [
+            *events,
+            self._event("response.output_item.done", {"output_index": block.index, "item": item}),
+        ]
 
     def _of(self, block: Block, name: str, fields: Mapping[str, Any]) -> bytes:
         """An event within the item of `block`."""

@@ -1,8 +1,9 @@
 """`POST /v1/responses`, without state: a body becomes a ResponsesCall.
 
-The items of `input` become a conversation, and the other fields those of a chat. Nothing is kept between requests, so
-what refers to an earlier response is refused. Agents send more than any server knows: tools that are no functions,
-items of theirs and fields that nobody here knows are left out and named in `x-freight-ignored`.
+The items of `input` become a conversation, and the other fields those of a chat. Nothing is kept
+between requests, so what refers to an earlier response is refused. Agents send more than any server
+knows: tools that are no functions, items of theirs and fields that nobody here knows are left out
+and named in `x-freight-ignored`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from typing import Any
 
 from freight.server.call import Reply, ReplyHead, Served, TokenizedWork
 from freight.server.limits import ServingLimits, check_body, check_context
-from freight.server.openai.as_chat import OURS, CallAsChat, Messages, chat_call, entries, mapping, string
+from freight.server.openai.as_chat import (
+    OURS,
+    CallAsChat,
+    Messages,
+    chat_call,
+    entries,
+    mapping,
+    string,
+)
 from freight.server.openai.chat_request import ChatCall
 from freight.server.openai.fields import named, refuse
 from freight.server.openai.responses_reply import ResponsesReply
@@ -31,7 +40,9 @@ TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _MEDIA = ("input_image", "input_file", "input_audio")
 _ROLES = ("user", "assistant", "system", "developer")
 # What an item has without effect, because answers have it and clients send answers back.
-_QUIET = frozenset({"id", "type", "status", "phase", "role", "content", "summary", "encrypted_content", "call_id"})
+_QUIET = frozenset(
+    {"id", "type", "status", "phase", "role", "content", "summary", "encrypted_content", "call_id"}
+)
 _CALL = frozenset({"name", "arguments", "output"})
 
 
@@ -42,9 +53,13 @@ class ResponsesCall(CallAsChat):
     echo: Mapping[str, Any]
 
     def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> Reply:
-        """The answer to come. Raises ApiError when the prompt and max_output_tokens exceed the context."""
+        """The answer to come. Raises ApiError when the prompt and max_output_tokens exceed the
+        context.
+        """
         check_context(len(work[0].token_ids), self.chat.max_tokens, served.max_model_len, "input")
-        return ResponsesReply(head, served, work[0], self.chat.tools.tools, self.chat.parallel, self.echo)
+        return ResponsesReply(
+            head, served, work[0], self.chat.tools.tools, self.chat.parallel, self.echo
+        )
 
     def failure_body(self, error: ApiError) -> object:
         return error.openai_body()
@@ -53,7 +68,8 @@ class ResponsesCall(CallAsChat):
 def parse_responses(body: object, served: Served, limits: ServingLimits) -> ResponsesCall:
     """The call that `body`, parsed JSON, asks for.
 
-    Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not served.
+    Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not
+    served.
     """
     given = {name: value for name, value in check_body(body, limits).items() if value is not None}
     reader = _Reader(given, limits)
@@ -65,7 +81,10 @@ def parse_responses(body: object, served: Served, limits: ServingLimits) -> Resp
         (r"response_format", "text.format"),
         (r"messages", "input"),
         (r"tools\[\]\.function", "tools[]"),
-        *((rf"tools\[{at}\]\.function", f"tools[{index}]") for at, index in enumerate(reader.places)),
+        *(
+            (rf"tools\[{at}\]\.function", f"tools[{index}]")
+            for at, index in enumerate(reader.places)
+        ),
     ]
     call = chat_call(chat, served, limits, renamed)
     return ResponsesCall(call, named((*reader.ignored, *call.ignored)), reader.echo(call))
@@ -90,7 +109,9 @@ class _Reader:
         given = self._given
         for name, why in _STATE.items():
             if name in given:
-                raise ApiError(400, f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
+                raise ApiError(
+                    400, f"{name} is not supported: {why}", param=name, code="unsupported_parameter"
+                )
         if given.get("background", False) is not False:
             raise ApiError(
                 400,
@@ -105,7 +126,16 @@ class _Reader:
             chat["max_tokens"] = given["max_output_tokens"]
         self._read_form(chat)
         self._read_reasoning(chat)
-        read = {*_SAME, "input", "instructions", "tools", "tool_choice", "max_output_tokens", "text", "reasoning"}
+        read = {
+            *_SAME,
+            "input",
+            "instructions",
+            "tools",
+            "tool_choice",
+            "max_output_tokens",
+            "text",
+            "reasoning",
+        }
         self.ignored += [name for name in given if name not in read | {"background", "metadata"}]
         return chat
 
@@ -124,7 +154,10 @@ class _Reader:
             "temperature": params.temperature,
             "text": {"format": (text or {}).get("format") or {"type": "text"}},
             "tool_choice": self._choice if self._choice is not None else "auto",
-            "tools": [{"parameters": None, "strict": False, **tool, "type": "function"} for tool in self._tools],
+            "tools": [
+                {"parameters": None, "strict": False, **tool, "type": "function"}
+                for tool in self._tools
+            ],
             "top_p": params.top_p,
             "truncation": "disabled",
         }
@@ -143,7 +176,9 @@ class _Reader:
             for index, item in enumerate(entries("input", items, self._limits.messages)):
                 self._item(f"input[{index}]", item, messages)
         if not messages.all:
-            raise refuse("input", "input has no item that this server can read; give at least one message")
+            raise refuse(
+                "input", "input has no item that this server can read; give at least one message"
+            )
         return messages.finished()
 
     def _item(self, where: str, item: Mapping[str, Any], messages: Messages) -> None:
@@ -152,7 +187,10 @@ class _Reader:
         if kind == "message":
             role, text = item.get("role"), self._text(f"{where}.content", item.get("content"))
             if role not in _ROLES:
-                raise refuse(f"{where}.role", f"{where}.role is {show(role)}; it must be one of {', '.join(_ROLES)}")
+                raise refuse(
+                    f"{where}.role",
+                    f"{where}.role is {show(role)}; it must be one of {', '.join(_ROLES)}",
+                )
             tell = {"user": messages.user, "assistant": messages.answer}.get(role, messages.system)
             tell(text)
         elif kind == "function_call":
@@ -169,11 +207,18 @@ class _Reader:
                 messages.reasoning(text)
         elif kind == "item_reference":
             path = f"{where}.type"
-            raise refuse(path, f"{path} is 'item_reference', and this server keeps no items; send the item itself")
+            raise refuse(
+                path,
+                f"{path} is 'item_reference', and this server keeps no items; send the item itself",
+            )
         else:
             self.ignored.append(f"input[].{kind}")
             return
-        self.ignored += [f"input[].{name}" for name, value in item.items() if name not in known and value is not None]
+        self.ignored += [
+            f"input[].{name}"
+            for name, value in item.items()
+            if name not in known and value is not None
+        ]
 
     def _text(self, where: str, content: object) -> str:
         if isinstance(content, str):
@@ -187,7 +232,11 @@ class _Reader:
                 texts.append(string(f"{where}[{index}].refusal", part.get("refusal")))
             else:
                 path = f"{where}[{index}].type"
-                why = "only text can be read" if kind in _MEDIA else "it must be input_text or output_text"
+                why = (
+                    "only text can be read"
+                    if kind in _MEDIA
+                    else "it must be input_text or output_text"
+                )
                 raise refuse(path, f"{path} is {show(kind)}; {why}")
         return "".join(texts)
 
@@ -201,7 +250,9 @@ class _Reader:
                     continue
                 known = ("name", "description", "parameters", "strict")
                 self.ignored += [f"tools[].{name}" for name in tool if name not in (*known, "type")]
-                self._tools.append({name: tool[name] for name in known if tool.get(name) is not None})
+                self._tools.append(
+                    {name: tool[name] for name in known if tool.get(name) is not None}
+                )
                 self.places.append(index)
         choice = self._choice = self._given.get("tool_choice")
         if isinstance(choice, dict):
@@ -221,7 +272,9 @@ class _Reader:
     def _allowed(self, choice: Mapping[str, Any]) -> object:
         """`tool_choice` of the tools that may be called; only these are left."""
         where = "tool_choice.tools"
-        names = [tool.get("name") for tool in entries(where, choice.get("tools"), self._limits.tools)]
+        names = [
+            tool.get("name") for tool in entries(where, choice.get("tools"), self._limits.tools)
+        ]
         kept = [at for at, tool in enumerate(self._tools) if tool.get("name") in names]
         self._tools = [self._tools[at] for at in kept]
         self.places = [self.places[at] for at in kept]
@@ -234,12 +287,18 @@ class _Reader:
             return
         form = mapping("text.format", text["format"])
         if form.get("type") == "json_schema":
-            chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+            chat["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"schema": form.get("schema")},
+            }
         elif form.get("type") == "json_object":
             chat["response_format"] = {"type": "json_object"}
         elif form.get("type") != "text":
             path = "text.format.type"
-            raise refuse(path, f"{path} is {show(form.get('type'))}; it must be text, json_object or json_schema")
+            raise refuse(
+                path,
+                f"{path} is {show(form.get('type'))}; it must be text, json_object or json_schema",
+            )
 
     def _read_reasoning(self, chat: dict[str, Any]) -> None:
         reasoning = mapping("reasoning", self._given.get("reasoning", {}))

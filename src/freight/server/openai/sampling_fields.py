@@ -1,7 +1,8 @@
-"""The fields that chat and completions share, and the one place where SamplingParams is made of them.
+"""The fields that chat and completions share, and the one place where SamplingParams is made of
+them.
 
-The types here are what `pydantic` checks and what the OpenAPI page shows. Ranges stand here for that page alone: the
-sampler's own validator holds them.
+The types here are what `pydantic` checks and what the OpenAPI page shows. Ranges stand here for
+that page alone: the sampler's own validator holds them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,25 @@ from freight.server.openai.structure import Form
 _MOST = ServingLimits()
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
 _SAME_NAME = (  # fields that SamplingParams has under the same name
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs", "skip_special_tokens"),
+    *(
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+    ),
+    *(
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "prompt_logprobs",
+        "skip_special_tokens",
+    ),
     *("cache_salt", "max_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words"),
     "truncate_prompt_tokens",
 )
@@ -45,7 +63,12 @@ _STRING = {"type": "string", "minLength": 1, "maxLength": _MOST.sampling.stop_le
 _STOPS = {"type": "array", "items": _STRING, "maxItems": _MOST.sampling.stop}
 _ID = {"type": "integer", "minimum": 0, "maximum": LARGEST_WHOLE}
 _IDS = {"type": "array", "items": _ID, "maxItems": _MOST.sampling.stop_token_ids}
-_ALLOWED = {"type": "array", "items": _ID, "minItems": 1, "maxItems": _MOST.sampling.allowed_token_ids}
+_ALLOWED = {
+    "type": "array",
+    "items": _ID,
+    "minItems": 1,
+    "maxItems": _MOST.sampling.allowed_token_ids,
+}
 _WORDS = {"type": "array", "items": _STRING, "maxItems": _MOST.sampling.bad_words}
 _BIASES = {
     "type": "object",
@@ -57,7 +80,9 @@ _OBJECT = {"type": "object"}
 
 
 class StreamOptions(BaseModel):
-    """`stream_options`. `include_obfuscation` is accepted: what it asks for is padding against eavesdroppers."""
+    """`stream_options`. `include_obfuscation` is accepted: what it asks for is padding against
+    eavesdroppers.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -76,7 +101,9 @@ class SharedFields(BaseModel):
     stream_options: StreamOptions | None = None
     n: int | None = within(1, _MOST.sampling.n)
     temperature: float | None = within(0, _MOST.sampling.temperature)
-    top_p: float | None = Field(default=None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
+    top_p: float | None = Field(
+        default=None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1}
+    )
     top_k: int | None = within(-1, LARGEST_WHOLE)
     min_p: float | None = within(0, 1)
     seed: int | None = within(-(2**63), 2**64 - 1)
@@ -127,17 +154,26 @@ class SharedFields(BaseModel):
 
 
 def check_shared(request: SharedFields, limits: ServingLimits) -> None:
-    """Raises ApiError for shared fields that only make sense together with others, or with one value."""
+    """Raises ApiError for shared fields that only make sense together with others, or with one
+    value.
+    """
     if request.stream_options is not None and not request.stream:
         raise refuse("stream_options", "stream_options needs stream: true")
     if request.prompt_logprobs is not None and request.stream:
-        raise refuse("prompt_logprobs", "prompt_logprobs come with a whole answer only; leave stream out")
-    if request.priority:
-        raise refuse("priority", f"priority is {show(request.priority)}; all requests have priority 0 here")
-    most = limits.request_id
-    if request.request_id is not None and not re.fullmatch(rf"[A-Za-z0-9._-]{{1,{most}}}", request.request_id):
         raise refuse(
-            "request_id", f"request_id is {show(request.request_id)}; it must be 1 to {most} letters, digits, . _ or -"
+            "prompt_logprobs", "prompt_logprobs come with a whole answer only; leave stream out"
+        )
+    if request.priority:
+        raise refuse(
+            "priority", f"priority is {show(request.priority)}; all requests have priority 0 here"
+        )
+    most = limits.request_id
+    if request.request_id is not None and not re.fullmatch(
+        rf"[A-Za-z0-9._-]{{1,{most}}}", request.request_id
+    ):
+        raise refuse(
+            "request_id",
+            f"request_id is {show(request.request_id)}; it must be 1 to {most} letters, digits, . _ or -",
         )
 
 
@@ -151,7 +187,8 @@ def sampling_from(
     forced: Mapping[str, Any] | None = None,
     around: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> SamplingParams:
-    """SamplingParams of a request: what it gives, else the model's defaults, else SamplingParams' own.
+    """SamplingParams of a request: what it gives, else the model's defaults, else SamplingParams'
+    own.
 
     own      values that the API decides itself, by SamplingParams' names; None: the default
     renamed  SamplingParams' name -> the field of this API that it came from
@@ -161,7 +198,9 @@ def sampling_from(
 
     Raises ApiError, 400, with the field that is at fault.
     """
-    given = {name: value for name in _SAME_NAME if (value := getattr(request, name, None)) is not None}
+    given = {
+        name: value for name in _SAME_NAME if (value := getattr(request, name, None)) is not None
+    }
     given |= {name: value for name, value in own.items() if value is not None}
     if request.logit_bias is not None:
         given["logit_bias"] = _biases(request.logit_bias)
@@ -182,14 +221,19 @@ def sampling_from(
 
 
 def _biases(given: object) -> object:
-    """Biases with their keys as integers. JSON's keys are strings; what is no object is left to the sampler's check."""
+    """Biases with their keys as integers. JSON's keys are strings; what is no object is left to the
+    sampler's check.
+    """
     if not isinstance(given, dict):
         return given
     if len(given) > _MOST.sampling.logit_bias:
         raise refuse(
-            "logit_bias", f"logit_bias has {len(given)} entries; at most {_MOST.sampling.logit_bias} are allowed"
+            "logit_bias",
+            f"logit_bias has {len(given)} entries; at most {_MOST.sampling.logit_bias} are allowed",
         )
     for key in given:
         if not isinstance(key, str) or not _TOKEN_ID.fullmatch(key):
-            raise refuse("logit_bias", f"logit_bias has the key {show(key)}; keys are token ids such as '42'")
+            raise refuse(
+                "logit_bias", f"logit_bias has the key {show(key)}; keys are token ids such as '42'"
+            )
     return {int(key): bias for key, bias in given.items()}

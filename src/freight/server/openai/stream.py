@@ -1,4 +1,6 @@
-"""What the streams and bodies of chat and completions have in common: options, usage, errors, the events' bytes."""
+"""What the streams and bodies of chat and completions have in common: options, usage, errors, the
+events' bytes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class AnswerOptions:
     include_usage     the stream ends with a chunk of usage
     continuous_usage  every chunk has the usage so far
     token_ids         the ids of prompt and answer
-    tokens_as_ids     tokens of log-probabilities by their ids, "token_id:42", in place of their text
+    tokens_as_ids     tokens of log-probabilities by their ids, "token_id:42", in place of their
+                      text
     prompt_logprobs   log-probabilities of the prompt, in a field of their own
     """
 
@@ -81,7 +84,9 @@ class Chunks:
         self._tail = ', "usage": null}\n\n' if options.include_usage else "}\n\n"
 
     def chunk(self, choice: str, more: str = "") -> str:
-        """The chunk of one choice, given as JSON. more: further fields of this chunk, each as `, "name": value`."""
+        """The chunk of one choice, given as JSON. more: further fields of this chunk, each as `,
+        "name": value`.
+        """
         if self._options.continuous_usage:
             return f'{self._lead}{choice}]{more}, "usage": {self._usage.json()}}}\n\n'
         return f"{self._lead}{choice}]{more}{self._tail}"
@@ -104,17 +109,27 @@ def failure_events(error: ApiError) -> bytes:
 
 
 def check_ending(output: CompletionDelta) -> None:
-    """Raises ApiError for a completion that ended otherwise than by its own end or a limit on its length."""
+    """Raises ApiError for a completion that ended otherwise than by its own end or a limit on its
+    length.
+    """
     if output.finish_reason is FinishReason.ERROR:
-        if (output.error or "").startswith(CANNOT_GO_ON):  # the request's own grammar: nothing failed here
+        if (output.error or "").startswith(
+            CANNOT_GO_ON
+        ):  # the request's own grammar: nothing failed here
             raise ApiError(400, f"the answer was ended: {output.error}", code="invalid_grammar")
-        if (output.error or "").startswith(NO_TOKEN_LEFT):  # nor here: its parameters and its grammar bar everything
+        if (output.error or "").startswith(
+            NO_TOKEN_LEFT
+        ):  # nor here: its parameters and its grammar bar everything
             raise ApiError(400, f"the answer was ended: {output.error}", code="no_token_left")
-        raise ApiError(500, f"the answer could not be computed further: {output.error or 'no reason is known'}")
+        raise ApiError(
+            500, f"the answer could not be computed further: {output.error or 'no reason is known'}"
+        )
     if output.finish_reason is FinishReason.TIMEOUT:
         raise took_too_long()
     if output.finish_reason is FinishReason.ABORT:
-        raise ApiError(503, "the request was aborted before its answer was complete", code="aborted")
+        raise ApiError(
+            503, "the request was aborted before its answer was complete", code="aborted"
+        )
 
 
 def common_fields(head: ReplyHead, prefix: str, kind: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The form that an answer must have: `response_format` and its relatives as arguments of StructuredOutputs.
+"""The form that an answer must have: `response_format` and its relatives as arguments of
+StructuredOutputs.
 
-Four ways to say it are in use: OpenAI's `response_format`, the form that the hub's client sends in its place,
-`structured_outputs`, and the older `guided_…`. A request uses one of them.
+Four ways to say it are in use: OpenAI's `response_format`, the form that the hub's client sends in
+its place, `structured_outputs`, and the older `guided_…`. A request uses one of them.
 """
 
 from __future__ import annotations
@@ -39,23 +40,30 @@ class Form:
 def form_of(request: Any, strict_schemas: bool) -> Form:
     """What `response_format`, `structured_outputs` and `guided_…` of a request ask for.
 
-    Raises ApiError, 400, for a form that is not known, for several at once, and with strict_schemas for a schema that
-    cannot be enforced whole.
+    Raises ApiError, 400, for a form that is not known, for several at once, and with strict_schemas
+    for a schema that cannot be enforced whole.
     """
     values, field = _values(request)
     if values is None or "json" not in values:
         return Form(values, field)
-    where = {"response_format": "response_format.schema", "structured_outputs": "structured_outputs.json"}
+    where = {
+        "response_format": "response_format.schema",
+        "structured_outputs": "structured_outputs.json",
+    }
     schema, ignored = enforced(values["json"], field, where.get(field, field), strict_schemas)
     return Form(schema, field, ignored)
 
 
-def enforced(schema: Any, field: str, where: str, strict_schemas: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Arguments of StructuredOutputs for a JSON schema as far as a grammar can hold it, and what of it is left out.
+def enforced(
+    schema: Any, field: str, where: str, strict_schemas: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Arguments of StructuredOutputs for a JSON schema as far as a grammar can hold it, and what of
+    it is left out.
 
     field, where  the field that is at fault in errors, and the schema's path in what is left out
 
-    A format that is not known is never a fault: to JSON Schema it is an annotation. Raises ApiError, 400.
+    A format that is not known is never a fault: to JSON Schema it is an annotation. Raises
+    ApiError, 400.
     """
     try:
         form, left_out = StructuredOutputs.enforceable(schema)
@@ -98,10 +106,15 @@ def _values(request: Any) -> tuple[dict[str, Any] | None, str]:
 
 def _response_format(given: object) -> dict[str, Any] | None:
     if not isinstance(given, dict):
-        raise refuse("response_format", f'response_format is {show(given)}; it must be like {{"type": "json_object"}}')
+        raise refuse(
+            "response_format",
+            f'response_format is {show(given)}; it must be like {{"type": "json_object"}}',
+        )
     for name in given:
         if name not in _FORMAT_FIELDS:
-            raise refuse(f"response_format.{name:.60}", f"response_format has no field {name[:60]!r}")
+            raise refuse(
+                f"response_format.{name:.60}", f"response_format has no field {name[:60]!r}"
+            )
     kind = given.get("type")
     schema = given["schema"] if given.get("schema") is not None else given.get("value")
     if kind == "text":
@@ -109,10 +122,17 @@ def _response_format(given: object) -> dict[str, Any] | None:
     if kind == "json_schema":
         return {"json": _schema(given, schema)}
     if kind in ("json_object", "json"):
-        return {"json_object": True} if schema is None else {"json": _checked(schema, "response_format.value")}
+        return (
+            {"json_object": True}
+            if schema is None
+            else {"json": _checked(schema, "response_format.value")}
+        )
     if kind == "regex":
         if not isinstance(schema, str):
-            raise refuse("response_format.value", f"response_format.value is {show(schema)}; it must be a string")
+            raise refuse(
+                "response_format.value",
+                f"response_format.value is {show(schema)}; it must be a string",
+            )
         return {"regex": schema}
     raise refuse(
         "response_format.type",
@@ -142,25 +162,34 @@ def _checked(schema: object, param: str) -> object:
 def as_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """`schema` with `"type": "object"` where it has properties and no type.
 
-    By the letter such a schema allows a number too. The hub's clients and their documentation mean an object by it.
+    By the letter such a schema allows a number too. The hub's clients and their documentation mean
+    an object by it.
     """
-    return {"type": "object", **schema} if "properties" in schema and "type" not in schema else schema
+    return (
+        {"type": "object", **schema} if "properties" in schema and "type" not in schema else schema
+    )
 
 
 def _structured_outputs(given: object) -> dict[str, Any]:
     if not isinstance(given, dict):
-        raise refuse("structured_outputs", f"structured_outputs is {show(given)}; it must have {choices(_FORMS)}")
+        raise refuse(
+            "structured_outputs",
+            f"structured_outputs is {show(given)}; it must have {choices(_FORMS)}",
+        )
     for name in given:
         if name not in _FORMS:
             raise refuse(
                 f"structured_outputs.{name:.60}",
                 f"structured_outputs has no field {name[:60]!r}; it has {choices(_FORMS)}",
             )
-    forms = {name: value for name, value in given.items() if value is not None and value is not False}
+    forms = {
+        name: value for name, value in given.items() if value is not None and value is not False
+    }
     if "json" in given and given["json"] is False:
         forms["json"] = False  # a schema that nothing satisfies
     if len(forms) != 1:
         raise refuse(
-            "structured_outputs", f"structured_outputs has {len(forms)} forms; it must have one of {choices(_FORMS)}"
+            "structured_outputs",
+            f"structured_outputs has {len(forms)} forms; it must have one of {choices(_FORMS)}",
         )
     return forms

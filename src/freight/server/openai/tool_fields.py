@@ -1,7 +1,7 @@
 """`tools` and `tool_choice`: what a conversation offers, and whether a call is demanded.
 
-The parameters' schemas are checked as far as their shape goes. A demanded call is compiled as a grammar later, which
-checks them whole.
+The parameters' schemas are checked as far as their shape goes. A demanded call is compiled as a
+grammar later, which checks them whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class ToolUse:
 
     tools   as they were given; empty when none may be called
     forced  the names of which one has to be called; empty: the model decides
-    named   whether `tool_choice` names the function: then there is exactly one call, whatever parallel_tool_calls says
+    named   whether `tool_choice` names the function: then there is exactly one call, whatever
+            parallel_tool_calls says
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -34,7 +35,9 @@ class ToolUse:
 
 
 def tool_use(tools: object, choice: object, limits: ServingLimits) -> ToolUse:
-    """Both fields, either of them None when absent. Raises ApiError, 400, with the path of what is at fault."""
+    """Both fields, either of them None when absent. Raises ApiError, 400, with the path of what is
+    at fault.
+    """
     offered = _tools(tools, limits) if tools is not None else {}
     if choice is None or choice == "auto":
         return ToolUse(tuple(offered.values()))
@@ -42,11 +45,16 @@ def tool_use(tools: object, choice: object, limits: ServingLimits) -> ToolUse:
         return ToolUse()
     if choice == "required":
         if not offered:
-            raise refuse("tool_choice", "tool_choice demands a call, and there are no tools to choose from")
+            raise refuse(
+                "tool_choice", "tool_choice demands a call, and there are no tools to choose from"
+            )
         return ToolUse(tuple(offered.values()), tuple(offered))
     name = _chosen(choice)
     if name not in offered:
-        raise refuse("tool_choice", f"tool_choice names {name[:64]!r}; tools has {', '.join(offered) or 'none'}")
+        raise refuse(
+            "tool_choice",
+            f"tool_choice names {name[:64]!r}; tools has {', '.join(offered) or 'none'}",
+        )
     return ToolUse(tuple(offered.values()), (name,), named=True)
 
 
@@ -59,29 +67,47 @@ def _tools(tools: object, limits: ServingLimits) -> dict[str, Mapping[str, Any]]
     for index, tool in enumerate(tools):
         name, function = _function(f"tools[{index}]", tool)
         if name in offered:
-            raise refuse(f"tools[{index}].function.name", f"tools[{index}].function.name is {name!r} once more")
+            raise refuse(
+                f"tools[{index}].function.name",
+                f"tools[{index}].function.name is {name!r} once more",
+            )
         offered[name] = {"type": "function", "function": function}
     return offered
 
 
 def _function(where: str, tool: object) -> tuple[str, dict[str, Any]]:
     if not isinstance(tool, dict):
-        raise refuse(where, f'{where} is {show(tool)}; a tool is like {{"type": "function", "function": {{…}}}}')
+        raise refuse(
+            where,
+            f'{where} is {show(tool)}; a tool is like {{"type": "function", "function": {{…}}}}',
+        )
     if tool.get("type") != "function":
-        raise refuse(f"{where}.type", f"{where}.type is {show(tool.get('type'))}; it must be 'function'")
+        raise refuse(
+            f"{where}.type", f"{where}.type is {show(tool.get('type'))}; it must be 'function'"
+        )
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise refuse(f"{where}.function", f"{where}.function is {show(function)}; it must have name and parameters")
+        raise refuse(
+            f"{where}.function",
+            f"{where}.function is {show(function)}; it must have name and parameters",
+        )
     where = f"{where}.function"
     name, description = function.get("name"), function.get("description")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise refuse(
-            f"{where}.name", f"{where}.name is {show(name)}; it must be 1 to 64 letters, digits, underscores or dashes"
+            f"{where}.name",
+            f"{where}.name is {show(name)}; it must be 1 to 64 letters, digits, underscores or dashes",
         )
     if description is not None and not isinstance(description, str):
-        raise refuse(f"{where}.description", f"{where}.description is {show(description)}; it must be a string")
+        raise refuse(
+            f"{where}.description",
+            f"{where}.description is {show(description)}; it must be a string",
+        )
     if function.get("strict") is not None and not isinstance(function["strict"], bool):
-        raise refuse(f"{where}.strict", f"{where}.strict is {show(function['strict'])}; it must be true or false")
+        raise refuse(
+            f"{where}.strict",
+            f"{where}.strict is {show(function['strict'])}; it must be true or false",
+        )
     for field in function:
         if field not in _FUNCTION_FIELDS:
             raise refuse(f"{where}.{field[:60]}", f"{where} has no field {field[:60]!r}")
@@ -94,16 +120,29 @@ def _check_parameters(where: str, schema: object) -> None:
     if not isinstance(schema, dict):
         raise refuse(where, f"{where} is {show(schema)}; it must be a JSON schema: an object")
     if schema.get("type", "object") != "object":
-        raise refuse(f"{where}.type", f"{where}.type is {show(schema['type'])}; arguments are an 'object'")
+        raise refuse(
+            f"{where}.type", f"{where}.type is {show(schema['type'])}; arguments are an 'object'"
+        )
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, dict) or not all(isinstance(value, dict | bool) for value in properties.values()):
-        raise refuse(f"{where}.properties", f"{where}.properties is {show(properties)}; it must map names to schemas")
+    if not isinstance(properties, dict) or not all(
+        isinstance(value, dict | bool) for value in properties.values()
+    ):
+        raise refuse(
+            f"{where}.properties",
+            f"{where}.properties is {show(properties)}; it must map names to schemas",
+        )
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise refuse(f"{where}.required", f"{where}.required is {show(required)}; it must be a list of names")
+        raise refuse(
+            f"{where}.required", f"{where}.required is {show(required)}; it must be a list of names"
+        )
 
 
 def _chosen(choice: object) -> str:
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    function = (
+        choice.get("function")
+        if isinstance(choice, dict) and choice.get("type") == "function"
+        else None
+    )
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise refuse(

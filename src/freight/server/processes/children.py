@@ -1,4 +1,6 @@
-"""Processes of the server. Ctrl-C in a terminal reaches them too, and may find them while Python imports."""
+"""Processes of the server. Ctrl-C in a terminal reaches them too, and may find them while Python
+imports.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,14 @@ def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """subprocess.Popen of a command that begins with SIGINT, SIGTERM and SIGHUP blocked; later it ignores them itself.
+    """subprocess.Popen of a command that begins with SIGINT, SIGTERM and SIGHUP blocked; later it
+    ignores them itself.
 
     What arrives here meanwhile is delivered when this returns.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    )
     try:
         return subprocess.Popen(command, **options)
     finally:

@@ -1,7 +1,9 @@
-"""EngineClient: the engine's process, from the server's side. Starts it, sends requests, hands out what comes back.
+"""EngineClient: the engine's process, from the server's side. Starts it, sends requests, hands out
+what comes back.
 
-What comes of the requests of an answer is put into its `Inbox`. When the process ends, every request that runs fails
-with an ApiError, `state` says so, and `on_end` is called: the server decides whether to start another.
+What comes of the requests of an answer is put into its `Inbox`. When the process ends, every
+request that runs fails with an ApiError, `state` says so, and `on_end` is called: the server
+decides whether to start another.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class WorkerOptions:
     """What the engine's process is started with: the fields of EngineArgs, and more than these.
 
     events_per_second  how often tokens are told at most (`engine.loop`)
-    stall_timeout      seconds without a sign of life after which the engine counts as stalled; 0: never
+    stall_timeout      seconds without a sign of life after which the engine counts as stalled; 0:
+                       never
     """
 
     engine_args: Mapping[str, Any]
@@ -82,7 +85,9 @@ class EngineClient(asyncio.Protocol):
         self._options = options
         self._on_stats, self._on_step, self._on_end = on_stats, on_step, on_end
         self.state = EngineState.LOADING
-        self.failure: tuple[str, int] | None = None  # why it could not be loaded, and the exit status for that
+        self.failure: tuple[str, int] | None = (
+            None  # why it could not be loaded, and the exit status for that
+        )
         self.stats: EngineStats | None = None
         self._running: dict[str, Running] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -93,13 +98,17 @@ class EngineClient(asyncio.Protocol):
         self._was_asked = False  # a ping has no answer yet
 
     def not_ready(self) -> ApiError:
-        """The answer while no request can be served: an engine may be ready before the rest of the server."""
+        """The answer while no request can be served: an engine may be ready before the rest of the
+        server.
+        """
         if self.state is EngineState.ENDED:
             return ApiError(503, "the engine's process has ended", code="engine_ended")
         if self.state is EngineState.STALLED:
             message = "the engine's process gives no sign of life; try again later"
             return ApiError(503, message, code="engine_stalled", headers={"Retry-After": "5"})
-        return ApiError(503, "the model is still loading", code="loading", headers={"Retry-After": "5"})
+        return ApiError(
+            503, "the model is still loading", code="loading", headers={"Retry-After": "5"}
+        )
 
     @property
     def pid(self) -> int | None:
@@ -124,7 +133,13 @@ class EngineClient(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
-            command = [sys.executable, *_flags(), "-m", "freight.server.processes.worker", str(theirs.fileno())]
+            command = [
+                sys.executable,
+                *_flags(),
+                "-m",
+                "freight.server.processes.worker",
+                str(theirs.fileno()),
+            ]
             environ, files = without_secrets(os.environ), (theirs.fileno(),)
             self._process = spawn(command, env=environ, pass_fds=files, stdin=subprocess.DEVNULL)
         await loop.create_unix_connection(lambda: self, sock=ours)
@@ -133,12 +148,14 @@ class EngineClient(asyncio.Protocol):
         self._send([wire.START, values.pop("engine_args"), values])
 
     def submit(self, request_id: str, index: int, work: TokenizedWork, inbox: Inbox) -> Running:
-        """Send a request, whose deltas go to `inbox`. Raises ApiError 503 while no engine is ready, 413 for
-        one that is too long for a message."""
+        """Send a request, whose deltas go to `inbox`. Raises ApiError 503 while no engine is ready,
+        413 for one that is too long for a message."""
         if self.state is not EngineState.READY:
             raise self.not_ready()
         try:
-            self._send([wire.ADD, request_id, work.text, work.token_ids, wire.params_to_json(work.params)])
+            self._send(
+                [wire.ADD, request_id, work.text, work.token_ids, wire.params_to_json(work.params)]
+            )
         except FrameError as error:
             message = f"the request is too long to be handed to the engine: {error}. Send a shorter prompt"
             raise ApiError(413, message, code="request_too_large") from None
@@ -147,18 +164,25 @@ class EngineClient(asyncio.Protocol):
 
     def abort(self, running: Running) -> None:
         """Nothing of the request is wanted any more. One that has ended is left alone."""
-        if self._running.pop(running.request_id, None) is not None and self.state is not EngineState.ENDED:
+        if (
+            self._running.pop(running.request_id, None) is not None
+            and self.state is not EngineState.ENDED
+        ):
             self._send([wire.ABORT, running.request_id])
 
     def tick(self, now: float) -> float:
-        """Called every `between_ticks` seconds: asks for a sign of life. Returns the seconds without one.
+        """Called every `between_ticks` seconds: asks for a sign of life. Returns the seconds
+        without one.
 
-        `state` is STALLED while they are more than `stall_timeout`. A model that loads is asked for nothing.
+        `state` is STALLED while they are more than `stall_timeout`. A model that loads is asked for
+        nothing.
         """
         if self.state not in (EngineState.READY, EngineState.STALLED):
             return 0.0
         silent = self._silence.tick(now)
-        self.state = EngineState.STALLED if silent > self._options.stall_timeout else EngineState.READY
+        self.state = (
+            EngineState.STALLED if silent > self._options.stall_timeout else EngineState.READY
+        )
         if not self._was_asked:
             self._was_asked = True
             self._send([wire.PING])
@@ -170,7 +194,9 @@ class EngineClient(asyncio.Protocol):
         self._process.kill()
 
     async def stop(self) -> None:
-        """End the process: it leaves after the step under way, or is killed, as one that loads or is stalled is."""
+        """End the process: it leaves after the step under way, or is killed, as one that loads or
+        is stalled is.
+        """
         if self._process is not None and self.state in (EngineState.LOADING, EngineState.STALLED):
             self._process.kill()
         if self._transport is not None:

@@ -1,10 +1,12 @@
-"""Messages between the server's processes: JSON in frames of a known length, over a stream of bytes.
+"""Messages between the server's processes: JSON in frames of a known length, over a stream of
+bytes.
 
-A frame is four bytes, the length of what follows (big-endian), and that many bytes of JSON in ASCII. JSON cannot make
-the reader run code, as pickle can. The length is compared with a cap before anything is kept, so a peer that goes
-wrong cannot take this process's memory. What JSON does to values holds here: tuples come back as lists and keys of
-mappings as strings. Beyond its standard, NaN and infinities come back as they are, and so does a lone surrogate in a
-string. An error of a frame ends the connection: what follows it cannot be found.
+A frame is four bytes, the length of what follows (big-endian), and that many bytes of JSON in
+ASCII. JSON cannot make the reader run code, as pickle can. The length is compared with a cap before
+anything is kept, so a peer that goes wrong cannot take this process's memory. What JSON does to
+values holds here: tuples come back as lists and keys of mappings as strings. Beyond its standard,
+NaN and infinities come back as they are, and so does a lone surrogate in a string. An error of a
+frame ends the connection: what follows it cannot be found.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Decoder:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """The messages that are complete with `data`. Raises FrameError for a frame beyond the cap, or not JSON."""
+        """The messages that are complete with `data`. Raises FrameError for a frame beyond the cap,
+        or not JSON.
+        """
         held = self._held
         held += data
         messages = []

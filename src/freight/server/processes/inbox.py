@@ -1,7 +1,7 @@
 """What comes of an answer's requests, until its reader takes it.
 
-A reader gets everything that has come since its last look; `merged` makes one delta for each request of it. A slow
-reader therefore holds up nobody.
+A reader gets everything that has come since its last look; `merged` makes one delta for each
+request of it. A slow reader therefore holds up nobody.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ class Inbox:
     def __init__(self) -> None:
         self._deltas: list[tuple[int, RequestDelta]] = []
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None  # a future costs half of what an asyncio.Event does
+        self._waiter: asyncio.Future[None] | None = (
+            None  # a future costs half of what an asyncio.Event does
+        )
 
     async def next(self) -> list[tuple[int, RequestDelta]]:
-        """All that has come since the last call, with the index of its request; empty after `nudge`."""
+        """All that has come since the last call, with the index of its request; empty after
+        `nudge`.
+        """
         if not self._deltas and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

@@ -1,34 +1,41 @@
-"""Whether the engine's process gets on: what it measures of itself, and what the server makes of its silence.
+"""Whether the engine's process gets on: what it measures of itself, and what the server makes of
+its silence.
 
-The server pings, and the thread of the engine's process that reads commands answers, also while a step runs. So a long
-step is no silence, and a process that was stopped, is swapped out or is deadlocked is one. A step that hangs while that
-thread still answers shows in the answer: it has used no processor for so long. Pure: times come from outside.
+The server pings, and the thread of the engine's process that reads commands answers, also while a
+step runs. So a long step is no silence, and a process that was stopped, is swapped out or is
+deadlocked is one. A step that hangs while that thread still answers shows in the answer: it has
+used no processor for so long. Pure: times come from outside.
 """
 
 from __future__ import annotations
 
 _WORKS = 0.005  # of a processor: what computes uses more, and what answers a ping a second less
 _LONGEST_ON_GPU = 600.0  # seconds: no step takes as long, kernels compiled within it included
-_BETWEEN_PINGS = 2.0  # seconds: they come each second; what is longer, all processes stood still together
+_BETWEEN_PINGS = (
+    2.0  # seconds: they come each second; what is longer, all processes stood still together
+)
 
 
 class Progress:
     """The engine's side: for how long the turn under way has stood still.
 
-    on_gpu  the host waits for a GPU by spinning, so the time of its processor says nothing; a very long turn does
+    on_gpu  the host waits for a GPU by spinning, so the time of its processor says nothing; a very
+            long turn does
     """
 
     def __init__(self, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
         self._turn: float | None = None
-        self._long = self._still = 0.0  # seconds of this turn, and those of them without progress until now
+        self._long = self._still = (
+            0.0  # seconds of this turn, and those of them without progress until now
+        )
         self._seen = self._used = 0.0
 
     def stuck(self, began: float | None, now: float, used: float) -> float:
         """Seconds without progress; called again and again.
 
-        began: when the turn of the stepping thread began, None while it waits for work; `now` of the same clock;
-        used: seconds of processors that the process has used
+        began: when the turn of the stepping thread began, None while it waits for work; `now` of
+        the same clock; used: seconds of processors that the process has used
 
         Time in which nobody asked hardly counts: the machine or the container may have been paused.
         """
@@ -43,7 +50,9 @@ class Progress:
 
 
 class Silence:
-    """The server's side: for how long the engine's process has given no sign of life. every: seconds between ticks."""
+    """The server's side: for how long the engine's process has given no sign of life. every:
+    seconds between ticks.
+    """
 
     def __init__(self, every: float) -> None:
         self._every = every
@@ -61,7 +70,8 @@ class Silence:
     def tick(self, now: float) -> float:
         """Called about every `every` seconds; the seconds of silence so far.
 
-        Time in which this process itself stood still does not count: what came meanwhile has not been read yet.
+        Time in which this process itself stood still does not count: what came meanwhile has not
+        been read yet.
         """
         if self._at is not None:
             self._quiet += min(now - self._at, 2 * self._every)

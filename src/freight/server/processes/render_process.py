@@ -1,9 +1,11 @@
-"""The process that renders chat templates and tries grammars: `python -m freight.server.processes.render_process FD`.
+"""The process that renders chat templates and tries grammars: `python -m
+freight.server.processes.render_process FD`.
 
-A template is a program that comes with a model, and a grammar is one that comes with a request. Either may run for
-ever, take all memory or crash the library that reads it. Only a process can be ended then without harm to others, so
-this one holds nothing but a tokenizer, and answers one message after another over the socket FD (`renderer.py` has the
-other end). It limits its own memory, ends with its parent, and keeps no request.
+A template is a program that comes with a model, and a grammar is one that comes with a request.
+Either may run for ever, take all memory or crash the library that reads it. Only a process can be
+ended then without harm to others, so this one holds nothing but a tokenizer, and answers one
+message after another over the socket FD (`renderer.py` has the other end). It limits its own
+memory, ends with its parent, and keeps no request.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ class Answers:
             return {"value": None}
         except FreightError as error:
             if isinstance(error.__cause__, MemoryError):
-                return {"refused": "the model's chat template takes too much memory for these messages", "last": True}
+                return {
+                    "refused": "the model's chat template takes too much memory for these messages",
+                    "last": True,
+                }
             return {"refused": _presentable(error)}
         except MemoryError:
             return {"refused": "it takes too much memory", "last": True}
@@ -84,7 +89,9 @@ class Answers:
             settings = self._settings
             module, name = settings["grammar_checker"].split(":")
             make = getattr(importlib.import_module(module), name)
-            self._check = make(self._tokenizer, settings["vocab_size"], frozenset(settings["stop_token_ids"]))
+            self._check = make(
+                self._tokenizer, settings["vocab_size"], frozenset(settings["stop_token_ids"])
+            )
         assert self._check is not None
         self._check(outputs)
 
@@ -106,9 +113,13 @@ def _end_with_parent() -> None:
 
 
 def _limit_memory(more: int) -> None:
-    """At most `more` bytes of address space above what there is now, and no core file, which would hold prompts."""
+    """At most `more` bytes of address space above what there is now, and no core file, which would
+    hold prompts.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # only Linux says how much there is, and honours the limit
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # only Linux says how much there is, and honours the limit
         now = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * _PAGE
         resource.setrlimit(resource.RLIMIT_AS, (now + more, now + more))
 
@@ -137,7 +148,10 @@ def serve(connection: socket.socket) -> None:
 
 def main() -> None:
     _end_with_parent()
-    with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(OSError, frames.FrameError):
+    with (
+        socket.socket(fileno=int(sys.argv[1])) as connection,
+        contextlib.suppress(OSError, frames.FrameError),
+    ):
         serve(connection)
 
 

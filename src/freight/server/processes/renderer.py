@@ -1,9 +1,11 @@
-"""`Renderer`: chat templates and grammars, tried in a process of their own that is killed at a deadline.
+"""`Renderer`: chat templates and grammars, tried in a process of their own that is killed at a
+deadline.
 
-Guarantees: a request whose template or grammar loops, takes too much memory or crashes gets an error, nobody else's
-request fails, and the next one has a fresh process. One request is in that process at a time; beyond a number that
-wait, the answer is 429. The process is started at the first use, or by `start`, with an environment that has no
-secrets, and it ends with this one. Messages are JSON, not pickle.
+Guarantees: a request whose template or grammar loops, takes too much memory or crashes gets an
+error, nobody else's request fails, and the next one has a fresh process. One request is in that
+process at a time; beyond a number that wait, the answer is 429. The process is started at the first
+use, or by `start`, with an environment that has no secrets, and it ends with this one. Messages are
+JSON, not pickle.
 """
 
 from __future__ import annotations
@@ -30,8 +32,23 @@ from freight.text.chat_text import ChatText
 logger = logging.getLogger("freight")
 
 GRAMMAR_CHECKER = "freight.engine.grammar:grammar_checker"
-_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
-_CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGILL)  # of a library, by what it read
+_PASSED_ON = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "TMPDIR",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "LD_LIBRARY_PATH",
+)
+_CRASHES = (
+    -signal.SIGSEGV,
+    -signal.SIGABRT,
+    -signal.SIGBUS,
+    -signal.SIGILL,
+)  # of a library, by what it read
 
 
 class Renderer:
@@ -53,12 +70,14 @@ class Renderer:
         """Starts nothing yet.
 
         folder           with the tokenizer
-        vocab_size       of the model, and stop_token_ids the model's own: what a grammar is compiled for
+        vocab_size       of the model, and stop_token_ids the model's own: what a grammar is
+                         compiled for
         deadline_s       for one request, from when the process takes it
         max_waiting      requests that wait for the process at most
         memory           bytes of address space for one request
-        grammar_checker  "module:function" that is called with tokenizer, vocab_size and stop_token_ids, and makes what
-                         is called with a grammar and raises RequestError for one that cannot be used
+        grammar_checker  "module:function" that is called with tokenizer, vocab_size and
+                         stop_token_ids, and makes what is called with a grammar and raises
+                         RequestError for one that cannot be used
         chat_template    in place of the model's own
         """
         self._settings = {
@@ -94,9 +113,11 @@ class Renderer:
             await self._end(self._process)
 
     async def render(self, conversation: Conversation) -> ChatText:
-        """The text of `conversation`, with all special tokens that the template writes, for `Tokenizer.encode_chat`.
+        """The text of `conversation`, with all special tokens that the template writes, for
+        `Tokenizer.encode_chat`.
 
-        Raises ApiError: 400 for what the template refuses, 429 when too many wait, 500 when it did not end in time.
+        Raises ApiError: 400 for what the template refuses, 429 when too many wait, 500 when it did
+        not end in time.
         """
         request = {
             "conversation": {
@@ -116,15 +137,17 @@ class Renderer:
             ) from None
         except _EndedError:
             raise ApiError(
-                500, "the process that renders chat templates ended on these messages", code="template_error"
+                500,
+                "the process that renders chat templates ended on these messages",
+                code="template_error",
             ) from None
         return ChatText(text, tuple((begin, end) for begin, end in plain))
 
     async def check_grammar(self, outputs: Mapping[str, Any]) -> None:
         """Compile a grammar (`SamplingParams.structured_outputs`) and drop it.
 
-        Raises ApiError: 400 for one that cannot be used, or is too large to compile within the deadline; 429 when too
-        many wait, 500 when the process was ended from outside.
+        Raises ApiError: 400 for one that cannot be used, or is too large to compile within the
+        deadline; 429 when too many wait, 500 when the process was ended from outside.
         """
         too_large = ApiError(
             400,
@@ -140,25 +163,31 @@ class Renderer:
         except _EndedError as error:
             if error.status in _CRASHES:
                 raise too_large from None
-            raise ApiError(500, "the process that compiles grammars ended on this one", code="grammar_error") from None
+            raise ApiError(
+                500, "the process that compiles grammars ended on this one", code="grammar_error"
+            ) from None
 
     async def _ask(self, request: object, param: str) -> Any:
         """The value that the process answers. Raises ApiError, TimeoutError, _EndedError."""
         try:
             frame = frames.encode(request, CAP)
         except (FrameError, TypeError, ValueError, RecursionError) as error:
-            raise ApiError(400, f"{param} cannot be written as JSON: {error}", param=param) from None
+            raise ApiError(
+                400, f"{param} cannot be written as JSON: {error}", param=param
+            ) from None
         if self._waiting >= self._max_waiting:
             raise ApiError(
-                429, f"{self._waiting} requests wait for the chat template; try again", headers={"Retry-After": "1"}
+                429,
+                f"{self._waiting} requests wait for the chat template; try again",
+                headers={"Retry-After": "1"},
             )
         self._waiting += 1
         try:
             await self._turn.acquire()
         finally:
             self._waiting -= 1
-        # An exchange goes on when its caller is cancelled: the process has the request, and its answer must not be
-        # taken for the next one's.
+        # An exchange goes on when its caller is cancelled: the process has the request, and its
+        # answer must not be taken for the next one's.
         exchange = asyncio.create_task(self._exchange(frame))
         exchange.add_done_callback(self._exchanged)
         reply = await asyncio.shield(exchange)
@@ -177,12 +206,17 @@ class Renderer:
             async with asyncio.timeout(self._deadline_s):
                 reply = await process.ask(frame)
         except TimeoutError:
-            logger.warning("a chat template or a grammar took longer than %g s; its process is ended", self._deadline_s)
+            logger.warning(
+                "a chat template or a grammar took longer than %g s; its process is ended",
+                self._deadline_s,
+            )
             await self._end(process)
             raise
         except (OSError, FrameError):
             status = await self._end(process)
-            logger.warning("the process for chat templates and grammars ended with status %d", status)
+            logger.warning(
+                "the process for chat templates and grammars ended with status %d", status
+            )
             raise _EndedError(status) from None
         if reply.get("last"):
             await self._end(process)
@@ -192,7 +226,9 @@ class Renderer:
         """The process, started if there is none that runs. Raises ApiError."""
         if self._is_closed:
             raise ApiError(
-                503, "the process for chat templates and grammars was ended; try again", headers={"Retry-After": "1"}
+                503,
+                "the process for chat templates and grammars was ended; try again",
+                headers={"Retry-After": "1"},
             )
         if self._process is not None and self._process.has_ended:
             await self._end(self._process)
@@ -205,8 +241,14 @@ class Renderer:
                 reply = {"failed": repr(error)}
             if "ready" not in reply:
                 await self._end(process)
-                logger.error("the process for chat templates and grammars did not start: %s", reply["failed"])
-                raise ApiError(500, "the process that renders chat templates did not start", code="template_error")
+                logger.error(
+                    "the process for chat templates and grammars did not start: %s", reply["failed"]
+                )
+                raise ApiError(
+                    500,
+                    "the process that renders chat templates did not start",
+                    code="template_error",
+                )
         return self._process
 
     async def _end(self, process: _Process) -> int:
@@ -227,7 +269,10 @@ class _Process:
     """The running process and our end of its socket."""
 
     def __init__(
-        self, popen: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        popen: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         self.popen = popen
         self._reader = reader
@@ -244,11 +289,18 @@ class _Process:
         ours, theirs = socket.socketpair()
         with theirs:
             # -P: nothing is imported from the working directory.
-            command = [sys.executable, "-P", "-m", "freight.server.processes.render_process", str(theirs.fileno())]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "freight.server.processes.render_process",
+                str(theirs.fileno()),
+            ]
             environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
             popen = spawn(
                 command,
-                env=environment | {"USE_TORCH": "0", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"},
+                env=environment
+                | {"USE_TORCH": "0", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -257,7 +309,9 @@ class _Process:
         return cls(popen, reader, writer)
 
     async def ask(self, frame: bytes) -> dict[str, Any]:
-        """Send a frame; the message that comes back. Raises FrameError, and OSError when the process ended."""
+        """Send a frame; the message that comes back. Raises FrameError, and OSError when the
+        process ended.
+        """
         self._writer.write(frame)
         await self._writer.drain()
         reply: dict[str, Any] | None = await anext(self._messages, None)

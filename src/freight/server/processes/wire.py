@@ -1,8 +1,10 @@
-"""The messages between the server's two processes, as JSON values; `frames.py` puts them on a socket.
+"""The messages between the server's two processes, as JSON values; `frames.py` puts them on a
+socket.
 
-To the engine: a start, then requests, aborts and pings. From the engine: facts about the model, then what happens.
-Every message is a list whose first entry names it. A step, the message that there are many of, is flat, without names.
-A prompt's log-probabilities are columns of numbers in base64, in this machine's order of bytes: both are on it.
+To the engine: a start, then requests, aborts and pings. From the engine: facts about the model,
+then what happens. Every message is a list whose first entry names it. A step, the message that
+there are many of, is flat, without names. A prompt's log-probabilities are columns of numbers in
+base64, in this machine's order of bytes: both are on it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class EngineFacts:
 
     tokenizer     the folder of its tokenizer; None: there is none, and prompts are token ids
     defaults      sampling parameters of generation_config.json
-    kv_cache      `LLM.kv_cache_info`, and `tokens_at_16_bits` that the same memory would hold; empty until loaded
+    kv_cache      `LLM.kv_cache_info`, and `tokens_at_16_bits` that the same memory would hold;
+                  empty until loaded
     reproducible  whether the same fingerprint and seed promise the same bits
     """
 
@@ -80,11 +83,17 @@ _DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingP
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
     """The fields that are not at their default."""
-    changed = {name: getattr(params, name) for name, value in _DEFAULTS.items() if getattr(params, name) != value}
+    changed = {
+        name: getattr(params, name)
+        for name, value in _DEFAULTS.items()
+        if getattr(params, name) != value
+    }
     if "structured_outputs" in changed:
         changed["structured_outputs"] = StructuredOutputs.of(changed["structured_outputs"]).given()
     if "logit_bias" in changed:
-        changed["logit_bias"] = list(changed["logit_bias"].items())  # JSON has no whole numbers as keys
+        changed["logit_bias"] = list(
+            changed["logit_bias"].items()
+        )  # JSON has no whole numbers as keys
     return changed
 
 
@@ -96,8 +105,11 @@ def params_from_json(value: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def step_messages(deltas: Sequence[RequestDelta], steps: Sequence[tuple[float, int]]) -> Iterator[list[Any]]:
-    """What is new after some steps, as messages that are all short enough to be read between two other things.
+def step_messages(
+    deltas: Sequence[RequestDelta], steps: Sequence[tuple[float, int]]
+) -> Iterator[list[Any]]:
+    """What is new after some steps, as messages that are all short enough to be read between two
+    other things.
 
     A prompt's log-probabilities, of which there may be hundreds of megabytes, are told in parts.
     """

@@ -1,9 +1,11 @@
-"""The engine's process: `python -m freight.server.processes.worker FD`, with FD one end of a socket pair.
+"""The engine's process: `python -m freight.server.processes.worker FD`, with FD one end of a socket
+pair.
 
-It owns the engine and everything of torch. Its main thread loads the model and steps; a second thread only reads
-commands, and answers pings. It ends when the other end of the socket closes, so it never outlives the server.
-Interrupts, SIGTERM and SIGHUP are the server's business, which lets requests finish first: here they are ignored.
-Until then, while Python starts, the server has them blocked (`children.py`).
+It owns the engine and everything of torch. Its main thread loads the model and steps; a second
+thread only reads commands, and answers pings. It ends when the other end of the socket closes, so
+it never outlives the server. Interrupts, SIGTERM and SIGHUP are the server's business, which lets
+requests finish first: here they are ignored. Until then, while Python starts, the server has them
+blocked (`children.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def main() -> None:
     set_up_logging(options["log_format"], options["log_level"])
     commands: SimpleQueue[Command] = SimpleQueue()
     channel = Channel(connection)
-    threading.Thread(target=read, args=(channel, frames, commands), name="commands", daemon=True).start()
+    threading.Thread(
+        target=read, args=(channel, frames, commands), name="commands", daemon=True
+    ).start()
     with contextlib.suppress(ConnectionError):  # the server is gone
         try:
             loop = _build(channel, args, options, commands)
@@ -56,12 +60,15 @@ def main() -> None:
             channel.send([wire.FAILED, str(error), status])
             sys.exit(status)
         gc.collect()
-        gc.freeze()  # a full collection of all that is loaded takes 0.2 s, in the middle of everybody's stream
+        # a full collection of all that is loaded takes 0.2 s, in the middle of everybody's stream
+        gc.freeze()
         loop.run()
 
 
 class Channel:
-    """The connection to the server, which the stepping thread and the one that reads commands both write to."""
+    """The connection to the server, which the stepping thread and the one that reads commands both
+    write to.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -70,7 +77,9 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, message: list[Any]) -> None:
-        """Raises FrameError for a message that is too long, and ConnectionError once the server is gone."""
+        """Raises FrameError for a message that is too long, and ConnectionError once the server is
+        gone.
+        """
         frame = encode(message, wire.CAP)
         with self._lock:
             self.connection.sendall(frame)
@@ -146,7 +155,9 @@ def _tokenizer_folder(opened: OpenModel) -> str | None:
     from freight.checkpoint.reader import resolve_model
 
     named = opened.args.tokenizer
-    return str(opened.checkpoint.path if named in (None, opened.args.model) else resolve_model(named or ""))
+    return str(
+        opened.checkpoint.path if named in (None, opened.args.model) else resolve_model(named or "")
+    )
 
 
 def _messages(event: Event) -> Iterator[list[Any]]:

@@ -1,7 +1,8 @@
 """The API of Hugging Face's text-generation-inference (TGI): a body -> `GenerateCall`, and `info`.
 
-As in TGI, a request is greedy unless it says otherwise, takes no sampling defaults from generation_config.json, and
-generates 100 tokens where it names no number. What TGI has but we do not compute is refused, not ignored.
+As in TGI, a request is greedy unless it says otherwise, takes no sampling defaults from
+generation_config.json, and generates 100 tokens where it names no number. What TGI has but we do
+not compute is refused, not ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +46,12 @@ _PARAMETERS = (
     "typical_p",
     "watermark",
 )
-_SYNONYMS = {"max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "stop_sequences": "stop", "n": "best_of"}
+_SYNONYMS = {
+    "max_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "stop_sequences": "stop",
+    "n": "best_of",
+}
 _FLAGS = ("decoder_input_details", "details", "do_sample", "return_full_text", "watermark")
 _KINDS = "json, json_schema or regex"
 
@@ -62,11 +68,15 @@ class GenerateCall:
     max_new_tokens: int | None  # as the request has it
     request_id: str | None = None
 
-    def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> GenerateReply:
+    def reply(
+        self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]
+    ) -> GenerateReply:
         if served.tokenizer is None:
             raise _no_tokenizer()
         if self.max_new_tokens is not None:
-            check_context(len(work[0].token_ids), self.max_new_tokens, served.max_model_len, "inputs")
+            check_context(
+                len(work[0].token_ids), self.max_new_tokens, served.max_model_len, "inputs"
+            )
         return GenerateReply(self.options, work[0], served.tokenizer, served.stop_token_ids)
 
     def failure_body(self, error: ApiError) -> object:
@@ -76,7 +86,8 @@ class GenerateCall:
 def parse_generate(
     body: Mapping[str, Any], served: Served, limits: SamplingLimits, stream: bool | None
 ) -> GenerateCall:
-    """What a body asks for. `stream`: what the path decides; None, for `POST /`, where the body does.
+    """What a body asks for. `stream`: what the path decides; None, for `POST /`, where the body
+    does.
 
     Raises ApiError (422) for what cannot be served.
     """
@@ -96,7 +107,11 @@ def parse_generate(
         raise _invalid("stream must be true or false", "stream")
     streams = bool(by_body) if stream is None else stream
     _check_parameters(parameters, streams)
-    form, unheld = _grammar(parameters["grammar"], served.strict_schemas) if "grammar" in parameters else (None, ())
+    form, unheld = (
+        _grammar(parameters["grammar"], served.strict_schemas)
+        if "grammar" in parameters
+        else (None, ())
+    )
     params = _sampling(parameters, limits, served.max_model_len, form)
     return GenerateCall(
         stream=streams,
@@ -114,12 +129,17 @@ def parse_generate(
     )
 
 
-def _unknown(prefix: str, given: Mapping[str, Any], known: Sequence[str], served: Served) -> list[str]:
+def _unknown(
+    prefix: str, given: Mapping[str, Any], known: Sequence[str], served: Served
+) -> list[str]:
     """Names of fields that nothing here knows. Raises ApiError unless the server ignores them."""
     unknown = [name for name, value in given.items() if name not in known and value is not None]
     if unknown and served.unknown_fields != "ignore":
         hint = nearest(unknown[0][:60], known, _SYNONYMS)
-        raise _invalid(f"{prefix}{unknown[0]:.60} is not a field of this API{hint}", f"{prefix}{unknown[0]:.60}")
+        raise _invalid(
+            f"{prefix}{unknown[0]:.60} is not a field of this API{hint}",
+            f"{prefix}{unknown[0]:.60}",
+        )
     return [f"{prefix}{name}" for name in unknown]
 
 
@@ -130,9 +150,18 @@ def _check_parameters(given: Mapping[str, Any], streams: bool) -> None:
             raise _invalid(f"{name} must be true or false", f"parameters.{name}")
     refused = {
         "adapter_id": ("adapter_id" in given, "this server has no adapters; leave it out"),
-        "best_of": (not _is_one(given.get("best_of", 1)), "only 1 is possible; send several requests with a seed each"),
-        "typical_p": (not _is_one(given.get("typical_p", 1)), "typical sampling is not implemented; use top_p"),
-        "watermark": (given.get("watermark", False), "watermarks are not implemented; leave it out"),
+        "best_of": (
+            not _is_one(given.get("best_of", 1)),
+            "only 1 is possible; send several requests with a seed each",
+        ),
+        "typical_p": (
+            not _is_one(given.get("typical_p", 1)),
+            "typical sampling is not implemented; use top_p",
+        ),
+        "watermark": (
+            given.get("watermark", False),
+            "watermarks are not implemented; leave it out",
+        ),
         "decoder_input_details": (
             streams and given.get("decoder_input_details", False),
             "a stream does not have the prompt's tokens; use /generate",
@@ -149,10 +178,15 @@ def _is_one(value: Any) -> bool:
 
 
 def _sampling(
-    given: Mapping[str, Any], limits: SamplingLimits, max_model_len: int, form: dict[str, Any] | None
+    given: Mapping[str, Any],
+    limits: SamplingLimits,
+    max_model_len: int,
+    form: dict[str, Any] | None,
 ) -> SamplingParams:
     """Raises ApiError for a value outside its range."""
-    samples = given.get("do_sample", False) or any(name in given for name in ("temperature", "top_k", "top_p"))
+    samples = given.get("do_sample", False) or any(
+        name in given for name in ("temperature", "top_k", "top_p")
+    )
     fields: dict[str, Any] = {
         "max_tokens": _count(given, "max_new_tokens", 1) or DEFAULT_NEW_TOKENS,
         "logprobs": _count(given, "top_n_tokens", 0) or 0,
@@ -172,7 +206,9 @@ def _sampling(
     except RequestError as error:
         raise _invalid(_in_tgis_names(str(error)), "parameters") from None
     if given.get("do_sample") and params.greedy:
-        raise _invalid("temperature is 0, which is greedy, and do_sample is true", "parameters.temperature")
+        raise _invalid(
+            "temperature is 0, which is greedy, and do_sample is true", "parameters.temperature"
+        )
     if samples and not params.greedy and params.seed is None:
         # TGI tells the seed of what it drew. Up to 2**53 every reader of JSON keeps all digits.
         params = replace(params, seed=secrets.randbits(53))
@@ -187,13 +223,19 @@ def _in_tgis_names(message: str) -> str:
 
 
 def _grammar(given: object, strict_schemas: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """`grammar` as SamplingParams.structured_outputs has it, and what of its schema is not enforced."""
+    """`grammar` as SamplingParams.structured_outputs has it, and what of its schema is not
+    enforced.
+    """
     if not isinstance(given, Mapping) or "value" not in given:
-        raise _invalid(f"grammar must be an object with type ({_KINDS}) and value", "parameters.grammar")
+        raise _invalid(
+            f"grammar must be an object with type ({_KINDS}) and value", "parameters.grammar"
+        )
     kind, value = given.get("type"), given["value"]
     if kind == "regex":
         if not isinstance(value, str):
-            raise _invalid("the value of a grammar of type regex must be a string", "parameters.grammar.value")
+            raise _invalid(
+                "the value of a grammar of type regex must be a string", "parameters.grammar.value"
+            )
         return {"regex": value}, ()
     if kind not in ("json", "json_schema"):
         raise _invalid(f"grammar.type must be {_KINDS}", "parameters.grammar.type")
@@ -201,11 +243,15 @@ def _grammar(given: object, strict_schemas: bool) -> tuple[dict[str, Any], tuple
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise _invalid("the value of a grammar must be a JSON schema", "parameters.grammar.value") from None
+            raise _invalid(
+                "the value of a grammar must be a JSON schema", "parameters.grammar.value"
+            ) from None
     if kind == "json_schema" and isinstance(value, Mapping):
         value = value.get("schema")  # beside a name
     if not isinstance(value, Mapping):
-        raise _invalid("the value of a grammar must be a JSON schema, an object", "parameters.grammar.value")
+        raise _invalid(
+            "the value of a grammar must be a JSON schema, an object", "parameters.grammar.value"
+        )
     where = "parameters.grammar.value"
     try:
         return enforced(as_object(value), where, where, strict_schemas)
@@ -217,7 +263,12 @@ def _count(given: Mapping[str, Any], name: str, low: int, high: int | None = Non
     value = given.get(name)
     if value is None:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < low
+        or (high is not None and value > high)
+    ):
         within = f"{low} or more" if high is None else f"{low} to {high}"
         raise _invalid(f"{name} must be a whole number, {within}", f"parameters.{name}")
     return value
@@ -232,14 +283,18 @@ def _no_tokenizer() -> ApiError:
 
 
 def as_tgi_error(error: ApiError) -> ApiError:
-    """`error` with the status that TGI's clients know: 422 for what was asked, 429 overloaded, 424 for the rest."""
+    """`error` with the status that TGI's clients know: 422 for what was asked, 429 overloaded, 424
+    for the rest.
+    """
     if error.status in (400, 413):
         status = 422
     elif error.status in (500, 502, 504):
         status = 424
     else:
         status = error.status
-    return ApiError(status, error.message, param=error.param, code=error.code, headers=error.headers)
+    return ApiError(
+        status, error.message, param=error.param, code=error.code, headers=error.headers
+    )
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """API keys, and which addresses need one.
 
-A key has a name, which is what logs and metrics show. Of its value only a digest is kept, under a secret of this
-process. Each key has its own part of the prefix cache, so that nobody learns from the time of an answer what others
-have sent.
+A key has a name, which is what logs and metrics show. Of its value only a digest is kept, under a
+secret of this process. Each key has its own part of the prefix cache, so that nobody learns from
+the time of an answer what others have sent.
 """
 
 from __future__ import annotations
@@ -29,18 +29,27 @@ class Keys:
     Make it with `Keys.read`.
     """
 
-    def __init__(self, values: Iterable[tuple[str, str]], shared_prefix_cache: bool = False) -> None:
+    def __init__(
+        self, values: Iterable[tuple[str, str]], shared_prefix_cache: bool = False
+    ) -> None:
         """`values`: (name, value) of each key, both without duplicates."""
         self._secret = self._salts = secrets.token_bytes(32)
         self._digests = tuple((name, self._digest(value.encode())) for name, value in values)
         self._shared = shared_prefix_cache
 
     @classmethod
-    def read(cls, given: Sequence[str] = (), files: Sequence[Path] = (), shared_prefix_cache: bool = False) -> Keys:
-        """Keys as the command line gives them: VALUE or NAME:VALUE, and files with one of these a line.
+    def read(
+        cls,
+        given: Sequence[str] = (),
+        files: Sequence[Path] = (),
+        shared_prefix_cache: bool = False,
+    ) -> Keys:
+        """Keys as the command line gives them: VALUE or NAME:VALUE, and files with one of these a
+        line.
 
-        In a file, empty lines and lines that begin with `#` are skipped. Keys without a name are called key-1, key-2,
-        ... in their order. Raises ConfigError, which names the file and line but never a key's value.
+        In a file, empty lines and lines that begin with `#` are skipped. Keys without a name are
+        called key-1, key-2, ... in their order. Raises ConfigError, which names the file and line
+        but never a key's value.
         """
         entries = [("--api-key", text) for text in given]
         for path in files:
@@ -61,14 +70,22 @@ class Keys:
                 nameless += 1
                 name = f"key-{nameless}"
             if not _VALUE.fullmatch(value):
-                problem = "is empty" if not value else "is longer than 512 characters or has blanks or other than ASCII"
+                problem = (
+                    "is empty"
+                    if not value
+                    else "is longer than 512 characters or has blanks or other than ASCII"
+                )
                 raise ConfigError(
                     f"{where}: the key {problem}; give VALUE or NAME:VALUE, NAME of letters, digits, . _ -"
                 )
             if name in named:
-                raise ConfigError(f"{where}: the name {name!r} is given twice; each key needs its own")
+                raise ConfigError(
+                    f"{where}: the name {name!r} is given twice; each key needs its own"
+                )
             if value in seen:
-                raise ConfigError(f"{where}: this key's value was given before ({seen[value]}); each key needs its own")
+                raise ConfigError(
+                    f"{where}: this key's value was given before ({seen[value]}); each key needs its own"
+                )
             named[name], seen[value] = value, where
         return cls(named.items(), shared_prefix_cache)
 
@@ -87,7 +104,8 @@ class Keys:
     def check(self, authorization: str | None, x_api_key: str | None) -> str | None:
         """The name of the key that a request carries, or None.
 
-        authorization  the header `Authorization: Bearer VALUE`; x_api_key: the header of that name (Anthropic's)
+        authorization  the header `Authorization: Bearer VALUE`; x_api_key: the header of that name
+                       (Anthropic's)
         The time it takes does not depend on which key matches, or how far.
         """
         scheme, _, value = (authorization or "").partition(" ")
@@ -101,7 +119,8 @@ class Keys:
         return found
 
     def salt_for(self, name: str | None, request_salt: str | None) -> str | None:
-        """The cache salt of a request that came with the key `name`: requests share prefixes where it is equal.
+        """The cache salt of a request that came with the key `name`: requests share prefixes where
+        it is equal.
 
         request_salt  what the request itself asks for; it divides the key's part further
         """
@@ -123,7 +142,11 @@ def _lines(path: Path) -> list[tuple[str, str]]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"--api-key-file {path}: not UTF-8 at byte {error.start}") from None
     lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
-    found = [(f"--api-key-file {path}, line {number}", line) for number, line in lines if line and line[0] != "#"]
+    found = [
+        (f"--api-key-file {path}, line {number}", line)
+        for number, line in lines
+        if line and line[0] != "#"
+    ]
     if not found:
         raise ConfigError(f"--api-key-file {path}: there is no key in it; write one a line")
     return found
@@ -141,7 +164,9 @@ def check_binding(host: str, keys: Keys, insecure: bool) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address or name. Raises ConfigError for a name that is not known."""
+    """Whether only this machine reaches an address or name. Raises ConfigError for a name that is
+    not known.
+    """
     if host == "localhost":
         return True
     try:
@@ -149,10 +174,14 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         pass
     try:
-        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(
+            host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "no such name"
-        raise ConfigError(f"--host {host}: {reason}; give an address or a name of this machine") from None
+        raise ConfigError(
+            f"--host {host}: {reason}; give an address or a name of this machine"
+        ) from None
     return all(_is_loopback_address(str(address[0])) for *_, address in found)
 
 

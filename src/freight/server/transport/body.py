@@ -1,7 +1,9 @@
-"""The body of a request, from ASGI messages to a JSON object, within limits that hold before anything is parsed.
+"""The body of a request, from ASGI messages to a JSON object, within limits that hold before
+anything is parsed.
 
-Time and memory are linear in the bytes received, whatever they are: nesting, digits and surrogates are checked without
-recursion, on the bytes. What is returned can be written as JSON and as UTF-8 again.
+Time and memory are linear in the bytes received, whatever they are: nesting, digits and surrogates
+are checked without recursion, on the bytes. What is returned can be written as JSON and as UTF-8
+again.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ from freight.server.transport.http_limits import HttpLimits
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)  # never walks back: linear, with or without its end
+_STRING = re.compile(
+    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL
+)  # never walks back: linear, with or without its end
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEP = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # one level deeper, one less, as signed bytes
 _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
-_LARGE_EXPONENT = re.compile(rb"[eE]\+?[0-9]{3}")  # of two digits, with at most number_digits: below 1e308
+_LARGE_EXPONENT = re.compile(
+    rb"[eE]\+?[0-9]{3}"
+)  # of two digits, with at most number_digits: below 1e308
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -32,16 +38,23 @@ class DisconnectedError(Exception):
     """The client left, or was refused, before its body was complete: there is nobody to answer."""
 
 
-async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], limits: HttpLimits) -> bytes:
+async def read_body(
+    receive: Receive, headers: Iterable[tuple[bytes, bytes]], limits: HttpLimits
+) -> bytes:
     """The bytes of a body that is declared as JSON, for `parse_object`.
 
     receive  of ASGI; headers: of the ASGI scope
-    Raises ApiError: 413 too large (the rest is not read), 415 not declared as JSON. Raises DisconnectedError.
+    Raises ApiError: 413 too large (the rest is not read), 415 not declared as JSON. Raises
+    DisconnectedError.
     """
     values = {name.lower(): value.decode("latin-1").strip() for name, value in headers}
     _check_type(values)
     length = values.get(b"content-length", "0")
-    if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > limits.body_bytes):
+    if (
+        length.isascii()
+        and length.isdigit()
+        and (len(length) > 18 or int(length) > limits.body_bytes)
+    ):
         raise body_too_large(limits)
     body = bytearray()
     more = True
@@ -64,14 +77,19 @@ def _check_type(values: dict[bytes, str]) -> None:
     # for permission only before JSON.
     if kind != "application/json" or charset not in ("", "charset=utf-8"):
         what = f"{declared[:100]!r}" if declared else "missing"
-        raise ApiError(415, f"Content-Type is {what}; send the header 'Content-Type: application/json', in UTF-8")
+        raise ApiError(
+            415,
+            f"Content-Type is {what}; send the header 'Content-Type: application/json', in UTF-8",
+        )
     encoding = values.get(b"content-encoding", "identity").lower()
     if encoding != "identity":
         raise ApiError(415, f"Content-Encoding is {encoding[:100]!r}; send the body as it is")
 
 
 def parse_object(body: bytes, limits: HttpLimits) -> dict[str, Any]:
-    """A JSON object from its bytes. Of equal keys the last one counts. Raises ApiError with status 400."""
+    """A JSON object from its bytes. Of equal keys the last one counts. Raises ApiError with status
+    400.
+    """
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -82,19 +100,25 @@ def parse_object(body: bytes, limits: HttpLimits) -> dict[str, Any]:
         raise ApiError(400, f"body has more than {limits.json_containers} arrays and objects")
     if max(accumulate(steps), default=0) > limits.json_depth:
         raise ApiError(400, f"body has arrays and objects more than {limits.json_depth} deep")
-    if b"0" * (limits.number_digits + 1) in bare.translate(_AS_ZEROS):  # a regular expression takes twenty times longer
+    if b"0" * (limits.number_digits + 1) in bare.translate(
+        _AS_ZEROS
+    ):  # a regular expression takes twenty times longer
         raise ApiError(400, f"body has a number of more than {limits.number_digits} digits")
     # A call for each number costs time, and few bodies need it.
     may_overflow = (b"e" in bare or b"E" in bare) and _LARGE_EXPONENT.search(bare) is not None
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite if may_overflow else None)
+        value = json.loads(
+            text, parse_constant=_refuse_constant, parse_float=_finite if may_overflow else None
+        )
     except json.JSONDecodeError as error:
         at = len(text[: error.pos].encode())
         raise ApiError(400, f"body is not valid JSON at byte {at}: {error.msg}") from None
     if _SURROGATE.search(body):
         _refuse_lone_surrogates(value)
     if not isinstance(value, dict):
-        kind = {list: "an array", str: "a string", type(None): "null"}.get(type(value), "a number or a boolean")
+        kind = {list: "an array", str: "a string", type(None): "null"}.get(
+            type(value), "a number or a boolean"
+        )
         raise ApiError(400, f"body is {kind}; send a JSON object")
     return value
 
@@ -114,4 +138,6 @@ def _refuse_lone_surrogates(value: object) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ApiError(400, "body has half of a surrogate pair (\\ud800 to \\udfff) in a string") from None
+        raise ApiError(
+            400, "body has half of a surrogate pair (\\ud800 to \\udfff) in a string"
+        ) from None

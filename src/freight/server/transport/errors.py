@@ -47,14 +47,24 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
         if status >= 500 and status not in _PASSING:
-            # OpenAI's clients repeat every request that fails with 500 or more. These would fail again.
+            # OpenAI's clients repeat every request that fails with 500 or more. These would fail
+            # again.
             self.headers.setdefault("x-should-retry", "false")
 
     def openai_body(self) -> dict[str, object]:
         """The envelope of OpenAI's API."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
 
 def took_too_long() -> ApiError:
     """The end of an answer whose time has passed: `--request-timeout`."""
-    return ApiError(504, "the answer took longer than this server allows; ask for fewer tokens", code="timeout")
+    return ApiError(
+        504, "the answer took longer than this server allows; ask for fewer tokens", code="timeout"
+    )

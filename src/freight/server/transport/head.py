@@ -1,7 +1,9 @@
-"""The head of an HTTP/1 request (request line and headers), checked as bytes before any parser sees it.
+"""The head of an HTTP/1 request (request line and headers), checked as bytes before any parser sees
+it.
 
-What passes here means the same to every HTTP parser: one Host, one length, no folded lines, no bare line ends. So a
-proxy in front and the parser behind cannot disagree about where a request ends or where it goes. Pure: no socket.
+What passes here means the same to every HTTP parser: one Host, one length, no folded lines, no bare
+line ends. So a proxy in front and the parser behind cannot disagree about where a request ends or
+where it goes. Pure: no socket.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ _LENGTH = re.compile(rb"[0-9]{1,18}")
 class Head:
     """A head that may be parsed.
 
-    raw         its bytes for the parser, without what asks for another protocol: servers may ignore Upgrade, and
-                some clients (Java's) ask for HTTP/2 with every request
+    raw         its bytes for the parser, without what asks for another protocol: servers may ignore
+                Upgrade, and some clients (Java's) ask for HTTP/2 with every request
     body_bytes  bytes of the body that follow; None: it comes in chunks
     """
 
@@ -34,17 +36,23 @@ class Head:
 
 
 def refuse_early(part: bytes, limits: HttpLimits) -> None:
-    """Raise ApiError for the beginning of a head that cannot become a good one, so that nobody waits for its end."""
+    """Raise ApiError for the beginning of a head that cannot become a good one, so that nobody
+    waits for its end.
+    """
     if len(part) > limits.head_bytes:
         raise ApiError(
-            431, f"the request's headers take more than {limits.head_bytes} bytes; send fewer or shorter ones"
+            431,
+            f"the request's headers take more than {limits.head_bytes} bytes; send fewer or shorter ones",
         )
     if part.count(b"\n") > limits.max_headers + 3:
         raise _too_many(limits)
     if part.count(b"\n") != part.count(b"\r\n"):
         raise ApiError(400, "a line of the request's headers does not end in CR LF")
     if _CONTROL.search(part):
-        raise ApiError(400, "the request's headers contain a control character; this port speaks HTTP/1.1 without TLS")
+        raise ApiError(
+            400,
+            "the request's headers contain a control character; this port speaks HTTP/1.1 without TLS",
+        )
 
 
 def read_head(raw: bytes, limits: HttpLimits) -> Head:
@@ -87,10 +95,14 @@ def _check_host(hosts: list[bytes], needed: bool) -> None:
         raise ApiError(400, "the Host header is not HOST or HOST:PORT")
 
 
-def _body_bytes(values: dict[bytes, list[bytes]], may_chunk: bool, limits: HttpLimits) -> int | None:
+def _body_bytes(
+    values: dict[bytes, list[bytes]], may_chunk: bool, limits: HttpLimits
+) -> int | None:
     lengths, codings = values.get(b"content-length", []), values.get(b"transfer-encoding", [])
     if lengths and codings:
-        raise ApiError(400, "the request has both Content-Length and Transfer-Encoding; send one of them")
+        raise ApiError(
+            400, "the request has both Content-Length and Transfer-Encoding; send one of them"
+        )
     if codings:
         if not may_chunk or len(codings) > 1 or codings[0].lower() != b"chunked":
             raise ApiError(400, "Transfer-Encoding can be chunked only, once, in HTTP/1.1")
@@ -106,6 +118,8 @@ def _body_bytes(values: dict[bytes, list[bytes]], may_chunk: bool, limits: HttpL
 
 
 def body_too_large(limits: HttpLimits) -> ApiError:
-    """The answer to a body over the limit. The connection cannot be used again: the rest of the body is not read."""
+    """The answer to a body over the limit. The connection cannot be used again: the rest of the
+    body is not read.
+    """
     message = f"the body is larger than {limits.body_bytes} bytes; send less in one request"
     return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})

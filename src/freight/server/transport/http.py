@@ -1,9 +1,11 @@
-"""The server's end of an HTTP/1.1 connection: uvicorn's, with limits on what a client sends and how long it takes.
+"""The server's end of an HTTP/1.1 connection: uvicorn's, with limits on what a client sends and how
+long it takes.
 
-uvicorn alone accepts headers of any size and number, waits for ever for the rest of a request, and loses sight of a
-client that sends a second request while its first one runs. Here a request's head is collected and checked before it is
-parsed (`head.py`), the next request is not looked at while one runs, and each wait has an end. Refusals have OpenAI's
-envelope. `server_config` is how uvicorn is to be started.
+uvicorn alone accepts headers of any size and number, waits for ever for the rest of a request, and
+loses sight of a client that sends a second request while its first one runs. Here a request's head
+is collected and checked before it is parsed (`head.py`), the next request is not looked at while
+one runs, and each wait has an end. Refusals have OpenAI's envelope. `server_config` is how uvicorn
+is to be started.
 """
 
 from __future__ import annotations
@@ -30,11 +32,15 @@ _log = logging.getLogger(__name__)
 
 _AGAIN = {"Retry-After": "1"}
 _FULL = ApiError(503, "too many connections are open; try again", headers=_AGAIN)
-_TOO_SLOW = ApiError(503, "all connections are taken and this request's body came slowest; try again", headers=_AGAIN)
+_TOO_SLOW = ApiError(
+    503, "all connections are taken and this request's body came slowest; try again", headers=_AGAIN
+)
 
 
 class _Output:
-    """What uvicorn writes an answer to: the transport, but the end of the connection goes through its protocol."""
+    """What uvicorn writes an answer to: the transport, but the end of the connection goes through
+    its protocol.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -67,7 +73,9 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.timeout_keep_alive = cast(int, self.limits.idle_seconds)  # any number of seconds will do
+        self.timeout_keep_alive = cast(
+            int, self.limits.idle_seconds
+        )  # any number of seconds will do
         self.ending = False
         self.idle_since = self.loop.time()
         self._input = bytearray()  # received and not parsed
@@ -118,8 +126,12 @@ class Connection(HttpToolsProtocol):
         set_options(transport, self.limits)
         self._wait_for_a_request()
         if self._is_one_too_many:
-            others = (one for one in self.connections if isinstance(one, Connection) and one is not self)
-            other = gives_way((one for one in others if one.lingers or not one.ending), self.loop.time())
+            others = (
+                one for one in self.connections if isinstance(one, Connection) and one is not self
+            )
+            other = gives_way(
+                (one for one in others if one.lingers or not one.ending), self.loop.time()
+            )
             if other is not None:
                 other.give_way()
             elif len(self.connections) > self.limits.max_connections + SPARE:
@@ -145,7 +157,9 @@ class Connection(HttpToolsProtocol):
         """Parse what was received, as far as it can be."""
         try:
             while (
-                self._input and not self.ending and (self._take_head() if self._body_left == 0 else self._take_body())
+                self._input
+                and not self.ending
+                and (self._take_head() if self._body_left == 0 else self._take_body())
             ):
                 pass
         except ApiError as error:
@@ -168,7 +182,9 @@ class Connection(HttpToolsProtocol):
         end = self._input.find(END_OF_HEAD)
         if end < 0:
             refuse_early(bytes(self._input), self.limits)
-            self._read_timer = self._read_timer or self.loop.call_later(self.limits.head_seconds, self._head_is_late)
+            self._read_timer = self._read_timer or self.loop.call_later(
+                self.limits.head_seconds, self._head_is_late
+            )
             return False
         head = read_head(bytes(self._input[: end + len(END_OF_HEAD)]), self.limits)
         del self._input[: end + len(END_OF_HEAD)]
@@ -187,7 +203,9 @@ class Connection(HttpToolsProtocol):
 
     def _take_body(self) -> bool:
         """Give the parser what the input has of the body."""
-        most = self._body_left or self.limits.head_bytes  # of chunks, little enough to see what lies between two
+        most = (
+            self._body_left or self.limits.head_bytes
+        )  # of chunks, little enough to see what lies between two
         size = min(most, len(self._input))
         part = bytes(self._input[:size])
         del self._input[:size]
@@ -196,19 +214,25 @@ class Connection(HttpToolsProtocol):
         self._between_chunks += size
         self.parser.feed_data(part)
         if self._body_left is None and self._between_chunks > self.limits.head_bytes:
-            raise ApiError(400, f"the body has more than {self.limits.head_bytes} bytes between two chunks")
+            raise ApiError(
+                400, f"the body has more than {self.limits.head_bytes} bytes between two chunks"
+            )
         if self.cycle.response_complete and self._body_received > self.limits.body_bytes:
             self.end()
         return True
 
     def on_message_begin(self) -> None:
-        if not self._head_expected:  # after a body in chunks, in the same packet: its head was not checked
+        if (
+            not self._head_expected
+        ):  # after a body in chunks, in the same packet: its head was not checked
             raise ValueError("a request that was not expected")
         self._head_expected = False
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._head_done:  # what follows a body in chunks is no header of the request: it was not checked
+        if (
+            not self._head_done
+        ):  # what follows a body in chunks is no header of the request: it was not checked
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -239,7 +263,11 @@ class Connection(HttpToolsProtocol):
             self.loop.call_soon(self._advance)
 
     def _head_is_late(self) -> None:
-        self._refuse(ApiError(408, f"the request's headers did not come within {self.limits.head_seconds:g} s"))
+        self._refuse(
+            ApiError(
+                408, f"the request's headers did not come within {self.limits.head_seconds:g} s"
+            )
+        )
 
     def _check_body(self) -> None:
         """Called when the body may be late: ends the request, or says when to look again."""
@@ -281,10 +309,12 @@ class Connection(HttpToolsProtocol):
         self.end(linger=error.status != 503)  # those wait for a free place: hold none
 
     def end(self, linger: bool | None = None) -> None:
-        """Close the connection once all is sent. linger: unread input may be left, by default a rest of the body.
+        """Close the connection once all is sent. linger: unread input may be left, by default a
+        rest of the body.
 
-        A connection that is closed with unread input is reset, and the client may lose the answer. So the answer is
-        followed by an end of the stream, nothing more is read, and the close comes a little later.
+        A connection that is closed with unread input is reset, and the client may lose the answer.
+        So the answer is followed by an end of the stream, nothing more is read, and the close comes
+        a little later.
         """
         if self.ending:
             return
@@ -304,7 +334,9 @@ class Connection(HttpToolsProtocol):
             self._watch_writing()
 
     def _close(self) -> None:
-        if not self.transport.is_closing():  # asyncio's TLS transport cannot tell its buffer's size if closed twice
+        if (
+            not self.transport.is_closing()
+        ):  # asyncio's TLS transport cannot tell its buffer's size if closed twice
             self.transport.close()
 
     def _drop(self) -> None:
@@ -327,7 +359,9 @@ class Connection(HttpToolsProtocol):
 
     def _wait_for_a_request(self) -> None:
         self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -344,7 +378,9 @@ class Connection(HttpToolsProtocol):
             self._write_timer = self.loop.call_later(self.limits.write_seconds, self._check_writing)
 
     def _check_writing(self) -> None:
-        """Drop a connection whose client has read nothing since the last look, although something waits for it."""
+        """Drop a connection whose client has read nothing since the last look, although something
+        waits for it.
+        """
         self._write_timer = None
         unsent = self.transport.get_write_buffer_size()
         if unsent >= self._unsent > 0:
@@ -364,19 +400,24 @@ class Connection(HttpToolsProtocol):
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes the event loop of the server's process: uvloop's, where it is installed; None: asyncio's own."""
+    """What makes the event loop of the server's process: uvloop's, where it is installed; None:
+    asyncio's own.
+    """
     if importlib.util.find_spec("uvloop") is None:
         return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module(
+        "uvloop"
+    ).new_event_loop
     return factory
 
 
 def server_config(app: Any, limits: HttpLimits, drain_seconds: int | None = None) -> uvicorn.Config:
     """How uvicorn runs `app`, for `uvicorn.Server(...).serve(sockets=[...])`.
 
-    No lifespan, no WebSocket, no trust in X-Forwarded-*, no `Server` header, logging untouched. No more connections
-    than the limit on open files of this process (RLIMIT_NOFILE) leaves room for. `drain_seconds`: how long answers may
-    go on after the server was asked to end; None: until they are done.
+    No lifespan, no WebSocket, no trust in X-Forwarded-*, no `Server` header, logging untouched. No
+    more connections than the limit on open files of this process (RLIMIT_NOFILE) leaves room for.
+    `drain_seconds`: how long answers may go on after the server was asked to end; None: until they
+    are done.
     """
     given = fitted(limits)
 

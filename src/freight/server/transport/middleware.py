@@ -1,7 +1,9 @@
-"""What stands around every route: request ids, other origins, the last resort for errors, and the key.
+"""What stands around every route: request ids, other origins, the last resort for errors, and the
+key.
 
-Plain ASGI, from outside to inside in this order (`guarded`). Denied by default: a path is open only if it is listed.
-Decisions use `scope["path"]`, which is what is routed, never an address that is put together from headers.
+Plain ASGI, from outside to inside in this order (`guarded`). Denied by default: a path is open only
+if it is listed. Decisions use `scope["path"]`, which is what is routed, never an address that is
+put together from headers.
 """
 
 from __future__ import annotations
@@ -28,11 +30,19 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info"})
-OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # for GET and HEAD: the page itself holds nothing that is secret
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/ping"}
+)  # for GET and HEAD: the page itself holds nothing that is secret
 FAILED = "the server failed on this request; its log has the cause under the request's id"
 
 EXPOSED = (  # headers of answers that a page of another origin may read
-    *("x-request-id", "x-freight-ignored", "x-freight-reproducible", "x-should-retry", "retry-after"),
+    *(
+        "x-request-id",
+        "x-freight-ignored",
+        "x-freight-reproducible",
+        "x-should-retry",
+        "retry-after",
+    ),
 )
 
 _log = logging.getLogger(__name__)
@@ -41,7 +51,11 @@ _SHORT = 1 << 16  # bytes: no error of ours is longer
 
 
 def guarded(
-    app: App, keys: Keys, *, open_paths: Collection[str] = OPEN_PATHS, allow_origins: Sequence[str] = ()
+    app: App,
+    keys: Keys,
+    *,
+    open_paths: Collection[str] = OPEN_PATHS,
+    allow_origins: Sequence[str] = (),
 ) -> App:
     """`app` behind everything in this module."""
     inner: App = Errors(RequireKey(app, keys, open_paths))
@@ -62,14 +76,22 @@ def error_body(path: str, error: ApiError) -> dict[str, object]:
 async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
     """A whole answer that says what failed."""
     body = json.dumps(error_body(scope["path"], error)).encode()
-    headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in error.headers.items()]
-    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [
+        (name.lower().encode("latin-1"), value.encode("latin-1"))
+        for name, value in error.headers.items()
+    ]
+    headers += [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The value of a header that a request has once. None: it is absent, or its value is not certain."""
+    """The value of a header that a request has once. None: it is absent, or its value is not
+    certain.
+    """
     values = [value for key, value in scope["headers"] if key == name]
     return values[0] if len(values) == 1 else None
 
@@ -77,7 +99,8 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 class RequestIds:
     """Gives each request an id: the client's `x-request-id` where it is plain, else a new one.
 
-    It is in `scope["state"]["request_id"]`, in the answer's headers and in the log, and is used for nothing else.
+    It is in `scope["state"]["request_id"]`, in the answer's headers and in the log, and is used for
+    nothing else.
     """
 
     def __init__(self, app: App) -> None:
@@ -93,7 +116,11 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                others = [pair for pair in message.get("headers", []) if pair[0].lower() != b"x-request-id"]
+                others = [
+                    pair
+                    for pair in message.get("headers", [])
+                    if pair[0].lower() != b"x-request-id"
+                ]
                 message = {**message, "headers": [*others, (b"x-request-id", request_id.encode())]}
             await send(message)
 
@@ -101,10 +128,11 @@ class RequestIds:
 
 
 class Errors:
-    """Turns what fails into an answer: ApiError as it says, anything else into a 500 that gives nothing away.
+    """Turns what fails into an answer: ApiError as it says, anything else into a 500 that gives
+    nothing away.
 
-    A framework's own 404, 405 and 500 get the shape of this API too. An exception after the answer began ends the
-    connection.
+    A framework's own 404, 405 and 500 get the shape of this API too. An exception after the answer
+    began ends the connection.
     """
 
     def __init__(self, app: App) -> None:
@@ -133,7 +161,9 @@ class Errors:
 
 
 class _ShapedSend:
-    """`send`, which holds back a framework's own 404, 405 or 500 until it is clear whether it has our shape."""
+    """`send`, which holds back a framework's own 404, 405 or 500 until it is clear whether it has
+    our shape.
+    """
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
@@ -173,12 +203,16 @@ class _ShapedSend:
         if held["status"] == 500:
             return ApiError(500, FAILED)
         if held["status"] == 404:
-            return ApiError(404, "there is nothing at this path; docs/server.md lists what there is")
+            return ApiError(
+                404, "there is nothing at this path; docs/server.md lists what there is"
+            )
         values = [value for name, value in held.get("headers", []) if name.lower() == b"allow"]
         allowed = b", ".join(values).decode("latin-1")
         way_out = f"; it takes {allowed}" if allowed else ""
         headers = {"Allow": allowed} if allowed else {}
-        return ApiError(405, f"this path does not take {self._scope['method']}{way_out}", headers=headers)
+        return ApiError(
+            405, f"this path does not take {self._scope['method']}{way_out}", headers=headers
+        )
 
 
 def _has_error(body: bytes) -> bool:
@@ -190,14 +224,17 @@ def _has_error(body: bytes) -> bool:
 
 
 def allowing(app: App, origins: Sequence[str]) -> App:
-    """`app` for pages of the listed origins too. Exact origins only, such as https://chat.example.com.
+    """`app` for pages of the listed origins too. Exact origins only, such as
+    https://chat.example.com.
 
-    A page may send any header: clients in JavaScript send many of their own. Without the key none of them opens
-    anything. Raises ConfigError for what is no origin: a path, a pattern, `*`.
+    A page may send any header: clients in JavaScript send many of their own. Without the key none
+    of them opens anything. Raises ConfigError for what is no origin: a path, a pattern, `*`.
     """
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
-            raise ConfigError(f"--allow-origin {origin}: give one origin, such as https://chat.example.com")
+            raise ConfigError(
+                f"--allow-origin {origin}: give one origin, such as https://chat.example.com"
+            )
     return CORSMiddleware(
         app,
         allow_origins=origins,
@@ -209,10 +246,11 @@ def allowing(app: App, origins: Sequence[str]) -> App:
 
 
 class RequireKey:
-    """Lets a request through with a known key, or to a path that is open for GET and HEAD. All else is a 401.
+    """Lets a request through with a known key, or to a path that is open for GET and HEAD. All else
+    is a 401.
 
-    Also what is neither HTTP nor the start of the server is refused. The key's name is in `scope["state"]["key_name"]`;
-    None without a key.
+    Also what is neither HTTP nor the start of the server is refused. The key's name is in
+    `scope["state"]["key_name"]`; None without a key.
     """
 
     def __init__(self, app: App, keys: Keys, open_paths: Collection[str] = OPEN_PATHS) -> None:
@@ -227,11 +265,15 @@ class RequireKey:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        name = self._keys.check(*(_text(header(scope, h)) for h in (b"authorization", b"x-api-key")))
+        name = self._keys.check(
+            *(_text(header(scope, h)) for h in (b"authorization", b"x-api-key"))
+        )
         is_open = scope["method"] in ("GET", "HEAD") and scope["path"] in self._open_paths
         if self._keys and name is None and not is_open:
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
-            error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            error = ApiError(
+                401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
             await send_error(scope, send, error)
             return
         scope.setdefault("state", {})["key_name"] = name

@@ -1,8 +1,9 @@
-"""Places for connections: how many there are, who gives way when they are short, and the options of each.
+"""Places for connections: how many there are, who gives way when they are short, and the options of
+each.
 
-Who asks for /health is answered also when all places are taken: a few more are kept for that. A connection gives way
-to a new one while nobody works for it: the one that is idle longest, else the one whose body comes slowest. So neither
-idle clients nor bodies that never end keep others out.
+Who asks for /health is answered also when all places are taken: a few more are kept for that. A
+connection gives way to a new one while nobody works for it: the one that is idle longest, else the
+one whose body comes slowest. So neither idle clients nor bodies that never end keep others out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ except ImportError:  # not on Windows, which has no such limit either
 
 SPARE = 16  # places beyond the limit, for `asks_for_health` alone
 _OTHER_FILES = 64  # descriptors that the process needs besides connections
-_BEGUN = 16 << 10  # bytes that a body counts for when it begins, so that a new one is not the slowest
+_BEGUN = (
+    16 << 10
+)  # bytes that a body counts for when it begins, so that a new one is not the slowest
 _HEALTH = re.compile(rb"(?:GET|HEAD) /(?:health|ping|metrics)(?:\?[^ ]*)? HTTP/1\.[01]\r\n")
 
 _log = logging.getLogger(__name__)
@@ -36,7 +39,8 @@ class Holder(Protocol):
 
     is_idle     nobody works for it and no body is expected
     idle_since  when the last answer ended, or the connection began
-    body        (time when it began, bytes received) of a body that is not complete; None: there is none
+    body        (time when it began, bytes received) of a body that is not complete; None: there is
+                none
     """
 
     @property
@@ -71,7 +75,9 @@ def asks_for_health(head: bytes, has_body: bool) -> bool:
 
 
 def fitted(limits: HttpLimits) -> HttpLimits:
-    """`limits` with no more connections than this process may have open files (RLIMIT_NOFILE); says so."""
+    """`limits` with no more connections than this process may have open files (RLIMIT_NOFILE); says
+    so.
+    """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else -1
     room = sys.maxsize if files < 0 else max(files - _OTHER_FILES - SPARE, 1)  # -1: RLIM_INFINITY
     if limits.max_connections <= room:
@@ -84,17 +90,24 @@ def fitted(limits: HttpLimits) -> HttpLimits:
 
 
 def set_options(transport: asyncio.Transport, limits: HttpLimits) -> None:
-    """Options of a TCP connection: what is written is sent at once, and a client whose machine is gone is noticed."""
+    """Options of a TCP connection: what is written is sent at once, and a client whose machine is
+    gone is noticed.
+    """
     options = transport.get_extra_info("socket")
     if options is None or options.family not in (socket.AF_INET, socket.AF_INET6):
         return
-    # uvloop leaves this to us for a socket that it is given. Without it the body of an answer waits until the client
-    # has acknowledged the head, which it delays by 40 ms.
+    # uvloop leaves this to us for a socket that it is given. Without it the body of an answer waits
+    # until the client has acknowledged the head, which it delays by 40 ms.
     options.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # Also while nothing is written: a machine that is gone sends nothing.
     options.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = max(round(limits.write_seconds), 1)
-    values = {"TCP_KEEPIDLE": seconds, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 1000 * seconds}
+    values = {
+        "TCP_KEEPIDLE": seconds,
+        "TCP_KEEPINTVL": 10,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": 1000 * seconds,
+    }
     for name, value in values.items():
         if hasattr(socket, name):
             options.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

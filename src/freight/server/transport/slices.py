@@ -1,7 +1,7 @@
 """Large answers: made in a thread, one at a time, so that the event loop goes on meanwhile.
 
-A thread alone is not enough: Python's JSON encoder lets no other thread run until all of a value is written. So a large
-value is written in slices, each of which takes milliseconds.
+A thread alone is not enough: Python's JSON encoder lets no other thread run until all of a value is
+written. So a large value is written in slices, each of which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Sliced(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
     def json_slices(self) -> Iterator[str]:
-        """The list as JSON, in slices that take milliseconds each. No white space, and no NaN or infinities."""
+        """The list as JSON, in slices that take milliseconds each. No white space, and no NaN or
+        infinities.
+        """
 
 
 # Several would take turns with the event loop, which would wait for each of them.
@@ -37,12 +39,16 @@ _maker = ThreadPoolExecutor(1, thread_name_prefix="large answers")
 
 async def in_turn(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What `function` returns, called in the one thread for large answers."""
-    return await asyncio.get_running_loop().run_in_executor(_maker, lambda: function(*args, **kwargs))
+    return await asyncio.get_running_loop().run_in_executor(
+        _maker, lambda: function(*args, **kwargs)
+    )
 
 
 def json_bytes(value: object) -> bytes:
     """`value` as JSON, which has no NaN and no infinities."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=plain)
+    text = json.dumps(
+        value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=plain
+    )
     return text.encode("utf-8", "replace")
 
 
@@ -54,7 +60,9 @@ def plain(value: object) -> object:
 
 
 def json_in_slices(value: object) -> list[bytes]:
-    """The same bytes as `json_bytes`, written in slices, in parts. Keys of mappings have to be strings."""
+    """The same bytes as `json_bytes`, written in slices, in parts. Keys of mappings have to be
+    strings.
+    """
     parts, held, size = [], [], 0
     for piece in _slices(value, 0):
         held.append(piece)

@@ -1,7 +1,9 @@
-"""An Answer as HTTP: as a stream of events, or whole. Watches for the client to leave, and frees what it held.
+"""An Answer as HTTP: as a stream of events, or whole. Watches for the client to leave, and frees
+what it held.
 
-A stream's status line is sent with the first token, or after a few seconds without one, so that what fails before then
-fails with its own status. Once it is sent, an error is an event of the stream: a stream never just ends.
+A stream's status line is sent with the first token, or after a few seconds without one, so that
+what fails before then fails with its own status. Once it is sent, an error is an event of the
+stream: a stream never just ends.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ class AnswerResponse(Response):
     """The answer to `call`, computed while it is sent."""
 
     def __init__(
-        self, answer: Answer, call: Call, headers: Mapping[str, str], as_error: Callable[[ApiError], ApiError]
+        self,
+        answer: Answer,
+        call: Call,
+        headers: Mapping[str, str],
+        as_error: Callable[[ApiError], ApiError],
     ) -> None:
         super().__init__()
         self._answer = answer
@@ -58,7 +64,10 @@ class AnswerResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         answer, reply = self._answer, self._answer.reply
-        first, start = b"", reply.start()  # before any token: what it says of the answer is its beginning
+        first, start = (
+            b"",
+            reply.start(),
+        )  # before any token: what it says of the answer is its beginning
         with contextlib.suppress(TimeoutError):
             first = await asyncio.wait_for(answer.advance(), _HEADERS_AFTER)
         kind = {
@@ -99,15 +108,21 @@ class AnswerResponse(Response):
         await _send_json(send, error.status, [body], {**self._extra, **error.headers})
 
 
-async def _send_json(send: Send, status: int, parts: Sequence[bytes], headers: Mapping[str, str]) -> None:
+async def _send_json(
+    send: Send, status: int, parts: Sequence[bytes], headers: Mapping[str, str]
+) -> None:
     size = str(sum(map(len, parts)))
-    await send(_start(status, {"content-type": "application/json", "content-length": size, **headers}))
+    await send(
+        _start(status, {"content-type": "application/json", "content-length": size, **headers})
+    )
     for number, part in enumerate(parts, 1):
         await send(_body(part, more=number < len(parts)))
 
 
 def _start(status: int, headers: Mapping[str, str]) -> Message:
-    raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    raw = [
+        (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
+    ]
     return {"type": "http.response.start", "status": status, "headers": raw}
 
 

@@ -1,4 +1,6 @@
-"""HTTPS: a context from the files of `--ssl-certfile` and `--ssl-keyfile`, and uvicorn's server with it."""
+"""HTTPS: a context from the files of `--ssl-certfile` and `--ssl-keyfile`, and uvicorn's server
+with it.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,20 @@ from freight.files import read_bytes
 from freight.server.transport.http_limits import HttpLimits
 
 
-def tls_context(certfile: Path | None, keyfile: Path | None, password: str | None) -> ssl.SSLContext | None:
-    """TLS 1.2 and newer with this certificate (chain) and key; None without any. Raises ConfigError.
+def tls_context(
+    certfile: Path | None, keyfile: Path | None, password: str | None
+) -> ssl.SSLContext | None:
+    """TLS 1.2 and newer with this certificate (chain) and key; None without any. Raises
+    ConfigError.
 
-    keyfile: None where `certfile` has the key, too. password: of an encrypted key; nobody is asked for one.
+    keyfile: None where `certfile` has the key, too. password: of an encrypted key; nobody is asked
+    for one.
     """
     if certfile is None:
         if keyfile is not None or password is not None:
-            raise ConfigError("--ssl-keyfile is given without --ssl-certfile: give the certificate, too")
+            raise ConfigError(
+                "--ssl-keyfile is given without --ssl-certfile: give the certificate, too"
+            )
         return None
     for flag, path in (("--ssl-certfile", certfile), ("--ssl-keyfile", keyfile)):
         try:
@@ -36,7 +44,11 @@ def tls_context(certfile: Path | None, keyfile: Path | None, password: str | Non
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    files = f"--ssl-certfile {certfile}" if keyfile is None else f"--ssl-certfile {certfile}, --ssl-keyfile {keyfile}"
+    files = (
+        f"--ssl-certfile {certfile}"
+        if keyfile is None
+        else f"--ssl-certfile {certfile}, --ssl-keyfile {keyfile}"
+    )
     try:
         context.load_cert_chain(certfile, keyfile, lambda: password or "")
     except ssl.SSLError as error:
@@ -52,12 +64,15 @@ def tls_context(certfile: Path | None, keyfile: Path | None, password: str | Non
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which leaves signals to its caller, and gives a TLS handshake as long as a request's head.
+    """uvicorn's, which leaves signals to its caller, and gives a TLS handshake as long as a
+    request's head.
 
     uvicorn passes no such time on, and asyncio's is a minute.
     """
 
-    def __init__(self, config: uvicorn.Config, limits: HttpLimits, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, limits: HttpLimits, tls: ssl.SSLContext | None = None
+    ) -> None:
         super().__init__(config)
         self._limits, self._tls = limits, tls
 
@@ -75,6 +90,7 @@ class Server(uvicorn.Server):
         }
         secure: dict[str, Any] = {} if self._tls is None else {"ssl": self._tls, **times}
         self.servers = [
-            await loop.create_server(make, sock=one, backlog=config.backlog, **secure) for one in sockets or ()
+            await loop.create_server(make, sock=one, backlog=config.backlog, **secure)
+            for one in sockets or ()
         ]
         self.started = True

@@ -1,4 +1,6 @@
-"""A headless Chromium driven by chromedriver: W3C WebDriver is JSON over HTTP, and this is the part that tests need."""
+"""A headless Chromium driven by chromedriver: W3C WebDriver is JSON over HTTP, and this is the part
+that tests need.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,31 @@ from typing import Any
 
 import pytest
 
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key that WebDriver gives to a reference to an element
-KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Shift": "\ue008", "Tab": "\ue004", "Right": "\ue014", "Space": " "}
+# the key that WebDriver gives to a reference to an element
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
+KEYS = {
+    "Enter": "\ue007",
+    "Escape": "\ue00c",
+    "Shift": "\ue008",
+    "Tab": "\ue004",
+    "Right": "\ue014",
+    "Space": " ",
+}
 BINARIES = ("chromium", "chromedriver")
 ARGUMENTS = [
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
+    *(
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+    ),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-extensions",
+    ),
     "--window-size=1280,860",
 ]
 
@@ -44,7 +65,9 @@ class Browser:
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         connection = HTTPConnection("127.0.0.1", self._port, timeout=300)
         try:
-            connection.request(method, self._path + path, json.dumps(body or {}) if method == "POST" else None)
+            connection.request(
+                method, self._path + path, json.dumps(body or {}) if method == "POST" else None
+            )
             value = json.loads(connection.getresponse().read())["value"]
         finally:
             connection.close()
@@ -65,14 +88,22 @@ class Browser:
         return str(found)
 
     def shown(self, selector: str) -> bool:
-        return bool(self.run("return document.querySelector(arguments[0])?.checkVisibility() ?? false", selector))
+        return bool(
+            self.run(
+                "return document.querySelector(arguments[0])?.checkVisibility() ?? false", selector
+            )
+        )
 
     def click(self, selector: str) -> None:
-        element = self._ask("POST", "/element", {"using": "css selector", "value": selector})[ELEMENT]
+        element = self._ask("POST", "/element", {"using": "css selector", "value": selector})[
+            ELEMENT
+        ]
         self._ask("POST", f"/element/{element}/click")
 
     def press(self, *keys: str) -> None:
-        """Keys to whatever has the focus: a name of KEYS, or text to type. `Shift` holds for the next key."""
+        """Keys to whatever has the focus: a name of KEYS, or text to type. `Shift` holds for the
+        next key.
+        """
         actions: list[dict[str, str]] = []
         held = False
         for key in keys:
@@ -83,7 +114,9 @@ class Browser:
                 if held:
                     actions.append({"type": "keyUp", "value": KEYS["Shift"]})
             held = key == "Shift"
-        self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
+        self._ask(
+            "POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]}
+        )
 
     def devtools(self, command: str, **params: object) -> Any:
         return self._ask("POST", "/goog/cdp/execute", {"cmd": command, "params": params})
@@ -124,7 +157,9 @@ def browser() -> Iterator[Browser]:
         driver.communicate(timeout=300)
 
 
-in_browser = pytest.mark.skipif(bool(missing()), reason=f"needs Debian's chromium and chromium-driver: {missing()}")
+in_browser = pytest.mark.skipif(
+    bool(missing()), reason=f"needs Debian's chromium and chromium-driver: {missing()}"
+)
 
 
 def send(page: Browser, text: str) -> None:
@@ -132,4 +167,6 @@ def send(page: Browser, text: str) -> None:
 
 
 def finished(page: Browser) -> bool:
-    return bool(page.run("return document.querySelector('.exchange:last-child [aria-busy=false]') !== null"))
+    return bool(
+        page.run("return document.querySelector('.exchange:last-child [aria-busy=false]') !== null")
+    )

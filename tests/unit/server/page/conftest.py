@@ -1,4 +1,6 @@
-"""Fixtures of the page's tests: a browser for the module, the server that it talks to, and the page in it, ready."""
+"""Fixtures of the page's tests: a browser for the module, the server that it talks to, and the page
+in it, ready.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,22 @@ def server(running: Server) -> Iterator[Server]:
 
 @pytest.fixture
 def page(server: Server, window: Browser) -> Iterator[Browser]:
-    """The page, following the engine; afterwards the console has no complaint, and no request left the origin."""
-    window.run("sessionStorage.clear()") if window.run("return location.protocol") == "http:" else None
+    """The page, following the engine; afterwards the console has no complaint, and no request left
+    the origin.
+    """
+    window.run("sessionStorage.clear()") if window.run(
+        "return location.protocol"
+    ) == "http:" else None
     window.devtools("Emulation.clearDeviceMetricsOverride")
     window.log()
     window.open(server.url)
-    wait_for(lambda: window.text("#status") == "Ready" and window.text("[data-live=held]") == "18,432")
+    wait_for(
+        lambda: window.text("#status") == "Ready" and window.text("[data-live=held]") == "18,432"
+    )
     yield window
-    requests = window.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    requests = window.run(
+        "return performance.getEntriesByType('resource').map((entry) => entry.name)"
+    )
     assert [url for url in requests if not url.startswith(server.url)] == []
     assert [entry["message"] for entry in window.log() if entry["source"] != "network"] == []
     assert window.run("return document.title") == "demo · Freight"

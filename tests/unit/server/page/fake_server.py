@@ -1,4 +1,6 @@
-"""What the page talks to in its tests: the paths that it asks for, answered from a script that a test writes."""
+"""What the page talks to in its tests: the paths that it asks for, answered from a script that a
+test writes.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,20 @@ def data(value: object) -> str:
     return f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n"
 
 
-def chunk(content: str | None = None, finish: str | None = None, usage: int | None = None, **delta: Any) -> str:
+def chunk(
+    content: str | None = None, finish: str | None = None, usage: int | None = None, **delta: Any
+) -> str:
     """One event of a chat stream; `usage` is the number of generated tokens so far."""
     if content is not None:
         delta["content"] = content
     value: dict[str, Any] = {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
     if usage is not None:
         details = {"cached_tokens": 8}
-        value["usage"] = {"prompt_tokens": 12, "completion_tokens": usage, "prompt_tokens_details": details}
+        value["usage"] = {
+            "prompt_tokens": 12,
+            "completion_tokens": usage,
+            "prompt_tokens_details": details,
+        }
     return data(value)
 
 
@@ -76,8 +84,12 @@ class Fake:
     streams: bool = True  # whether /state/stream exists
     bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
-    gone: threading.Event = field(default_factory=threading.Event)  # the client closed an answer's connection
-    ended: threading.Event = field(default_factory=threading.Event)  # the test is over, or the server goes away
+    gone: threading.Event = field(
+        default_factory=threading.Event
+    )  # the client closed an answer's connection
+    ended: threading.Event = field(
+        default_factory=threading.Event
+    )  # the test is over, or the server goes away
     changed: threading.Event = field(default_factory=threading.Event)  # /state/stream sends at once
 
 
@@ -121,9 +133,17 @@ class Handler(BaseHTTPRequestHandler):
         elif self.refused():
             pass
         elif self.path == "/v1/models":
-            self.reply_json(200, {"object": "list", "data": [{"id": "demo", "object": "model", "max_model_len": 8192}]})
+            self.reply_json(
+                200,
+                {
+                    "object": "list",
+                    "data": [{"id": "demo", "object": "model", "max_model_len": 8192}],
+                },
+            )
         elif self.path == "/info":
-            self.reply_json(200, {"model_id": "demo", "chat": fake.chat, "defaults": {"temperature": 0.7}})
+            self.reply_json(
+                200, {"model_id": "demo", "chat": fake.chat, "defaults": {"temperature": 0.7}}
+            )
         elif self.path == "/state":
             self.reply_json(200, fake.state)
         elif self.path == "/state/stream" and fake.streams:

@@ -1,4 +1,6 @@
-"""The page at `/`: its answers, and what it does in a real Chromium against a server that plays a script."""
+"""The page at `/`: its answers, and what it does in a real Chromium against a server that plays a
+script.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_the_answer_allows_no_foreign_script_and_is_checked_for_changes() -> Non
     assert (page_response("/", '"other"') or pytest.fail("no page")).status == 200
 
 
-@pytest.mark.parametrize("path", ["", "/page", "/page/", "/page/../page.py", "/page/page.py", "/page//page.js", "/x"])
+@pytest.mark.parametrize(
+    "path", ["", "/page", "/page/", "/page/../page.py", "/page/page.py", "/page//page.js", "/x"]
+)
 def test_other_paths_are_not_the_pages(path: str) -> None:
     assert page_response(path) is None
 
@@ -52,7 +56,8 @@ def test_a_message_is_sent_by_keyboard_alone_and_answered(server: Server, page: 
     assert page.text(".body") == "Fine, thank you."
     assert page.text(".body strong") == "thank"
     assert re.fullmatch(
-        r"3 tokens([\d.,]+ tok/s)?first token [\d.,]+ m?s8 of 12 prompt tokens cachedcomplete", page.text(".stats")
+        r"3 tokens([\d.,]+ tok/s)?first token [\d.,]+ m?s8 of 12 prompt tokens cachedcomplete",
+        page.text(".stats"),
     )
     assert page.text("#announcer") == "Answer complete, 3 tokens"
     page.run("document.querySelector('[name=system]').focus()")
@@ -75,7 +80,9 @@ def test_a_message_is_sent_by_keyboard_alone_and_answered(server: Server, page: 
 
 
 @in_browser
-def test_text_is_shown_while_it_comes_and_escape_ends_the_request(server: Server, page: Browser) -> None:
+def test_text_is_shown_while_it_comes_and_escape_ends_the_request(
+    server: Server, page: Browser
+) -> None:
     def endless(send: Send) -> None:
         while not server.fake.ended.wait(0.02):
             send(chunk("more "))
@@ -117,7 +124,9 @@ def test_a_stream_that_fails_says_why(server: Server, page: Browser, last: str, 
 
 
 @in_browser
-def test_a_request_that_is_refused_says_why_and_is_no_part_of_the_next(server: Server, page: Browser) -> None:
+def test_a_request_that_is_refused_says_why_and_is_no_part_of_the_next(
+    server: Server, page: Browser
+) -> None:
     server.fake.refusal = (400, "temperature is -1; it must be at least 0.")
     send(page, "First")
     wait_for(lambda: page.text(".failure") == "Error temperature is -1; it must be at least 0.")
@@ -129,7 +138,9 @@ def test_a_request_that_is_refused_says_why_and_is_no_part_of_the_next(server: S
 
 @in_browser
 def test_an_answer_and_its_code_can_be_copied(server: Server, page: Browser) -> None:
-    page.devtools("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    page.devtools(
+        "Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"]
+    )
     server.fake.play = answer("So: **x**\n```py\n", "x = 1\n\ny = 2\n```\n")
     send(page, "Hi")
     wait_for(lambda: finished(page))
@@ -208,18 +219,29 @@ def test_markdown_does_not_depend_on_how_the_text_was_cut(page: Browser) -> None
     )
     assert len(drawn) == 1
     html = drawn[0]
-    assert "<p>Intro with <code>code</code> and <strong>bold</strong> and 2 * 3 * 4 ** x\nsecond line</p>" in html
+    assert (
+        "<p>Intro with <code>code</code> and <strong>bold</strong> and 2 * 3 * 4 ** x\nsecond line</p>"
+        in html
+    )
     assert "<h3>Head</h3>" in html
     assert "<li><span>one</span><ul><li><span>in <code>a</code></span></li>" in html
-    assert "<li><span>in b</span><p>more of b</p></li></ul></li><li><span>two\nlazy</span></li></ol><hr>" in html
-    assert '<pre tabindex="0"><code>def f():\n\n    return "```" if 1 else \'**\'</code></pre>' in html
     assert (
-        '<ul><li><span>star</span></li></ul><ol start="7"><li><span>seven\n<code>two</code> x</span></li></ol>' in html
+        "<li><span>in b</span><p>more of b</p></li></ul></li><li><span>two\nlazy</span></li></ol><hr>"
+        in html
+    )
+    assert (
+        '<pre tabindex="0"><code>def f():\n\n    return "```" if 1 else \'**\'</code></pre>' in html
+    )
+    assert (
+        '<ul><li><span>star</span></li></ul><ol start="7"><li><span>seven\n<code>two</code> x</span></li></ol>'
+        in html
     )
 
 
 @in_browser
-@pytest.mark.parametrize(("every", "mark", "found"), [(50, "\n\n- **item** ", "li"), (2, "**bold** ", "strong")])
+@pytest.mark.parametrize(
+    ("every", "mark", "found"), [(50, "\n\n- **item** ", "li"), (2, "**bold** ", "strong")]
+)
 def test_a_long_answer_is_drawn_quickly_and_moves_nothing_above_it(
     server: Server, page: Browser, every: int, mark: str, found: str
 ) -> None:
@@ -246,7 +268,10 @@ def test_a_model_without_a_chat_template_completes_text(server: Server, page: Br
     def play(send: Send) -> None:
         for text in ("there ", "<b>was"):
             send(data({"choices": [{"index": 0, "text": text, "finish_reason": None}]}))
-        send(data({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}) + data("[DONE]"))
+        send(
+            data({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
+            + data("[DONE]")
+        )
 
     server.fake.chat = False
     server.fake.play = play
@@ -261,7 +286,10 @@ def test_a_model_without_a_chat_template_completes_text(server: Server, page: Br
     assert page.text(".stats").endswith("token limit reached")
     path, body = server.fake.bodies[0]
     assert path == "/v1/completions"
-    given = {name: body[name] for name in ("prompt", "temperature", "top_p", "max_tokens", "seed", "model")}
+    given = {
+        name: body[name]
+        for name in ("prompt", "temperature", "top_p", "max_tokens", "seed", "model")
+    }
     assert given == {
         "prompt": "Once ",
         "temperature": 0.5,

@@ -1,4 +1,6 @@
-"""The page at `/` in a real Chromium: the key, the live view, connections that fail, and narrow screens."""
+"""The page at `/` in a real Chromium: the key, the live view, connections that fail, and narrow
+screens.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ def test_a_key_is_asked_for_once_and_stays_in_the_tab(server: Server, page: Brow
     server.fake.key = "sesame"
     send(page, "Hi")
     wait_for(lambda: page.shown("#key-form"))
-    assert page.run("return document.querySelector('#prompt').value") == "Hi", "what was not sent is not lost"
+    assert page.run("return document.querySelector('#prompt').value") == "Hi", (
+        "what was not sent is not lost"
+    )
     assert page.text(".exchange") == ""
     page.press("wrong", "Enter")
     wait_for(lambda: page.run("return document.activeElement.id") == "prompt")
@@ -28,7 +32,11 @@ def test_a_key_is_asked_for_once_and_stays_in_the_tab(server: Server, page: Brow
     assert server.fake.keys[-1] == "Bearer sesame"
     page.open(server.url)
     wait_for(lambda: page.text("#status") == "Ready")
-    assert page.run("return [sessionStorage.length, localStorage.length, document.cookie]") == [1, 0, ""]
+    assert page.run("return [sessionStorage.length, localStorage.length, document.cookie]") == [
+        1,
+        0,
+        "",
+    ]
 
 
 @in_browser
@@ -80,17 +88,29 @@ def test_the_live_view_follows_the_engine(server: Server, page: Browser, streams
     assert "16 bits it would be 32,768 (2.0×)" in page.text("#cache-note")
     assert page.text("#uptime").endswith("up 2 h 14 min")
     assert not page.shown("#saturation")
-    server.fake.state = {**STATE, "running": 9, "saturated_values": 1204, "nan_values": 1, "prefix_hit_rate": None}
+    server.fake.state = {
+        **STATE,
+        "running": 9,
+        "saturated_values": 1204,
+        "nan_values": 1,
+        "prefix_hit_rate": None,
+    }
     server.fake.changed.set()
     wait_for(lambda: page.text("[data-live=running]") == "9")
     assert page.text("[data-live=hits]") == "–"
     assert re.search(r"1,204 values .* 1 NaN", page.text("#saturation"))
     assert page.shown("#saturation")
-    wait_for(lambda: "L" in page.run("return document.querySelector('#spark-cache .line').getAttribute('d')"))
+    wait_for(
+        lambda: (
+            "L" in page.run("return document.querySelector('#spark-cache .line').getAttribute('d')")
+        )
+    )
 
 
 @in_browser
-def test_loading_and_a_lost_connection_are_shown_and_end_by_themselves(server: Server, page: Browser) -> None:
+def test_loading_and_a_lost_connection_are_shown_and_end_by_themselves(
+    server: Server, page: Browser
+) -> None:
     server.fake.health = 503
     page.open(server.url)
     wait_for(lambda: page.text("#status") == "Loading" and page.shown("#banner"))
@@ -98,22 +118,40 @@ def test_loading_and_a_lost_connection_are_shown_and_end_by_themselves(server: S
     server.fake.health = 200
     wait_for(lambda: page.text("#status") == "Ready" and not page.shown("#banner"))
     page.devtools("Network.enable")
-    page.devtools("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
+    page.devtools(
+        "Network.emulateNetworkConditions",
+        offline=True,
+        latency=0,
+        downloadThroughput=0,
+        uploadThroughput=0,
+    )
     server.fake.ended.set()  # the stream of states ends, and the next one cannot begin
     server.fake.changed.set()
     wait_for(lambda: page.text("#status") == "No connection")
     server.fake.ended.clear()
     page.devtools(
-        "Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1
+        "Network.emulateNetworkConditions",
+        offline=False,
+        latency=0,
+        downloadThroughput=-1,
+        uploadThroughput=-1,
     )
     wait_for(lambda: page.text("#status") == "Ready")
 
 
 @in_browser
 def test_it_fits_a_narrow_screen_in_the_dark(server: Server, page: Browser) -> None:
-    server.fake.play = answer("a" * 300 + "\n\n```\n" + "b" * 300 + "\n```\n", "`" + "c" * 300 + "`")
+    server.fake.play = answer(
+        "a" * 300 + "\n\n```\n" + "b" * 300 + "\n```\n", "`" + "c" * 300 + "`"
+    )
     light = page.run("return getComputedStyle(document.body).backgroundColor")
-    page.devtools("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
+    page.devtools(
+        "Emulation.setDeviceMetricsOverride",
+        width=360,
+        height=740,
+        deviceScaleFactor=2,
+        mobile=True,
+    )
     dark = [
         {"name": "prefers-color-scheme", "value": "dark"},
         {"name": "prefers-reduced-motion", "value": "reduce"},
@@ -121,7 +159,9 @@ def test_it_fits_a_narrow_screen_in_the_dark(server: Server, page: Browser) -> N
     page.devtools("Emulation.setEmulatedMedia", features=dark)
     try:
         page.open(server.url)
-        wait_for(lambda: page.text("#status") == "Ready" and page.text("[data-live=held]") == "18,432")
+        wait_for(
+            lambda: page.text("#status") == "Ready" and page.text("[data-live=held]") == "18,432"
+        )
         send(page, "x" * 200)
         wait_for(lambda: finished(page))
         overflowing = """return [...document.querySelectorAll("html, body, #log, aside, main, .exchange")]
