@@ -16,14 +16,17 @@ READERS = sorted(
     [*(SOURCE / "server" / "openai").glob("*.py")]
     + [
         SOURCE / "server" / name
-        for name in ("auth.py", "body.py", "head.py", "limits.py", "tgi.py", "tokens.py")
+        for name in (
+            *("transport/auth.py", "transport/body.py", "transport/head.py"),
+            *("limits.py", "tgi/request.py", "tokens.py"),
+        )
     ]
     + [
         SOURCE / name
         for name in (
             "sampling.py",
             "structured.py",
-            "messages.py",
+            "text/messages.py",
             "engine/intake.py",
             "engine/grammar.py",
         )

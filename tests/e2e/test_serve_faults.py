@@ -274,7 +274,7 @@ def processes(process: ServeProcess, module: str) -> list[int]:
     found = []
     for pid in children_of(process.process.pid):
         with contextlib.suppress(OSError):
-            if f"freight.server.{module}".encode() in Path(
+            if f"freight.server.processes.{module}".encode() in Path(
                 f"/proc/{pid}/cmdline"
             ).read_bytes().split(b"\0"):
                 found.append(pid)

@@ -351,7 +351,7 @@ def test_the_plan_counts_states(folder: Path, capsys: pytest.CaptureFixture[str]
     print_plan("means", plan)
     printed = " ".join(capsys.readouterr().out.split())
     assert (
-        "for states: 0.0 MiB for each request, and as much again for those that stay behind every 32 tokens."
+        "for states: 0.4 KiB for each request, and as much again for those that stay behind every 32 tokens."
         in printed
     )
     assert setting.needed_bytes <= 2**24

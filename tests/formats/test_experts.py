@@ -84,7 +84,7 @@ def test_a_missing_scale_of_an_expert_is_named(name: str, family: str, tmp_path:
     down = expert_modules(family)[1][2]
     for scale in [n for n in made.tensors if n.startswith(f"{down}.") and "scale" in n]:
         kept = made.tensors.pop(scale)
-        with pytest.raises(CheckpointError, match=rf"{down}\.\w*scale is missing"):
+        with pytest.raises(CheckpointError, match=rf"{down}\.\w*scale\w* is missing"):
             LLM(model=made.save(tmp_path), skip_tokenizer_init=True)
         made.tensors[scale] = kept
 

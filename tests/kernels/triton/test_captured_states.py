@@ -106,4 +106,5 @@ def test_steps_over_padding_leave_states_alone(name: str, tmp_path: Path, device
             logits.append(one.run(parts).all_logits())
         found.append(torch.cat(logits))
         assert found[-1].isfinite().all()
-    assert torch.equal(*found)
+    # products of unquantized weights are torch's, whose bits may depend on the number of rows
+    assert torch.allclose(*found, rtol=0, atol=1e-5)

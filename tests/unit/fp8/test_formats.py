@@ -21,7 +21,7 @@ def test_the_names_of_every_json() -> None:
         "fp8_e5m2",
         "int8",
     }
-    assert set(Granularity) == {"tensor", "head", "channel", "token"}
+    assert set(Granularity) == {"tensor", "head", "channel", "token", "group"}
     assert set(ScaleSource) == {"checkpoint", "calibrated", "file", "given", "dynamic", "unit"}
     assert f"{Format.E4M3FN}" == "fp8_e4m3fn"
 

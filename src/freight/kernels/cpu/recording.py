@@ -37,6 +37,7 @@ VIEWS = (
         _aten.slice.Tensor,
         _aten.select.int,
         _aten.unsqueeze.default,
+        _aten.alias.default,
     ),
     *(
         _aten.flatten.using_ints,
