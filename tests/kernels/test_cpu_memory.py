@@ -32,18 +32,23 @@ def fails(call, room):
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     return "nothing was raised"
 
+def fails_at_last(call, room):
+    # One thread may take both rows where the other is late, and then needs no more than it has.
+    found = (fails(call, room) for _ in range(1000))
+    return next((reason for reason in found if reason != "nothing was raised"), "nothing was raised")
+
 def attempt(loaded, size):
     # results of 4 * size bytes fit; each thread needs as much for a row of floats
     add_rms_norm = CpuKernels(loaded).add_rms_norm
     x, ones = torch.randn(2, size).bfloat16(), torch.ones(size, dtype=torch.bfloat16)
-    print(fails(lambda: add_rms_norm(x, None, ones, 1e-6), 5 * size))
+    print(fails_at_last(lambda: add_rms_norm(x, None, ones, 1e-6), 5 * size))
     norm = add_rms_norm(x, None, ones, 1e-6)[1]
     assert torch.equal(norm[1:], add_rms_norm(x[1:], None, ones, 1e-6)[1])
 
     # the rows are staged: 16 * size bytes
     weight = CpuKernels(loaded).pack(Weight(torch.ones(16, size // 128)))
     linear, x = CpuKernels(loaded).linear, torch.ones(512, size // 128)
-    print(fails(lambda: linear(x, weight, None), 5 * size))
+    print(fails_at_last(lambda: linear(x, weight, None), 5 * size))
     assert torch.equal(linear(x, weight, None), torch.full((512, 16), size / 128))
 
 for build in library.runnable():
