@@ -63,9 +63,9 @@ def page() -> str:
         init = folder / "__init__.py"
         said = opening(init) if init.exists() else OTHERS[str(folder.relative_to(ROOT))]
         lines += [said, ""]
-        for path in files:
-            lines.append(f"- `{path.name}`: {opening(path)}")
-        if not all(opening(path) for path in files) or not said:
+        openings = [opening(path) for path in files]
+        lines += [f"- `{path.name}`: {one}" for path, one in zip(files, openings, strict=True)]
+        if not all((said, *openings)):
             raise ValueError(
                 f"{folder.relative_to(ROOT)} has a file, or is a package, that does not say what it is"
             )

@@ -110,7 +110,7 @@ class Setting:
         if self.kv.scale_source is None:
             return str(self.kv.format)
         kinds = {
-            ScaleSource.DYNAMIC: "group" if self.kv.grouped else "token",
+            ScaleSource.DYNAMIC: str(self.kv.granularity),
             ScaleSource.UNIT: "unit",
         }
         return f"{self.kv.format}, {kinds.get(self.kv.scale_source, 'static')}"
