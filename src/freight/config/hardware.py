@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from freight.config.kv_source import groups_fit
 from freight.errors import ConfigError
 from freight.fp8.formats import Format
 
 if TYPE_CHECKING:
     from freight.config.engine import EngineArgs, KVCacheConfig
+    from freight.config.layer import PagedMixer
     from freight.device import DeviceFacts
 
 
@@ -47,6 +50,14 @@ def check_kernels(kv: KVCacheConfig, device: DeviceFacts, kernels: str) -> None:
 def has_groups(device: DeviceFacts, kernels: str) -> bool:
     """Whether the kernels have latents with a scale for each group; `kernels` is --kernels."""
     return device.kind == "cpu" or kernels == "reference"
+
+
+def takes_groups(stored: Mapping[int, PagedMixer], args: EngineArgs, device: DeviceFacts) -> bool:
+    """Whether `stored`, the layers whose keys and values are quantized, can have scales per group
+    here.
+    """
+    here = has_groups(device, args.kernels) and args.attention_compute != "fp8"
+    return here and groups_fit(stored)
 
 
 def _no_int8(device: str) -> ConfigError:

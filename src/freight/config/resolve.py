@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
-from freight.config.hardware import check_hardware, check_kernels, fp8_attention, has_groups
-from freight.config.kv_source import KV_DTYPES, check_groups, groups_fit, kv_source, require_fit
+from freight.config.hardware import check_hardware, check_kernels, fp8_attention, takes_groups
+from freight.config.kv_source import KV_DTYPES, check_groups, kv_source, require_fit
 from freight.config.layer import MoEConfig
 from freight.config.options import choose
 from freight.config.other_engines import OTHER_QUANTIZATIONS
@@ -115,8 +115,8 @@ def resolve(
     kv = resolve_kv_cache(args, compute, scheme, kv_scales, device.native_e4m3, skipped)
     quantized = {index: mixer for index, mixer in model.paged.items() if index not in skipped}
     measured = kv.granularity is Granularity.TOKEN and kv.scale_source is ScaleSource.DYNAMIC
-    if measured and args.kv_scales == "auto" and groups_fit(quantized):
-        kv = _by_group(kv, args, device)
+    if measured and args.kv_scales == "auto" and takes_groups(quantized, args, device):
+        kv = _by_group(kv)
     if kv.grouped:
         check_groups(quantized, model.model_type)
     check_kernels(kv, device, args.kernels)
@@ -424,14 +424,12 @@ def _dynamic(format: Format, note: str) -> KVCacheConfig:
     return KVCacheConfig(format, Granularity.TOKEN, ScaleSource.DYNAMIC, None, note)
 
 
-def _by_group(kv: KVCacheConfig, args: EngineArgs, device: DeviceFacts) -> KVCacheConfig:
-    """`kv` of latents with a scale for each group instead of each token, where kernels have them.
+def _by_group(kv: KVCacheConfig) -> KVCacheConfig:
+    """`kv` of latents with a scale for each group instead of each token.
 
     On a model that was trained they cost a quarter of the KL of scales per token in E4M3, and a
     sixth in INT8, for an eighth more bytes (docs/numerics.md).
     """
-    if args.attention_compute == "fp8" or not has_groups(device, args.kernels):
-        return kv
     layers = kv.layers and tuple(
         layer if layer.granularity is None else replace(layer, granularity=Granularity.GROUP)
         for layer in kv.layers

@@ -19,8 +19,7 @@ from freight.cache.pool import allocate_pool
 from freight.calibrate.data import read_samples
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig, listed_layers
-from freight.config.hardware import has_groups
-from freight.config.kv_source import groups_fit
+from freight.config.hardware import takes_groups
 from freight.config.resolve import for_variant
 from freight.errors import ConfigError, choices
 from freight.evaluate.documents import Document, cut_documents, window_length
@@ -232,14 +231,8 @@ def _names(args: EngineArgs, grid: GridArgs, opened: OpenModel) -> tuple[str, ..
 
 def _has_groups(opened: OpenModel) -> bool:
     skipped = opened.skipped_layers()
-    fits = groups_fit(
-        {index: mixer for index, mixer in opened.model.paged.items() if index not in skipped}
-    )
-    return (
-        fits
-        and has_groups(opened.device, opened.args.kernels)
-        and opened.args.attention_compute == "auto"
-    )
+    stored = {i: mixer for i, mixer in opened.model.paged.items() if i not in skipped}
+    return takes_groups(stored, opened.args, opened.device)
 
 
 def _fp8(opened: OpenModel) -> EngineConfig:
