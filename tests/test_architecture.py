@@ -40,8 +40,8 @@ ORDER = [
     {"engine", "calibrate"},
     {"llm"},
     {FACADE},
-    {"lm_eval"},
-    {"evaluate", "bench", "server", "auto_fp8", "llm_compressor", "transformers"},
+    {"compat"},
+    {"auto_fp8", "llm_compressor", "lm_eval", "transformers", "evaluate", "bench", "server"},
     {"audit"},
     {"cli"},
     {"__main__"},
@@ -91,14 +91,14 @@ TORCH_FREE = [
 ONLY_IN = {  # third-party package -> the modules that may import it
     "transformers": {
         "freight.text.tokenizer",
-        "freight.transformers",
+        "freight.compat.transformers",
         "freight.models.fallback",
         "freight.models.fallback_probe",
         "freight.models.fallback_ropes",
         "freight.models.fallback_words",
     },
     "llguidance": {"freight.engine.grammar"},
-    "lm_eval": {"freight.lm_eval", "freight.evaluate.tasks"},
+    "lm_eval": {"freight.compat.lm_eval", "freight.evaluate.tasks"},
 }
 ONLY_BELOW = {  # third-party package -> the one package whose modules may import it
     "pydantic": "server",
@@ -285,7 +285,7 @@ def test_the_check_sees_every_kind_of_import(module: str, source: str) -> None:
             "import torch\nfrom freight.cache.spec import X\nfrom freight import fp8",
         ),
         ("freight.text.tokenizer", "from transformers import AutoTokenizer"),
-        ("freight.transformers", "from transformers import Cache"),
+        ("freight.compat.transformers", "from transformers import Cache"),
     ],
 )
 def test_the_check_allows_what_is_in_order(module: str, source: str) -> None:

@@ -1,316 +1,38 @@
-"""Freight as a model of lm-eval, in process: `FreightLM` is a `TemplateLM` over `LLM`.
+"""Freight as a model of lm-eval under its public name; the code is in `compat/lm_eval.py`.
 
-lm-eval 0.4.13 knows the models in its own table and those that were registered in the process; it
-looks for no plugins. So there are three ways to use this one:
-
-    freight evaluate MODEL --tasks arc_easy                     two caches at once, with the difference
-    python -m freight.lm_eval --model freight --tasks arc_easy --model_args pretrained=MODEL,kv_cache_dtype=fp8
-    import freight.lm_eval, then lm_eval.simple_evaluate(model="freight", model_args={"pretrained": MODEL}, …)
-
-The second is lm-eval's own command, with all of its options. A request gets the tokens, the order
-of additions and the stop strings that lm-eval's `local-completions` would send to `freight serve`,
-so both give the same numbers to the last digit, given the same `add_bos_token` and prefix token.
+`python -m freight.lm_eval` is lm-eval's command, and importing this module registers the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
-
-from freight.errors import ConfigError, FreightError, RequestError, install
-from freight.llm import LLM
-from freight.outputs import TokenLogprobs
-from freight.sampling import SamplingParams
+from freight.errors import ConfigError
 
 try:
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import model_registry
-    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ModuleNotFoundError as error:
-    MISSING = f"lm-eval is needed ({error}): {install('eval')}"
+    from freight.compat.lm_eval import (
+        AT_ONCE,
+        COMMAND_DEVICE,
+        SCORED,
+        SEED,
+        FreightLM,
+        check_generation_kwargs,
+        main,
+        sampling_options,
+    )
+except ConfigError as error:  # lm-eval is not installed
     if __name__ == "__main__":
-        raise SystemExit(f"error: {MISSING}") from None
-    raise ConfigError(MISSING) from None
-
-SCORED = SamplingParams(max_tokens=0, prompt_logprobs=1)
-AT_ONCE = 256  # requests whose log-probabilities are held at once
-COMMAND_DEVICE = "cuda:0"  # what lm-eval's command passes when no device was named
-SEED = 1234  # what lm-eval's clients of servers send; only requests that draw depend on it
-# Arguments of transformers' `generate` -> the values at which they change no token
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "num_return_sequences": (1,),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "n": (1,),  # one answer for a request is all that lm-eval reads
-    "diversity_penalty": (0.0,),
-    "penalty_alpha": (0.0,),
-    "typical_p": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1.0,),
-    "renormalize_logits": (False,),
-}
-# Arguments without effect at any value: of beams alone, of how transformers computes, and
-# `do_sample`, which `normalize_gen_kwargs` has put into the temperature
-_NO_EFFECT = (
-    "do_sample",
-    "early_stopping",
-    "length_penalty",
-    "use_cache",
-    "pad_token_id",
-    "cache_implementation",
-)
-_RENAMED = {"min_new_tokens": "min_tokens"}
-
-
-class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """What lm-eval asks of a model.
-
-    pretrained       the model: a folder, a hub id or 'demo'. Or `llm`, one that is loaded
-    add_bos_token    True or False; None: the special tokens that the tokenizer puts around a text,
-                     as `--model hf`
-    prefix_token_id  what stands before a text that has nothing before it; None: BOS, else EOS
-    max_length       tokens of context and continuation; what is longer loses its beginning. None:
-                     the model's context
-    max_gen_toks     tokens to generate where a task does not say
-    device           "auto", "cpu" or "cuda"; "cuda:0", the default of lm-eval's command, is "auto"
-    options          the other fields of `EngineArgs`: kv_cache_dtype, kv_scales, dtype, …
-
-    `batch_size` and `max_batch_size`, which lm-eval always passes, change nothing: the engine forms
-    its own batches (`max_num_seqs`). Raises ConfigError and CheckpointError as `LLM` does, and
-    RequestError for a request that cannot be served.
-    """
-
-    def __init__(
-        self,
-        pretrained: str = "demo",
-        *,
-        llm: LLM | None = None,
-        add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None,
-        max_length: int | None = None,
-        max_gen_toks: int = 256,
-        batch_size: int | str | None = None,
-        max_batch_size: int | None = None,
-        device: str = "auto",
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        if device == COMMAND_DEVICE:
-            device = "auto"
-        self.llm = llm or LLM(str(pretrained), device=device, **options)
-        self.model = str(pretrained)
-        tokenizer = self.llm.engine.tokenizer
-        if tokenizer is None:
-            raise ConfigError(
-                "lm-eval's tasks are text, and skip_tokenizer_init leaves no tokenizer: do not set it"
-            )
-        self._tokenizer = tokenizer
-        self._device = self.llm.config.device
-        self.add_bos_token = add_bos_token
-        limit = self.llm.config.max_model_len
-        if max_length is not None and not 2 <= max_length <= limit:
-            raise ConfigError(f"max_length is {max_length}; it must be 2 to {limit}, the context")
-        self.max_length = max_length or limit
-        self.max_gen_toks = max_gen_toks
-        prefix = next(
-            (
-                i
-                for i in (prefix_token_id, tokenizer.bos_token_id, self.eot_token_id)
-                if i is not None
-            ),
-            None,
-        )
-        if prefix is None:
-            raise ConfigError("the tokenizer names neither BOS nor EOS: say prefix_token_id")
-        self._prefix = prefix
-
-    @property
-    def eot_token_id(self) -> int | None:
-        return self._tokenizer.eos_token_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        return self._prefix
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Part of the key of lm-eval's cache of requests."""
-        return self.model.replace("/", "__")
-
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return self._tokenizer.chat_template if chat_template else None
-
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        return self._tokenizer.render_chat(
-            chat_history, add_generation_prompt, not add_generation_prompt
-        ).text
-
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
-    ) -> list[int]:
-        """Token ids of a text. By default with BOS as `add_bos_token` says, and never twice."""
-        if add_special_tokens is None:
-            add_special_tokens = self.add_bos_token
-        bos = self._tokenizer.special_tokens.get("bos_token")
-        if add_special_tokens is None:
-            add_special_tokens = not (bos and string.startswith(bos))
-        return self._tokenizer.encode(string, add_special_tokens)
-
-    def _loglikelihood_tokens(
-        self,
-        requests: Sequence[tuple[Any, list[int], list[int]]],
-        disable_tqdm: bool = False,
-        **kwargs: Any,
-    ) -> list[tuple[float, bool]]:
-        """(log-probability in nats of the continuation, whether it is the greedy one) of (key,
-        context, continuation).
-
-        Log-probabilities are float32 and are added as Python's floats, from the first token to the
-        last.
-        """
-        prompts, starts = [], []
-        for _, context, continuation in requests:
-            if len(continuation) >= self.max_length:
-                raise RequestError(
-                    f"a continuation has {len(continuation)} tokens, and context and continuation together may have "
-                    f"{self.max_length}: use a larger max_model_len or another task"
-                )
-            prompts.append((context + continuation)[-self.max_length :])
-            starts.append(len(prompts[-1]) - len(continuation))
-        found = []
-        for at in range(0, len(prompts), AT_ONCE):
-            outputs = self.llm.generate(
-                prompts[at : at + AT_ONCE], SCORED, progress=not disable_tqdm
-            )
-            for output, start in zip(outputs, starts[at : at + AT_ONCE], strict=True):
-                assert output.prompt_logprobs is not None
-                found.append(
-                    _score(output.prompt_token_ids[start:], output.prompt_logprobs[start:])
-                )
-        for (key, _, _), answer in zip(requests, found, strict=True):
-            if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, answer)
-        return found
-
-    def loglikelihood_rolling(
-        self, requests: Sequence[Any], disable_tqdm: bool = False
-    ) -> list[float]:
-        """The log-probability of each whole text, in windows that do not overlap, each after one
-        token of context.
-        """
-        windows: list[tuple[None, list[int], list[int]]] = []
-        counts = []
-        for request in requests:
-            token_ids = self.tok_encode(request.args[0], add_special_tokens=False)
-            parts = get_rolling_token_windows(
-                token_ids, self.prefix_token_id, self.max_length - 1, 1
-            )
-            own = [make_disjoint_window(part) for part in parts]
-            windows += [(None, context, continuation) for context, continuation in own]
-            counts.append(len(own))
-        scores = iter(self._loglikelihood_tokens(windows, disable_tqdm))
-        found = []
-        for request, count in zip(requests, counts, strict=True):
-            found.append(sum(next(scores)[0] for _ in range(count)))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
-        return found
-
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Each text that follows, up to one of the task's stop strings. Greedy unless the task
-        gives a temperature.
-        """
-        prompts, params = [], []
-        for request in requests:
-            context, given = request.args
-            options = normalize_gen_kwargs(given, self.max_gen_toks)
-            max_tokens, until = options.pop("max_gen_toks"), options.pop("until")
-            if max_tokens >= self.max_length:
-                raise RequestError(
-                    f"max_gen_toks is {max_tokens}, which leaves no context of {self.max_length} tokens"
-                )
-            stop = handle_stop_sequences(until, self._tokenizer.special_tokens.get("eos_token"))
-            params.append(
-                SamplingParams(
-                    max_tokens=max_tokens,
-                    stop=stop,
-                    **{"temperature": 0.0, "seed": SEED, **sampling_options(options)},
-                )
-            )
-            prompts.append(self.tok_encode(context)[-(self.max_length - max_tokens) :])
-        outputs = (
-            self.llm.generate(cast(Any, prompts), params, progress=not disable_tqdm)
-            if prompts
-            else []
-        )
-        texts = [output.outputs[0].text for output in outputs]
-        for request, text in zip(requests, texts, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, text)
-        return texts
-
-
-def check_generation_kwargs(given: Mapping[str, Any]) -> None:
-    """Raises RequestError for a task's generation_kwargs that no request can have, before anything
-    is computed.
-    """
-    options = normalize_gen_kwargs(given)
-    stop = handle_stop_sequences(options.pop("until"), None)
-    SamplingParams(max_tokens=options.pop("max_gen_toks"), stop=stop, **sampling_options(options))
-
-
-def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of SamplingParams in a task's generation_kwargs.
-
-    Arguments of transformers' `generate` that change no token at their value are left out:
-    `num_beams: 1`, say. Raises RequestError for one that would.
-    """
-    found = {}
-    for name, value in options.items():
-        if name in _NEUTRAL:
-            if value is not None and value not in _NEUTRAL[name]:
-                raise RequestError(
-                    f"generation_kwargs has {name}: {value!r}, which Freight does not compute; only "
-                    f"{' or '.join(map(repr, _NEUTRAL[name]))} is taken: change the task's file, or give lm-eval's "
-                    f"command --gen_kwargs {name}={_NEUTRAL[name][0]}"
-                )
-        elif name not in _NO_EFFECT:
-            found[_RENAMED.get(name, name)] = value
-    return found
-
-
-def _score(token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> tuple[float, bool]:
-    """The sum over the tokens, and whether no other token is likelier than any of them."""
-    pairs = [
-        (entry[token].logprob, entry)
-        for token, entry in zip(token_ids, entries, strict=True)
-        if entry
-    ]
-    assert len(pairs) == len(token_ids)
-    greedy = all(own == max(other.logprob for other in entry.values()) for own, entry in pairs)
-    return sum(own for own, _ in pairs), greedy
-
-
-def main() -> None:
-    """lm-eval's command, which knows `--model freight`. An error of Freight is one line, with exit
-    status 1.
-    """
-    from lm_eval.__main__ import cli_evaluate
-
-    try:
-        cli_evaluate()
-    except FreightError as error:
         raise SystemExit(f"error: {error}") from None
+    raise
 
-
-# By name, so that it does no harm when this file runs as a command and is then imported.
-model_registry.register("freight", target="freight.lm_eval:FreightLM")
+__all__ = [
+    "AT_ONCE",
+    "COMMAND_DEVICE",
+    "SCORED",
+    "SEED",
+    "FreightLM",
+    "check_generation_kwargs",
+    "main",
+    "sampling_options",
+]
 
 if __name__ == "__main__":
     main()

@@ -126,7 +126,7 @@ class _Harness:
 
 
 def _adapter() -> tuple[Callable[..., Any], Callable[[Mapping[str, Any]], None]]:
-    from freight.lm_eval import (
+    from freight.compat.lm_eval import (
         FreightLM,
         check_generation_kwargs,
     )  # raises ConfigError where lm-eval is missing

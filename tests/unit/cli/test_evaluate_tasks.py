@@ -13,7 +13,9 @@ Run = Callable[..., Any]
 
 
 def test_without_lm_eval_it_says_what_to_install(freight: Run, monkeypatch: pytest.MonkeyPatch):
-    for name in [name for name in sys.modules if name.startswith(("lm_eval.", "freight.lm_eval"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("lm_eval.", "freight.compat.lm_eval"))
+    ]:
         monkeypatch.delitem(sys.modules, name)  # another test may have loaded them
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     answer = freight("evaluate", "demo", "--tasks", "arc_easy")

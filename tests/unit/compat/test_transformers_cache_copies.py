@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.test_transformers_cache import BYTES, MIXED, SHAPE, WINDOW, filled, states
+from tests.unit.compat.test_transformers_cache import BYTES, MIXED, SHAPE, WINDOW, filled, states
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from freight.transformers import FP8Cache

@@ -15,7 +15,7 @@ from freight.errors import CheckpointError
 from freight.models.open import open_checkpoint
 from freight.transformers import FP8Cache
 
-BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
+BASE = Path(__file__).parents[2] / "fixtures" / "base_bf16"
 
 
 @pytest.mark.parametrize(("source", "found"), [("auto", "dynamic"), ("0.5,0.25", "given")])

@@ -39,7 +39,7 @@ from freight.fp8.scheme import KVScales, LayerScales
 from freight.models.open import open_checkpoint
 from freight.transformers import FP8Cache, FP8Layer, FP8SlidingLayer
 
-BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
+BASE = Path(__file__).parents[2] / "fixtures" / "base_bf16"
 HEADS, DIM, WINDOW = 2, 64, 6
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
