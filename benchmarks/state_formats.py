@@ -21,7 +21,7 @@ DATA = Path(__file__).parents[1] / "src" / "freight" / "demo" / "heldout.txt"
 
 
 def measure(model: str, every: int, tokens: int, window: int, data: Path) -> list[dict[str, Any]]:
-    """The runs of `freight evaluate`, with states that are written every `every` tokens. Once in a
+    """The runs of `freight evaluate caches`, with states that are written every `every` tokens. Once in a
     process.
     """
     import freight.operands.tiles as tiles

@@ -51,7 +51,7 @@ def commands(
 ) -> list[tuple[str, list[str]]]:
     """(heading, arguments of `freight`) of each table."""
     text = ["--data", str(data), "--max-tokens", str(sizes.tokens)]
-    cost = ["evaluate", model, *text, "--no-speed"]
+    cost = ["evaluate", "caches", model, *text, "--no-speed"]
     gain = [
         "bench",
         "throughput",

@@ -18,7 +18,7 @@ the matrices inside the layers, AdamW for embeddings and norms, linear decay to 
 same size, with what Qwen2.5 has beside Llama, which is biases of q, k and v, theta 1e6 and epsilon
 1e-6. The biases start at 0 and have `BIAS_RATE` as their rate in AdamW, without weight decay.
 
-`--context` and `--theta` train another one that does not ship, for `freight evaluate --long`: a
+`--context` and `--theta` train another one that does not ship, for `freight evaluate long`: a
 longer context, and the slower rotation that it needs. With `--start` it goes on from a trained
 model, whose tokenizer it keeps, at a share `--rate` of the usual rates. `--records` is the share of
 steps that train on records to look up, of which each names an earlier key again every other time

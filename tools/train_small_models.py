@@ -11,7 +11,7 @@ is DeepSeek-V3's without experts, with latents of 256 channels. All are transfor
 on its plain torch code. The tokenizer is the demo model's, cut to its first 1024 tokens.
 
 Half of the rows of a batch are text, the one that the demo model is trained on. Half are records,
-of which most are an earlier one again, in the form of `freight evaluate --long`: there only the
+of which most are an earlier one again, in the form of `freight evaluate long`: there only the
 words that can be known count, which are an earlier record's second word of the key and its value.
 The optimizers are Muon for the matrices inside the layers and AdamW for the rest, with linear decay
 to zero, as in tools/train_demo_model.py. One thread; the same Python, torch, transformers and
@@ -293,7 +293,7 @@ def bits_per_byte(
 def recall(
     model: PreTrainedModel, words: Vocabulary, context: int, count: int, states: bool
 ) -> dict[int, float]:
-    """Depth in tokens -> share of questions of `freight evaluate --long` whose whole value is the
+    """Depth in tokens -> share of questions of `freight evaluate long` whose whole value is the
     most likely one.
 
     states: whether the recurrent states are still there when the question comes.

@@ -1,4 +1,4 @@
-"""lm-eval's own command with `--model freight`, and `freight evaluate --tasks`: offline, on task
+"""lm-eval's own command with `--model freight`, and `freight evaluate tasks`: offline, on task
 files in a folder.
 """
 
@@ -143,6 +143,7 @@ def test_evaluate_tasks_gives_both_caches_and_their_difference_and_refuses_what_
     with_generation(folder, tmp_path, "ten_beams", options | {"num_beams": 10})
     argv = [
         "evaluate",
+        "tasks",
         "demo",
         "--kv-cache-dtype",
         "fp8",
@@ -154,7 +155,7 @@ def test_evaluate_tasks_gives_both_caches_and_their_difference_and_refuses_what_
     commands = [
         [*argv, "one_beam,ten_beams", "--include-path", str(tmp_path)],
         [*argv, "one_beam", "--limit", "2", "--include-path", str(tmp_path)],
-        [*argv, "local_text", "--include-path", str(folder)],
+        ["evaluate", *argv[2:], "local_text", "--include-path", str(folder)],  # the older spelling
     ]
     refused, generated, scored = map(
         json.loads, run(folder, "-c", COMMANDS, json.dumps(commands)).splitlines()

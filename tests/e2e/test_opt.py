@@ -148,12 +148,14 @@ def test_fp8_weights_are_evaluated(
     command("quantize", str(model), out)
     options = ("--data", str(file), "--no-speed", "--json", "--caches", "token")
     for argv in ((out,), (str(model), "--quantization", "fp8")):
-        said = json.loads(command("evaluate", *argv, *options))
+        said = json.loads(command("evaluate", "caches", *argv, *options))
         assert said["weights"]["dtype"] == "fp8_e4m3fn"
         assert [run["kv_cache_dtype"] for run in said["runs"]] == ["float32", "fp8_e4m3fn"]
         assert all(0 < run["perplexity"] < 1e6 for run in said["runs"])
     said = json.loads(
-        command("evaluate", str(model), *options, "--weights", "fp8,fp8-channel,fp8-block")
+        command(
+            "evaluate", "caches", str(model), *options, "--weights", "fp8,fp8-channel,fp8-block"
+        )
     )
     assert len(said["runs"]) == 2 + 2 * 3
     assert all(run["kl_mean"] > 0 for run in said["runs"][1:])

@@ -1,17 +1,24 @@
-"""`freight evaluate`: what FP8 caches and weights cost in quality and save in memory, on a text."""
+"""`freight evaluate`: what FP8 costs in quality and saves in memory, by four measurements.
+
+Each is a sub-command with the options that it reads: `caches` over a text, `long` far back in a long
+context, `tasks` of lm-eval, and `layers`. The spellings without a sub-command stay:
+`freight evaluate MODEL` is `caches`, and `--long`, `--tasks` or `--per-layer` choose another one.
+"""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from freight import files
-from freight.cli.options import takes_engine_options
+from freight.cli.options import Command, takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
 from freight.files import DATA_LIMIT, open_regular
@@ -21,9 +28,56 @@ from freight.terminal import progress
 # What `freight demo` shows. E5M2 needs no scales, and cannot use those that a checkpoint has for
 # E4M3.
 CACHES = [("fp8_e4m3", "auto"), ("fp8_e5m2", "unit")]
-LAYER_TOKENS = 16384  # of the text, for --per-layer, which runs the model (layers + 1) / 2 times
+LONG_CACHES = [("fp8_e4m3", "auto"), ("fp8_e4m3", "unit"), ("fp8_e5m2", "unit")]
+LAYER_TOKENS = 16384  # of the text, for `layers`, which runs the model (layers + 1) / 2 times
 LEGEND = "KL (nats) and top token are against the first row."
 HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
+
+# What chose a measurement before there were sub-commands. `--tasks` has a value, and stays
+_FLAGS = {"--long": "long", "--per-layer": "layers", "--tasks": "tasks"}
+_DROPPED = ("--long", "--per-layer")
+
+
+class _Measurements(TyperGroup):
+    """The sub-commands. Arguments that name none get the one that their options mean."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _named(args, self.commands))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[COMMAND]", "[MODEL]", "[OPTIONS]"]
+
+
+def _named(args: Sequence[str], measurements: Iterable[str]) -> list[str]:
+    """`args` with the sub-command in front. Raises ConfigError for the flags of two.
+
+    A folder called as a sub-command is ./long. Where its name and a flag come together, as in
+    `long --long`, which no sub-command takes, the name is MODEL.
+    """
+    flags = [arg.partition("=")[0].replace("_", "-") for arg in args]
+    meant = {_FLAGS[flag] for flag in flags if flag in _FLAGS}
+    first = args[0] if args else ""
+    named = first in measurements and (not meant or (first, meant) == ("tasks", {"tasks"}))
+    if named or first in ("-h", "--help"):
+        return list(args)
+    if len(meant) > 1:
+        raise ConfigError(
+            "--tasks, --long and --per-layer are different measurements: give one of them"
+        )
+    rest = [arg for arg in args if arg.replace("_", "-") not in _DROPPED]
+    return [*(meant or {"caches"}), *rest]
+
+
+app = typer.Typer(cls=_Measurements, rich_markup_mode=None)
+
+
+@app.callback()
+def _measurements() -> None:
+    """Measure what FP8 costs in quality, and what it saves.
+
+    Without a command it is `caches`. The older spellings stay: --long for `long`, --per-layer for
+    `layers`, --tasks for `tasks`.
+    """
 
 
 Data = Annotated[
@@ -66,34 +120,12 @@ Report = Annotated[
         metavar="DIR", help="Write report.html, report.md with its charts, and report.json."
     ),
 ]
-PerLayer = Annotated[
-    bool, typer.Option("--per-layer", help="Each layer's share of what the cache costs, instead.")
-]
-Tasks = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME,…", help="Run these tasks of lm-eval instead, with an FP8 cache and without."
-    ),
-]
-IncludePath = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Task files of your own, for --tasks.")
-]
-Limit = Annotated[int | None, typer.Option(metavar="COUNT", min=1, help="Documents of each task.")]
-NumFewshot = Annotated[
-    int | None, typer.Option(metavar="COUNT", min=0, help="Examples before each document.")
-]
-Long = Annotated[
-    bool,
-    typer.Option(
-        "--long", help="Measure retrieval and perplexity by depth in a long context instead."
-    ),
-]
-Contexts = Annotated[int, typer.Option(metavar="COUNT", min=2, help="Contexts of --long.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
+@app.command("caches", cls=Command)
 @takes_engine_options
-def evaluate(
+def evaluate_caches(
     args: EngineArgs,
     data: Data = None,
     field: Field = "text",
@@ -105,117 +137,14 @@ def evaluate(
     calibration_data: CalibrationData = None,
     speed: Speed = True,
     report: Report = None,
-    per_layer: PerLayer = False,
-    tasks: Tasks = None,
-    include_path: IncludePath = None,
-    limit: Limit = None,
-    num_fewshot: NumFewshot = None,
-    long: Long = False,
-    contexts: Contexts = 16,
     as_json: Json = False,
 ) -> None:
-    """Measure what FP8 costs and saves, and say which setting to take.
+    """Compare caches over a text, and say which to take.
 
     Perplexity, divergence from a 16-bit cache, memory and speed, of all FP8 caches or of the one
     asked for.
     """
-    _refuse_unused(
-        {"--tasks": tasks, "--long": long, "--per-layer": per_layer},
-        {
-            "--data": data,
-            "--field": field,
-            "--window": window,
-            "--max-tokens": max_tokens,
-            "--caches": caches,
-        }
-        | {"--states": states, "--weights": weights, "--calibration-data": calibration_data}
-        | {"--no-speed": not speed, "--report": report}
-        | {
-            "--include-path": include_path,
-            "--limit": limit,
-            "--num-fewshot": num_fewshot,
-            "--contexts": contexts,
-        },
-    )
-    named = (
-        args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
-    )
-    asked = (args.kv_cache_dtype, args.kv_scales) if named else None
-    if tasks is not None:
-        from freight.cli.evaluate_tasks import evaluate_tasks
-
-        evaluate_tasks(args, tasks, asked or CACHES[0], include_path, limit, num_fewshot, as_json)
-        return
-    if long:
-        from freight.cli.evaluate_long import LONG_CACHES, evaluate_long
-        from freight.evaluate.documents import read_documents
-
-        told = None
-        if data is not None or args.model == "demo":
-            told = "\n\n".join(read_documents(data_path(args.model, data), field))
-        evaluate_long(args, [asked] if asked else LONG_CACHES, told, window, contexts, as_json)
-        return
     path = data_path(args.model, data)
-    if per_layer:
-        show_layers(args, path, field, window, as_json)
-        return
-    lists = _list(caches), _list(weights) or ()
-    options = *lists, calibration_data, window, max_tokens, speed, report is not None, _list(states)
-    _evaluate_grid(args, path, field, options, report, as_json)
-
-
-_UNSET = {
-    "--field": "text",
-    "--contexts": 16,
-    "--no-speed": False,
-}  # what stands for "not given"; else None
-_TEXT = frozenset(("--data", "--field", "--window"))
-_USED = {  # by each measurement; "": that of the caches over a text
-    "": _TEXT
-    | {
-        "--max-tokens",
-        "--caches",
-        "--states",
-        "--weights",
-        "--calibration-data",
-        "--no-speed",
-        "--report",
-    },
-    "--tasks": frozenset(("--include-path", "--limit", "--num-fewshot")),
-    "--long": _TEXT | {"--contexts"},
-    "--per-layer": _TEXT,
-}
-
-
-def _refuse_unused(kinds: Mapping[str, object], options: Mapping[str, object]) -> None:
-    """Raises ConfigError for two kinds of measurement, and for an option that the chosen one would
-    not read.
-    """
-    chosen = [flag for flag, value in kinds.items() if value not in (None, False)]
-    if len(chosen) > 1:
-        raise ConfigError(
-            "--tasks, --long and --per-layer are different measurements: give one of them"
-        )
-    kind = chosen[0] if chosen else ""
-    for flag, value in options.items():
-        if value == _UNSET.get(flag) or flag in _USED[kind]:
-            continue
-        given = flag if value is True else f"{flag} {value}"
-        if not kind:
-            user = next(user for user in _USED if flag in _USED[user])
-            raise ConfigError(f"{given} belongs to {user}, which is not given")
-        raise ConfigError(f"{given} is not read by {kind}: leave it out")
-
-
-def _evaluate_grid(
-    args: EngineArgs,
-    path: Path,
-    field: str,
-    options: tuple[Any, ...],
-    report: Path | None,
-    as_json: bool,
-) -> None:
-    """Every cache over the text. `options`: the fields of GridArgs."""
     if report is not None:
         require_writable(report)
     log_to_stderr()
@@ -225,7 +154,16 @@ def _evaluate_grid(
     from freight.evaluate.report_page import write_report
     from freight.evaluate.table import legend, speed_table, table
 
-    grid = GridArgs(*options)
+    grid = GridArgs(
+        caches=_list(caches),
+        weights=_list(weights) or (),
+        calibration_data=calibration_data,
+        window=window,
+        max_tokens=max_tokens,
+        speed=speed,
+        per_layer=report is not None,
+        states=_list(states),
+    )
     with progress("evaluating") as on_progress:
         evaluation = evaluate_grid(args, read_documents(path, field), grid, on_progress, path.name)
     if report is not None:
@@ -247,6 +185,147 @@ def _evaluate_grid(
         typer.echo(f"report: {report / 'report.html'}")
 
 
+@app.command("long", cls=Command)
+@takes_engine_options
+def evaluate_long(
+    args: EngineArgs,
+    data: Data = None,
+    field: Field = "text",
+    window: Tokens = None,
+    contexts: Annotated[
+        int, typer.Option(metavar="COUNT", min=2, help="Contexts to ask questions in.")
+    ] = 16,
+    as_json: Json = False,
+) -> None:
+    """Measure retrieval and perplexity by depth in a long context.
+
+    Two tables: the share of values found at each depth, and the perplexity of the text by position.
+    """
+    from freight.evaluate.documents import read_documents
+    from freight.evaluate.long import compare_long
+    from freight.evaluate.long_table import (
+        CHANGES,
+        POSITIONS,
+        RETRIEVAL,
+        position_rows,
+        retrieval_rows,
+    )
+    from freight.evaluate.report import markdown
+
+    asked = _asked(args)
+    text = None
+    if data is not None or args.model == "demo":
+        text = "\n\n".join(read_documents(data_path(args.model, data), field))
+    with progress("evaluating") as on_progress:
+        scores = compare_long(
+            args, [asked] if asked else LONG_CACHES, text, window, contexts, on_progress=on_progress
+        )
+    if as_json:
+        runs = [asdict(score) for score in scores]
+        print(
+            json.dumps({"model": args.model, "seed": args.seed, "contexts": contexts, "runs": runs})
+        )
+        return
+    typer.echo(f"{RETRIEVAL}\n{CHANGES}\n\n{markdown(retrieval_rows(scores), num_left=2)}\n")
+    if scores[0].positions:
+        typer.echo(f"{POSITIONS} {CHANGES}\n\n{markdown(position_rows(scores), num_left=2)}")
+    elif text is None:
+        typer.echo("No perplexity by position: --data FILE gives a text to measure it on.")
+    else:
+        typer.echo("No perplexity by position: the text is shorter than the context.")
+
+
+@app.command("tasks", cls=Command)
+@takes_engine_options
+def evaluate_tasks(
+    args: EngineArgs,
+    tasks: Annotated[
+        str, typer.Option(metavar="NAME,…", help="Tasks of lm-eval, or groups of them.")
+    ],
+    include_path: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Task files of your own.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="COUNT", min=1, help="Documents of each task.")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(metavar="COUNT", min=0, help="Examples before each document.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run tasks of lm-eval with an FP8 cache and without.
+
+    Each metric with its difference, whose error is of the same documents under both caches.
+    """
+    from freight.evaluate.report import markdown
+    from freight.evaluate.tasks import as_rows, compare_tasks
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    folder = None if include_path is None else str(include_path)
+    found = compare_tasks(args, _asked(args) or CACHES[0], names, folder, limit, num_fewshot)
+    if as_json:
+        facts = [dict(cache) for cache in found.caches]
+        scores = [asdict(score) for score in found.scores]
+        print(json.dumps({"model": args.model, "caches": facts, "tasks": scores}))
+        return
+    first, second = (str(facts["dtype"]) for facts in found.caches)
+    typer.echo(markdown(as_rows(found.scores, (first, second)), num_left=2))
+    scales = found.caches[1]
+    typer.echo(f"{second}: scales {scales['granularity']}, {scales['scale_source']}")
+    methods = {score.method for score in found.scores}
+    if "paired" in methods:
+        typer.echo(
+            "± is one standard error; the difference's is of the differences by document (paired)."
+        )
+    if "bootstrap" in methods:
+        typer.echo(
+            "Where a metric is no mean over documents, ± is of 500 draws of documents, the same for both."
+        )
+
+
+@app.command("layers", cls=Command)
+@takes_engine_options
+def evaluate_layers(
+    args: EngineArgs,
+    data: Data = None,
+    field: Field = "text",
+    window: Tokens = None,
+    as_json: Json = False,
+) -> None:
+    """Measure each layer's share of what the cache costs.
+
+    Each layer is quantized alone, and the whole is measured beside their sum.
+    """
+    from freight.evaluate import sensitivity
+    from freight.evaluate.documents import cut_documents, read_documents, window_length
+    from freight.evaluate.perplexity import Window
+    from freight.models.open import OpenModel
+
+    documents = read_documents(data_path(args.model, data), field)
+
+    def windows(opened: OpenModel, longest: int) -> list[Window]:
+        parts = cut_documents(opened, documents, window_length(window, longest), LAYER_TOKENS)
+        return [part.window for part in parts]
+
+    with progress("measuring layers") as on_progress:
+        found = sensitivity.per_layer(args, windows, on_progress)
+    if as_json:
+        print(json.dumps({"model": args.model, **sensitivity.as_json(found)}))
+        return
+    typer.echo(sensitivity.as_table(found))
+    typer.echo(
+        f"KL in nats against a 16-bit cache, over the first {found.num_tokens:,} tokens; one layer at a time"
+    )
+
+
+def _asked(args: EngineArgs) -> tuple[str, str] | None:
+    """The cache that the options name, as format and source of scales; None where they name none."""
+    named = (
+        args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
+    )
+    return (args.kv_cache_dtype, args.kv_scales) if named else None
+
+
 def _list(text: str | None) -> tuple[str, ...] | None:
     """'a,b' -> ('a', 'b')"""
     return None if text is None else tuple(part.strip() for part in text.split(","))
@@ -262,32 +341,6 @@ def data_path(model: str, data: Path | None) -> Path:
             return path
     except OSError as error:
         raise ConfigError(f"--data {data} cannot be read as text: {error}") from None
-
-
-def show_layers(
-    args: EngineArgs, path: Path, field: str, window: int | None, as_json: bool
-) -> None:
-    """`--per-layer`: each layer quantized alone, as a table or as JSON."""
-    from freight.evaluate import sensitivity
-    from freight.evaluate.documents import cut_documents, read_documents, window_length
-    from freight.evaluate.perplexity import Window
-    from freight.models.open import OpenModel
-
-    documents = read_documents(path, field)
-
-    def windows(opened: OpenModel, longest: int) -> list[Window]:
-        parts = cut_documents(opened, documents, window_length(window, longest), LAYER_TOKENS)
-        return [part.window for part in parts]
-
-    with progress("measuring layers") as on_progress:
-        found = sensitivity.per_layer(args, windows, on_progress)
-    if as_json:
-        print(json.dumps({"model": args.model, **sensitivity.as_json(found)}))
-        return
-    typer.echo(sensitivity.as_table(found))
-    typer.echo(
-        f"KL in nats against a 16-bit cache, over the first {found.num_tokens:,} tokens; one layer at a time"
-    )
 
 
 def read_text(model: str, data: Path | None) -> str:

@@ -25,7 +25,7 @@ def choice_judgement(choice: KVChoice) -> Judgement:
         return Judgement(Verdict.NOT_SAFE, (reason,))
     return Judgement(
         Verdict.CANNOT_BE_SAID,
-        ("KL alone was measured; `freight evaluate OUT --data FILE` says it",),
+        ("KL alone was measured; `freight evaluate caches OUT --data FILE` says it",),
     )
 
 

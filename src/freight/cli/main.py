@@ -18,14 +18,13 @@ import typer
 from typer.main import get_command
 
 from freight import __version__, terminal
-from freight.cli import bench, scales, variables
+from freight.cli import bench, evaluate, scales, variables
 from freight.cli.audit import audit
 from freight.cli.batch import batch
 from freight.cli.chat import chat
 from freight.cli.convert import convert
 from freight.cli.demo import demo
 from freight.cli.env import env
-from freight.cli.evaluate import evaluate
 from freight.cli.generate import generate
 from freight.cli.inspect import inspect
 from freight.cli.launcher import is_launcher, launch
@@ -100,7 +99,6 @@ for verb in (
     quantize,
     convert,
     merge,
-    evaluate,
     audit,
     plan,
     demo,
@@ -110,6 +108,7 @@ for verb in (
 app.command("run", cls=Command, help="The same as serve.")(serve)
 app.command("inspect", cls=Command)(_inspect)
 app.add_typer(scales.app, name="scales")
+app.add_typer(evaluate.app, name="evaluate")
 app.add_typer(bench.app, name="bench")
 
 

@@ -252,7 +252,9 @@ StateDtype = Annotated[str, _engine_option("state_dtype")]
 
 
 class Command(TyperCommand):
-    """A verb. An option that only other engines have is refused with what to use instead."""
+    """A verb. An option that only other engines have is refused with what to use instead, and one
+    of another sub-command with where it is.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
@@ -266,12 +268,27 @@ class Command(TyperCommand):
                 if spelling == short[:2] and short in given:
                     spelling = name
             instead = instead_of(spelling.lstrip("-").replace("-", "_"), as_flag)
-            known = {
-                flag for option in self.params for flag in (*option.opts, *option.secondary_opts)
-            }
-            if instead is None or not known.issuperset(re.findall(r"--[a-z-]+", instead)):
+            if instead is None or not _spellings(self).issuperset(
+                re.findall(r"--[a-z-]+", instead)
+            ):
+                instead = _where_it_is(spelling, ctx)
+            if instead is None:
                 raise
             raise ConfigError(f"no such option: {spelling}; {instead}") from None
+
+
+def _spellings(command: Any) -> set[str]:
+    """The options of a click command, as they are written."""
+    return {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+
+
+def _where_it_is(spelling: str, ctx: Any) -> str | None:
+    """Which sub-commands of the same verb have the option; None where none has it."""
+    if ctx.parent is None or ctx.parent.parent is None:
+        return None
+    commands = ctx.parent.command.commands.items()
+    names = [name for name, command in commands if spelling in _spellings(command)]
+    return f"it is an option of {ctx.parent.command_path} {', '.join(names)}" if names else None
 
 
 def _layers_joined(args: Sequence[str]) -> list[str]:

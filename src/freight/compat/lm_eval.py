@@ -3,7 +3,7 @@
 lm-eval 0.4.13 knows the models in its own table and those that were registered in the process; it
 looks for no plugins. So there are three ways to use this one:
 
-    freight evaluate MODEL --tasks arc_easy                     two caches at once, with the difference
+    freight evaluate tasks MODEL --tasks arc_easy               two caches at once, with the difference
     python -m freight.lm_eval --model freight --tasks arc_easy --model_args pretrained=MODEL,kv_cache_dtype=fp8
     import freight.lm_eval, then lm_eval.simple_evaluate(model="freight", model_args={"pretrained": MODEL}, …)
 

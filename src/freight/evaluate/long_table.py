@@ -1,4 +1,4 @@
-"""The tables of `freight evaluate --long`: retrieval by depth and perplexity by position, a row a
+"""The tables of `freight evaluate long`: retrieval by depth and perplexity by position, a row a
 cache.
 """
 

@@ -1,4 +1,4 @@
-"""`freight evaluate --per-layer`: each layer's share of what a quantized cache costs.
+"""`freight evaluate layers`: each layer's share of what a quantized cache costs.
 
 Each layer is quantized alone against an unquantized cache. The sum of the layers and the divergence
 of the whole stand side by side, because errors of several layers may cancel or amplify each other:

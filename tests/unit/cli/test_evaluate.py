@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from freight.cli.evaluate import _named
+
+MEASUREMENTS = ["caches", "long", "tasks", "layers"]
 Run = Callable[..., Any]
 
 
@@ -22,6 +26,7 @@ def text(tmp_path: Path) -> str:
 def test_it_tells_what_caches_and_weights_take(freight: Run, text: str):
     argv = [
         "evaluate",
+        "caches",
         "--data",
         text,
         "--quantization",
@@ -35,7 +40,7 @@ def test_it_tells_what_caches_and_weights_take(freight: Run, text: str):
     assert [run["kv_cache_dtype"] for run in said["runs"]] == ["bfloat16", "fp8_e4m3fn", "fp8_e5m2"]
     assert said["weights"]["dtype"] == "fp8_e4m3fn"
     assert said["weights"]["embedding_bytes"] == 4096 * 256 * 2
-    plain = json.loads(freight(*argv[:3], *argv[-3:], "--json").out)["weights"]
+    plain = json.loads(freight(*argv[:4], *argv[-3:], "--json").out)["weights"]
     assert said["weights"]["bytes"] < 0.55 * plain["bytes"]
     few_windows, few_tokens, *lines = freight(*argv).out.splitlines()
     assert few_windows.startswith("warning: 1 window is too little text for an interval")
@@ -60,7 +65,7 @@ def test_a_checkpoint_with_static_scales_needs_no_options(freight: Run, text: st
         "64",
     )
     assert freight("quantize", "demo", out, *options).code == 0
-    answer = freight("evaluate", out, "--data", text, "--no-speed", "--json")
+    answer = freight("evaluate", "caches", out, "--data", text, "--no-speed", "--json")
     assert answer.code == 0, answer.err
     caches = [
         (run["kv_cache_dtype"], run["scale_source"]) for run in json.loads(answer.out)["runs"]
@@ -71,7 +76,7 @@ def test_a_checkpoint_with_static_scales_needs_no_options(freight: Run, text: st
 
 def test_the_16_bit_cache_is_one_row(freight: Run, text: str):
     rows = freight(
-        "evaluate", "--data", text, "--kv-cache-dtype", "bfloat16", "--no-speed"
+        "evaluate", "caches", "--data", text, "--kv-cache-dtype", "bfloat16", "--no-speed"
     ).out.splitlines()
     assert len([row for row in rows if row.startswith("| 16 bits")]) == 1
     assert len([row for row in rows if row.startswith("|")]) == 3
@@ -84,7 +89,9 @@ def test_a_report_folder_that_cannot_be_written_is_found_before_the_run(
         "freight.models.open.OpenModel.load", lambda *_: pytest.fail("weights were read")
     )
     (tmp_path / "file").write_text("")
-    answer = freight("evaluate", "--data", text, "--report", str(tmp_path / "file" / "report"))
+    answer = freight(
+        "evaluate", "caches", "--data", text, "--report", str(tmp_path / "file" / "report")
+    )
     assert answer.code == 2
     assert "--report" in answer.err
     assert "name another folder" in answer.err
@@ -93,7 +100,15 @@ def test_a_report_folder_that_cannot_be_written_is_found_before_the_run(
 def test_a_report_is_written_and_named(freight: Run, text: str, tmp_path: Path):
     folder = tmp_path / "new" / "report"
     answer = freight(
-        "evaluate", "--data", text, "--caches", "unit", "--no-speed", "--report", str(folder)
+        "evaluate",
+        "caches",
+        "--data",
+        text,
+        "--caches",
+        "unit",
+        "--no-speed",
+        "--report",
+        str(folder),
     )
     assert answer.code == 0, answer.err
     assert str(folder / "report.html") in answer.out
@@ -104,26 +119,26 @@ def test_a_report_is_written_and_named(freight: Run, text: str, tmp_path: Path):
 def test_bad_files_are_one_line(freight: Run, tmp_path: Path):
     path = tmp_path / "documents.jsonl"
     path.write_text('{"body": "x"}')
-    answer = freight("evaluate", "--data", str(path))
+    answer = freight("evaluate", "caches", "--data", str(path))
     assert answer.code == 2
     assert "line 1" in answer.err
     path.with_suffix(".txt").write_text("")
-    assert "is empty" in freight("evaluate", "--data", str(path.with_suffix(".txt"))).err
+    assert "is empty" in freight("evaluate", "caches", "--data", str(path.with_suffix(".txt"))).err
 
 
 def test_layers_are_measured_one_at_a_time(freight: Run, text: str):
-    said = json.loads(freight("evaluate", "--data", text, "--per-layer", "--json").out)
+    said = json.loads(freight("evaluate", "layers", "--data", text, "--json").out)
     assert [layer["layer"] for layer in said["layers"]] == list(range(6))
     assert said["kl_whole"] > 0
     assert "all at once" in freight("evaluate", "--data", text, "--per-layer").out
 
 
-@pytest.mark.parametrize("measured", [(), ("--long",), ("--per-layer",)])
+@pytest.mark.parametrize("measured", ["caches", "long", "layers"])
 def test_bad_documents_and_windows_are_one_line_in_every_measurement(
     freight: Run,
     text: str,
     tmp_path: Path,
-    measured: tuple[str, ...],
+    measured: str,
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(
@@ -137,38 +152,101 @@ def test_bad_documents_and_windows_are_one_line_in_every_measurement(
         (("--data", str(tmp_path / "missing")), "cannot be read as text"),
         (("--data", text, "--window", "2048"), "1024 tokens"),
     ):
-        answer = freight("evaluate", *argv, *measured)
+        answer = freight("evaluate", measured, *argv)
         assert answer.code == 2, answer
         assert said in answer.err
         assert answer.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("measured", [("--long",), ("--per-layer",), ("--tasks", "x")])
-def test_a_report_of_another_measurement_is_refused(
-    freight: Run, tmp_path: Path, measured: tuple[str, ...]
-):
-    answer = freight("evaluate", *measured, "--report", str(tmp_path))
-    assert answer.code == 2
-    assert f"is not read by {measured[0]}" in answer.err
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (
-            ["--per-layer", "--max-tokens", "64"],
-            "--max-tokens 64 is not read by --per-layer: leave it out",
+            ["layers", "--max-tokens", "64"],
+            "--max-tokens; it is an option of freight evaluate caches",
         ),
-        (["--long", "--caches", "token"], "--caches token is not read by --long"),
-        (["--long", "--no-speed"], "--no-speed is not read by --long"),
-        (["--tasks", "arc_easy", "--data", "x"], "--data x is not read by --tasks"),
-        (["--tasks", "arc_easy", "--report", "x"], "--report x is not read by --tasks"),
-        (["--contexts", "4"], "--contexts 4 belongs to --long, which is not given"),
-        (["--long", "--per-layer"], "different measurements"),
-        (["--caches", ""], "--caches '' is unknown"),
+        (["long", "--caches", "token"], "--caches; it is an option of freight evaluate caches"),
+        (["long", "--no-speed"], "--no-speed; it is an option of freight evaluate caches"),
+        (["tasks", "--report", "x"], "--report; it is an option of freight evaluate caches"),
+        (
+            ["tasks", "--data", "x"],
+            "--data; it is an option of freight evaluate caches, long, layers",
+        ),
+        (["caches", "--contexts", "4"], "--contexts; it is an option of freight evaluate long"),
+        (["--contexts", "4"], "--contexts; it is an option of freight evaluate long"),
+        (["--per-layer", "--report", "x"], "--report; it is an option of freight evaluate caches"),
     ],
 )
-def test_what_a_measurement_does_not_read_is_refused(freight: Run, argv: list[str], said: str):
-    answer = freight("evaluate", "demo", *argv)
+def test_an_option_of_another_measurement_is_refused_with_where_it_is(
+    freight: Run, argv: list[str], said: str
+):
+    answer = freight("evaluate", *argv)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err == f"error: no such option: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--long", "--per-layer"], "different measurements"),
+        (["--tasks=x", "--long"], "different measurements"),
+        (["caches", "--caches", ""], "--caches '' is unknown"),
+        (["tasks"], "Missing option '--tasks'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(freight: Run, argv: list[str], said: str):
+    answer = freight("evaluate", *argv)
     assert (answer.code, answer.out) == (2, "")
     assert said in answer.err
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", "caches"),
+        ("MODEL --data x", "caches MODEL --data x"),
+        ("--data x MODEL", "caches --data x MODEL"),
+        ("MODEL --help", "caches MODEL --help"),
+        ("MODEL --long --contexts 4", "long MODEL --contexts 4"),
+        ("--per_layer MODEL", "layers MODEL"),
+        ("MODEL --tasks a,b --limit 3", "tasks MODEL --tasks a,b --limit 3"),
+        ("--tasks=a_b", "tasks --tasks=a_b"),
+        ("long --long", "long long"),  # MODEL is a folder of this name
+        ("tasks --per-layer", "layers tasks"),
+        ("caches --tasks x", "tasks caches --tasks x"),
+        ("-- layers", "caches -- layers"),
+    ],
+)
+def test_a_spelling_without_a_sub_command_means_one(old: str, new: str):
+    assert _named(old.split(), MEASUREMENTS) == new.split()
+
+
+@pytest.mark.parametrize(
+    "argv", ["-h", "--help", "caches", "long MODEL --contexts 4", "tasks --tasks x", "layers"]
+)
+def test_a_sub_command_stays(argv: str):
+    assert _named(argv.split(), MEASUREMENTS) == argv.split()
+
+
+def test_both_spellings_print_the_same(freight: Run, text: str):
+    for old, new in (
+        (["--per-layer"], ["layers"]),
+        (
+            ["--long", "--contexts", "2", "--window", "64"],
+            ["long", "--contexts", "2", "--window", "64"],
+        ),
+        (["--caches", "unit", "--no-speed"], ["caches", "--caches", "unit", "--no-speed"]),
+    ):
+        answers = [freight("evaluate", *argv, "--data", text) for argv in (old, new)]
+        assert answers[0].code == 0, answers[0].err
+        assert answers[0].out == answers[1].out
+
+
+def test_help_lists_the_measurements(freight: Run):
+    said = freight("evaluate", "--help").out
+    assert "Usage: freight evaluate [COMMAND] [MODEL] [OPTIONS]\n" in said
+    assert re.findall(r"^  (\w+) +\S.*\.$", said.partition("Commands:")[2], re.M) == MEASUREMENTS
+    for name in MEASUREMENTS:
+        listed = freight("evaluate", name, "--help").out
+        assert f"Usage: freight evaluate {name} [OPTIONS] [MODEL]\n" in listed
+        assert ("--contexts" in listed) == (name == "long")

@@ -1,4 +1,4 @@
-"""freight evaluate --tasks at the terminal: what is refused before a weight is read."""
+"""freight evaluate tasks at the terminal: what is refused before a weight is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_without_lm_eval_it_says_what_to_install(freight: Run, monkeypatch: pyte
     ]:
         monkeypatch.delitem(sys.modules, name)  # another test may have loaded them
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    answer = freight("evaluate", "demo", "--tasks", "arc_easy")
+    answer = freight("evaluate", "tasks", "demo", "--tasks", "arc_easy")
     assert answer.code == 2
     assert "pip install '.[eval]'" in answer.err
     assert answer.err.count("\n") == 1
@@ -30,7 +30,7 @@ def test_without_lm_eval_it_says_what_to_install(freight: Run, monkeypatch: pyte
 def test_options_of_tasks_need_tasks(freight: Run, option: str, value: str):
     answer = freight("evaluate", "demo", option, value)
     assert answer.code == 2
-    assert f"{option} {value} belongs to --tasks" in answer.err
+    assert f"{option}; it is an option of freight evaluate tasks" in answer.err
 
 
 def test_task_files_come_from_a_folder(freight: Run, tmp_path: Path):

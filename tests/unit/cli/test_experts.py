@@ -37,6 +37,7 @@ def test_evaluate_measures_caches_weights_and_layers(freight: Run, model: Path) 
     options = ("--data", text, "--json", "--kernels", "reference")
     answer = freight(
         "evaluate",
+        "caches",
         str(model),
         *options,
         "--caches",
@@ -50,7 +51,7 @@ def test_evaluate_measures_caches_weights_and_layers(freight: Run, model: Path) 
     assert len(others) >= 2
     assert all(run["perplexity"] == pytest.approx(plain["perplexity"], rel=0.2) for run in others)
     assert all(run["kl_mean"] > 0 for run in others)
-    answer = freight("evaluate", str(model), *options, "--per-layer")
+    answer = freight("evaluate", "layers", str(model), *options)
     assert answer.code == 0, answer.err
     assert [layer["layer"] for layer in json.loads(answer.out)["layers"]] == [0, 1]
 

@@ -145,6 +145,7 @@ def test_the_model_in_every_form(
         "plan --memory 1GiB",
         "audit",
         "evaluate",
+        "evaluate layers",
         "bench latency",
     ],
 )
@@ -248,7 +249,12 @@ def test_help_names_every_option_and_its_variable(freight: Run) -> None:
 def test_every_option_has_its_sentence_in_the_documentation() -> None:
     documented = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    options = [(verb, option) for verb, command in commands.items() for option in command.params]
+    options = [
+        (verb, option)
+        for verb, command in commands.items()
+        for one in (command, *getattr(command, "commands", {}).values())
+        for option in one.params
+    ]
     assert len(options) > 2 * len(ENGINE_FLAGS)
     for verb, option in options:
         assert f"`freight {verb}`" in documented

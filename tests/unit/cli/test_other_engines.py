@@ -55,7 +55,7 @@ def test_an_option_of_another_engine_in_python(name: str) -> None:
         EngineArgs.from_options(**{name: 1})
 
 
-@pytest.mark.parametrize("verb", ["generate", "serve", "run", "chat", "evaluate"])
+@pytest.mark.parametrize("verb", ["generate", "serve", "run", "chat", "evaluate", "evaluate long"])
 def test_the_same_on_the_command_line(freight: Callable[..., Any], verb: str) -> None:
     for given, says in (
         ("--gpu-memory-utilization 0.9", "--kv-cache-memory='4GiB'"),
@@ -67,7 +67,7 @@ def test_the_same_on_the_command_line(freight: Callable[..., Any], verb: str) ->
         ("--enforce-eager", "omit it"),
         ("--max-total-tokens 5", "use --max-model-len"),
     ):
-        answer = freight(verb, "demo", *given.split())
+        answer = freight(*verb.split(), "demo", *given.split())
         assert (answer.code, answer.out) == (2, "")
         assert answer.err.startswith("error: no such option: --")
         assert says in answer.err

@@ -176,10 +176,10 @@ def test_longrope_chooses_by_the_context_and_not_by_the_memory(
             "--max-tokens",
             "2",
         ],
-        ["evaluate", "DEMO", "--data", "TEXT", "--window", "32", "--per-layer"],
+        ["evaluate", "layers", "DEMO", "--data", "TEXT", "--window", "32"],
         *(
             pytest.param(
-                f"evaluate DEMO --data TEXT --max-tokens 64 --window 32{more}".split(),
+                f"evaluate caches DEMO --data TEXT --max-tokens 64 --window 32{more}".split(),
                 marks=pytest.mark.slow,
             )
             for more in ("", " --no-speed --weights fp8")

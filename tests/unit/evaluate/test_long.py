@@ -1,4 +1,4 @@
-"""freight evaluate --long: against `LLM`'s log-probabilities, and what a cache that keeps nothing
+"""freight evaluate long: against `LLM`'s log-probabilities, and what a cache that keeps nothing
 of a context does.
 """
 

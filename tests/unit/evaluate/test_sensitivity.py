@@ -1,4 +1,4 @@
-"""`freight evaluate --per-layer`: shares of layers, against a cache in which a single layer is
+"""`freight evaluate layers`: shares of layers, against a cache in which a single layer is
 quantized.
 """
 
