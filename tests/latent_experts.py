@@ -18,8 +18,8 @@ from tests.parity.variants import SHAPE
 from transformers import LlamaConfig, LlamaForCausalLM, NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 
-from freight.config.experts import MoEFamily
 from freight.config.family import words
+from freight.config.moe import MoEFamily
 from freight.config.registry import FAMILIES
 from freight.config.tensor_names import TensorNames
 from freight.models import architectures

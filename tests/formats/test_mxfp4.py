@@ -21,7 +21,7 @@ from freight.cli.inspect import describe
 from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError
 from freight.kernels.cpu.experts import CpuExperts
-from freight.kernels.experts import ExpertList
+from freight.kernels.reference_experts import ExpertList
 from freight.models.decoder import Decoder
 from freight.models.open import OpenModel, open_model
 from freight.operands.weight import Activations

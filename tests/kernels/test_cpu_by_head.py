@@ -12,8 +12,8 @@ from tests.kernels.test_cpu_experts import BUILDS, FLOATS, PATHS, make
 from tests.shares import examples
 from torch import Tensor
 
-from freight.calibrate.experts import one_by_one
-from freight.kernels import experts as loop
+from freight.calibrate.expert_inputs import one_by_one
+from freight.kernels import reference_experts as loop
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.recording import Arena, record

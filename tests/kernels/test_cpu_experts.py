@@ -18,7 +18,7 @@ from torch import Tensor
 from freight.errors import KernelError
 from freight.fp8.formats import Format
 from freight.fp8.weights import quantize_blocks, quantize_rows
-from freight.kernels import experts as loop
+from freight.kernels import reference_experts as loop
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.operands.activation import Activation, AnyActivation, GatedActivation, clamped_silu

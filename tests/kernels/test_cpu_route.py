@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.shares import examples
 from torch import Tensor
 
-from freight.kernels import experts as definition
+from freight.kernels import reference_experts as definition
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.operands.routing import Routing, Scoring

@@ -20,7 +20,7 @@ from torch import Tensor
 from freight.cache.pool import AngleTables, LayerCache, PagedKV, PagedState, allocate_pool
 from freight.cache.spec import KVCacheSpec, LayerSpec, layer_spec
 from freight.calibrate.centers import CenterWatch, LayerCenters
-from freight.calibrate.experts import one_by_one
+from freight.calibrate.expert_inputs import one_by_one
 from freight.calibrate.modules import layer_modules
 from freight.calibrate.watch import LayerWatch, WatchedKV, observed, watch_layer
 from freight.config.engine import KVCacheConfig, LayerKVFormat

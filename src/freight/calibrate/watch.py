@@ -13,7 +13,7 @@ from torch import Tensor
 
 from freight.cache.pool import PagedKV
 from freight.calibrate.centers import LayerCenters
-from freight.calibrate.experts import ExpertWatch
+from freight.calibrate.expert_inputs import ExpertWatch
 from freight.calibrate.modules import LayerModules
 from freight.calibrate.observers import Observer, by_group, make_observer
 from freight.config.layer import LatentConfig, Mixer, PagedMixer

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from freight.config.experts import MoEFamily
 from freight.config.layer import NormPlacement
+from freight.config.moe import MoEFamily
 from freight.config.tensor_names import TensorNames
 
 if TYPE_CHECKING:

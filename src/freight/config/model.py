@@ -15,7 +15,6 @@ from typing import Any
 
 from freight.config.attention import parse_mixers, soft_cap
 from freight.config.dtype import DtypeSource, checkpoint_dtype
-from freight.config.experts import has_experts, layers_with_experts, parse_moe
 from freight.config.family import Family
 from freight.config.fields import flag, integer, number, token_ids
 from freight.config.keys import UnreadKeys, check_keys, decoder_config, find_family, with_defaults
@@ -31,6 +30,7 @@ from freight.config.layer import (
     NormKind,
     PagedMixer,
 )
+from freight.config.moe import has_experts, layers_with_experts, parse_moe
 from freight.config.registry import FAMILIES
 from freight.config.rope import RopeConfig as RopeConfig
 from freight.config.rope import parse_ropes

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.kernels import experts, reference, reference_rows, reference_states
-from freight.kernels.experts import ExpertList
+from freight.kernels import reference, reference_experts, reference_rows, reference_states
 from freight.kernels.reference import Fp8Products
+from freight.kernels.reference_experts import ExpertList
 from freight.operands.activation import Activation, AnyActivation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
@@ -95,7 +95,7 @@ class ReferenceKernels:
         return reference_rows.join(parts, eps)
 
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> ExpertList:
-        return experts.pack(self, weights, bias)
+        return reference_experts.pack(self, weights, bias)
 
     def route(
         self,
@@ -106,7 +106,7 @@ class ReferenceKernels:
         choice_bias: Tensor | None = None,
         expert_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return experts.choose(
+        return reference_experts.choose(
             self.linear(x.float(), gate, bias), routing, choice_bias, expert_scale
         )
 
@@ -122,11 +122,11 @@ class ReferenceKernels:
     ) -> Tensor:
         assert isinstance(gate_up, ExpertList)
         assert isinstance(down, ExpertList)
-        return experts.experts(self, x, ids, weights, gate_up, down, activation, base)
+        return reference_experts.experts(self, x, ids, weights, gate_up, down, activation, base)
 
     def by_head(self, x: Tensor, matrices: PackedExperts) -> Tensor:
         assert isinstance(matrices, ExpertList)
-        return experts.by_head(self, x, matrices)
+        return reference_experts.by_head(self, x, matrices)
 
     def rotate_store(
         self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages

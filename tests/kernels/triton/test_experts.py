@@ -1,4 +1,4 @@
-"""Mixtures of experts in Triton, routing included, against `kernels/experts.py` and the reference."""
+"""Mixtures of experts in Triton, routing included, against `kernels/reference_experts.py` and the reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from freight.fp8.formats import Format
 from freight.fp8.weights import quantize_blocks, quantize_rows
-from freight.kernels import experts as definition
+from freight.kernels import reference_experts as definition
 from freight.kernels.reference_set import REFERENCE
 from freight.kernels.triton import linear, route
 from freight.kernels.triton.experts import FEW_ROWS, sort_slots

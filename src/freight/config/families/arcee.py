@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freight.config.deriving import rotate_in_windows, with_attention
-from freight.config.experts import MoEFamily
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import flag
 from freight.config.layer import NormPlacement, OutputGate
+from freight.config.moe import MoEFamily
 from freight.config.tensor_names import AttentionNames, TensorNames
 from freight.operands.activation import GateFunction
 from freight.operands.routing import Scoring

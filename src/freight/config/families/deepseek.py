@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from freight.config.experts import DEEPSEEK_EXPERTS
 from freight.config.family import LANGUAGE_MODEL, Family, words
 from freight.config.latent import (
     INDEXED,
@@ -21,6 +20,7 @@ from freight.config.latent import (
     with_indexed,
     with_latent,
 )
+from freight.config.moe import DEEPSEEK_EXPERTS
 from freight.config.tensor_names import VISION_TOWER, TensorNames, not_run
 from freight.operands.routing import Scoring
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from freight.config.experts import MoEFamily
 from freight.config.family import Family, RopeForm, words
+from freight.config.moe import MoEFamily
 from freight.config.tensor_names import PREDICTS, TensorNames, not_run
 from freight.errors import CheckpointError
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from freight.config.attention import even_head_dim, require_multiple
 from freight.config.deriving import with_mixers
-from freight.config.experts import MoEFamily
 from freight.config.families.gemma import GEMMA_TENSORS
 from freight.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, RopeForm, words
 from freight.config.fields import flag, integer
@@ -21,6 +20,7 @@ from freight.config.layer import (
     MoEConfig,
     NormPlacement,
 )
+from freight.config.moe import MoEFamily
 from freight.config.tensor_names import VISION_TOWER, not_run
 from freight.errors import CheckpointError, choices
 from freight.operands.activation import GatedActivation

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from freight.config.deriving import with_attention
-from freight.config.experts import DEEPSEEK_EXPERTS
 from freight.config.family import LANGUAGE_MODEL, Family, RopeForm, words
 from freight.config.fields import flag
 from freight.config.latent import (
@@ -20,6 +19,7 @@ from freight.config.latent import (
     with_latent,
 )
 from freight.config.layer import NormPlacement
+from freight.config.moe import DEEPSEEK_EXPERTS
 from freight.config.tensor_names import VISUAL, TensorNames
 
 _OUTSIDE = words(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from freight.config.deriving import default_rope, with_attention
-from freight.config.experts import MoEFamily
 from freight.config.family import ATTENTION_BIAS, Family, words
+from freight.config.moe import MoEFamily
 from freight.config.tensor_names import TensorNames
 from freight.operands.activation import GatedActivation
 from freight.operands.routing import Scoring

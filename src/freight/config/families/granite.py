@@ -14,10 +14,10 @@ from freight.config.deriving import (
     with_attention,
     with_layers,
 )
-from freight.config.experts import MoEFamily, has_experts
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import flag, integer, number
 from freight.config.layer import Mamba2Config
+from freight.config.moe import MoEFamily, has_experts
 from freight.config.tensor_names import TensorNames
 from freight.errors import CheckpointError
 from freight.operands.routing import Scoring

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from freight.config.attention import parse_head_dim
 from freight.config.deriving import with_attention
-from freight.config.experts import MoEFamily
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import flag, number
+from freight.config.moe import MoEFamily
 from freight.config.tensor_names import AttentionNames, TensorNames
 from freight.errors import CheckpointError
 from freight.operands.routing import Scoring

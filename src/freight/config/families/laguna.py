@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from freight.config.attention import require_multiple
 from freight.config.deriving import with_mixers
-from freight.config.experts import MoEFamily
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import integer
 from freight.config.layer import AttentionConfig, OutputGate
+from freight.config.moe import MoEFamily
 from freight.config.tensor_names import TensorNames
 from freight.errors import CheckpointError
 from freight.operands.activation import GateFunction

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freight.config.deriving import conv_width, with_layers
-from freight.config.experts import MoEFamily
 from freight.config.family import LANGUAGE_MODEL, Family, words
 from freight.config.fields import flag, integer, number
 from freight.config.layer import MoEConfig, ShortConvConfig
+from freight.config.moe import MoEFamily
 from freight.config.tensor_names import VISION_TOWER, AttentionNames, TensorNames
 from freight.errors import CheckpointError
 from freight.operands.routing import Scoring

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freight.config.deriving import conv_width, require_silu, with_layers
-from freight.config.experts import DEEPSEEK_EXPERTS
 from freight.config.family import Family, words
 from freight.config.fields import flag, integer
 from freight.config.latent import (
@@ -23,6 +22,7 @@ from freight.config.latent import (
     translate_latent,
 )
 from freight.config.layer import KimiDeltaConfig
+from freight.config.moe import DEEPSEEK_EXPERTS
 from freight.config.tensor_names import KimiDeltaNames, LatentNames, TensorNames
 from freight.errors import CheckpointError
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from freight.config.experts import MoEFamily
 from freight.config.family import ATTENTION_BIAS, Family, words
+from freight.config.moe import MoEFamily
 from freight.config.tensor_names import PREDICTS, TensorNames
 
 ROWS = {

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from freight.config.attention import require_multiple
 from freight.config.deriving import with_mixers
-from freight.config.experts import MoEFamily
 from freight.config.families.qwen import QWEN2
 from freight.config.family import Family, words
 from freight.config.fields import integer, number
+from freight.config.moe import MoEFamily
 from freight.config.tensor_names import PREDICTS, AttentionNames, TensorNames
 from freight.errors import CheckpointError
 from freight.operands.routing import Scoring

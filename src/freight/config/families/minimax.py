@@ -8,10 +8,10 @@ from typing import Any
 
 from freight.config.attention import parse_head_dim
 from freight.config.deriving import with_attention
-from freight.config.experts import MoEFamily
 from freight.config.families.mistral import MIXTRAL_TENSORS
 from freight.config.family import Family, words
 from freight.config.fields import integer, number
+from freight.config.moe import MoEFamily
 from freight.errors import CheckpointError
 from freight.operands.routing import Scoring
 

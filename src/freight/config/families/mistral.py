@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from freight.config.deriving import default_rope
-from freight.config.experts import DEEPSEEK_EXPERTS, MoEFamily
 from freight.config.family import LANGUAGE_MODEL, WINDOW_KEYS, Family, RopeForm, words
 from freight.config.latent import LATENT_FIXED, LATENT_KEYS, translate_latent, with_latent
+from freight.config.moe import DEEPSEEK_EXPERTS, MoEFamily
 from freight.config.tensor_names import VISION_TOWER, TensorNames
 from freight.operands.routing import Scoring
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from freight.config.attention import require_multiple
 from freight.config.deriving import conv_width, step_limits
-from freight.config.experts import MoEFamily
 from freight.config.family import Family, words
 from freight.config.fields import flag, integer
 from freight.config.layer import AttentionConfig, Mamba2Config
+from freight.config.moe import MoEFamily
 from freight.config.tensor_names import PREDICTS, AttentionNames, MambaNames, TensorNames, not_run
 from freight.errors import CheckpointError, choices
 from freight.operands.routing import Scoring

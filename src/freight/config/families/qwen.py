@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from freight.config.experts import MoEFamily
 from freight.config.family import (
     ATTENTION_BIAS,
     LANGUAGE_MODEL,
@@ -13,6 +12,7 @@ from freight.config.family import (
     RopeForm,
     words,
 )
+from freight.config.moe import MoEFamily
 from freight.config.tensor_names import VISUAL, TensorNames
 
 _SPARSE = words("decoder_sparse_step mlp_only_layers")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from freight.config.attention import require_multiple
 from freight.config.deriving import conv_width, require_silu, with_attention, with_layers
-from freight.config.experts import MoEFamily
 from freight.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, RopeForm, words
 from freight.config.fields import integer
 from freight.config.layer import DeltaNetConfig, OutputGate
+from freight.config.moe import MoEFamily
 from freight.config.tensor_names import PREDICTS, VISUAL, DeltaNetNames, TensorNames, not_run
 from freight.operands.activation import GateFunction
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freight.config.attention import require_multiple
-from freight.config.experts import MoEFamily
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import integer, number
 from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, OutputGate
+from freight.config.moe import MoEFamily
 from freight.config.tensor_names import TensorNames, not_run
 from freight.errors import CheckpointError
 from freight.operands.activation import GatedActivation, GateFunction, clamped_silu

@@ -1,7 +1,7 @@
 """Mixtures of experts (csrc/experts.cpp, csrc/route.cpp) and products of heads (csrc/by_head.cpp):
 the packing at load, and the calls.
 
-Results have the bits of `kernels/experts.py` over this set's own products, which is their
+Results have the bits of `kernels/reference_experts.py` over this set's own products, which is their
 definition: a row's depend on that row and its experts alone.
 """
 

@@ -1,7 +1,7 @@
 """Routing: the experts of each row, in two launches; see `KernelSet.route`.
 
 The logits are `linear.matmul_kernel`'s in float32, in tiles of one size: a row's bits do not depend
-on the others. `choose_kernel` is `kernels.experts.choose`. Nothing waits for the device, so a CUDA
+on the others. `choose_kernel` is `kernels.reference_experts.choose`. Nothing waits for the device, so a CUDA
 graph can hold both.
 """
 
@@ -128,7 +128,7 @@ def logits(x: Tensor, gate: Weight, bias: Tensor | None) -> Tensor:
 def choose(
     scores: Tensor, routing: Routing, choice_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.experts.choose` of logits, float32 [rows, num_experts]."""
+    """`kernels.reference_experts.choose` of logits, float32 [rows, num_experts]."""
     rows, num_experts = scores.shape
     ids = torch.empty(rows, routing.top_k, dtype=torch.int32, device=scores.device)
     weights = torch.empty_like(ids, dtype=torch.float32)

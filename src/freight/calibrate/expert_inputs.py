@@ -3,7 +3,7 @@ input can be observed.
 
 Kernels for experts keep what lies between the two products to themselves, and may pack all experts
 of a layer as one. Here every expert is packed alone and computed by the set's own products, as
-`kernels.experts` defines the result.
+`kernels.reference_experts` defines the result.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from freight.kernels import experts
-from freight.kernels.experts import ExpertList
+from freight.kernels import reference_experts
 from freight.kernels.interface import KernelSet
+from freight.kernels.reference_experts import ExpertList
 from freight.layers.moe import MoE
 from freight.operands.activation import Activation, AnyActivation, GatedActivation
 from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
@@ -79,12 +79,12 @@ class _OneByOne:
         return hidden
 
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> ExpertList:
-        return experts.pack(self.inner, weights, bias)
+        return reference_experts.pack(self.inner, weights, bias)
 
     def by_head(self, x: Tensor, matrices: PackedExperts) -> Tensor:
         """`KernelSet.by_head`, of what `pack_experts` returned here"""
         assert isinstance(matrices, ExpertList)
-        return experts.by_head(self.inner, x, matrices)
+        return reference_experts.by_head(self.inner, x, matrices)
 
     def experts(
         self,
@@ -104,6 +104,6 @@ class _OneByOne:
             self.watch.num_tokens.add_(
                 torch.bincount(ids.flatten(), minlength=len(self.watch.num_tokens))
             )
-        return experts.experts(
+        return reference_experts.experts(
             cast(KernelSet, self), x, ids, weights, gate_up, down, activation, base
         )
