@@ -27,7 +27,7 @@ import uvicorn
 
 from freight.errors import CheckpointError, ConfigError
 from freight.files import read_text
-from freight.server.answers.harmony_format import AnswerFormat, answer_format
+from freight.server.answers.answer_format import AnswerFormat, answer_format
 from freight.server.app import make_app
 from freight.server.call import Served
 from freight.server.limits import ServingLimits

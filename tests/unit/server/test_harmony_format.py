@@ -33,7 +33,7 @@ from tests.unit.server.joined_pieces import content, reasoning
 from freight.engine.grammar import Grammars, _source
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
 from freight.sampling import SamplingParams
-from freight.server.answers.harmony_format import answer_format
+from freight.server.answers.answer_format import answer_format
 from freight.server.answers.pieces import PieceKind
 from freight.server.call import ReplyHead, Served, TokenizedWork
 from freight.server.limits import ServingLimits

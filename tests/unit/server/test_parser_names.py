@@ -16,8 +16,9 @@ from tests.unit.server.call_form_cases import FORMS, tokenizer
 from tests.unit.server.joined_pieces import call, content, joined, reasoning
 
 from freight.errors import ConfigError
+from freight.server.answers.answer_format import answer_format
 from freight.server.answers.call_families import REASONING_PARSERS, TOOL_CALL_PARSERS
-from freight.server.answers.harmony_format import HarmonyFormat, answer_format
+from freight.server.answers.harmony_format import HarmonyFormat
 from freight.server.lifecycle import Lifecycle
 from freight.server.settings import ServerSettings
 from freight.text.harmony import MARKERS

@@ -20,12 +20,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 from freight.server.answers.out import Pieces, SpecialTokens
-from freight.server.answers.pieces import MessageParser, Piece, PieceKind
+from freight.server.answers.pieces import Piece, PieceKind
 from freight.server.answers.verbatim import arguments_texts
 from freight.text.harmony import CALL, CHANNEL, END, MARKERS, MESSAGE, RETURN, START
 
@@ -47,36 +46,27 @@ class Place(Enum):
     CALL = auto()
 
 
-@dataclass(frozen=True)
-class Harmony:
-    """Reads answers in harmony. `special` strips the tokenizer's other special tokens."""
-
-    special: SpecialTokens
-
-    def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
-        """Reads one answer to `prompt_text` (None: not known). Without tools, calls are content as
-        they are written.
-        """
-        return _Reader(self.special, _begun(prompt_text), tools)
-
-    def place(self, prompt_text: str | None) -> Place:
-        """Where an answer to this prompt begins. A prompt that is not known ends where a header
-        begins.
-        """
-        return _Reader(self.special, _begun(prompt_text), ()).place
-
-
 def _begun(prompt_text: str | None) -> str:
     """The message that a prompt ends with, without its role where nothing follows that."""
     _, start, begun = (prompt_text or "").rpartition(START)
     return begun if start and _MARKER.search(begun) else ""
 
 
-class _Reader:
-    """A `MessageParser`."""
+class HarmonyParser:
+    """Reads one answer in harmony; a `MessageParser`.
+
+    special      strips the tokenizer's other special tokens
+    prompt_text  what is answered; None, not known, ends where a header begins
+    tools        without any, calls are content as they are written
+
+    `place` is where the text so far ends: at first, where an answer to the prompt begins.
+    """
 
     def __init__(
-        self, special: SpecialTokens, begun: str, tools: Sequence[Mapping[str, Any]]
+        self,
+        special: SpecialTokens,
+        prompt_text: str | None,
+        tools: Sequence[Mapping[str, Any]],
     ) -> None:
         self.place = Place.HEADER
         self._has_tools = bool(tools)
@@ -92,7 +82,7 @@ class _Reader:
         self._apart = False  # whether a message has begun since then
         self._finished = False
         self._out = Pieces()
-        self._feed(begun)
+        self._feed(_begun(prompt_text))
         self._text(self._held)
         self._out, self._given, self._held = Pieces(), None, ""
 
