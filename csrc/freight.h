@@ -264,7 +264,7 @@ enum FreightScoring : int32_t {
 };
 
 struct FreightRoute {
-  const void *gate, *x;             // FreightWeight [num_experts, hidden_size]; [rows, hidden_size] in `format`
+  const void *router, *x;           // FreightWeight [num_experts, hidden_size]; [rows, hidden_size] in `format`
   const float *bias, *choice_bias;  // [num_experts], or null: added to the logits; added to the scores for the choice
   const float* expert_scale;        // [num_experts], or null: multiplies the weights
   int32_t* ids;                     // [rows, top_k], ascending in a row

@@ -104,12 +104,12 @@ void read_inputs(const FreightRoute& a, int64_t first, int64_t rows, int64_t hid
 
 void route(const FreightRoute& a, int64_t first, int64_t rows) {
   thread_local WorkingMemory memory;
-  const FreightWeight& gate = *static_cast<const FreightWeight*>(a.gate);
-  const int64_t hidden = gate.in_features, num_experts = gate.out_features;
+  const FreightWeight& weight = *static_cast<const FreightWeight*>(a.router);
+  const int64_t hidden = weight.in_features, num_experts = weight.out_features;
   float* logits = reinterpret_cast<float*>(memory.of(rows * (num_experts + hidden) * 4));
   float* inputs = logits + rows * num_experts;
   read_inputs(a, first, rows, hidden, inputs);
-  const FreightLinear product{a.gate, inputs, a.bias, logits, rows, FREIGHT_FLOAT32, 0, a.threads};
+  const FreightLinear product{a.router, inputs, a.bias, logits, rows, FREIGHT_FLOAT32, 0, a.threads};
   if (freight_linear(&product) != FREIGHT_OK) throw std::bad_alloc();
   const Router router{a, num_experts};
   parallel_for(rows, threads_for(rows * num_experts * kCost, a.threads), [&](int64_t row) {

@@ -22,7 +22,7 @@ SOME_ULP = 5e-7  # exponentials and sums of two libraries
 
 
 def identity(kernels: CpuKernels, size: int) -> object:
-    """A gate whose logits are its input."""
+    """A router whose logits are its input."""
     return kernels.pack(Weight(torch.eye(size)))
 
 
@@ -67,14 +67,14 @@ def test_experts_and_weights_are_those_of_the_definition(routing, build, biased,
 def test_logits_are_those_of_the_product_in_float32(build, dtype, hidden_size):
     torch.manual_seed(0)
     kernels, routing = CpuKernels(library.load(build)), Routing(24, 5, Scoring.CHOSEN, normed=False)
-    gate, bias = kernels.pack(Weight(torch.randn(24, hidden_size))), torch.randn(24)
+    router, bias = kernels.pack(Weight(torch.randn(24, hidden_size))), torch.randn(24)
     x = torch.randn(1100, hidden_size).to(dtype)  # more than are computed at once
-    ids, weights = kernels.route(x, gate, routing, bias)
-    expected_ids, expected = definition.choose(kernels.linear(x.float(), gate, bias), routing)
+    ids, weights = kernels.route(x, router, routing, bias)
+    expected_ids, expected = definition.choose(kernels.linear(x.float(), router, bias), routing)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected, rtol=SOME_ULP, atol=1e-30)
     for row in (0, 700, 1099):
-        alone = kernels.route(x[row : row + 1], gate, routing, bias)
+        alone = kernels.route(x[row : row + 1], router, routing, bias)
         assert torch.equal(alone[0][0], ids[row])
         assert torch.equal(alone[1][0], weights[row])
 
@@ -91,9 +91,9 @@ def test_what_is_not_finite_gives_valid_ids(build, scoring, groups, best):
     """`bias` has them, because an identity makes NaN of infinities."""
     kernels = CpuKernels(library.load(build))
     routing = Routing(16, 4, scoring, num_groups=groups, top_groups=2, group_best=best)
-    gate = kernels.pack(Weight(torch.zeros(16, 8)))
+    router = kernels.pack(Weight(torch.zeros(16, 8)))
     for bias in (*special(40, 16), torch.full((16,), torch.nan), torch.full((16,), -torch.inf)):
-        ids, weights = kernels.route(torch.zeros(2, 8), gate, routing, bias)
+        ids, weights = kernels.route(torch.zeros(2, 8), router, routing, bias)
         expected_ids, expected = definition.choose(bias.expand(2, -1) + 0.0, routing)
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected, rtol=SOME_ULP, atol=1e-30, equal_nan=True)

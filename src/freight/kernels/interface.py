@@ -159,7 +159,7 @@ class KernelSet(Protocol):
     def route(
         self,
         x: Tensor,
-        gate: PackedWeight,
+        router: PackedWeight,
         routing: Routing,
         bias: Tensor | None = None,
         choice_bias: Tensor | None = None,
@@ -168,11 +168,11 @@ class KernelSet(Protocol):
         """The experts of each row: ids [rows, top_k] int32, ascending in a row, and their weights,
         float32.
 
-        x: [rows, hidden_size]; gate: what `pack` returned for [num_experts, hidden_size] in
-        float32. The logits are x @ gate.T + bias in float32, and a row's do not depend on the other
-        rows. bias, choice_bias, expert_scale: [num_experts] float32; `choice_bias` is added to the
-        scores for the choice alone, not to the weights; `expert_scale` multiplies the finished
-        weights.
+        x: [rows, hidden_size]; router: what `pack` returned for [num_experts, hidden_size] in
+        float32. The logits are x @ router.T + bias in float32, and a row's do not depend on the
+        other rows. bias, choice_bias, expert_scale: [num_experts] float32; `choice_bias` is added
+        to the scores for the choice alone, not to the weights; `expert_scale` multiplies the
+        finished weights.
         """
         ...
 

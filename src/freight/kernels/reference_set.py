@@ -100,14 +100,14 @@ class ReferenceKernels:
     def route(
         self,
         x: Tensor,
-        gate: PackedWeight,
+        router: PackedWeight,
         routing: Routing,
         bias: Tensor | None = None,
         choice_bias: Tensor | None = None,
         expert_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         return reference_experts.choose(
-            self.linear(x.float(), gate, bias), routing, choice_bias, expert_scale
+            self.linear(x.float(), router, bias), routing, choice_bias, expert_scale
         )
 
     def experts(

@@ -34,7 +34,7 @@ class Latent:
 class MoE:
     """Each row goes through the experts that the router chooses for it, and through `shared`.
 
-    gate            the router's matrix in float32, as `kernels.pack` returned it, with `bias` and
+    router          its matrix in float32, as `kernels.pack` returned it, with `bias` and
                     `choice_bias`
     gate_up, down   the matrices of all experts, as `kernels.pack_experts` returned them; without a
                     gate, `gate_up` has those of up alone
@@ -44,7 +44,7 @@ class MoE:
     latent          None: the routed experts take the row itself
     """
 
-    gate: PackedWeight
+    router: PackedWeight
     routing: Routing
     gate_up: PackedExperts
     down: PackedExperts
@@ -66,7 +66,7 @@ class MoE:
         x = plain(x)
         chosen_by = x if routed is None else plain(routed)
         by_expert = (self.bias, self.choice_bias, self.expert_scale)
-        ids, weights = self.kernels.route(chosen_by, self.gate, self.routing, *by_expert)
+        ids, weights = self.kernels.route(chosen_by, self.router, self.routing, *by_expert)
         base = None if self.shared is None else self.shared(x)
         if base is not None and self.shared_gate is not None:
             base = self.kernels.gate(base, self.shared_gate(x), GateFunction.SIGMOID)

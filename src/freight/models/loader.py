@@ -180,9 +180,8 @@ class _ModelBuilder(Builder):
         if names.for_pictures:
             assert choice is not None
             matrix, choice = matrix.t().contiguous(), choice[: mlp.num_experts].clone()
-        gate = Weight(matrix)
         return MoE(
-            gate=self.kernels.pack(gate),
+            router=self.kernels.pack(Weight(matrix)),
             routing=mlp.routing,
             gate_up=self.experts(mlp, prefix, *names.expert_gate_up),
             down=self.experts(mlp, prefix, names.expert_down),

@@ -253,14 +253,14 @@ def test_choices_are_those_of_the_definition(routing, biased, device):
 def test_route(dtype, device):
     """Logits in float32 of rows of any type; a row's bits do not depend on the others."""
     torch.manual_seed(7)
-    gate, bias = torch.randn(20, 100, device=device) / 10, torch.randn(20, device=device)
+    router, bias = torch.randn(20, 100, device=device) / 10, torch.randn(20, device=device)
     x, routing = torch.randn(19, 100).to(dtype).to(device), Routing(20, 4)
-    ids, weights = KERNELS.route(x, Weight(gate), routing, bias)
-    expected_ids, expected = definition.choose(x.double() @ gate.double().T + bias, routing)
+    ids, weights = KERNELS.route(x, Weight(router), routing, bias)
+    expected_ids, expected = definition.choose(x.double() @ router.double().T + bias, routing)
     assert torch.equal(ids, expected_ids)
     assert (weights - expected).abs().max() <= 1e-6
     for part in (slice(4, 5), slice(9, 19)):
-        alone = KERNELS.route(x[part], Weight(gate), routing, bias)
+        alone = KERNELS.route(x[part], Weight(router), routing, bias)
         assert torch.equal(alone[0], ids[part])
         assert torch.equal(alone[1], weights[part])
 
@@ -303,11 +303,11 @@ def test_the_launches_follow_from_shapes(activations, launches, function, monkey
     ):
         monkeypatch.setattr(executor, method, note)
     same = torch.full_like(ids, 2)
-    gate = Weight(torch.randn(NUM_EXPERTS, HIDDEN, device=device))
+    router = Weight(torch.randn(NUM_EXPERTS, HIDDEN, device=device))
     steps = []
     with torch.inference_mode(), OperationsOfTorch() as operations:
         for chosen in (ids, same):
-            KERNELS.route(x, gate, Routing(NUM_EXPERTS, TOP_K))
+            KERNELS.route(x, router, Routing(NUM_EXPERTS, TOP_K))
             KERNELS.experts(x, chosen, row_weights, *stacks, function)
             steps.append(list(made))
             made.clear()

@@ -111,14 +111,14 @@ class CpuKernels:
     def route(
         self,
         x: Tensor,
-        gate: PackedWeight,
+        router: PackedWeight,
         routing: Routing,
         bias: Tensor | None = None,
         choice_bias: Tensor | None = None,
         expert_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert isinstance(gate, CpuWeight)
-        return experts.route(self.library, x, gate, routing, bias, choice_bias, expert_scale)
+        assert isinstance(router, CpuWeight)
+        return experts.route(self.library, x, router, routing, bias, choice_bias, expert_scale)
 
     def experts(
         self,

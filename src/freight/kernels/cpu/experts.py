@@ -112,7 +112,7 @@ def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> CpuE
 def route(
     library: Library,
     x: Tensor,
-    gate: CpuWeight,
+    router: CpuWeight,
     routing: Routing,
     bias: Tensor | None = None,
     choice_bias: Tensor | None = None,
@@ -122,8 +122,8 @@ def route(
     the largest score.
     """
     rows, hidden_size = x.shape
-    num_experts, top_k = gate.out_features, routing.top_k
-    assert hidden_size == gate.in_features
+    num_experts, top_k = router.out_features, routing.top_k
+    assert hidden_size == router.in_features
     assert num_experts == routing.num_experts >= top_k
     assert num_experts % routing.num_groups == 0
     assert routing.group_best in (1, 2)
@@ -140,7 +140,7 @@ def route(
     library.functions.freight_route(
         FreightRoute(
             *(
-                gate.address,
+                router.address,
                 x.data_ptr(),
                 *map(address, by_expert),
                 ids.data_ptr(),

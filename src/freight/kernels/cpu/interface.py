@@ -184,7 +184,7 @@ class FreightRoute(ctypes.Structure):
     _fields_ = (
         *(
             (name, _POINTER)
-            for name in ("gate", "x", "bias", "choice_bias", "expert_scale", "ids", "weights")
+            for name in ("router", "x", "bias", "choice_bias", "expert_scale", "ids", "weights")
         ),
         ("rows", _LONG),
         *((name, _INT) for name in ("format", "top_k", "scoring", "normed")),

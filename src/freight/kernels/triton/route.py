@@ -107,14 +107,14 @@ def choose_kernel(
     tl.store(weights_ptr + place, weights * factor, mask=chosen)
 
 
-def logits(x: Tensor, gate: Weight, bias: Tensor | None) -> Tensor:
-    """x @ gate.T + bias in float32, [rows, num_experts]. x: its last dimension contiguous; gate:
-    float32.
+def logits(x: Tensor, router: Weight, bias: Tensor | None) -> Tensor:
+    """x @ router.T + bias in float32, [rows, num_experts]. x: its last dimension contiguous;
+    router: float32.
     """
-    (rows, size), experts = x.shape, len(gate.data)
+    (rows, size), experts = x.shape, len(router.data)
     out = torch.empty(rows, experts, dtype=torch.float32, device=x.device)
     matmul_kernel[(triton.cdiv(experts, LOGITS.outputs), triton.cdiv(rows, LOGITS.rows))](
-        *(x, gate.data, None, None, bias, out, rows, experts, x.stride(0)),
+        *(x, router.data, None, None, bias, out, rows, experts, x.stride(0)),
         SIZE=size,
         X_FORMAT="",
         WEIGHT_FORMAT="",
@@ -150,12 +150,12 @@ def choose(
 
 def route(
     x: Tensor,
-    gate: Weight,
+    router: Weight,
     routing: Routing,
     bias: Tensor | None = None,
     choice_bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`KernelSet.route`. x: [rows, hidden_size]."""
-    ids, weights = choose(logits(x, gate, bias), routing, choice_bias)
+    ids, weights = choose(logits(x, router, bias), routing, choice_bias)
     return ids, weights if expert_scale is None else weights * expert_scale[ids]

@@ -126,14 +126,14 @@ class TritonKernels:
     def route(
         self,
         x: Tensor,
-        gate: PackedWeight,
+        router: PackedWeight,
         routing: Routing,
         bias: Tensor | None = None,
         choice_bias: Tensor | None = None,
         expert_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert isinstance(gate, Weight)
-        return route.route(x, gate, routing, bias, choice_bias, expert_scale)
+        assert isinstance(router, Weight)
+        return route.route(x, router, routing, bias, choice_bias, expert_scale)
 
     def experts(
         self,
