@@ -44,7 +44,7 @@ _ATTENTION = {
     "o_bias": "bias of the output",
     "soft_cap": "soft cap",
     "sinks": "sinks",
-    "gate": "gate of the output",
+    "output_gate": "gate of the output",
 }
 _SHAPE = frozenset(
     {"num_heads", "num_kv_heads", "k_dim", "v_dim", "softmax_scale", "window", "rope"}
@@ -202,7 +202,7 @@ def of_latents(model: ModelConfig) -> list[str]:
                 mixer.q_rank is not None
             )
             found += ["layers without rope"] if mixer.rope is None else of_rope(model, mixer)
-            found += ["gate of the output"] * mixer.gated
+            found += ["gate of the output"] * mixer.output_gate
     found += ["sparse beyond index_topk tokens, which are the most that run"] * (
         model.dense_limit is not None
     )

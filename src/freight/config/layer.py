@@ -16,7 +16,7 @@ from freight.operands.routing import Routing
 
 
 @dataclass(frozen=True)
-class OutputGate:
+class OutputGateConfig:
     """A projection of the layer's input, whose `function` multiplies what attention returns, before
     it is projected.
 
@@ -53,7 +53,7 @@ class AttentionConfig:
     qkv_bias, o_bias whether the projections have biases
     soft_cap         a score s becomes soft_cap * tanh(s / soft_cap); None: unbounded
     sinks            whether each query head has a sink (`KernelSet.attention`)
-    gate             what weighs the result of each head; None: nothing does
+    output_gate      what weighs the result of each head; None: nothing does
     """
 
     num_heads: int
@@ -75,14 +75,14 @@ class AttentionConfig:
     o_bias: bool = False
     soft_cap: float | None = None
     sinks: bool = False
-    gate: OutputGate | None = None
+    output_gate: OutputGateConfig | None = None
 
     @property
-    def gate_size(self) -> int:
-        """Rows of the projection of `gate`."""
-        if self.gate is None:
+    def output_gate_size(self) -> int:
+        """Rows of the projection of `output_gate`."""
+        if self.output_gate is None:
             return 0
-        return self.num_heads if self.gate.by_head else self.num_heads * self.v_dim
+        return self.num_heads if self.output_gate.by_head else self.num_heads * self.v_dim
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -106,8 +106,8 @@ class AttentionConfig:
     def projected_sizes(self) -> tuple[int, ...]:
         """Rows of the projections of q and, if it has them, k and v."""
         q, k, v = self.qkv_sizes
-        if self.gate is not None and self.gate.in_q:
-            q += self.gate_size
+        if self.output_gate is not None and self.output_gate.in_q:
+            q += self.output_gate_size
         if self.kv_from is not None:
             return (q,)
         return (q, k) if self.k_eq_v else (q, k, v)
@@ -142,7 +142,7 @@ class LatentConfig:
     rope            index into `ModelConfig.ropes`; None: nothing is rotated, and the `rotated`
                     channels of the key are shared by all heads as they are (Kimi Linear)
     eps             of the norms of both latents
-    gated           whether a sigmoid of one more projection weighs the result of each head (Ling
+    output_gate     whether a sigmoid of one more projection weighs the result of each head (Ling
                     3.0)
     """
 
@@ -155,7 +155,7 @@ class LatentConfig:
     softmax_scale: float
     rope: int | None = 0
     eps: float = 1e-6
-    gated: bool = False
+    output_gate: bool = False
 
     num_kv_heads = 1
     window = kv_from = None

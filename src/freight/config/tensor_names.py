@@ -11,8 +11,8 @@ from freight.config.layer import AttentionConfig
 class AttentionNames:
     """Names of attention within a layer. `qkv` may be one name, for a tensor of all three.
 
-    head_gate   of what attention returns (`AttentionConfig.gate`)
-    sinks       in models that have them
+    output_gate   of what attention returns (`AttentionConfig.output_gate`)
+    sinks         in models that have them
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -20,7 +20,7 @@ class AttentionNames:
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
     sinks: str = "self_attn.sinks"
-    head_gate: str = "self_attn.g_proj"
+    output_gate: str = "self_attn.g_proj"
 
     def qkv_of(self, mixer: AttentionConfig) -> tuple[str, ...]:
         """The modules of q, k and v that a layer has: those of `AttentionConfig.projected_sizes`,
@@ -32,7 +32,7 @@ class AttentionNames:
 @dataclass(frozen=True)
 class LatentNames:
     """Names of latent attention within a layer (`LatentConfig`): `q`, or `q_a`, `q_norm` and `q_b`.
-    `gate`: of what attention returns, in models that have it."""
+    `output_gate`: of what attention returns, in models that have it."""
 
     q: str = "self_attn.q_proj"
     q_a: str = "self_attn.q_a_proj"
@@ -42,7 +42,7 @@ class LatentNames:
     kv_norm: str = "self_attn.kv_a_layernorm.weight"
     kv_b: str = "self_attn.kv_b_proj"
     o: str = "self_attn.o_proj"
-    gate: str = "self_attn.g_proj"
+    output_gate: str = "self_attn.g_proj"
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ class DeltaNetNames:
 class KimiDeltaNames:
     """Names of Kimi delta attention within a layer (`KimiDeltaConfig`).
 
-    decay, gate   projections of one step, or of two, in their order
-    conv          of q, k and v
-    wide          whether `a_log` has the shape [1, 1, heads, 1]
+    decay, output_gate   projections of one step, or of two, in their order
+    conv                 of q, k and v
+    wide                 whether `a_log` has the shape [1, 1, heads, 1]
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     decay: tuple[str, ...] = ("self_attn.f_a_proj", "self_attn.f_b_proj")
     beta: str = "self_attn.b_proj"
-    gate: tuple[str, ...] = ("self_attn.g_a_proj", "self_attn.g_b_proj")
+    output_gate: tuple[str, ...] = ("self_attn.g_a_proj", "self_attn.g_b_proj")
     conv: tuple[str, ...] = (
         "self_attn.q_conv1d.weight",
         "self_attn.k_conv1d.weight",

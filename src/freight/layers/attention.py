@@ -106,7 +106,7 @@ class ValueFactor:
 
 
 @dataclass(frozen=True)
-class HeadGate:
+class OutputGate:
     """Factors of what attention returns, of the layer's input: one for each head, or for each
     channel of a head.
     """
@@ -127,14 +127,15 @@ class Attention:
     """Grouped-query self-attention (Ainslie et al. 2023). `qkv` computes q, k and v, concatenated
     along the output.
 
-    norm    of q and k over all their heads; norms of single heads are in `rotary`
-    last    rotation of q and k with norms behind it, in layers that have these: `rotary` then
-            rotates nothing
-    v_norm  of each head of v, which may be k too, or a factor of v; None: v is as it is projected
-    shares  whether keys and values are those of another layer, which has stored them: `qkv`
-            computes q alone
-    sinks   [num_heads] float32, or None (`KernelSet.attention`)
-    gate    of the result of each head; None: there is none
+    norm         of q and k over all their heads; norms of single heads are in `rotary`
+    last         rotation of q and k with norms behind it, in layers that have these: `rotary` then
+                 rotates nothing
+    v_norm       of each head of v, which may be k too, or a factor of v; None: v is as it is
+                 projected
+    shares       whether keys and values are those of another layer, which has stored them: `qkv`
+                 computes q alone
+    sinks        [num_heads] float32, or None (`KernelSet.attention`)
+    output_gate  of the result of each head; None: there is none
     """
 
     qkv: Projection
@@ -148,7 +149,7 @@ class Attention:
     v_norm: ValueNorm | ValueFactor | None = None
     sinks: Tensor | None = None
     shares: bool = False
-    gate: HeadGate | None = None
+    output_gate: OutputGate | None = None
 
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
@@ -158,7 +159,7 @@ class Attention:
     @property
     def consumer(self) -> PackedWeight | None:
         """As `Linear.consumer`."""
-        return self.qkv.consumer if self.gate is None else None
+        return self.qkv.consumer if self.output_gate is None else None
 
     def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerCache) -> Tensor:
         """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns
@@ -172,10 +173,10 @@ class Attention:
         if self.last is not None:
             qkv = self.last(qkv, batch, kv)
         q = kv.rotate(qkv, self.rotary, batch) if self.shares else kv.store(qkv, self.rotary, batch)
-        consumer = self.o.consumer if self.gate is None else None
+        consumer = self.o.consumer if self.output_gate is None else None
         attended = kv.attend(
             q, batch, self.softmax_scale, self.window, self.soft_cap, self.sinks, consumer
         )
-        if self.gate is not None:
-            attended = self.gate(plain(x), plain(attended))
+        if self.output_gate is not None:
+            attended = self.output_gate(plain(x), plain(attended))
         return self.o(attended.flatten(1) if isinstance(attended, Tensor) else attended)

@@ -24,7 +24,7 @@ class KimiDelta:
 
     Of the gate z of the result, and of the decays, there are two forms. In one step: `first` has z
     behind v, and `gates` the decays before beta. In two: `gates` has the first step of both, with
-    beta between them; `decay` and `gate` are the second.
+    beta between them; `decay` and `output_gate` are the second.
 
     conv             [channels of q, k and v, width] in the compute dtype
     a_log, dt_bias   [heads] and [channels of k] float32 (`KernelSet.decays`)
@@ -35,7 +35,7 @@ class KimiDelta:
     first: Projection
     gates: Projection
     decay: Projection | None
-    gate: Projection | None
+    output_gate: Projection | None
     conv: Tensor
     a_log: Tensor
     dt_bias: Tensor
@@ -68,7 +68,7 @@ class KimiDelta:
         step.
         """
         gates, heads = self.gates(x), len(self.a_log)
-        if self.decay is None or self.gate is None:
+        if self.decay is None or self.output_gate is None:
             size = len(self.dt_bias)
             return gates[:, :size], gates[:, size:], z
         rank = (gates.shape[1] - heads) // 2
@@ -76,4 +76,4 @@ class KimiDelta:
             self.kernels.join(((part, None),))
             for part in (gates[:, :rank], gates[:, rank + heads :])
         )
-        return self.decay(of_decay), gates[:, rank : rank + heads], self.gate(of_gate)
+        return self.decay(of_decay), gates[:, rank : rank + heads], self.output_gate(of_gate)

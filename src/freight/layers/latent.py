@@ -13,7 +13,7 @@ from torch import Tensor
 
 from freight.cache.pool import LayerCache, PagedState
 from freight.kernels.interface import KernelSet
-from freight.layers.attention import HeadGate
+from freight.layers.attention import OutputGate
 from freight.layers.linear import Projection
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
@@ -32,7 +32,7 @@ class Latent:
     nope           channels of a head of q that are not rotated
     eps            of both norms
     shared         channels that all keys share: those that are rotated, or that a rope could rotate
-    gate           of the result of each head; None: there is none
+    output_gate    of the result of each head; None: there is none
     """
 
     first: Projection
@@ -48,7 +48,7 @@ class Latent:
     softmax_scale: float
     eps: float
     shared: int
-    gate: HeadGate | None
+    output_gate: OutputGate | None
     kernels: KernelSet
 
     @property
@@ -59,7 +59,7 @@ class Latent:
     @property
     def consumer(self) -> PackedWeight | None:
         """As `Linear.consumer`."""
-        return self.first.consumer if self.gate is None else None
+        return self.first.consumer if self.output_gate is None else None
 
     def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerCache) -> Tensor:
         """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns
@@ -83,4 +83,6 @@ class Latent:
         q = kv.store(kernels.join(((q, None), *key), self.eps), self.rotary, batch)
         attended = plain(kv.attend(q, batch, self.softmax_scale, None, None))
         result = kernels.by_head(attended, self.values)
-        return self.o(result.flatten(1) if self.gate is None else self.gate(plain(x), result))
+        return self.o(
+            result.flatten(1) if self.output_gate is None else self.output_gate(plain(x), result)
+        )

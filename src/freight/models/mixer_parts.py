@@ -99,13 +99,15 @@ def _attention(mixer: AttentionConfig, hidden_size: int, of_all: TensorNames) ->
             "o": Projected((names.o,), (hidden_size,), mixer.num_heads * mixer.v_dim, mixer.o_bias),
         },
         kept={}
-        if mixer.gate is None or mixer.gate.in_q
-        else {names.head_gate: (mixer.gate_size, hidden_size)},
+        if mixer.output_gate is None or mixer.output_gate.in_q
+        else {names.output_gate: (mixer.output_gate_size, hidden_size)},
         norms=norms,
         exact={names.sinks: (mixer.num_heads,)} if mixer.sinks else {},
         made=mixer.v_norm * mixer.v_dim + mixer.qk_norm_bare * mixer.k_dim,
         factors=0 if mixer.v_factor is None else sum(mixer.factor_groups),
-        whole={names.qkv[0]: (mixer.k_dim,)} if mixer.gate is not None and mixer.gate.in_q else {},
+        whole={names.qkv[0]: (mixer.k_dim,)}
+        if mixer.output_gate is not None and mixer.output_gate.in_q
+        else {},
     )
 
 
@@ -124,7 +126,7 @@ def _latent(mixer: LatentConfig, hidden_size: int, of_all: TensorNames) -> Mixer
         },
         kept={
             names.kv_b: (heads * (mixer.nope + mixer.head_size), mixer.latent),
-            **({names.gate: (heads, hidden_size)} if mixer.gated else {}),
+            **({names.output_gate: (heads, hidden_size)} if mixer.output_gate else {}),
         },
         cut=names.kv_b,
         by_head=((heads, mixer.latent, mixer.nope), (heads, mixer.head_size, mixer.latent)),
@@ -152,13 +154,15 @@ def _delta_net(mixer: DeltaNetConfig, hidden_size: int, of_all: TensorNames) -> 
 
 def _kimi_delta(mixer: KimiDeltaConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:
     names, size, rank = of_all.kimi_delta, mixer.size, mixer.rank
-    beside = names.gate if rank is None else ()  # the gate's projection, with those of q, k and v
+    beside = (
+        names.output_gate if rank is None else ()
+    )  # the gate's projection, with those of q, k and v
     kept = {names.decay[0]: (rank or size, hidden_size), names.beta: (mixer.heads, hidden_size)}
     if rank is not None:
         kept |= {
-            names.gate[0]: (rank, hidden_size),
+            names.output_gate[0]: (rank, hidden_size),
             names.decay[1]: (size, rank),
-            names.gate[1]: (size, rank),
+            names.output_gate[1]: (size, rank),
         }
     first = (*names.qkv, *beside)
     return MixerParts(
@@ -168,7 +172,7 @@ def _kimi_delta(mixer: KimiDeltaConfig, hidden_size: int, of_all: TensorNames) -
             "out": Projected((names.out,), (hidden_size,), size),
         },
         kept=kept,
-        alone=() if rank is None else (names.decay[1], names.gate[1]),
+        alone=() if rank is None else (names.decay[1], names.output_gate[1]),
         exact={
             names.a_log: (1, 1, mixer.heads, 1) if names.wide else (mixer.heads,),
             names.dt_bias: (size,),

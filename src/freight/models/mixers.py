@@ -20,7 +20,14 @@ from freight.config.layer import (
     ShortConvConfig,
 )
 from freight.config.layer import Mixer as MixerConfig
-from freight.layers.attention import Attention, HeadGate, NormedLast, QKNorm, ValueFactor, ValueNorm
+from freight.layers.attention import (
+    Attention,
+    NormedLast,
+    OutputGate,
+    QKNorm,
+    ValueFactor,
+    ValueNorm,
+)
 from freight.layers.delta_net import DeltaNet
 from freight.layers.kimi_delta import KimiDelta
 from freight.layers.latent import Latent
@@ -61,7 +68,7 @@ def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Rop
         window=mixer.window,
         soft_cap=mixer.soft_cap,
         shares=mixer.kv_from is not None,
-        gate=_head_gate(mixer, builder, prefix),
+        output_gate=_output_gate(mixer, builder, prefix),
         last=last,
         norm=QKNorm(*norms, eps, kernels) if norms and mixer.qk_norm_whole else None,
         v_norm=_value_norm(mixer, builder, rotary)
@@ -86,16 +93,16 @@ def _qk_norms(
     )
 
 
-def _head_gate(mixer: AttentionConfig, builder: Builder, prefix: str) -> HeadGate | None:
-    gate, names = mixer.gate, builder.names.attention
+def _output_gate(mixer: AttentionConfig, builder: Builder, prefix: str) -> OutputGate | None:
+    gate, names = mixer.output_gate, builder.names.attention
     if gate is None:
         return None
     projection: Projection | None
     if gate.in_q:
         projection = builder.linear(prefix, names.qkv[0], rows=(_of_heads(mixer, 1),))
     else:
-        projection = builder.outer(prefix + names.head_gate)
-    return None if projection is None else HeadGate(projection, gate.function, builder.kernels)
+        projection = builder.outer(prefix + names.output_gate)
+    return None if projection is None else OutputGate(projection, gate.function, builder.kernels)
 
 
 def _of_heads(mixer: AttentionConfig, part: int) -> Tensor:
@@ -128,7 +135,7 @@ def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, 
     """The order of the rows of each matrix that q, k and v are stored in; None: as they are
     (`RopeConfig`).
     """
-    if mixer.gate is not None and mixer.gate.in_q:
+    if mixer.output_gate is not None and mixer.output_gate.in_q:
         assert mixer.rope is None or not builder.config.ropes[mixer.rope].interleaved
         return (_of_heads(mixer, 0), None, None)
     if mixer.rope is None or not builder.config.ropes[mixer.rope].interleaved:
@@ -154,7 +161,7 @@ def _latent(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) ->
     first = {names.q_a: None, names.kv_a: of_kv} if ranked else {names.q: of_q, names.kv_a: of_kv}
     whole = builder.tensor(f"{prefix}{names.kv_b}.weight")
     heads = whole.view(mixer.num_heads, mixer.nope + mixer.head_size, mixer.latent)
-    gate = builder.outer(prefix + names.gate) if mixer.gated else None
+    gate = builder.outer(prefix + names.output_gate) if mixer.output_gate else None
     return Latent(
         first=builder.linear(prefix, *first, rows=tuple(first.values())),
         q_norm=builder.norm_weight(prefix + names.q_norm) if ranked else None,
@@ -169,7 +176,7 @@ def _latent(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) ->
         softmax_scale=mixer.softmax_scale,
         eps=mixer.eps,
         shared=mixer.rotated,
-        gate=None if gate is None else HeadGate(gate, GateFunction.SIGMOID, kernels),
+        output_gate=None if gate is None else OutputGate(gate, GateFunction.SIGMOID, kernels),
         kernels=kernels,
     )
 
@@ -215,12 +222,12 @@ def _delta_net(mixer: DeltaNetConfig, builder: Builder, prefix: str, ropes: Rope
 
 def _kimi_delta(mixer: KimiDeltaConfig, builder: Builder, prefix: str, ropes: Ropes) -> KimiDelta:
     names, two = builder.names.kimi_delta, mixer.rank is not None
-    gates = (names.decay[0], names.beta, *((names.gate[0],) if two else ()))
+    gates = (names.decay[0], names.beta, *((names.output_gate[0],) if two else ()))
     return KimiDelta(
-        first=builder.linear(prefix, *names.qkv, *(() if two else names.gate)),
+        first=builder.linear(prefix, *names.qkv, *(() if two else names.output_gate)),
         gates=builder.kept([prefix + name for name in gates]),
         decay=builder.kept([prefix + names.decay[1]]) if two else None,
-        gate=builder.kept([prefix + names.gate[1]]) if two else None,
+        output_gate=builder.kept([prefix + names.output_gate[1]]) if two else None,
         conv=torch.cat([builder.tensor(prefix + name).flatten(1) for name in names.conv]),
         a_log=builder.exact(prefix + names.a_log).flatten(),
         dt_bias=builder.exact(prefix + names.dt_bias),

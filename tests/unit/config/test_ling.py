@@ -61,7 +61,7 @@ PUBLISHERS: Json = {  # keys and values of Ling-3.0-flash
     "v_head_dim": 128,
     "vocab_size": 157184,
 }
-LATENT = LatentConfig(32, None, 512, 128, 64, 128, softmax_scale=192**-0.5, gated=True)
+LATENT = LatentConfig(32, None, 512, 128, 64, 128, softmax_scale=192**-0.5, output_gate=True)
 
 
 def test_in_the_publishers_spelling() -> None:

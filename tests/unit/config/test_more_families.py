@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.config.test_model import config, refused, windows
 
-from freight.config.layer import DenseConfig, MoEConfig, NormPlacement, OutputGate
+from freight.config.layer import DenseConfig, MoEConfig, NormPlacement, OutputGateConfig
 from freight.config.model import parse_model_config
 from freight.models.architectures import tensor_names
 from freight.operands.activation import Activation, GateFunction
@@ -184,9 +184,11 @@ def test_heads_and_gates_of_laguna():
     def mixers(**more):
         return [layer.mixer for layer in parse_model_config(config("laguna", **more)).layers]
 
-    assert {mixer.gate for mixer in mixers()} == {OutputGate(GateFunction.SOFTPLUS, by_head=True)}
-    assert mixers()[0].gate_size == mixers(gating="per-head")[0].gate_size == 4
-    assert mixers(gating="per-element")[0].gate_size == 4 * 128
+    assert {mixer.output_gate for mixer in mixers()} == {
+        OutputGateConfig(GateFunction.SOFTPLUS, by_head=True)
+    }
+    assert mixers()[0].output_gate_size == mixers(gating="per-head")[0].output_gate_size == 4
+    assert mixers(gating="per-element")[0].output_gate_size == 4 * 128
     for bad in (False, "none", 1):
         refused("gating", repr(bad), "per-element", model_type="laguna", gating=bad)
     assert [mixer.num_heads for mixer in mixers(num_attention_heads_per_layer=[4, 6, 8, 6])] == [
@@ -195,7 +197,7 @@ def test_heads_and_gates_of_laguna():
         8,
         6,
     ]
-    assert mixers(num_attention_heads_per_layer=[4, 6, 8, 6])[1].gate_size == 6
+    assert mixers(num_attention_heads_per_layer=[4, 6, 8, 6])[1].output_gate_size == 6
     for bad, named in (
         ([4] * 3, "num_hidden_layers = 4"),
         ([4, 5, 4, 4], "= 5"),
@@ -327,8 +329,10 @@ def test_trinity():
     assert model.embedding_multiplier == 256**0.5
     assert not model.rounds_multiplier
     assert parse_model_config(config("afmoe")).embedding_multiplier is None
-    assert model.layers[0].mixer.gate == OutputGate(GateFunction.SIGMOID, by_head=False)
-    assert model.layers[0].mixer.gate_size == 4 * 128
+    assert model.layers[0].mixer.output_gate == OutputGateConfig(
+        GateFunction.SIGMOID, by_head=False
+    )
+    assert model.layers[0].mixer.output_gate_size == 4 * 128
     assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [
         False,
         False,

@@ -13,7 +13,7 @@ from torch import Tensor
 from freight.config.layer import GateFunction
 from freight.evaluate.stored_error import Probe, ProbedKV
 from freight.kernels.reference_set import REFERENCE
-from freight.layers.attention import Attention, HeadGate
+from freight.layers.attention import Attention, OutputGate
 from freight.layers.linear import Linear
 from freight.operands.weight import Weight
 
@@ -58,10 +58,10 @@ class Batch:
         return None
 
 
-def attend(gate: HeadGate | None, probe: Probe) -> Any:
+def attend(gate: OutputGate | None, probe: Probe) -> Any:
     x = torch.arange(3 * HEADS * DIM, dtype=torch.float32).view(3, -1)
     kv: Any = ProbedKV(None, Kernels(), 0, probe=probe)  # type: ignore[arg-type]
-    layer = Attention(lambda x: x, Output(), None, 1.0, None, None, gate=gate)  # type: ignore[arg-type]
+    layer = Attention(lambda x: x, Output(), None, 1.0, None, None, output_gate=gate)  # type: ignore[arg-type]
     return layer(x, Batch(), kv)  # type: ignore[arg-type]
 
 
@@ -70,7 +70,7 @@ def test_kernels_quantize_for_the_projection():
 
 
 def test_a_gate_of_heads_takes_a_tensor():
-    gate = HeadGate(
+    gate = OutputGate(
         Linear(Weight(torch.zeros(HEADS, HEADS * DIM)), None, REFERENCE),
         GateFunction.SIGMOID,
         REFERENCE,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from freight.config.deriving import rotate_in_windows, with_attention
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import flag
-from freight.config.layer import NormPlacement, OutputGate
+from freight.config.layer import NormPlacement, OutputGateConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import AttentionNames, TensorNames
 from freight.operands.activation import GateFunction
@@ -23,7 +23,7 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     """With `mup_enabled` the embedding's rows are multiplied by the square root of `hidden_size`,
     not rounded.
     """
-    model = with_attention(model, gate=OutputGate(GateFunction.SIGMOID, by_head=False))
+    model = with_attention(model, output_gate=OutputGateConfig(GateFunction.SIGMOID, by_head=False))
     if flag(config, "mup_enabled"):
         model = replace(model, embedding_multiplier=float(model.hidden_size**0.5))
     return rotate_in_windows(config, model)
@@ -96,7 +96,7 @@ ROWS = {
             dense_keys=words("num_dense_layers"),
         ),
         tensors=TensorNames(
-            attention=AttentionNames(head_gate="self_attn.gate_proj"),
+            attention=AttentionNames(output_gate="self_attn.gate_proj"),
             router="mlp.router.gate",
             choice_bias="mlp.expert_bias",
             shared="mlp.shared_experts.",

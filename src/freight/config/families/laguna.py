@@ -10,7 +10,7 @@ from freight.config.attention import require_multiple
 from freight.config.deriving import with_mixers
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import integer
-from freight.config.layer import AttentionConfig, OutputGate
+from freight.config.layer import AttentionConfig, OutputGateConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import TensorNames
 from freight.errors import CheckpointError
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
-    gate = OutputGate(GateFunction.SOFTPLUS, by_head=_gated_by_head(config))
-    mixers = [replace(mixer, gate=gate) for mixer in model.attention.values()]
+    gate = OutputGateConfig(GateFunction.SOFTPLUS, by_head=_gated_by_head(config))
+    mixers = [replace(mixer, output_gate=gate) for mixer in model.attention.values()]
     return with_mixers(model, _with_heads(config, mixers))
 
 

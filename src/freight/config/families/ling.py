@@ -105,7 +105,9 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
         bound=_bound(config) if flag(config, "kda_safe_gate", True) else None,
     )
     return with_layers(
-        config, model, {_STATEFUL: recurrent, _ATTENTION: replace(latent_of(config), gated=True)}
+        config,
+        model,
+        {_STATEFUL: recurrent, _ATTENTION: replace(latent_of(config), output_gate=True)},
     )
 
 
@@ -199,13 +201,13 @@ _ROW = Family(
             kv_norm="attention.kv_a_layernorm.weight",
             kv_b="attention.kv_b_proj",
             o="attention.dense",
-            gate="attention.g_proj",
+            output_gate="attention.g_proj",
         ),
         kimi_delta=KimiDeltaNames(
             qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
             decay=("attention.f_proj",),
             beta="attention.b_proj",
-            gate=("attention.g_proj",),
+            output_gate=("attention.g_proj",),
             conv=(
                 "attention.q_conv1d.weight",
                 "attention.k_conv1d.weight",

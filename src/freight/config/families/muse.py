@@ -10,7 +10,7 @@ from freight.config.deriving import with_mixers
 from freight.config.families.gemma import GEMMA_TENSORS
 from freight.config.family import LANGUAGE_MODEL, Family, words
 from freight.config.fields import integer, number
-from freight.config.layer import NormPlacement, OutputGate
+from freight.config.layer import NormPlacement, OutputGateConfig
 from freight.config.tensor_names import AttentionNames, not_run
 from freight.errors import CheckpointError
 from freight.operands.activation import GateFunction
@@ -57,14 +57,14 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     `qk_scale_factor`, which the scale of the softmax does as well. Norms multiply by 1 + weight,
     but for the last one."""
     scale = number(config, "qk_scale_factor")
-    gate = OutputGate(GateFunction.SIGMOID, by_head=False)
+    gate = OutputGateConfig(GateFunction.SIGMOID, by_head=False)
     mixers = [
         replace(
             mixer,
             rope=0 if rotates else None,
             softmax_scale=scale * mixer.softmax_scale,
             qk_norm_bare=True,
-            gate=gate,
+            output_gate=gate,
         )
         for mixer, rotates in zip(
             model.attention.values(), _rotates(config, model.num_layers), strict=True
@@ -120,7 +120,7 @@ ROWS = {
         derive=_derive,
         tensors=replace(
             GEMMA_TENSORS,
-            attention=AttentionNames(head_gate="self_attn.gate_proj"),
+            attention=AttentionNames(output_gate="self_attn.gate_proj"),
             unused=not_run(
                 "vision", "*vision_tower.*", "*vision_adapter.*", "*vision_projection.*"
             ),

@@ -12,7 +12,7 @@ from freight.config.attention import require_multiple
 from freight.config.deriving import conv_width, require_silu, with_attention, with_layers
 from freight.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, RopeForm, words
 from freight.config.fields import integer
-from freight.config.layer import DeltaNetConfig, OutputGate
+from freight.config.layer import DeltaNetConfig, OutputGateConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import PREDICTS, VISUAL, DeltaNetNames, TensorNames, not_run
 from freight.operands.activation import GateFunction
@@ -69,7 +69,9 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
         v_dim=integer(config, "linear_value_head_dim"),
         width=conv_width(config, "linear_conv_kernel_dim"),
     )
-    model = with_attention(model, gate=OutputGate(GateFunction.SIGMOID, by_head=False, in_q=True))
+    model = with_attention(
+        model, output_gate=OutputGateConfig(GateFunction.SIGMOID, by_head=False, in_q=True)
+    )
     return replace(with_layers(config, model, {_STATEFUL: net}), norm_offset=1.0, wide_norms=True)
 
 

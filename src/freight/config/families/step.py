@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from freight.config.attention import require_multiple
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import integer, number
-from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, OutputGate
+from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, OutputGateConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import TensorNames, not_run
 from freight.errors import CheckpointError
@@ -92,7 +92,7 @@ def _mlp_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
 
 def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     """Norms multiply by 1 + weight; each head has a gate; activations are bounded in some layers."""
-    gate = OutputGate(GateFunction.SIGMOID, by_head=True)
+    gate = OutputGateConfig(GateFunction.SIGMOID, by_head=True)
     heads = _sliding_heads(config, model.attention[0])
     routed, shared = (
         _activations(config, key, model.num_layers)
@@ -100,7 +100,7 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     )
     layers = []
     for index, layer in enumerate(model.layers):
-        mixer, mlp = replace(model.attention[index], gate=gate), layer.feed_forward
+        mixer, mlp = replace(model.attention[index], output_gate=gate), layer.feed_forward
         if mixer.window is not None:
             mixer = replace(mixer, num_heads=heads)
         if isinstance(mlp, MoEConfig):
