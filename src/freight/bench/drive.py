@@ -120,7 +120,7 @@ def weight_bytes(
     are not counted; of experts, as many as are chosen on average if all are equally likely."""
     names, total = tensor_names(model), 0
     for name, shape in tensor_shapes(model).items():
-        if name in (names.positions, names.own_table) or (
+        if name in (names.positions, names.per_layer_table) or (
             name == names.embedding and not model.tie_word_embeddings
         ):
             continue

@@ -49,8 +49,9 @@ class LayerModules:
     experts         None in a layer without experts
     latent_in, latent_out   before and behind experts in a smaller space; empty without one
                             (`MoEConfig.latent_size`)
-    own_gate, own_down   of what each token has for this layer alone (`LayerConfig.input`); empty
-                         without it
+    per_layer_gate, per_layer_down
+                    of what each token has for this layer alone (`LayerConfig.per_layer`); empty
+                    without it
     kept            a router, and what weighs shared experts or heads: they stay in 16 bits
     """
 
@@ -60,8 +61,8 @@ class LayerModules:
     down: tuple[str, ...] = ()
     experts: ExpertModules | None = None
     kept: tuple[str, ...] = ()
-    own_gate: tuple[str, ...] = ()
-    own_down: tuple[str, ...] = ()
+    per_layer_gate: tuple[str, ...] = ()
+    per_layer_down: tuple[str, ...] = ()
     latent_in: tuple[str, ...] = ()
     latent_out: tuple[str, ...] = ()
 
@@ -69,7 +70,7 @@ class LayerModules:
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Those that share an input scale: all experts of a layer do, on each side."""
         experts = () if self.experts is None else (self.experts.gate_up, self.experts.down)
-        others = (self.latent_in, self.latent_out, self.own_gate, self.own_down)
+        others = (self.latent_in, self.latent_out, self.per_layer_gate, self.per_layer_down)
         return tuple(
             group
             for group in (*self.mixed.values(), self.gate_up, self.down, *experts, *others)
@@ -123,10 +124,13 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
         return mixer if mlp.shared is None else replace(mixer, gate_up=gate_up, down=down)
 
     def with_own(index: int, layer: LayerConfig) -> LayerModules:
-        if layer.input is None:
+        if layer.per_layer is None:
             return of(index, layer)
-        gate, down = (names.layer.format(index) + name for name in (names.own_gate, names.own_down))
-        return replace(of(index, layer), own_gate=(gate,), own_down=(down,))
+        gate, down = (
+            names.layer.format(index) + name
+            for name in (names.per_layer_gate, names.per_layer_down)
+        )
+        return replace(of(index, layer), per_layer_gate=(gate,), per_layer_down=(down,))
 
     return tuple(with_own(index, layer) for index, layer in enumerate(config.layers))
 
@@ -151,7 +155,7 @@ def kept_modules(config: ModelConfig) -> tuple[str, ...]:
     """
     names = tensor_names(config)
     outer = () if config.embedding_size is None else (names.project_in, names.project_out)
-    own = () if config.input_vocab_size is None else (names.own_projection,)
+    own = () if config.per_layer_vocab_size is None else (names.per_layer_projection,)
     return (*(name for layer in layer_modules(config) for name in layer.kept), *outer, *own)
 
 

@@ -33,11 +33,11 @@ from freight.fp8.scheme import KVScales
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
 from freight.layers.attention import Attention
-from freight.layers.per_layer_embeddings import LayerInputs
+from freight.layers.per_layer_embeddings import PerLayerEmbeddings
 from freight.layers.rope import build_ropes
 from freight.models.architectures import tensor_names
 from freight.models.decoder import DecoderLayer
-from freight.models.loader import build_embedding, build_layer, build_layer_inputs
+from freight.models.loader import build_embedding, build_layer, build_per_layer_embeddings
 from freight.models.sources import WeightSource
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KeyCenter
@@ -119,7 +119,7 @@ def calibrate(
         [torch.arange(length, dtype=torch.int64, device=device) for length in lengths]
     )
     hidden = build_embedding(config, source, kernels)(tokens, positions)
-    embedded = None if config.input_vocab_size is None else hidden.clone()
+    embedded = None if config.per_layer_vocab_size is None else hidden.clone()
     watched: list[LayerWatch] = []
     centered: list[tuple[LayerCenters, LayerWatch]] = []
     for index, modules in enumerate(layer_modules(config)):
@@ -128,7 +128,7 @@ def calibrate(
             config.layers[index].mixer,
         )
         watch = watch_layer(plan, mixer, modules, left_out, device)
-        own = build_layer_inputs(config, source, kernels, index)
+        own = build_per_layer_embeddings(config, source, kernels, index)
         inputs = (
             None if own is None or embedded is None else partial(_inputs_of, own, embedded, tokens)
         )
@@ -196,7 +196,7 @@ def _rotary(layer: DecoderLayer) -> Rotary:
     return layer.mixer.rotary
 
 
-def _inputs_of(own: LayerInputs, embedded: Tensor, tokens: Tensor, rows: slice) -> Tensor:
+def _inputs_of(own: PerLayerEmbeddings, embedded: Tensor, tokens: Tensor, rows: slice) -> Tensor:
     return own(embedded[rows], tokens[rows])
 
 

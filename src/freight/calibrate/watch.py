@@ -172,14 +172,14 @@ class LayerWatch:
         beside = layer.beside
         if beside is not None and self.experts is not None:
             beside = replace(beside, moe=self.experts.around(beside.moe))
-        given = layer.input
+        given = layer.per_layer
         if given is not None:
             gate, down = (
-                watched(given.gate, modules.own_gate),
-                watched(given.down, modules.own_down),
+                watched(given.gate, modules.per_layer_gate),
+                watched(given.down, modules.per_layer_down),
             )
             given = replace(given, gate=gate, down=down)
-        return replace(layer, mixer=mixer, mlp=mlp, input=given, beside=beside)
+        return replace(layer, mixer=mixer, mlp=mlp, per_layer=given, beside=beside)
 
     def unseen(self) -> list[str]:
         """Names of the experts that no token reached."""

@@ -364,7 +364,7 @@ FeedForward = DenseConfig | MoEConfig | None
 
 
 @dataclass(frozen=True)
-class LayerInputConfig:
+class PerLayerEmbeddingConfig:
     """A vector that each token has for this layer alone (per-layer embeddings of Gemma 4): behind
     the feed-forward, x += norm(projection(activation(gate(x)) * vector)).
 
@@ -402,20 +402,20 @@ class LayerConfig:
     """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms where `norms` says.
     Without a mixer, or without a feed-forward, it is one of the two parts, with that part's norms.
 
-    scalar   whether the sum is multiplied by a number that the checkpoint has for this layer (Gemma
-             4)
-    input    what each token has for this layer alone; None: nothing. Scalar and input need a
-             feed-forward before them
+    scalar      whether the sum is multiplied by a number that the checkpoint has for this layer
+                (Gemma 4)
+    per_layer   what each token has for this layer alone; None: nothing. Both need a feed-forward
+                before them
     """
 
     mixer: Mixer
     feed_forward: FeedForward
     norms: NormPlacement = NormPlacement.PRE
     scalar: bool = False
-    input: LayerInputConfig | None = None
+    per_layer: PerLayerEmbeddingConfig | None = None
 
     def __post_init__(self) -> None:
         assert self.mixer is not None or self.feed_forward is not None, "a layer without parts"
-        assert self.feed_forward is not None or not (self.scalar or self.input), (
+        assert self.feed_forward is not None or not (self.scalar or self.per_layer), (
             "these stand behind a feed-forward"
         )

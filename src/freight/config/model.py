@@ -85,7 +85,7 @@ class ModelConfig:
                            are not rounded
     embedding_multiplier   multiplies the embedding's rows; None: nothing does
     embedding_norm         whether the embedding's rows are divided by their root mean square
-    input_vocab_size       rows of the table of `LayerConfig.input`, of all layers side by side;
+    per_layer_vocab_size   rows of the table of `LayerConfig.per_layer`, of all layers side by side;
                            None: there is none
     prediction_layers      layers of the checkpoint behind these, which predict further tokens; they
                            do not run
@@ -144,7 +144,7 @@ class ModelConfig:
     logit_divisor: float | None = None
     wide_norms: bool = False
     float32_head: bool = False
-    input_vocab_size: int | None = None
+    per_layer_vocab_size: int | None = None
     separate_experts: bool = False
     ignored_keys: tuple[str, ...] = ()
     unread_keys: UnreadKeys = field(default_factory=UnreadKeys, compare=False, repr=False)
@@ -220,11 +220,11 @@ class ModelConfig:
         )
 
     @property
-    def input_size(self) -> int:
-        """Columns of the table of `LayerConfig.input`: those of each layer in turn, all alike; 0:
-        there is none.
+    def per_layer_size(self) -> int:
+        """Columns of the table of `LayerConfig.per_layer`: those of each layer in turn, all alike;
+        0: there is none.
         """
-        return sum(layer.input.size for layer in self.layers if layer.input is not None)
+        return sum(layer.per_layer.size for layer in self.layers if layer.per_layer is not None)
 
 
 _ACTIVATIONS: Mapping[str, GatedActivation] = {

@@ -152,10 +152,11 @@ class TensorNames:
                                    as [inputs, experts] then (ERNIE 4.5 VL)
     scalar                         what the output of a layer is multiplied by, in models that have
                                    it
-    own_table, own_projection, own_norm   of what each token has for each layer, in models that have
-                                          it
-                                   (`LayerConfig.input`); they follow `ModelConfig.prefixes`
-    own_gate, own_down, own_post   the same within a layer
+    per_layer_table, per_layer_projection, per_layer_norm
+                                   of what each token has for each layer, in models that have it
+                                   (`LayerConfig.per_layer`); they follow `ModelConfig.prefixes`
+    per_layer_gate, per_layer_down, per_layer_post
+                                   the same within a layer
     unused                         patterns of tensors that the decoder does not need, with the
                                    reason
     also                           names of modules within a layer that transformers writes, and
@@ -201,12 +202,12 @@ class TensorNames:
     attention_post: str = ""
     mlp_post: str = ""
     scalar: str = "layer_scalar"
-    own_table: str = "embed_tokens_per_layer.weight"
-    own_projection: str = "per_layer_model_projection"
-    own_norm: str = "per_layer_projection_norm.weight"
-    own_gate: str = "per_layer_input_gate"
-    own_down: str = "per_layer_projection"
-    own_post: str = "post_per_layer_input_norm.weight"
+    per_layer_table: str = "embed_tokens_per_layer.weight"
+    per_layer_projection: str = "per_layer_model_projection"
+    per_layer_norm: str = "per_layer_projection_norm.weight"
+    per_layer_gate: str = "per_layer_input_gate"
+    per_layer_down: str = "per_layer_projection"
+    per_layer_post: str = "post_per_layer_input_norm.weight"
     unused: tuple[tuple[str, str], ...] = ()
     also: tuple[tuple[str, str], ...] = ()
 
@@ -214,9 +215,12 @@ class TensorNames:
     def outer(self) -> frozenset[str]:
         """Matrices outside of the layers."""
         projections = (
-            f"{name}.weight" for name in (self.project_in, self.project_out, self.own_projection)
+            f"{name}.weight"
+            for name in (self.project_in, self.project_out, self.per_layer_projection)
         )
-        return frozenset((self.embedding, self.positions, self.head, self.own_table, *projections))
+        return frozenset(
+            (self.embedding, self.positions, self.head, self.per_layer_table, *projections)
+        )
 
 
 NORMED_OUTPUTS = TensorNames(

@@ -20,7 +20,7 @@ _HALF = 0.5**0.5  # the sum of two parts keeps the variance of one
 
 
 @dataclass(frozen=True)
-class LayerInputs:
+class PerLayerEmbeddings:
     """The vectors of all layers: (norm(projection(embedded)) + multiplier * table's row) / sqrt(2).
 
     table   [vocab_size, layers * size], in a dtype of its own: rows are converted, not the table
@@ -44,7 +44,7 @@ class LayerInputs:
 
 
 @dataclass(frozen=True)
-class LayerInput:
+class PerLayerEmbedding:
     """One layer's part: down(activation(gate(x)) * vector), of which the norm with the weight
     `post` is added to x.
     """

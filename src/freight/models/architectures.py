@@ -44,9 +44,9 @@ def tensor_names(config: ModelConfig) -> TensorNames:
         positions=body + names.positions,
         project_in=body + names.project_in,
         project_out=body + names.project_out,
-        own_table=body + names.own_table,
-        own_projection=body + names.own_projection,
-        own_norm=body + names.own_norm,
+        per_layer_table=body + names.per_layer_table,
+        per_layer_projection=body + names.per_layer_projection,
+        per_layer_norm=body + names.per_layer_norm,
     )
 
 

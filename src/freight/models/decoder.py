@@ -18,7 +18,7 @@ from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.linear import Projection
 from freight.layers.moe import ExpertsBeside, MoE
 from freight.layers.norm import Norm
-from freight.layers.per_layer_embeddings import LayerInput, LayerInputs
+from freight.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
 from freight.operands.activation import Activation, AnyActivation, GateFunction
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedWeight, Rows, plain
@@ -123,7 +123,7 @@ class DecoderLayer:
     post: bool = False
     outputs_only: bool = False
     scalar: Tensor | None = None
-    input: LayerInput | None = None
+    per_layer: PerLayerEmbedding | None = None
     beside: ExpertsBeside | None = None
 
     def __call__(self, stream: Residual, batch: ForwardBatch, cache: LayerCache) -> Residual:
@@ -144,10 +144,11 @@ class DecoderLayer:
         delta, weight, inputs = mlp(normed), self.mlp_post, stream.inputs
         if self.beside is not None:
             delta = self.beside(x, delta)
-        if self.input is not None:
+        if self.per_layer is not None:
             assert inputs is not None
             x, _ = Residual(x, delta, weight).normed(self.mlp_norm)
-            delta, weight, inputs = self.input(x, inputs[:, 0]), self.input.post, inputs[:, 1:]
+            delta, weight = self.per_layer(x, inputs[:, 0]), self.per_layer.post
+            inputs = inputs[:, 1:]
         if self.scalar is not None:
             x = self.mlp_norm.kernels.gate(x, self.scalar[None], GateFunction.IDENTITY)
         return self._behind(x, delta, self.mlp_norm, weight, inputs)
@@ -222,7 +223,7 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     norm: Norm | None
     head: LogitsHead
-    layer_inputs: LayerInputs | None = None
+    per_layer_embeddings: PerLayerEmbeddings | None = None
 
     @property
     def kernels(self) -> KernelSet:
@@ -270,7 +271,11 @@ class Decoder:
         for single layers.
         """
         embedded = self.embedding(batch.token_ids, batch.positions)
-        own = None if self.layer_inputs is None else self.layer_inputs(embedded, batch.token_ids)
+        own = (
+            None
+            if self.per_layer_embeddings is None
+            else self.per_layer_embeddings(embedded, batch.token_ids)
+        )
         return Residual(embedded, inputs=own)
 
     def layers_over(

@@ -22,9 +22,9 @@ from freight.checkpoint.reader import Checkpoint
 from freight.config.layer import (
     DenseConfig,
     FeedForward,
-    LayerInputConfig,
     MoEConfig,
     NormPlacement,
+    PerLayerEmbeddingConfig,
 )
 from freight.config.model import ModelConfig
 from freight.fp8.formats import Format
@@ -33,7 +33,7 @@ from freight.kernels.interface import KernelSet
 from freight.layers.embedding import Embedding, LogitsHead
 from freight.layers.moe import ExpertsBeside, Latent, MoE
 from freight.layers.norm import Norm, RMSNorm
-from freight.layers.per_layer_embeddings import LayerInput, LayerInputs
+from freight.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
 from freight.layers.rope import build_ropes
 from freight.models.architectures import skipped_parts, tensor_names
 from freight.models.building import Builder
@@ -87,7 +87,11 @@ class _ModelBuilder(Builder):
         assert scalar is None or (mlp_post is not None and self.config.wide_norms), (
             "the norm of what is added takes the scalar in"
         )
-        own = None if layer.input is None else self.layer_input(layer.input, prefix, scalar)
+        own = (
+            None
+            if layer.per_layer is None
+            else self.per_layer_embedding(layer.per_layer, prefix, scalar)
+        )
         return DecoderLayer(
             mixer_norm=self.part_norm(
                 prefix + names.attention_norm, mixer_post, outputs_only, mixer is not None
@@ -103,7 +107,7 @@ class _ModelBuilder(Builder):
             post=layer.norms is NormPlacement.POST,
             outputs_only=outputs_only,
             scalar=scalar,
-            input=own,
+            per_layer=own,
         )
 
     def part_norm(
@@ -114,25 +118,27 @@ class _ModelBuilder(Builder):
         """
         return self.norm(name, post if outputs_only else None) if there else None
 
-    def layer_input(self, own: LayerInputConfig, prefix: str, scalar: Tensor | None) -> LayerInput:
-        names, post = self.names, self.norm_weight(prefix + self.names.own_post)
-        return LayerInput(
-            gate=self.linear(prefix, names.own_gate),
-            down=self.linear(prefix, names.own_down),
+    def per_layer_embedding(
+        self, own: PerLayerEmbeddingConfig, prefix: str, scalar: Tensor | None
+    ) -> PerLayerEmbedding:
+        names, post = self.names, self.norm_weight(prefix + self.names.per_layer_post)
+        return PerLayerEmbedding(
+            gate=self.linear(prefix, names.per_layer_gate),
+            down=self.linear(prefix, names.per_layer_down),
             post=post if scalar is None else post * scalar.float(),
             activation=own.activation,
             kernels=self.kernels,
         )
 
-    def layer_inputs(self, only: int | None = None) -> LayerInputs | None:
+    def per_layer_embeddings(self, only: int | None = None) -> PerLayerEmbeddings | None:
         """The per-layer embeddings of all layers, or of layer `only`."""
         c, names = self.config, self.names
-        if c.input_vocab_size is None:
+        if c.per_layer_vocab_size is None:
             return None
         table = self.source.table(
-            names.own_table, self.shapes[names.own_table], c.checkpoint_format
+            names.per_layer_table, self.shapes[names.per_layer_table], c.checkpoint_format
         )
-        name, size = f"{names.own_projection}.weight", c.input_size // c.num_layers
+        name, size = f"{names.per_layer_projection}.weight", c.per_layer_size // c.num_layers
         weight = self.source.head(name, self.shapes[name])
         if only is not None:
             assert weight.scale is None, "calibration reads weights that are not quantized"
@@ -140,8 +146,10 @@ class _ModelBuilder(Builder):
             table, weight = table[:, columns], Weight(weight.data[columns].contiguous())
         # Gemma 4 divides what the norm takes by the root of hidden_size, which a larger eps does as
         # well
-        norm = RMSNorm(self.norm_weight(names.own_norm), c.norm_eps * c.hidden_size, self.kernels)
-        return LayerInputs(table, size**0.5, self.packed(weight, None), norm)
+        norm = RMSNorm(
+            self.norm_weight(names.per_layer_norm), c.norm_eps * c.hidden_size, self.kernels
+        )
+        return PerLayerEmbeddings(table, size**0.5, self.packed(weight, None), norm)
 
     def feed_forward(self, mlp: FeedForward, prefix: str) -> MLP | MoE | None:
         names = self.names
@@ -271,7 +279,7 @@ def build_decoder(
     logits = LogitsHead(
         kernels.pack(head), kernels, head.input_limit, cap, projection, divisor, config.float32_head
     )
-    return Decoder(config, embedding, layers, norm, logits, builder.layer_inputs())
+    return Decoder(config, embedding, layers, norm, logits, builder.per_layer_embeddings())
 
 
 def build_embedding(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> Embedding:
@@ -281,13 +289,13 @@ def build_embedding(config: ModelConfig, source: WeightSource, kernels: KernelSe
     return _builder(config, source, kernels).embedding()
 
 
-def build_layer_inputs(
+def build_per_layer_embeddings(
     config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int
-) -> LayerInputs | None:
+) -> PerLayerEmbeddings | None:
     """What each token has for one layer (`build_embedding`); None in models that have no such
     thing.
     """
-    return _builder(config, source, kernels).layer_inputs(index)
+    return _builder(config, source, kernels).per_layer_embeddings(index)
 
 
 def build_layer(

@@ -38,10 +38,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{names.project_out}.weight": (width, c.hidden_size)}
     if not c.tie_word_embeddings:
         shapes[names.head] = (c.vocab_size, width)
-    if c.input_vocab_size is not None:
-        shapes[names.own_table] = (c.input_vocab_size, c.input_size)
-        shapes[f"{names.own_projection}.weight"] = (c.input_size, c.hidden_size)
-        shapes[names.own_norm] = (c.input_size // c.num_layers,)
+    if c.per_layer_vocab_size is not None:
+        shapes[names.per_layer_table] = (c.per_layer_vocab_size, c.per_layer_size)
+        shapes[f"{names.per_layer_projection}.weight"] = (c.per_layer_size, c.hidden_size)
+        shapes[names.per_layer_norm] = (c.per_layer_size // c.num_layers,)
     for index, layer in enumerate(c.layers):
         prefix = names.layer.format(index)
         shapes |= {prefix + name: shape for name, shape in _layer_shapes(layer, c, names).items()}
@@ -86,9 +86,9 @@ def _layer_shapes(
         for one in parts.projections.values()
         for module, rows in zip(one.modules, one.rows, strict=True)
     } | _feed_forward(layer.feed_forward, hidden, names)
-    if layer.input is not None:
-        projections[names.own_gate] = (layer.input.size, hidden, False)
-        projections[names.own_down] = (hidden, layer.input.size, False)
+    if layer.per_layer is not None:
+        projections[names.per_layer_gate] = (layer.per_layer.size, hidden, False)
+        projections[names.per_layer_down] = (hidden, layer.per_layer.size, False)
     projections |= {module: (*shape, False) for module, shape in parts.kept.items()}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, bias) in projections.items():
@@ -120,8 +120,8 @@ def _norm_shapes(
     norms = [] if layer.norms is NormPlacement.OUTPUT else list(compress(inputs, there))
     if layer.norms.has_outputs:
         norms += compress(outputs, there)
-    if layer.input is not None:
-        norms += [names.own_post]
+    if layer.per_layer is not None:
+        norms += [names.per_layer_post]
     hidden, shapes = config.hidden_size, dict[str, tuple[int, ...]]()
     if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.beside:
         norms += [names.experts_norm, names.shared_post, names.experts_post]

@@ -185,7 +185,7 @@ class _Count:
             norms += self.compute.bytes
         feed_forward = self.feed_forward(prefix, layer.feed_forward)
         return (
-            norms + self.mixer(prefix, layer.mixer) + feed_forward + self.layer_input(prefix, layer)
+            norms + self.mixer(prefix, layer.mixer) + feed_forward + self.per_layer(prefix, layer)
         )
 
     def mixer(self, prefix: str, mixer: Mixer) -> int:
@@ -206,15 +206,15 @@ class _Count:
         size += self.compute.bytes * (sum(map(prod, parts.plain.values())) + parts.factors)
         return size + 4 * (sum(map(prod, parts.exact.values())) + parts.made)
 
-    def layer_input(self, prefix: str, layer: LayerConfig) -> int:
+    def per_layer(self, prefix: str, layer: LayerConfig) -> int:
         """Its projections and the norm behind them."""
-        if layer.input is None:
+        if layer.per_layer is None:
             return 0
-        names, hidden, size = self.names, self.model.hidden_size, layer.input.size
-        gate = self.projections(prefix, (names.own_gate,), (size,), hidden, False)
+        names, hidden, size = self.names, self.model.hidden_size, layer.per_layer.size
+        gate = self.projections(prefix, (names.per_layer_gate,), (size,), hidden, False)
         return (
             gate
-            + self.projections(prefix, (names.own_down,), (hidden,), size, False)
+            + self.projections(prefix, (names.per_layer_down,), (hidden,), size, False)
             + self.norm_weight(hidden)
         )
 
@@ -308,12 +308,12 @@ class _Count:
             size += matrix_bytes(c.vocab_size, width, head, None, self.layout)
         if c.embedding_size is not None:
             size += self.matrix(c.hidden_size, width) + self.matrix(width, c.hidden_size)
-        if c.input_vocab_size is not None:
+        if c.per_layer_vocab_size is not None:
             table = min(self.compute, c.checkpoint_format, key=lambda format: format.bytes)
-            size += c.input_vocab_size * c.input_size * table.bytes + self.norm_weight(
-                c.input_size // c.num_layers
+            size += c.per_layer_vocab_size * c.per_layer_size * table.bytes + self.norm_weight(
+                c.per_layer_size // c.num_layers
             )
-            size += self.matrix(c.input_size, c.hidden_size)
+            size += self.matrix(c.per_layer_size, c.hidden_size)
         if c.position_offset is not None:
             size += c.max_position_embeddings * c.hidden_size * self.compute.bytes
         return size

@@ -33,7 +33,7 @@ def weight_bytes(model: LanguageModel) -> WeightBytes:
 
         assert isinstance(model, TransformersModel)
         return WeightBytes(*model.num_bytes)
-    outer = held_tensors((model.embedding, model.head, model.layer_inputs))
+    outer = held_tensors((model.embedding, model.head, model.per_layer_embeddings))
     inner = held_tensors((model.layers, model.norm))
     mixers = [layer.mixer for layer in model.layers]
     rotaries = [

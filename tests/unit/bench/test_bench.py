@@ -131,9 +131,9 @@ def test_a_table_of_per_layer_inputs_is_not_read_whole():
         (FIXTURES / "llmcompressor_families" / "gemma4_own_inputs" / "config.json").read_text()
     )
     model = parse_model_config(config)
-    assert model.input_vocab_size
+    assert model.per_layer_vocab_size
     bytes_read = weight_bytes(model, Format.BFLOAT16, Format.BFLOAT16)
-    longer = replace(model, input_vocab_size=2 * model.input_vocab_size)
+    longer = replace(model, per_layer_vocab_size=2 * model.per_layer_vocab_size)
     assert weight_bytes(longer, Format.BFLOAT16, Format.BFLOAT16) == bytes_read
 
 

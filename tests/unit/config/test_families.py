@@ -125,9 +125,9 @@ def test_what_tokens_have_for_each_layer_of_gemma_4():
         ({"hidden_size_per_layer_input": None}, 256),
     ):
         model = parse_model_config(config("gemma4_text", **said))
-        assert [layer.input.size for layer in model.layers] == [size] * 4
-        assert (model.input_vocab_size, model.input_size) == (262144, 4 * size)
-    assert parse_model_config(config("gemma4_text")).input_vocab_size is None
+        assert [layer.per_layer.size for layer in model.layers] == [size] * 4
+        assert (model.per_layer_vocab_size, model.per_layer_size) == (262144, 4 * size)
+    assert parse_model_config(config("gemma4_text")).per_layer_vocab_size is None
     with pytest.raises(CheckpointError, match="vocab_size_per_layer_input = 7, but vocab_size = "):
         parse_model_config(
             config("gemma4_text", hidden_size_per_layer_input=8, vocab_size_per_layer_input=7)

@@ -16,9 +16,9 @@ from freight.config.fields import flag, integer
 from freight.config.layer import (
     AttentionConfig,
     FeedForward,
-    LayerInputConfig,
     MoEConfig,
     NormPlacement,
+    PerLayerEmbeddingConfig,
 )
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import VISION_TOWER, not_run
@@ -39,8 +39,8 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
         mixers[-1], window=None, rope=0
     )  # whatever the keys say: so transformers reads them
     model = with_mixers(model, _with_shared(config, _with_own_heads(config, mixers)))
-    own, rows = _layer_input(config, model)
-    layers = [replace(layer, scalar=True, input=own) for layer in model.layers]
+    own, rows = _per_layer_embedding(config, model)
+    layers = [replace(layer, scalar=True, per_layer=own) for layer in model.layers]
     if flag(config, "use_double_wide_mlp"):
         layers = [
             one
@@ -48,12 +48,12 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
             else replace(one, feed_forward=_wider(one.feed_forward))
             for index, one in enumerate(layers)
         ]
-    return replace(model, layers=tuple(layers), input_vocab_size=rows)
+    return replace(model, layers=tuple(layers), per_layer_vocab_size=rows)
 
 
-def _layer_input(
+def _per_layer_embedding(
     config: Mapping[str, Any], model: ModelConfig
-) -> tuple[LayerInputConfig | None, int | None]:
+) -> tuple[PerLayerEmbeddingConfig | None, int | None]:
     """What each layer has of a token for itself, and the rows of its table."""
     size = integer(config, "hidden_size_per_layer_input", 0, least=0)
     if not size:
@@ -67,7 +67,7 @@ def _layer_input(
     feed_forward = model.layers[0].feed_forward
     assert feed_forward is not None
     assert isinstance(feed_forward.activation, GatedActivation)
-    return LayerInputConfig(size, feed_forward.activation), rows
+    return PerLayerEmbeddingConfig(size, feed_forward.activation), rows
 
 
 def _wider(mlp: FeedForward) -> FeedForward:

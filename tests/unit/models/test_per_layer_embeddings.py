@@ -39,7 +39,7 @@ def opened(folder: Path, **options: str) -> tuple[OpenModel, Decoder]:
 def test_the_table_stays_as_it_is_stored(folder: Path, options: dict[str, str]) -> None:
     """Only rows that are read are converted: of a large model the table is the larger half."""
     _, model = opened(folder, **options)
-    inputs = model.layer_inputs
+    inputs = model.per_layer_embeddings
     assert inputs is not None
     assert inputs.table.dtype is torch.bfloat16
     embedded = torch.randn(5, 64, dtype=model.embedding.weight.dtype)
@@ -49,10 +49,11 @@ def test_the_table_stays_as_it_is_stored(folder: Path, options: dict[str, str]) 
 
 def test_fp8_is_for_the_projections_within_layers(folder: Path) -> None:
     found, model = opened(folder, quantization="fp8")
-    assert model.layer_inputs is not None
-    own = model.layers[0].input
+    assert model.per_layer_embeddings is not None
+    own = model.layers[0].per_layer
     assert own is not None
-    held = [part.weight.data.dtype for part in (own.gate, own.down, model.layer_inputs.projection)]  # type: ignore[union-attr]
+    parts = (own.gate, own.down, model.per_layer_embeddings.projection)
+    held = [part.weight.data.dtype for part in parts]  # type: ignore[union-attr]
     assert held == [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16]
     kept, _ = ignored_modules(found.model, ())
     assert "model.per_layer_model_projection" in kept
