@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -96,6 +96,47 @@ class SamplingLimits:
 
 
 LIMITS = SamplingLimits()
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a field of SamplingParams takes: `low` to `high`, where SamplingLimits has
+    no largest value for it.
+
+    above     whether `low` itself is too small
+    optional  whether None is a value too
+    hint      behind the range in errors
+    """
+
+    low: float
+    high: float
+    whole: bool = False
+    above: bool = False
+    optional: bool = False
+    hint: str = ""
+
+
+def _count(low: int, optional: bool = False, hint: str = "") -> Range:
+    return Range(low, LARGEST_WHOLE, whole=True, optional=optional, hint=hint)
+
+
+RANGES: Mapping[str, Range] = {  # field -> what it takes
+    "n": _count(1),
+    "temperature": Range(0, LARGEST, hint="; 0 is greedy"),
+    "top_p": Range(0, 1, above=True, hint="; 1 keeps every token"),
+    "top_k": _count(-1, hint="; 0 or -1 keeps every token"),
+    "min_p": Range(0, 1),
+    "seed": Range(-(2**63), 2**64 - 1, whole=True, optional=True),
+    "max_tokens": _count(0, optional=True),
+    "min_tokens": _count(0),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0.01, 100, hint="; 1 is none"),
+    "logprobs": _count(0, optional=True),
+    "prompt_logprobs": _count(0, optional=True),
+    "truncate_prompt_tokens": _count(-1, optional=True),
+    "timeout_s": Range(0, LARGEST, above=True, optional=True),
+}
 
 
 def _explains_unknown_names(cls: type[T]) -> type[T]:
@@ -257,44 +298,46 @@ def _checked(given: SamplingParams, limits: SamplingLimits) -> dict[str, object]
     """Each field's value, in the form it is kept in. Raises RequestError for a wrong type or one
     beyond `limits`.
     """
+
+    def number(name: str) -> float | None:
+        value, within = getattr(given, name), RANGES[name]
+        if value is None and within.optional:
+            return None
+        high = getattr(limits, name, within.high)
+        if within.whole:
+            return _whole(name, value, int(within.low), int(high), within.hint)
+        return _number(name, value, within.low, high, within.above, within.hint)
+
     return {
-        "n": _whole("n", given.n, 1, limits.n),
-        "temperature": _number(
-            "temperature", given.temperature, 0, limits.temperature, hint="; 0 is greedy"
-        ),
-        "top_p": _number("top_p", given.top_p, 0, 1, above=True, hint="; 1 keeps every token"),
-        "top_k": _whole("top_k", given.top_k, -1, hint="; 0 or -1 keeps every token"),
-        "min_p": _number("min_p", given.min_p, 0, 1),
-        "seed": _optional(_whole, "seed", given.seed, -(2**63), 2**64 - 1),
-        "max_tokens": _optional(_whole, "max_tokens", given.max_tokens, 0),
-        "min_tokens": _whole("min_tokens", given.min_tokens, 0),
+        "n": number("n"),
+        "temperature": number("temperature"),
+        "top_p": number("top_p"),
+        "top_k": number("top_k"),
+        "min_p": number("min_p"),
+        "seed": number("seed"),
+        "max_tokens": number("max_tokens"),
+        "min_tokens": number("min_tokens"),
         "stop": _strings("stop", given.stop, limits.stop, limits.stop_length),
         "stop_token_ids": _token_ids("stop_token_ids", given.stop_token_ids, limits.stop_token_ids),
         "include_stop_str_in_output": _flag(
             "include_stop_str_in_output", given.include_stop_str_in_output
         ),
         "ignore_eos": _flag("ignore_eos", given.ignore_eos),
-        "presence_penalty": _number("presence_penalty", given.presence_penalty, -2, 2),
-        "frequency_penalty": _number("frequency_penalty", given.frequency_penalty, -2, 2),
-        "repetition_penalty": _number(
-            "repetition_penalty", given.repetition_penalty, 0.01, 100, hint="; 1 is none"
-        ),
+        "presence_penalty": number("presence_penalty"),
+        "frequency_penalty": number("frequency_penalty"),
+        "repetition_penalty": number("repetition_penalty"),
         "logit_bias": _biases("logit_bias", given.logit_bias, limits.logit_bias),
-        "allowed_token_ids": _optional(
-            _token_ids, "allowed_token_ids", given.allowed_token_ids, limits.allowed_token_ids
-        ),
+        "allowed_token_ids": None
+        if given.allowed_token_ids is None
+        else _token_ids("allowed_token_ids", given.allowed_token_ids, limits.allowed_token_ids),
         "bad_words": _strings("bad_words", given.bad_words, limits.bad_words, limits.stop_length),
-        "logprobs": _optional(_whole, "logprobs", given.logprobs, 0, limits.logprobs),
-        "prompt_logprobs": _optional(
-            _whole, "prompt_logprobs", given.prompt_logprobs, 0, limits.prompt_logprobs
-        ),
+        "logprobs": number("logprobs"),
+        "prompt_logprobs": number("prompt_logprobs"),
         "detokenize": _flag("detokenize", given.detokenize),
         "skip_special_tokens": _flag("skip_special_tokens", given.skip_special_tokens),
-        "truncate_prompt_tokens": _optional(
-            _whole, "truncate_prompt_tokens", given.truncate_prompt_tokens, -1
-        ),
+        "truncate_prompt_tokens": number("truncate_prompt_tokens"),
         "cache_salt": _salt("cache_salt", given.cache_salt, limits.cache_salt),
-        "timeout_s": _optional(_number, "timeout_s", given.timeout_s, 0, limits.timeout_s, True),
+        "timeout_s": number("timeout_s"),
         "structured_outputs": None
         if given.structured_outputs is None
         else StructuredOutputs.of(given.structured_outputs),
@@ -333,10 +376,6 @@ def _token_ids(name: str, value: object, most: int) -> tuple[int, ...]:
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= LARGEST_WHOLE:
         return tuple(ids)
     return tuple(_whole(f"{name}[{i}]", token, 0) for i, token in enumerate(ids))
-
-
-def _optional(check: Callable[..., T], name: str, value: object, *limits: float) -> T | None:
-    return None if value is None else check(name, value, *limits)
 
 
 def _flag(name: str, value: object) -> bool:

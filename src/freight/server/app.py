@@ -13,29 +13,26 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from freight import __version__
 from freight.server.anthropic.messages_request import parse_count, parse_messages
 from freight.server.call import Call, Conversation, Served
-from freight.server.documented import (
-    DETOKENIZE_SCHEMA,
-    GENERATE_SCHEMA,
-    INVOCATION_SCHEMA,
-    NOT_JSON,
-    TOKENIZE_SCHEMA,
-    answers,
-    document,
-    request_body,
-)
+from freight.server.documented import NOT_JSON, answers, document
 from freight.server.documented_next import COUNT_SCHEMA, MESSAGES_SCHEMA, RESPONSES_SCHEMA
 from freight.server.limits import ServingLimits
 from freight.server.observe.log import RequestLine, current_request, log_request
 from freight.server.observe.metrics import Metrics
 from freight.server.observe.monitor import Monitor
-from freight.server.openai.chat_request import CHAT_SCHEMA, parse_chat
-from freight.server.openai.completion_request import COMPLETION_SCHEMA, parse_completion
+from freight.server.openai.chat_request import ChatRequest, parse_chat
+from freight.server.openai.completion_request import CompletionRequest, parse_completion
 from freight.server.openai.responses_request import parse_responses
 from freight.server.page import PAGE, page_response
 from freight.server.service import Service
 from freight.server.settings import ServerSettings
 from freight.server.tgi import request as tgi
-from freight.server.tokens import detokenize, parse_tokenize, tokenizer_info
+from freight.server.tokens import (
+    DetokenizeBody,
+    TokenizeBody,
+    detokenize,
+    parse_tokenize,
+    tokenizer_info,
+)
 from freight.server.transport.body import parse_object, read_body
 from freight.server.transport.errors import ApiError
 from freight.server.transport.http_limits import HttpLimits
@@ -48,6 +45,7 @@ Body = dict[str, Any]
 Endpoint = Callable[[Request], Awaitable[Response]]
 AsError = Callable[[ApiError], ApiError]
 Parse = Callable[[Body, Served, ServingLimits], Call]
+INVOCATION = ChatRequest | CompletionRequest | tgi.GenerateBody
 _LARGE = 1 << 16  # bytes: to read a larger body takes longer than a step of the engine
 OPEN_PATHS = frozenset(
     {*PAGE, "/health", "/ping"}
@@ -62,27 +60,22 @@ def make_app(
         title="Freight", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     routes = Routes(service, monitor, limits, service.max_sequences - settings.max_queue)
-    posts: tuple[tuple[str, Callable[..., Any], Any], ...] = (
-        ("/v1/chat/completions", routes.answers(parse_chat), CHAT_SCHEMA),
-        ("/v1/completions", routes.answers(parse_completion), COMPLETION_SCHEMA),
+    posts: tuple[tuple[str, Endpoint, Any], ...] = (
+        ("/v1/chat/completions", routes.answers(parse_chat), ChatRequest),
+        ("/v1/completions", routes.answers(parse_completion), CompletionRequest),
         ("/v1/responses", routes.answers(parse_responses), RESPONSES_SCHEMA),
         ("/v1/messages", routes.answers(parse_messages), MESSAGES_SCHEMA),
         ("/v1/messages/count_tokens", routes.logged(routes.count_tokens), COUNT_SCHEMA),
-        ("/generate", routes.answers(_generate(False), tgi.as_tgi_error), GENERATE_SCHEMA),
-        ("/generate_stream", routes.answers(_generate(True), tgi.as_tgi_error), GENERATE_SCHEMA),
-        ("/", routes.answers(_generate(None), tgi.as_tgi_error), GENERATE_SCHEMA),
-        ("/invocations", routes.answers(_invocation), INVOCATION_SCHEMA),
-        ("/tokenize", routes.logged(routes.tokenize), TOKENIZE_SCHEMA),
-        ("/detokenize", routes.logged(routes.detokenize), DETOKENIZE_SCHEMA),
+        ("/generate", routes.answers(_generate(False), tgi.as_tgi_error), tgi.GenerateBody),
+        ("/generate_stream", routes.answers(_generate(True), tgi.as_tgi_error), tgi.GenerateBody),
+        ("/", routes.answers(_generate(None), tgi.as_tgi_error), tgi.GenerateBody),
+        ("/invocations", routes.answers(_invocation), INVOCATION),
+        ("/tokenize", routes.logged(routes.tokenize), TokenizeBody),
+        ("/detokenize", routes.logged(routes.detokenize), DetokenizeBody),
     )
-    for path, endpoint, schema in posts:
+    for path, endpoint, _ in posts:
         app.add_api_route(
-            path,
-            endpoint,
-            methods=["POST"],
-            openapi_extra=request_body(schema, settings.unknown_fields),
-            responses=answers(path),
-            response_model=None,
+            path, endpoint, methods=["POST"], responses=answers(path), response_model=None
         )
     gets: tuple[tuple[str, Callable[..., Any]], ...] = (
         ("/v1/models", routes.models),
@@ -117,7 +110,8 @@ def make_app(
         app.add_api_route(
             path, routes.page, methods=["GET", "HEAD"], include_in_schema=False, response_model=None
         )
-    document(app, OPEN_PATHS, bool(service.keys))
+    bodies = {path: body for path, _, body in posts}
+    document(app, bodies, settings.unknown_fields, OPEN_PATHS, bool(service.keys))
     inner = guarded(app, service.keys, open_paths=OPEN_PATHS, allow_origins=settings.allow_origins)
     paths = frozenset([*(path for path, *_ in posts), *(path for path, _ in gets)])
     return _counted(inner, service.metrics, paths)

@@ -8,117 +8,15 @@ the model or on several fields at once is told by the 4XX that it leads to.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
 
-from freight.sampling import LARGEST_WHOLE
 from freight.server.anthropic.errors import PATHS as ANTHROPIC_PATHS
-from freight.server.limits import ServingLimits
-from freight.server.openai.chat_request import CHAT_SCHEMA
-from freight.server.openai.completion_request import COMPLETION_SCHEMA
-from freight.server.tokens import MOST_TOKENS
+from freight.server.bodies import schema_of
 
-Schema = Mapping[str, Any]
-_MOST = ServingLimits()
 _SCHEME = "key"
-_ANY: dict[str, Any] = {}
-_ABSENT = {"type": "null"}  # the same as no such field
-
-
-def _maybe(**schema: Any) -> dict[str, Any]:
-    """`schema`, or null, which means that the field is absent."""
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _body(required: list[str], **properties: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "type": "object",
-        "properties": properties,
-        "additionalProperties": _ABSENT,
-    }
-    return found | ({"required": required} if required else {})
-
-
-_FLAG = _maybe(type="boolean")
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": MOST_TOKENS}
-_STOPS = {
-    "type": "array",
-    "items": {"type": "string", "minLength": 1, "maxLength": _MOST.sampling.stop_length},
-    "maxItems": _MOST.sampling.stop,
-}
-_GRAMMAR = {
-    "type": "object",
-    "properties": {
-        "type": {"enum": ["json", "json_schema", "regex"]},
-        "value": {"type": ["object", "string"]},
-    },
-    "required": ["type", "value"],
-}
-_PARAMETERS = _body(
-    [],
-    best_of=_maybe(const=1),
-    decoder_input_details=_FLAG,
-    details=_FLAG,
-    do_sample=_FLAG,
-    frequency_penalty=_maybe(type="number", minimum=-2, maximum=2),
-    grammar=_maybe(**_GRAMMAR),
-    max_new_tokens=_maybe(type="integer", minimum=1, maximum=LARGEST_WHOLE),
-    repetition_penalty=_maybe(type="number", exclusiveMinimum=0),
-    return_full_text=_FLAG,
-    seed=_maybe(type="integer", minimum=-(2**63), maximum=2**64 - 1),
-    stop={"anyOf": [_STOPS, _STOPS["items"], {"type": "null"}]},
-    temperature=_maybe(type="number", minimum=0, maximum=_MOST.sampling.temperature),
-    top_k=_maybe(type="integer", minimum=-1, maximum=LARGEST_WHOLE),
-    top_n_tokens=_maybe(type="integer", minimum=0, maximum=_MOST.sampling.logprobs),
-    top_p=_maybe(type="number", exclusiveMinimum=0, maximum=1),
-    truncate=_maybe(type="integer", minimum=1),
-    typical_p=_maybe(const=1),
-    watermark=_maybe(const=False),
-)
-GENERATE_SCHEMA = _body(
-    ["inputs"],
-    inputs={"type": "string", "minLength": 1},
-    parameters=_maybe(**_PARAMETERS),
-    stream=_FLAG,
-    options=_ANY,
-    model=_ANY,
-)
-_MODEL = _maybe(type="string")
-_MESSAGES = {"type": "array", "items": {"type": "object"}, "minItems": 1}
-TOKENIZE_SCHEMA: dict[str, Any] = {
-    "oneOf": [
-        _body(
-            ["prompt"],
-            prompt={"type": "string"},
-            model=_MODEL,
-            add_special_tokens=_FLAG,
-            return_token_strs=_FLAG,
-        ),
-        _body(
-            ["messages"],
-            messages=_MESSAGES,
-            model=_MODEL,
-            add_generation_prompt=_FLAG,
-            continue_final_message=_FLAG,
-            add_special_tokens=_FLAG,
-            return_token_strs=_FLAG,
-            tools=_maybe(type="array"),
-            chat_template_kwargs=_maybe(type="object"),
-        ),
-        _body(
-            ["inputs"],
-            inputs={"type": "string"},
-            add_special_tokens=_FLAG,
-            parameters=_ANY,
-            stream=_ANY,
-        ),
-    ]
-}
-DETOKENIZE_SCHEMA = _body(["tokens"], tokens=_IDS, model=_MODEL)
-
-INVOCATION_SCHEMA = {"anyOf": [CHAT_SCHEMA, COMPLETION_SCHEMA, GENERATE_SCHEMA]}
-
 _TEXT = {"type": "string"}
 _MAYBE_TEXT = {"type": ["string", "null"]}
 _OPENAI_ERROR = {
@@ -177,27 +75,6 @@ _STREAMS = frozenset(
 )
 
 
-def request_body(schema: Schema, unknown_fields: str = "refuse") -> dict[str, Any]:
-    """`openapi_extra` of a route whose body is JSON."""
-    if unknown_fields == "ignore":
-        schema = _opened(schema)
-    return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": dict(schema)}}}
-    }
-
-
-def _opened(value: Any) -> Any:
-    """A schema in which fields that nobody knows have any value."""
-    if isinstance(value, list):
-        return [_opened(entry) for entry in value]
-    if not isinstance(value, Mapping):
-        return value
-    opened = {name: _opened(entry) for name, entry in value.items()}
-    return opened | (
-        {"additionalProperties": True} if opened.get("additionalProperties") == _ABSENT else {}
-    )
-
-
 def answers(path: str) -> dict[int | str, dict[str, Any]]:
     """`responses` of a route: its errors, and what it gives beside JSON."""
     error = (
@@ -241,12 +118,28 @@ def answers(path: str) -> dict[int | str, dict[str, Any]]:
     return found
 
 
-def document(app: FastAPI, open_paths: frozenset[str], needs_key: bool) -> None:
-    """Make `app.openapi()` say which routes need a key."""
+def document(
+    app: FastAPI,
+    bodies: Mapping[str, Any],
+    unknown_fields: str,
+    open_paths: frozenset[str],
+    needs_key: bool,
+) -> None:
+    """Make `app.openapi()` say which routes need a key, and what bodies the others take.
+
+    bodies: path -> its model, or `A | B` for one of several
+    """
     build = app.openapi
 
+    @cache
     def openapi() -> dict[str, Any]:
         found = build()
+        for path, body in bodies.items():
+            schema = body if isinstance(body, dict) else schema_of(body, unknown_fields)
+            found["paths"][path]["post"]["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": schema}},
+            }
         if needs_key:
             scheme = {
                 "type": "http",

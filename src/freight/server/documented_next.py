@@ -13,11 +13,13 @@ from typing import Any
 
 from freight.sampling import LARGEST_WHOLE
 from freight.server.anthropic.messages_request import MEDIA
+from freight.server.bodies import schema_of
 from freight.server.limits import ServingLimits
 from freight.server.openai.as_chat import OURS
-from freight.server.openai.chat_request import CHAT_SCHEMA
+from freight.server.openai.chat_request import ChatRequest
 from freight.server.openai.responses_request import TEXTS
 
+CHAT_SCHEMA = schema_of(ChatRequest)
 _MOST = ServingLimits()
 _TEXT = {"type": "string"}
 _NULL = {"type": "null"}

@@ -9,35 +9,75 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
 
 from freight.errors import RequestError, nearest
+from freight.server.bodies import Body, read, says
 from freight.server.call import Conversation, Served
 from freight.server.limits import ServingLimits, check_template_values
 from freight.server.transport.errors import ApiError
 from freight.text.chat_text import ChatText
 from freight.text.tokenizer import Tokenizer
 
+B = TypeVar("B", bound=Body)
 MOST_TOKENS = 1 << 20  # in one /detokenize
 _ANY_MODEL = ("", "dummy", "tgi")  # names that clients send where there is one model
-_PROMPT = ("model", "prompt", "add_special_tokens", "return_token_strs")
-_MESSAGES = (
-    "model",
-    "messages",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "return_token_strs",
-    "tools",
-    "chat_template_kwargs",
-)
-_INPUTS = (
-    "inputs",
-    "add_special_tokens",
-    "parameters",
-    "stream",
-)  # TGI takes /generate's body here
-_DETOKENIZE = ("model", "tokens")
+
+
+class PromptBody(Body):
+    """/tokenize in vLLM's language, of a text."""
+
+    model: str = ""
+    add_special_tokens: bool = True
+    prompt: str
+    return_token_strs: bool = False
+
+
+class MessagesBody(Body):
+    """/tokenize in vLLM's language, of a conversation. A template writes its own special tokens."""
+
+    model: str = ""
+    add_special_tokens: bool = False
+    messages: Annotated[
+        list[Any], Field(json_schema_extra={"items": {"type": "object"}, "minItems": 1})
+    ]
+    tools: list[Any] = Field(default=[])
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool = False
+
+
+class InputsBody(Body):
+    """/tokenize in TGI's language, which takes /generate's body here."""
+
+    accepted = ("parameters", "stream")
+
+    add_special_tokens: bool = True
+    inputs: str
+
+
+TokenizeBody = PromptBody | MessagesBody | InputsBody
+_KINDS: Mapping[str, type[TokenizeBody]] = {
+    "prompt": PromptBody,
+    "messages": MessagesBody,
+    "inputs": InputsBody,
+}
+
+
+class DetokenizeBody(Body):
+    """/detokenize. The reader looks at the ids."""
+
+    model: str = ""
+    tokens: Annotated[
+        list[Any],
+        Field(
+            max_length=MOST_TOKENS, json_schema_extra={"items": {"type": "integer", "minimum": 0}}
+        ),
+        says(f"must be a list of at most {MOST_TOKENS} token ids"),
+    ]
 
 
 @dataclass(frozen=True)
@@ -90,41 +130,25 @@ def parse_tokenize(body: Mapping[str, Any], served: Served, limits: ServingLimit
     """What a body of /tokenize asks for. Raises ApiError (400, 404) for what cannot be served."""
     _tokenizer_of(served)
     given = {name: value for name, value in body.items() if value is not None}
-    kinds = [name for name in ("prompt", "messages", "inputs") if name in given]
+    kinds = [name for name in _KINDS if name in given]
     if len(kinds) != 1:
         raise _invalid("give one of prompt, messages and inputs", "prompt")
-    (kind,) = kinds
-    known = {"prompt": _PROMPT, "messages": _MESSAGES, "inputs": _INPUTS}[kind]
-    _check(given, known, served)
-    special = _flag(given, "add_special_tokens", kind != "messages")  # a template writes its own
-    if kind == "messages":
-        return Tokenize(
-            _conversation(given, limits), special, _flag(given, "return_token_strs", False)
-        )
-    text = given[kind]
-    if not isinstance(text, str):
-        raise _invalid(f"{kind} must be a string", kind)
-    return Tokenize(
-        text, special, _flag(given, "return_token_strs", False), with_offsets=kind == "inputs"
-    )
+    asked = _read(_KINDS[kinds[0]], given, served)
+    if isinstance(asked, InputsBody):
+        return Tokenize(asked.inputs, asked.add_special_tokens, with_offsets=True)
+    prompt = asked.prompt if isinstance(asked, PromptBody) else _conversation(asked, limits)
+    return Tokenize(prompt, asked.add_special_tokens, asked.return_token_strs)
 
 
-def _conversation(given: Mapping[str, Any], limits: ServingLimits) -> Conversation:
-    messages, tools = given["messages"], given.get("tools")
-    values = given.get("chat_template_kwargs", {})
-    if not isinstance(messages, list):
-        raise _invalid("messages must be a list", "messages")
-    if tools is not None and not isinstance(tools, list):
-        raise _invalid("tools must be a list", "tools")
-    if not isinstance(values, Mapping):
-        raise _invalid("chat_template_kwargs must be an object", "chat_template_kwargs")
-    check_template_values(values, limits)
-    continues = _flag(given, "continue_final_message", False)
+def _conversation(asked: MessagesBody, limits: ServingLimits) -> Conversation:
+    check_template_values(asked.chat_template_kwargs, limits)
+    continues, prompted = asked.continue_final_message, asked.add_generation_prompt
     return Conversation(
-        messages,
-        add_generation_prompt=_flag(given, "add_generation_prompt", not continues),
+        asked.messages,
+        add_generation_prompt=not continues if prompted is None else prompted,
         continue_final_message=continues,
-        template_values={**values, **({"tools": tools} if tools else {})},
+        template_values=asked.chat_template_kwargs
+        | ({"tools": asked.tools} if asked.tools else {}),
     )
 
 
@@ -133,11 +157,7 @@ def detokenize(body: Mapping[str, Any], served: Served) -> dict[str, str]:
     (400, 404).
     """
     tokenizer = _tokenizer_of(served)
-    given = {name: value for name, value in body.items() if value is not None}
-    _check(given, _DETOKENIZE, served)
-    tokens = given.get("tokens")
-    if not isinstance(tokens, list) or len(tokens) > MOST_TOKENS:
-        raise _invalid(f"tokens must be a list of at most {MOST_TOKENS} token ids", "tokens")
+    tokens = _read(DetokenizeBody, body, served).tokens
     for position, token in enumerate(tokens):
         if (
             not isinstance(token, int)
@@ -169,28 +189,24 @@ def _tokenizer_of(served: Served) -> Tokenizer:
     return served.tokenizer
 
 
-def _check(given: Mapping[str, Any], known: tuple[str, ...], served: Served) -> None:
-    """Raises ApiError for a model that is not served, and for unknown fields unless the server
-    ignores them.
+def _read(model: type[B], body: Mapping[str, Any], served: Served) -> B:
+    """`body` as `model`. Raises ApiError for a model that is not served, and for unknown fields
+    unless the server ignores them.
     """
-    model = given.get("model", "")
-    if not isinstance(model, str) or model not in (*_ANY_MODEL, *served.names):
+    given = {name: value for name, value in body.items() if value is not None}
+    name = given.get("model", "")
+    if not isinstance(name, str) or name not in (*_ANY_MODEL, *served.names):
         raise ApiError(
             404,
-            f"the model {model!r:.60} is not served here; this server has {served.names[0]}",
+            f"the model {name!r:.60} is not served here; this server has {served.names[0]}",
             param="model",
             code="model_not_found",
         )
+    known = (*model.model_fields, *model.accepted)
     for name in given:
         if name not in known and served.unknown_fields != "ignore":
             raise _invalid(f"{name:.60} is not a field here{nearest(name[:60], known)}", name[:60])
-
-
-def _flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = given.get(name, default)
-    if not isinstance(value, bool):
-        raise _invalid(f"{name} must be true or false", name)
-    return value
+    return read(model, given, lambda path, words: _invalid(f"{path} {words}", path))
 
 
 def _invalid(message: str, param: str) -> ApiError:

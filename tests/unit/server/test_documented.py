@@ -13,43 +13,38 @@ import jsonschema_rs
 import pytest
 from tests.unit.server.openai_cases import HELLO, LIMITS, SERVED, TOOL
 
-from freight.server.documented import (
-    DETOKENIZE_SCHEMA,
-    GENERATE_SCHEMA,
-    INVOCATION_SCHEMA,
-    TOKENIZE_SCHEMA,
-    request_body,
-)
-from freight.server.openai.chat_request import CHAT_SCHEMA, parse_chat
-from freight.server.openai.completion_request import COMPLETION_SCHEMA, parse_completion
-from freight.server.tgi.request import parse_generate
-from freight.server.tokens import detokenize, parse_tokenize
+from freight.server.app import INVOCATION
+from freight.server.bodies import schema_of
+from freight.server.openai.chat_request import ChatRequest, parse_chat
+from freight.server.openai.completion_request import CompletionRequest, parse_completion
+from freight.server.tgi.request import GenerateBody, parse_generate
+from freight.server.tokens import DetokenizeBody, TokenizeBody, detokenize, parse_tokenize
 from freight.server.transport.errors import ApiError
 
 Parse = Callable[[dict[str, Any], Any], object]
-APIS: list[tuple[dict[str, Any], Parse, dict[str, Any]]] = [
+APIS: list[tuple[Any, Parse, dict[str, Any]]] = [
     (
-        CHAT_SCHEMA,
+        ChatRequest,
         lambda body, served: parse_chat(body, served, LIMITS),
         {"messages": HELLO, "tools": [TOOL]},
     ),
     (
-        COMPLETION_SCHEMA,
+        CompletionRequest,
         lambda body, served: parse_completion(body, served, LIMITS),
         {"prompt": "x"},
     ),
     (
-        GENERATE_SCHEMA,
+        GenerateBody,
         lambda body, served: parse_generate(body, served, LIMITS.sampling, None),
         {"inputs": "x", "parameters": {}},
     ),
-    (TOKENIZE_SCHEMA, lambda body, served: parse_tokenize(body, served, LIMITS), {"prompt": "x"}),
+    (TokenizeBody, lambda body, served: parse_tokenize(body, served, LIMITS), {"prompt": "x"}),
     (
-        TOKENIZE_SCHEMA,
+        TokenizeBody,
         lambda body, served: parse_tokenize(body, served, LIMITS),
         {"messages": HELLO},
     ),
-    (DETOKENIZE_SCHEMA, lambda body, served: detokenize(body, served), {"tokens": [1]}),
+    (DetokenizeBody, lambda body, served: detokenize(body, served), {"tokens": [1]}),
 ]
 NULLS = (
     "frob",
@@ -79,12 +74,10 @@ def changed(body: dict[str, Any], path: str, value: object) -> dict[str, Any]:
     return body
 
 
-@pytest.mark.parametrize(("schema", "parse", "body"), APIS)
-def test_null_and_unknown_fields(schema: dict[str, Any], parse: Parse, body: dict[str, Any]):
+@pytest.mark.parametrize(("model", "parse", "body"), APIS)
+def test_null_and_unknown_fields(model: Any, parse: Parse, body: dict[str, Any]):
     assert accepted(parse, body)
-    ignoring = request_body(schema, "ignore")["requestBody"]["content"]["application/json"][
-        "schema"
-    ]
+    schema, ignoring = schema_of(model), schema_of(model, "ignore")
     for path in NULLS if "parameters" in body else NULLS[:-2]:
         given = changed(body, path, None)
         assert accepted(parse, given), path
@@ -103,20 +96,20 @@ def test_null_in_a_tool(name: str):
     tool["function"][name] = None
     body = {"messages": HELLO, "tools": [tool]}
     assert accepted(APIS[0][1], body)
-    assert jsonschema_rs.is_valid(CHAT_SCHEMA, body)
+    assert jsonschema_rs.is_valid(schema_of(ChatRequest), body)
 
 
 def test_fields_that_ask_for_nothing_are_allowed():
     for name, value in (("best_of", 1), ("suffix", ""), ("use_beam_search", False)):
         body = {"prompt": "x", name: value}
         assert accepted(APIS[1][1], body)
-        assert jsonschema_rs.is_valid(COMPLETION_SCHEMA, body)
+        assert jsonschema_rs.is_valid(schema_of(CompletionRequest), body)
         body[name] = 2
         assert not accepted(APIS[1][1], body)
-        assert not jsonschema_rs.is_valid(COMPLETION_SCHEMA, body)
+        assert not jsonschema_rs.is_valid(schema_of(CompletionRequest), body)
 
 
 def test_invocations_take_each_of_the_three_bodies():
     for _, _, body in APIS[:3]:
-        assert jsonschema_rs.is_valid(INVOCATION_SCHEMA, body)
-    assert not jsonschema_rs.is_valid(INVOCATION_SCHEMA, {"max_tokens": 1})
+        assert jsonschema_rs.is_valid(schema_of(INVOCATION), body)
+    assert not jsonschema_rs.is_valid(schema_of(INVOCATION), {"max_tokens": 1})

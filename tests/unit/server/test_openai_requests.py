@@ -11,11 +11,14 @@ from dataclasses import replace
 import pytest
 from tests.unit.server.openai_cases import HELLO, LIMITS, SERVED, TOOL, WITH_PARSER
 
-from freight.server.openai.chat_request import CHAT_SCHEMA, parse_chat
-from freight.server.openai.completion_request import COMPLETION_SCHEMA, parse_completion
+from freight.server.bodies import schema_of
+from freight.server.openai.chat_request import ChatRequest, parse_chat
+from freight.server.openai.completion_request import CompletionRequest, parse_completion
 from freight.server.openai.fields import ACCEPTED
 from freight.server.openai.neutral import NEUTRAL
 from freight.server.transport.errors import ApiError
+
+CHAT_SCHEMA = schema_of(ChatRequest)
 
 
 def chat(served=SERVED, **body):
@@ -387,7 +390,7 @@ def test_prompts_are_one_or_several():
 
 
 def test_schemas_stand_alone_and_name_every_field():
-    for schema in (CHAT_SCHEMA, COMPLETION_SCHEMA):
+    for schema in (CHAT_SCHEMA, schema_of(CompletionRequest)):
         assert "$ref" not in json.dumps(schema)
         assert set(SAMPLING) | set(ACCEPTED) <= set(schema["properties"])
         assert schema["additionalProperties"] == {"type": "null"}

@@ -13,16 +13,16 @@ from functools import partial
 from reprlib import repr as show
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import ConfigDict, FailFast, Field, SkipValidation
 
 from freight.errors import RequestError
-from freight.sampling import LARGEST_WHOLE, SamplingParams
+from freight.sampling import SamplingParams
 from freight.server.answers.pieces import AfterReasoning
+from freight.server.bodies import MOST, Part, sampled
 from freight.server.call import Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.server.limits import ServingLimits, check_context, check_template_values
 from freight.server.openai.chat_reply import ChatReply
 from freight.server.openai.fields import (
-    body_schema,
     from_request_error,
     named,
     read_fields,
@@ -30,53 +30,13 @@ from freight.server.openai.fields import (
     served_name,
     validated,
 )
-from freight.server.openai.sampling_fields import (
-    SharedFields,
-    check_shared,
-    sampling_from,
-    shape,
-    within,
-)
+from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from
 from freight.server.openai.stream import AnswerOptions
 from freight.server.openai.structure import enforced, form_of
 from freight.server.openai.tool_fields import ToolUse, tool_use
 from freight.server.transport.errors import ApiError
 from freight.text.messages import to_template_messages
 
-_MOST = ServingLimits()
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_TOOL_CALL = {
-    "type": "object",
-    "properties": {
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object"]}},
-            "required": ["name", "arguments"],
-        }
-    },
-    "required": ["function"],
-}
-_TOOL = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
-                "description": {"type": ["string", "null"]},
-                "parameters": {"type": ["object", "null"]},
-                "strict": {"type": ["boolean", "null"]},
-            },
-            "required": ["name"],
-        },
-    },
-    "required": ["type", "function"],
-}
 _WITH_CONTENT: dict[str, Any] = {  # or calls in its place
     "anyOf": [
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
@@ -86,22 +46,59 @@ _WITH_CONTENT: dict[str, Any] = {  # or calls in its place
         },
     ]
 }
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ToolChoice = Literal["none", "auto", "required"]
+ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
 _REFUSED_IN_MESSAGES = {"audio": "only text can be read", "function_call": "use tool_calls"}
 
 
-class Message(BaseModel):
+class TextPart(Part):
+    """Text in a message, among others."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Part):
+    """What was called. `arguments` as JSON, or as what JSON says."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(Part):
+    """A call in an answer that is sent back."""
+
+    function: CalledFunction
+
+
+class Function(Part):
+    """A function that may be called. `parameters`: the JSON schema of its arguments."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Part):
+    """What a conversation offers."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Message(Part):
     """One message. Other fields than these are named as ignored: clients send back what they were
     given.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_WITH_CONTENT)
+    model_config = ConfigDict(extra="allow", json_schema_extra=_WITH_CONTENT)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Any, shape({"type": "string"}, {"type": "array", "items": _TEXT_PART})] = (
-        None
-    )
+    content: SkipValidation[str | list[TextPart] | None] = None
     name: str | None = None
-    tool_calls: Annotated[Any, shape({"type": "array", "items": _TOOL_CALL})] = None
+    tool_calls: SkipValidation[list[ToolCall] | None] = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -111,26 +108,19 @@ class ChatRequest(SharedFields):
     """The body of a chat completion."""
 
     messages: Annotated[list[Message], FailFast()] = Field(
-        json_schema_extra={"minItems": 1, "maxItems": _MOST.messages}
+        json_schema_extra={"minItems": 1, "maxItems": MOST.messages}
     )
-    max_tokens: int | None = within(1, LARGEST_WHOLE)
-    max_completion_tokens: int | None = within(1, LARGEST_WHOLE)
+    max_tokens: int | None = sampled("max_tokens", minimum=1)
+    max_completion_tokens: int | None = sampled("max_tokens", minimum=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = within(0, _MOST.sampling.logprobs)
-    tools: Annotated[Any, shape({"type": "array", "items": _TOOL, "maxItems": _MOST.tools})] = None
-    tool_choice: Annotated[
-        Any, shape({"enum": ["none", "auto", "required"]}, {"type": "object"})
-    ] = None
+    top_logprobs: int | None = sampled("logprobs")
+    tools: SkipValidation[Annotated[list[Tool], Field(max_length=MOST.tools)] | None] = None
+    tool_choice: SkipValidation[ToolChoice | dict[str, Any] | None] = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-CHAT_SCHEMA: dict[str, Any] = body_schema(ChatRequest)
 
 
 @dataclass(frozen=True)

@@ -11,53 +11,38 @@ from dataclasses import dataclass
 from reprlib import repr as show
 from typing import Annotated, Any
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, SkipValidation
 
-from freight.sampling import LARGEST_WHOLE
+from freight.server.bodies import MOST, TokenId, sampled
 from freight.server.call import Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.server.limits import ServingLimits, check_context
 from freight.server.openai.completion_reply import CompletionReply
 from freight.server.openai.fields import (
-    body_schema,
     named,
     read_fields,
     refuse,
     served_name,
     validated,
 )
-from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from, within
+from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from
 from freight.server.openai.stream import AnswerOptions
 from freight.server.openai.structure import form_of
 from freight.server.transport.errors import ApiError
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-_MOST = ServingLimits()
-_IDS = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_WHOLE},
-    "minItems": 1,
-}
-_TEXT = {"type": "string", "minLength": 1}
-_PROMPT = {
-    "anyOf": [
-        _TEXT,
-        _IDS,
-        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": _MOST.prompts},
-        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": _MOST.prompts},
-    ]
-}
+_Ids = Annotated[list[TokenId], Field(min_length=1)]
+_Text = Annotated[str, Field(min_length=1)]
+_Texts = Annotated[list[_Text], Field(min_length=1, max_length=MOST.prompts)]
+_Lists = Annotated[list[_Ids], Field(min_length=1, max_length=MOST.prompts)]
 
 
 class CompletionRequest(SharedFields):
     """The body of a completion."""
 
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
-    max_tokens: int | None = within(0, LARGEST_WHOLE)
-    logprobs: int | None = within(0, _MOST.sampling.logprobs)
+    prompt: SkipValidation[_Text | _Ids | _Texts | _Lists]
+    max_tokens: int | None = sampled("max_tokens")
+    logprobs: int | None = sampled("logprobs")
     echo: bool | None = Field(default=None, description="The text begins with the prompt.")
-
-
-COMPLETION_SCHEMA: dict[str, Any] = body_schema(CompletionRequest)
 
 
 @dataclass(frozen=True)

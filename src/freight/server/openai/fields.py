@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from freight.errors import RequestError, nearest
+from freight.server.bodies import path_of
 from freight.server.call import Served
 from freight.server.limits import ServingLimits, check_body
 from freight.server.openai.neutral import NEUTRAL
@@ -85,7 +86,7 @@ def read_fields(
             if not NEUTRAL[name].asks_nothing(value):
                 raise _unsupported(name, value)
         elif served.unknown_fields == "refuse":
-            hint = nearest(name[:60], model.model_fields)
+            hint = nearest(name[:60], (*model.model_fields, *ACCEPTED))
             raise ApiError(
                 400,
                 f"there is no field {name[:60]!r}{hint}",
@@ -120,9 +121,7 @@ def validated(model: type[M], values: Mapping[str, Any]) -> M:
         return model.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        param = "".join(
-            f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
-        ).lstrip(".")
+        param = path_of(first["loc"])
         if first["type"] == "missing":
             raise refuse(param, f"{param} is missing") from None
         if first["type"] == "extra_forbidden":
@@ -168,35 +167,3 @@ def _is_field(path: str) -> bool:
         or "[" in path
         or path in ("n", "temperature", "seed", "stop", "logprobs", "messages", "prompt")
     )
-
-
-def inlined(model: type[BaseModel]) -> dict[str, Any]:
-    """The JSON schema of `model` with every reference replaced by what it refers to, so that it can
-    stand anywhere.
-    """
-    schema = model.model_json_schema()
-    parts = schema.pop("$defs", {})
-
-    def replace(value: Any) -> Any:
-        if isinstance(value, list):
-            return [replace(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if "$ref" in value:
-            return replace(parts[value["$ref"].removeprefix("#/$defs/")])
-        return {key: replace(item) for key, item in value.items()}
-
-    result: dict[str, Any] = replace(schema)
-    return result
-
-
-def body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """`inlined`, of a whole body: whose fields may all be null if they are not required, whatever
-    their name.
-    """
-    schema = inlined(model)
-    neutral = {name: {"enum": [*field.values, None]} for name, field in NEUTRAL.items()}
-    return schema | {
-        "properties": neutral | schema["properties"],
-        "additionalProperties": {"type": "null"},
-    }

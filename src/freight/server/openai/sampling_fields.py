@@ -1,156 +1,110 @@
 """The fields that chat and completions share, and the one place where SamplingParams is made of
 them.
 
-The types here are what `pydantic` checks and what the OpenAPI page shows. Ranges stand here for
-that page alone: the sampler's own validator holds them.
+The types here are what `pydantic` checks and what /openapi.json shows. Ranges are shown there, and
+held by the sampler's own validator.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from reprlib import repr as show
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import ConfigDict, Field, SkipValidation
 
 from freight.errors import RequestError
 from freight.sampling import LARGEST, LARGEST_WHOLE, SamplingParams, check_limits
+from freight.server.bodies import MOST, Body, Part, Stop, Stops, TokenId, sampled
 from freight.server.call import Served
 from freight.server.limits import ServingLimits
-from freight.server.openai.fields import from_request_error, refuse
+from freight.server.openai.fields import ACCEPTED, from_request_error, refuse
+from freight.server.openai.neutral import NEUTRAL
 from freight.server.openai.structure import Form
 
-_MOST = ServingLimits()
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
-_SAME_NAME = (  # fields that SamplingParams has under the same name
-    *(
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "min_tokens",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-    ),
-    *(
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "prompt_logprobs",
-        "skip_special_tokens",
-    ),
-    *("cache_salt", "max_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words"),
-    "truncate_prompt_tokens",
-)
-
-
-def within(low: float, high: float | None = None) -> Any:
-    """A field, absent by default, whose range the schema shows."""
-    bounds: dict[str, Any] = {"minimum": low} | ({} if high is None else {"maximum": high})
-    return Field(default=None, json_schema_extra=bounds)
-
-
-def shape(*kinds: dict[str, Any]) -> WithJsonSchema:
-    """One of `kinds`, or null, for a value that is checked elsewhere."""
-    return WithJsonSchema({"anyOf": [*kinds, {"type": "null"}], "default": None})
-
-
-_STRING = {"type": "string", "minLength": 1, "maxLength": _MOST.sampling.stop_length}
-_STOPS = {"type": "array", "items": _STRING, "maxItems": _MOST.sampling.stop}
-_ID = {"type": "integer", "minimum": 0, "maximum": LARGEST_WHOLE}
-_IDS = {"type": "array", "items": _ID, "maxItems": _MOST.sampling.stop_token_ids}
-_ALLOWED = {
-    "type": "array",
-    "items": _ID,
-    "minItems": 1,
-    "maxItems": _MOST.sampling.allowed_token_ids,
+_SAME_NAME = {one.name for one in fields(SamplingParams)} - {  # these have a form of their own
+    "logit_bias",
+    "logprobs",
+    "structured_outputs",
 }
-_WORDS = {"type": "array", "items": _STRING, "maxItems": _MOST.sampling.bad_words}
-_BIASES = {
-    "type": "object",
-    "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,18})$"},
-    "additionalProperties": {"type": "number", "minimum": -LARGEST, "maximum": LARGEST},
-    "maxProperties": _MOST.sampling.logit_bias,
-}
-_OBJECT = {"type": "object"}
+_Allowed = Annotated[list[TokenId], Field(min_length=1, max_length=MOST.sampling.allowed_token_ids)]
+_Biases = Annotated[
+    dict[str, Annotated[float, Field(ge=-LARGEST, le=LARGEST)]],
+    Field(
+        max_length=MOST.sampling.logit_bias,
+        json_schema_extra={"propertyNames": {"pattern": f"^({_TOKEN_ID.pattern})$"}},
+    ),
+]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Part):
     """`stream_options`. `include_obfuscation` is accepted: what it asks for is padding against
     eavesdroppers.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class SharedFields(BaseModel):
+class SharedFields(Body):
     """Fields of chat and completions alike, null or absent unless given."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
+    neutral = NEUTRAL
+    accepted = ACCEPTED
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = within(1, _MOST.sampling.n)
-    temperature: float | None = within(0, _MOST.sampling.temperature)
-    top_p: float | None = Field(
-        default=None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1}
-    )
-    top_k: int | None = within(-1, LARGEST_WHOLE)
-    min_p: float | None = within(0, 1)
-    seed: int | None = within(-(2**63), 2**64 - 1)
-    min_tokens: int | None = within(0, LARGEST_WHOLE)
-    stop: Annotated[Any, shape(_STRING, _STOPS)] = None
-    stop_token_ids: Annotated[Any, shape(_IDS)] = None
+    n: int | None = sampled("n")
+    temperature: float | None = sampled("temperature")
+    top_p: float | None = sampled("top_p")
+    top_k: int | None = sampled("top_k")
+    min_p: float | None = sampled("min_p")
+    seed: int | None = sampled("seed")
+    min_tokens: int | None = sampled("min_tokens")
+    stop: SkipValidation[Stop | Stops | None] = None
+    stop_token_ids: SkipValidation[
+        Annotated[list[TokenId], Field(max_length=MOST.sampling.stop_token_ids)] | None
+    ] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    presence_penalty: float | None = within(-2, 2)
-    frequency_penalty: float | None = within(-2, 2)
-    repetition_penalty: float | None = within(0.01, 100)
-    logit_bias: Annotated[Any, shape(_BIASES)] = None
-    allowed_token_ids: Annotated[Any, shape(_ALLOWED)] = None
-    bad_words: Annotated[Any, shape(_STRING, _WORDS)] = None
-    prompt_logprobs: int | None = within(0, _MOST.sampling.prompt_logprobs)
+    presence_penalty: float | None = sampled("presence_penalty")
+    frequency_penalty: float | None = sampled("frequency_penalty")
+    repetition_penalty: float | None = sampled("repetition_penalty")
+    logit_bias: SkipValidation[_Biases | None] = None
+    allowed_token_ids: SkipValidation[_Allowed | None] = None
+    bad_words: SkipValidation[
+        Stop | Annotated[list[Stop], Field(max_length=MOST.sampling.bad_words)] | None
+    ] = None
+    prompt_logprobs: int | None = sampled("prompt_logprobs")
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[Any, shape({"const": -1}, _ID | {"minimum": 1})] = None
+    truncate_prompt_tokens: SkipValidation[
+        Literal[-1] | Annotated[int, Field(ge=1, le=LARGEST_WHOLE)] | None
+    ] = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(
-        default=None, json_schema_extra={"minLength": 1, "maxLength": _MOST.sampling.cache_salt}
+        default=None, json_schema_extra={"minLength": 1, "maxLength": MOST.sampling.cache_salt}
     )
     request_id: str | None = Field(
-        default=None, json_schema_extra={"pattern": f"^[A-Za-z0-9._-]{{1,{_MOST.request_id}}}$"}
+        default=None, json_schema_extra={"pattern": f"^[A-Za-z0-9._-]{{1,{MOST.request_id}}}$"}
     )
-    priority: int | None = within(0, 0)
-    response_format: Annotated[Any, shape(_OBJECT)] = None
-    structured_outputs: Annotated[Any, shape(_OBJECT)] = None
-    guided_json: Annotated[Any, shape(_OBJECT, {"type": "string"}, {"type": "boolean"})] = None
-    guided_regex: Annotated[Any, shape({"type": "string"})] = None
-    guided_choice: Annotated[Any, shape({"type": "array", "items": {"type": "string"}})] = None
-    guided_grammar: Annotated[Any, shape({"type": "string"})] = None
-    # Accepted without effect.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
-    verbosity: Any = None
-    modalities: Annotated[Any, shape({"const": ["text"]})] = None
-    prediction: Any = None
-    include_reasoning: Any = None
-    session_id: Any = None
+    priority: int | None = Field(default=None, json_schema_extra={"enum": [0, None]})
+    response_format: SkipValidation[dict[str, Any] | None] = None
+    structured_outputs: SkipValidation[dict[str, Any] | None] = None
+    guided_json: SkipValidation[dict[str, Any] | str | bool | None] = None
+    guided_regex: SkipValidation[str | None] = None
+    guided_choice: SkipValidation[list[str] | None] = None
+    guided_grammar: SkipValidation[str | None] = None
+    modalities: Any = Field(default=None, json_schema_extra={"enum": [["text"], None]})
 
 
 def check_shared(request: SharedFields, limits: ServingLimits) -> None:
@@ -226,10 +180,10 @@ def _biases(given: object) -> object:
     """
     if not isinstance(given, dict):
         return given
-    if len(given) > _MOST.sampling.logit_bias:
+    if len(given) > MOST.sampling.logit_bias:
         raise refuse(
             "logit_bias",
-            f"logit_bias has {len(given)} entries; at most {_MOST.sampling.logit_bias} are allowed",
+            f"logit_bias has {len(given)} entries; at most {MOST.sampling.logit_bias} are allowed",
         )
     for key in given:
         if not isinstance(key, str) or not _TOKEN_ID.fullmatch(key):

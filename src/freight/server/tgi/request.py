@@ -11,49 +11,73 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SkipValidation
 
 from freight.errors import RequestError, nearest
 from freight.sampling import SamplingLimits, SamplingParams, check_limits
+from freight.server.bodies import Body, Part, Stop, Stops, read, sampled, says
 from freight.server.call import ReplyHead, Served, TokenizedWork, Work
 from freight.server.limits import check_context
 from freight.server.openai.fields import named
+from freight.server.openai.neutral import Neutral
 from freight.server.openai.structure import as_object, enforced
 from freight.server.tgi.reply import GenerateReply, ReplyOptions, error_body
 from freight.server.transport.errors import ApiError
 
 DEFAULT_NEW_TOKENS = 100  # as in TGI
-_FIELDS = ("inputs", "parameters", "stream")
-_WITHOUT_EFFECT = ("options", "model")  # of clients for Hugging Face's hosted API
-_PARAMETERS = (
-    "adapter_id",
-    "best_of",
-    "decoder_input_details",
-    "details",
-    "do_sample",
-    "frequency_penalty",
-    "grammar",
-    "max_new_tokens",
-    "repetition_penalty",
-    "return_full_text",
-    "seed",
-    "stop",
-    "temperature",
-    "top_k",
-    "top_n_tokens",
-    "top_p",
-    "truncate",
-    "typical_p",
-    "watermark",
-)
 _SYNONYMS = {
     "max_tokens": "max_new_tokens",
     "max_length": "max_new_tokens",
     "stop_sequences": "stop",
     "n": "best_of",
 }
-_FLAGS = ("decoder_input_details", "details", "do_sample", "return_full_text", "watermark")
 _KINDS = "json, json_schema or regex"
+
+
+class Grammar(Part):
+    """The form of the answer. `value`: a schema, also as JSON, or a regular expression."""
+
+    type: Literal["json", "json_schema", "regex"]
+    value: dict[str, Any] | str
+
+
+class Parameters(Body):
+    """How to generate. What TGI has and we do not compute is `neutral`."""
+
+    neutral = {  # noqa: RUF012, pydantic's models have no other way
+        "adapter_id": Neutral((), "this server has no adapters; leave it out"),
+        "best_of": Neutral((1,), "only 1 is possible; send several requests with a seed each"),
+        "typical_p": Neutral((1,), "typical sampling is not implemented; use top_p"),
+    }
+
+    decoder_input_details: bool = False
+    details: bool = False
+    do_sample: bool = False
+    frequency_penalty: SkipValidation[float | None] = sampled("frequency_penalty")
+    grammar: SkipValidation[Grammar | None] = None
+    max_new_tokens: SkipValidation[int | None] = sampled("max_tokens", minimum=1)
+    repetition_penalty: SkipValidation[float | None] = sampled("repetition_penalty")
+    return_full_text: bool = False
+    seed: SkipValidation[int | None] = sampled("seed")
+    stop: SkipValidation[Stops | Stop | None] = None
+    temperature: SkipValidation[float | None] = sampled("temperature")
+    top_k: SkipValidation[int | None] = sampled("top_k")
+    top_n_tokens: SkipValidation[int | None] = sampled("logprobs")
+    top_p: SkipValidation[float | None] = sampled("top_p")
+    truncate: SkipValidation[int | None] = sampled("truncate_prompt_tokens", minimum=1)
+    watermark: bool = Field(default=False, json_schema_extra={"const": False})
+
+
+class GenerateBody(Body):
+    """The body of /generate. Clients for Hugging Face's hosted API send `options` and `model`."""
+
+    accepted = ("options", "model")
+
+    inputs: Annotated[str, Field(min_length=1), says("must be a string of at least one character")]
+    stream: bool = False
+    parameters: Parameters = Field(default=Parameters())
 
 
 @dataclass(frozen=True)
@@ -93,19 +117,15 @@ def parse_generate(
     """
     if served.tokenizer is None:
         raise _no_tokenizer()
-    ignored = [name for name in _WITHOUT_EFFECT if body.get(name) is not None]
-    ignored += _unknown("", body, (*_FIELDS, *_WITHOUT_EFFECT), served)
-    inputs, given = body.get("inputs"), body.get("parameters")
-    if not isinstance(inputs, str) or not inputs:
-        raise _invalid("inputs must be a string of at least one character", "inputs")
-    if given is not None and not isinstance(given, Mapping):
-        raise _invalid("parameters must be an object", "parameters")
-    parameters = {name: value for name, value in (given or {}).items() if value is not None}
-    ignored += _unknown("parameters.", parameters, _PARAMETERS, served)
-    by_body = body.get("stream")
-    if by_body is not None and not isinstance(by_body, bool):
-        raise _invalid("stream must be true or false", "stream")
-    streams = bool(by_body) if stream is None else stream
+    ignored = [name for name in GenerateBody.accepted if body.get(name) is not None]
+    ignored += _unknown("", body, GenerateBody, served)
+    asked = read(
+        GenerateBody, body, lambda path, words: _invalid(f"{path.split('.')[-1]} {words}", path)
+    )
+    given = body.get("parameters") or {}
+    ignored += _unknown("parameters.", given, Parameters, served)
+    parameters = {name: value for name, value in given.items() if value is not None}
+    streams = asked.stream if stream is None else stream
     _check_parameters(parameters, streams)
     form, unheld = (
         _grammar(parameters["grammar"], served.strict_schemas)
@@ -116,23 +136,22 @@ def parse_generate(
     return GenerateCall(
         stream=streams,
         model=served.names[0],
-        work=(Work(inputs, params, form_from="parameters.grammar"),),
+        work=(Work(asked.inputs, params, form_from="parameters.grammar"),),
         ignored=named((*ignored, *unheld)),
         options=ReplyOptions(
             stream=streams,
             details=parameters.get("details", False),
             top_n_tokens=params.logprobs or 0,
-            prefix=inputs if parameters.get("return_full_text") else "",
+            prefix=asked.inputs if parameters.get("return_full_text") else "",
             as_list=stream is None,
         ),
         max_new_tokens=parameters.get("max_new_tokens"),
     )
 
 
-def _unknown(
-    prefix: str, given: Mapping[str, Any], known: Sequence[str], served: Served
-) -> list[str]:
+def _unknown(prefix: str, given: Mapping[str, Any], model: type[Body], served: Served) -> list[str]:
     """Names of fields that nothing here knows. Raises ApiError unless the server ignores them."""
+    known = (*model.model_fields, *model.neutral, *model.accepted)
     unknown = [name for name, value in given.items() if name not in known and value is not None]
     if unknown and served.unknown_fields != "ignore":
         hint = nearest(unknown[0][:60], known, _SYNONYMS)
@@ -145,36 +164,18 @@ def _unknown(
 
 def _check_parameters(given: Mapping[str, Any], streams: bool) -> None:
     """Raises ApiError for what this API has but we do not compute, and for contradictions."""
-    for name in _FLAGS:
-        if not isinstance(given.get(name, False), bool):
-            raise _invalid(f"{name} must be true or false", f"parameters.{name}")
-    refused = {
-        "adapter_id": ("adapter_id" in given, "this server has no adapters; leave it out"),
-        "best_of": (
-            not _is_one(given.get("best_of", 1)),
-            "only 1 is possible; send several requests with a seed each",
-        ),
-        "typical_p": (
-            not _is_one(given.get("typical_p", 1)),
-            "typical sampling is not implemented; use top_p",
-        ),
-        "watermark": (
-            given.get("watermark", False),
-            "watermarks are not implemented; leave it out",
-        ),
-        "decoder_input_details": (
-            streams and given.get("decoder_input_details", False),
-            "a stream does not have the prompt's tokens; use /generate",
-        ),
-    }
-    for name, (wrong, why) in refused.items():
-        if wrong:
-            raise _invalid(f"{name}: {why}", f"parameters.{name}")
-
-
-def _is_one(value: Any) -> bool:
-    """The number: `true` equals 1 in Python, not in JSON."""
-    return not isinstance(value, bool) and bool(value == 1)
+    for name, known in Parameters.neutral.items():
+        if name in given and not known.asks_nothing(given[name]):
+            raise _invalid(f"{name}: {known.instead}", f"parameters.{name}")
+    if given.get("watermark"):
+        raise _invalid(
+            "watermark: watermarks are not implemented; leave it out", "parameters.watermark"
+        )
+    if streams and given.get("decoder_input_details"):
+        raise _invalid(
+            "decoder_input_details: a stream does not have the prompt's tokens; use /generate",
+            "parameters.decoder_input_details",
+        )
 
 
 def _sampling(
