@@ -11,17 +11,21 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from freight import __version__
-from freight.server.anthropic.messages_request import parse_count, parse_messages
+from freight.server.anthropic.messages_request import (
+    CountBody,
+    MessagesBody,
+    parse_count,
+    parse_messages,
+)
 from freight.server.call import Call, Conversation, Served
 from freight.server.documented import NOT_JSON, answers, document
-from freight.server.documented_next import COUNT_SCHEMA, MESSAGES_SCHEMA, RESPONSES_SCHEMA
 from freight.server.limits import ServingLimits
 from freight.server.observe.log import RequestLine, current_request, log_request
 from freight.server.observe.metrics import Metrics
 from freight.server.observe.monitor import Monitor
 from freight.server.openai.chat_request import ChatRequest, parse_chat
 from freight.server.openai.completion_request import CompletionRequest, parse_completion
-from freight.server.openai.responses_request import parse_responses
+from freight.server.openai.responses_request import ResponsesBody, parse_responses
 from freight.server.page import PAGE, page_response
 from freight.server.service import Service
 from freight.server.settings import ServerSettings
@@ -63,9 +67,9 @@ def make_app(
     posts: tuple[tuple[str, Endpoint, Any], ...] = (
         ("/v1/chat/completions", routes.answers(parse_chat), ChatRequest),
         ("/v1/completions", routes.answers(parse_completion), CompletionRequest),
-        ("/v1/responses", routes.answers(parse_responses), RESPONSES_SCHEMA),
-        ("/v1/messages", routes.answers(parse_messages), MESSAGES_SCHEMA),
-        ("/v1/messages/count_tokens", routes.logged(routes.count_tokens), COUNT_SCHEMA),
+        ("/v1/responses", routes.answers(parse_responses), ResponsesBody),
+        ("/v1/messages", routes.answers(parse_messages), MessagesBody),
+        ("/v1/messages/count_tokens", routes.logged(routes.count_tokens), CountBody),
         ("/generate", routes.answers(_generate(False), tgi.as_tgi_error), tgi.GenerateBody),
         ("/generate_stream", routes.answers(_generate(True), tgi.as_tgi_error), tgi.GenerateBody),
         ("/", routes.answers(_generate(None), tgi.as_tgi_error), tgi.GenerateBody),

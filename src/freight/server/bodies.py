@@ -7,19 +7,18 @@ sampler's (`freight.sampling.RANGES`), as far as a server's limits allow them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
-    TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
@@ -29,12 +28,17 @@ from freight.server.openai.neutral import Neutral
 from freight.server.transport.errors import ApiError
 
 M = TypeVar("M", bound=BaseModel)
+Refused = Callable[
+    [str, str, object], ApiError
+]  # of a field's path, what errors say, and its value
 MOST = ServingLimits()
 _ABSENT = {"type": "null"}  # the same as no such field
-_MUST = {  # pydantic's type of an error -> what the field must be
+_WORDS = {  # pydantic's type of an error -> what errors say of the field
     "bool_type": "must be true or false",
     "dict_type": "must be an object",
+    "extra_forbidden": "is not a field of this API",
     "list_type": "must be a list",
+    "missing": "is missing",
     "model_type": "must be an object",
     "string_type": "must be a string",
 }
@@ -47,12 +51,15 @@ TokenId = Annotated[int, Field(ge=0, le=LARGEST_WHOLE)]
 class Part(BaseModel):
     """An object within a body."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, defer_build=True)
 
 
-class Body(Part):
-    """An object in which null is the same as no such field, and whose unknown fields are refused, or
-    ignored if the server was started so.
+class Nullable(Part):
+    """An object in which null is the same as no such field."""
+
+
+class Closed(Part):
+    """An object whose unknown fields are refused, or ignored if the server was started so.
 
     neutral   fields that it does not act on, with the values at which they ask for nothing
     accepted  fields that have no effect, whatever their value
@@ -61,32 +68,25 @@ class Body(Part):
     neutral: ClassVar[Mapping[str, Neutral]] = {}
     accepted: ClassVar[tuple[str, ...]] = ()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: object) -> object:
-        if not isinstance(given, dict):
-            return given
-        return {
-            name: value
-            for name, value in given.items()
-            if value is not None
-            or (name in cls.model_fields and cls.model_fields[name].is_required())
-        }
-
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core))
-        properties = schema["properties"]
-        for name, field in cls.model_fields.items():
-            if not field.is_required() and field.default is not None:
-                properties[name] = {"anyOf": [properties[name], _ABSENT]}
         neutral = {name: {"enum": [*known.values, None]} for name, known in cls.neutral.items()}
         accepted: dict[str, Any] = {name: {} for name in cls.accepted}
-        schema["properties"] = accepted | neutral | properties
+        schema["properties"] = accepted | neutral | schema["properties"]
         schema["additionalProperties"] = _ABSENT
         return schema
+
+
+class Body(Nullable, Closed):
+    """A closed object in which null is the same as no such field."""
+
+
+def present(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What is not null of an object."""
+    return {name: value for name, value in (given or {}).items() if value is not None}
 
 
 def sampled(name: str, **bounds: float) -> Any:
@@ -109,29 +109,28 @@ def says(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def read(model: type[M], given: Mapping[str, object], refused: Callable[[str, str], ApiError]) -> M:
-    """`given` as `model`. Raises what `refused` makes of the first fault, from its field's path and
-    what errors say behind it.
-    """
-    required = [name for name, field in model.model_fields.items() if field.is_required()]
+def read(model: type[M], given: object, refused: Refused) -> M:
+    """`given` as `model`. Raises what `refused` makes of the first fault."""
     try:
-        return model.model_validate({**dict.fromkeys(required), **given})
+        return model.model_validate(given)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise refused(path_of(first["loc"]), _MUST.get(first["type"], first["msg"])) from None
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "missing" and issubclass(model, Nullable):
+            first["input"][first["loc"][-1]] = None  # errors then say what it must be
+            return read(model, given, refused)
+        path = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
+        words = _WORDS.get(first["type"], first["msg"].replace("Input should", "must"))
+        raise refused(path.lstrip("."), words, first["input"]) from None
 
 
-def path_of(loc: Sequence[int | str]) -> str:
-    """A field's place in a body, such as `messages[2].role`."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
-    return "".join(parts).lstrip(".")
-
-
+@cache
 def schema_of(body: Any, unknown_fields: str = "refuse") -> dict[str, Any]:
     """The JSON schema of a model, or of one of several (`A | B`), with every reference replaced by
     what it refers to, so that it can stand anywhere.
     """
-    schema = TypeAdapter(body).json_schema()
+    if kinds := get_args(body):
+        return {"anyOf": [schema_of(kind, unknown_fields) for kind in kinds]}
+    schema = body.model_json_schema()
     parts = schema.pop("$defs", {})
 
     def replaced(value: Any) -> Any:

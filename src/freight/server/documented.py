@@ -135,7 +135,7 @@ def document(
     def openapi() -> dict[str, Any]:
         found = build()
         for path, body in bodies.items():
-            schema = body if isinstance(body, dict) else schema_of(body, unknown_fields)
+            schema = schema_of(body, unknown_fields)
             found["paths"][path]["post"]["requestBody"] = {
                 "required": True,
                 "content": {"application/json": {"schema": schema}},

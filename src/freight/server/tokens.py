@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from freight.errors import RequestError, nearest
-from freight.server.bodies import Body, read, says
+from freight.server.bodies import Body, present, read, says
 from freight.server.call import Conversation, Served
 from freight.server.limits import ServingLimits, check_template_values
 from freight.server.transport.errors import ApiError
@@ -29,25 +29,25 @@ _ANY_MODEL = ("", "dummy", "tgi")  # names that clients send where there is one 
 class PromptBody(Body):
     """/tokenize in vLLM's language, of a text."""
 
-    model: str = ""
-    add_special_tokens: bool = True
+    model: str | None = None
+    add_special_tokens: bool | None = None
     prompt: str
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
 
 class MessagesBody(Body):
     """/tokenize in vLLM's language, of a conversation. A template writes its own special tokens."""
 
-    model: str = ""
-    add_special_tokens: bool = False
+    model: str | None = None
+    add_special_tokens: bool | None = None
     messages: Annotated[
         list[Any], Field(json_schema_extra={"items": {"type": "object"}, "minItems": 1})
     ]
-    tools: list[Any] = Field(default=[])
-    chat_template_kwargs: dict[str, Any] = Field(default={})
-    continue_final_message: bool = False
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
 
 class InputsBody(Body):
@@ -55,7 +55,7 @@ class InputsBody(Body):
 
     accepted = ("parameters", "stream")
 
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     inputs: str
 
 
@@ -70,7 +70,7 @@ _KINDS: Mapping[str, type[TokenizeBody]] = {
 class DetokenizeBody(Body):
     """/detokenize. The reader looks at the ids."""
 
-    model: str = ""
+    model: str | None = None
     tokens: Annotated[
         list[Any],
         Field(
@@ -129,26 +129,29 @@ class Tokenize:
 def parse_tokenize(body: Mapping[str, Any], served: Served, limits: ServingLimits) -> Tokenize:
     """What a body of /tokenize asks for. Raises ApiError (400, 404) for what cannot be served."""
     _tokenizer_of(served)
-    given = {name: value for name, value in body.items() if value is not None}
+    given = present(body)
     kinds = [name for name in _KINDS if name in given]
     if len(kinds) != 1:
         raise _invalid("give one of prompt, messages and inputs", "prompt")
     asked = _read(_KINDS[kinds[0]], given, served)
+    special = asked.add_special_tokens is not False
     if isinstance(asked, InputsBody):
-        return Tokenize(asked.inputs, asked.add_special_tokens, with_offsets=True)
-    prompt = asked.prompt if isinstance(asked, PromptBody) else _conversation(asked, limits)
-    return Tokenize(prompt, asked.add_special_tokens, asked.return_token_strs)
+        return Tokenize(asked.inputs, special, with_offsets=True)
+    with_texts = bool(asked.return_token_strs)
+    if isinstance(asked, PromptBody):
+        return Tokenize(asked.prompt, special, with_texts)
+    return Tokenize(_conversation(asked, limits), bool(asked.add_special_tokens), with_texts)
 
 
 def _conversation(asked: MessagesBody, limits: ServingLimits) -> Conversation:
-    check_template_values(asked.chat_template_kwargs, limits)
-    continues, prompted = asked.continue_final_message, asked.add_generation_prompt
+    values = asked.chat_template_kwargs or {}
+    check_template_values(values, limits)
+    continues, prompted = bool(asked.continue_final_message), asked.add_generation_prompt
     return Conversation(
         asked.messages,
         add_generation_prompt=not continues if prompted is None else prompted,
         continue_final_message=continues,
-        template_values=asked.chat_template_kwargs
-        | ({"tools": asked.tools} if asked.tools else {}),
+        template_values=values | ({"tools": asked.tools} if asked.tools else {}),
     )
 
 
@@ -193,7 +196,7 @@ def _read(model: type[B], body: Mapping[str, Any], served: Served) -> B:
     """`body` as `model`. Raises ApiError for a model that is not served, and for unknown fields
     unless the server ignores them.
     """
-    given = {name: value for name, value in body.items() if value is not None}
+    given = present(body)
     name = given.get("model", "")
     if not isinstance(name, str) or name not in (*_ANY_MODEL, *served.names):
         raise ApiError(
@@ -206,7 +209,7 @@ def _read(model: type[B], body: Mapping[str, Any], served: Served) -> B:
     for name in given:
         if name not in known and served.unknown_fields != "ignore":
             raise _invalid(f"{name:.60} is not a field here{nearest(name[:60], known)}", name[:60])
-    return read(model, given, lambda path, words: _invalid(f"{path} {words}", path))
+    return read(model, given, lambda path, words, _: _invalid(f"{path} {words}", path))
 
 
 def _invalid(message: str, param: str) -> ApiError:

@@ -13,10 +13,12 @@ import jsonschema_rs
 import pytest
 from tests.unit.server.openai_cases import HELLO, LIMITS, SERVED, TOOL
 
+from freight.server.anthropic.messages_request import CountBody, MessagesBody, parse_messages
 from freight.server.app import INVOCATION
 from freight.server.bodies import schema_of
 from freight.server.openai.chat_request import ChatRequest, parse_chat
 from freight.server.openai.completion_request import CompletionRequest, parse_completion
+from freight.server.openai.responses_request import ResponsesBody, parse_responses
 from freight.server.tgi.request import GenerateBody, parse_generate
 from freight.server.tokens import DetokenizeBody, TokenizeBody, detokenize, parse_tokenize
 from freight.server.transport.errors import ApiError
@@ -113,3 +115,43 @@ def test_invocations_take_each_of_the_three_bodies():
     for _, _, body in APIS[:3]:
         assert jsonschema_rs.is_valid(schema_of(INVOCATION), body)
     assert not jsonschema_rs.is_valid(schema_of(INVOCATION), {"max_tokens": 1})
+
+
+def parse_next(body: dict[str, Any], served: Any) -> object:
+    return (parse_responses if "input" in body else parse_messages)(body, served, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("model", "good", "bad"),
+    [
+        (ResponsesBody, {"input": "x"}, {"input": None}),
+        (ResponsesBody, {"input": "x"}, {"input": []}),
+        (ResponsesBody, {"input": "x"}, {"temperature": 3}),
+        (ResponsesBody, {"input": "x"}, {"instructions": 1}),
+        (ResponsesBody, {"input": "x", "background": False}, {"background": True}),
+        (ResponsesBody, {"input": [{"type": "web_search_call"}, *HELLO]}, {"prompt": {}}),
+        (ResponsesBody, {"input": HELLO}, {"input": [{"role": "robot", "content": "x"}]}),
+        (ResponsesBody, {"input": HELLO}, {"input": [{"type": "function_call", "name": "f"}]}),
+        (ResponsesBody, {"input": HELLO, "text": {"format": None}}, {"text": {"format": {}}}),
+        (ResponsesBody, {"input": "x", "tools": [{"type": "mcp"}]}, {"tools": [{"type": 1}]}),
+        (MessagesBody, {"messages": HELLO, "max_tokens": 1}, {"max_tokens": 0}),
+        (MessagesBody, {"messages": HELLO, "max_tokens": 1}, {"max_tokens": None}),
+        (MessagesBody, {"messages": HELLO, "max_tokens": 1}, {"messages": []}),
+        (MessagesBody, {"messages": HELLO, "max_tokens": 1}, {"system": [{"type": "image"}]}),
+        (MessagesBody, {"messages": HELLO, "max_tokens": 1}, {"stop_sequences": "x"}),
+        (MessagesBody, {"messages": HELLO, "max_tokens": 1}, {"tool_choice": {"type": "some"}}),
+        (MessagesBody, {"messages": HELLO, "max_tokens": 1, "thinking": None}, {"thinking": {}}),
+        (MessagesBody, {"messages": HELLO, "max_tokens": 1, "frob": 1}, {"top_p": 0}),
+        (MessagesBody, {"messages": HELLO, "max_tokens": 1, "frob": 1}, {"tools": [{}]}),
+    ],
+)
+def test_apis_that_are_read_as_chats(model: Any, good: dict[str, Any], bad: dict[str, Any]) -> None:
+    schema = schema_of(model)
+    assert jsonschema_rs.is_valid(schema, good)
+    assert accepted(parse_next, good)
+    assert not jsonschema_rs.is_valid(schema, good | bad)
+    assert not accepted(parse_next, good | bad)
+
+
+def test_a_count_needs_no_max_tokens() -> None:
+    assert jsonschema_rs.is_valid(schema_of(CountBody), {"messages": HELLO})

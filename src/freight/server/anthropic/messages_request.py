@@ -11,38 +11,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as show
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, SkipValidation
+
+from freight.sampling import LARGEST_WHOLE
 from freight.server.anthropic.errors import error_body
 from freight.server.anthropic.messages_reply import MessagesReply
+from freight.server.bodies import MOST, Stop, present, sampled, says
 from freight.server.call import Reply, ReplyHead, Served, TokenizedWork
 from freight.server.limits import ServingLimits, check_body, check_context
 from freight.server.openai.as_chat import (
-    OURS,
     CallAsChat,
+    JsonSchema,
+    LikeChat,
     Messages,
+    Open,
     chat_call,
     entries,
-    mapping,
     string,
+    unlike,
 )
-from freight.server.openai.fields import named, refuse
+from freight.server.openai.chat_request import Effort
+from freight.server.openai.fields import named, part, refuse
+from freight.server.openai.tool_fields import ToolName
 from freight.server.transport.errors import ApiError
 
-# Fields with the same name and meaning in a chat.
-_SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", *OURS)
-_READ = frozenset(
-    {
-        *_SAME,
-        "messages",
-        "system",
-        "tools",
-        "tool_choice",
-        "stop_sequences",
-        "thinking",
-        "output_config",
-    }
-)
 # A block of `system` that differs in every request, before all else: it would leave nothing of the
 # prefix to reuse.
 _BILLING = "x-anthropic-billing-header"
@@ -52,6 +46,124 @@ _QUIET = frozenset(
     {"type", "text", "id", "name", "input", "tool_use_id", "content", "thinking", "signature"}
 )
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class _Text(Open):
+    type: Literal["text"]
+    text: str
+
+
+class _NoText(Open):
+    type: Annotated[str, unlike("text", *MEDIA)]
+
+
+_Blocks = str | Annotated[list[_Text | _NoText], Field(max_length=MOST.messages)]
+
+
+class _Thought(Open):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class _Use(Open):
+    type: Literal["tool_use"]
+    input: dict[str, Any] = Field(default={})
+    name: str
+    id: str
+
+
+class _Result(Open):
+    type: Literal["tool_result"]
+    content: SkipValidation[_Blocks | None] = None
+    tool_use_id: str
+
+
+class _NoAnswer(Open):
+    type: Annotated[str, unlike("text", "thinking", "tool_use", *MEDIA)]
+
+
+class _NoUser(Open):
+    type: Annotated[str, unlike("text", "tool_result", *MEDIA)]
+
+
+class _User(Open):
+    role: Literal["user"]
+    content: str | Annotated[list[_Text | _Result | _NoUser], Field(max_length=MOST.messages)]
+
+
+class _System(Open):
+    role: Literal["system"]
+    content: _Blocks
+
+
+class _Assistant(Open):
+    role: Literal["assistant"]
+    content: (
+        str | Annotated[list[_Text | _Thought | _Use | _NoAnswer], Field(max_length=MOST.messages)]
+    )
+
+
+class _Tool(Open):
+    type: str | None = Field(default=None, json_schema_extra={"enum": ["custom", None]})
+    name: SkipValidation[ToolName]
+    description: Any = None
+    strict: Any = None
+    input_schema: SkipValidation[dict[str, Any] | None] = None
+
+
+class _Another(Open):
+    type: Annotated[str, unlike("custom")]
+
+
+class _Choice(Open):
+    type: Annotated[Literal["auto", "any", "tool", "none"], says("must be auto, any, tool or none")]
+    name: Any = None
+    disable_parallel_tool_use: Any = None
+
+
+class _Thinking(Open):
+    type: Annotated[
+        Literal["enabled", "adaptive", "disabled"], says("must be enabled, adaptive or disabled")
+    ]
+
+
+class _Form(JsonSchema):
+    type: Annotated[Literal["json_schema"], says("must be 'json_schema'")]
+
+
+class _Config(Open):
+    format: _Form | None = None
+    effort: SkipValidation[Effort | None] = None
+
+
+class CountBody(LikeChat):
+    """The body of count_tokens. The reader looks into lists."""
+
+    messages: SkipValidation[
+        Annotated[list[_User | _System | _Assistant], Field(min_length=1, max_length=MOST.messages)]
+    ]
+    system: SkipValidation[_Blocks | None] = None
+    tools: SkipValidation[
+        Annotated[list[_Tool | _Another], Field(max_length=MOST.tools)] | None
+    ] = None
+    tool_choice: _Choice | None = None
+    stop_sequences: (
+        Annotated[
+            list[SkipValidation[Stop]],
+            Field(json_schema_extra={"maxItems": MOST.sampling.stop}),
+            says("must be a list of strings"),
+        ]
+        | None
+    ) = None
+    output_config: _Config | None = None
+    thinking: _Thinking | None = None
+    max_tokens: SkipValidation[int | None] = sampled("max_tokens", minimum=1)
+
+
+class MessagesBody(CountBody):
+    """The body of a request for a message."""
+
+    max_tokens: SkipValidation[Annotated[int, Field(ge=1, le=LARGEST_WHOLE)]]
 
 
 @dataclass(frozen=True)
@@ -77,7 +189,7 @@ def parse_messages(body: object, served: Served, limits: ServingLimits) -> Messa
     Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not
     served.
     """
-    given = _given(body, limits)
+    given = present(check_body(body, limits))
     if "max_tokens" not in given:
         raise refuse(
             "max_tokens", "max_tokens is missing; give the most tokens that the answer may have"
@@ -90,11 +202,7 @@ def parse_messages(body: object, served: Served, limits: ServingLimits) -> Messa
 
 def parse_count(body: object, served: Served, limits: ServingLimits) -> MessagesCall:
     """The call whose prompt is to be counted. Raises ApiError as `parse_messages` does."""
-    return _parse(_given(body, limits), served, limits)
-
-
-def _given(body: object, limits: ServingLimits) -> dict[str, Any]:
-    return {name: value for name, value in check_body(body, limits).items() if value is not None}
+    return _parse(present(check_body(body, limits)), served, limits)
 
 
 def _parse(given: dict[str, Any], served: Served, limits: ServingLimits) -> MessagesCall:
@@ -127,14 +235,15 @@ class _Reader:
 
     def __init__(self, given: dict[str, Any], limits: ServingLimits) -> None:
         self._given = given
+        self._body = part(CountBody, "", given)
         self._limits = limits
         self.ignored: list[str] = []
         self.places: list[int] = []
 
     def chat(self) -> dict[str, Any]:
         """The same as a chat's body."""
-        given = self._given
-        chat = {name: given[name] for name in _SAME if name in given}
+        body = self._body
+        chat = body.common("max_tokens")
         messages = Messages()
         self._system(messages)
         last = self._messages(messages)
@@ -142,23 +251,23 @@ class _Reader:
         if last:
             chat["continue_final_message"] = True
         self._read_tools(chat)
-        if "stop_sequences" in given:
-            stops = given["stop_sequences"]
-            if not isinstance(stops, list):
-                raise refuse(
-                    "stop_sequences",
-                    f"stop_sequences is {show(stops)}; it must be a list of strings",
-                )
-            chat["stop"] = stops
-        self._read_form(chat)
-        self._read_thinking(chat)
-        self.ignored += [name for name in given if name not in _READ]
+        if body.stop_sequences is not None:
+            chat["stop"] = body.stop_sequences
+        config = body.output_config or _Config()
+        thinking = body.thinking or _Thinking(type="disabled")
+        self.ignored += config.others("output_config.") + thinking.others("thinking.")
+        if config.effort is not None:
+            chat["reasoning_effort"] = config.effort
+        if config.format is not None:
+            schema = {"schema": config.format.schema_}
+            chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+        values = present(body.chat_template_kwargs)
+        chat["chat_template_kwargs"] = {"enable_thinking": thinking.type != "disabled"} | values
+        self.ignored += body.others()
         return chat
 
     def _system(self, messages: Messages) -> None:
-        system = self._given.get("system")
-        if system is None:
-            return
+        system = self._body.system
         if isinstance(system, list):
             blocks = entries("system", system, self._limits.messages)
             kept = [
@@ -166,7 +275,7 @@ class _Reader:
             ]
             self.ignored += ["system[]"] * (len(kept) < len(blocks))
             system = self._text("system", kept)
-        if string("system", system):
+        if system is not None and string("system", system):
             messages.system(system)
 
     def _messages(self, messages: Messages) -> bool:
@@ -212,13 +321,13 @@ class _Reader:
                 texts.append(block)
                 continue
             path = f"{where}[{index}]"
-            result = "" if block.get("content") is None else block["content"]
-            if not isinstance(result, str):
-                result = self._text(
-                    f"{path}.content", entries(f"{path}.content", result, self._limits.messages)
-                )
-            messages.result(string(f"{path}.tool_use_id", block.get("tool_use_id")), result)
-            self._name_others(block)
+            result = part(_Result, path, block)
+            text = "" if result.content is None else result.content
+            if not isinstance(text, str):
+                path = f"{path}.content"
+                text = self._text(path, entries(path, text, self._limits.messages))
+            messages.result(result.tool_use_id, text)
+            self._name_others(result)
         if texts or not blocks:
             messages.user(self._text(where, texts))
 
@@ -228,26 +337,29 @@ class _Reader:
         messages.begin_answer()
         for index, block in enumerate(blocks):
             path, kind = f"{where}[{index}]", block.get("type")
+            read: Open
             if kind == "thinking":
-                messages.reasoning(string(f"{path}.thinking", block.get("thinking")))
+                read = thought = part(_Thought, path, block)
+                messages.reasoning(thought.thinking)
             elif kind == "text":
-                messages.answer(string(f"{path}.text", block.get("text")), joined=True)
+                read = text = part(_Text, path, block)
+                messages.answer(text.text, joined=True)
             elif kind == "tool_use":
-                arguments = mapping(f"{path}.input", block.get("input", {}))
-                name = string(f"{path}.name", block.get("name"))
-                messages.call(string(f"{path}.id", block.get("id")), name, arguments)
+                read = use = part(_Use, path, block)
+                messages.call(use.id, use.name, present(use.input))
             else:
                 self._skip(path, kind)
                 continue
-            self._name_others(block)
+            self._name_others(read)
 
     def _text(self, where: str, blocks: Sequence[Mapping[str, Any]]) -> str:
         """The text of blocks, each on lines of its own."""
         texts = []
         for index, block in enumerate(blocks):
             if block.get("type") == "text":
-                texts.append(string(f"{where}[{index}].text", block.get("text")))
-                self._name_others(block)
+                text = part(_Text, f"{where}[{index}]", block)
+                texts.append(text.text)
+                self._name_others(text)
             else:
                 self._skip(f"{where}[{index}]", block.get("type"))
         return "\n".join(texts)
@@ -257,76 +369,38 @@ class _Reader:
             raise refuse(f"{where}.type", f"{where}.type is {show(kind)}; only text can be read")
         self.ignored.append(f"content[].{kind}")
 
-    def _name_others(self, block: Mapping[str, Any]) -> None:
+    def _name_others(self, block: Open) -> None:
         self.ignored += [
-            f"content[].{name}" for name, value in block.items() if name not in _QUIET and value
+            f"content[].{name}"
+            for name, value in (block.model_extra or {}).items()
+            if name not in _QUIET and value
         ]
 
     def _read_tools(self, chat: dict[str, Any]) -> None:
         """Functions, and which of them has to be called."""
-        given, tools = self._given, []
-        if "tools" in given:
-            for index, tool in enumerate(entries("tools", given["tools"], self._limits.tools)):
-                made_by = (
-                    "custom"
-                    if tool.get("type") is None
-                    else string(f"tools[{index}].type", tool["type"])
-                )
-                if made_by != "custom":  # one that Anthropic's servers run
-                    self.ignored.append(f"tools[].{made_by}")
-                    continue
-                function = {
-                    name: tool[name] for name in ("name", "description", "strict") if name in tool
-                }
-                schema = {"parameters": tool["input_schema"]} if "input_schema" in tool else {}
-                tools.append({"type": "function", "function": function | schema})
-                known = ("type", "name", "description", "strict", "input_schema")
-                self.ignored += [f"tools[].{name}" for name in tool if name not in known]
-                self.places.append(index)
+        tools = []
+        listed = [] if self._body.tools is None else self._body.tools
+        known = _Tool.model_fields
+        for index, given in enumerate(entries("tools", listed, self._limits.tools)):
+            tool = part(_Tool, f"tools[{index}]", given)
+            if tool.type not in (None, "custom"):  # one that Anthropic's servers run
+                self.ignored.append(f"tools[].{tool.type}")
+                continue
+            function = {
+                name: given[name] for name in ("name", "description", "strict") if name in given
+            }
+            schema = {"parameters": given["input_schema"]} if "input_schema" in given else {}
+            tools.append({"type": "function", "function": function | schema})
+            self.ignored += [f"tools[].{name}" for name in given if name not in known]
+            self.places.append(index)
         if tools:
             chat["tools"] = tools
-        if "tool_choice" not in given:
+        choice = self._body.tool_choice
+        if choice is None:
             return
-        choice = mapping("tool_choice", given["tool_choice"])
-        kind = choice.get("type")
-        if kind == "tool":
-            name = string("tool_choice.name", choice.get("name"))
+        chat["tool_choice"] = _CHOICES.get(choice.type)
+        if choice.type == "tool":
+            name = string("tool_choice.name", choice.name)
             chat["tool_choice"] = {"type": "function", "function": {"name": name}}
-        elif isinstance(kind, str) and kind in _CHOICES:
-            chat["tool_choice"] = _CHOICES[kind]
-        else:
-            raise refuse(
-                "tool_choice.type",
-                f"tool_choice.type is {show(kind)}; it must be auto, any, tool or none",
-            )
-        if choice.get("disable_parallel_tool_use"):
+        if choice.disable_parallel_tool_use:
             chat["parallel_tool_calls"] = False
-
-    def _read_form(self, chat: dict[str, Any]) -> None:
-        config = mapping("output_config", self._given.get("output_config", {}))
-        self.ignored += [
-            f"output_config.{name}" for name in config if name not in ("format", "effort")
-        ]
-        if "effort" in config:
-            chat["reasoning_effort"] = config["effort"]
-        if "format" in config:
-            form = mapping("output_config.format", config["format"])
-            if form.get("type") != "json_schema":
-                path = "output_config.format.type"
-                raise refuse(path, f"{path} is {show(form.get('type'))}; it must be 'json_schema'")
-            chat["response_format"] = {
-                "type": "json_schema",
-                "json_schema": {"schema": form.get("schema")},
-            }
-
-    def _read_thinking(self, chat: dict[str, Any]) -> None:
-        thinking = mapping("thinking", self._given.get("thinking", {"type": "disabled"}))
-        kind = thinking.get("type")
-        if kind not in ("enabled", "adaptive", "disabled"):
-            raise refuse(
-                "thinking.type",
-                f"thinking.type is {show(kind)}; it must be enabled, adaptive or disabled",
-            )
-        self.ignored += [f"thinking.{name}" for name in thinking if name != "type"]
-        values = mapping("chat_template_kwargs", chat.get("chat_template_kwargs", {}))
-        chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled", **values}

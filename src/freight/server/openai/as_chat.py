@@ -8,42 +8,24 @@ told in the names of the field that the client sent.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from reprlib import repr as show
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import ConfigDict, Field, SkipValidation
+
+from freight.server.bodies import Nullable, present
 from freight.server.call import Served, Work
 from freight.server.limits import ServingLimits
 from freight.server.openai.chat_request import ChatCall, parse_chat
 from freight.server.openai.fields import refuse
+from freight.server.openai.sampling_fields import CommonFields
 from freight.server.transport.errors import ApiError
 
 Renamed = Sequence[
     tuple[str, str]
 ]  # (pattern of a chat's field, what stands for it in the API's own names)
-
-# Fields that are no part of these APIs, and mean here what they mean in a chat.
-OURS = (
-    *("add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "chat_template_kwargs"),
-    *(
-        "frequency_penalty",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "logit_bias",
-        "min_p",
-        "min_tokens",
-    ),
-    *(
-        "presence_penalty",
-        "repetition_penalty",
-        "request_id",
-        "seed",
-        "stop_token_ids",
-        "structured_outputs",
-    ),
-    "truncate_prompt_tokens",
-)
 
 
 @dataclass(frozen=True)
@@ -68,6 +50,39 @@ class CallAsChat:
     @property
     def request_id(self) -> str | None:
         return self.chat.request_id
+
+
+class Open(Nullable):
+    """An object whose unknown fields are kept, to be named as ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def others(self, prefix: str = "", but: Collection[str] = ()) -> list[str]:
+        """The names of its unknown fields, behind `prefix`."""
+        return [f"{prefix}{name}" for name in present(self.model_extra) if name not in but]
+
+
+class LikeChat(CommonFields, Open):
+    """A body that is read as a chat."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def common(self, *others: str) -> dict[str, Any]:
+        """Its fields that a chat has by the same name: those that all have, and `others`."""
+        names = (*CommonFields.model_fields, "chat_template_kwargs", *others)
+        return present({name: getattr(self, name) for name in names})
+
+
+def unlike(*kinds: str) -> Any:
+    """The type of an object that is left out, and named as ignored: none of `kinds`."""
+    return Field(json_schema_extra={"not": {"enum": [*kinds]}})
+
+
+class JsonSchema(Open):
+    """The form of an answer."""
+
+    type: Literal["json_schema"]
+    schema_: SkipValidation[dict[str, Any] | bool] = Field(alias="schema")
 
 
 class Messages:
@@ -176,13 +191,6 @@ def entries(where: str, given: object, most: int) -> list[dict[str, Any]]:
                 f"{where}[{index}]", f"{where}[{index}] is {show(entry)}; it must be an object"
             )
     return given
-
-
-def mapping(where: str, given: object) -> dict[str, Any]:
-    """`given` as an object, without what is null in it. Raises ApiError for anything else."""
-    if not isinstance(given, dict):
-        raise refuse(where, f"{where} is {show(given)}; it must be an object")
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def string(where: str, given: object) -> str:

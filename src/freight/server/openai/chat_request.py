@@ -25,15 +25,15 @@ from freight.server.openai.chat_reply import ChatReply
 from freight.server.openai.fields import (
     from_request_error,
     named,
+    part,
     read_fields,
     refuse,
     served_name,
-    validated,
 )
 from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from
 from freight.server.openai.stream import AnswerOptions
 from freight.server.openai.structure import enforced, form_of
-from freight.server.openai.tool_fields import ToolUse, tool_use
+from freight.server.openai.tool_fields import Tool, ToolUse, tool_use
 from freight.server.transport.errors import ApiError
 from freight.text.messages import to_template_messages
 
@@ -48,7 +48,6 @@ _WITH_CONTENT: dict[str, Any] = {  # or calls in its place
 }
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ToolChoice = Literal["none", "auto", "required"]
-ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
 _REFUSED_IN_MESSAGES = {"audio": "only text can be read", "function_call": "use tool_calls"}
 
 
@@ -70,22 +69,6 @@ class ToolCall(Part):
     """A call in an answer that is sent back."""
 
     function: CalledFunction
-
-
-class Function(Part):
-    """A function that may be called. `parameters`: the JSON schema of its arguments."""
-
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Part):
-    """What a conversation offers."""
-
-    type: Literal["function"]
-    function: Function
 
 
 class Message(Part):
@@ -154,7 +137,7 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
     """
     fields = read_fields(body, ChatRequest, served, limits)
     _check_messages(fields.values.get("messages"), limits)
-    request = validated(ChatRequest, fields.values)
+    request = part(ChatRequest, "", fields.values)
     model = served_name(request.model, served)
     check_shared(request, limits)
     messages, ignored = _messages(fields.values["messages"])
@@ -189,19 +172,12 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
         params_of=params_of if depends else None,
         form_from="tool_choice" if tools.forced else form.field,
     )
-    stream_options = request.stream_options
     return ChatCall(
         stream=bool(request.stream),
         model=model,
         work=(work,),
         ignored=(*fields.ignored, *named((*ignored, *unheld))),
-        options=AnswerOptions(
-            include_usage=bool(stream_options and stream_options.include_usage),
-            continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
-            token_ids=bool(request.return_token_ids),
-            tokens_as_ids=bool(request.return_tokens_as_token_ids),
-            prompt_logprobs=request.prompt_logprobs is not None,
-        ),
+        options=request.answer_options(),
         tools=tools,
         parallel=parallel,
         max_tokens=own["max_tokens"],
@@ -286,17 +262,16 @@ def _check_messages(messages: object, limits: ServingLimits) -> None:
 def _messages(given: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """Messages for the template, and the names of their fields that it does not get."""
     messages, ignored = [], []
+    fields = Message.model_fields  # pydantic takes its time to tell them
     for index, message in enumerate(given):
         for name, value in message.items():
-            if value is None or name in Message.model_fields:
+            if value is None or name in fields:
                 continue
             if name in _REFUSED_IN_MESSAGES:
                 path = f"messages[{index}].{name}"
                 raise refuse(path, f"{path} is not supported: {_REFUSED_IN_MESSAGES[name]}")
             ignored.append(f"messages[].{name}")
-        messages.append(
-            {name: message[name] for name in Message.model_fields if message.get(name) is not None}
-        )
+        messages.append({name: message[name] for name in fields if message.get(name) is not None})
     try:
         return to_template_messages(messages), ignored
     except RequestError as error:

@@ -19,10 +19,10 @@ from freight.server.limits import ServingLimits, check_context
 from freight.server.openai.completion_reply import CompletionReply
 from freight.server.openai.fields import (
     named,
+    part,
     read_fields,
     refuse,
     served_name,
-    validated,
 )
 from freight.server.openai.sampling_fields import SharedFields, check_shared, sampling_from
 from freight.server.openai.stream import AnswerOptions
@@ -75,7 +75,7 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
     served.
     """
     fields = read_fields(body, CompletionRequest, served, limits)
-    request = validated(CompletionRequest, fields.values)
+    request = part(CompletionRequest, "", fields.values)
     model = served_name(request.model, served)
     check_shared(request, limits)
     prompts = _prompts(request, served, limits.prompts)
@@ -98,7 +98,6 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
         own["max_tokens"] = DEFAULT_MAX_TOKENS
     form = form_of(request, served.strict_schemas)
     params = sampling_from(request, served, limits, own, {}, form)
-    stream_options = request.stream_options
     return CompletionCall(
         stream=bool(request.stream),
         model=model,
@@ -107,13 +106,7 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
             for prompt in prompts
         ),
         ignored=(*fields.ignored, *named(form.ignored)),
-        options=AnswerOptions(
-            include_usage=bool(stream_options and stream_options.include_usage),
-            continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
-            token_ids=bool(request.return_token_ids),
-            tokens_as_ids=bool(request.return_tokens_as_token_ids),
-            prompt_logprobs=request.prompt_logprobs is not None,
-        ),
+        options=request.answer_options(),
         echo=echo,
         max_tokens=request.max_tokens,
         request_id=request.request_id,

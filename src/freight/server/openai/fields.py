@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from reprlib import repr as show
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from freight.errors import RequestError, nearest
-from freight.server.bodies import path_of
+from freight.server.bodies import read
 from freight.server.call import Served
 from freight.server.limits import ServingLimits, check_body
 from freight.server.openai.neutral import NEUTRAL
@@ -71,6 +71,7 @@ def read_fields(
     """The fields of `body` by their class. Raises ApiError for what is refused."""
     values: dict[str, Any] = {}
     ignored: list[str] = []
+    known = model.model_fields
     for name, value in check_body(body, limits).items():
         if value is None:
             continue
@@ -80,13 +81,13 @@ def read_fields(
                     name, f'modalities is {show(value)}; this server answers with text: ["text"]'
                 )
             ignored.append(name)
-        elif name in model.model_fields:
+        elif name in known:
             values[name] = value
         elif name in NEUTRAL:
             if not NEUTRAL[name].asks_nothing(value):
                 raise _unsupported(name, value)
         elif served.unknown_fields == "refuse":
-            hint = nearest(name[:60], (*model.model_fields, *ACCEPTED))
+            hint = nearest(name[:60], (*known, *ACCEPTED))
             raise ApiError(
                 400,
                 f"there is no field {name[:60]!r}{hint}",
@@ -113,21 +114,18 @@ def _unsupported(name: str, value: object) -> ApiError:
     return ApiError(400, f"{fault}: {known.instead}", param=name, code="unsupported_parameter")
 
 
-def validated(model: type[M], values: Mapping[str, Any]) -> M:
-    """`values` as `model`, by its strict types. Raises ApiError for the first fault, with the path
-    of its field.
-    """
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        param = path_of(first["loc"])
-        if first["type"] == "missing":
-            raise refuse(param, f"{param} is missing") from None
-        if first["type"] == "extra_forbidden":
-            raise refuse(param, f"{param} is not a field of this API") from None
-        must = first["msg"].replace("Input should", "it must")
-        raise refuse(param, f"{param} is {show(first['input'])}; {must}") from None
+def part(model: type[M], where: str, given: object) -> M:
+    """`given`, which stands at `where` in a body, as `model`. Raises ApiError for the first fault."""
+
+    def refused(path: str, words: str, value: object) -> ApiError:
+        path = f"{where}.{path}".strip(".")
+        if not words.startswith("is "):
+            missing = value is None and words == "must be a string"
+            it = "it " if words.startswith("must") else ""
+            words = f"is {'missing' if missing else show(value)}; {it}{words}"
+        return refuse(path, f"{path} {words}")
+
+    return read(model, given, refused)
 
 
 def served_name(model: str | None, served: Served) -> str:

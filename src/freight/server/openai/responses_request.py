@@ -11,39 +11,148 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as show
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
+from pydantic import Field, SkipValidation
+
+from freight.server.bodies import MOST, Stop, Stops, present, sampled, says
 from freight.server.call import Reply, ReplyHead, Served, TokenizedWork
 from freight.server.limits import ServingLimits, check_body, check_context
 from freight.server.openai.as_chat import (
-    OURS,
     CallAsChat,
+    JsonSchema,
+    LikeChat,
     Messages,
+    Open,
     chat_call,
     entries,
-    mapping,
     string,
+    unlike,
 )
-from freight.server.openai.chat_request import ChatCall
-from freight.server.openai.fields import named, refuse
+from freight.server.openai.chat_request import ChatCall, Effort, ToolChoice
+from freight.server.openai.fields import named, part, refuse
 from freight.server.openai.responses_reply import ResponsesReply
+from freight.server.openai.tool_fields import ToolName
 from freight.server.transport.errors import ApiError
 
-# Fields with the same name and meaning in a chat.
-_SAME = ("model", "stream", "temperature", "top_p", "top_k", "stop", "parallel_tool_calls", *OURS)
 _STATE = {
     "previous_response_id": "this server keeps no responses; send the whole conversation as input",
     "conversation": "this server keeps no conversations; send the whole conversation as input",
     "prompt": "this server keeps no prompts; send instructions and input",
+    "background": "this server keeps no responses; use stream",
 }
-TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_TextKind = Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+_Role = Literal["user", "assistant", "system", "developer"]
+_ROLES = get_args(_Role)
 _MEDIA = ("input_image", "input_file", "input_audio")
-_ROLES = ("user", "assistant", "system", "developer")
 # What an item has without effect, because answers have it and clients send answers back.
 _QUIET = frozenset(
     {"id", "type", "status", "phase", "role", "content", "summary", "encrypted_content", "call_id"}
 )
 _CALL = frozenset({"name", "arguments", "output"})
+
+
+class _Text(Open):
+    type: _TextKind
+    text: str
+
+
+class _Refusal(Open):
+    type: Literal["refusal"]
+    refusal: str
+
+
+_Parts = str | Annotated[list[_Text | _Refusal], Field(max_length=MOST.messages)]
+
+
+class _Message(Open):
+    type: Literal["message"] | None = None
+    content: SkipValidation[_Parts]
+    role: SkipValidation[_Role]
+
+
+class _Call(Open):
+    type: Literal["function_call"]
+    name: str
+    arguments: str
+    call_id: str
+
+
+class _Output(Open):
+    type: Literal["function_call_output"]
+    output: SkipValidation[_Parts]
+    call_id: str
+
+
+class _Reasoning(Open):
+    type: Literal["reasoning"]
+
+
+_ITEMS: Mapping[str, type[Open]] = {
+    "message": _Message,
+    "function_call": _Call,
+    "function_call_output": _Output,
+}
+
+
+class _Left(Open):
+    type: Annotated[str, unlike("reasoning", "item_reference", *_ITEMS)]
+
+
+class _Tool(Open):
+    type: Literal["function"]
+    name: ToolName
+    parameters: dict[str, Any] | None = None
+
+
+class _LeftTool(Open):
+    type: Annotated[str, unlike("function")]
+
+
+class _Form(Open):
+    type: Literal["text", "json_object"]
+
+
+class _Format(Open):
+    format: SkipValidation[_Form | JsonSchema | None] = None
+
+
+class _AnyForm(Open):
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"],
+        says("must be text, json_object or json_schema"),
+    ]
+
+
+class _Effort(Open):
+    effort: SkipValidation[Effort | None] = None
+
+
+class ResponsesBody(LikeChat):
+    """The body of a request for a response. The reader looks into lists."""
+
+    previous_response_id: SkipValidation[None] = None
+    conversation: SkipValidation[None] = None
+    prompt: SkipValidation[None] = None
+    background: SkipValidation[Literal[False] | None] = None
+    instructions: str | None = None
+    input: SkipValidation[
+        str
+        | Annotated[
+            list[_Message | _Call | _Output | _Reasoning | _Left],
+            Field(min_length=1, max_length=MOST.messages),
+        ]
+    ]
+    tools: SkipValidation[
+        Annotated[list[_Tool | _LeftTool], Field(max_length=MOST.tools)] | None
+    ] = None
+    tool_choice: SkipValidation[ToolChoice | dict[str, Any] | None] = None
+    max_output_tokens: SkipValidation[int | None] = sampled("max_tokens", minimum=1)
+    text: _Format | None = None
+    reasoning: _Effort | None = None
+    metadata: Any = None
+    stop: SkipValidation[Stop | Stops | None] = None
+    parallel_tool_calls: SkipValidation[bool | None] = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +180,7 @@ def parse_responses(body: object, served: Served, limits: ServingLimits) -> Resp
     Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not
     served.
     """
-    given = {name: value for name, value in check_body(body, limits).items() if value is not None}
+    given = present(check_body(body, limits))
     reader = _Reader(given, limits)
     chat = reader.chat()
     renamed = [
@@ -108,35 +217,23 @@ class _Reader:
         """The same as a chat's body."""
         given = self._given
         for name, why in _STATE.items():
-            if name in given:
+            if name in given and not (name == "background" and given[name] is False):
                 raise ApiError(
                     400, f"{name} is not supported: {why}", param=name, code="unsupported_parameter"
                 )
-        if given.get("background", False) is not False:
-            raise ApiError(
-                400,
-                "background is not supported: this server keeps no responses; use stream",
-                param="background",
-                code="unsupported_parameter",
-            )
-        chat = {name: given[name] for name in _SAME if name in given}
-        chat["messages"] = self._messages()
-        self._read_tools(chat)
-        if "max_output_tokens" in given:
-            chat["max_tokens"] = given["max_output_tokens"]
-        self._read_form(chat)
-        self._read_reasoning(chat)
-        read = {
-            *_SAME,
-            "input",
-            "instructions",
-            "tools",
-            "tool_choice",
-            "max_output_tokens",
-            "text",
-            "reasoning",
-        }
-        self.ignored += [name for name in given if name not in read | {"background", "metadata"}]
+        body = part(ResponsesBody, "", given)
+        chat = body.common("stop", "parallel_tool_calls")
+        chat["messages"] = self._messages(body)
+        self._read_tools(chat, body)
+        if body.max_output_tokens is not None:
+            chat["max_tokens"] = body.max_output_tokens
+        if body.text is not None:
+            self._read_form(chat, body.text)
+        if body.reasoning is not None:
+            self.ignored += body.reasoning.others("reasoning.")
+            if body.reasoning.effort is not None:
+                chat["reasoning_effort"] = body.reasoning.effort
+        self.ignored += body.others()
         return chat
 
     def echo(self, call: ChatCall) -> dict[str, Any]:
@@ -162,11 +259,10 @@ class _Reader:
             "truncation": "disabled",
         }
 
-    def _messages(self) -> list[dict[str, Any]]:
-        given, messages = self._given, Messages()
-        if "instructions" in given:
-            messages.system(string("instructions", given["instructions"]))
-        items = given.get("input")
+    def _messages(self, body: ResponsesBody) -> list[dict[str, Any]]:
+        items, messages = body.input, Messages()
+        if body.instructions is not None:
+            messages.system(body.instructions)
         if isinstance(items, str):
             messages.user(items)
         elif not items:
@@ -183,9 +279,9 @@ class _Reader:
 
     def _item(self, where: str, item: Mapping[str, Any], messages: Messages) -> None:
         kind = "message" if item.get("type") is None else string(f"{where}.type", item["type"])
-        known = _QUIET | (_CALL if kind != "message" else frozenset())
-        if kind == "message":
-            role, text = item.get("role"), self._text(f"{where}.content", item.get("content"))
+        read: Open = part(_ITEMS.get(kind, Open), where, item)
+        if isinstance(read, _Message):
+            role, text = read.role, self._text(f"{where}.content", read.content)
             if role not in _ROLES:
                 raise refuse(
                     f"{where}.role",
@@ -193,13 +289,10 @@ class _Reader:
                 )
             tell = {"user": messages.user, "assistant": messages.answer}.get(role, messages.system)
             tell(text)
-        elif kind == "function_call":
-            name = string(f"{where}.name", item.get("name"))
-            arguments = string(f"{where}.arguments", item.get("arguments"))
-            messages.call(string(f"{where}.call_id", item.get("call_id")), name, arguments)
-        elif kind == "function_call_output":
-            output = self._text(f"{where}.output", item.get("output"))
-            messages.result(string(f"{where}.call_id", item.get("call_id")), output)
+        elif isinstance(read, _Call):
+            messages.call(read.call_id, read.name, read.arguments)
+        elif isinstance(read, _Output):
+            messages.result(read.call_id, self._text(f"{where}.output", read.output))
         elif kind == "reasoning":
             name = "content" if item.get("content") else "summary"
             text = self._text(f"{where}.{name}", item.get(name) or "")
@@ -214,37 +307,32 @@ class _Reader:
         else:
             self.ignored.append(f"input[].{kind}")
             return
-        self.ignored += [
-            f"input[].{name}"
-            for name, value in item.items()
-            if name not in known and value is not None
-        ]
+        quiet = _QUIET if isinstance(read, _Message) else _QUIET | _CALL
+        self.ignored += read.others("input[].", quiet)
 
     def _text(self, where: str, content: object) -> str:
         if isinstance(content, str):
             return content
         texts = []
-        for index, part in enumerate(entries(where, content, self._limits.messages)):
-            kind = part.get("type")
-            if kind in TEXTS:
-                texts.append(string(f"{where}[{index}].text", part.get("text")))
+        for index, given in enumerate(entries(where, content, self._limits.messages)):
+            path, kind = f"{where}[{index}]", given.get("type")
+            if kind in get_args(_TextKind):
+                texts.append(part(_Text, path, given).text)
             elif kind == "refusal":
-                texts.append(string(f"{where}[{index}].refusal", part.get("refusal")))
+                texts.append(part(_Refusal, path, given).refusal)
             else:
-                path = f"{where}[{index}].type"
                 why = (
                     "only text can be read"
                     if kind in _MEDIA
                     else "it must be input_text or output_text"
                 )
-                raise refuse(path, f"{path} is {show(kind)}; {why}")
+                raise refuse(f"{path}.type", f"{path}.type is {show(kind)}; {why}")
         return "".join(texts)
 
-    def _read_tools(self, chat: dict[str, Any]) -> None:
+    def _read_tools(self, chat: dict[str, Any], body: ResponsesBody) -> None:
         """Functions, and which of them has to be called."""
-        if "tools" in self._given:
-            most = self._limits.tools
-            for index, tool in enumerate(entries("tools", self._given["tools"], most)):
+        if body.tools is not None:
+            for index, tool in enumerate(entries("tools", body.tools, self._limits.tools)):
                 if string(f"tools[{index}].type", tool.get("type")) != "function":
                     self.ignored.append(f"tools[].{tool['type']}")
                     continue
@@ -254,7 +342,8 @@ class _Reader:
                     {name: tool[name] for name in known if tool.get(name) is not None}
                 )
                 self.places.append(index)
-        choice = self._choice = self._given.get("tool_choice")
+        choice: object = body.tool_choice
+        self._choice = choice
         if isinstance(choice, dict):
             kind = choice.get("type")
             if kind == "function":
@@ -280,28 +369,13 @@ class _Reader:
         self.places = [self.places[at] for at in kept]
         return choice.get("mode") or "auto"
 
-    def _read_form(self, chat: dict[str, Any]) -> None:
-        text = mapping("text", self._given.get("text", {}))
-        self.ignored += [f"text.{name}" for name in text if name != "format"]
-        if "format" not in text:
+    def _read_form(self, chat: dict[str, Any], text: _Format) -> None:
+        self.ignored += text.others("text.")
+        if text.format is None:
             return
-        form = mapping("text.format", text["format"])
-        if form.get("type") == "json_schema":
-            chat["response_format"] = {
-                "type": "json_schema",
-                "json_schema": {"schema": form.get("schema")},
-            }
-        elif form.get("type") == "json_object":
-            chat["response_format"] = {"type": "json_object"}
-        elif form.get("type") != "text":
-            path = "text.format.type"
-            raise refuse(
-                path,
-                f"{path} is {show(form.get('type'))}; it must be text, json_object or json_schema",
-            )
-
-    def _read_reasoning(self, chat: dict[str, Any]) -> None:
-        reasoning = mapping("reasoning", self._given.get("reasoning", {}))
-        self.ignored += [f"reasoning.{name}" for name in reasoning if name != "effort"]
-        if "effort" in reasoning:
-            chat["reasoning_effort"] = reasoning["effort"]
+        form = part(_AnyForm, "text.format", text.format)
+        if form.type != "text":
+            chat["response_format"] = {"type": form.type}
+        if form.type == "json_schema":
+            schema = (form.model_extra or {}).get("schema")
+            chat["response_format"]["json_schema"] = {"schema": schema}

@@ -17,11 +17,12 @@ from pydantic import ConfigDict, Field, SkipValidation
 
 from freight.errors import RequestError
 from freight.sampling import LARGEST, LARGEST_WHOLE, SamplingParams, check_limits
-from freight.server.bodies import MOST, Body, Part, Stop, Stops, TokenId, sampled
+from freight.server.bodies import MOST, Closed, Part, Stop, Stops, TokenId, sampled
 from freight.server.call import Served
 from freight.server.limits import ServingLimits
 from freight.server.openai.fields import ACCEPTED, from_request_error, refuse
 from freight.server.openai.neutral import NEUTRAL
+from freight.server.openai.stream import AnswerOptions
 from freight.server.openai.structure import Form
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
@@ -52,24 +53,17 @@ class StreamOptions(Part):
     include_obfuscation: bool | None = None
 
 
-class SharedFields(Body):
-    """Fields of chat and completions alike, null or absent unless given."""
-
-    model_config = ConfigDict(extra="forbid")
-    neutral = NEUTRAL
-    accepted = ACCEPTED
+class CommonFields(Part):
+    """Fields that mean the same in every API that is read as a chat, null or absent unless given."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = sampled("n")
     temperature: float | None = sampled("temperature")
     top_p: float | None = sampled("top_p")
     top_k: int | None = sampled("top_k")
     min_p: float | None = sampled("min_p")
     seed: int | None = sampled("seed")
     min_tokens: int | None = sampled("min_tokens")
-    stop: SkipValidation[Stop | Stops | None] = None
     stop_token_ids: SkipValidation[
         Annotated[list[TokenId], Field(max_length=MOST.sampling.stop_token_ids)] | None
     ] = None
@@ -83,28 +77,51 @@ class SharedFields(Body):
     bad_words: SkipValidation[
         Stop | Annotated[list[Stop], Field(max_length=MOST.sampling.bad_words)] | None
     ] = None
-    prompt_logprobs: int | None = sampled("prompt_logprobs")
-    skip_special_tokens: bool | None = None
     truncate_prompt_tokens: SkipValidation[
         Literal[-1] | Annotated[int, Field(ge=1, le=LARGEST_WHOLE)] | None
     ] = None
     add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(
         default=None, json_schema_extra={"minLength": 1, "maxLength": MOST.sampling.cache_salt}
     )
     request_id: str | None = Field(
         default=None, json_schema_extra={"pattern": f"^[A-Za-z0-9._-]{{1,{MOST.request_id}}}$"}
     )
+    structured_outputs: SkipValidation[dict[str, Any] | None] = None
+
+
+class SharedFields(CommonFields, Closed):
+    """Fields of chat and completions alike, null or absent unless given."""
+
+    model_config = ConfigDict(extra="forbid")
+    neutral = NEUTRAL
+    accepted = ACCEPTED
+
+    stream_options: StreamOptions | None = None
+    n: int | None = sampled("n")
+    stop: SkipValidation[Stop | Stops | None] = None
+    prompt_logprobs: int | None = sampled("prompt_logprobs")
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: int | None = Field(default=None, json_schema_extra={"enum": [0, None]})
     response_format: SkipValidation[dict[str, Any] | None] = None
-    structured_outputs: SkipValidation[dict[str, Any] | None] = None
     guided_json: SkipValidation[dict[str, Any] | str | bool | None] = None
     guided_regex: SkipValidation[str | None] = None
     guided_choice: SkipValidation[list[str] | None] = None
     guided_grammar: SkipValidation[str | None] = None
     modalities: Any = Field(default=None, json_schema_extra={"enum": [["text"], None]})
+
+    def answer_options(self) -> AnswerOptions:
+        """What the client wants to see beside the text."""
+        stream = self.stream_options or StreamOptions()
+        return AnswerOptions(
+            include_usage=bool(stream.include_usage),
+            continuous_usage=bool(stream.continuous_usage_stats),
+            token_ids=bool(self.return_token_ids),
+            tokens_as_ids=bool(self.return_tokens_as_token_ids),
+            prompt_logprobs=self.prompt_logprobs is not None,
+        )
 
 
 def check_shared(request: SharedFields, limits: ServingLimits) -> None:

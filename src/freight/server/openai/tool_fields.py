@@ -6,17 +6,46 @@ grammar later, which checks them whole.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from reprlib import repr as show
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, SkipValidation
+
+from freight.server.bodies import Nullable, Part, present, says
 from freight.server.limits import ServingLimits
-from freight.server.openai.fields import refuse
+from freight.server.openai.fields import part, refuse
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+ToolName = Annotated[
+    str,
+    Field(pattern="^[A-Za-z0-9_-]{1,64}$"),
+    says("must be 1 to 64 letters, digits, underscores or dashes"),
+]
+
+
+class Function(Nullable):
+    """A function that may be called. `parameters`: the JSON schema of its arguments."""
+
+    name: ToolName
+    description: str | None = None
+    strict: bool | None = None
+    parameters: SkipValidation[dict[str, Any] | None] = None
+
+
+class _Arguments(Part):
+    type: Annotated[Literal["object"], says("arguments are an 'object'")] = "object"
+    properties: Annotated[dict[str, dict[str, Any] | bool], says("must map names to schemas")] = (
+        Field(default={})
+    )
+    required: Annotated[list[str], says("must be a list of names")] = Field(default=[])
+
+
+class Tool(Part):
+    """What a conversation offers."""
+
+    type: Literal["function"]
+    function: Function
 
 
 @dataclass(frozen=True)
@@ -92,49 +121,19 @@ def _function(where: str, tool: object) -> tuple[str, dict[str, Any]]:
             f"{where}.function is {show(function)}; it must have name and parameters",
         )
     where = f"{where}.function"
-    name, description = function.get("name"), function.get("description")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise refuse(
-            f"{where}.name",
-            f"{where}.name is {show(name)}; it must be 1 to 64 letters, digits, underscores or dashes",
-        )
-    if description is not None and not isinstance(description, str):
-        raise refuse(
-            f"{where}.description",
-            f"{where}.description is {show(description)}; it must be a string",
-        )
-    if function.get("strict") is not None and not isinstance(function["strict"], bool):
-        raise refuse(
-            f"{where}.strict",
-            f"{where}.strict is {show(function['strict'])}; it must be true or false",
-        )
+    known, fields = part(Function, where, function), Function.model_fields
     for field in function:
-        if field not in _FUNCTION_FIELDS:
+        if field not in fields:
             raise refuse(f"{where}.{field[:60]}", f"{where} has no field {field[:60]!r}")
-    if function.get("parameters") is not None:
-        _check_parameters(f"{where}.parameters", function["parameters"])
-    return name, {field: value for field, value in function.items() if value is not None}
+    if known.parameters is not None:
+        _check_parameters(f"{where}.parameters", known.parameters)
+    return known.name, present(function)
 
 
 def _check_parameters(where: str, schema: object) -> None:
     if not isinstance(schema, dict):
         raise refuse(where, f"{where} is {show(schema)}; it must be a JSON schema: an object")
-    if schema.get("type", "object") != "object":
-        raise refuse(
-            f"{where}.type", f"{where}.type is {show(schema['type'])}; arguments are an 'object'"
-        )
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, dict) or not all(
-        isinstance(value, dict | bool) for value in properties.values()
-    ):
-        raise refuse(
-            f"{where}.properties",
-            f"{where}.properties is {show(properties)}; it must map names to schemas",
-        )
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise refuse(
-            f"{where}.required", f"{where}.required is {show(required)}; it must be a list of names"
-        )
+    part(_Arguments, where, schema)
 
 
 def _chosen(choice: object) -> str:

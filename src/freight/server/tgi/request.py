@@ -17,7 +17,7 @@ from pydantic import Field, SkipValidation
 
 from freight.errors import RequestError, nearest
 from freight.sampling import SamplingLimits, SamplingParams, check_limits
-from freight.server.bodies import Body, Part, Stop, Stops, read, sampled, says
+from freight.server.bodies import Body, Part, Stop, Stops, present, read, sampled, says
 from freight.server.call import ReplyHead, Served, TokenizedWork, Work
 from freight.server.limits import check_context
 from freight.server.openai.fields import named
@@ -50,16 +50,17 @@ class Parameters(Body):
         "adapter_id": Neutral((), "this server has no adapters; leave it out"),
         "best_of": Neutral((1,), "only 1 is possible; send several requests with a seed each"),
         "typical_p": Neutral((1,), "typical sampling is not implemented; use top_p"),
+        "watermark": Neutral((False,), "watermarks are not implemented; leave it out"),
     }
 
-    decoder_input_details: bool = False
-    details: bool = False
-    do_sample: bool = False
+    decoder_input_details: bool | None = None
+    details: bool | None = None
+    do_sample: bool | None = None
     frequency_penalty: SkipValidation[float | None] = sampled("frequency_penalty")
     grammar: SkipValidation[Grammar | None] = None
     max_new_tokens: SkipValidation[int | None] = sampled("max_tokens", minimum=1)
     repetition_penalty: SkipValidation[float | None] = sampled("repetition_penalty")
-    return_full_text: bool = False
+    return_full_text: bool | None = None
     seed: SkipValidation[int | None] = sampled("seed")
     stop: SkipValidation[Stops | Stop | None] = None
     temperature: SkipValidation[float | None] = sampled("temperature")
@@ -67,7 +68,7 @@ class Parameters(Body):
     top_n_tokens: SkipValidation[int | None] = sampled("logprobs")
     top_p: SkipValidation[float | None] = sampled("top_p")
     truncate: SkipValidation[int | None] = sampled("truncate_prompt_tokens", minimum=1)
-    watermark: bool = Field(default=False, json_schema_extra={"const": False})
+    watermark: bool | None = Field(default=None, json_schema_extra={"enum": [False, None]})
 
 
 class GenerateBody(Body):
@@ -76,8 +77,8 @@ class GenerateBody(Body):
     accepted = ("options", "model")
 
     inputs: Annotated[str, Field(min_length=1), says("must be a string of at least one character")]
-    stream: bool = False
-    parameters: Parameters = Field(default=Parameters())
+    stream: bool | None = None
+    parameters: Parameters | None = None
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,12 @@ def parse_generate(
     ignored = [name for name in GenerateBody.accepted if body.get(name) is not None]
     ignored += _unknown("", body, GenerateBody, served)
     asked = read(
-        GenerateBody, body, lambda path, words: _invalid(f"{path.split('.')[-1]} {words}", path)
+        GenerateBody, body, lambda path, words, _: _invalid(f"{path.split('.')[-1]} {words}", path)
     )
     given = body.get("parameters") or {}
     ignored += _unknown("parameters.", given, Parameters, served)
-    parameters = {name: value for name, value in given.items() if value is not None}
-    streams = asked.stream if stream is None else stream
+    parameters = present(given)
+    streams = bool(asked.stream) if stream is None else stream
     _check_parameters(parameters, streams)
     form, unheld = (
         _grammar(parameters["grammar"], served.strict_schemas)
@@ -167,10 +168,6 @@ def _check_parameters(given: Mapping[str, Any], streams: bool) -> None:
     for name, known in Parameters.neutral.items():
         if name in given and not known.asks_nothing(given[name]):
             raise _invalid(f"{name}: {known.instead}", f"parameters.{name}")
-    if given.get("watermark"):
-        raise _invalid(
-            "watermark: watermarks are not implemented; leave it out", "parameters.watermark"
-        )
     if streams and given.get("decoder_input_details"):
         raise _invalid(
             "decoder_input_details: a stream does not have the prompt's tokens; use /generate",
