@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from freight.checkpoint.headers import TensorEntry, read_header
 from freight.checkpoint.reader import read_json, resolve_model
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, ConfigError, shown
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -166,7 +165,7 @@ class Adapter:
         )
         return (inputs, outputs) if change.is_embedding else (outputs, inputs)
 
-    def _changes(self, config: Mapping[str, Any]) -> dict[str, Change]:
+    def _changes(self, config: JsonObject) -> dict[str, Change]:
         changes: dict[str, Change] = {}
         for name in self._entries:
             if not name.startswith(_PREFIX):
@@ -193,7 +192,7 @@ class Adapter:
             raise CheckpointError(f"{self._file} has no tensor")
         return changes
 
-    def _check_parts(self, config: Mapping[str, Any], tensor: str, change: Change) -> None:
+    def _check_parts(self, config: JsonObject, tensor: str, change: Change) -> None:
         parts = {part: self._entries[name] for part, name in change.parts.items()}
         if not parts:
             return
@@ -230,7 +229,7 @@ def _has_room(magnitude: TensorEntry | None, outputs: int) -> bool:
     return magnitude is None or math.prod(magnitude.shape) == outputs
 
 
-def _check_config(file: Path, config: Mapping[str, Any]) -> None:
+def _check_config(file: Path, config: JsonObject) -> None:
     """Raises ConfigError for what is declared and not merged here."""
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -257,13 +256,13 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def _scaling(config: Mapping[str, Any], module: str) -> float:
+def _scaling(config: JsonObject, module: str) -> float:
     rank = _of_module(config, "rank_pattern", "r", module)
     alpha = _of_module(config, "alpha_pattern", "lora_alpha", module)
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _of_module(config: Mapping[str, Any], pattern: str, default: str, module: str) -> float:
+def _of_module(config: JsonObject, pattern: str, default: str, module: str) -> float:
     """The number of a module: that of the first pattern which its name ends with, as PEFT looks it
     up.
     """

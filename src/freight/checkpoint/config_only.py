@@ -7,21 +7,20 @@ Imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from freight.checkpoint.stored_dtype import stored_in_folder, stored_on_hub
 from freight.config.dtype import names_dtype
+from freight.config.fields import JsonObject
 from freight.config.presets import PRESETS, is_preset, preset
 from freight.errors import CheckpointError, ConfigError, nearest
 from freight.files import read_text
 from freight.fp8.formats import Format
 
-Json = Mapping[str, Any]
 
-
-def read_config_only(model: str, revision: str | None = None) -> tuple[Json, Json | None]:
+def read_config_only(
+    model: str, revision: str | None = None
+) -> tuple[JsonObject, JsonObject | None]:
     """(config.json, ModelOpt's hf_quant_config.json if it lies beside it) of `model`.
 
     That is a preset ('llama-8b', 'llama-8b:4'), 'demo', a folder, the path of a config.json, or a
@@ -43,7 +42,7 @@ def read_config_only(model: str, revision: str | None = None) -> tuple[Json, Jso
     return _object(file), _object(beside) if beside.is_file() else None
 
 
-def tensors_dtype(model: str, config: Json, revision: str | None = None) -> Format | None:
+def tensors_dtype(model: str, config: JsonObject, revision: str | None = None) -> Format | None:
     """The dtype of the tensors beside `config`, which is the config.json of `model`, from their
     headers.
 
@@ -66,7 +65,7 @@ def _path(model: str) -> Path:
     )
 
 
-def _object(file: Path) -> Json:
+def _object(file: Path) -> JsonObject:
     try:
         content = json.loads(read_text(file))
     except OSError as error:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from freight.config.dtype import TEXT_KEYS
+from freight.config.fields import JsonObject
 from freight.config.quantize_plan import ActivationScheme, Layout, QuantizePlan, WeightScheme
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
@@ -53,7 +54,7 @@ def scale_format(layout: Layout, model_format: Format) -> Format:
 
 
 def declare(
-    config: Mapping[str, Any], plan: QuantizePlan, ignored: Sequence[str], keeps: bool = False
+    config: JsonObject, plan: QuantizePlan, ignored: Sequence[str], keeps: bool = False
 ) -> dict[str, Any]:
     """`config` (the content of config.json of the 16-bit model) with the declaration of what `plan`
     quantizes.
@@ -85,7 +86,7 @@ def declare(
     return declared
 
 
-def _without(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without(config: JsonObject) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in _REPLACED}
 
 

@@ -20,6 +20,7 @@ from freight.checkpoint.producers.mxfp4 import read_mxfp4
 from freight.checkpoint.producers.quark import read_quark
 from freight.checkpoint.producers.torchao import read_torchao
 from freight.config.dtype import TEXT_KEYS
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, choices
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
@@ -27,7 +28,7 @@ from freight.fp8.scheme import Scheme
 _NAMED = {"float8_e4m3fn": Format.E4M3FN, "float8_e4m3fnuz": Format.E4M3FNUZ}
 _NAMED |= {str(format): format for format in (Format.E4M3FN, Format.E4M3FNUZ)}
 
-_READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
+_READERS: Mapping[str, Callable[[JsonObject], Scheme]] = {
     "fp8": read_fp8,
     "compressed-tensors": read_compressed_tensors,
     "compressed_tensors": read_compressed_tensors,
@@ -39,7 +40,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
 }
 
 
-def read_scheme(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Scheme:
+def read_scheme(config: JsonObject, hf_quant_config: JsonObject | None) -> Scheme:
     """The scheme that config.json, or ModelOpt's hf_quant_config.json, declares.
 
     Raises CheckpointError for an unknown method and for what is not FP8.
@@ -75,7 +76,7 @@ def read_scheme(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
     return _described(_in_named_format(_READERS[method](declared), {**declared, **config}))
 
 
-def declaration(config: Mapping[str, Any]) -> Any:
+def declaration(config: JsonObject) -> Any:
     """What config.json says of quantization, for the whole model, else for its text model:
     Kimi-K2.5 has it there.
 
@@ -96,7 +97,7 @@ def _described(scheme: Scheme) -> Scheme:
     return replace(scheme, description=method + ("; ".join(parts) or "none"))
 
 
-def _in_named_format(scheme: Scheme, config: Mapping[str, Any]) -> Scheme:
+def _in_named_format(scheme: Scheme, config: JsonObject) -> Scheme:
     """`scheme` with the E4M3 variant that config.json names for the KV scales, if it names one.
 
     A variant without a declared KV scheme also declares that the checkpoint has static scales. The

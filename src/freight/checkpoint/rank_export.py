@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from freight.checkpoint.headers import TensorEntry, read_header
 from freight.checkpoint.reader import read_json
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
@@ -216,7 +217,7 @@ def _described(path: Path) -> _Said:
     return found[0]
 
 
-def _from_ammo(file: Path, content: Mapping[str, Any]) -> _Said:
+def _from_ammo(file: Path, content: JsonObject) -> _Said:
     layers = content["layers"]
     first = layers[0] if layers and isinstance(layers[0], dict) else {}
     attention: Any = first.get("attention")
@@ -237,7 +238,7 @@ def _from_ammo(file: Path, content: Mapping[str, Any]) -> _Said:
     )
 
 
-def _from_tensorrt_llm(file: Path, content: Mapping[str, Any]) -> _Said:
+def _from_tensorrt_llm(file: Path, content: JsonObject) -> _Said:
     quantization, mapping, producer = ({}, content["mapping"], {})
     if isinstance(content.get("quantization"), dict):
         quantization = content["quantization"]

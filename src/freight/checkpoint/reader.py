@@ -24,6 +24,7 @@ from torch import Tensor
 
 from freight.checkpoint.headers import FORMAT_NAMES, Index, TensorEntry, read_header, unreadable
 from freight.checkpoint.stored_dtype import stored_format
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, ConfigError
 from freight.files import read_text
 from freight.fp8.formats import Format
@@ -68,7 +69,7 @@ class Checkpoint:
         if config is None:
             _refuse_consolidated(path)
             raise CheckpointError(f"{path} has no config.json, so it is not a model folder")
-        self.config: Mapping[str, Any] = config
+        self.config: JsonObject = config
         self.generation_config = read_json(path / "generation_config.json")
         self.hf_quant_config = read_json(path / "hf_quant_config.json")
         self._entries = _read_entries(path)

@@ -21,7 +21,6 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from freight.checkpoint.extras import WRITTEN
 from freight.checkpoint.partial import LOCK, PATTERN, REPLACED, Partial, remove_abandoned, workplace
+from freight.config.fields import JsonObject
 from freight.errors import CapacityError, CheckpointError, ConfigError
 
 SHARD_BYTES = 2 * 2**30
@@ -184,7 +184,7 @@ class CheckpointWriter:
         self._total += sum(sizes.values())
 
     def finish(
-        self, config: Mapping[str, Any], source: Path, files: Mapping[str, bytes] | None = None
+        self, config: JsonObject, source: Path, files: Mapping[str, bytes] | None = None
     ) -> None:
         """Write pending tensors, tokenizer and other files of `source`, `files` and config.json;
         then publish `out`.

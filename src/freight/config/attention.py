@@ -4,19 +4,17 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from freight.config.family import Family
-from freight.config.fields import flag, integer, number
+from freight.config.fields import JsonObject, flag, integer, number
 from freight.config.layer import AttentionConfig
 from freight.errors import CheckpointError, choices
 
 MOST_LAYERS = 10_000  # a damaged number would take all memory, one layer after the other
 
 
-def parse_mixers(config: Mapping[str, Any], family: Family) -> tuple[AttentionConfig, ...]:
+def parse_mixers(config: JsonObject, family: Family) -> tuple[AttentionConfig, ...]:
     """The attention of each layer, also of those that will have another mixer
     (`Family.other_layers`).
 
@@ -44,7 +42,7 @@ def require_multiple(
         )
 
 
-def _mixer(config: Mapping[str, Any], family: Family) -> AttentionConfig:
+def _mixer(config: JsonObject, family: Family) -> AttentionConfig:
     """The attention of every layer, without window, as the keys without a kind of layer in their
     name say.
     """
@@ -71,7 +69,7 @@ def _mixer(config: Mapping[str, Any], family: Family) -> AttentionConfig:
     )
 
 
-def parse_head_dim(config: Mapping[str, Any]) -> int:
+def parse_head_dim(config: JsonObject) -> int:
     """Channels of a head."""
     if config.get("head_dim") is not None:
         return even_head_dim({}, integer(config, "head_dim"))
@@ -84,7 +82,7 @@ def parse_head_dim(config: Mapping[str, Any]) -> int:
     return even_head_dim({}, hidden_size // heads)
 
 
-def even_head_dim(own: Mapping[str, Any], default: int) -> int:
+def even_head_dim(own: JsonObject, default: int) -> int:
     head_dim = integer(own, "head_dim", default)
     if head_dim % 2:
         raise CheckpointError(
@@ -93,7 +91,7 @@ def even_head_dim(own: Mapping[str, Any], default: int) -> int:
     return head_dim
 
 
-def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
+def _windows(config: JsonObject, family: Family, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer: `layer_types` decides, else `sliding_window_pattern` (every n-th
     layer has none), else `max_window_layers` (the layers before have none), else all layers have
     it."""
@@ -138,5 +136,5 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
     return tuple(window if slide else None for slide in slides)
 
 
-def soft_cap(config: Mapping[str, Any], key: str) -> float | None:
+def soft_cap(config: JsonObject, key: str) -> float | None:
     return None if config.get(key) is None else number(config, key)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from freight.config.fields import integer
+from freight.config.fields import JsonObject, integer
 from freight.config.layer import AttentionConfig, Mixer
 from freight.errors import CheckpointError
 
@@ -32,9 +32,7 @@ def with_attention(model: ModelConfig, **values: Any) -> ModelConfig:
     return with_mixers(model, [replace(mixer, **values) for mixer in model.attention.values()])
 
 
-def with_layers(
-    config: Mapping[str, Any], model: ModelConfig, kinds: Mapping[str, Mixer]
-) -> ModelConfig:
+def with_layers(config: JsonObject, model: ModelConfig, kinds: Mapping[str, Mixer]) -> ModelConfig:
     """`model` with these mixers in the layers of these kinds, by `layer_types`
     (`Family.other_layers`).
     """
@@ -45,7 +43,7 @@ def with_layers(
     return replace(model, layers=layers)
 
 
-def rotate_in_windows(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def rotate_in_windows(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """Layers without a window do not rotate queries and keys, in a model that has a window."""
     if config.get("sliding_window") is None:
         return model
@@ -56,7 +54,7 @@ def rotate_in_windows(config: Mapping[str, Any], model: ModelConfig) -> ModelCon
     )
 
 
-def conv_width(config: Mapping[str, Any], key: str) -> int:
+def conv_width(config: JsonObject, key: str) -> int:
     """Inputs of a channel that a convolution sees. Raises CheckpointError for what no kernel
     computes.
     """
@@ -68,7 +66,7 @@ def conv_width(config: Mapping[str, Any], key: str) -> int:
     return width
 
 
-def require_silu(config: Mapping[str, Any]) -> None:
+def require_silu(config: JsonObject) -> None:
     """For mixers whose convolution has the activation that `hidden_act` names. Raises
     CheckpointError for another.
     """
@@ -80,7 +78,7 @@ def require_silu(config: Mapping[str, Any]) -> None:
         )
 
 
-def step_limits(config: Mapping[str, Any]) -> tuple[float, float]:
+def step_limits(config: JsonObject) -> tuple[float, float]:
     """`Mamba2Config.limits` as `time_step_limit` has them: two numbers; infinity may be an object,
     as transformers writes it, or beyond float32. Raises CheckpointError for anything else."""
     given = config.get("time_step_limit") or (0.0, inf)
@@ -100,7 +98,7 @@ def step_limits(config: Mapping[str, Any]) -> tuple[float, float]:
     )
 
 
-def default_rope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Mapping[str, Any]:
+def default_rope(config: JsonObject, rope: JsonObject) -> JsonObject:
     """`config` with `rope` where it names none in either spelling."""
     if config.get("rope_parameters") or config.get("rope_scaling"):
         return config

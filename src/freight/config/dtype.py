@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Any
 
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format
 
@@ -32,7 +32,7 @@ _FOUND = {
 
 
 def checkpoint_dtype(
-    config: Mapping[str, Any], stored: Format | None = None
+    config: JsonObject, stored: Format | None = None
 ) -> tuple[Format, DtypeSource]:
     """The dtype of the checkpoint that has `config`, the content of its config.json.
 
@@ -49,7 +49,7 @@ def checkpoint_dtype(
     )
 
 
-def names_dtype(config: Mapping[str, Any]) -> bool:
+def names_dtype(config: JsonObject) -> bool:
     """Whether a config.json names a dtype, implemented or not: then the tensors do not decide."""
     return any(_values(part) for _, part in _places(config))
 
@@ -59,14 +59,14 @@ def describe_dtype(format: Format, source: DtypeSource) -> str:
     return f"{format}, {_FOUND[source]}"
 
 
-def _places(config: Mapping[str, Any]) -> Iterator[tuple[DtypeSource, Mapping[str, Any]]]:
+def _places(config: JsonObject) -> Iterator[tuple[DtypeSource, JsonObject]]:
     yield DtypeSource.CONFIG, config
     for key in TEXT_KEYS:
         if isinstance(config.get(key), Mapping):
             yield DtypeSource.TEXT_CONFIG, config[key]
 
 
-def _values(part: Mapping[str, Any]) -> dict[str, str]:
+def _values(part: JsonObject) -> dict[str, str]:
     """What `dtype` and `torch_dtype` name; 'torch.bfloat16' is 'bfloat16'."""
     return {
         key: str(part[key]).removeprefix("torch.")
@@ -75,7 +75,7 @@ def _values(part: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _named(part: Mapping[str, Any]) -> Format | None:
+def _named(part: JsonObject) -> Format | None:
     values = _values(part)
     if not values:
         return None

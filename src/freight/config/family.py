@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+from freight.config.fields import JsonObject
 from freight.config.layer import NormPlacement
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import TensorNames
@@ -36,8 +37,8 @@ class RopeForm(StrEnum):
     SECTIONS = "sections"
 
 
-Translate: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-Derive: TypeAlias = "Callable[[Mapping[str, Any], ModelConfig], ModelConfig]"
+Translate: TypeAlias = Callable[[JsonObject], JsonObject]
+Derive: TypeAlias = "Callable[[JsonObject, ModelConfig], ModelConfig]"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Family:
     """
 
     architecture: str
-    defaults: Mapping[str, Any]
+    defaults: JsonObject
     same: tuple[str, ...] = field(default=(), kw_only=True)
     keys: frozenset[str] = frozenset()
     lacks: frozenset[str] = frozenset()

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from freight.errors import CheckpointError
+
+JsonObject: TypeAlias = Mapping[str, Any]  # an object of a JSON file, which is read and not changed
 
 _LARGEST = 2**31 - 1  # far beyond any model, and still a length for Python and torch
 
 
-def integer(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+def integer(config: JsonObject, key: str, default: int | None = None, least: int = 1) -> int:
     value = config.get(key, default)
     if value is None:
         raise CheckpointError(f"config.json lacks {key}")
@@ -27,7 +29,7 @@ def integer(config: Mapping[str, Any], key: str, default: int | None = None, lea
 
 
 def number(
-    config: Mapping[str, Any], key: str, default: float | None = None, least: float | None = None
+    config: JsonObject, key: str, default: float | None = None, least: float | None = None
 ) -> float:
     """A finite number > 0, or ≥ `least` if that is given."""
     value = default if config.get(key) is None else config[key]
@@ -44,7 +46,7 @@ def number(
     )
 
 
-def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+def flag(config: JsonObject, key: str, default: bool = False) -> bool:
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -52,7 +54,7 @@ def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
     return value
 
 
-def token_ids(config: Mapping[str, Any], key: str, default: int | None) -> tuple[int, ...]:
+def token_ids(config: JsonObject, key: str, default: int | None) -> tuple[int, ...]:
     """One id, a list of ids, or none (null)."""
     value = config.get(key, default)
     ids = value if isinstance(value, list) else [] if value is None else [value]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from freight.config.family import Family, words
+from freight.config.fields import JsonObject
 from freight.config.mechanisms import refuse_mechanisms, refuse_uncompared_architecture
 from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError, ConfigError, choices, nearest
@@ -148,7 +149,7 @@ def computing_keys() -> frozenset[str]:
     return found
 
 
-def find_family(config: Mapping[str, Any]) -> tuple[str, Family]:
+def find_family(config: JsonObject) -> tuple[str, Family]:
     """(model_type, its row). Raises CheckpointError for a model_type, or an architecture of it,
     that is not here.
     """
@@ -180,7 +181,7 @@ def find_family(config: Mapping[str, Any]) -> tuple[str, Family]:
     return model_type, family
 
 
-def decoder_config(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
+def decoder_config(config: JsonObject) -> tuple[Family, JsonObject]:
     """(the decoder's row, the keys that describe it), out of `Family.text_key` if that is where
     they are.
     """
@@ -193,7 +194,7 @@ def decoder_config(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]
     }
 
 
-def check_keys(config: Mapping[str, Any], ignore: Collection[str] = ()) -> UnreadKeys:
+def check_keys(config: JsonObject, ignore: Collection[str] = ()) -> UnreadKeys:
     """The keys of `config` that are not read, of which `ignore` may name some that are refused
     otherwise.
 
@@ -231,7 +232,7 @@ _READ, _UNKNOWN, _HARMLESS, _IGNORED = "read", "unknown", "harmless", "ignored"
 class _Part:
     """An object of a config.json: all of it, or its `text_config`. `fixed` is that of the family."""
 
-    config: Mapping[str, Any]
+    config: JsonObject
     read: frozenset[str]
     model_type: str
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
@@ -298,8 +299,8 @@ def _short(value: object) -> str:
 
 
 def _decoder_row(
-    config: Mapping[str, Any], family: Family
-) -> tuple[Family, str, Mapping[str, Any]] | tuple[Family, None, Mapping[str, Any]]:
+    config: JsonObject, family: Family
+) -> tuple[Family, str, JsonObject] | tuple[Family, None, JsonObject]:
     """(the row of the decoder, the model_type in `text_config`, that object), or (family, None,
     config) without one.
 
@@ -327,7 +328,7 @@ def _decoder_row(
     return replace(FAMILIES[text_type], **outer), text_type, text
 
 
-def with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def with_defaults(config: JsonObject, family: Family) -> dict[str, Any]:
     """`config` with the family's defaults of what it lacks, and each key under the name that is
     read.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.config.family import words
-from freight.config.fields import flag, integer, number
+from freight.config.fields import JsonObject, flag, integer, number
 from freight.config.layer import LatentConfig
 from freight.config.rope import yarn_mscale
 from freight.errors import CheckpointError
@@ -41,7 +41,7 @@ INDEXER = (
 _SHARE = "partial_rotary_factor"
 
 
-def translate_latent(config: Mapping[str, Any], whole_heads: bool = False) -> Mapping[str, Any]:
+def translate_latent(config: JsonObject, whole_heads: bool = False) -> JsonObject:
     """`config` with the heads that the common reading asks for. Raises CheckpointError for heads of
     another size, and for a `rope_interleave` of null, which switches it off where transformers
     reads it.
@@ -71,14 +71,14 @@ def translate_latent(config: Mapping[str, Any], whole_heads: bool = False) -> Ma
     return {**config, "num_key_value_heads": heads, "head_dim": rotated}
 
 
-def translate_indexed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def translate_indexed(config: JsonObject) -> JsonObject:
     """`translate_latent` without `head_dim`, which transformers reads over: 192 in GLM-5.2, where
     64 are rotated.
     """
     return translate_latent({key: value for key, value in config.items() if key != "head_dim"})
 
 
-def _without_share(config: Mapping[str, Any], rotated: int, whole: int) -> Mapping[str, Any]:
+def _without_share(config: JsonObject, rotated: int, whole: int) -> JsonObject:
     """`config` without `partial_rotary_factor`, in a rope or outside. Raises CheckpointError unless
     it is the share that `rotated` is of `whole`."""
     found = dict(config)
@@ -96,7 +96,7 @@ def _without_share(config: Mapping[str, Any], rotated: int, whole: int) -> Mappi
     return found
 
 
-def refuse_tied(config: Mapping[str, Any]) -> None:
+def refuse_tied(config: JsonObject) -> None:
     """Of families whose class in transformers has a head of its own whatever `tie_word_embeddings`
     says.
     """
@@ -107,13 +107,13 @@ def refuse_tied(config: Mapping[str, Any]) -> None:
         )
 
 
-def with_latent(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def with_latent(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """`model` with latent attention in every layer."""
     mixer = latent_of(config)
     return replace(model, layers=tuple(replace(layer, mixer=mixer) for layer in model.layers))
 
 
-def latent_of(config: Mapping[str, Any]) -> LatentConfig:
+def latent_of(config: JsonObject) -> LatentConfig:
     """The latent attention that the keys describe."""
     nope, rotated = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
     return LatentConfig(
@@ -127,7 +127,7 @@ def latent_of(config: Mapping[str, Any]) -> LatentConfig:
     )
 
 
-def with_indexed(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def with_indexed(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """`model` with latent attention in every layer, for contexts in which the sparse one attends to
     all tokens.
     """
@@ -136,7 +136,7 @@ def with_indexed(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     return replace(with_latent(config, model), max_position_embeddings=positions, dense_limit=limit)
 
 
-def _sharper(config: Mapping[str, Any]) -> float:
+def _sharper(config: JsonObject) -> float:
     """What YaRN multiplies scores by, where it has `mscale_all_dim`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, Mapping) or not rope.get("mscale_all_dim"):

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 
-Json = Mapping[str, Any]
 # where a config.json of several parts describes its decoder
 _TEXTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
@@ -29,10 +28,10 @@ class Mechanism:
     name: str
     keys: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ()
-    sign: Callable[[Json], str | None] | None = None
-    excluded: Callable[[Json], bool] = lambda config: False
+    sign: Callable[[JsonObject], str | None] | None = None
+    excluded: Callable[[JsonObject], bool] = lambda config: False
 
-    def key_in(self, config: Json) -> str | None:
+    def key_in(self, config: JsonObject) -> str | None:
         """The key of `config` that shows this mechanism."""
         named = next((key for key in self.keys if config.get(key)), None)
         prefixes = () if self.excluded(config) else self.prefixes
@@ -47,10 +46,10 @@ class Mechanism:
         return named or begins or (self.sign(config) if self.sign is not None else None)
 
 
-def _kind(words: tuple[str, ...]) -> Callable[[Json], str | None]:
+def _kind(words: tuple[str, ...]) -> Callable[[JsonObject], str | None]:
     """A key that lists the kinds of layers, one of which has one of `words` in its name."""
 
-    def find(config: Json) -> str | None:
+    def find(config: JsonObject) -> str | None:
         for key in ("layer_types", "layers_block_type"):
             kinds = config.get(key)
             if isinstance(kinds, list) and any(
@@ -62,7 +61,7 @@ def _kind(words: tuple[str, ...]) -> Callable[[Json], str | None]:
     return find
 
 
-def only_attention(config: Json) -> bool:
+def only_attention(config: JsonObject) -> bool:
     """Whether every layer is listed, and attends: then keys of recurrent layers describe none
     (Granite 4.0 350M).
     """
@@ -76,24 +75,24 @@ _recurrent_kind = _kind(("linear", "mamba", "conv", "recurrent", "delta"))
 _sparse_kind = _kind(("sparse",))
 
 
-def _sparse(config: Json) -> str | None:
+def _sparse(config: JsonObject) -> str | None:
     sparse = config.get("sparse_attention_config")
     switched_on = isinstance(sparse, Mapping) and sparse.get("use_sparse_attention")
     return "sparse_attention_config" if switched_on else _sparse_kind(config)
 
 
-def _chunked(config: Json) -> str | None:
+def _chunked(config: JsonObject) -> str | None:
     """MiMo-V2's files have a chunk size too, which nothing reads."""
     is_llama_4 = str(config.get("model_type")).startswith("llama4")
     return "attention_chunk_size" if is_llama_4 and "attention_chunk_size" in config else None
 
 
-def _linear_kinds(config: Json) -> str | None:
+def _linear_kinds(config: JsonObject) -> str | None:
     kinds = config.get("attn_type_list")  # of MiniMax: 0 is a linear layer
     return "attn_type_list" if isinstance(kinds, list) and 0 in kinds else None
 
 
-def _alibi(config: Json) -> str | None:
+def _alibi(config: JsonObject) -> str | None:
     attention = config.get("attn_config")  # of MPT
     if isinstance(attention, Mapping) and attention.get("alibi"):
         return "attn_config"
@@ -171,7 +170,7 @@ def refuse_uncompared(model_type: object) -> None:
         )
 
 
-def missing_mechanisms(config: Json) -> dict[str, str]:
+def missing_mechanisms(config: JsonObject) -> dict[str, str]:
     """{name of a mechanism: "KEY" or "text_config: KEY"} of all that the model needs and Freight
     does not have.
     """
@@ -187,7 +186,7 @@ def missing_mechanisms(config: Json) -> dict[str, str]:
     return found
 
 
-def refuse_mechanisms(config: Json, model_type: object) -> None:
+def refuse_mechanisms(config: JsonObject, model_type: object) -> None:
     """Raises CheckpointError for a model that needs a mechanism which Freight does not have."""
     found = missing_mechanisms(config)
     if found:

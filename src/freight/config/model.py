@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from freight.config.attention import parse_mixers, soft_cap
 from freight.config.dtype import DtypeSource, checkpoint_dtype
 from freight.config.family import Family
-from freight.config.fields import flag, integer, number, token_ids
+from freight.config.fields import JsonObject, flag, integer, number, token_ids
 from freight.config.keys import UnreadKeys, check_keys, decoder_config, find_family, with_defaults
 from freight.config.layer import (
     AttentionConfig,
@@ -236,7 +235,7 @@ _UNGATED: Mapping[str, Activation] = {"relu": Activation.RELU, "relu2": Activati
 
 
 def parse_model_config(
-    config: Mapping[str, Any],
+    config: JsonObject,
     tensors: Collection[str] = (),
     stored: Format | None = None,
     ignore_keys: Collection[str] = (),
@@ -292,9 +291,7 @@ def parse_model_config(
     return replace(model, ropes=_ropes(config, family, model))
 
 
-def stop_token_ids(
-    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
-) -> frozenset[int]:
+def stop_token_ids(config: JsonObject, generation_config: JsonObject | None) -> frozenset[int]:
     """The ids that end a completion: the union of config.json's and generation_config.json's
     `eos_token_id`.
 
@@ -312,7 +309,7 @@ def stop_token_ids(
     return frozenset(own) | frozenset(token_ids(generation, "eos_token_id", None))
 
 
-def sampling_defaults(generation_config: Mapping[str, Any] | None) -> dict[str, float]:
+def sampling_defaults(generation_config: JsonObject | None) -> dict[str, float]:
     """What generation_config.json says of sampling, by SamplingParams' names.
 
     `do_sample` is not followed: its absence in many files that give a temperature does not mean
@@ -329,8 +326,8 @@ def _prefixes(family: Family, tensors: Collection[str]) -> tuple[str, str]:
 
 
 def _tied(
-    outer: Mapping[str, Any],
-    config: Mapping[str, Any],
+    outer: JsonObject,
+    config: JsonObject,
     family: Family,
     prefix: str,
     tensors: Collection[str],
@@ -342,7 +339,7 @@ def _tied(
     return flag(config, "tie_word_embeddings")
 
 
-def _ropes(config: Mapping[str, Any], family: Family, model: ModelConfig) -> tuple[RopeConfig, ...]:
+def _ropes(config: JsonObject, family: Family, model: ModelConfig) -> tuple[RopeConfig, ...]:
     """By `AttentionConfig.rope`; a rope that no layer has is made for heads like the others."""
     mixers = list(model.paged.values())
     unrotated = all(
@@ -360,7 +357,7 @@ def _rotary_size(mixer: PagedMixer) -> int:
     return mixer.rotated if isinstance(mixer, LatentConfig) else mixer.k_dim
 
 
-def _activation(config: Mapping[str, Any], family: Family) -> AnyActivation:
+def _activation(config: JsonObject, family: Family) -> AnyActivation:
     """What the family's key names; another key, which transformers does not read, must not name
     another.
     """
@@ -380,7 +377,7 @@ def _activation(config: Mapping[str, Any], family: Family) -> AnyActivation:
 
 
 def _feed_forwards(
-    config: Mapping[str, Any], family: Family, num_layers: int
+    config: JsonObject, family: Family, num_layers: int
 ) -> list[DenseConfig | MoEConfig]:
     """The feed-forward of each layer."""
     activation = _activation(config, family)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
+from freight.config.fields import JsonObject
 from freight.config.quantize_plan import ActivationScheme, QuantizeArgs, WeightScheme
 from freight.errors import ConfigError, choices, nearest, shown
 from freight.fp8.formats import Granularity
@@ -53,7 +54,7 @@ class QuantizationArgs:
     dynamic: bool | str = False
     actorder: object = None
     observer: str | None = None
-    observer_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    observer_kwargs: JsonObject = field(default_factory=dict)
     scale_dtype: object = None
     zp_dtype: object = None
 
@@ -74,10 +75,10 @@ class QuantizationModifier:
     """
 
     targets: str | Sequence[str] = ("Linear",)
-    scheme: str | Mapping[str, Any] | None = None
+    scheme: str | JsonObject | None = None
     ignore: Sequence[str] = ()
     kv_cache_scheme: Any = None
-    config_groups: Mapping[str, Any] | None = None
+    config_groups: JsonObject | None = None
     weight_observer: str | None = None
     input_observer: str | None = None
     output_observer: str | None = None
@@ -224,7 +225,7 @@ def _scheme(
     return (weights, activations), targets
 
 
-def _group_scheme(name: str, group: Mapping[str, Any]) -> tuple[WeightScheme, ActivationScheme]:
+def _group_scheme(name: str, group: JsonObject) -> tuple[WeightScheme, ActivationScheme]:
     known = ("targets", "weights", "input_activations", "output_activations", "format")
     for key in group:
         if key not in known:
@@ -280,7 +281,7 @@ def _activations(where: str, given: Any, weights: WeightScheme) -> ActivationSch
     )
 
 
-def _kv_scheme(given: Mapping[str, Any]) -> Granularity:
+def _kv_scheme(given: JsonObject) -> Granularity:
     args = _fp8_args("kv_cache_scheme", given)
     if args.dynamic is not False:
         raise ConfigError(
@@ -378,7 +379,7 @@ def _says(args: QuantizationArgs) -> str:
     return f"strategy: {args.strategy}, dynamic: {dynamic}{extra}"
 
 
-def require_mapping(what: str, value: Any) -> Mapping[str, Any]:
+def require_mapping(what: str, value: Any) -> JsonObject:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{what} is {shown(value)}, not a mapping")
     return value

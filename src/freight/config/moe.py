@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from freight.config.fields import flag, integer, number
+from freight.config.fields import JsonObject, flag, integer, number
 from freight.config.layer import DenseConfig, MoEConfig
 from freight.errors import CheckpointError
 from freight.operands.activation import AnyActivation
@@ -95,7 +93,7 @@ DEEPSEEK_EXPERTS = MoEFamily(
 )
 
 
-def has_experts(config: Mapping[str, Any], family: MoEFamily) -> bool:
+def has_experts(config: JsonObject, family: MoEFamily) -> bool:
     """Whether there are experts at all (`MoEFamily.switch_key`)."""
     key = family.switch_key
     if key is None:
@@ -103,7 +101,7 @@ def has_experts(config: Mapping[str, Any], family: MoEFamily) -> bool:
     return integer(config, key, least=0) > 0 if key in family.count_keys else flag(config, key)
 
 
-def parse_moe(config: Mapping[str, Any], family: MoEFamily, activation: AnyActivation) -> MoEConfig:
+def parse_moe(config: JsonObject, family: MoEFamily, activation: AnyActivation) -> MoEConfig:
     """The experts of every layer that has them. Raises CheckpointError for what is missing or
     contradictory.
     """
@@ -128,7 +126,7 @@ def parse_moe(config: Mapping[str, Any], family: MoEFamily, activation: AnyActiv
     )
 
 
-def _routing(config: Mapping[str, Any], family: MoEFamily) -> Routing:
+def _routing(config: JsonObject, family: MoEFamily) -> Routing:
     count = integer(config, _one_of(config, family.count_keys), family.count)
     top_k = integer(config, _one_of(config, family.top_k_keys))
     groups, top_groups = (integer(config, key, 1) for key in family.group_keys or ("", ""))
@@ -151,7 +149,7 @@ def _routing(config: Mapping[str, Any], family: MoEFamily) -> Routing:
     )
 
 
-def _one_of(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+def _one_of(config: JsonObject, keys: tuple[str, ...]) -> str:
     """A key that is there, or the first. Raises CheckpointError for values that differ."""
     named = {key: config[key] for key in keys if config.get(key) is not None}
     if len(set(map(str, named.values()))) > 1:
@@ -162,7 +160,7 @@ def _one_of(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
 
 
 def _shared(
-    config: Mapping[str, Any], family: MoEFamily, width: int, activation: AnyActivation
+    config: JsonObject, family: MoEFamily, width: int, activation: AnyActivation
 ) -> DenseConfig | None:
     if family.shared_width_key is not None:
         size = integer(config, family.shared_width_key, 0, least=0)
@@ -175,7 +173,7 @@ def _shared(
     return DenseConfig(size, activation) if size else None
 
 
-def layers_with_experts(config: Mapping[str, Any], num_layers: int) -> list[bool]:
+def layers_with_experts(config: JsonObject, num_layers: int) -> list[bool]:
     """Which layers have experts; the others have one feed-forward."""
     if config.get("mlp_layer_types"):
         return _sparse_types(config["mlp_layer_types"], num_layers)

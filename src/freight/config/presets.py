@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from freight.config.fields import JsonObject
 from freight.errors import ConfigError, choices, nearest
 from freight.files import read_text
 
 
 def _llama(
     hidden: int, layers: int, intermediate: int, heads: int, head_dim: int, vocabulary: int
-) -> Mapping[str, Any]:
+) -> JsonObject:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -175,7 +175,7 @@ _OPT_125M = {
     "torch_dtype": "float16",
 }  # the defaults
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS: Mapping[str, JsonObject] = {
     "llama-1b": _llama(
         2048, 16, 8192, 32, 64, 8192
     ),  # a small vocabulary: nearly all of it is decoder layers
@@ -207,7 +207,7 @@ def is_preset(shape: str) -> bool:
     return shape.partition(":")[0] in PRESETS
 
 
-def preset(shape: str) -> Mapping[str, Any]:
+def preset(shape: str) -> JsonObject:
     """The config.json content of NAME, NAME:LAYERS or NAME:LAYERS:VOCABULARY.
 
     With LAYERS it is a model of that many layers alone, and its vocabulary is VOCABULARY, by
@@ -234,7 +234,7 @@ def preset(shape: str) -> Mapping[str, Any]:
     }
 
 
-def shape_config(shape: str) -> Mapping[str, Any]:
+def shape_config(shape: str) -> JsonObject:
     """config.json content for `--random-weights SHAPE`: a preset, or the path of a config.json or
     its folder.
 

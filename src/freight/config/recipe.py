@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from freight.config.fields import JsonObject
 from freight.config.modifier import QuantizationModifier, Recipe, require_mapping, resolve_modifier
 from freight.errors import ConfigError, nearest, shown
 from freight.files import read_text
@@ -68,7 +68,7 @@ def _modifiers(recipe: object) -> Iterator[object]:
         yield recipe
 
 
-def _parse(recipe: str | Path) -> Mapping[str, Any]:
+def _parse(recipe: str | Path) -> JsonObject:
     one_line = isinstance(recipe, Path) or "\n" not in recipe.strip()
     text = str(recipe)
     if one_line and (
@@ -89,7 +89,7 @@ def _parse(recipe: str | Path) -> Mapping[str, Any]:
     return content
 
 
-def _from_mapping(content: Mapping[str, Any]) -> Iterator[QuantizationModifier]:
+def _from_mapping(content: JsonObject) -> Iterator[QuantizationModifier]:
     """Stages have groups, `…_modifiers`, which have modifiers; groups may also come without a
     stage.
     """
@@ -115,7 +115,7 @@ _UNUSED = (
 )  # of every modifier; oneshot does not use them
 
 
-def _modifier(options: Mapping[str, Any]) -> QuantizationModifier:
+def _modifier(options: JsonObject) -> QuantizationModifier:
     known = [one.name for one in fields(QuantizationModifier)]
     given = {str(name): value for name, value in options.items() if name not in _UNUSED}
     for name in given:

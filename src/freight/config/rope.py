@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from freight.config.family import Family, RopeForm
-from freight.config.fields import number
+from freight.config.fields import JsonObject, number
 from freight.errors import CheckpointError, choices
 
 
@@ -95,7 +95,7 @@ def yarn_mscale(scale: float, weight: float = 1.0) -> float:
 
 
 def parse_ropes(
-    config: Mapping[str, Any], family: Family, max_positions: int, head_dims: tuple[int, ...]
+    config: JsonObject, family: Family, max_positions: int, head_dims: tuple[int, ...]
 ) -> tuple[RopeConfig, ...]:
     """The rope of all layers; or, where layers with a window have their own, that of the others and
     then theirs.
@@ -122,7 +122,7 @@ def parse_ropes(
     )
 
 
-def _without_length(by_kind: Mapping[str, Any]) -> dict[str, Any]:
+def _without_length(by_kind: JsonObject) -> dict[str, Any]:
     """`by_kind` without a pretrained length beside the ropes, which Laguna-XS.2 repeats there.
 
     transformers does not read it, and others take it for the default of the ropes: each that needs
@@ -140,7 +140,7 @@ def _without_length(by_kind: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_rope(
-    config: Mapping[str, Any], family: Family, theta: float, max_positions: int, head_dim: int
+    config: JsonObject, family: Family, theta: float, max_positions: int, head_dim: int
 ) -> RopeConfig:
     declared = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
     for key, value in declared.items():
@@ -161,7 +161,7 @@ def _parse_rope(
 
 
 def _plain(
-    config: Mapping[str, Any], rope: Mapping[str, Any], family: Family, theta: float, head_dim: int
+    config: JsonObject, rope: JsonObject, family: Family, theta: float, head_dim: int
 ) -> RopeConfig:
     """A rope without scaling; `rope` may say how many channels it rotates."""
     rotary_dim = _rotary_dim(config, _of_heads(rope, family), family, head_dim)
@@ -170,7 +170,7 @@ def _plain(
     )
 
 
-def _of_text(where: str, rope: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_text(where: str, rope: JsonObject) -> JsonObject:
     """`rope` without the sections for time, height and width: a text token has one position in all
     of them.
     """
@@ -187,7 +187,7 @@ def _of_text(where: str, rope: Mapping[str, Any]) -> Mapping[str, Any]:
     return found | {key: "default" for key in ("type", "rope_type") if found.get(key) == "mrope"}
 
 
-def _of_heads(rope: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+def _of_heads(rope: JsonObject, family: Family) -> JsonObject:
     """`rope` without a share of the rotated channels that is a number of its kind (`RopeConfig`)."""
     own = RopeForm.PROPORTIONAL in family.ropes and PROPORTIONAL in (
         rope.get("rope_type"),
@@ -196,9 +196,7 @@ def _of_heads(rope: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     return {key: value for key, value in rope.items() if not (own and key == _SHARE)}
 
 
-def _rotary_dim(
-    config: Mapping[str, Any], rope: Mapping[str, Any], family: Family, head_dim: int
-) -> int:
+def _rotary_dim(config: JsonObject, rope: JsonObject, family: Family, head_dim: int) -> int:
     """Channels that are rotated: all, or as many as `partial_rotary_factor` says, here or there."""
     factors = [number(source, _SHARE) for source in (rope, config) if source.get(_SHARE)]
     factors = factors or [1.0 if family.rotary_factor is None else family.rotary_factor]
@@ -220,8 +218,8 @@ def _rotary_dim(
 
 def _parse(
     where: str,
-    rope: Mapping[str, Any],
-    config: Mapping[str, Any],
+    rope: JsonObject,
+    config: JsonObject,
     family: Family,
     theta: float,
     head_dim: int,
@@ -300,7 +298,7 @@ def _parse(
     )
 
 
-def _with_query_scaling(where: str, rope: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+def _with_query_scaling(where: str, rope: JsonObject, kind: str) -> JsonObject:
     """`rope` of a family with RopeForm.QUERY_SCALING, without the model's length, which it repeats."""
     if kind != "yarn" or rope.get(QUERY_SCALING) is None:
         raise CheckpointError(
@@ -323,7 +321,7 @@ def _factors(where: str, values: dict[str, Any], key: str, rotary_dim: int) -> t
     return tuple(number({key: value}, key) for value in found)
 
 
-def _value(where: str, values: Mapping[str, Any], key: str) -> float | bool:
+def _value(where: str, values: JsonObject, key: str) -> float | bool:
     value = values[key]
     if key == "attn_factor" and "attention_factor" in values:
         raise CheckpointError(

@@ -13,7 +13,7 @@ products choose their order of summation by the number of rows.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -26,6 +26,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from freight.cache.pool import LayerCache, PagedKV
 from freight.checkpoint.linears import find_linears
 from freight.checkpoint.reader import Checkpoint
+from freight.config.fields import JsonObject
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.cast import torch_dtype
@@ -79,7 +80,7 @@ class _Step:
         k: Tensor,
         v: Tensor,
         mask: Any,
-        given: Mapping[str, Any],
+        given: JsonObject,
     ) -> tuple[Tensor, None]:
         """q, k, v: [1, heads, num_tokens, dim], rotated; gives [1, num_tokens, num_heads, v_dim]."""
         index = self.model.layer_of[id(module)]

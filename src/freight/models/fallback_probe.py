@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from freight.config.dtype import DtypeSource, checkpoint_dtype
-from freight.config.fields import token_ids
+from freight.config.fields import JsonObject, token_ids
 from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig
 from freight.config.mechanisms import refuse_uncompared
 from freight.config.model import ForeignModel, ModelConfig
@@ -56,7 +56,7 @@ _HARMLESS = frozenset(
 _SCALING, _CAP, _WINDOW = "scaling", "softcap", "sliding_window"
 
 
-def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+def hf_config(config: JsonObject) -> PreTrainedConfig:
     """The configuration object of transformers, without what it would do about quantization.
 
     Code that comes with a checkpoint is never run: only model types that transformers itself knows.
@@ -116,7 +116,7 @@ class _Probe:
         k: Tensor,
         v: Tensor,
         mask: Any,
-        given: Mapping[str, Any],
+        given: JsonObject,
     ) -> tuple[Tensor, None]:
         self.calls.append(
             _Call(module, q.shape, k.shape, v.shape, getattr(mask, "mask_function", None), given)
@@ -133,7 +133,7 @@ class _Call:
     k: torch.Size
     v: torch.Size
     mask_function: Callable[..., Tensor] | None
-    given: Mapping[str, Any]
+    given: JsonObject
 
 
 def attention(
@@ -199,7 +199,7 @@ def run_body(body: nn.Module, token_ids: Tensor, positions: Tensor, step: Any) -
     return states[0]
 
 
-def foreign_config(config: Mapping[str, Any], stored: Format | None = None) -> ModelConfig:
+def foreign_config(config: JsonObject, stored: Format | None = None) -> ModelConfig:
     """config.json -> ModelConfig of a model that runs through transformers. Raises CheckpointError
     with the reason.
 
@@ -239,7 +239,7 @@ def foreign_config(config: Mapping[str, Any], stored: Format | None = None) -> M
     return _model_config(checkpoint_dtype(config, stored), hf, model, probe.calls)
 
 
-def _require_language_model(config: Mapping[str, Any], hf: PreTrainedConfig) -> None:
+def _require_language_model(config: JsonObject, hf: PreTrainedConfig) -> None:
     """Raises CheckpointError for a model of several parts, which transformers does not run as a
     causal LM.
     """

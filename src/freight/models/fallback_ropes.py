@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from freight.config.fields import JsonObject
 from freight.models.fallback_words import refused
 
 _TOKENS = 8  # of the probe's forward pass
@@ -26,7 +27,7 @@ _ROPE_NAMES = {
 _ROPE_KEYS = ("rope_theta", "partial_rotary_factor", *_ROPE_NAMES)
 
 
-def refuse_lost_rope(hf: PreTrainedConfig, config: Mapping[str, Any]) -> None:
+def refuse_lost_rope(hf: PreTrainedConfig, config: JsonObject) -> None:
     """Old files have the rope's numbers in other keys, which transformers does not take for every
     model type.
     """

@@ -6,10 +6,10 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping
-from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from freight.config.fields import JsonObject
 from freight.config.mechanisms import only_attention
 from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError, choices
@@ -43,7 +43,7 @@ def refused(model_type: object, why: str) -> CheckpointError:
     )
 
 
-def refuse_recurrent(config: Mapping[str, Any]) -> None:
+def refuse_recurrent(config: JsonObject) -> None:
     kinds = config.get("layer_types") or config.get("layers_block_type")
     kinds = (
         kinds if isinstance(kinds, list) else []
@@ -65,7 +65,7 @@ def refuse_recurrent(config: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_keys(model_type: str, config: Mapping[str, Any]) -> None:
+def refuse_keys(model_type: str, config: JsonObject) -> None:
     for key, why in _REFUSED_KEYS.items():
         if config.get(key):
             raise refused(model_type, f"{key} = {_short(config[key])} means {why}")

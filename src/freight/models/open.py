@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from freight import openmp
 from freight.cache.spec import KVCacheSpec, cache_spec
@@ -23,6 +22,7 @@ from freight.checkpoint.rank_export import refuse_to_run
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.dtype import DtypeSource, describe_dtype
 from freight.config.engine import EngineArgs, EngineConfig
+from freight.config.fields import JsonObject
 from freight.config.kv_source import kv_source, uniform_scales
 from freight.config.mechanisms import refuse_mechanisms
 from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
@@ -82,7 +82,7 @@ def open_folder(path: Path, name: str, ignore_keys: Collection[str] = ()) -> Ope
 
 
 def read_model_config(
-    config: Mapping[str, Any],
+    config: JsonObject,
     tensors: Collection[str] = (),
     stored: Format | None = None,
     ignore_keys: Collection[str] = (),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, choices
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, Scheme
@@ -15,7 +16,7 @@ E4M3 = (
 )  # what every producer stores; conversion to E4M3FNUZ depends on the device that loads it
 
 
-def mapping(value: Any, what: str) -> Mapping[str, Any]:
+def mapping(value: Any, what: str) -> JsonObject:
     """`value` as an object, {} for null. Raises CheckpointError for anything else."""
     if value is None:
         return {}
@@ -24,7 +25,7 @@ def mapping(value: Any, what: str) -> Mapping[str, Any]:
     return value
 
 
-def require_fp8(spec: Mapping[str, Any], what: str) -> None:
+def require_fp8(spec: JsonObject, what: str) -> None:
     """QuantizationArgs must say 8 bits, float, symmetric."""
     if spec.get("num_bits") != 8 or spec.get("type") != "float":
         found = f"num_bits {spec.get('num_bits')!r}, type {spec.get('type')!r}"
@@ -68,7 +69,7 @@ def block_size(value: Any, what: str) -> tuple[int, int]:
     return rows, columns
 
 
-def with_kv_scheme(declared: Mapping[str, Any], scheme: Scheme) -> Scheme:
+def with_kv_scheme(declared: JsonObject, scheme: Scheme) -> Scheme:
     """`kv_cache_scheme`: the word 'static' (AutoFP8, Quark) or QuantizationArgs
     (compressed-tensors, ModelOpt).
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import (
@@ -19,11 +18,12 @@ from freight.checkpoint.producers.common import (
     require_fp8,
     with_kv_scheme,
 )
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
 
-def read_compressed_tensors(declared: Mapping[str, Any]) -> Scheme:
+def read_compressed_tensors(declared: JsonObject) -> Scheme:
     _refuse_transforms(mapping(declared.get("transform_config"), "transform_config"))
     sparsity = mapping(declared.get("sparsity_config"), "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
@@ -41,7 +41,7 @@ def read_compressed_tensors(declared: Mapping[str, Any]) -> Scheme:
     return with_kv_scheme(declared, scheme)
 
 
-def _refuse_transforms(declared: Mapping[str, Any]) -> None:
+def _refuse_transforms(declared: JsonObject) -> None:
     """Raises CheckpointError for rotations of values at run time.
 
     Those at `weight_input` and `weight_output` are part of the stored weights, and nothing is left
@@ -63,7 +63,7 @@ def _refuse_transforms(declared: Mapping[str, Any]) -> None:
         )
 
 
-def read_groups(declared: Mapping[str, Any], method: str) -> tuple[list[Rule], bool]:
+def read_groups(declared: JsonObject, method: str) -> tuple[list[Rule], bool]:
     """The rules of `ignore` and `config_groups`, and whether a group quantizes the outputs of
     k_proj and v_proj.
 
@@ -96,7 +96,7 @@ def _rank(target: str) -> int:
     return 2 if target in patterns.CLASSES else 1 if target.startswith("re:") else 0
 
 
-def _linear(group: Mapping[str, Any], where: str) -> LinearScheme | None:
+def _linear(group: JsonObject, where: str) -> LinearScheme | None:
     """How a group quantizes a Linear; None if it does not quantize weights."""
     weights, inputs = (
         mapping(group.get(key), f"{where} {key}") for key in ("weights", "input_activations")
@@ -130,7 +130,7 @@ def _linear(group: Mapping[str, Any], where: str) -> LinearScheme | None:
     return LinearScheme(known[strategy], kind)
 
 
-def _activations(inputs: Mapping[str, Any], where: str) -> Activations:
+def _activations(inputs: JsonObject, where: str) -> Activations:
     if not inputs:
         return Activations.PLAIN
     require_fp8(inputs, f"{where} input_activations")
@@ -145,7 +145,7 @@ def _activations(inputs: Mapping[str, Any], where: str) -> Activations:
     return Activations.STATIC
 
 
-def _require_kv_outputs(group: Mapping[str, Any], targets: list[str], where: str) -> None:
+def _require_kv_outputs(group: JsonObject, targets: list[str], where: str) -> None:
     require_fp8(mapping(group["output_activations"], where), f"{where} output_activations")
     if not all(target.endswith(("k_proj", "v_proj", "q_proj")) for target in targets):
         raise CheckpointError(

@@ -9,16 +9,15 @@ block where `weight_block_size` says so; fbgemm has one per output row and clips
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import E4M3, activations, block_size, with_kv_scheme
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
 
-def read_fp8(declared: Mapping[str, Any]) -> Scheme:
+def read_fp8(declared: JsonObject) -> Scheme:
     if declared.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):  # the last is MiniMax's word
         raise CheckpointError(
             f"quant_method fp8 with fmt {declared['fmt']!r} is not implemented; e4m3 is"
@@ -37,7 +36,7 @@ def read_fp8(declared: Mapping[str, Any]) -> Scheme:
     return with_kv_scheme(declared, Scheme("fp8", E4M3, rules=rules))
 
 
-def read_fbgemm(declared: Mapping[str, Any]) -> Scheme:
+def read_fbgemm(declared: JsonObject) -> Scheme:
     limit = declared.get("activation_scale_ub", 1200.0)
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
         raise CheckpointError(

@@ -4,13 +4,13 @@ config.json.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import E4M3, mapping, with_kv_scheme
 from freight.checkpoint.producers.compressed_tensors import read_groups
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, choices
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
@@ -23,7 +23,7 @@ _ALGOS = {
 }
 
 
-def read_modelopt(declared: Mapping[str, Any]) -> Scheme:
+def read_modelopt(declared: JsonObject) -> Scheme:
     """An FP8 cache may have no stored scales (ModelOpt's cast mode), so `kv_static` is False."""
     rules = _rules(declared)
     scheme = Scheme(
@@ -41,7 +41,7 @@ def read_modelopt(declared: Mapping[str, Any]) -> Scheme:
     return replace(with_kv_scheme(declared, scheme), kv_static=False)
 
 
-def _rules(declared: Mapping[str, Any]) -> list[Rule]:
+def _rules(declared: JsonObject) -> list[Rule]:
     left_out = [
         rule
         for key in ("exclude_modules", "ignore")

@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import E4M3
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
@@ -18,7 +17,7 @@ _EXPERTS = re.compile(r"(?:.*\.)?mlp\.experts(?:\.|$)")
 _FAMILY = "gpt_oss"  # whose experts are read
 
 
-def read_mxfp4(declared: Mapping[str, Any], model_type: object) -> Scheme:
+def read_mxfp4(declared: JsonObject, model_type: object) -> Scheme:
     """Raises CheckpointError for a model whose experts, if it has any, are not those of gpt-oss."""
     if model_type != _FAMILY:
         raise CheckpointError(

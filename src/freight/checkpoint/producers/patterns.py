@@ -11,8 +11,8 @@ import contextlib
 import fnmatch
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.scheme import LinearScheme, Rule
 
@@ -69,7 +69,7 @@ def wildcard_or_part(name: str) -> re.Pattern[str]:
     return re.compile(rf"(?:.*\.)?{_name(name)}(?:\.|$)")
 
 
-def names(declared: Mapping[str, Any], key: str) -> list[str]:
+def names(declared: JsonObject, key: str) -> list[str]:
     """The list of names (or the keys of the object) under `key`. Raises CheckpointError for
     anything else.
     """
@@ -80,7 +80,7 @@ def names(declared: Mapping[str, Any], key: str) -> list[str]:
 
 
 def rules(
-    declared: Mapping[str, Any],
+    declared: JsonObject,
     key: str,
     syntax: Syntax,
     linear: Callable[[str], LinearScheme | None] | None = None,

@@ -14,13 +14,14 @@ from typing import Any
 
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import E4M3, block_size, mapping, require_blocks_for_groups
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
 _FAKE = "the weights are stored unquantized, and used as they are"
 
 
-def read_quark(declared: Mapping[str, Any]) -> Scheme:
+def read_quark(declared: JsonObject) -> Scheme:
     if mapping(declared.get("export"), "export").get("weight_format") == "fake_quantized":
         scheme = Scheme("quark", unused=(("*.weight_scale", _FAKE), ("*.input_scale", _FAKE)))
     else:
@@ -29,7 +30,7 @@ def read_quark(declared: Mapping[str, Any]) -> Scheme:
     return replace(scheme, kv_format=E4M3, kv_static=True) if _quantizes_kv(declared) else scheme
 
 
-def _rules(declared: Mapping[str, Any]) -> list[Rule]:
+def _rules(declared: JsonObject) -> list[Rule]:
     by_class = mapping(declared.get("layer_type_quant_config"), "layer_type_quant_config")
     rules = patterns.rules(declared, "exclude", patterns.wildcard)
     for key in ("kv_cache_quant_config", "layer_quant_config"):
@@ -46,7 +47,7 @@ def _rules(declared: Mapping[str, Any]) -> list[Rule]:
     ]
 
 
-def _named(specs: Mapping[str, Any], key: str, name: str) -> LinearScheme | None:
+def _named(specs: JsonObject, key: str, name: str) -> LinearScheme | None:
     return _linear(specs[name], f"{key}[{name!r}]")
 
 
@@ -96,7 +97,7 @@ def _activations(spec: Any, where: str) -> Activations:
     return Activations.STATIC
 
 
-def _quantizes_kv(declared: Mapping[str, Any]) -> bool:
+def _quantizes_kv(declared: JsonObject) -> bool:
     """Whether outputs of k_proj and v_proj are quantized. Raises CheckpointError where other
     outputs are.
     """

@@ -13,6 +13,7 @@ from typing import Any
 
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import E4M3, block_size, mapping, require_blocks_for_groups
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
@@ -23,7 +24,7 @@ _TYPES = {
 _MAPS = {"ModuleFqnToConfig": "module_fqn_to_config", "FqnToConfig": "fqn_to_config"}
 
 
-def read_torchao(declared: Mapping[str, Any]) -> Scheme:
+def read_torchao(declared: JsonObject) -> Scheme:
     quant_type = declared.get("quant_type")
     default = quant_type.get("default") if isinstance(quant_type, Mapping) else quant_type
     rules = patterns.rules(declared, "modules_to_not_convert", patterns.searched)
@@ -37,7 +38,7 @@ def read_torchao(declared: Mapping[str, Any]) -> Scheme:
     return Scheme("torchao", E4M3, rules=tuple(rules))
 
 
-def _mapped(configs: Mapping[str, Any]) -> list[Rule]:
+def _mapped(configs: JsonObject) -> list[Rule]:
     """Names first, then expressions, then `_default`. A name is that of the module or of its
     weight.
     """

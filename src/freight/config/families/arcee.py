@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.config.deriving import rotate_in_windows, with_attention
 from freight.config.family import ATTENTION_BIAS, Family, words
-from freight.config.fields import flag
+from freight.config.fields import JsonObject, flag
 from freight.config.layer import NormPlacement, OutputGateConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import AttentionNames, TensorNames
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from freight.config.model import ModelConfig
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """With `mup_enabled` the embedding's rows are multiplied by the square root of `hidden_size`,
     not rounded.
     """

@@ -4,11 +4,10 @@ no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from freight.config.family import LANGUAGE_MODEL, Family, words
+from freight.config.fields import JsonObject
 from freight.config.latent import (
     INDEXED,
     INDEXER,
@@ -27,7 +26,7 @@ from freight.operands.routing import Scoring
 _GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
 
 
-def _translate_v2(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _translate_v2(config: JsonObject) -> JsonObject:
     """Weights are not normed, whatever `norm_topk_prob` says: transformers 5.23 reads over it.
     (DeepSeek's own code norms them and leaves `routed_scaling_factor` out; no published file asks
     for it.) A greedy choice has no groups."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from freight.config.family import Family, RopeForm, words
+from freight.config.fields import JsonObject
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import PREDICTS, TensorNames, not_run
 from freight.errors import CheckpointError
 
 
-def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_text(config: JsonObject) -> JsonObject:
     """`moe_intermediate_size` is that of experts for text, then of those for pictures."""
     key = "moe_intermediate_size"
     widths = config[key]

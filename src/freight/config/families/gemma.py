@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, words
+from freight.config.fields import JsonObject
 from freight.config.layer import NormPlacement
 from freight.config.tensor_names import VISION_TOWER, TensorNames
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from freight.config.model import ModelConfig
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """Norms multiply by 1 + weight."""
     return replace(model, norm_offset=1.0, wide_norms=True)
 

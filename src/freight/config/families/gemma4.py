@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.config.attention import even_head_dim, require_multiple
 from freight.config.deriving import with_mixers
 from freight.config.families.gemma import GEMMA_TENSORS
 from freight.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, RopeForm, words
-from freight.config.fields import flag, integer
+from freight.config.fields import JsonObject, flag, integer
 from freight.config.layer import (
     AttentionConfig,
     FeedForward,
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from freight.config.model import ModelConfig
 
 
-def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _translate(config: JsonObject) -> JsonObject:
     return {**config, "query_pre_attn_scalar": 1}  # scores are not scaled
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     mixers = [replace(mixer, v_norm=True) for mixer in model.attention.values()]
     mixers[-1] = replace(
         mixers[-1], window=None, rope=0
@@ -52,7 +52,7 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
 
 
 def _per_layer_embedding(
-    config: Mapping[str, Any], model: ModelConfig
+    config: JsonObject, model: ModelConfig
 ) -> tuple[PerLayerEmbeddingConfig | None, int | None]:
     """What each layer has of a token for itself, and the rows of its table."""
     size = integer(config, "hidden_size_per_layer_input", 0, least=0)
@@ -81,9 +81,7 @@ def _wider(mlp: FeedForward) -> FeedForward:
     return replace(mlp, intermediate_size=2 * mlp.intermediate_size)
 
 
-def _with_shared(
-    config: Mapping[str, Any], mixers: Sequence[AttentionConfig]
-) -> list[AttentionConfig]:
+def _with_shared(config: JsonObject, mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
     """`mixers` whose last `num_kv_shared_layers` read the keys and values of the last layer before
     them of their kind, with a window or without."""
     first = len(mixers) - integer(config, "num_kv_shared_layers", 0, least=0)
@@ -101,9 +99,7 @@ def _with_shared(
     return found
 
 
-def _with_own_heads(
-    config: Mapping[str, Any], mixers: Sequence[AttentionConfig]
-) -> list[AttentionConfig]:
+def _with_own_heads(config: JsonObject, mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
     """`mixers` with what layers without a window have of their own.
 
     Both spellings: `global_head_dim` and `num_global_key_value_heads`, which counts where

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.config.attention import require_multiple
 from freight.config.deriving import (
@@ -15,7 +14,7 @@ from freight.config.deriving import (
     with_layers,
 )
 from freight.config.family import ATTENTION_BIAS, Family, words
-from freight.config.fields import flag, integer, number
+from freight.config.fields import JsonObject, flag, integer, number
 from freight.config.layer import Mamba2Config
 from freight.config.moe import MoEFamily, has_experts
 from freight.config.tensor_names import TensorNames
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 _MULTIPLIERS = words("embedding_multiplier attention_multiplier residual_multiplier logits_scaling")
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     model = with_attention(model, softmax_scale=number(config, "attention_multiplier"))
     return replace(
         model,
@@ -38,7 +37,7 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     )
 
 
-def _unless_1(config: Mapping[str, Any], key: str) -> float | None:
+def _unless_1(config: JsonObject, key: str) -> float | None:
     value = number(config, key)
     return None if value == 1 else value
 
@@ -50,7 +49,7 @@ _STATEFUL = (
 _SIZES = words("mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads")
 
 
-def _translate_hybrid(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _translate_hybrid(config: JsonObject) -> JsonObject:
     """Without `layer_types` every layer has a state; without experts the shared one is the
     feed-forward.
     """
@@ -63,7 +62,7 @@ def _translate_hybrid(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, **own}
 
 
-def _derive_hybrid(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive_hybrid(config: JsonObject, model: ModelConfig) -> ModelConfig:
     model = _derive(config, model)
     if config.get("position_embedding_type") != "rope":  # 'nope', or null
         model = with_attention(model, rope=None)
@@ -72,7 +71,7 @@ def _derive_hybrid(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig
     return with_layers(config, model, dict.fromkeys(_STATEFUL, _mamba2(config, model.hidden_size)))
 
 
-def _mamba2(config: Mapping[str, Any], hidden_size: int) -> Mamba2Config:
+def _mamba2(config: JsonObject, hidden_size: int) -> Mamba2Config:
     require_silu(config)
     heads, groups = integer(config, "mamba_n_heads"), integer(config, "mamba_n_groups")
     channels = integer(config, "mamba_expand") * hidden_size

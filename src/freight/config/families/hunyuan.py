@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.config.attention import parse_head_dim
 from freight.config.deriving import with_attention
 from freight.config.family import ATTENTION_BIAS, Family, words
-from freight.config.fields import flag, number
+from freight.config.fields import JsonObject, flag, number
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import AttentionNames, TensorNames
 from freight.errors import CheckpointError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ROPES = ("rope_parameters", "rope_scaling")
 
 
-def _with_theta(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_theta(config: JsonObject) -> JsonObject:
     """A rope that is called dynamic and has an `alpha` depends on no length: its theta is
     multiplied by alpha ** (d / (d - 2)), for heads of d channels. The numbers beside it (factor,
     beta_fast, mscale) change nothing.
@@ -40,7 +40,7 @@ def _with_theta(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**{key: value for key, value in config.items() if key != "rope_theta"}, **stretched}
 
 
-def _one_for_all(config: Mapping[str, Any], key: str) -> int | None:
+def _one_for_all(config: JsonObject, key: str) -> int | None:
     """A number that files have once, or for each layer; None: it is not there."""
     value = config.get(key)
     values = value if isinstance(value, list) else [value]
@@ -52,7 +52,7 @@ def _one_for_all(config: Mapping[str, Any], key: str) -> int | None:
     return found
 
 
-def _of_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_experts(config: JsonObject) -> JsonObject:
     """Experts, and the shared one, are as wide as `intermediate_size` says; another width must
     repeat it.
     """
@@ -68,7 +68,7 @@ def _of_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
     )
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     return with_attention(model, qk_norm_last=True)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.config.deriving import conv_width, require_silu, with_layers
 from freight.config.family import Family, words
-from freight.config.fields import integer
+from freight.config.fields import JsonObject, integer
 from freight.config.latent import (
     LATENT_FIXED,
     LATENT_KEYS,
@@ -39,7 +39,7 @@ _LISTS = {
 }  # of layers, the first of which is 1
 
 
-def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _translate(config: JsonObject) -> JsonObject:
     """`linear_attn_config` as the keys that transformers writes; `head_dim` is that of no layer.
 
     Raises CheckpointError for keys of it that are not implemented, and for layers of no kind, or of
@@ -63,7 +63,7 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return translate_latent({**plain, **sizes, "layer_types": kinds})
 
 
-def _kinds(nested: Mapping[str, Any], num_layers: int) -> list[str]:
+def _kinds(nested: JsonObject, num_layers: int) -> list[str]:
     """The kind of each layer; without lists every fourth but the first attends, as in transformers."""
     if not _LISTS.keys() <= nested.keys():
         return [
@@ -85,7 +85,7 @@ def _kinds(nested: Mapping[str, Any], num_layers: int) -> list[str]:
     return [kind for _, kind in sorted(listed)]
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     require_silu(config)
     refuse_tied(config)
     head_dim = integer(config, "linear_head_dim")

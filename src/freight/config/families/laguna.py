@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.config.attention import require_multiple
 from freight.config.deriving import with_mixers
 from freight.config.family import ATTENTION_BIAS, Family, words
-from freight.config.fields import integer
+from freight.config.fields import JsonObject, integer
 from freight.config.layer import AttentionConfig, OutputGateConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import TensorNames
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from freight.config.model import ModelConfig
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     gate = OutputGateConfig(GateFunction.SOFTPLUS, by_head=_gated_by_head(config))
     mixers = [replace(mixer, output_gate=gate) for mixer in model.attention.values()]
     return with_mixers(model, _with_heads(config, mixers))
 
 
-def _gated_by_head(config: Mapping[str, Any]) -> bool:
+def _gated_by_head(config: JsonObject) -> bool:
     """Whether all channels of a head have one factor."""
     said = config.get("gating")
     if said is not True and said not in ("per-head", "per-element"):
@@ -37,9 +37,7 @@ def _gated_by_head(config: Mapping[str, Any]) -> bool:
     return said != "per-element"
 
 
-def _with_heads(
-    config: Mapping[str, Any], mixers: Sequence[AttentionConfig]
-) -> Sequence[AttentionConfig]:
+def _with_heads(config: JsonObject, mixers: Sequence[AttentionConfig]) -> Sequence[AttentionConfig]:
     """`mixers` with as many query heads as `num_attention_heads_per_layer` says, if it is there."""
     key = "num_attention_heads_per_layer"
     counts = config.get(key)

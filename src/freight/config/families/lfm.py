@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freight.config.deriving import conv_width, with_layers
 from freight.config.family import LANGUAGE_MODEL, Family, words
-from freight.config.fields import flag, integer, number
+from freight.config.fields import JsonObject, flag, integer, number
 from freight.config.layer import MoEConfig, ShortConvConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import VISION_TOWER, AttentionNames, TensorNames
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
 _CONV = "conv"  # in `layer_types`
 
 
-def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _translate(config: JsonObject) -> JsonObject:
     """The kinds of layers out of `full_attn_idxs`, the older spelling, and the width of the
     feed-forward.
     """
     return {**config, "layer_types": _layer_types(config), "intermediate_size": _width(config)}
 
 
-def _layer_types(config: Mapping[str, Any]) -> Any:
+def _layer_types(config: JsonObject) -> Any:
     """`layer_types`; or `full_attn_idxs`, the layers with attention, which all are if neither is
     there.
     """
@@ -50,7 +49,7 @@ def _layer_types(config: Mapping[str, Any]) -> Any:
     return types
 
 
-def _width(config: Mapping[str, Any]) -> int:
+def _width(config: JsonObject) -> int:
     """Of the feed-forward: with `block_auto_adjust_ff_dim` two thirds of what is written, by a
     factor, rounded up to a multiple. `block_ff_dim` is the older name of what is written, and wins.
     """
@@ -67,14 +66,14 @@ def _width(config: Mapping[str, Any]) -> int:
     return width
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     conv = ShortConvConfig(
         model.hidden_size, conv_width(config, "conv_L_cache"), flag(config, "conv_bias")
     )
     return with_layers(config, model, {_CONV: conv})
 
 
-def _derive_moe(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive_moe(config: JsonObject, model: ModelConfig) -> ModelConfig:
     biased = flag(config, "use_expert_bias")
     layers = (
         replace(layer, feed_forward=replace(layer.feed_forward, choice_bias=biased))

@@ -7,13 +7,12 @@ Ling 2.6, of the same model_type, has lightning attention and is refused
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.config.deriving import conv_width, require_silu, with_layers
 from freight.config.family import Family, words
-from freight.config.fields import flag, integer
+from freight.config.fields import JsonObject, flag, integer
 from freight.config.latent import (
     LATENT_FIXED,
     LATENT_KEYS,
@@ -38,7 +37,7 @@ _SIZES = {
 }
 
 
-def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _translate(config: JsonObject) -> JsonObject:
     """The keys that transformers writes; `head_dim` is that of recurrent layers where these have no
     own.
 
@@ -69,7 +68,7 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
     )
 
 
-def _require_rotated(config: Mapping[str, Any]) -> None:
+def _require_rotated(config: JsonObject) -> None:
     """Latent attention rotates `qk_rope_head_dim` channels, whatever else is written."""
     rotated, share = integer(config, "qk_rope_head_dim"), config.get("partial_rotary_factor")
     of_heads = (1, rotated / integer(config, "head_dim"))  # no sets: a value may be a list
@@ -84,7 +83,7 @@ def _require_rotated(config: Mapping[str, Any]) -> None:
             )
 
 
-def _kinds(config: Mapping[str, Any]) -> list[str]:
+def _kinds(config: JsonObject) -> list[str]:
     """The last layer of each group attends."""
     size, num_layers = integer(config, "layer_group_size"), integer(config, "num_hidden_layers")
     if num_layers % size:
@@ -95,7 +94,7 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
     return [_STATEFUL if (index + 1) % size else _ATTENTION for index in range(num_layers)]
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     require_silu(config)
     refuse_tied(config)
     recurrent = KimiDeltaConfig(
@@ -111,7 +110,7 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     )
 
 
-def _bound(config: Mapping[str, Any]) -> float:
+def _bound(config: JsonObject) -> float:
     bound = config["kda_lower_bound"]
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not -1e4 <= bound <= -1e-30:
         raise CheckpointError(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.config.attention import require_multiple
 from freight.config.deriving import with_mixers
 from freight.config.families.qwen import QWEN2
 from freight.config.family import Family, words
-from freight.config.fields import integer, number
+from freight.config.fields import JsonObject, integer, number
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import PREDICTS, AttentionNames, TensorNames
 from freight.errors import CheckpointError
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 _SHARE = 0.334  # of a head's channels that are rotated
 
 
-def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _translate(config: JsonObject) -> JsonObject:
     """The hub's keys as transformers has them: which layers slide and which have experts, ropes and
     the window.
 
@@ -54,7 +53,7 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _by_layer(config: Mapping[str, Any], key: str, names: tuple[str, str]) -> list[str] | None:
+def _by_layer(config: JsonObject, key: str, names: tuple[str, str]) -> list[str] | None:
     """A list of 0 and 1, one for each layer, as `names`; None: there is none."""
     pattern = config.get(key)
     if pattern is None:
@@ -66,7 +65,7 @@ def _by_layer(config: Mapping[str, Any], key: str, names: tuple[str, str]) -> li
     return [names[one] for one in pattern]
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """Layers with a window have twice as many KV heads, and sinks. Values have a size and a factor
     of their own.
     """
@@ -92,7 +91,7 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     return with_mixers(model, mixers)
 
 
-def _require(config: Mapping[str, Any], key: str, only: int) -> None:
+def _require(config: JsonObject, key: str, only: int) -> None:
     """Raises CheckpointError for another value of `key` than the one that transformers computes."""
     if config.get(key) is not None and integer(config, key) != only:
         raise CheckpointError(f"config.json: {key} = {config[key]!r} is not implemented; {only} is")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from freight.config.attention import parse_head_dim
 from freight.config.deriving import with_attention
 from freight.config.families.mistral import MIXTRAL_TENSORS
 from freight.config.family import Family, words
-from freight.config.fields import integer, number
+from freight.config.fields import JsonObject, integer, number
 from freight.config.moe import MoEFamily
 from freight.errors import CheckpointError
 from freight.operands.routing import Scoring
 
 
-def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _translate(config: JsonObject) -> JsonObject:
     """`rotary_dim` is the number of channels of which `partial_rotary_factor` is the share."""
     if config.get("rotary_dim") is None:
         return config

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.config.deriving import with_mixers
 from freight.config.families.gemma import GEMMA_TENSORS
 from freight.config.family import LANGUAGE_MODEL, Family, words
-from freight.config.fields import integer, number
+from freight.config.fields import JsonObject, integer, number
 from freight.config.layer import NormPlacement, OutputGateConfig
 from freight.config.tensor_names import AttentionNames, not_run
 from freight.errors import CheckpointError
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from freight.config.model import ModelConfig
 
 
-def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _translate(config: JsonObject) -> JsonObject:
     """Without `layer_types` every fourth layer, counted from the last, has no window."""
     if config.get("layer_types"):
         return config
@@ -30,7 +29,7 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, "layer_types": types}
 
 
-def _rotates(config: Mapping[str, Any], num_layers: int) -> list[bool]:
+def _rotates(config: JsonObject, num_layers: int) -> list[bool]:
     """Which layers rotate: those whose `layer_rope_theta` is not 0, else all but every fourth from
     the last.
     """
@@ -52,7 +51,7 @@ def _rotates(config: Mapping[str, Any], num_layers: int) -> list[bool]:
     return [one != 0 for one in found]
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """Queries and keys are divided by their root mean square, and queries multiplied by
     `qk_scale_factor`, which the scale of the softmax does as well. Norms multiply by 1 + weight,
     but for the last one."""

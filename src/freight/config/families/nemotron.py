@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from freight.config.attention import require_multiple
 from freight.config.deriving import conv_width, step_limits
 from freight.config.family import Family, words
-from freight.config.fields import flag, integer
+from freight.config.fields import JsonObject, flag, integer
 from freight.config.layer import AttentionConfig, Mamba2Config
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import PREDICTS, AttentionNames, MambaNames, TensorNames, not_run
@@ -31,7 +31,7 @@ _LETTERS = {"M": _MAMBA, "E": _MOE, "*": _ATTENTION, "-": _MLP}  # of `hybrid_ov
 _WORDS = {"mamba": _MAMBA, "attention": _ATTENTION, **{kind: kind for kind in _LETTERS.values()}}
 
 
-def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _translate(config: JsonObject) -> JsonObject:
     """The kinds of layers out of `layers_block_type` or `hybrid_override_pattern`; their number
     follows from these.
     """
@@ -73,7 +73,7 @@ def _kinds(key: str, value: Any, form: type[Sequence[Any]], known: Mapping[str, 
     return [known[one] for one in value]
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """Each layer has the one part that its kind names. Attention rotates nothing."""
     if flag(config, "mlp_bias") and _MOE in config["layer_types"]:
         raise CheckpointError(
@@ -101,7 +101,7 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     return replace(model, layers=tuple(layers))
 
 
-def _mamba2(config: Mapping[str, Any]) -> Mamba2Config:
+def _mamba2(config: JsonObject) -> Mamba2Config:
     """transformers 5.23 raises steps to `time_step_min`, which NVIDIA's code has for the first
     values of weights alone (transformers#48989); the limits are `time_step_limit`."""
     heads, groups = integer(config, "mamba_num_heads"), integer(config, "n_groups")

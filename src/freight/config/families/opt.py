@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.config.deriving import with_attention
 from freight.config.family import Family, words
-from freight.config.fields import flag, integer
+from freight.config.fields import JsonObject, flag, integer
 from freight.config.layer import NormKind, NormPlacement
 from freight.config.tensor_names import AttentionNames, TensorNames
 from freight.errors import CheckpointError
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from freight.config.model import ModelConfig
 
 
-def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _translate(config: JsonObject) -> JsonObject:
     return {
         **config,
         "intermediate_size": integer(config, "ffn_dim"),
@@ -25,7 +24,7 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
     }  # not a key of OPT
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """LayerNorm, learned positions, and an embedding that may have a width of its own."""
     norms, final_norm = _norms(config)
     model = with_attention(model, rope=None)
@@ -41,7 +40,7 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     )
 
 
-def _norms(config: Mapping[str, Any]) -> tuple[NormPlacement, bool]:
+def _norms(config: JsonObject) -> tuple[NormPlacement, bool]:
     """What is normed in each layer, and whether the output of the last layer is."""
     if not flag(config, "layer_norm_elementwise_affine"):
         raise CheckpointError(

@@ -4,14 +4,13 @@ no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.config.attention import require_multiple
 from freight.config.deriving import conv_width, require_silu, with_attention, with_layers
 from freight.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, RopeForm, words
-from freight.config.fields import integer
+from freight.config.fields import JsonObject, integer
 from freight.config.layer import DeltaNetConfig, OutputGateConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import PREDICTS, VISUAL, DeltaNetNames, TensorNames, not_run
@@ -37,7 +36,7 @@ _DEFAULTS = {
 }
 
 
-def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _translate(config: JsonObject) -> JsonObject:
     """Without `layer_types` every n-th layer has attention, `full_attention_interval` = n."""
     if config.get("layer_types"):
         return config
@@ -51,7 +50,7 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, "layer_types": kinds}
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """Norms multiply by 1 + weight, and attention is weighed by a gate; the other layers have a
     delta net.
     """

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.config.deriving import with_mixers
 from freight.config.family import ATTENTION_BIAS, Family, words
-from freight.config.fields import flag, integer
+from freight.config.fields import JsonObject, flag, integer
 from freight.errors import CheckpointError
 
 if TYPE_CHECKING:
     from freight.config.model import ModelConfig
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """Layers that rotate see everything, unless `layer_types` says which layers have a window."""
     mixers = []
     wide = config.get("sliding_window") if flag(config, "use_sliding_window") else None
@@ -27,7 +26,7 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     return with_mixers(model, mixers)
 
 
-def _rotated(config: Mapping[str, Any], num_layers: int) -> list[bool]:
+def _rotated(config: JsonObject, num_layers: int) -> list[bool]:
     """Which layers rotate queries and keys: those with a 1 in `no_rope_layers`, else all but every
     n-th.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from freight.config.attention import require_multiple
 from freight.config.family import ATTENTION_BIAS, Family, words
-from freight.config.fields import integer, number
+from freight.config.fields import JsonObject, integer, number
 from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, OutputGateConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import TensorNames, not_run
@@ -26,7 +26,7 @@ _KINDS = ("full_attention", "sliding_attention")
 _FIRST_SPARSE = 3  # layers before it have no experts, where no key says which have
 
 
-def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _translate(config: JsonObject) -> JsonObject:
     """The hub's lists, one entry for each layer, as transformers has them: by kind of layer."""
     num_layers = integer(config, "num_hidden_layers")
     padded = num_layers + integer(config, "num_nextn_predict_layers", 0, least=0)
@@ -50,7 +50,7 @@ def _translate(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in found.items() if key not in ("rope_theta", "rope_scaling")}
 
 
-def _rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _rope(config: JsonObject, kind: str) -> dict[str, Any]:
     """The rope of the first layer of this kind, which is that of all."""
     index = config["layer_types"].index(kind)
     rope: dict[str, Any] = {"rope_type": "default"}
@@ -75,7 +75,7 @@ def _rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return rope
 
 
-def _mlp_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
+def _mlp_types(config: JsonObject, num_layers: int) -> list[str]:
     """`moe_layers_enum` lists the layers with experts: numbers, or text with commas."""
     said = config.get("moe_layers_enum")
     if said is None:
@@ -90,7 +90,7 @@ def _mlp_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
     return ["sparse" if index in sparse else "dense" for index in range(num_layers)]
 
 
-def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """Norms multiply by 1 + weight; each head has a gate; activations are bounded in some layers."""
     gate = OutputGateConfig(GateFunction.SIGMOID, by_head=True)
     heads = _sliding_heads(config, model.attention[0])
@@ -122,7 +122,7 @@ def _derive(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
     return replace(model, layers=tuple(layers), norm_offset=1.0, wide_norms=True)
 
 
-def _sliding_heads(config: Mapping[str, Any], mixer: AttentionConfig) -> int:
+def _sliding_heads(config: JsonObject, mixer: AttentionConfig) -> int:
     """Query heads of layers with a window."""
     other = config.get("attention_other_setting") or {}
     if not isinstance(other, Mapping):
@@ -145,7 +145,7 @@ def _sliding_heads(config: Mapping[str, Any], mixer: AttentionConfig) -> int:
     return heads
 
 
-def _check_per_layer(config: Mapping[str, Any], model: ModelConfig, heads: int) -> None:
+def _check_per_layer(config: JsonObject, model: ModelConfig, heads: int) -> None:
     """Raises CheckpointError for a `per_layer_config` that says anything but the heads of layers
     with a window.
     """
@@ -163,7 +163,7 @@ def _check_per_layer(config: Mapping[str, Any], model: ModelConfig, heads: int) 
         )
 
 
-def _activations(config: Mapping[str, Any], key: str, num_layers: int) -> list[GatedActivation]:
+def _activations(config: JsonObject, key: str, num_layers: int) -> list[GatedActivation]:
     """The activation of each layer, by its bound; 0 and null are none."""
     limits = config.get(key) or [None] * num_layers
     if not isinstance(limits, list) or len(limits) != num_layers:
