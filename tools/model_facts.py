@@ -23,7 +23,8 @@ from freight.config.layer import (
     NormPlacement,
     PagedMixer,
 )
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
+from freight.config.parse import parse_model_config
 from freight.config.registry import FAMILIES
 from freight.config.rope import QUERY_SCALING
 from freight.operands.activation import GatedActivation

@@ -35,7 +35,8 @@ from published_models import (
 )
 
 from freight.config.mechanisms import MECHANISMS
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
+from freight.config.parse import parse_model_config
 from freight.config.registry import FAMILIES
 from freight.models.architectures import ARCHITECTURES
 

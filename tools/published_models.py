@@ -19,7 +19,7 @@ from model_facts import ROOT, Tables, text_types
 from freight.checkpoint.layouts import read_scheme
 from freight.config.keys import find_family
 from freight.config.mechanisms import MECHANISMS
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError, ConfigError
 from freight.models.fallback_probe import hf_config

@@ -22,7 +22,7 @@ from compare_with_vllm import ask
 
 import freight
 from freight.checkpoint.reader import Checkpoint, resolve_model
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 import freight
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.config.presets import shape_config
 from freight.models.shapes import tensor_shapes
 

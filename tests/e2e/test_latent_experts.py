@@ -26,7 +26,7 @@ from freight.calibrate.modules import ignored_modules, kept_modules, layer_modul
 from freight.calibrate.quantize import open_unquantized
 from freight.calibrate.tree import model_tree
 from freight.config.engine import EngineArgs
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format

@@ -23,7 +23,8 @@ import freight
 from freight import LLM, SamplingParams
 from freight.config.engine import EngineArgs
 from freight.config.family import Family
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
+from freight.config.parse import parse_model_config
 from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError, ConfigError
 from freight.evaluate.capacity import Wish, make_plan

@@ -22,7 +22,7 @@ from pathlib import Path
 from freight.checkpoint.headers import TensorEntry, read_header
 from freight.checkpoint.reader import PICKLED, read_json, resolve_model
 from freight.checkpoint.writer import CheckpointWriter, require_new, require_space
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.errors import CapacityError, CheckpointError, ConfigError
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -17,7 +17,7 @@ from freight.checkpoint.adapter import Adapter
 from freight.checkpoint.layouts import declaration
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.checkpoint.writer import CheckpointWriter, require_new, require_space
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.errors import CheckpointError, ConfigError
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)

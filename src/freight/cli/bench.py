@@ -233,7 +233,7 @@ def kernels(
             known = KERNEL_NAMES if device == "cpu" else GPU_KERNEL_NAMES
             raise ConfigError(f"--only {name!r} is unknown: choose {choices(known)}")
     shape = shape_config(random_weights or "llama-1b")
-    from freight.config.model import parse_model_config
+    from freight.config.parse import parse_model_config
 
     model = parse_model_config(shape)
     from freight.device import probe

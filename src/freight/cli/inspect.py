@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freight import terminal
-from freight.config.keys import UnreadKeys
+from freight.config.model import UnreadKeys
 from freight.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ import typer
 from typer.core import TyperCommand
 
 from freight.config import resolve
-from freight.config.engine import EngineArgs
-from freight.config.kv_source import KV_DTYPES, KV_SCALES
+from freight.config.engine import KV_SCALES, EngineArgs
+from freight.config.kv_source import KV_DTYPES
 from freight.config.other_engines import as_flag, instead_of
 from freight.config.skip_layers import FLAG as SKIP_LAYERS
 from freight.config.skip_layers import SLIDING

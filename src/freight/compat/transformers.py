@@ -33,8 +33,9 @@ from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.keys import EVERY_KEY
 from freight.config.kv_source import kv_source, uniform_scales
 from freight.config.layer import AttentionConfig
-from freight.config.model import RopeConfig, parse_model_config
+from freight.config.model import RopeConfig
 from freight.config.options import choose
+from freight.config.parse import parse_model_config
 from freight.config.resolve import resolve_kv_cache
 from freight.config.skip_layers import (
     FLAG,

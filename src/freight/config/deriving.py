@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from freight.config.fields import JsonObject, integer
 from freight.config.layer import AttentionConfig, Mixer
+from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
-
 
 _LARGEST = 3.4e38  # of float32
 _WIDEST = 8  # convolution of the CPU kernels

@@ -13,13 +13,16 @@ from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any
 
-from freight.config.kv_source import written
 from freight.config.options import listed_names, require_known
 from freight.config.other_engines import instead_of
 from freight.config.skip_layers import layer_names
-from freight.errors import ConfigError
+from freight.errors import ConfigError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
+
+KV_SCALES = ("auto", "checkpoint", "dynamic", "group", "unit")
+# further values of --kv-scales are described, because they have no name
+KV_SCALES_FORMS = (*KV_SCALES, "FILE.json", "a number, or two for K and V as in 0.03,0.02")
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class EngineArgs:
                 raise ConfigError(f"unknown option {name!r}: {instead}")
         require_known(options, known, {})
         if "kv_scales" in options:
-            options["kv_scales"] = written(options["kv_scales"])
+            options["kv_scales"] = _written(options["kv_scales"])
         return EngineArgs(**options)
 
     def with_cache(self, kv_cache_dtype: str) -> EngineArgs:
@@ -102,6 +105,20 @@ class EngineArgs:
             state_dtype=state,
         )
         return plain.with_cache(kv_cache_dtype)
+
+
+def _written(value: object) -> str:
+    """`kv_scales` as on the command line: a number or a pair (K, V) becomes '0.03' or '0.03,0.02'.
+
+    Raises ConfigError for anything that is neither text, a number nor one or two numbers.
+    """
+    if isinstance(value, str):
+        return value
+    given = value if isinstance(value, Sequence) else [value]
+    numbers = [float(x) for x in given if isinstance(x, Real) and not isinstance(x, bool)]
+    if not 1 <= len(given) <= 2 or len(numbers) != len(given):
+        raise ConfigError(f"kv_scales {value!r} is unknown: choose {choices(KV_SCALES_FORMS)}")
+    return ",".join(map(repr, numbers))
 
 
 def names_of(value: object) -> tuple[str, ...]:

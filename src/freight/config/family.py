@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from freight.config.fields import JsonObject
 from freight.config.layer import NormPlacement
+from freight.config.model import ModelConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import TensorNames
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 
 def words(text: str) -> frozenset[str]:
@@ -38,7 +36,7 @@ class RopeForm(StrEnum):
 
 
 Translate: TypeAlias = Callable[[JsonObject], JsonObject]
-Derive: TypeAlias = "Callable[[JsonObject, ModelConfig], ModelConfig]"
+Derive: TypeAlias = Callable[[JsonObject, ModelConfig], ModelConfig]
 
 
 @dataclass(frozen=True)

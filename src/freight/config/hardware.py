@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.kv_source import groups_fit
+from freight.config.layer import PagedMixer
+from freight.device import DeviceFacts
 from freight.errors import ConfigError
 from freight.fp8.formats import Format
-
-if TYPE_CHECKING:
-    from freight.config.engine import EngineArgs, KVCacheConfig
-    from freight.config.layer import PagedMixer
-    from freight.device import DeviceFacts
 
 
 def check_hardware(args: EngineArgs, compute: Format | None) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from freight.config.family import Family, words
 from freight.config.fields import JsonObject
 from freight.config.mechanisms import refuse_mechanisms, refuse_uncompared_architecture
+from freight.config.model import UnreadKeys
 from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError, ConfigError, choices, nearest
 
@@ -107,33 +108,6 @@ class _EveryKey(Collection[str]):
 EVERY_KEY = (
     _EveryKey()
 )  # to ignore whatever would be refused: for callers that do not compute the model
-
-
-@dataclass(frozen=True)
-class UnreadKeys:
-    """Keys of a config.json that decide nothing in Freight, each in the order of the file.
-
-    unknown   on no list: a publisher's own
-    harmless  known to change no result: training, bookkeeping, defaults of other programs
-    ignored   would be refused, and are named by --ignore-config-keys
-    """
-
-    unknown: tuple[str, ...] = ()
-    harmless: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-
-    def describe(self) -> str | None:
-        """One line for the start; None if every key is read."""
-        parts = [f"{', '.join(self.unknown)} (unknown to Freight)"] if self.unknown else []
-        parts += (
-            [f"{', '.join(self.ignored)} (--ignore-config-keys: results may differ)"]
-            if self.ignored
-            else []
-        )
-        parts += (
-            [f"{', '.join(self.harmless)} (known to change no result)"] if self.harmless else []
-        )
-        return f"config.json: not read: {'; '.join(parts)}" if parts else None
 
 
 @cache

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from freight.config.engine import KV_SCALES, KV_SCALES_FORMS, EngineArgs
 from freight.config.layer import LatentConfig, PagedMixer
 from freight.config.options import choose
 from freight.errors import ConfigError, choices, nearest
 from freight.fp8.formats import COMPUTE_FORMATS, SCALE_GROUP, Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
-
-if TYPE_CHECKING:
-    from freight.config.engine import EngineArgs
 
 KV_DTYPES = (
     "auto",
@@ -33,9 +29,7 @@ KV_DTYPES = (
     "fp8_e5m2",
     "int8",
 )
-KV_SCALES = ("auto", "checkpoint", "dynamic", "group", "unit")  # or FILE.json, or numbers
 _GROUPS = f"scales per group of {SCALE_GROUP} channels are for latents (MLA)"
-_OTHERS = ("FILE.json", "a number, or two for K and V as in 0.03,0.02")
 _FITTING = {  # others: E4M3 takes all
     Format.INT8: ("auto", "dynamic", "group"),
     Format.E5M2: ("auto", "dynamic", "unit"),
@@ -149,22 +143,6 @@ def uniform_scales(values: tuple[float, float], num_layers: int) -> KVScales:
     return KVScales((LayerScales((k,), (v,), Granularity.TENSOR, ("--kv-scales",)),) * num_layers)
 
 
-def written(value: object) -> str:
-    """`kv_scales` as on the command line: a number or a pair (K, V) becomes '0.03' or '0.03,0.02'.
-
-    Raises ConfigError for anything that is neither text, a number nor one or two numbers.
-    """
-    if isinstance(value, str):
-        return value
-    given = value if isinstance(value, Sequence) else [value]
-    numbers = [float(x) for x in given if isinstance(x, Real) and not isinstance(x, bool)]
-    if not 1 <= len(given) <= 2 or len(numbers) != len(given):
-        raise ConfigError(
-            f"kv_scales {value!r} is unknown: choose {choices((*KV_SCALES, *_OTHERS))}"
-        )
-    return ",".join(map(repr, numbers))
-
-
 def _parse(text: str) -> KVSource:
     """`--kv-scales TEXT`."""
     if text in KV_SCALES:
@@ -178,7 +156,7 @@ def _parse(text: str) -> KVSource:
     if not 1 <= len(numbers) <= 2:
         hint = nearest(text, KV_SCALES)
         raise ConfigError(
-            f"--kv-scales {text!r} is unknown{hint}: choose {choices((*KV_SCALES, *_OTHERS))}"
+            f"--kv-scales {text!r} is unknown{hint}: choose {choices(KV_SCALES_FORMS)}"
         )
     k, v = (_float32(text, number) for number in (numbers[0], numbers[-1]))
     return KVSource("--kv-scales", text, values=(k, v))

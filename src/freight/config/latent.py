@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.family import words
 from freight.config.fields import JsonObject, flag, integer, number
 from freight.config.layer import LatentConfig
+from freight.config.model import ModelConfig
 from freight.config.rope import yarn_mscale
 from freight.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 LATENT_KEYS = words(
     "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim"

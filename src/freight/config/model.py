@@ -1,41 +1,22 @@
-"""ModelConfig: a model's hyperparameters, read from a config.json. Imports no torch.
-
-Every key of config.json is either used, on a list of keys that do not affect the model, or has a
-value that disables its feature. Any other key raises a CheckpointError that names it and its value,
-because ignoring it could silently change the output. An absent key has the default of transformers'
-configuration class of that model_type.
-"""
+"""ModelConfig: a model's hyperparameters, as data. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from freight.config.attention import parse_mixers, soft_cap
-from freight.config.dtype import DtypeSource, checkpoint_dtype
-from freight.config.family import Family
-from freight.config.fields import JsonObject, flag, integer, number, token_ids
-from freight.config.keys import UnreadKeys, check_keys, decoder_config, find_family, with_defaults
+from freight.config.dtype import DtypeSource
 from freight.config.layer import (
     AttentionConfig,
     DeltaNetConfig,
-    DenseConfig,
     KimiDeltaConfig,
-    LatentConfig,
     LayerConfig,
     Mamba2Config,
-    MoEConfig,
     NormKind,
     PagedMixer,
 )
-from freight.config.moe import has_experts, layers_with_experts, parse_moe
-from freight.config.registry import FAMILIES
-from freight.config.rope import RopeConfig as RopeConfig
-from freight.config.rope import parse_ropes
-from freight.errors import CheckpointError, choices
 from freight.fp8.formats import Format
-from freight.operands.activation import Activation, AnyActivation, GatedActivation
 
 # last or inner names of modules that choose experts
 _ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg", "classifier"))
@@ -63,6 +44,73 @@ class ForeignModel:
     def rounded(self) -> tuple[str, ...]:
         """Those that `--quantization fp8` rounds: routers stay in 16 bits."""
         return tuple(name for name in self.linears if not _ROUTERS.intersection(name.split(".")))
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding. `kind` is default, linear, llama3, yarn, longrope or proportional;
+    `parameters` are that kind's numbers.
+
+    linear: factor. llama3: factor, low_freq_factor, high_freq_factor,
+    original_max_position_embeddings. yarn: factor, original_max_position_embeddings and, where the
+    checkpoint has them, attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim, truncate,
+    llama_4_scaling_beta (of queries: `layers.rope`), and attn_factor, which multiplies what the
+    others give (YaRN's first code has it, and vLLM; transformers reads over it). longrope: factor,
+    original_max_position_embeddings, perhaps attention_factor, and what divides each frequency,
+    [rotary_dim / 2]: `short_factors` where no position lies beyond the original length, else
+    `long_factors`. proportional: perhaps factor, and partial_rotary_factor: the share of pairs that
+    are rotated, those of the highest frequencies; the others have frequency 0, and `rotary_dim`
+    counts both. The first `rotary_dim` channels of a head are rotated.
+
+    interleaved   a checkpoint's pairs of channels are (2i, 2i + 1), and not (i, i + rotary_dim / 2)
+                  as those of every kernel. The loader brings the rows of q and k into the kernels'
+                  order, in which the cache has them too
+    """
+
+    rotary_dim: int
+    theta: float = 10000.0
+    kind: str = "default"
+    parameters: Mapping[str, float | bool] = field(default_factory=dict)
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    interleaved: bool = False
+
+    def for_context(self, max_len: int) -> RopeConfig:
+        """As both lists of longrope, the factors that contexts of up to `max_len` tokens take;
+        other kinds alone.
+        """
+        if self.kind != "longrope":
+            return self
+        is_long = max_len > self.parameters["original_max_position_embeddings"]
+        factors = self.long_factors if is_long else self.short_factors
+        return replace(self, short_factors=factors, long_factors=factors)
+
+
+@dataclass(frozen=True)
+class UnreadKeys:
+    """Keys of a config.json that decide nothing in Freight, each in the order of the file.
+
+    unknown   on no list: a publisher's own
+    harmless  known to change no result: training, bookkeeping, defaults of other programs
+    ignored   would be refused, and are named by --ignore-config-keys
+    """
+
+    unknown: tuple[str, ...] = ()
+    harmless: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def describe(self) -> str | None:
+        """One line for the start; None if every key is read."""
+        parts = [f"{', '.join(self.unknown)} (unknown to Freight)"] if self.unknown else []
+        parts += (
+            [f"{', '.join(self.ignored)} (--ignore-config-keys: results may differ)"]
+            if self.ignored
+            else []
+        )
+        parts += (
+            [f"{', '.join(self.harmless)} (known to change no result)"] if self.harmless else []
+        )
+        return f"config.json: not read: {'; '.join(parts)}" if parts else None
 
 
 @dataclass(frozen=True)
@@ -224,172 +272,3 @@ class ModelConfig:
         0: there is none.
         """
         return sum(layer.per_layer.size for layer in self.layers if layer.per_layer is not None)
-
-
-_ACTIVATIONS: Mapping[str, GatedActivation] = {
-    "silu": GatedActivation.SILU,
-    "swish": GatedActivation.SILU,
-    "gelu_pytorch_tanh": GatedActivation.GELU_TANH,
-}
-_UNGATED: Mapping[str, Activation] = {"relu": Activation.RELU, "relu2": Activation.RELU_SQUARED}
-
-
-def parse_model_config(
-    config: JsonObject,
-    tensors: Collection[str] = (),
-    stored: Format | None = None,
-    ignore_keys: Collection[str] = (),
-) -> ModelConfig:
-    """Read the content of a config.json. Raises CheckpointError for what is missing, contradictory
-    or not implemented.
-
-    `tensors` are the names of the checkpoint's tensors: where the decoder is one part of a model,
-    they show where. `stored` is the dtype of those that are not quantized, which counts where
-    config.json names none. `ignore_keys` are read over though they compute (`keys.check_keys`).
-    """
-    outer, unread = config, check_keys(config, ignore_keys)
-    model_type, _ = find_family(config)
-    family, config = decoder_config(config)
-    config = with_defaults(config, family)
-    config = config if family.translate is None else family.translate(config)
-    prefixes = _prefixes(family, tensors)
-    hidden_size = integer(config, "hidden_size")
-    limit = integer(config, "max_position_embeddings")
-    mixers = parse_mixers(config, family)
-    feed_forwards = _feed_forwards(config, family, len(mixers))
-    layers = [
-        LayerConfig(*parts, family.norms) for parts in zip(mixers, feed_forwards, strict=True)
-    ]
-    dtype, dtype_source = checkpoint_dtype(outer, stored)
-    model = ModelConfig(
-        model_type=model_type,
-        architecture=family.architecture,
-        vocab_size=integer(config, "vocab_size"),
-        hidden_size=hidden_size,
-        layers=tuple(layers),
-        ropes=(),
-        max_position_embeddings=limit,
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
-        norm_offset=0.0,
-        embedding_multiplier=float(hidden_size**0.5) if family.scales_embedding else None,
-        tie_word_embeddings=_tied(outer, config, family, prefixes[1], tensors),
-        logit_soft_cap=soft_cap(config, "final_logit_softcapping"),
-        checkpoint_format=dtype,
-        dtype_source=dtype_source,
-        bos_token_id=next(iter(token_ids(config, "bos_token_id", None)), None),
-        eos_token_ids=token_ids(config, "eos_token_id", None),
-        prefixes=prefixes,
-        prediction_layers=max(
-            [integer(config, key, 0, least=0) for key in family.next_token_keys], default=0
-        ),
-        rounds_multiplier=family.scales_embedding,
-        wide_norms=family.wide_norms,
-        ignored_keys=unread.ignored,
-        unread_keys=unread,
-    )
-    model = model if family.derive is None else family.derive(config, model)
-    return replace(model, ropes=_ropes(config, family, model))
-
-
-def stop_token_ids(config: JsonObject, generation_config: JsonObject | None) -> frozenset[int]:
-    """The ids that end a completion: the union of config.json's and generation_config.json's
-    `eos_token_id`.
-
-    The default of the model_type applies only if neither file has that key.
-    """
-    generation = generation_config or {}
-    if config.get("model_type") not in FAMILIES:
-        return frozenset(token_ids(generation, "eos_token_id", None))
-    default = (
-        None
-        if "eos_token_id" in generation
-        else find_family(config)[1].defaults.get("eos_token_id")
-    )
-    own = token_ids(decoder_config(config)[1], "eos_token_id", default)
-    return frozenset(own) | frozenset(token_ids(generation, "eos_token_id", None))
-
-
-def sampling_defaults(generation_config: JsonObject | None) -> dict[str, float]:
-    """What generation_config.json says of sampling, by SamplingParams' names.
-
-    `do_sample` is not followed: its absence in many files that give a temperature does not mean
-    greedy.
-    """
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {name: (generation_config or {}).get(name) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _prefixes(family: Family, tensors: Collection[str]) -> tuple[str, str]:
-    found = (body for body in family.bodies if any(name.startswith(body[0]) for name in tensors))
-    return next(found, family.bodies[0])
-
-
-def _tied(
-    outer: JsonObject,
-    config: JsonObject,
-    family: Family,
-    prefix: str,
-    tensors: Collection[str],
-) -> bool:
-    """Of a decoder that is one part of a model, transformers reads the key outside, which ties
-    without being there; but a head that is stored is used."""
-    if family.text_type is not None and outer.get("tie_word_embeddings") is None and tensors:
-        return f"{prefix}lm_head.weight" not in tensors
-    return flag(config, "tie_word_embeddings")
-
-
-def _ropes(config: JsonObject, family: Family, model: ModelConfig) -> tuple[RopeConfig, ...]:
-    """By `AttentionConfig.rope`; a rope that no layer has is made for heads like the others."""
-    mixers = list(model.paged.values())
-    unrotated = all(
-        isinstance(mixer, LatentConfig) and mixer.rope is None for mixer in mixers
-    )  # or there is none
-    if model.position_offset is not None or unrotated:
-        return ()
-    sizes = {mixer.rope: _rotary_size(mixer) for mixer in mixers}
-    head_dims = tuple(sizes.get(rope, _rotary_size(mixers[0])) for rope in (0, 1))
-    return parse_ropes(config, family, integer(config, "max_position_embeddings"), head_dims)
-
-
-def _rotary_size(mixer: PagedMixer) -> int:
-    """Channels of a head of which a rope rotates all, or a share."""
-    return mixer.rotated if isinstance(mixer, LatentConfig) else mixer.k_dim
-
-
-def _activation(config: JsonObject, family: Family) -> AnyActivation:
-    """What the family's key names; another key, which transformers does not read, must not name
-    another.
-    """
-    known: Mapping[str, AnyActivation] = _ACTIVATIONS if family.gated else _UNGATED
-    own = config.get(family.activation_key, "silu")
-    for key in dict.fromkeys((family.activation_key, "hidden_act", "hidden_activation")):
-        named = config.get(key, own)
-        if not isinstance(named, str) or named not in known:
-            raise CheckpointError(
-                f"config.json: {key} = {named!r} is not implemented; {choices(known)} are"
-            )
-        if known[named] is not known.get(own):
-            raise CheckpointError(
-                f"config.json contradicts itself: {key} = {named!r}, but {family.activation_key} is {own!r}"
-            )
-    return known[own]
-
-
-def _feed_forwards(
-    config: JsonObject, family: Family, num_layers: int
-) -> list[DenseConfig | MoEConfig]:
-    """The feed-forward of each layer."""
-    activation = _activation(config, family)
-    described = family.moe if family.moe is not None and has_experts(config, family.moe) else None
-    experts = [False] * num_layers if described is None else layers_with_experts(config, num_layers)
-    dense: DenseConfig | MoEConfig | None = None
-    if not all(experts):
-        dense = DenseConfig(
-            integer(config, "intermediate_size"), activation, flag(config, family.bias_keys[2])
-        )
-    if described is None:
-        assert dense is not None
-        return [dense] * num_layers
-    moe = parse_moe(config, described, activation)
-    return [moe if sparse else dense or moe for sparse in experts]

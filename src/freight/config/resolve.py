@@ -11,24 +11,20 @@ import math
 import re
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
 from freight.config.hardware import check_hardware, check_kernels, fp8_attention, takes_groups
 from freight.config.kv_source import KV_DTYPES, check_groups, kv_source, require_fit
 from freight.config.layer import MoEConfig
+from freight.config.model import ModelConfig
 from freight.config.options import choose
 from freight.config.other_engines import OTHER_QUANTIZATIONS
 from freight.config.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
 from freight.config.states import check_states, with_state
-from freight.device import DEVICES, check_threads
+from freight.device import DEVICES, DeviceFacts, check_threads
 from freight.errors import CheckpointError, ConfigError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales, Scheme
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
-    from freight.device import DeviceFacts
 
 DTYPES = {"half": Format.FLOAT16, "float": Format.FLOAT32} | {
     str(format): format for format in COMPUTE_FORMATS

@@ -1,58 +1,16 @@
-"""RopeConfig: which rotary embedding a config.json asks for, in both of its spellings. Imports no
-torch.
-"""
+"""Which rotary embedding a config.json asks for, in both of its spellings. Imports no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from freight.config.family import Family, RopeForm
 from freight.config.fields import JsonObject, number
+from freight.config.model import RopeConfig
 from freight.errors import CheckpointError, choices
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding. `kind` is default, linear, llama3, yarn, longrope or proportional;
-    `parameters` are that kind's numbers.
-
-    linear: factor. llama3: factor, low_freq_factor, high_freq_factor,
-    original_max_position_embeddings. yarn: factor, original_max_position_embeddings and, where the
-    checkpoint has them, attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim, truncate,
-    llama_4_scaling_beta (of queries: `layers.rope`), and attn_factor, which multiplies what the
-    others give (YaRN's first code has it, and vLLM; transformers reads over it). longrope: factor,
-    original_max_position_embeddings, perhaps attention_factor, and what divides each frequency,
-    [rotary_dim / 2]: `short_factors` where no position lies beyond the original length, else
-    `long_factors`. proportional: perhaps factor, and partial_rotary_factor: the share of pairs that
-    are rotated, those of the highest frequencies; the others have frequency 0, and `rotary_dim`
-    counts both. The first `rotary_dim` channels of a head are rotated.
-
-    interleaved   a checkpoint's pairs of channels are (2i, 2i + 1), and not (i, i + rotary_dim / 2)
-                  as those of every kernel. The loader brings the rows of q and k into the kernels'
-                  order, in which the cache has them too
-    """
-
-    rotary_dim: int
-    theta: float = 10000.0
-    kind: str = "default"
-    parameters: Mapping[str, float | bool] = field(default_factory=dict)
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    interleaved: bool = False
-
-    def for_context(self, max_len: int) -> RopeConfig:
-        """As both lists of longrope, the factors that contexts of up to `max_len` tokens take;
-        other kinds alone.
-        """
-        if self.kind != "longrope":
-            return self
-        is_long = max_len > self.parameters["original_max_position_embeddings"]
-        factors = self.long_factors if is_long else self.short_factors
-        return replace(self, short_factors=factors, long_factors=factors)
-
 
 _REQUIRED = {
     "default": frozenset[str](),

@@ -7,16 +7,13 @@ All kernel sets take the same formats of states, and 16 bits are bfloat16 alone.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from freight.config.engine import KVCacheConfig
+from freight.config.model import ModelConfig
 from freight.config.options import choose
 from freight.errors import ConfigError
 from freight.fp8.formats import Format
 from freight.operands.tiles import STATE_TILE
-
-if TYPE_CHECKING:
-    from freight.config.engine import KVCacheConfig
-    from freight.config.model import ModelConfig
 
 _MOST_EVERY = 2**30  # kernels take 32 bits, and no context is as long
 STATE_DTYPES = (

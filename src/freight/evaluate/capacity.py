@@ -20,8 +20,9 @@ from freight.checkpoint.layouts import read_scheme
 from freight.config.dtype import DtypeSource
 from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.kv_source import groups_fit
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
 from freight.config.options import choose
+from freight.config.parse import parse_model_config
 from freight.config.registry import FAMILIES
 from freight.config.resolve import DTYPES, parse_memory, step_tokens
 from freight.config.skip_layers import FLAG, check_skipped, skipped_layers

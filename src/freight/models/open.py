@@ -25,7 +25,8 @@ from freight.config.engine import EngineArgs, EngineConfig
 from freight.config.fields import JsonObject
 from freight.config.kv_source import kv_source, uniform_scales
 from freight.config.mechanisms import refuse_mechanisms
-from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
+from freight.config.model import ModelConfig
+from freight.config.parse import parse_model_config, stop_token_ids
 from freight.config.presets import shape_config
 from freight.config.registry import FAMILIES
 from freight.config.resolve import check, resolve

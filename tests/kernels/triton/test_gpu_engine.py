@@ -13,7 +13,7 @@ from freight import LLM
 from freight.cache.pool import allocate_pool
 from freight.cache.spec import cache_spec
 from freight.config.engine import KVCacheConfig
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.config.presets import PRESETS
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.graphs import CudaGraphs

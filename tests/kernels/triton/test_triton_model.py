@@ -16,7 +16,7 @@ from freight.cache.groups import Pages
 from freight.cache.pool import allocate_pool
 from freight.cache.spec import cache_spec
 from freight.config.engine import KVCacheConfig
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.config.presets import PRESETS
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.engine.runner import ModelRunner

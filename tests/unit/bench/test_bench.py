@@ -21,7 +21,7 @@ from freight.bench.throughput import draw_length, measure_throughput
 from freight.bench.timing import MemoryProbe, Spread, bytes_beyond_caches, time_alternately
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import EngineArgs
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.config.presets import PRESETS
 from freight.engine.build import start_engine
 from freight.errors import ConfigError

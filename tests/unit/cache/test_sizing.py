@@ -28,7 +28,8 @@ from freight.cache.spec import (
     default_every,
 )
 from freight.config.engine import EngineArgs, KVCacheConfig
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
+from freight.config.parse import parse_model_config
 from freight.config.presets import shape_config
 from freight.engine.build import describe_cache
 from freight.fp8.formats import Format, Granularity

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from freight.calibrate.modules import ignored_modules, kept_modules, layer_modules, linear_modules
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
+from freight.config.parse import parse_model_config
 from freight.errors import ConfigError
 from freight.models.shapes import kept_in_16_bits
 

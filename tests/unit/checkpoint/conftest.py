@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from freight.checkpoint.reader import Checkpoint
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
+from freight.config.parse import parse_model_config
 
 
 @pytest.fixture

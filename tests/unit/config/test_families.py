@@ -12,7 +12,7 @@ from tests.unit.config.test_model import SHAPE, config, refused, windows, window
 from transformers import OPTConfig
 
 from freight.config.layer import DenseConfig, NormKind, NormPlacement
-from freight.config.model import parse_model_config, stop_token_ids
+from freight.config.parse import parse_model_config, stop_token_ids
 from freight.errors import CheckpointError
 from freight.operands.activation import Activation, GatedActivation
 from freight.operands.routing import Routing, Scoring

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.config.engine import EngineArgs
-from freight.config.kv_source import KV_SCALES, kv_source, uniform_scales
-from freight.config.model import parse_model_config
+from freight.config.engine import KV_SCALES, EngineArgs
+from freight.config.kv_source import kv_source, uniform_scales
+from freight.config.parse import parse_model_config
 from freight.config.resolve import check, resolve
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource

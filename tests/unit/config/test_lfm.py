@@ -11,7 +11,8 @@ from tests.unit.config.test_model import config
 from freight.cache.spec import cache_spec
 from freight.config.engine import KVCacheConfig
 from freight.config.layer import AttentionConfig, MoEConfig, ShortConvConfig
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
+from freight.config.parse import parse_model_config
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.models.open import read_model_config

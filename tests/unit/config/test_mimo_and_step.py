@@ -8,7 +8,8 @@ import pytest
 from tests.unit.config.test_model import SHAPE, config
 
 from freight.config.layer import DenseConfig, MoEConfig
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
+from freight.config.parse import parse_model_config
 from freight.errors import CheckpointError
 from freight.operands.activation import GatedActivation, clamped_silu
 

@@ -15,7 +15,8 @@ from transformers import AutoConfig
 from freight.config import registry
 from freight.config.dtype import DtypeSource, checkpoint_dtype, names_dtype
 from freight.config.layer import AttentionConfig
-from freight.config.model import ModelConfig, parse_model_config, stop_token_ids
+from freight.config.model import ModelConfig
+from freight.config.parse import parse_model_config, stop_token_ids
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.operands.activation import Activation, GatedActivation
@@ -400,6 +401,6 @@ def test_the_stop_id_of_the_class_joins_no_other(
 
 def test_no_torch():
     code = (
-        "import sys, freight.config.model, freight.config.resolve; sys.exit('torch' in sys.modules)"
+        "import sys, freight.config.parse, freight.config.resolve; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

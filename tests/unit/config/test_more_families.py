@@ -8,7 +8,7 @@ import pytest
 from tests.unit.config.test_model import config, refused, windows
 
 from freight.config.layer import DenseConfig, MoEConfig, NormPlacement, OutputGateConfig
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.models.architectures import tensor_names
 from freight.operands.activation import Activation, GateFunction
 from freight.operands.routing import Routing, Scoring

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from freight.checkpoint.config_only import read_config_only
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.config.presets import PRESETS, shape_config
 from freight.errors import ConfigError
 from freight.fp8.formats import Format

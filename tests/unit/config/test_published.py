@@ -15,7 +15,7 @@ from freight.config.engine import EngineArgs, KVCacheConfig, names_of
 from freight.config.keys import HARMLESS
 from freight.config.layer import MoEConfig
 from freight.config.mechanisms import MECHANISMS
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format
 from freight.models.open import read_model_config

@@ -8,7 +8,7 @@ from tests.unit.config.test_model import config
 
 from freight.config.layer import MoEConfig
 from freight.config.mechanisms import missing_mechanisms
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.errors import CheckpointError
 from freight.layers.rope import yarn_attention_factor
 from freight.models.architectures import skipped_parts

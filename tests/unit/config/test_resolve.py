@@ -12,7 +12,7 @@ import pytest
 
 from freight.config.engine import EngineArgs
 from freight.config.kv_source import kv_source
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.config.resolve import check, for_variant, resolve
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource

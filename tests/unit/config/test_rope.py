@@ -8,7 +8,7 @@ from tests.unit.config.test_model import config, refused
 from transformers import Ministral3Config
 from transformers.models.ministral3 import modeling_ministral3
 
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.layers.rope import build_rope
 
 LLAMA3 = {

@@ -13,7 +13,8 @@ import pytest
 from tests.parity.variants import VARIANTS
 
 from freight.config.engine import EngineArgs, EngineConfig
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
+from freight.config.parse import parse_model_config
 from freight.config.resolve import check, resolve
 from freight.config.skip_layers import layer_names
 from freight.device import probe

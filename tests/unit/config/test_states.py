@@ -13,7 +13,8 @@ import pytest
 
 from freight.cache.spec import cache_spec
 from freight.config.engine import EngineArgs, EngineConfig
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
+from freight.config.parse import parse_model_config
 from freight.config.resolve import check, resolve
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource

@@ -8,7 +8,8 @@ import pytest
 from transformers import AutoConfig
 
 from freight.config.layer import MoEConfig
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
+from freight.config.parse import parse_model_config
 from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError
 from freight.models.architectures import ARCHITECTURES, skipped_parts

@@ -15,7 +15,8 @@ from freight import LLM, SamplingParams
 from freight.cache.pool import KVPool, allocate_pool
 from freight.cache.spec import cache_spec
 from freight.config.engine import KVCacheConfig
-from freight.config.model import ModelConfig, parse_model_config
+from freight.config.model import ModelConfig
+from freight.config.parse import parse_model_config
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.recordings import CpuRecordings, CpuStep

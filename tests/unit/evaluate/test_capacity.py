@@ -20,7 +20,7 @@ from freight.cache.pool import PagedState
 from freight.cache.sizing import MEMORY_SHARE, bytes_of_request, split_memory, useful_memory
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import EngineArgs
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.engine.build import cache_facts, start_engine
 from freight.errors import CapacityError, CheckpointError, ConfigError
 from freight.evaluate.capacity import (

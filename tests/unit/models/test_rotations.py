@@ -10,7 +10,8 @@ import torch
 from freight.cache.pool import allocate_pool
 from freight.cache.spec import cache_spec
 from freight.config.engine import KVCacheConfig
-from freight.config.model import ModelConfig, RopeConfig, parse_model_config
+from freight.config.model import ModelConfig, RopeConfig
+from freight.config.parse import parse_model_config
 from freight.config.presets import PRESETS
 from freight.engine.runner import ModelRunner
 from freight.fp8.formats import Format

@@ -16,7 +16,7 @@ import freight
 from freight.checkpoint.config_only import read_config_only
 from freight.checkpoint.layouts import read_scheme
 from freight.config.engine import EngineArgs
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.config.registry import FAMILIES
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format

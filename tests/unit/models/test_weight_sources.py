@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.engine import EngineArgs
-from freight.config.model import parse_model_config
+from freight.config.parse import parse_model_config
 from freight.config.presets import PRESETS
 from freight.fp8.formats import Format
 from freight.fp8.weights import fit_rows

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.deriving import rotate_in_windows, with_attention
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import JsonObject, flag
 from freight.config.layer import NormPlacement, OutputGateConfig
+from freight.config.model import ModelConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import AttentionNames, TensorNames
 from freight.operands.activation import GateFunction
 from freight.operands.routing import Scoring
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:

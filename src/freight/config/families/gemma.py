@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, words
 from freight.config.fields import JsonObject
 from freight.config.layer import NormPlacement
+from freight.config.model import ModelConfig
 from freight.config.tensor_names import VISION_TOWER, TensorNames
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.attention import even_head_dim, require_multiple
 from freight.config.deriving import with_mixers
@@ -20,13 +19,11 @@ from freight.config.layer import (
     NormPlacement,
     PerLayerEmbeddingConfig,
 )
+from freight.config.model import ModelConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import VISION_TOWER, not_run
 from freight.errors import CheckpointError, choices
 from freight.operands.activation import GatedActivation
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 
 def _translate(config: JsonObject) -> JsonObject:

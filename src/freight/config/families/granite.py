@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.attention import require_multiple
 from freight.config.deriving import (
@@ -16,13 +15,11 @@ from freight.config.deriving import (
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import JsonObject, flag, integer, number
 from freight.config.layer import Mamba2Config
+from freight.config.model import ModelConfig
 from freight.config.moe import MoEFamily, has_experts
 from freight.config.tensor_names import TensorNames
 from freight.errors import CheckpointError
 from freight.operands.routing import Scoring
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 _MULTIPLIERS = words("embedding_multiplier attention_multiplier residual_multiplier logits_scaling")
 

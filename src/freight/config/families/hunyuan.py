@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.attention import parse_head_dim
 from freight.config.deriving import with_attention
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import JsonObject, flag, number
+from freight.config.model import ModelConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import AttentionNames, TensorNames
 from freight.errors import CheckpointError
 from freight.operands.routing import Scoring
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 _ROPES = ("rope_parameters", "rope_scaling")
 

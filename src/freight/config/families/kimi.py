@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.deriving import conv_width, require_silu, with_layers
 from freight.config.family import Family, words
@@ -18,12 +17,10 @@ from freight.config.latent import (
     translate_latent,
 )
 from freight.config.layer import KimiDeltaConfig
+from freight.config.model import ModelConfig
 from freight.config.moe import DEEPSEEK_EXPERTS
 from freight.config.tensor_names import TensorNames
 from freight.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 _STATEFUL, _ATTENTION = "linear_attention", "full_attention"
 _NESTED = "linear_attn_config"  # of the publisher's files

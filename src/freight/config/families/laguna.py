@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.attention import require_multiple
 from freight.config.deriving import with_mixers
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import JsonObject, integer
 from freight.config.layer import AttentionConfig, OutputGateConfig
+from freight.config.model import ModelConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import TensorNames
 from freight.errors import CheckpointError
 from freight.operands.activation import GateFunction
 from freight.operands.routing import Scoring
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:

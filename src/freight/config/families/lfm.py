@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from freight.config.deriving import conv_width, with_layers
 from freight.config.family import LANGUAGE_MODEL, Family, words
 from freight.config.fields import JsonObject, flag, integer, number
 from freight.config.layer import MoEConfig, ShortConvConfig
+from freight.config.model import ModelConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import VISION_TOWER, AttentionNames, TensorNames
 from freight.errors import CheckpointError
 from freight.operands.routing import Scoring
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 _CONV = "conv"  # in `layer_types`
 

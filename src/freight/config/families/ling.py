@@ -8,7 +8,6 @@ Ling 2.6, of the same model_type, has lightning attention and is refused
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.deriving import conv_width, require_silu, with_layers
 from freight.config.family import Family, words
@@ -21,12 +20,10 @@ from freight.config.latent import (
     translate_latent,
 )
 from freight.config.layer import KimiDeltaConfig
+from freight.config.model import ModelConfig
 from freight.config.moe import DEEPSEEK_EXPERTS
 from freight.config.tensor_names import KimiDeltaNames, LatentNames, TensorNames
 from freight.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 _STATEFUL, _ATTENTION = "linear_attention", "full_attention"
 # keys of transformers -> those of the publisher

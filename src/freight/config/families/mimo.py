@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.attention import require_multiple
 from freight.config.deriving import with_mixers
 from freight.config.families.qwen import QWEN2
 from freight.config.family import Family, words
 from freight.config.fields import JsonObject, integer, number
+from freight.config.model import ModelConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import PREDICTS, AttentionNames, TensorNames
 from freight.errors import CheckpointError
 from freight.operands.routing import Scoring
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 _SHARE = 0.334  # of a head's channels that are rotated
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.deriving import with_mixers
 from freight.config.families.gemma import GEMMA_TENSORS
 from freight.config.family import LANGUAGE_MODEL, Family, words
 from freight.config.fields import JsonObject, integer, number
 from freight.config.layer import NormPlacement, OutputGateConfig
+from freight.config.model import ModelConfig
 from freight.config.tensor_names import AttentionNames, not_run
 from freight.errors import CheckpointError
 from freight.operands.activation import GateFunction
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 
 def _translate(config: JsonObject) -> JsonObject:

@@ -6,20 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from freight.config.attention import require_multiple
 from freight.config.deriving import conv_width, step_limits
 from freight.config.family import Family, words
 from freight.config.fields import JsonObject, flag, integer
 from freight.config.layer import AttentionConfig, Mamba2Config
+from freight.config.model import ModelConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import PREDICTS, AttentionNames, MambaNames, TensorNames, not_run
 from freight.errors import CheckpointError, choices
 from freight.operands.routing import Scoring
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 _MAMBA, _ATTENTION, _MLP, _MOE = (
     "linear_attention",

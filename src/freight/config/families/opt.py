@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.deriving import with_attention
 from freight.config.family import Family, words
 from freight.config.fields import JsonObject, flag, integer
 from freight.config.layer import NormKind, NormPlacement
+from freight.config.model import ModelConfig
 from freight.config.tensor_names import AttentionNames, TensorNames
 from freight.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 
 def _translate(config: JsonObject) -> JsonObject:

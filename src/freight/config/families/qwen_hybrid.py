@@ -5,19 +5,16 @@ no torch.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.attention import require_multiple
 from freight.config.deriving import conv_width, require_silu, with_attention, with_layers
 from freight.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, RopeForm, words
 from freight.config.fields import JsonObject, integer
 from freight.config.layer import DeltaNetConfig, OutputGateConfig
+from freight.config.model import ModelConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import PREDICTS, VISUAL, DeltaNetNames, TensorNames, not_run
 from freight.operands.activation import GateFunction
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 _STATEFUL = "linear_attention"
 _KEYS = words(

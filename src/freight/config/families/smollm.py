@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from freight.config.deriving import with_mixers
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import JsonObject, flag, integer
+from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:

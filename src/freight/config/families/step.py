@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from freight.config.attention import require_multiple
 from freight.config.family import ATTENTION_BIAS, Family, words
 from freight.config.fields import JsonObject, integer, number
 from freight.config.layer import AttentionConfig, DenseConfig, MoEConfig, OutputGateConfig
+from freight.config.model import ModelConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import TensorNames, not_run
 from freight.errors import CheckpointError
 from freight.operands.activation import GatedActivation, GateFunction, clamped_silu
 from freight.operands.routing import Scoring
-
-if TYPE_CHECKING:
-    from freight.config.model import ModelConfig
 
 _BY_LAYER = words(
     "layer_types mlp_layer_types swiglu_limits swiglu_limits_shared rope_theta partial_rotary_factors"

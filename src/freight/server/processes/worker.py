@@ -106,7 +106,7 @@ class Channel:
 def _build(channel: Channel, args: dict[str, Any], options: dict[str, Any], commands: Any) -> Any:
     """Load the model, saying so on the way; returns the Loop."""
     from freight.config.engine import EngineArgs
-    from freight.config.model import sampling_defaults
+    from freight.config.parse import sampling_defaults
     from freight.config.resolve import for_serving
     from freight.engine.build import cache_facts, start_engine
     from freight.engine.fingerprint import fingerprint, is_reproducible

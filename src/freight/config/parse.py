@@ -1,0 +1,200 @@
+"""Read the content of a config.json as a ModelConfig. Imports no torch.
+
+Every key of config.json is either used, on a list of keys that do not affect the model, or has a
+value that disables its feature. Any other key raises a CheckpointError that names it and its value,
+because ignoring it could silently change the output. An absent key has the default of transformers'
+configuration class of that model_type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from freight.config.attention import parse_mixers, soft_cap
+from freight.config.dtype import checkpoint_dtype
+from freight.config.family import Family
+from freight.config.fields import JsonObject, flag, integer, number, token_ids
+from freight.config.keys import check_keys, decoder_config, find_family, with_defaults
+from freight.config.layer import (
+    DenseConfig,
+    LatentConfig,
+    LayerConfig,
+    MoEConfig,
+    PagedMixer,
+)
+from freight.config.model import ModelConfig, RopeConfig
+from freight.config.moe import has_experts, layers_with_experts, parse_moe
+from freight.config.registry import FAMILIES
+from freight.config.rope import parse_ropes
+from freight.errors import CheckpointError, choices
+from freight.fp8.formats import Format
+from freight.operands.activation import Activation, AnyActivation, GatedActivation
+
+_ACTIVATIONS: Mapping[str, GatedActivation] = {
+    "silu": GatedActivation.SILU,
+    "swish": GatedActivation.SILU,
+    "gelu_pytorch_tanh": GatedActivation.GELU_TANH,
+}
+_UNGATED: Mapping[str, Activation] = {"relu": Activation.RELU, "relu2": Activation.RELU_SQUARED}
+
+
+def parse_model_config(
+    config: JsonObject,
+    tensors: Collection[str] = (),
+    stored: Format | None = None,
+    ignore_keys: Collection[str] = (),
+) -> ModelConfig:
+    """Read the content of a config.json. Raises CheckpointError for what is missing, contradictory
+    or not implemented.
+
+    `tensors` are the names of the checkpoint's tensors: where the decoder is one part of a model,
+    they show where. `stored` is the dtype of those that are not quantized, which counts where
+    config.json names none. `ignore_keys` are read over though they compute (`keys.check_keys`).
+    """
+    outer, unread = config, check_keys(config, ignore_keys)
+    model_type, _ = find_family(config)
+    family, config = decoder_config(config)
+    config = with_defaults(config, family)
+    config = config if family.translate is None else family.translate(config)
+    prefixes = _prefixes(family, tensors)
+    hidden_size = integer(config, "hidden_size")
+    limit = integer(config, "max_position_embeddings")
+    mixers = parse_mixers(config, family)
+    feed_forwards = _feed_forwards(config, family, len(mixers))
+    layers = [
+        LayerConfig(*parts, family.norms) for parts in zip(mixers, feed_forwards, strict=True)
+    ]
+    dtype, dtype_source = checkpoint_dtype(outer, stored)
+    model = ModelConfig(
+        model_type=model_type,
+        architecture=family.architecture,
+        vocab_size=integer(config, "vocab_size"),
+        hidden_size=hidden_size,
+        layers=tuple(layers),
+        ropes=(),
+        max_position_embeddings=limit,
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        norm_offset=0.0,
+        embedding_multiplier=float(hidden_size**0.5) if family.scales_embedding else None,
+        tie_word_embeddings=_tied(outer, config, family, prefixes[1], tensors),
+        logit_soft_cap=soft_cap(config, "final_logit_softcapping"),
+        checkpoint_format=dtype,
+        dtype_source=dtype_source,
+        bos_token_id=next(iter(token_ids(config, "bos_token_id", None)), None),
+        eos_token_ids=token_ids(config, "eos_token_id", None),
+        prefixes=prefixes,
+        prediction_layers=max(
+            [integer(config, key, 0, least=0) for key in family.next_token_keys], default=0
+        ),
+        rounds_multiplier=family.scales_embedding,
+        wide_norms=family.wide_norms,
+        ignored_keys=unread.ignored,
+        unread_keys=unread,
+    )
+    model = model if family.derive is None else family.derive(config, model)
+    return replace(model, ropes=_ropes(config, family, model))
+
+
+def stop_token_ids(config: JsonObject, generation_config: JsonObject | None) -> frozenset[int]:
+    """The ids that end a completion: the union of config.json's and generation_config.json's
+    `eos_token_id`.
+
+    The default of the model_type applies only if neither file has that key.
+    """
+    generation = generation_config or {}
+    if config.get("model_type") not in FAMILIES:
+        return frozenset(token_ids(generation, "eos_token_id", None))
+    default = (
+        None
+        if "eos_token_id" in generation
+        else find_family(config)[1].defaults.get("eos_token_id")
+    )
+    own = token_ids(decoder_config(config)[1], "eos_token_id", default)
+    return frozenset(own) | frozenset(token_ids(generation, "eos_token_id", None))
+
+
+def sampling_defaults(generation_config: JsonObject | None) -> dict[str, float]:
+    """What generation_config.json says of sampling, by SamplingParams' names.
+
+    `do_sample` is not followed: its absence in many files that give a temperature does not mean
+    greedy.
+    """
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: (generation_config or {}).get(name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _prefixes(family: Family, tensors: Collection[str]) -> tuple[str, str]:
+    found = (body for body in family.bodies if any(name.startswith(body[0]) for name in tensors))
+    return next(found, family.bodies[0])
+
+
+def _tied(
+    outer: JsonObject,
+    config: JsonObject,
+    family: Family,
+    prefix: str,
+    tensors: Collection[str],
+) -> bool:
+    """Of a decoder that is one part of a model, transformers reads the key outside, which ties
+    without being there; but a head that is stored is used."""
+    if family.text_type is not None and outer.get("tie_word_embeddings") is None and tensors:
+        return f"{prefix}lm_head.weight" not in tensors
+    return flag(config, "tie_word_embeddings")
+
+
+def _ropes(config: JsonObject, family: Family, model: ModelConfig) -> tuple[RopeConfig, ...]:
+    """By `AttentionConfig.rope`; a rope that no layer has is made for heads like the others."""
+    mixers = list(model.paged.values())
+    unrotated = all(
+        isinstance(mixer, LatentConfig) and mixer.rope is None for mixer in mixers
+    )  # or there is none
+    if model.position_offset is not None or unrotated:
+        return ()
+    sizes = {mixer.rope: _rotary_size(mixer) for mixer in mixers}
+    head_dims = tuple(sizes.get(rope, _rotary_size(mixers[0])) for rope in (0, 1))
+    return parse_ropes(config, family, integer(config, "max_position_embeddings"), head_dims)
+
+
+def _rotary_size(mixer: PagedMixer) -> int:
+    """Channels of a head of which a rope rotates all, or a share."""
+    return mixer.rotated if isinstance(mixer, LatentConfig) else mixer.k_dim
+
+
+def _activation(config: JsonObject, family: Family) -> AnyActivation:
+    """What the family's key names; another key, which transformers does not read, must not name
+    another.
+    """
+    known: Mapping[str, AnyActivation] = _ACTIVATIONS if family.gated else _UNGATED
+    own = config.get(family.activation_key, "silu")
+    for key in dict.fromkeys((family.activation_key, "hidden_act", "hidden_activation")):
+        named = config.get(key, own)
+        if not isinstance(named, str) or named not in known:
+            raise CheckpointError(
+                f"config.json: {key} = {named!r} is not implemented; {choices(known)} are"
+            )
+        if known[named] is not known.get(own):
+            raise CheckpointError(
+                f"config.json contradicts itself: {key} = {named!r}, but {family.activation_key} is {own!r}"
+            )
+    return known[own]
+
+
+def _feed_forwards(
+    config: JsonObject, family: Family, num_layers: int
+) -> list[DenseConfig | MoEConfig]:
+    """The feed-forward of each layer."""
+    activation = _activation(config, family)
+    described = family.moe if family.moe is not None and has_experts(config, family.moe) else None
+    experts = [False] * num_layers if described is None else layers_with_experts(config, num_layers)
+    dense: DenseConfig | MoEConfig | None = None
+    if not all(experts):
+        dense = DenseConfig(
+            integer(config, "intermediate_size"), activation, flag(config, family.bias_keys[2])
+        )
+    if described is None:
+        assert dense is not None
+        return [dense] * num_layers
+    moe = parse_moe(config, described, activation)
+    return [moe if sparse else dense or moe for sparse in experts]
