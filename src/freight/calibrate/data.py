@@ -65,7 +65,10 @@ def read_samples(
         logger.warning(
             "%s gives %d tokens in %s, and scales of fewer than %d tokens may not fit other text; give more text, or "
             "raise --num-samples or --max-seq-len",
-            *(where, total, _samples(len(samples)), FEW_TOKENS),
+            where,
+            total,
+            _samples(len(samples)),
+            FEW_TOKENS,
         )
     return samples
 

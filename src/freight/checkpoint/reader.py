@@ -50,8 +50,10 @@ _UNUSED = {
     "*.prob_scale": "a scale of probabilities, which stay in 32 bits",
 }
 _ZERO_POINTS = (
-    *("*.[qkv]_zero_point", "*.[qkv]_proj.output_zero_point"),
-    *("*.weight_zero_point", "*.input_zero_point"),
+    "*.[qkv]_zero_point",
+    "*.[qkv]_proj.output_zero_point",
+    "*.weight_zero_point",
+    "*.input_zero_point",
 )
 
 

@@ -35,28 +35,31 @@ SHARD_BYTES = 2 * 2**30
 # What belongs to a model beside config.json and weights: tokenizer, generation defaults, chat
 # template, what prepares pictures and sound, licence.
 _COPIED = (
-    *(
-        "generation_config.json",
-        "tokenizer*",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-    ),
-    *(
-        "merges.txt",
-        "vocab.txt",
-        "*.model",
-        "*.tiktoken",
-        "tekken.json",
-        "*.jinja",
-        "chat_template.json",
-    ),
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "*.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
 )
 _WRITTEN = (
-    *("config.json", "freight_kv_scales.json"),
-    *("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json"),
+    "config.json",
+    "freight_kv_scales.json",
+    "model.safetensors",
+    "model-?????-of-?????.safetensors",
+    "model.safetensors.index.json",
     LOCK,  # of a run that was killed when all else was done
 )
 

@@ -26,8 +26,20 @@ _PRESETS = {  # names of schemes -> weights, activations
 }
 _NOT_WRITTEN = frozenset(  # further preset schemes of compressed-tensors
     (
-        *("UNQUANTIZED", "W8A16", "W4A16", "W4A16_ASYM", "W8A8", "INT8", "W4A8", "W4AFP8"),
-        *("NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4", "MXFP8A16", "MXFP8"),
+        "UNQUANTIZED",
+        "W8A16",
+        "W4A16",
+        "W4A16_ASYM",
+        "W8A8",
+        "INT8",
+        "W4A8",
+        "W4AFP8",
+        "NVFP4A16",
+        "NVFP4",
+        "MXFP4A16",
+        "MXFP4",
+        "MXFP8A16",
+        "MXFP8",
     )
 )
 _BLOCKS = (None, [128, 128], (128, 128), "128x128")

@@ -9,8 +9,9 @@ sequences of a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -22,6 +23,22 @@ from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing
 from freight.operands.states import States
 from freight.operands.weight import Weight, Weights
+
+First = TypeVar("First")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def method_on(
+    attribute: str, function: Callable[Concatenate[First, P], T]
+) -> Callable[Concatenate[object, P], T]:
+    """Make `function` a method of a kernel set, which passes its own `attribute` first."""
+
+    @wraps(function)
+    def method(kernels: object, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return function(getattr(kernels, attribute), *args, **kwargs)
+
+    return method
 
 
 class KernelSet(Protocol):

@@ -15,6 +15,7 @@ from freight.kernels.cpu.interface import FORMATS, FreightAttention
 from freight.kernels.cpu.library import Library
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
+from freight.operands.packed import PackedWeight
 
 
 def attention(
@@ -26,6 +27,7 @@ def attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    consumer: PackedWeight | None = None,
 ) -> Tensor:
     """As `reference.attention`. q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads,
     v_dim].

@@ -14,6 +14,7 @@ from freight.kernels.cpu.arguments import address, weight_format
 from freight.kernels.cpu.interface import FORMATS, GATED_ACTIVATIONS, FreightGated, FreightNorm
 from freight.kernels.cpu.library import Library
 from freight.operands.activation import GatedActivation
+from freight.operands.packed import PackedWeight
 
 
 def add_rms_norm(
@@ -22,6 +23,7 @@ def add_rms_norm(
     delta: Tensor | None,
     weight: Tensor,
     eps: float,
+    consumer: PackedWeight | None = None,
     delta_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference.add_rms_norm`. x, delta: [rows, size], one dtype; weight, delta_weight: [size], in
@@ -39,37 +41,44 @@ def add_rms_norm(
     out = library.empty((rows, size), x.dtype)
     library.functions.freight_add_rms_norm(
         FreightNorm(  # by position, which takes a third of the time
-            *(
-                x.data_ptr(),
-                address(delta),
-                address(weight),
-                address(delta_weight),
-                total.data_ptr(),
-                out.data_ptr(),
-            ),
-            *(
-                rows,
-                size,
-                FORMATS[x.dtype],
-                weight_format(weight, x),
-                of_delta,
-                eps,
-                torch.get_num_threads(),
-            ),
+            x.data_ptr(),
+            address(delta),
+            address(weight),
+            address(delta_weight),
+            total.data_ptr(),
+            out.data_ptr(),
+            rows,
+            size,
+            FORMATS[x.dtype],
+            weight_format(weight, x),
+            of_delta,
+            eps,
+            torch.get_num_threads(),
         )
     )
     return total, out
 
 
-def gated(library: Library, gate_up: Tensor, activation: GatedActivation) -> Tensor:
+def gated(
+    library: Library,
+    gate_up: Tensor,
+    activation: GatedActivation,
+    consumer: PackedWeight | None = None,
+) -> Tensor:
     """`reference.gated`. gate_up: [rows, 2 * size]; returns [rows, size]."""
     gate_up = gate_up.contiguous()
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = library.empty((rows, size), gate_up.dtype)
     library.functions.freight_gated(
         FreightGated(
-            *(gate_up.data_ptr(), out.data_ptr(), rows, size, FORMATS[gate_up.dtype]),
-            *(GATED_ACTIVATIONS[activation.function], activation.limit, torch.get_num_threads()),
+            gate_up.data_ptr(),
+            out.data_ptr(),
+            rows,
+            size,
+            FORMATS[gate_up.dtype],
+            GATED_ACTIVATIONS[activation.function],
+            activation.limit,
+            torch.get_num_threads(),
         )
     )
     return out

@@ -35,7 +35,7 @@ from freight.kernels.cpu.linear import (
     packed_bytes,
 )
 from freight.operands.activation import Activation, AnyActivation
-from freight.operands.packed import PackedExperts
+from freight.operands.packed import PackedExperts, PackedWeight
 from freight.operands.routing import Routing
 from freight.operands.weight import Weights
 
@@ -112,7 +112,7 @@ def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> CpuE
 def route(
     library: Library,
     x: Tensor,
-    router: CpuWeight,
+    router: PackedWeight,
     routing: Routing,
     bias: Tensor | None = None,
     choice_bias: Tensor | None = None,
@@ -121,6 +121,7 @@ def route(
     """`KernelSet.route`. The logits have the bits of `linear` over x in float32; a NaN counts as
     the largest score.
     """
+    assert isinstance(router, CpuWeight)
     rows, hidden_size = x.shape
     num_experts, top_k = router.out_features, routing.top_k
     assert hidden_size == router.in_features
@@ -139,16 +140,21 @@ def route(
     )
     library.functions.freight_route(
         FreightRoute(
-            *(
-                router.address,
-                x.data_ptr(),
-                *map(address, by_expert),
-                ids.data_ptr(),
-                weights.data_ptr(),
-            ),
-            *(rows, FORMATS[x.dtype], top_k, SCORINGS[routing.scoring], routing.normed),
-            *(routing.num_groups, routing.top_groups, routing.group_best),
-            *(routing.factor, torch.get_num_threads()),
+            router.address,
+            x.data_ptr(),
+            *map(address, by_expert),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            rows,
+            FORMATS[x.dtype],
+            top_k,
+            SCORINGS[routing.scoring],
+            routing.normed,
+            routing.num_groups,
+            routing.top_groups,
+            routing.group_best,
+            routing.factor,
+            torch.get_num_threads(),
         )
     )
     return ids, weights
@@ -159,12 +165,14 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: CpuExperts,
-    down: CpuExperts,
+    gate_up: PackedExperts,
+    down: PackedExperts,
     activation: AnyActivation,
     base: Tensor | None = None,
 ) -> Tensor:
     """`KernelSet.experts`. ids: int32, weights: float32, both [rows, top_k]."""
+    assert isinstance(gate_up, CpuExperts)
+    assert isinstance(down, CpuExperts)
     rows, hidden_size = x.shape
     if isinstance(activation, Activation):
         gated, code, limit = 0, UNGATED_ACTIVATIONS[activation], 0.0
@@ -183,17 +191,31 @@ def experts(
     out = library.empty((rows, hidden_size), x.dtype)
     library.functions.freight_experts(
         FreightExperts(
-            *(gate_up.address, down.address, address(gate_up.bias), address(down.bias)),
-            *(x.data_ptr(), address(base), address(ids), address(weights), out.data_ptr(), rows),
-            *(gate_up.num_experts, ids.shape[1], FORMATS[x.dtype], gated, code),
-            *(limit, torch.get_num_threads()),
+            gate_up.address,
+            down.address,
+            address(gate_up.bias),
+            address(down.bias),
+            x.data_ptr(),
+            address(base),
+            address(ids),
+            address(weights),
+            out.data_ptr(),
+            rows,
+            gate_up.num_experts,
+            ids.shape[1],
+            FORMATS[x.dtype],
+            gated,
+            code,
+            limit,
+            torch.get_num_threads(),
         )
     )
     return out
 
 
-def by_head(library: Library, x: Tensor, matrices: CpuExperts) -> Tensor:
+def by_head(library: Library, x: Tensor, matrices: PackedExperts) -> Tensor:
     """`KernelSet.by_head`."""
+    assert isinstance(matrices, CpuExperts)
     rows, heads, in_features = x.shape
     assert (heads, in_features) == (matrices.num_experts, matrices.in_features)
     assert x.stride(2) == 1 or in_features == 1
@@ -201,8 +223,15 @@ def by_head(library: Library, x: Tensor, matrices: CpuExperts) -> Tensor:
     out = library.empty((rows, heads, matrices.out_features), x.dtype)
     library.functions.freight_by_head(
         FreightByHead(
-            *(matrices.address, x.data_ptr(), out.data_ptr(), rows, x.stride(0), x.stride(1)),
-            *(heads, FORMATS[x.dtype], torch.get_num_threads()),
+            matrices.address,
+            x.data_ptr(),
+            out.data_ptr(),
+            rows,
+            x.stride(0),
+            x.stride(1),
+            heads,
+            FORMATS[x.dtype],
+            torch.get_num_threads(),
         )
     )
     return out

@@ -44,12 +44,6 @@ UNGATED_ACTIVATIONS = {Activation.RELU: 0, Activation.RELU_SQUARED: 1}
 GATE_FUNCTIONS = {GateFunction.SOFTPLUS: 0, GateFunction.SIGMOID: 1, GateFunction.IDENTITY: 2}
 SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.CHOSEN: 2}
 OK, OUT_OF_MEMORY, FAILED, SHORT_CONTEXT, NO_SUCH_ROW = range(5)  # FreightStatus
-# By FreightFunction: those that can be replayed.
-FUNCTIONS = (
-    *("linear", "add_rms_norm", "gated", "attention", "rotate_store", "experts", "route"),
-    *("add_layer_norm", "activated", "gate", "part"),
-    *("decays", "gated_norm", "convolution", "recurrence", "lookup", "by_head"),
-)
 
 _ERRORS: dict[int, tuple[type[FreightError], str]] = {
     OUT_OF_MEMORY: (
@@ -67,243 +61,234 @@ _ERRORS: dict[int, tuple[type[FreightError], str]] = {
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
+def _fields(*parts: tuple[type, str]) -> list[tuple[str, type]]:
+    """The fields of a struct, in order. A part: a type, and the names of its fields."""
+    return [(name, kind) for kind, names in parts for name in names.split()]
+
+
 class FreightWeight(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("data", "scale", "block_scale")),
-        *((name, _LONG) for name in ("out_features", "in_features")),
-        *((name, _INT) for name in ("format", "activations")),
-        ("input_scale", _FLOAT),
+    _fields_ = _fields(
+        (_POINTER, "data scale block_scale"),
+        (_LONG, "out_features in_features"),
+        (_INT, "format activations"),
+        (_FLOAT, "input_scale"),
     )
 
 
 class FreightLinear(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("weight", "x", "bias", "y")),
-        ("rows", _LONG),
-        *((name, _INT) for name in ("format", "wide", "threads")),
+    _fields_ = _fields(
+        (_POINTER, "weight x bias y"),
+        (_LONG, "rows"),
+        (_INT, "format wide threads"),
     )
 
 
 class FreightByHead(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("weights", "x", "y")),
-        *((name, _LONG) for name in ("rows", "x_stride", "head_stride")),
-        *((name, _INT) for name in ("heads", "format", "threads")),
+    _fields_ = _fields(
+        (_POINTER, "weights x y"),
+        (_LONG, "rows x_stride head_stride"),
+        (_INT, "heads format threads"),
     )
 
 
 class FreightNorm(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("x", "delta", "weight", "delta_weight", "sum", "out")),
-        *((name, _LONG) for name in ("rows", "size")),
-        *((name, _INT) for name in ("format", "weight_format", "delta_weight_format")),
-        ("eps", _FLOAT),
-        ("threads", _INT),
+    _fields_ = _fields(
+        (_POINTER, "x delta weight delta_weight sum out"),
+        (_LONG, "rows size"),
+        (_INT, "format weight_format delta_weight_format"),
+        (_FLOAT, "eps"),
+        (_INT, "threads"),
     )
 
 
 class FreightGated(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("gate_up", "out")),
-        *((name, _LONG) for name in ("rows", "size")),
-        *((name, _INT) for name in ("format", "activation")),
-        ("limit", _FLOAT),
-        ("threads", _INT),
+    _fields_ = _fields(
+        (_POINTER, "gate_up out"),
+        (_LONG, "rows size"),
+        (_INT, "format activation"),
+        (_FLOAT, "limit"),
+        (_INT, "threads"),
     )
 
 
 class FreightLayerNorm(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("x", "delta", "weight", "bias", "sum", "out")),
-        *((name, _LONG) for name in ("rows", "size")),
-        ("format", _INT),
-        ("eps", _FLOAT),
-        ("threads", _INT),
+    _fields_ = _fields(
+        (_POINTER, "x delta weight bias sum out"),
+        (_LONG, "rows size"),
+        (_INT, "format"),
+        (_FLOAT, "eps"),
+        (_INT, "threads"),
     )
 
 
 class FreightActivated(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("x", "out")),
-        *((name, _LONG) for name in ("rows", "size")),
-        *((name, _INT) for name in ("format", "activation", "threads")),
+    _fields_ = _fields(
+        (_POINTER, "x out"),
+        (_LONG, "rows size"),
+        (_INT, "format activation threads"),
     )
 
 
 class FreightGate(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("x", "logits", "out")),
-        *((name, _LONG) for name in ("rows", "size", "groups", "x_stride", "logits_stride")),
-        *((name, _INT) for name in ("format", "function", "threads")),
+    _fields_ = _fields(
+        (_POINTER, "x logits out"),
+        (_LONG, "rows size groups x_stride logits_stride"),
+        (_INT, "format function threads"),
     )
 
 
 class FreightPart(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("x", "weight", "out")),
-        *((name, _LONG) for name in ("rows", "size", "x_stride", "out_stride", "group")),
-        *((name, _INT) for name in ("format", "weight_format")),
-        ("eps", _FLOAT),
-        ("threads", _INT),
+    _fields_ = _fields(
+        (_POINTER, "x weight out"),
+        (_LONG, "rows size x_stride out_stride group"),
+        (_INT, "format weight_format"),
+        (_FLOAT, "eps"),
+        (_INT, "threads"),
     )
 
 
 class FreightDecays(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("a", "b", "a_log", "dt_bias", "beta", "log_decay")),
-        *((name, _LONG) for name in ("rows", "heads", "k_dim", "a_stride", "b_stride")),
-        *((name, _FLOAT) for name in ("least", "most", "bound")),
-        *((name, _INT) for name in ("format", "threads")),
+    _fields_ = _fields(
+        (_POINTER, "a b a_log dt_bias beta log_decay"),
+        (_LONG, "rows heads k_dim a_stride b_stride"),
+        (_FLOAT, "least most bound"),
+        (_INT, "format threads"),
     )
 
 
 class FreightGatedNorm(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("x", "gate", "weight", "out")),
-        *(
-            (name, _LONG)
-            for name in ("rows", "size", "group", "weight_size", "x_stride", "gate_stride")
-        ),
-        *((name, _INT) for name in ("format", "weight_format")),
-        ("eps", _FLOAT),
-        *((name, _INT) for name in ("norm_first", "threads")),
+    _fields_ = _fields(
+        (_POINTER, "x gate weight out"),
+        (_LONG, "rows size group weight_size x_stride gate_stride"),
+        (_INT, "format weight_format"),
+        (_FLOAT, "eps"),
+        (_INT, "norm_first threads"),
     )
 
 
 class FreightLookup(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("table", "ids", "base", "out")),
-        *((name, _LONG) for name in ("rows", "size", "table_rows", "table_stride")),
-        *((name, _INT) for name in ("table_format", "format")),
-        *((name, _FLOAT) for name in ("multiplier", "factor")),
-        ("threads", _INT),
+    _fields_ = _fields(
+        (_POINTER, "table ids base out"),
+        (_LONG, "rows size table_rows table_stride"),
+        (_INT, "table_format format"),
+        (_FLOAT, "multiplier factor"),
+        (_INT, "threads"),
     )
 
 
 class FreightRoute(ctypes.Structure):
-    _fields_ = (
-        *(
-            (name, _POINTER)
-            for name in ("router", "x", "bias", "choice_bias", "expert_scale", "ids", "weights")
-        ),
-        ("rows", _LONG),
-        *((name, _INT) for name in ("format", "top_k", "scoring", "normed")),
-        *((name, _INT) for name in ("num_groups", "top_groups", "group_best")),
-        ("factor", _FLOAT),
-        ("threads", _INT),
+    _fields_ = _fields(
+        (_POINTER, "router x bias choice_bias expert_scale ids weights"),
+        (_LONG, "rows"),
+        (_INT, "format top_k scoring normed num_groups top_groups group_best"),
+        (_FLOAT, "factor"),
+        (_INT, "threads"),
     )
 
 
 class FreightExperts(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
-        *((name, _POINTER) for name in ("x", "base", "ids", "weights", "out")),
-        ("rows", _LONG),
-        *((name, _INT) for name in ("num_experts", "top_k", "format", "gated", "activation")),
-        ("limit", _FLOAT),
-        ("threads", _INT),
+    _fields_ = _fields(
+        (_POINTER, "gate_up down gate_up_bias down_bias x base ids weights out"),
+        (_LONG, "rows"),
+        (_INT, "num_experts top_k format gated activation"),
+        (_FLOAT, "limit"),
+        (_INT, "threads"),
     )
 
 
 class FreightPages(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("data", "scale")),
-        *(
-            (name, _LONG)
-            for name in ("block", "token", "head", "scale_block", "scale_token", "scale_head")
-        ),
+    _fields_ = _fields(
+        (_POINTER, "data scale"),
+        (_LONG, "block token head scale_block scale_token scale_head"),
     )
 
 
 class FreightAttention(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("q", "out")),
-        *((name, FreightPages) for name in ("k", "v", "rotated")),
-        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables")),
-        *(
-            (name, _POINTER)
-            for name in ("center_pairs", "center_parts", "center_cos", "center_sin", "sinks")
+    _fields_ = _fields(
+        (_POINTER, "q out"),
+        (FreightPages, "k v rotated"),
+        (
+            _POINTER,
+            "query_starts context_lens block_tables center_pairs center_parts center_cos center_sin sinks",
         ),
-        ("q_stride", _LONG),
-        *((name, _INT) for name in ("q_type", "kv_format", "scales")),
-        *((name, _INT) for name in ("num_seqs", "max_blocks", "num_heads", "num_kv_heads")),
-        *(
-            (name, _INT)
-            for name in ("k_dim", "v_dim", "block_size", "window", "center_size", "rotary_dim")
+        (_LONG, "q_stride"),
+        (
+            _INT,
+            "q_type kv_format scales num_seqs max_blocks num_heads num_kv_heads k_dim v_dim "
+            "block_size window center_size rotary_dim",
         ),
-        *((name, _FLOAT) for name in ("softmax_scale", "soft_cap")),
-        ("threads", _INT),
+        (_FLOAT, "softmax_scale soft_cap"),
+        (_INT, "threads"),
     )
 
 
 class FreightStore(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("qkv", "q")),
-        *((name, FreightPages) for name in ("k", "v", "rotated")),
-        *((name, _POINTER) for name in ("positions", "slots", "cos", "sin", "q_factor", "q_norm")),
-        *((name, _POINTER) for name in ("k_norm", "k_center", "counters")),
-        ("rows", _LONG),
-        *(
-            (name, _INT)
-            for name in ("num_heads", "num_kv_heads", "num_v_heads", "k_dim", "v_dim", "block_size")
-        ),
-        ("rotary_dim", _INT),
-        *((name, _INT) for name in ("type", "kv_format", "scales", "q_norm_type", "k_norm_type")),
-        ("eps", _FLOAT),
-        ("threads", _INT),
+    _fields_ = _fields(
+        (_POINTER, "qkv q"),
+        (FreightPages, "k v rotated"),
+        (_POINTER, "positions slots cos sin q_factor q_norm k_norm k_center counters"),
+        (_LONG, "rows"),
+        (_INT, "num_heads num_kv_heads num_v_heads k_dim v_dim block_size"),
+        (_INT, "rotary_dim"),
+        (_INT, "type kv_format scales q_norm_type k_norm_type"),
+        (_FLOAT, "eps"),
+        (_INT, "threads"),
     )
 
 
 class FreightConvolution(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("x", "weight", "bias", "out", "columns")),
-        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables")),
-        ("x_stride", _LONG),
-        *((name, _INT) for name in ("num_seqs", "max_blocks", "every", "channels", "width")),
-        *((name, _INT) for name in ("format", "silu", "threads")),
+    _fields_ = _fields(
+        (_POINTER, "x weight bias out columns query_starts context_lens block_tables"),
+        (_LONG, "x_stride"),
+        (_INT, "num_seqs max_blocks every channels width format silu threads"),
     )
 
 
 class FreightRecurrence(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("q", "k", "v", "beta", "log_decay", "skip", "out")),
-        *((name, _POINTER) for name in ("state", "scale", "kept_k", "kept_u", "kept_decay")),
-        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables")),
-        *((name, _LONG) for name in ("q_stride", "k_stride", "v_stride")),
-        *(
-            (name, _INT)
-            for name in ("num_seqs", "max_blocks", "every", "key_heads", "heads", "k_dim", "v_dim")
+    _fields_ = _fields(
+        (
+            _POINTER,
+            "q k v beta log_decay skip out state scale kept_k kept_u kept_decay query_starts context_lens block_tables",
         ),
-        *((name, _INT) for name in ("format", "state_format", "delta", "norm", "by_channel")),
-        ("q_factor", _FLOAT),
-        ("threads", _INT),
+        (_LONG, "q_stride k_stride v_stride"),
+        (
+            _INT,
+            "num_seqs max_blocks every key_heads heads k_dim v_dim format state_format delta norm by_channel",
+        ),
+        (_FLOAT, "q_factor"),
+        (_INT, "threads"),
     )
 
 
 class FreightCall(ctypes.Structure):
-    _fields_ = (("arguments", _POINTER), ("function", _INT))
+    _fields_ = _fields((_POINTER, "arguments"), (_INT, "function"))
 
 
+# Functions that take one struct, and can be replayed, in the order of FreightFunction.
+_STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "linear": FreightLinear,
+    "add_rms_norm": FreightNorm,
+    "gated": FreightGated,
+    "attention": FreightAttention,
+    "rotate_store": FreightStore,
+    "experts": FreightExperts,
+    "route": FreightRoute,
+    "add_layer_norm": FreightLayerNorm,
+    "activated": FreightActivated,
+    "gate": FreightGate,
+    "part": FreightPart,
+    "decays": FreightDecays,
+    "gated_norm": FreightGatedNorm,
+    "convolution": FreightConvolution,
+    "recurrence": FreightRecurrence,
+    "lookup": FreightLookup,
+    "by_head": FreightByHead,
+}
+FUNCTIONS = tuple(_STRUCTS)
 # Functions that compute, by name: their arguments. They return a FreightStatus.
 COMPUTE: dict[str, tuple[Any, ...]] = {
+    **{f"freight_{name}": (ctypes.POINTER(struct),) for name, struct in _STRUCTS.items()},
     "freight_pack": (_POINTER, _INT, _LONG, _LONG, _POINTER, _POINTER, _INT),
-    "freight_linear": (ctypes.POINTER(FreightLinear),),
-    "freight_by_head": (ctypes.POINTER(FreightByHead),),
-    "freight_add_rms_norm": (ctypes.POINTER(FreightNorm),),
-    "freight_gated": (ctypes.POINTER(FreightGated),),
-    "freight_add_layer_norm": (ctypes.POINTER(FreightLayerNorm),),
-    "freight_activated": (ctypes.POINTER(FreightActivated),),
-    "freight_gate": (ctypes.POINTER(FreightGate),),
-    "freight_part": (ctypes.POINTER(FreightPart),),
-    "freight_lookup": (ctypes.POINTER(FreightLookup),),
-    "freight_route": (ctypes.POINTER(FreightRoute),),
-    "freight_experts": (ctypes.POINTER(FreightExperts),),
-    "freight_attention": (ctypes.POINTER(FreightAttention),),
-    "freight_rotate_store": (ctypes.POINTER(FreightStore),),
-    "freight_decays": (ctypes.POINTER(FreightDecays),),
-    "freight_gated_norm": (ctypes.POINTER(FreightGatedNorm),),
-    "freight_convolution": (ctypes.POINTER(FreightConvolution),),
-    "freight_recurrence": (ctypes.POINTER(FreightRecurrence),),
     "freight_replay": (ctypes.POINTER(FreightCall), _LONG, ctypes.POINTER(_LONG)),
 }
 # The others: what they return, then their arguments.

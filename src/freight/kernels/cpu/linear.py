@@ -28,7 +28,7 @@ from freight.kernels.cpu.interface import (
     FreightWeight,
 )
 from freight.kernels.cpu.library import Library
-from freight.operands.packed import PackedWeight
+from freight.operands.packed import PackedWeight, Rows
 from freight.operands.weight import Weight
 
 _WEIGHTS = {
@@ -124,8 +124,13 @@ def pack_into(library: Library, weight: Weight, packed: Tensor) -> CpuWeight:
     blocked = weight.scale is not None and weight.scale.ndim == 2 and not weight.is_mxfp4
     blocks = weight.scale.float().contiguous() if weight.scale is not None and blocked else None
     library.functions.freight_pack(
-        *(data.data_ptr(), format, out_features, in_features),
-        *(packed.data_ptr(), scale.data_ptr(), torch.get_num_threads()),
+        data.data_ptr(),
+        format,
+        out_features,
+        in_features,
+        packed.data_ptr(),
+        scale.data_ptr(),
+        torch.get_num_threads(),
     )
     descriptor = FreightWeight(
         data=packed.data_ptr(),
@@ -156,13 +161,15 @@ def _with_scales(weight: Weight) -> Tensor:
 
 def linear(
     library: Library,
-    x: Tensor,
-    weight: CpuWeight,
+    x: Rows,
+    weight: PackedWeight,
     bias: Tensor | None = None,
     float32: bool = False,
 ) -> Tensor:
     """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype, or
     its values in float32."""
+    assert isinstance(x, Tensor)
+    assert isinstance(weight, CpuWeight)
     rows, in_features = x.shape
     assert in_features == weight.in_features
     assert bias is None or (
@@ -172,13 +179,14 @@ def linear(
     out = library.empty((rows, weight.out_features), torch.float32 if float32 else x.dtype)
     library.functions.freight_linear(
         FreightLinear(
-            *(
-                weight.address,
-                x.data_ptr(),
-                None if bias is None else bias.data_ptr(),
-                out.data_ptr(),
-            ),
-            *(rows, FORMATS[x.dtype], int(float32), torch.get_num_threads()),
+            weight.address,
+            x.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            FORMATS[x.dtype],
+            int(float32),
+            torch.get_num_threads(),
         )
     )
     return out

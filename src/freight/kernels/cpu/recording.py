@@ -31,19 +31,15 @@ from freight.kernels.cpu.library import Library
 
 _aten = torch.ops.aten
 VIEWS = (
-    *(
-        _aten.view.default,
-        _aten.view.dtype,
-        _aten.slice.Tensor,
-        _aten.select.int,
-        _aten.unsqueeze.default,
-        _aten.alias.default,
-    ),
-    *(
-        _aten.flatten.using_ints,
-        _aten.reshape.default,
-        _aten.contiguous.default,
-    ),  # these copy where a view cannot be
+    _aten.view.default,
+    _aten.view.dtype,
+    _aten.slice.Tensor,
+    _aten.select.int,
+    _aten.unsqueeze.default,
+    _aten.alias.default,
+    _aten.flatten.using_ints,
+    _aten.reshape.default,
+    _aten.contiguous.default,  # these copy where a view cannot be
 )
 
 

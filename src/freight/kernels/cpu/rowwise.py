@@ -26,10 +26,17 @@ from freight.kernels.cpu.interface import (
 )
 from freight.kernels.cpu.library import Library
 from freight.operands.activation import Activation, GateFunction
+from freight.operands.packed import PackedWeight
 
 
 def add_layer_norm(
-    library: Library, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    library: Library,
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    consumer: PackedWeight | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference_rows.add_layer_norm`. x, delta: [rows, size]; weight, bias: [size]; one dtype."""
     assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype)
@@ -42,21 +49,25 @@ def add_layer_norm(
     out = library.empty((rows, size), x.dtype)
     library.functions.freight_add_layer_norm(
         FreightLayerNorm(
-            *(
-                x.data_ptr(),
-                address(delta),
-                address(weight),
-                address(bias),
-                total.data_ptr(),
-                out.data_ptr(),
-            ),
-            *(rows, size, FORMATS[x.dtype], eps, torch.get_num_threads()),
+            x.data_ptr(),
+            address(delta),
+            address(weight),
+            address(bias),
+            total.data_ptr(),
+            out.data_ptr(),
+            rows,
+            size,
+            FORMATS[x.dtype],
+            eps,
+            torch.get_num_threads(),
         )
     )
     return total, out
 
 
-def activated(library: Library, x: Tensor, activation: Activation) -> Tensor:
+def activated(
+    library: Library, x: Tensor, activation: Activation, consumer: PackedWeight | None = None
+) -> Tensor:
     """`reference_rows.activated`, to the bit. x: [rows, size]."""
     x = x.contiguous()
     out = library.empty((x.shape[0], x.shape[1]), x.dtype)
@@ -82,13 +93,17 @@ def gate(library: Library, x: Tensor, logits: Tensor, function: GateFunction) ->
     out = library.empty((rows, size), x.dtype)
     library.functions.freight_gate(
         FreightGate(
-            *(x.data_ptr(), logits.data_ptr(), out.data_ptr(), rows, size, groups, x.stride(0)),
-            *(
-                0 if same else logits.stride(0),
-                FORMATS[x.dtype],
-                GATE_FUNCTIONS[function],
-                torch.get_num_threads(),
-            ),
+            x.data_ptr(),
+            logits.data_ptr(),
+            out.data_ptr(),
+            rows,
+            size,
+            groups,
+            x.stride(0),
+            0 if same else logits.stride(0),
+            FORMATS[x.dtype],
+            GATE_FUNCTIONS[function],
+            torch.get_num_threads(),
         )
     )
     return out
@@ -113,13 +128,18 @@ def join(
         assert weight is None or weight.dtype in (x.dtype, torch.float32)
         library.functions.freight_part(
             FreightPart(
-                *(x.data_ptr(), address(weight), at, rows, size, x.stride(0), width, group),
-                *(
-                    code,
-                    code if weight is None else FORMATS[weight.dtype],
-                    eps,
-                    torch.get_num_threads(),
-                ),
+                x.data_ptr(),
+                address(weight),
+                at,
+                rows,
+                size,
+                x.stride(0),
+                width,
+                group,
+                code,
+                code if weight is None else FORMATS[weight.dtype],
+                eps,
+                torch.get_num_threads(),
             )
         )
         at += size * first.itemsize
@@ -130,9 +150,9 @@ def lookup(
     library: Library,
     table: Tensor,
     ids: Tensor,
-    multiplier: float,
-    base: Tensor | None,
-    factor: float,
+    multiplier: float = 1.0,
+    base: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """`reference_rows.lookup`, to the bit. Raises KernelError for an id that is no row of `table`."""
     rows, size = len(ids), table.shape[1]
@@ -145,23 +165,19 @@ def lookup(
     out = library.empty((rows, size), dtype)
     library.functions.freight_lookup(
         FreightLookup(
-            *(
-                table.data_ptr(),
-                ids.data_ptr(),
-                address(base),
-                out.data_ptr(),
-                rows,
-                size,
-                len(table),
-            ),
-            *(
-                table.stride(0),
-                FORMATS[table.dtype],
-                FORMATS[dtype],
-                multiplier,
-                factor,
-                torch.get_num_threads(),
-            ),
+            table.data_ptr(),
+            ids.data_ptr(),
+            address(base),
+            out.data_ptr(),
+            rows,
+            size,
+            len(table),
+            table.stride(0),
+            FORMATS[table.dtype],
+            FORMATS[dtype],
+            multiplier,
+            factor,
+            torch.get_num_threads(),
         )
     )
     return out

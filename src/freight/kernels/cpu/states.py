@@ -9,6 +9,8 @@ follows them.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from freight.kernels.cpu.interface import (
 )
 from freight.kernels.cpu.library import Library
 from freight.operands.batch import Sequences
+from freight.operands.packed import PackedWeight
 from freight.operands.states import States
 from freight.operands.tiles import STATE_TILE
 
@@ -53,21 +56,23 @@ def convolve(
     out = library.empty((rows, channels), x.dtype)
     library.functions.freight_convolution(
         FreightConvolution(  # by position, which takes a third of the time
-            *(strided(x), address(weight), address(bias), out.data_ptr(), address(columns)),
-            *(
-                address(sequences.query_starts),
-                address(sequences.context_lens),
-                address(sequences.block_tables),
-            ),
-            *(
-                x.stride(0),
-                sequences.num_seqs,
-                sequences.block_tables.shape[1],
-                states.every,
-                channels,
-                width,
-            ),
-            *(FORMATS[x.dtype], silu, torch.get_num_threads()),
+            strided(x),
+            address(weight),
+            address(bias),
+            out.data_ptr(),
+            address(columns),
+            address(sequences.query_starts),
+            address(sequences.context_lens),
+            address(sequences.block_tables),
+            x.stride(0),
+            sequences.num_seqs,
+            sequences.block_tables.shape[1],
+            states.every,
+            channels,
+            width,
+            FORMATS[x.dtype],
+            silu,
+            torch.get_num_threads(),
         )
     )
     return out
@@ -79,8 +84,8 @@ def decays(
     b: Tensor | None,
     a_log: Tensor,
     dt_bias: Tensor,
-    limits: tuple[float, float],
-    bound: float | None,
+    limits: tuple[float, float] = (0.0, math.inf),
+    bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`KernelSet.decays`. b has a's dtype."""
     rows, heads, channels = len(a), len(a_log), len(dt_bias)
@@ -95,25 +100,21 @@ def decays(
     with_b = (None, 0) if b is None else (strided(b), b.stride(0))
     library.functions.freight_decays(
         FreightDecays(
-            *(
-                strided(a),
-                with_b[0],
-                address(a_log),
-                address(dt_bias),
-                beta.data_ptr(),
-                log_decay.data_ptr(),
-            ),
-            *(
-                rows,
-                heads,
-                each,
-                a.stride(0),
-                with_b[1],
-                *limits,
-                bound or 0.0,
-                FORMATS[a.dtype],
-                torch.get_num_threads(),
-            ),
+            strided(a),
+            with_b[0],
+            address(a_log),
+            address(dt_bias),
+            beta.data_ptr(),
+            log_decay.data_ptr(),
+            rows,
+            heads,
+            each,
+            a.stride(0),
+            with_b[1],
+            *limits,
+            bound or 0.0,
+            FORMATS[a.dtype],
+            torch.get_num_threads(),
         )
     )
     return beta, log_decay
@@ -160,46 +161,38 @@ def recurrence(
     out = library.empty((rows, heads * v_dim), v.dtype)
     library.functions.freight_recurrence(
         FreightRecurrence(
-            *(
-                strided(q),
-                strided(k),
-                strided(v),
-                address(beta),
-                address(log_decay),
-                address(skip),
-                out.data_ptr(),
-            ),
-            *(
-                address(state),
-                address(scale),
-                address(kept_k),
-                address(kept_u),
-                address(kept_decay),
-            ),
-            *(
-                address(sequences.query_starts),
-                address(sequences.context_lens),
-                address(sequences.block_tables),
-            ),
-            *(q.stride(0), k.stride(0), v.stride(0)),
-            *(
-                sequences.num_seqs,
-                sequences.block_tables.shape[1],
-                states.every,
-                key_heads,
-                heads,
-                k_dim,
-                v_dim,
-            ),
-            *(
-                FORMATS[v.dtype],
-                FORMATS[state.dtype],
-                delta,
-                norm,
-                by_channel,
-                k_dim**-0.5,
-                torch.get_num_threads(),
-            ),
+            strided(q),
+            strided(k),
+            strided(v),
+            address(beta),
+            address(log_decay),
+            address(skip),
+            out.data_ptr(),
+            address(state),
+            address(scale),
+            address(kept_k),
+            address(kept_u),
+            address(kept_decay),
+            address(sequences.query_starts),
+            address(sequences.context_lens),
+            address(sequences.block_tables),
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            sequences.num_seqs,
+            sequences.block_tables.shape[1],
+            states.every,
+            key_heads,
+            heads,
+            k_dim,
+            v_dim,
+            FORMATS[v.dtype],
+            FORMATS[state.dtype],
+            delta,
+            norm,
+            by_channel,
+            k_dim**-0.5,
+            torch.get_num_threads(),
         )
     )
     return out
@@ -213,6 +206,7 @@ def gated_norm(
     eps: float,
     group: int,
     norm_first: bool,
+    consumer: PackedWeight | None = None,
 ) -> Tensor:
     """`KernelSet.gated_norm`."""
     rows, size = x.shape
@@ -224,9 +218,21 @@ def gated_norm(
     out = library.empty((rows, size), x.dtype)
     library.functions.freight_gated_norm(
         FreightGatedNorm(
-            *(strided(x), strided(gate), address(weight), out.data_ptr()),
-            *(rows, size, group, len(weight), x.stride(0), gate.stride(0)),
-            *(FORMATS[x.dtype], FORMATS[weight.dtype], eps, norm_first, torch.get_num_threads()),
+            strided(x),
+            strided(gate),
+            address(weight),
+            out.data_ptr(),
+            rows,
+            size,
+            group,
+            len(weight),
+            x.stride(0),
+            gate.stride(0),
+            FORMATS[x.dtype],
+            FORMATS[weight.dtype],
+            eps,
+            norm_first,
+            torch.get_num_threads(),
         )
     )
     return out

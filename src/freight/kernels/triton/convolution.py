@@ -120,16 +120,17 @@ def convolve(
     assert weight.shape[1] <= 8 <= 16, "the inputs before a tile of rows begin in the tile before"
     grid = (triton.cdiv(channels, block), num_seqs if single else rows // tile + num_seqs)
     convolve_kernel[grid](
-        *(
-            x,
-            x.stride(0),
-            weight,
-            bias,
-            *by_block(states.parts["columns"]),
-            out,
-            sequences.query_starts,
-        ),
-        *(sequences.context_lens, tables, tables.stride(0), num_seqs),
+        x,
+        x.stride(0),
+        weight,
+        bias,
+        *by_block(states.parts["columns"]),
+        out,
+        sequences.query_starts,
+        sequences.context_lens,
+        tables,
+        tables.stride(0),
+        num_seqs,
         CHANNELS=channels,
         BLOCK=block,
         WIDTH=weight.shape[1],

@@ -188,7 +188,11 @@ def sort_slots(ids: Tensor, num_experts: int, rows: int) -> Sorted:
     num_tiles = used + (num_slots - used) // rows
     slots, tiles = ids.new_empty(num_slots), ids.new_empty(num_tiles, 3)
     sort_kernel[(num_experts,)](
-        *(ids, slots, tiles, num_slots, num_tiles),
+        ids,
+        slots,
+        tiles,
+        num_slots,
+        num_tiles,
         NUM_EXPERTS=num_experts,
         BINS=triton.next_power_of_2(
             num_experts + 1
@@ -231,21 +235,17 @@ def multiply(
     num_slots = len(order.slots)
     out = like.new_empty(num_slots, outputs)
     experts_kernel[(triton.cdiv(outputs, tile.outputs), len(order.tiles))](
-        *(
-            carrier(codes, target),
-            carrier(stack.data, target),
-            x_scale,
-            stack.scale,
-            stack.bias,
-            out,
-        ),
-        *(
-            order.slots,
-            order.tiles,
-            outputs,
-            codes.stride(0),
-            0 if stack.scale is None else stack.scale[0].numel(),
-        ),
+        carrier(codes, target),
+        carrier(stack.data, target),
+        x_scale,
+        stack.scale,
+        stack.bias,
+        out,
+        order.slots,
+        order.tiles,
+        outputs,
+        codes.stride(0),
+        0 if stack.scale is None else stack.scale[0].numel(),
         SLOTS_OF_ROW=num_slots // len(codes),
         SIZE=size,
         X_FORMAT="" if x_scale is None else str(format_of(codes)),
@@ -340,7 +340,13 @@ def by_head(target: Target, x: Tensor, stack: ExpertStack) -> Tensor:
         tile = replace(tile, inputs=tile.inputs // 2)  # the same bytes of shared memory as with FP8
     out = x.new_empty(rows, heads, outputs)
     heads_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows), heads)](
-        *(x, stack.data, out, rows, outputs, x.stride(0), x.stride(1)),
+        x,
+        stack.data,
+        out,
+        rows,
+        outputs,
+        x.stride(0),
+        x.stride(1),
         SIZE=size,
         DOT=dot,
         **tile.constants,

@@ -246,7 +246,11 @@ def decays(
         *map(float, limits),
     )
     decays_kernel[(triton.cdiv(rows * channels, block),)](
-        *(*inputs, None if bound is None else float(bound), beta, decay, rows),
+        *inputs,
+        None if bound is None else float(bound),
+        beta,
+        decay,
+        rows,
         HEADS=heads,
         K_DIM=channels // heads,
         BLOCK=block,

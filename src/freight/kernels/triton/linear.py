@@ -245,8 +245,15 @@ def matmul(
     tile = matmul_tile(target, rows, outputs, blocks, dot)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     matmul_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows))](
-        *(carrier(x, target), carrier(weight.data, target), x_scale, weight.scale, bias, out),
-        *(rows, outputs, x.stride(0)),
+        carrier(x, target),
+        carrier(weight.data, target),
+        x_scale,
+        weight.scale,
+        bias,
+        out,
+        rows,
+        outputs,
+        x.stride(0),
         SIZE=size,
         X_FORMAT=str(format_of(x)) if x_scale is not None else "",
         WEIGHT_FORMAT=str(format_of(weight.data)),
@@ -289,7 +296,10 @@ def linear(
     if len(x.codes) > FEW_ROWS and scaled_mm_takes(target, x.dtype, weight):
         assert weight.scale is not None
         product: Tensor = torch._scaled_mm(
-            *(x.codes, weight.data.t(), x.scale, weight.scale[None, :]),
+            x.codes,
+            weight.data.t(),
+            x.scale,
+            weight.scale[None, :],
             out_dtype=x.dtype,
             use_fast_accum=FAST_SUMS,
         )

@@ -114,7 +114,15 @@ def logits(x: Tensor, router: Weight, bias: Tensor | None) -> Tensor:
     (rows, size), experts = x.shape, len(router.data)
     out = torch.empty(rows, experts, dtype=torch.float32, device=x.device)
     matmul_kernel[(triton.cdiv(experts, LOGITS.outputs), triton.cdiv(rows, LOGITS.rows))](
-        *(x, router.data, None, None, bias, out, rows, experts, x.stride(0)),
+        x,
+        router.data,
+        None,
+        None,
+        bias,
+        out,
+        rows,
+        experts,
+        x.stride(0),
         SIZE=size,
         X_FORMAT="",
         WEIGHT_FORMAT="",
@@ -133,7 +141,11 @@ def choose(
     ids = torch.empty(rows, routing.top_k, dtype=torch.int32, device=scores.device)
     weights = torch.empty_like(ids, dtype=torch.float32)
     choose_kernel[(rows,)](
-        *(scores, choice_bias, ids, weights, routing.factor),
+        scores,
+        choice_bias,
+        ids,
+        weights,
+        routing.factor,
         NUM_EXPERTS=num_experts,
         TOP_K=routing.top_k,
         SCORING=str(routing.scoring),

@@ -170,8 +170,16 @@ class TritonKernels:
         consumer: PackedWeight | None = None,
     ) -> Tensor | Quantized:
         return paged.attention(
-            *(self.target, q, pages, sequences, softmax_scale, window, soft_cap),
-            *(self.fp8_attention, sinks, _own(consumer)),
+            self.target,
+            q,
+            pages,
+            sequences,
+            softmax_scale,
+            window,
+            soft_cap,
+            self.fp8_attention,
+            sinks,
+            _own(consumer),
         )
 
     def convolve(
@@ -211,7 +219,14 @@ class TritonKernels:
         skip: Tensor | None = None,
     ) -> Tensor:
         return recurrence.recurrence(
-            *(self.target, q, k, v, beta, log_decay, states, sequences),
+            self.target,
+            q,
+            k,
+            v,
+            beta,
+            log_decay,
+            states,
+            sequences,
             delta=delta,
             norm=norm,
             skip=skip,
