@@ -17,11 +17,9 @@ from torch import Tensor
 
 from freight.kernels import reference_experts
 from freight.kernels.interface import KernelSet
-from freight.kernels.reference_experts import ExpertList
 from freight.layers.moe import MoE
 from freight.operands.activation import Activation, AnyActivation, GatedActivation
 from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
-from freight.operands.weight import Weights
 
 
 @dataclass(frozen=True)
@@ -78,13 +76,8 @@ class _OneByOne:
             )  # weights in calibration are not quantized
         return hidden
 
-    def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> ExpertList:
-        return reference_experts.pack(self.inner, weights, bias)
-
-    def by_head(self, x: Tensor, matrices: PackedExperts) -> Tensor:
-        """`KernelSet.by_head`, of what `pack_experts` returned here"""
-        assert isinstance(matrices, ExpertList)
-        return reference_experts.by_head(self.inner, x, matrices)
+    pack_experts = reference_experts.pack
+    by_head = reference_experts.by_head
 
     def experts(
         self,
@@ -97,8 +90,6 @@ class _OneByOne:
         base: Tensor | None = None,
     ) -> Tensor:
         """`KernelSet.experts`"""
-        assert isinstance(gate_up, ExpertList)
-        assert isinstance(down, ExpertList)
         if self.watch is not None:
             self.watch.gate_up(x.reshape(1, -1))
             self.watch.num_tokens.add_(

@@ -37,6 +37,7 @@ from freight.fp8.weights import BLOCK, expand_blocks
 from freight.operands.activation import GatedActivation, GatedFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages, read_slots, spread, write_slots
+from freight.operands.packed import PackedWeight
 from freight.operands.rotary import Rotary
 from freight.operands.tiles import KEY_TILE
 from freight.operands.weight import Activations, Weight
@@ -142,7 +143,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, delta_weight: Tensor | None = None
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    consumer: PackedWeight | None = None,
+    delta_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x + delta in x's dtype, and the `rms_norm` of that. x, delta: [rows, size]; no delta adds
     nothing.
@@ -154,7 +160,9 @@ def add_rms_norm(
     return x, rms_norm(x, weight, eps)
 
 
-def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
+def gated(
+    gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None
+) -> Tensor:
     """activation(gate) * up of a merged [rows, 2 * intermediate]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     if activation.function is GatedFunction.CLAMPED_SWIGLU:

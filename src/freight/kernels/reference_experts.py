@@ -7,31 +7,15 @@ A set without a kernel of its own for experts runs this one, and one with is tes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from freight.operands.activation import Activation, AnyActivation, GatedActivation
-from freight.operands.packed import PackedExperts, PackedWeight, Rows
+from freight.kernels.interface import KernelSet
+from freight.operands.activation import Activation, AnyActivation
+from freight.operands.packed import PackedExperts, PackedWeight
 from freight.operands.routing import Routing, Scoring
-from freight.operands.weight import Weight, Weights
-
-
-class _Products(Protocol):
-    """The operations of a `KernelSet` that experts are made of."""
-
-    def pack(self, weight: Weight) -> PackedWeight: ...
-
-    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None) -> Tensor: ...
-
-    def gated(
-        self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None
-    ) -> Rows: ...
-
-    def activated(
-        self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None
-    ) -> Rows: ...
+from freight.operands.weight import Weights
 
 
 @dataclass(frozen=True)
@@ -47,12 +31,13 @@ class ExpertList(PackedExperts):
         return self.matrices[expert], None if self.bias is None else self.bias[expert]
 
 
-def pack(products: _Products, weights: Weights, bias: Tensor | None) -> ExpertList:
+def pack(products: KernelSet, weights: Weights, bias: Tensor | None = None) -> ExpertList:
     return ExpertList(tuple(map(products.pack, weights)), bias)
 
 
-def by_head(products: _Products, x: Tensor, matrices: ExpertList) -> Tensor:
+def by_head(products: KernelSet, x: Tensor, matrices: PackedExperts) -> Tensor:
     """`KernelSet.by_head`, head after head."""
+    assert isinstance(matrices, ExpertList)
     assert matrices.bias is None
     heads = zip(x.unbind(1), matrices.matrices, strict=True)
     return torch.stack([products.linear(one, matrix) for one, matrix in heads], 1)
@@ -96,18 +81,20 @@ def choose(
 
 
 def experts(
-    products: _Products,
+    products: KernelSet,
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: ExpertList,
-    down: ExpertList,
+    gate_up: PackedExperts,
+    down: PackedExperts,
     activation: AnyActivation,
     base: Tensor | None = None,
 ) -> Tensor:
     """`KernelSet.experts`: the products of each expert as this set rounds them, weighed and summed
     by id in float32.
     """
+    assert isinstance(gate_up, ExpertList)
+    assert isinstance(down, ExpertList)
     total = (
         torch.zeros(x.shape, dtype=torch.float32, device=x.device) if base is None else base.float()
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from freight.kernels.reference import rms_norm
 from freight.operands.activation import Activation, GateFunction
+from freight.operands.packed import PackedWeight
 
 
 def lookup(
@@ -52,7 +53,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def add_layer_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    consumer: PackedWeight | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x + delta in x's dtype, and the `layer_norm` of that. x, delta: [rows, size]; no delta adds
     nothing.
@@ -61,7 +67,7 @@ def add_layer_norm(
     return x, layer_norm(x, weight, bias, eps)
 
 
-def activated(x: Tensor, activation: Activation) -> Tensor:
+def activated(x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Tensor:
     """activation(x), element by element; NaN stays NaN."""
     positive = torch.relu(x)
     return positive.square() if activation is Activation.RELU_SQUARED else positive

@@ -4,23 +4,17 @@ as a KernelSet.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from freight.kernels import reference, reference_experts, reference_rows, reference_states
 from freight.kernels.reference import Fp8Products
-from freight.kernels.reference_experts import ExpertList
-from freight.operands.activation import Activation, AnyActivation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
-from freight.operands.packed import PackedExperts, PackedWeight, Rows
-from freight.operands.rotary import Rotary
+from freight.operands.packed import PackedWeight, Rows
 from freight.operands.routing import Routing
-from freight.operands.states import States
-from freight.operands.weight import Weight, Weights
+from freight.operands.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -31,22 +25,25 @@ class ReferenceKernels:
     note: str = ""
     name: str = "reference"
 
-    @property
-    def packs_mxfp4(self) -> bool:
-        return False
+    packs_mxfp4 = False
+    lookup = staticmethod(reference_rows.lookup)
+    add_rms_norm = staticmethod(reference.add_rms_norm)
+    add_layer_norm = staticmethod(reference_rows.add_layer_norm)
+    activated = staticmethod(reference_rows.activated)
+    gated = staticmethod(reference.gated)
+    gate = staticmethod(reference_rows.gate)
+    join = staticmethod(reference_rows.join)
+    pack_experts = reference_experts.pack
+    experts = reference_experts.experts
+    by_head = reference_experts.by_head
+    rotate_store = staticmethod(reference.rotate_store)
+    convolve = staticmethod(reference_states.convolve)
+    decays = staticmethod(reference_states.decays)
+    recurrence = staticmethod(reference_states.recurrence)
+    gated_norm = staticmethod(reference_states.gated_norm)
 
     def pack(self, weight: Weight) -> Weight:
         return weight
-
-    def lookup(
-        self,
-        table: Tensor,
-        ids: Tensor,
-        multiplier: float = 1.0,
-        base: Tensor | None = None,
-        factor: float = 1.0,
-    ) -> Tensor:
-        return reference_rows.lookup(table, ids, multiplier, base, factor)
 
     def linear(
         self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, float32: bool = False
@@ -55,47 +52,6 @@ class ReferenceKernels:
         assert isinstance(weight, Weight)
         out = reference.linear(x, weight, bias)
         return out.float() if float32 else out
-
-    def add_rms_norm(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        weight: Tensor,
-        eps: float,
-        consumer: PackedWeight | None = None,
-        delta_weight: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return reference.add_rms_norm(x, delta, weight, eps, delta_weight)
-
-    def add_layer_norm(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        weight: Tensor,
-        bias: Tensor,
-        eps: float,
-        consumer: PackedWeight | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return reference_rows.add_layer_norm(x, delta, weight, bias, eps)
-
-    def activated(
-        self, x: Tensor, activation: Activation, consumer: PackedWeight | None = None
-    ) -> Tensor:
-        return reference_rows.activated(x, activation)
-
-    def gated(
-        self, gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None
-    ) -> Tensor:
-        return reference.gated(gate_up, activation)
-
-    def gate(self, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-        return reference_rows.gate(x, logits, function)
-
-    def join(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
-        return reference_rows.join(parts, eps)
-
-    def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> ExpertList:
-        return reference_experts.pack(self, weights, bias)
 
     def route(
         self,
@@ -106,32 +62,8 @@ class ReferenceKernels:
         choice_bias: Tensor | None = None,
         expert_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return reference_experts.choose(
-            self.linear(x.float(), router, bias), routing, choice_bias, expert_scale
-        )
-
-    def experts(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        gate_up: PackedExperts,
-        down: PackedExperts,
-        activation: AnyActivation,
-        base: Tensor | None = None,
-    ) -> Tensor:
-        assert isinstance(gate_up, ExpertList)
-        assert isinstance(down, ExpertList)
-        return reference_experts.experts(self, x, ids, weights, gate_up, down, activation, base)
-
-    def by_head(self, x: Tensor, matrices: PackedExperts) -> Tensor:
-        assert isinstance(matrices, ExpertList)
-        return reference_experts.by_head(self, x, matrices)
-
-    def rotate_store(
-        self, qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
-    ) -> Tensor:
-        return reference.rotate_store(qkv, rotary, positions, slots, pages)
+        logits = self.linear(x.float(), router, bias)
+        return reference_experts.choose(logits, routing, choice_bias, expert_scale)
 
     def attention(
         self,
@@ -147,58 +79,6 @@ class ReferenceKernels:
         return reference.attention(
             q, pages, sequences, softmax_scale, window, soft_cap, self.products, sinks
         )
-
-    def convolve(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        silu: bool,
-        states: States,
-        sequences: Sequences,
-    ) -> Tensor:
-        return reference_states.convolve(x, weight, bias, silu, states, sequences)
-
-    def decays(
-        self,
-        a: Tensor,
-        b: Tensor | None,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        limits: tuple[float, float] = (0.0, math.inf),
-        bound: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return reference_states.decays(a, b, a_log, dt_bias, limits, bound)
-
-    def recurrence(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beta: Tensor,
-        log_decay: Tensor,
-        states: States,
-        sequences: Sequences,
-        *,
-        delta: bool,
-        norm: bool,
-        skip: Tensor | None = None,
-    ) -> Tensor:
-        return reference_states.recurrence(
-            q, k, v, beta, log_decay, states, sequences, delta=delta, norm=norm, skip=skip
-        )
-
-    def gated_norm(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        eps: float,
-        group: int,
-        norm_first: bool,
-        consumer: PackedWeight | None = None,
-    ) -> Rows:
-        return reference_states.gated_norm(x, gate, weight, eps, group, norm_first)
 
 
 REFERENCE = ReferenceKernels()

@@ -18,11 +18,12 @@ from torch import Tensor
 from freight.fp8.cast import amax, decode, encode, format_of, token_scale
 from freight.kernels.reference import rms_norm
 from freight.operands.batch import Sequences
+from freight.operands.packed import PackedWeight
 from freight.operands.states import States, Stretch
 from freight.operands.tiles import LEAST_DECAY, STATE_TILE
 
 
-def silu(x: Tensor) -> Tensor:
+def _silu(x: Tensor) -> Tensor:
     """x / (1 + exp(-x)), float32."""
     values = x.float()
     return values / (1.0 + torch.exp(-values))
@@ -32,7 +33,7 @@ def convolve(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    use_silu: bool,
+    silu: bool,
     states: States,
     sequences: Sequences,
 ) -> Tensor:
@@ -51,7 +52,7 @@ def convolve(
             total += bias.float()
         for j in range(width):
             total += weight[:, j].float() * padded[j : j + len(inputs)].float()
-        out[stretch.rows] = (silu(total) if use_silu else total).to(x.dtype)
+        out[stretch.rows] = (_silu(total) if silu else total).to(x.dtype)
         for i in range(max(0, kept - first - len(inputs)), kept):
             columns[stretch.target, (first + len(inputs) - kept + i) % kept] = padded[
                 len(inputs) + i
@@ -78,10 +79,16 @@ def decays(
 
 
 def gated_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, norm_first: bool
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    group: int,
+    norm_first: bool,
+    consumer: PackedWeight | None = None,
 ) -> Tensor:
     """`KernelSet.gated_norm`."""
-    weights, factor = weight.view(-1, group), silu(gate)
+    weights, factor = weight.view(-1, group), _silu(gate)
     if norm_first:
         normed = rms_norm(x.unflatten(1, (-1, group)), weights, eps).flatten(1)
         return (normed.float() * factor).to(x.dtype)

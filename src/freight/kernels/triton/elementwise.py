@@ -24,7 +24,7 @@ from freight.kernels.triton.rows import (
     write_row,
 )
 from freight.operands.activation import Activation, AnyActivation, GatedActivation
-from freight.operands.weight import Weight
+from freight.operands.packed import PackedWeight
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def add_rms_norm(
     delta: Tensor | None,
     weight: Tensor,
     eps: float,
-    consumer: Weight | None = None,
+    consumer: PackedWeight | None = None,
     delta_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | Quantized]:
     """`reference.add_rms_norm`; the norm is quantized if `consumer` takes quantized rows. x, delta:
@@ -221,7 +221,7 @@ def add_layer_norm(
     weight: Tensor,
     bias: Tensor,
     eps: float,
-    consumer: Weight | None = None,
+    consumer: PackedWeight | None = None,
 ) -> tuple[Tensor, Tensor | Quantized]:
     """`reference_rows.add_layer_norm`; the norm is quantized if `consumer` takes such rows. x,
     delta: contiguous.
@@ -236,7 +236,7 @@ def add_layer_norm(
 
 
 def applied(
-    target: Target, x: Tensor, activation: AnyActivation, consumer: Weight | None = None
+    target: Target, x: Tensor, activation: AnyActivation, consumer: PackedWeight | None = None
 ) -> Tensor | Quantized:
     """`activated` or `gated`."""
     if isinstance(activation, Activation):
@@ -245,7 +245,7 @@ def applied(
 
 
 def activated(
-    target: Target, x: Tensor, activation: Activation, consumer: Weight | None = None
+    target: Target, x: Tensor, activation: Activation, consumer: PackedWeight | None = None
 ) -> Tensor | Quantized:
     """`reference_rows.activated`, quantized if `consumer` takes quantized rows. x: [rows, size],
     contiguous.
@@ -254,7 +254,10 @@ def activated(
 
 
 def gated(
-    target: Target, gate_up: Tensor, activation: GatedActivation, consumer: Weight | None = None
+    target: Target,
+    gate_up: Tensor,
+    activation: GatedActivation,
+    consumer: PackedWeight | None = None,
 ) -> Tensor | Quantized:
     """`reference.gated`, quantized if `consumer` takes quantized rows. gate_up: [rows, 2 * size],
     contiguous.
@@ -264,7 +267,7 @@ def gated(
 
 
 def _apply(
-    target: Target, x: Tensor, size: int, named: dict[str, Any], consumer: Weight | None
+    target: Target, x: Tensor, size: int, named: dict[str, Any], consumer: PackedWeight | None
 ) -> Tensor | Quantized:
     """The activation that `named` says, of rows whose results are `size` wide."""
     assert x.is_contiguous()

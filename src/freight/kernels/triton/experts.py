@@ -51,16 +51,16 @@ class ExpertStack(PackedExperts):
     one: Weight
 
 
-def pack(every: Weights, bias: Tensor | None) -> ExpertStack:
-    """Copies all weights. bias: [num_experts, out_features]."""
-    weights = tuple(every)
-    assert Weight.alike(weights)
-    data = torch.stack([weight.data.view(torch.uint8) for weight in weights]).view(
-        weights[0].data.dtype
+def pack(weights: Weights, bias: Tensor | None = None) -> ExpertStack:
+    """Copy all weights into one tensor. bias: [num_experts, out_features]."""
+    every = tuple(weights)
+    assert Weight.alike(every)
+    data = torch.stack([weight.data.view(torch.uint8) for weight in every]).view(
+        every[0].data.dtype
     )
-    scales = [weight.scale for weight in weights if weight.scale is not None]
+    scales = [weight.scale for weight in every if weight.scale is not None]
     scale = torch.stack(scales) if scales else None
-    one = replace(weights[0], data=data[0], scale=None if scale is None else scale[0])
+    one = replace(every[0], data=data[0], scale=None if scale is None else scale[0])
     return ExpertStack(data, scale, None if bias is None else bias.contiguous(), one)
 
 
@@ -278,14 +278,16 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: ExpertStack,
-    down: ExpertStack,
+    gate_up: PackedExperts,
+    down: PackedExperts,
     activation: AnyActivation,
     base: Tensor | None = None,
 ) -> Tensor:
     """`KernelSet.experts`: five launches, or six if x is quantized. x: its last dimension is
     contiguous.
     """
+    assert isinstance(gate_up, ExpertStack)
+    assert isinstance(down, ExpertStack)
     assert ids.is_contiguous()
     assert weights.is_contiguous()
     assert base is None or base.is_contiguous()
@@ -325,23 +327,24 @@ def heads_kernel(
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=live)
 
 
-def by_head(target: Target, x: Tensor, stack: ExpertStack) -> Tensor:
+def by_head(target: Target, x: Tensor, matrices: PackedExperts) -> Tensor:
     """`KernelSet.by_head`."""
+    assert isinstance(matrices, ExpertStack)
     rows = len(x)
-    heads, outputs, size = stack.data.shape
+    heads, outputs, size = matrices.data.shape
     assert x.shape == (rows, heads, size)
     assert x.stride(2) == 1 or size == 1
-    assert x.dtype == stack.data.dtype
-    assert stack.scale is None
-    assert stack.bias is None
-    dot = dot_type(target, x, stack.one)
+    assert x.dtype == matrices.data.dtype
+    assert matrices.scale is None
+    assert matrices.bias is None
+    dot = dot_type(target, x, matrices.one)
     tile = matmul_tile(target, rows, heads * outputs, False, dot)
     if rows <= FEW_ROWS and dot != tl.float32:
         tile = replace(tile, inputs=tile.inputs // 2)  # the same bytes of shared memory as with FP8
     out = x.new_empty(rows, heads, outputs)
     heads_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows), heads)](
         x,
-        stack.data,
+        matrices.data,
         out,
         rows,
         outputs,

@@ -27,7 +27,7 @@ from freight.kernels.triton.rows import (
     write_row,
 )
 from freight.operands.activation import GateFunction
-from freight.operands.weight import Weight
+from freight.operands.packed import PackedWeight
 
 
 @triton.jit
@@ -267,7 +267,7 @@ def gated_norm(
     eps: float,
     group: int,
     norm_first: bool,
-    consumer: Weight | None = None,
+    consumer: PackedWeight | None = None,
 ) -> Tensor | Quantized:
     """`KernelSet.gated_norm`, quantized if `consumer` takes quantized rows. Columns lie one after
     another in memory.

@@ -23,8 +23,8 @@ from freight.kernels.triton.occupancy import programs_for, programs_per_unit
 from freight.kernels.triton.rows import Quantized, allocate_output, quantize, quantizes
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
+from freight.operands.packed import PackedWeight
 from freight.operands.tiles import KEY_TILE
-from freight.operands.weight import Weight
 
 WHOLE = 128  # channels of a head of k that are never taken apart
 SPLIT = 512  # keys of one split in decoding
@@ -270,7 +270,7 @@ def attention(
     soft_cap: float | None = None,
     fp8: bool = False,
     sinks: Tensor | None = None,
-    consumer: Weight | None = None,
+    consumer: PackedWeight | None = None,
 ) -> Tensor | Quantized:
     """`reference.attention`, quantized if `consumer` takes quantized rows. q's last dimension is
     contiguous.
@@ -355,7 +355,7 @@ def _prefill(work: _Work) -> None:
     )
 
 
-def _decode(work: _Work, consumer: Weight | None) -> Quantized | None:
+def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
     """Compute the rows of sequences that have one row in this step, into `out`, and quantized if
     the merge does that.
 
@@ -434,7 +434,7 @@ def _decode(work: _Work, consumer: Weight | None) -> Quantized | None:
 
 
 def _merged_output(
-    work: _Work, consumer: Weight | None
+    work: _Work, consumer: PackedWeight | None
 ) -> tuple[Quantized | None, tuple[Any, ...], dict[str, Any]]:
     """What the merge quantizes `out` to for `consumer`, None if it does not, and its arguments and
     constants for that.

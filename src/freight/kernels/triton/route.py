@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from freight.kernels.triton.linear import Tile, matmul_kernel
+from freight.operands.packed import PackedWeight
 from freight.operands.routing import Routing
 from freight.operands.weight import Weight
 
@@ -162,12 +163,13 @@ def choose(
 
 def route(
     x: Tensor,
-    router: Weight,
+    router: PackedWeight,
     routing: Routing,
     bias: Tensor | None = None,
     choice_bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`KernelSet.route`. x: [rows, hidden_size]."""
+    assert isinstance(router, Weight)
     ids, weights = choose(logits(x, router, bias), routing, choice_bias)
     return ids, weights if expert_scale is None else weights * expert_scale[ids]

@@ -21,7 +21,7 @@ from freight.fp8.cast import format_of, torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.weights import BLOCK
 from freight.kernels.triton.formats import Target, carrier, encode, finite_amax, scale_from_amax
-from freight.operands.packed import QuantizedRows
+from freight.operands.packed import PackedWeight, QuantizedRows
 from freight.operands.weight import Activations, Weight
 
 
@@ -207,17 +207,17 @@ def warps_for(block: int) -> int:
     return min(16, max(1, block // 512))
 
 
-def quantizes(consumer: Weight | None) -> TypeGuard[Weight]:
+def quantizes(consumer: PackedWeight | None) -> TypeGuard[Weight]:
     """Whether `consumer` takes quantized rows."""
     return (
-        consumer is not None
+        isinstance(consumer, Weight)
         and consumer.scale is not None
         and consumer.activations is not Activations.PLAIN
     )
 
 
 def allocate_output(
-    target: Target, like: Tensor, size: int, consumer: Weight | None
+    target: Target, like: Tensor, size: int, consumer: PackedWeight | None
 ) -> tuple[Tensor | Quantized, tuple[Any, ...], dict[str, Any]]:
     """Allocate output for `consumer`: rows and dtype of `like`, width `size`; quantized if
     `consumer` wants that.
