@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 MIB = 2**20
 LIMIT = 256 * MIB  # of JSON, templates and recipes: the largest tokenizer.json known has 33 MiB
@@ -63,6 +64,19 @@ def read_text(
 ) -> str:
     """The text of a regular file. Raises OSError as `open_regular`, and UnicodeDecodeError."""
     return io.TextIOWrapper(io.BytesIO(read_bytes(path, limit)), encoding, newline=newline).read()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises OSError as `open_regular`, and ValueError for anything else
+    than an object, with what stands there in words that follow the name of the file.
+    """
+    try:
+        content = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"holds {type(content).__name__}, not a JSON object")  # noqa: TRY004
+    return content
 
 
 def too_large(limit: int, name: str) -> OSError:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from freight.calibrate import hub_data
+from freight.config.fields import is_integer
 from freight.errors import ConfigError, RequestError
 from freight.files import DATA_LIMIT, read_text
 from freight.text.tokenizer import Tokenizer
@@ -206,8 +207,6 @@ def _from_python(where: str, data: object, tokenizer: _Lazy) -> Iterator[list[in
 
 
 def _ids(where: str, value: object) -> list[int]:
-    if not isinstance(value, Sequence) or not all(
-        isinstance(x, int) and not isinstance(x, bool) for x in value
-    ):
+    if not isinstance(value, Sequence) or not all(map(is_integer, value)):
         raise ConfigError(f"{where}: token ids must be a list of integers, not {str(value)[:60]}")
     return list(value)

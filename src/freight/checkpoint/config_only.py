@@ -6,7 +6,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from freight.checkpoint.stored_dtype import stored_in_folder, stored_on_hub
@@ -14,7 +13,7 @@ from freight.config.dtype import names_dtype
 from freight.config.fields import JsonObject
 from freight.config.presets import PRESETS, is_preset, preset
 from freight.errors import CheckpointError, ConfigError, nearest
-from freight.files import read_text
+from freight.files import read_object
 from freight.fp8.formats import Format
 
 
@@ -67,14 +66,11 @@ def _path(model: str) -> Path:
 
 def _object(file: Path) -> JsonObject:
     try:
-        content = json.loads(read_text(file))
+        return read_object(file)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds {type(content).__name__}, not a JSON object")
-    return content
+    except ValueError as error:
+        raise CheckpointError(f"{file} {error}") from error
 
 
 def _fetched(model: str, revision: str | None) -> Path:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from freight.checkpoint.extras import read_extras
 from freight.checkpoint.reader import Checkpoint
+from freight.config.fields import is_number
+from freight.config.kv_source import nearest_float32
 from freight.config.layer import LatentConfig, PagedMixer
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
@@ -293,12 +294,9 @@ def _rank_layers(
 
 def _json_layer(path: Path, rank: str, layer: str, value: Any) -> LayerScales:
     name = f"scaling_factor[{rank}][{layer}]"
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not is_number(value):
         raise CheckpointError(f"{path}: {name} is {value!r}, not a number")
-    try:
-        factor = struct.unpack("<f", struct.pack("<f", value))[0]  # the nearest float32
-    except OverflowError:
-        factor = math.inf
+    factor = nearest_float32(value)
     if not (math.isfinite(factor) and factor > 0):
         raise CheckpointError(f"{path}: {name} is {value}; a scale has to be finite and above 0")
     return LayerScales((factor,), (factor,), Granularity.TENSOR, (f"{path.name}:{name}",))

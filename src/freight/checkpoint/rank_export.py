@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from freight.checkpoint.headers import TensorEntry, read_header
 from freight.checkpoint.reader import read_json
-from freight.config.fields import JsonObject
+from freight.config.fields import JsonObject, is_integer
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
@@ -52,19 +52,17 @@ _DECODERS = {
 
 
 @dataclass(frozen=True)
-class RankExport:
-    """An export whose headers and KV scales have been read and checked.
+class _Declared:
+    """What the JSON file declares, whichever of the two layouts it has.
 
-    path          the folder; `config_file` is the JSON file that describes it
+    config_file   the JSON file
     producer      'ammo' or 'modelopt', with the version if the JSON file has it
-    decoder       its name of the architecture; `model_types` are ours that it stands for
+    decoder       its name of the architecture
     num_kv_heads  of the whole model; None if the JSON file does not say, as `head_dim` and
                   `max_position_embeddings`
     weights       its name of the weights' scheme, 'fp8'; 'none' if they are not quantized
-    entries       header entries of all ranks, in the order of their ranks
     """
 
-    path: Path
     config_file: Path
     producer: str
     decoder: str
@@ -73,12 +71,24 @@ class RankExport:
     head_dim: int | None
     max_position_embeddings: int | None
     num_ranks: int
+    num_stages: int
     weights: str
+    kv_cache: str | None
+
+
+@dataclass(frozen=True)
+class RankExport(_Declared):
+    """An export whose headers and KV scales have been read and checked. `entries`: header entries
+    of all ranks, in the order of their ranks.
+    """
+
+    path: Path
     entries: tuple[Mapping[str, TensorEntry], ...]
     scales: KVScales
 
     @property
     def model_types(self) -> tuple[str, ...]:
+        """Freight's model types that `decoder` stands for."""
         return _DECODERS.get(self.decoder, (self.decoder,))
 
     @property
@@ -87,23 +97,6 @@ class RankExport:
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
         kv = "16 bits" if self.scales.empty else f"{self.scales.format}, static scales"
         return f"{self.producer}: weights {self.weights} in {ranks}, laid out for TensorRT-LLM; KV cache {kv}"
-
-
-@dataclass(frozen=True)
-class _Said:
-    """What the JSON file says, whichever of the two layouts it has."""
-
-    file: Path
-    producer: str
-    decoder: str
-    num_layers: int
-    num_kv_heads: int | None
-    head_dim: int | None
-    max_position_embeddings: int | None
-    tensor_parallel: int
-    pipeline_parallel: int
-    weights: str
-    kv_cache: str | None
 
 
 def is_rank_export(path: Path) -> bool:
@@ -138,42 +131,30 @@ def read_rank_export(path: Path) -> RankExport:
     positive finite number.
     """
     files = _rank_files(path)
-    said = _described(path)
-    if said.pipeline_parallel != 1:
+    declared = _described(path)
+    if declared.num_stages != 1:
         raise CheckpointError(
-            f"{said.file}: it is split into {said.pipeline_parallel} stages of a pipeline, which is not implemented; "
-            "export with one (--pp_size 1)"
+            f"{declared.config_file}: it is split into {declared.num_stages} stages of a pipeline, which is not "
+            "implemented; export with one (--pp_size 1)"
         )
-    lacking = [
-        f"rank{rank}.safetensors" for rank in range(said.tensor_parallel) if rank not in files
-    ]
-    beyond = [file.name for rank, file in files.items() if rank >= said.tensor_parallel]
+    lacking = [f"rank{rank}.safetensors" for rank in range(declared.num_ranks) if rank not in files]
+    beyond = [file.name for rank, file in files.items() if rank >= declared.num_ranks]
     if lacking or beyond:
         fault = (
             f"{', '.join(lacking)} is missing" if lacking else f"{', '.join(beyond)} is beyond them"
         )
         raise CheckpointError(
-            f"{path}: {said.file.name} describes {said.tensor_parallel} ranks, but {fault}; copy the whole export"
+            f"{path}: {declared.config_file.name} describes {declared.num_ranks} ranks, but {fault}; copy "
+            "the whole export"
         )
     headers = tuple(read_header(files[rank]) for rank in sorted(files))
     ranks = [
         _read_scales(files[rank], header)
         for rank, header in zip(sorted(files), headers, strict=True)
     ]
-    return RankExport(
-        path=path,
-        config_file=said.file,
-        producer=said.producer,
-        decoder=said.decoder,
-        num_layers=said.num_layers,
-        num_kv_heads=said.num_kv_heads,
-        head_dim=said.head_dim,
-        max_position_embeddings=said.max_position_embeddings,
-        num_ranks=said.tensor_parallel,
-        weights=said.weights,
-        entries=headers,
-        scales=_agreed(said, path, [files[rank].name for rank in sorted(files)], ranks),
-    )
+    names = [files[rank].name for rank in sorted(files)]
+    scales = _agreed(declared, path, names, ranks)
+    return RankExport(**vars(declared), path=path, entries=headers, scales=scales)
 
 
 def _rank_files(path: Path) -> dict[int, Path]:
@@ -196,9 +177,9 @@ def _rank_files(path: Path) -> dict[int, Path]:
     return files
 
 
-def _described(path: Path) -> _Said:
+def _described(path: Path) -> _Declared:
     """The one JSON file that describes the export."""
-    found: list[_Said] = []
+    found: list[_Declared] = []
     for file in sorted(path.glob("*.json")):
         content = read_json(file) or {}
         if isinstance(content.get("layers"), list) and "tensor_parallel" in content:
@@ -212,17 +193,17 @@ def _described(path: Path) -> _Said:
         )
     if len(found) > 1:
         raise CheckpointError(
-            f"{path}: {found[0].file.name} and {found[1].file.name} both describe an export"
+            f"{path}: {found[0].config_file.name} and {found[1].config_file.name} both describe an export"
         )
     return found[0]
 
 
-def _from_ammo(file: Path, content: JsonObject) -> _Said:
+def _from_ammo(file: Path, content: JsonObject) -> _Declared:
     layers = content["layers"]
     first = layers[0] if layers and isinstance(layers[0], dict) else {}
     attention: Any = first.get("attention")
-    return _Said(
-        file=file,
+    return _Declared(
+        config_file=file,
         producer="ammo",
         decoder=_text(file, "layers[0].decoder_type", first.get("decoder_type")),
         num_layers=len(layers),
@@ -231,22 +212,22 @@ def _from_ammo(file: Path, content: JsonObject) -> _Said:
         max_position_embeddings=_count(
             file, "layers[0].max_position_embeddings", first.get("max_position_embeddings") or None
         ),
-        tensor_parallel=_count(file, "tensor_parallel", content["tensor_parallel"]) or 1,
-        pipeline_parallel=_count(file, "pipeline_parallel", content.get("pipeline_parallel")) or 1,
+        num_ranks=_count(file, "tensor_parallel", content["tensor_parallel"]) or 1,
+        num_stages=_count(file, "pipeline_parallel", content.get("pipeline_parallel")) or 1,
         weights=str(content.get("quantization") or "none").lower(),
         kv_cache=attention.get("kv_cache_dtype") if isinstance(attention, dict) else None,
     )
 
 
-def _from_tensorrt_llm(file: Path, content: JsonObject) -> _Said:
+def _from_tensorrt_llm(file: Path, content: JsonObject) -> _Declared:
     quantization, mapping, producer = ({}, content["mapping"], {})
     if isinstance(content.get("quantization"), dict):
         quantization = content["quantization"]
     if isinstance(content.get("producer"), dict):
         producer = content["producer"]
     heads = content.get("num_key_value_heads") or content.get("num_attention_heads")
-    return _Said(
-        file=file,
+    return _Declared(
+        config_file=file,
         producer=" ".join(str(producer[key]) for key in ("name", "version") if producer.get(key))
         or "tensorrt_llm",
         decoder=_text(file, "architecture", content["architecture"]),
@@ -256,11 +237,9 @@ def _from_tensorrt_llm(file: Path, content: JsonObject) -> _Said:
         max_position_embeddings=_count(
             file, "max_position_embeddings", content.get("max_position_embeddings")
         ),
-        tensor_parallel=_count(
-            file, "mapping.tp_size", mapping.get("tp_size", mapping.get("world_size"))
-        )
+        num_ranks=_count(file, "mapping.tp_size", mapping.get("tp_size", mapping.get("world_size")))
         or 1,
-        pipeline_parallel=_count(file, "mapping.pp_size", mapping.get("pp_size")) or 1,
+        num_stages=_count(file, "mapping.pp_size", mapping.get("pp_size")) or 1,
         weights=str(quantization.get("quant_algo") or "none").lower(),
         kv_cache=quantization.get("kv_cache_quant_algo"),
     )
@@ -277,7 +256,7 @@ def _text(file: Path, key: str, value: object) -> str:
 def _count(file: Path, key: str, value: object) -> int | None:
     if value is None:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_integer(value) or value < 1:
         raise CheckpointError(f"{file}: {key} is {value!r}, not a whole number of at least 1")
     return value
 
@@ -307,20 +286,21 @@ def _read_scales(file: Path, header: Mapping[str, TensorEntry]) -> dict[int, tup
 
 
 def _agreed(
-    said: _Said, path: Path, files: list[str], ranks: list[dict[int, tuple[str, float]]]
+    declared: _Declared, path: Path, files: list[str], ranks: list[dict[int, tuple[str, float]]]
 ) -> KVScales:
     """The scales that every rank has. Raises CheckpointError naming layer and files where they
     differ.
     """
     if not any(ranks):
-        return KVScales((None,) * said.num_layers)
-    algorithm = said.kv_cache or said.weights
+        return KVScales((None,) * declared.num_layers)
+    algorithm = declared.kv_cache or declared.weights
     if str(algorithm).lower() != "fp8":
         raise CheckpointError(
-            f"{said.file}: the KV cache is {json.dumps(algorithm)}; only the scales of an FP8 cache can be used"
+            f"{declared.config_file}: the KV cache is {json.dumps(algorithm)}; only the scales of an FP8 cache "
+            "can be used"
         )
     layers: list[LayerScales] = []
-    for layer in range(said.num_layers):
+    for layer in range(declared.num_layers):
         lacking = [file for file, scales in zip(files, ranks, strict=True) if layer not in scales]
         if lacking:
             raise CheckpointError(
@@ -337,10 +317,10 @@ def _agreed(
             )
         name, value = ranks[0][layer]
         layers.append(LayerScales((value,), (value,), Granularity.TENSOR, (name,)))
-    beyond = [number for scales in ranks for number in scales if number >= said.num_layers]
+    beyond = [number for scales in ranks for number in scales if number >= declared.num_layers]
     if beyond:
         raise CheckpointError(
-            f"{path}: there is a KV scale of layer {beyond[0]}, but {said.num_layers} layers"
+            f"{path}: there is a KV scale of layer {beyond[0]}, but {declared.num_layers} layers"
         )
     return KVScales(tuple(layers), Format.E4M3FN)
 

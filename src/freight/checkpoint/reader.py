@@ -11,7 +11,6 @@ pickle files can run code when they are opened (`convert.py` reads those).
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -26,7 +25,7 @@ from freight.checkpoint.headers import FORMAT_NAMES, Index, TensorEntry, read_he
 from freight.checkpoint.stored_dtype import stored_format
 from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, ConfigError
-from freight.files import read_text
+from freight.files import read_object
 from freight.fp8.formats import Format
 
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*")
@@ -327,14 +326,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not _is_there(path):
         return None
     try:
-        content = json.loads(read_text(path))
+        return read_object(path)
     except OSError as error:
         raise CheckpointError(unreadable(path, error)) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds {type(content).__name__}, not a JSON object")
-    return content
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}") from error
 
 
 def _is_there(path: Path) -> bool:

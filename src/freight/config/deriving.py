@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from freight.config.fields import JsonObject, integer
+from freight.config.fields import JsonObject, integer, is_number
 from freight.config.layer import AttentionConfig, Mixer
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
@@ -84,9 +84,7 @@ def step_limits(config: JsonObject) -> tuple[float, float]:
         if isinstance(given, Sequence)
         else []
     )
-    if len(values) == 2 and all(
-        isinstance(one, int | float) and not isinstance(one, bool) for one in values
-    ):
+    if len(values) == 2 and all(is_number(one) for one in values):
         low, high = (inf if one > _LARGEST else float(one) for one in values)
         if 0 <= low <= high and low < inf:
             return low, high

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from freight.errors import CheckpointError
 
@@ -23,11 +23,19 @@ JsonObject: TypeAlias = Json  # an object of a JSON file, which is read and not 
 _LARGEST = 2**31 - 1  # far beyond any model, and still a length for Python and torch
 
 
+def is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def integer(config: JsonObject, key: str, default: int | None = None, least: int = 1) -> int:
     value = config.get(key, default)
     if value is None:
         raise CheckpointError(f"config.json lacks {key}")
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
+    if not is_integer(value) or not least <= value <= _LARGEST:
         raise CheckpointError(
             f"config.json: {key} = {value!r} must be an integer from {least} to {_LARGEST}"
         )
@@ -39,11 +47,7 @@ def number(
 ) -> float:
     """A finite number > 0, or ≥ `least` if that is given."""
     value = default if config.get(key) is None else config[key]
-    if (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) <= sys.float_info.max
-    ):
+    if is_number(value) and abs(value) <= sys.float_info.max:
         number = float(value)
         if number > 0 or (least is not None and number >= least):
             return number
@@ -65,6 +69,6 @@ def token_ids(config: JsonObject, key: str, default: int | None) -> tuple[int, .
     value = config.get(key, default)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+        if not is_integer(token) or token < 0:
             raise CheckpointError(f"{key} = {value!r} must be a token id or a list of token ids")
     return tuple(ids)

@@ -162,12 +162,18 @@ def _parse(text: str) -> KVSource:
     return KVSource("--kv-scales", text, values=(k, v))
 
 
-def _float32(text: str, number: float) -> float:
-    """The nearest float32, which scales are. Raises ConfigError unless it is positive and finite."""
+def nearest_float32(number: float) -> float:
+    """`number` rounded to float32; infinite beyond its range."""
     try:
         stored: float = struct.unpack("<f", struct.pack("<f", number))[0]
     except OverflowError:
-        stored = math.inf
+        return math.inf
+    return stored
+
+
+def _float32(text: str, number: float) -> float:
+    """The nearest float32, which scales are. Raises ConfigError unless it is positive and finite."""
+    stored = nearest_float32(number)
     if not (math.isfinite(stored) and stored > 0):
         raise ConfigError(
             f"--kv-scales {text}: a scale has to be finite and above 0 in float32; {number:g} is not"

@@ -23,10 +23,9 @@ LATENT_FIXED: Mapping[str, tuple[object, ...]] = {
 }
 # of an indexer, which does not run: up to `index_topk` tokens it would choose all of them
 INDEXER_KEYS = words(
-    "index_topk index_head_dim index_n_heads index_topk_freq index_topk_pattern index_skip_topk_offset"
-)
-INDEXER_KEYS |= words(
-    "index_share_for_mtp_iteration indexer_rope_interleave indexer_types layer_types"
+    "index_topk index_head_dim index_n_heads index_topk_freq index_topk_pattern "
+    "index_skip_topk_offset index_share_for_mtp_iteration indexer_rope_interleave indexer_types "
+    "layer_types"
 )
 INDEXED = "indexed_attention"  # in `layer_types`, as transformers writes them
 INDEXER = (

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from freight.config.fields import JsonObject
 from freight.errors import ConfigError, choices, nearest
-from freight.files import read_text
+from freight.files import read_object
 
 
 def _llama(
@@ -250,11 +249,6 @@ def shape_config(shape: str) -> JsonObject:
             f"--random-weights {shape!r} is not a file{nearest(shape, PRESETS)}: choose {known}"
         )
     try:
-        content = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--random-weights {path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"--random-weights {path} holds {type(content).__name__}, not a JSON object"
-        )
-    return content
+        return read_object(path)
+    except ValueError as error:
+        raise ConfigError(f"--random-weights {path} {error}") from error

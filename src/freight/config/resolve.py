@@ -13,6 +13,7 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
+from freight.config.fields import is_integer, is_number
 from freight.config.hardware import check_hardware, check_kernels, fp8_attention, takes_groups
 from freight.config.kv_source import KV_DTYPES, check_groups, kv_source, require_fit
 from freight.config.layer import MoEConfig
@@ -70,9 +71,7 @@ def check(args: EngineArgs) -> None:
         ("--seed", args.seed, 0),
     ):
         optional = value is None and name not in ("--max-num-seqs", "--seed")
-        if not optional and (
-            not isinstance(value, int) or isinstance(value, bool) or value < least
-        ):
+        if not optional and (not is_integer(value) or value < least):
             raise ConfigError(f"{name} {value!r} must be an integer ≥ {least}")
     for name, flag in (
         ("enable_prefix_caching", args.enable_prefix_caching),
@@ -167,8 +166,7 @@ def for_serving(args: EngineArgs, device: str) -> EngineArgs:
 
 
 def _check_step_seconds(value: object) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (number and 0 <= value < math.inf):  # type: ignore[operator]
+    if value is not None and not (is_number(value) and 0 <= value < math.inf):
         raise ConfigError(
             f"--max-step-seconds {value!r} must be a number of seconds, or 0 for steps of any length"
         )

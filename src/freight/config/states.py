@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from freight.config.engine import KVCacheConfig
+from freight.config.fields import is_integer
 from freight.config.model import ModelConfig
 from freight.config.options import choose
 from freight.errors import ConfigError
@@ -45,12 +46,7 @@ def _check_every(value: object, block_size: int) -> None:
     if value is None:
         return
     least = max(STATE_TILE, block_size)
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or value < least
-        or value & (value - 1)
-    ):
+    if not is_integer(value) or value < least or value & (value - 1):
         raise ConfigError(
             f"--state-every {value!r} must be a power of two, {least} or more: a multiple of {STATE_TILE} and "
             f"of --block-size {block_size}; give {least}, {2 * least} or {4 * least}, or omit it"

@@ -12,7 +12,7 @@ import math
 
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import E4M3, activations, block_size, with_kv_scheme
-from freight.config.fields import JsonObject
+from freight.config.fields import JsonObject, is_number
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
@@ -38,7 +38,7 @@ def read_fp8(declared: JsonObject) -> Scheme:
 
 def read_fbgemm(declared: JsonObject) -> Scheme:
     limit = declared.get("activation_scale_ub", 1200.0)
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
+    if not is_number(limit) or not 0 < limit < math.inf:
         raise CheckpointError(
             f"fbgemm_fp8 with activation_scale_ub {limit!r}: it must be finite and above 0"
         )

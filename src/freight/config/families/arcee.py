@@ -66,9 +66,9 @@ ROWS = {
         },
         # how products are computed and how experts were balanced in training
         words(
-            "attention_bias sliding_window layer_types global_attn_every_n_layers mup_enabled use_grouped_mm"
-        )
-        | words("load_balance_coeff"),
+            "attention_bias sliding_window layer_types global_attn_every_n_layers mup_enabled "
+            "use_grouped_mm load_balance_coeff"
+        ),
         bias_keys=ATTENTION_BIAS,
         fixed={
             "score_func": ("sigmoid",),

@@ -132,12 +132,10 @@ ROWS = {
         text_type="kimi_k2",
         other_texts=("deepseek_v3",),
         wrapper_keys=words(
-            "vision_config media_placeholder_token_id use_unified_vision_chunk video_placeholder"
-        )
-        | words(
-            "projection_hidden_size projection_layer_norm_eps image_token_id video_token_id ignore_index"
-        )
-        | words("vision_start_token_id vision_end_token_id"),
+            "vision_config media_placeholder_token_id use_unified_vision_chunk video_placeholder "
+            "projection_hidden_size projection_layer_norm_eps image_token_id video_token_id "
+            "ignore_index vision_start_token_id vision_end_token_id"
+        ),
         tensors=TensorNames(
             shared="mlp.shared_experts.",
             unused=(*VISION_TOWER, *not_run("vision", "*mm_projector.*")),

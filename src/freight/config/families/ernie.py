@@ -64,8 +64,9 @@ _MOE = Family(
     ),
 )
 _OUTSIDE = words(
-    "vision_config image_token_id image_start_token_id image_end_token_id video_token_id"
-) | words("video_start_token_id video_end_token_id")
+    "vision_config image_token_id image_start_token_id image_end_token_id video_token_id "
+    "video_start_token_id video_end_token_id"
+)
 
 ROWS = {
     "ernie4_5": Family(

@@ -177,10 +177,10 @@ _GEMMA4 = Family(
         },
     },
     words(
-        "attention_bias sliding_window layer_types global_head_dim num_global_key_value_heads attention_k_eq_v"
-    )
-    | words("per_layer_config hidden_size_per_layer_input vocab_size_per_layer_input")
-    | words("num_kv_shared_layers use_double_wide_mlp"),
+        "attention_bias sliding_window layer_types global_head_dim num_global_key_value_heads "
+        "attention_k_eq_v per_layer_config hidden_size_per_layer_input "
+        "vocab_size_per_layer_input num_kv_shared_layers use_double_wide_mlp"
+    ),
     bias_keys=ATTENTION_BIAS,
     moe=MoEFamily(
         count_keys=("num_experts",),
@@ -219,8 +219,10 @@ _UNIFIED = replace(
     tensors=GEMMA_TENSORS,
 )
 _GEMMA4_OUTSIDE = words(
-    "vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id"
-) | words("boa_token_id eoa_token_index eoa_token_id audio_token_id vision_soft_tokens_per_image")
+    "vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id "
+    "boa_token_id eoa_token_index eoa_token_id audio_token_id "
+    "vision_soft_tokens_per_image"
+)
 
 ROWS = {
     "gemma4_text": _GEMMA4,

@@ -23,8 +23,9 @@ from freight.config.moe import DEEPSEEK_EXPERTS
 from freight.config.tensor_names import VISUAL, TensorNames
 
 _OUTSIDE = words(
-    "vision_config image_token_id image_start_token_id image_end_token_id video_token_id"
-) | words("video_start_token_id video_end_token_id")
+    "vision_config image_token_id image_start_token_id image_end_token_id video_token_id "
+    "video_start_token_id video_end_token_id"
+)
 _GLM = Family(
     "GlmForCausalLM",
     {

@@ -11,13 +11,14 @@ from freight.config.family import LANGUAGE_MODEL, words
 from freight.config.tensor_names import VISION_TOWER, TensorNames, not_run
 
 _INTERN_KEYS = words(
-    "vision_config image_token_id image_seq_length downsample_ratio projector_hidden_act"
-) | words("vision_feature_layer vision_feature_select_strategy")
+    "vision_config image_token_id image_seq_length downsample_ratio projector_hidden_act "
+    "vision_feature_layer vision_feature_select_strategy"
+)
 # of InternVL's own code; `hidden_size` is that of the text model again
 _CHAT_KEYS = words(
-    "vision_config downsample_ratio dynamic_image_size force_image_size hidden_size image_fold"
-) | words(
-    "max_dynamic_patch min_dynamic_patch pad2square ps_version select_layer system_message template use_thumbnail"
+    "vision_config downsample_ratio dynamic_image_size force_image_size hidden_size "
+    "image_fold max_dynamic_patch min_dynamic_patch pad2square ps_version select_layer "
+    "system_message template use_thumbnail"
 )
 # of adapters that are not merged: their tensors' names are refused
 _ADAPTERS = words("use_backbone_lora use_llm_lora")

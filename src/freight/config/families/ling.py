@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from freight.config.deriving import conv_width, require_silu, with_layers
 from freight.config.family import Family, words
-from freight.config.fields import JsonObject, flag, integer
+from freight.config.fields import JsonObject, flag, integer, is_number
 from freight.config.latent import (
     LATENT_FIXED,
     LATENT_KEYS,
@@ -109,7 +109,7 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 def _bound(config: JsonObject) -> float:
     bound = config["kda_lower_bound"]
-    if isinstance(bound, bool) or not isinstance(bound, int | float) or not -1e4 <= bound <= -1e-30:
+    if not is_number(bound) or not -1e4 <= bound <= -1e-30:
         raise CheckpointError(
             f"config.json: kda_lower_bound = {bound!r} must be a number from -10000 to -1e-30"
         )

@@ -125,12 +125,11 @@ ROWS = {
         },
         # attention_chunk_size repeats the window, for another engine
         words(
-            "attention_bias v_head_dim sliding_window sliding_window_size layer_types attention_value_scale"
-        )
-        | words(
-            "hybrid_layer_pattern moe_layer_freq attention_chunk_size swa_rope_theta swa_num_attention_heads"
-        )
-        | words("swa_num_key_value_heads swa_head_dim swa_v_head_dim"),
+            "attention_bias v_head_dim sliding_window sliding_window_size layer_types "
+            "attention_value_scale hybrid_layer_pattern moe_layer_freq attention_chunk_size "
+            "swa_rope_theta swa_num_attention_heads swa_num_key_value_heads swa_head_dim "
+            "swa_v_head_dim"
+        ),
         bias_keys=("attention_bias", "", ""),
         fixed={
             "scoring_func": ("sigmoid",),

@@ -106,9 +106,9 @@ ROWS = {
         text_type="mistral",
         other_texts=("ministral3", "mistral4"),
         wrapper_keys=words(
-            "vision_config image_token_index image_token_id projector_hidden_act spatial_merge_size"
-        )
-        | words("vision_feature_layer multimodal_projector_bias"),
+            "vision_config image_token_index image_token_id projector_hidden_act "
+            "spatial_merge_size vision_feature_layer multimodal_projector_bias"
+        ),
         tensors=TensorNames(shared="mlp.shared_experts.", unused=VISION_TOWER),
     ),
     "mixtral": Family(

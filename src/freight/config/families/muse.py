@@ -100,8 +100,10 @@ ROWS = {
             "output_multiplier": 0.19611613513818404,
             "post_norm_eps": 1e-8,
         },
-        words("attention_bias sliding_window layer_types layer_rope_theta")
-        | words("qk_scale_factor output_multiplier post_norm_eps"),
+        words(
+            "attention_bias sliding_window layer_types layer_rope_theta qk_scale_factor "
+            "output_multiplier post_norm_eps"
+        ),
         bias_keys=("attention_bias", "attention_bias", ""),
         qk_norm=True,
         norms=NormPlacement.SANDWICH,
@@ -110,8 +112,10 @@ ROWS = {
         theta=_THETA,
         bodies=LANGUAGE_MODEL,
         text_type="muse_glimmer_text",
-        wrapper_keys=words("vision_config image_token_id video_token_id out_hidden_size")
-        | words("projector_hidden_size projector_hidden_act"),
+        wrapper_keys=words(
+            "vision_config image_token_id video_token_id out_hidden_size projector_hidden_size "
+            "projector_hidden_act"
+        ),
         translate=_translate,
         derive=_derive,
         tensors=replace(

@@ -66,15 +66,16 @@ ROWS = {
             "eos_token_id": 2,
             "tie_word_embeddings": True,
         },
-        words("ffn_dim activation_function enable_bias word_embed_proj_dim")
-        | words("do_layer_norm_before layer_norm_elementwise_affine _remove_final_layer_norm"),
         words(
-            "intermediate_size hidden_act hidden_activation num_key_value_heads head_dim rms_norm_eps rope_theta"
-        )
-        | words(
-            "rope_scaling rope_parameters original_max_position_embeddings partial_rotary_factor"
-        )
-        | words("attn_logit_softcapping final_logit_softcapping"),
+            "ffn_dim activation_function enable_bias word_embed_proj_dim do_layer_norm_before "
+            "layer_norm_elementwise_affine _remove_final_layer_norm"
+        ),
+        words(
+            "intermediate_size hidden_act hidden_activation num_key_value_heads head_dim "
+            "rms_norm_eps rope_theta rope_scaling rope_parameters "
+            "original_max_position_embeddings partial_rotary_factor attn_logit_softcapping "
+            "final_logit_softcapping"
+        ),
         gated=False,
         activation_key="activation_function",
         bias_keys=("enable_bias",) * 3,

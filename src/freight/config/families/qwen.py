@@ -17,8 +17,9 @@ from freight.config.tensor_names import VISUAL, TensorNames
 
 _SPARSE = words("decoder_sparse_step mlp_only_layers")
 _OUTSIDE = words(
-    "vision_config image_token_id video_token_id vision_token_id vision_start_token_id"
-) | words("vision_end_token_id")
+    "vision_config image_token_id video_token_id vision_token_id vision_start_token_id "
+    "vision_end_token_id"
+)
 QWEN2 = Family(
     "Qwen2ForCausalLM",
     {

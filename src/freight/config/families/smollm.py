@@ -52,9 +52,9 @@ ROWS = {
             "no_rope_layer_interval": 4,
         },
         words(
-            "attention_bias mlp_bias layer_types sliding_window use_sliding_window no_rope_layers"
-        )
-        | words("no_rope_layer_interval"),
+            "attention_bias mlp_bias layer_types sliding_window use_sliding_window no_rope_layers "
+            "no_rope_layer_interval"
+        ),
         bias_keys=ATTENTION_BIAS,
         theta=2e6,
         derive=_derive,

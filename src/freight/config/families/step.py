@@ -192,12 +192,11 @@ ROWS = {
             "moe_router_scaling_factor": 1.0,
         },
         words(
-            "attention_bias sliding_window layer_types num_sliding_attention_heads attention_other_setting"
-        )
-        | words(
-            "per_layer_config query_pre_attn_scalar swiglu_limits swiglu_limits_shared moe_layers_enum"
-        )
-        | words("partial_rotary_factors mtp_layer_types mtp_mlp_layer_types"),
+            "attention_bias sliding_window layer_types num_sliding_attention_heads "
+            "attention_other_setting per_layer_config query_pre_attn_scalar swiglu_limits "
+            "swiglu_limits_shared moe_layers_enum partial_rotary_factors mtp_layer_types "
+            "mtp_mlp_layer_types"
+        ),
         bias_keys=ATTENTION_BIAS,
         synonyms={
             "num_attention_groups": "num_key_value_heads",
