@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freight.kernels.triton.states import TILE, copy_rows, sequence_of_row
+from freight.kernels.triton.states import TILE, copy_rows, rows_of_tile, sequence_of_row
 from freight.operands.tiles import LEAST_DECAY
 
 LEAST = tl.constexpr(LEAST_DECAY)
@@ -101,34 +101,15 @@ def channel_products_kernel(
     if length < end - begin:
         return
     first = length - (end - begin)  # position of the first row in this step
-    position = first + row - begin
-    t = position % TILE
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
+    t, block, fresh_from, until, query, key, keys = rows_of_tile(
+        q_ptr, q_stride, k_ptr, k_stride, kept_ptr, kept_stride, factors_ptr, table_ptr, row, key_head, begin, first,
+        head % RATIO == 0, KEY_HEADS, K_DIM, K_BLOCK, EVERY, NORM,
+    )  # fmt: skip
     j, dims = tl.arange(0, TILE), tl.arange(0, K_BLOCK)
-    exists = dims < K_DIM
-    fresh_from = first - (position - t)  # the row of the tile that is this step's first
-    here, until = j >= fresh_from, (j <= t)[:, None] & exists[None, :]
-    place = (row - t + j).to(tl.int64)[:, None] * k_stride + key_head * K_DIM + dims[None, :]
-    keys = tl.load(k_ptr + place, mask=until & here[:, None], other=0.0).to(tl.float32)
-    block = tl.load(table_ptr + position // EVERY, mask=t > row - begin, other=0).to(tl.int64)
-    place = block * kept_stride + (j * KEY_HEADS + key_head)[:, None] * K_DIM + dims[None, :]
-    kept = tl.load(kept_ptr + place, mask=until & (here == 0)[:, None], other=0.0)
-    query_place = row.to(tl.int64) * q_stride + key_head * K_DIM + dims
-    query = tl.load(q_ptr + query_place, mask=exists, other=0.0).to(tl.float32)
-    if NORM:
-        of_query = tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * (K_DIM**-0.5)
-        of_keys = tl.rsqrt(tl.sum(keys * keys, 1) + 1e-6)
-        if head % RATIO == 0:
-            factors = factors_ptr + (row.to(tl.int64) * KEY_HEADS + key_head) * 2
-            tl.store(factors, of_query)
-            tl.store(factors + 1, tl.sum(tl.where(j == t, of_keys, 0.0), 0))
-        query *= of_query
-        keys *= of_keys[:, None]
-    keys = tl.where(here[:, None], keys.to(kept.dtype), kept).to(tl.float32)
-    key = tl.sum(tl.where((j == t)[:, None], keys, 0.0), 0)
     olds_ptr = decay_ptr + block * decay_stride
     sums, mine = _sums(row, t, fresh_from, head, log_decay_ptr, olds_ptr, HEADS, K_DIM, K_BLOCK)
-    tl.store(sums_ptr + (row.to(tl.int64) * HEADS + head) * K_DIM + dims, mine, mask=exists)
+    tl.store(sums_ptr + (row.to(tl.int64) * HEADS + head) * K_DIM + dims, mine, mask=dims < K_DIM)
     decayed = keys * tl.where(until, tl.exp(mine[None, :] - sums), 0.0)
     products = products_ptr + (row.to(tl.int64) * HEADS + head) * 2 * TILE + j
     tl.store(products, tl.sum(decayed * query[None, :], 1))

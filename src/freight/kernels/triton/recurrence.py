@@ -36,6 +36,7 @@ from freight.kernels.triton.states import (
     by_block,
     copy_tile,
     rounded,
+    rows_of_tile,
     sequence_of_row,
     stored_tile,
 )
@@ -68,32 +69,12 @@ def products_kernel(
     if length < end - begin:
         return
     first = length - (end - begin)  # position of the first row in this step
-    position = first + row - begin
-    t = position % TILE
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
-    j = tl.arange(0, TILE)
-    dims = tl.arange(0, K_BLOCK)
-    exists = dims < K_DIM
-    here = position - t + j >= first
-    until = (j <= t)[:, None] & exists[None, :]
-    place = (row - t + j).to(tl.int64)[:, None] * k_stride + head * K_DIM + dims[None, :]
-    keys = tl.load(k_ptr + place, mask=until & here[:, None], other=0.0).to(tl.float32)
-    block = tl.load(table_ptr + position // EVERY, mask=t > row - begin, other=0).to(tl.int64)
-    place = block * kept_stride + (j * KEY_HEADS + head)[:, None] * K_DIM + dims[None, :]
-    kept = tl.load(kept_ptr + place, mask=until & (here == 0)[:, None], other=0.0)
-    query_place = row.to(tl.int64) * q_stride + head * K_DIM + dims
-    query = tl.load(q_ptr + query_place, mask=exists, other=0.0).to(tl.float32)
-    factors = factors_ptr + (row.to(tl.int64) * KEY_HEADS + head) * 2
-    if NORM:
-        of_query = tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * (K_DIM**-0.5)
-        of_keys = tl.rsqrt(tl.sum(keys * keys, 1) + 1e-6)
-        tl.store(factors, of_query)
-        tl.store(factors + 1, tl.sum(tl.where(j == t, of_keys, 0.0), 0))
-        query *= of_query
-        keys *= of_keys[:, None]
-    keys = tl.where(here[:, None], keys.to(kept.dtype), kept).to(tl.float32)
-    key = tl.sum(tl.where((j == t)[:, None], keys, 0.0), 0)
-    products = products_ptr + (row.to(tl.int64) * KEY_HEADS + head) * 2 * TILE + j
+    _, _, _, _, query, key, keys = rows_of_tile(
+        q_ptr, q_stride, k_ptr, k_stride, kept_ptr, kept_stride, factors_ptr, table_ptr, row, head, begin, first, True,
+        KEY_HEADS, K_DIM, K_BLOCK, EVERY, NORM,
+    )  # fmt: skip
+    products = products_ptr + (row.to(tl.int64) * KEY_HEADS + head) * 2 * TILE + tl.arange(0, TILE)
     tl.store(products, tl.sum(keys * query[None, :], 1))
     tl.store(products + TILE, tl.sum(keys * key[None, :], 1))
     if (row == begin) & (first > 0):

@@ -122,6 +122,45 @@ def stored_tile(
 
 
 @triton.jit
+def rows_of_tile(
+    q_ptr, q_stride, k_ptr, k_stride, kept_ptr, kept_stride, factors_ptr, table_ptr, row, head, begin, first, stores,
+    KEY_HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, EVERY: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Of a row of a key head: its place t in its tile, the tile's block, the place in it of the first
+    row of this step, and which keys of the tile exist for the row [T, D]; its query [D] and key
+    [D], and the tile's keys so far [T, D].
+
+    begin: the first row of the sequence in this step, which has the position `first`. stores:
+    whether this program writes what NORM multiplies query and key with.
+    """
+    position = first + row - begin
+    t = position % TILE
+    j, dims = tl.arange(0, TILE), tl.arange(0, K_BLOCK)
+    exists = dims < K_DIM
+    fresh_from = first - (position - t)
+    here, until = position - t + j >= first, (j <= t)[:, None] & exists[None, :]
+    place = (row - t + j).to(tl.int64)[:, None] * k_stride + head * K_DIM + dims[None, :]
+    keys = tl.load(k_ptr + place, mask=until & here[:, None], other=0.0).to(tl.float32)
+    block = tl.load(table_ptr + position // EVERY, mask=t > row - begin, other=0).to(tl.int64)
+    place = block * kept_stride + (j * KEY_HEADS + head)[:, None] * K_DIM + dims[None, :]
+    kept = tl.load(kept_ptr + place, mask=until & (here == 0)[:, None], other=0.0)
+    query_place = row.to(tl.int64) * q_stride + head * K_DIM + dims
+    query = tl.load(q_ptr + query_place, mask=exists, other=0.0).to(tl.float32)
+    if NORM:
+        of_query = tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * (K_DIM**-0.5)
+        of_keys = tl.rsqrt(tl.sum(keys * keys, 1) + 1e-6)
+        if stores:
+            factors = factors_ptr + (row.to(tl.int64) * KEY_HEADS + head) * 2
+            tl.store(factors, of_query)
+            tl.store(factors + 1, tl.sum(tl.where(j == t, of_keys, 0.0), 0))
+        query *= of_query
+        keys *= of_keys[:, None]
+    keys = tl.where(here[:, None], keys.to(kept.dtype), kept).to(tl.float32)
+    key = tl.sum(tl.where((j == t)[:, None], keys, 0.0), 0)
+    return t, block, fresh_from, until, query, key, keys
+
+
+@triton.jit
 def copy_rows(
     from_ptr, to_ptr, count, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
