@@ -94,7 +94,7 @@ class LLM:
                 lambda: [self.engine.output(request_id) for request_id in ids]
             )
         finally:
-            self._turns.unwanted.extend(ids)
+            self._turns.released.extend(ids)
             self._turns.tidy()
         if on_error == "raise":
             _raise_failed(outputs)
@@ -135,7 +135,7 @@ class LLM:
                 if on_error == "raise":
                     _raise_failed([output])
         finally:
-            self._turns.unwanted.extend(ids)
+            self._turns.released.extend(ids)
             self._turns.tidy()
 
     def _advance(self, request_id: str, seen: int) -> tuple[RequestOutput | None, int]:

@@ -69,7 +69,7 @@ class KVChoice:
 
     @property
     def uniform(self) -> Granularity | None:
-        """The static granularity of every layer, which other engines can be told of; None where
+        """The static granularity of every layer, which other engines can read; None where
         layers differ.
         """
         found = set(self.granularities)
@@ -213,7 +213,7 @@ def _candidate(
 def as_chosen(calibration: Calibration, choice: KVChoice) -> Calibration:
     """What is written of a choice: the scales of its layers and nothing of the others.
 
-    One static granularity in every layer is what other engines can be told of, with a scale per
+    One static granularity in every layer is what other engines can read, with a scale per
     layer beside it; for any other choice the side file alone has it, because they would take 1.0
     for the layers without scales.
     """

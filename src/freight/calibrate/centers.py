@@ -80,13 +80,13 @@ class CenterWatch:
 
     def centers(self, pair_ratio: float = PAIR_RATIO, worth: float = WORTH) -> LayerCenters:
         mean, spread, turned = self.k.mean, self.k.variance, slice(self._rotary_dim)
-        looked_at = self.q.energy.unflatten(0, (len(mean), -1)).sum(1)  # [num_kv_heads, head_dim]
+        q_energy = self.q.energy.unflatten(0, (len(mean), -1)).sum(1)  # [num_kv_heads, head_dim]
         weight, of_mean, of_spread = (
-            _by_pair(x[:, turned]) for x in (looked_at, mean.square(), spread)
+            _by_pair(x[:, turned]) for x in (q_energy, mean.square(), spread)
         )
         large = of_mean > pair_ratio * of_spread
         whole = float(
-            (looked_at * self.k.energy)[:, self._rotary_dim :].sum()
+            (q_energy * self.k.energy)[:, self._rotary_dim :].sum()
         )  # of the channels that stay whole
         before = (
             float((weight * (of_mean + of_spread)).sum()) + 2 * whole

@@ -180,14 +180,11 @@ def _sample(where: str, entry: object, tokenizer: _Lazy) -> list[int]:
 
 def _contents(where: str, messages: object) -> str:
     """The texts of a conversation, a message a line, for a base model."""
-    contents = [one.get("content") if isinstance(one, dict) else None for one in _as_list(messages)]
+    conversation = messages if isinstance(messages, list) else []
+    contents = [one.get("content") if isinstance(one, dict) else None for one in conversation]
     if not contents or not all(isinstance(content, str) for content in contents):
         raise ConfigError(f"{where}: `messages` is not a list of objects with a text as `content`")
     return "\n".join(str(content) for content in contents)
-
-
-def _as_list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
 
 
 def _from_python(where: str, data: object, tokenizer: _Lazy) -> Iterator[list[int]]:

@@ -200,10 +200,10 @@ def ignored_modules(
         ignored.update(matched)
     _require_whole_experts(layers, ignored)
     groups = [group for layer in layers for group in layer.groups]
-    torn = [
+    divided = [
         name for group in groups if ignored & set(group) for name in group if name not in ignored
     ]
-    return tuple(name for name in known if name in ignored), tuple(torn)
+    return tuple(name for name in known if name in ignored), tuple(divided)
 
 
 def keeps_experts(config: ModelConfig, kept: Collection[str]) -> bool:

@@ -237,7 +237,7 @@ def quantize(
     opened = opened.quantized_as(
         decided.weights, decided.layout, matched_modules(opened.model, decided.ignore)
     )
-    ignored, torn = ignored_modules(
+    ignored, divided = ignored_modules(
         opened.model, decided.ignore, decided.lm_head, opened.modules_beside
     )
     if opened.carried is None:
@@ -270,7 +270,9 @@ def quantize(
             )
     if opened.carried is not None:
         calibration = replace(calibration, kv=opened.carried.coarse, kv_finer=opened.carried.finer)
-    result = write(opened, decided, ignored, torn, calibration, Path(out), on_progress, overwrite)
+    result = write(
+        opened, decided, ignored, divided, calibration, Path(out), on_progress, overwrite
+    )
     return replace(result, kv_choice=choice)
 
 
@@ -405,7 +407,7 @@ def write(
     opened: Unquantized,
     plan: QuantizePlan,
     ignored: tuple[str, ...],
-    torn: tuple[str, ...],
+    divided: tuple[str, ...],
     calibration: Calibration,
     out: Path,
     on_progress: Progress = lambda what, done, total: None,
@@ -429,10 +431,10 @@ def write(
     ]
     warnings += [f"{name}: only zeros were seen, so its scale is 1.0" for name in calibration.zeros]
     warnings += _unseen(calibration.unseen)
-    if torn:
+    if divided:
         warnings.append(
-            f"{torn[0]} is quantized although --ignore leaves out a module that engines merge it with; those that do "
-            "may refuse the checkpoint: ignore all of q, k, v or gate, up"
+            f"{divided[0]} is quantized although --ignore leaves out a module that engines merge it with; those that "
+            "do may refuse the checkpoint: ignore all of q, k, v or gate, up"
         )
     warnings += _ragged_blocks(opened.model, plan, ignored)
     counts = (calibration.num_samples, calibration.num_tokens)

@@ -37,7 +37,7 @@ from freight.layers.per_layer_embeddings import PerLayerEmbeddings
 from freight.layers.rope import build_ropes
 from freight.models.architectures import tensor_names
 from freight.models.decoder import DecoderLayer
-from freight.models.loader import build_embedding, build_layer, build_per_layer_embeddings
+from freight.models.loader import model_builder
 from freight.models.sources import WeightSource
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KeyCenter
@@ -118,17 +118,16 @@ def calibrate(
     positions = torch.cat(
         [torch.arange(length, dtype=torch.int64, device=device) for length in lengths]
     )
-    hidden = build_embedding(config, source, kernels)(tokens, positions)
+    builder = model_builder(config, source, kernels)
+    of_layers = model_builder(config, source, one_by_one(kernels))
+    hidden = builder.embedding()(tokens, positions)
     embedded = None if config.per_layer_vocab_size is None else hidden.clone()
     watched: list[LayerWatch] = []
     centered: list[tuple[LayerCenters, LayerWatch]] = []
     for index, modules in enumerate(layer_modules(config)):
-        layer, mixer = (
-            build_layer(config, source, one_by_one(kernels), index, ropes),
-            config.layers[index].mixer,
-        )
+        layer, mixer = of_layers.layer(index, ropes), config.layers[index].mixer
         watch = watch_layer(plan, mixer, modules, left_out, device)
-        own = build_per_layer_embeddings(config, source, kernels, index)
+        own = builder.per_layer_embeddings(index)
         inputs = (
             None if own is None or embedded is None else partial(_inputs_of, own, embedded, tokens)
         )

@@ -85,7 +85,7 @@ class Meter:
         for done, ids in enumerate(samples):
             on_pass(done, len(samples))
             batch, plain = self._batch(ids), list(self.plain.layers)
-            streams = [self._begin(batch)]
+            streams = [self.decoder.begin(batch)]
             for layer, kv in zip(self.decoder.layers, plain, strict=True):
                 streams.append(layer(streams[-1], batch, kv))
             reference = self._normed(streams[-1])
@@ -121,7 +121,7 @@ class Meter:
         total = 0.0
         for ids in samples:
             batch = self._batch(ids)
-            embedded = self._begin(batch)
+            embedded = self.decoder.begin(batch)
             reference, own = (
                 self._normed(self._through(0, embedded, batch, kv)) for kv in (plain, chosen)
             )
@@ -136,9 +136,6 @@ class Meter:
             tuple(reader for reader, read in sources.items() if read == layer)
             for layer in sorted(set(sources.values()))
         )
-
-    def _begin(self, batch: ForwardBatch) -> Residual:
-        return self.decoder.begin(batch)
 
     def _through(
         self, first: int, stream: Residual, batch: ForwardBatch, caches: Sequence[LayerCache]

@@ -198,7 +198,7 @@ def _read(checkpoint: Checkpoint, name: str, sides: str, mixer: PagedMixer) -> t
         )
     values = tuple(float(x) for x in checkpoint.take(name, shape).float().flatten().tolist())
     for value in values:
-        _require_positive(f"KV scale {name}", value)
+        require_positive(f"KV scale {name}", value)
     return values
 
 
@@ -206,7 +206,8 @@ def _short(values: tuple[float, ...]) -> str:
     return f"{values[0]:.9g}" if len(values) == 1 else f"{values[0]:.9g}, … ({len(values)} values)"
 
 
-def _require_positive(what: str, value: float) -> None:
+def require_positive(what: str, value: float) -> None:
+    """Raises CheckpointError for what no scale can be."""
     if not (math.isfinite(value) and value > 0):
         raise CheckpointError(f"{what} is {value}; a scale has to be finite and above 0")
 

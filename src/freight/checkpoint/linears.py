@@ -99,18 +99,26 @@ def find_linears(
         )
         if stored.is_fp8:
             found[name] = _stored_linear(
-                checkpoint, module, weight, shape, _declared(checkpoint, weight, scheme, module)
+                checkpoint,
+                module,
+                weight,
+                shape,
+                _declared(checkpoint, weight, scheme, module, declared),
             )
         else:
             _require_plain(checkpoint, weight, scheme, declared, module, name in free)
     return found
 
 
-def _declared(checkpoint: Checkpoint, weight: str, scheme: Scheme, module: str) -> LinearScheme:
-    declared, stored = (
-        scheme.linear(checkpoint.declared_module(weight)),
-        checkpoint.format_of(weight),
-    )
+def _declared(
+    checkpoint: Checkpoint,
+    weight: str,
+    scheme: Scheme,
+    module: str,
+    declared: LinearScheme | None,
+) -> LinearScheme:
+    """`declared`, which an FP8 matrix must have. Raises CheckpointError."""
+    stored = checkpoint.format_of(weight)
     if stored not in (Format.E4M3FN, Format.E4M3FNUZ):
         raise CheckpointError(
             f"{checkpoint.path}: {weight} is stored in {stored}; weights in E4M3 are implemented"

@@ -25,6 +25,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from freight.checkpoint.headers import TensorEntry, read_header
+from freight.checkpoint.kv_scales import require_positive
 from freight.checkpoint.reader import read_json
 from freight.config.fields import JsonObject, is_integer
 from freight.errors import CheckpointError
@@ -277,10 +278,7 @@ def _read_scales(file: Path, header: Mapping[str, TensorEntry]) -> dict[int, tup
                 value = float(handle.get_tensor(name).float().item())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from error
-        if not (math.isfinite(value) and value > 0):
-            raise CheckpointError(
-                f"{file}: {name} is {value}; a scale has to be finite and above 0"
-            )
+        require_positive(f"{file}: {name}", value)
         found[int(match[1])] = (name, value)
     return found
 

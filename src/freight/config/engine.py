@@ -250,12 +250,15 @@ class KVCacheConfig:
         dtypes = {str(kind.format) for kind in kinds}
         granularities = {str(kind.granularity) for kind in kinds if kind.granularity is not None}
         return {
-            "dtype": dtypes.pop() if len(dtypes) == 1 else MIXED,
-            "granularity": (granularities.pop() if len(granularities) == 1 else MIXED)
-            if granularities
-            else None,
+            "dtype": _common(dtypes),
+            "granularity": _common(granularities),
             "scale_source": None if self.scale_source is None else str(self.scale_source),
         }
+
+
+def _common(names: set[str]) -> str | None:
+    """The one name, `mixed` for several, None for none."""
+    return MIXED if len(names) > 1 else next(iter(names), None)
 
 
 @dataclass(frozen=True)

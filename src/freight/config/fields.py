@@ -72,3 +72,9 @@ def token_ids(config: JsonObject, key: str, default: int | None) -> tuple[int, .
         if not is_integer(token) or token < 0:
             raise CheckpointError(f"{key} = {value!r} must be a token id or a list of token ids")
     return tuple(ids)
+
+
+def shortened(value: object, most: int = 40) -> str:
+    """A value for a message, in at most `most` characters."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."

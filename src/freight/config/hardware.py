@@ -1,4 +1,4 @@
-"""What a device cannot compute, said before anything is read. Takes values only: imports no torch."""
+"""Refuse what a device cannot compute, before anything is read. Imports no torch."""
 
 from __future__ import annotations
 

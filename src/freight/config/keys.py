@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from freight.config.family import Family, words
-from freight.config.fields import JsonObject
+from freight.config.fields import JsonObject, shortened
 from freight.config.mechanisms import refuse_mechanisms, refuse_uncompared_architecture
 from freight.config.model import UnreadKeys
 from freight.config.registry import FAMILIES
@@ -243,13 +243,13 @@ class _Part:
             if key not in computing_keys():
                 return None
             return (
-                f"config.json: {key} = {_short(value)} decides what a model computes, and Freight does not implement "
-                f"it for model_type {self.model_type}"
+                f"config.json: {key} = {shortened(value, 80)} decides what a model computes, and Freight does not "
+                f"implement it for model_type {self.model_type}"
             )
         if all(one in allowed for one in (value if isinstance(value, list) else [value])):
             return None
         only = f"only {choices(map(repr, allowed))} is" if allowed else "only null is"
-        return f"config.json: {key} = {_short(value)} is not implemented; {only}"
+        return f"config.json: {key} = {shortened(value, 80)} is not implemented; {only}"
 
 
 def _require_ignorable(name: str, parts: Sequence[_Part]) -> None:
@@ -265,11 +265,6 @@ def _require_ignorable(name: str, parts: Sequence[_Part]) -> None:
             f"--ignore-config-keys {name}: Freight reads this key of model_type {part.model_type}; only keys that it "
             "does not implement can be ignored"
         )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _decoder_row(
@@ -288,12 +283,11 @@ def _decoder_row(
     text_type = text.get("model_type", family.text_type) if isinstance(text, Mapping) else None
     if not isinstance(text, Mapping) or text_type not in types:
         refuse_mechanisms(config, config.get("model_type"))
-        said = f"{family.text_key} = {_short(text)}"
-        said = (
-            f"{family.text_key} of model_type {text_type!r}" if isinstance(text, Mapping) else said
-        )
+        found = f"{family.text_key} = {shortened(text, 80)}"
+        if isinstance(text, Mapping):
+            found = f"{family.text_key} of model_type {text_type!r}"
         raise CheckpointError(
-            f"config.json: {said} with model_type {config.get('model_type')!r} is not implemented; an object of "
+            f"config.json: {found} with model_type {config.get('model_type')!r} is not implemented; an object of "
             f"model_type {choices(map(repr, types))} is"
         )
     if text_type == family.text_type:

@@ -1,4 +1,4 @@
-"""Mechanisms of published models that Freight does not have, told from keys of a config.json.
+"""Mechanisms of published models that Freight does not have, recognised by keys of a config.json.
 Imports no torch.
 
 A model type without a row is refused for the mechanism that stands in the way, before transformers'
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from freight.config.fields import JsonObject
+from freight.config.fields import JsonObject, shortened
 from freight.errors import CheckpointError
 
 # where a config.json of several parts describes its decoder
@@ -182,7 +182,7 @@ def missing_mechanisms(config: JsonObject) -> dict[str, str]:
         for mechanism in MECHANISMS:
             key = mechanism.key_in(text)
             if key is not None:
-                found.setdefault(mechanism.name, f"{where}{key} = {_short(text.get(key))}")
+                found.setdefault(mechanism.name, f"{where}{key} = {shortened(text.get(key))}")
     return found
 
 
@@ -190,12 +190,7 @@ def refuse_mechanisms(config: JsonObject, model_type: object) -> None:
     """Raises CheckpointError for a model that needs a mechanism which Freight does not have."""
     found = missing_mechanisms(config)
     if found:
-        said = "; ".join(f"{name}: {key}" for name, key in found.items())
+        listed = "; ".join(f"{name}: {key}" for name, key in found.items())
         raise CheckpointError(
-            f"config.json: model_type {model_type!r} needs what Freight does not have: {said}"
+            f"config.json: model_type {model_type!r} needs what Freight does not have: {listed}"
         )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

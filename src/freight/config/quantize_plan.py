@@ -127,9 +127,7 @@ class QuantizeArgs:
     max_seq_len: int | None = None
     observer: str | None = None
     format: str = Layout.COMPRESSED_TENSORS
-    dtype: str | None = (
-        None  # that of the model, which other tools are told; another one is refused
-    )
+    dtype: str | None = None  # that of the model, as other tools ask for it; another one is refused
     device: str | None = None  # where the model runs while it is calibrated
 
     @staticmethod

@@ -404,14 +404,17 @@ def _static(format: Format, scales: KVScales, source: ScaleSource, note: str = "
         (layer.granularity for layer in converted.layers if layer is not None),
         key=list(Granularity).index,
     )
+    notes = [note] if note else []
     if scales.format is not format:
-        note += f"{', ' if note else ''}converted from {scales.format}"
+        notes.append(f"converted from {scales.format}")
     if scales.format_assumed:
-        note += f"{', ' if note else ''}{scales.format} assumed: config.json has no kv_cache_torch_dtype to declare it"
+        notes.append(
+            f"{scales.format} assumed: config.json has no kv_cache_torch_dtype to declare it"
+        )
     count = sum(layer is not None and bool(layer.k_center) for layer in converted.layers)
     if count:
-        note += f"{', ' if note else ''}keys centered in {count} of {len(converted.layers)} layers"
-    return KVCacheConfig(format, finest, source, converted, note)
+        notes.append(f"keys centered in {count} of {len(converted.layers)} layers")
+    return KVCacheConfig(format, finest, source, converted, ", ".join(notes))
 
 
 def _dynamic(format: Format, note: str) -> KVCacheConfig:

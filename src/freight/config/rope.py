@@ -196,13 +196,13 @@ def _parse(
         {PROPORTIONAL: frozenset[str]()} if RopeForm.PROPORTIONAL in family.ropes else {}
     )
     if kinds or kind not in required:
-        said = (
+        found = (
             repr(kind)
             if not kinds
             else f"type {rope['type']!r} and rope_type {rope['rope_type']!r}"
         )
         raise CheckpointError(
-            f"config.json: {where} of {said} is not implemented; {choices(required)} are"
+            f"config.json: {where} of {found} is not implemented; {choices(required)} are"
         )
     allowed = required[kind] | _OPTIONAL.get(kind, frozenset())
     if RopeForm.QUERY_SCALING in family.ropes:
@@ -224,17 +224,11 @@ def _parse(
     ]
     # a pretrained length outside of this object takes precedence; without either, it is
     # max_position_embeddings
-    outside = config.get("original_max_position_embeddings")
-    original = (
-        outside
-        if outside is not None
-        else values.pop("original_max_position_embeddings", max_positions)
-    )
-    values.pop("original_max_position_embeddings", None)
-    if "original_max_position_embeddings" in required[kind]:
-        values["original_max_position_embeddings"] = original
+    inside, outside = values.pop(_LENGTH, max_positions), config.get(_LENGTH)
+    if _LENGTH in required[kind]:
+        values[_LENGTH] = inside if outside is None else outside
     if kind in ("yarn", "longrope") and "factor" not in values:
-        values["factor"] = max_positions / number(values, "original_max_position_embeddings")
+        values["factor"] = max_positions / number(values, _LENGTH)
     for key in sorted(required[kind] - set(values)):
         raise CheckpointError(f"config.json: {where} of kind {kind!r} lacks {key}")
     for key in sorted(set(values) - allowed):

@@ -65,7 +65,7 @@ class BlockTables:
         )
         self._received = torch.zeros_like(self._sent, device=device) if apart else self._sent
         self._written: list[list[tuple[int, ...]]] = [[()] * num_rows for _ in widths]
-        self._torn = False
+        self._dirty = False
 
     def update(self, tables: Sequence[Sequence[Sequence[int]]]) -> None:
         """Make the first rows say `tables`, for each sequence its table by group.
@@ -73,15 +73,15 @@ class BlockTables:
         The host may change the tables again once the device has come to the end of what was queued
         until now.
         """
-        if self._torn:
+        if self._dirty:
             self._forget()
-        self._torn = True
+        self._dirty = True
         places: list[int] = []  # of single entries in `_words`
         for group, written in enumerate(self._written):
             self._update(group, written, [tuple(one[group]) for one in tables], places)
         if places and self._apart:
             self._send(places)
-        self._torn = False
+        self._dirty = False
 
     def _forget(self) -> None:
         self._host.zero_()

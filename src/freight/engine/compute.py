@@ -96,8 +96,11 @@ def compute(runner: ModelRunner, work: Sequence[ChunkWork], repeatable: bool = T
         return StepResult(_compute(runner, work))
     except Exception as error:
         if not repeatable:
-            told = "a step of %d sequences failed, and each computes its tokens again alone: %s"
-            logger.warning(told, len(work), _describe(error))
+            logger.warning(
+                "a step of %d sequences failed, and each computes its tokens again alone: %s",
+                len(work),
+                _describe(error),
+            )
             return StepResult([], repeated=True, lost=True)
         logger.warning(
             "a step of %d sequences failed and is repeated in parts: %s",

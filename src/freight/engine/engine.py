@@ -7,7 +7,7 @@ request has come to. A request leaves through `release`, finished or not.
 
 A request fails alone: what cannot be computed further ends with finish reason ERROR, and the others
 go on with the same bits. An exception may interrupt any method (Ctrl-C raises one anywhere). While
-requests and blocks are being changed `_torn` is set; where it is found set, the next method first
+requests and blocks are being changed `_dirty` is set; where it is found set, the next method first
 rebuilds everything from what never is half done, the prompts and the tokens so far. So a caller
 that is interrupted has only to release its own requests.
 """
@@ -93,7 +93,7 @@ class Engine:
             tuple[Group, Completion], None
         ] = {}  # what advanced since its last delta, in order
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
-        self._torn = False
+        self._dirty = False
         assert repeatable or not overlaps, "a step that was launched ahead may be computed again"
         self.overlaps = overlaps
         self._repeatable = repeatable
@@ -131,12 +131,12 @@ class Engine:
 
         Structured outputs that `accept` did not compile lately are compiled now.
         """
-        self._mend()
+        self._repair()
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use")
         group = self._new_group(request_id, prompt, params)
         deadline = None if params.timeout_s is None else self._clock() + params.timeout_s
-        self._torn = True
+        self._dirty = True
         self._num_added += 1
         if deadline is not None:
             self._deadlines[request_id] = deadline
@@ -144,7 +144,7 @@ class Engine:
             self.scheduler.add(completion.request)
             self._completions[completion.request.request_id] = (group, completion)
         self._groups[request_id] = group
-        self._torn = False
+        self._dirty = False
 
     def step(self, quiet_until: float = -math.inf) -> list[RequestDelta]:
         """Run one forward pass; returns what is new of each request that advanced or ended.
@@ -152,19 +152,19 @@ class Engine:
         Before `quiet_until`, in seconds of the clock, nothing is returned unless a request has its
         first token or a completion has ended; a later delta has it, or `report`.
         """
-        self._mend()
+        self._repair()
         started = self._clock() if self._pace is not None else 0.0
-        self._torn = True
+        self._dirty = True
         expired = self._expire()
         launched, self._ahead = self._ahead, None
         launched = launched if launched is not None and launched.is_wanted else None
         step = self._schedule() if launched is None else launched.step
         if step.admitted:
             self._stamp_scheduled(step)
-        self._torn = not self._repeatable  # a pass that is interrupted may have changed states
+        self._dirty = not self._repeatable  # a pass that is interrupted may have changed states
         with self._threads:
             step, result, following = self._compute(step, launched)
-        self._torn = True
+        self._dirty = True
         if result.lost:
             self.scheduler.lose(step)
         advanced = [] if result.lost else self._apply(step, result.chunks)
@@ -180,20 +180,20 @@ class Engine:
             one.request.is_finished or group.stamps.first_token is None for group, one in changed
         )
         deltas = self._report() if urgent or self._clock() >= quiet_until else []
-        self._torn = False
+        self._dirty = False
         return deltas
 
     def report(self) -> list[RequestDelta]:
         """What is new of each request since its last delta, where steps were quiet."""
-        self._mend()
-        self._torn = True
+        self._repair()
+        self._dirty = True
         deltas = self._report()
-        self._torn = False
+        self._dirty = False
         return deltas
 
     def output(self, request_id: str) -> RequestOutput:
         """All that the request has come to so far."""
-        self._mend()
+        self._repair()
         return self._groups[request_id].output()
 
     def is_finished(self, request_id: str) -> bool:
@@ -207,14 +207,14 @@ class Engine:
         """What the request has taken so far, or until its end; also when aborted, which gives no
         last delta.
         """
-        self._mend()
+        self._repair()
         return self._groups[request_id].times(self._clock())
 
     def stats(self) -> EngineStats:
         """What the engine does now, and its totals. The pool's counters, a wait on a GPU, are read
         once a second.
         """
-        self._mend()
+        self._repair()
         now = self._clock()
         if self._stored is None or now - self._stored[0] >= SECONDS_BETWEEN_READS:
             self._stored = (now, *self.runner.pool.counters())
@@ -241,25 +241,25 @@ class Engine:
         """Stop computing a request; its output stays until `release`. Unknown or finished ids are
         ignored.
         """
-        self._mend()
-        self._torn = True
+        self._repair()
+        self._dirty = True
         self._end(self._groups.get(request_id), FinishReason.ABORT)
-        self._torn = False
+        self._dirty = False
 
     def release(self, request_id: str) -> None:
         """Forget a request, aborting what still runs. An unknown id changes nothing."""
-        self._mend()
+        self._repair()
         group = self._groups.get(request_id)
         if group is None:
             return
-        self._torn = True
+        self._dirty = True
         self._end(group, FinishReason.ABORT)
         for completion in group.completions:
             self._completions.pop(completion.request.request_id, None)
         self._deadlines.pop(request_id, None)
         self._unreported = {one: None for one in self._unreported if one[0] is not group}
         self._groups.pop(request_id)
-        self._torn = False
+        self._dirty = False
 
     def _schedule(self) -> Step:
         if self._pace is None:
@@ -317,9 +317,9 @@ class Engine:
         assert self._grammars is not None, "structured_outputs was accepted without a tokenizer"
         return self._grammars.matcher(params.structured_outputs)
 
-    def _mend(self) -> None:
+    def _repair(self) -> None:
         """After an exception in the middle of a change: everything anew from the requests' tokens."""
-        if not self._torn:
+        if not self._dirty:
             return
         groups = list(self._groups.values())
         self.scheduler.rebuild(
@@ -338,7 +338,7 @@ class Engine:
         self._deadlines = {
             name: deadline for name, deadline in self._deadlines.items() if name in self._groups
         }
-        self._torn = False
+        self._dirty = False
 
     def _stamp_scheduled(self, step: Step) -> None:
         now = self._clock()
@@ -369,9 +369,9 @@ class Engine:
             if launched is None:
                 self._logged = set()
                 return step, compute(self.runner, work, self._repeatable), None
-        self._torn = True
+        self._dirty = True
         after = self.scheduler.follow(step)
-        self._torn = False
+        self._dirty = False
         following = None if after is None else launch(self.runner, after, launched)
         tokens = launched.read()
         rows = [row for row, chunk in enumerate(step.chunks) if not chunk.request.is_finished]

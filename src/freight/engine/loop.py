@@ -130,7 +130,7 @@ class Loop:
                     self._add(command)
                 case Abort(request_id):
                     self._engine.release(request_id)
-                    self._next_stats = -1.0  # what it held is free: said at once
+                    self._next_stats = -1.0  # what it held is free: reported at once
                 case Stop():
                     return False
 

@@ -9,7 +9,7 @@ frees them.
 
 It also holds where a signal handler raises (Ctrl-C). CPython runs handlers when a Python function
 begins, when a call returns and when a loop goes round. So what must not be left out stands in a
-`finally` as one call of a built-in method: `list.remove` here, `unwanted.extend` in callers. A lock
+`finally` as one call of a built-in method: `list.remove` here, `released.extend` in callers. A lock
 whose release is Python code could stay locked.
 """
 
@@ -32,11 +32,11 @@ class Turns:
     """`free` forgets a request of the engine. It is called in a turn, and may be called twice for
     one request.
 
-    A caller that is done with its requests puts their ids into `unwanted` and calls `tidy`.
+    A caller that is done with its requests puts their ids into `released` and calls `tidy`.
     """
 
     def __init__(self, free: Callable[[str], None]) -> None:
-        self.unwanted: deque[str] = deque()
+        self.released: deque[str] = deque()
         self._free = free
         self._queue: list[int] = []  # threads by arrival; the first has the engine
 
@@ -55,7 +55,7 @@ class Turns:
             while self._queue[0] != me:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
-            self._free_unwanted()
+            self._free_released()
             result = action()
         finally:
             if me in self._queue:
@@ -64,13 +64,13 @@ class Turns:
         return result
 
     def tidy(self) -> None:
-        """Free what is unwanted, unless the engine is in use: then its next turn does. Never waits
+        """Free what is released, unless the engine is in use: then its next turn does. Never waits
         for a step.
 
         An interrupt is raised once all is free.
         """
         interrupt: BaseException | None = None
-        while self.unwanted and not self._queue:
+        while self.released and not self._queue:
             try:
                 self.run(lambda: None)
             except BaseException as error:
@@ -80,8 +80,8 @@ class Turns:
         if interrupt is not None:
             raise interrupt
 
-    def _free_unwanted(self) -> None:
-        while self.unwanted:
-            self._free(self.unwanted[0])
+    def _free_released(self) -> None:
+        while self.released:
+            self._free(self.released[0])
             # after it is freed: an interrupt in between only frees it twice
-            self.unwanted.popleft()
+            self.released.popleft()

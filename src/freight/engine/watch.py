@@ -1,4 +1,4 @@
-"""What the cache counts while it is written, NaN and clipped values, said to the user after a run."""
+"""What the cache counts while it is written, NaN and clipped values, reported after a run."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from freight.config.fields import JsonObject
+from freight.config.fields import JsonObject, shortened
 from freight.config.mechanisms import only_attention
 from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError, choices
@@ -57,7 +57,7 @@ def refuse_recurrent(config: JsonObject) -> None:
         found = (
             f"layers of kind {kind!r}"
             if kind is not None
-            else f"{key} = {_short(config.get(str(key)))}"
+            else f"{key} = {shortened(config.get(str(key)))}"
         )
         raise refused(
             config.get("model_type"),
@@ -68,7 +68,7 @@ def refuse_recurrent(config: JsonObject) -> None:
 def refuse_keys(model_type: str, config: JsonObject) -> None:
     for key, why in _REFUSED_KEYS.items():
         if config.get(key):
-            raise refused(model_type, f"{key} = {_short(config[key])} means {why}")
+            raise refused(model_type, f"{key} = {shortened(config[key])} means {why}")
 
 
 def why_not_built(
@@ -112,8 +112,3 @@ def _raised(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"it looks for {error} and does not find it"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 40 else text[:37] + "..."

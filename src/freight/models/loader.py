@@ -52,7 +52,7 @@ logger = logging.getLogger("freight")
 
 
 @dataclass(frozen=True)
-class _ModelBuilder(Builder):
+class ModelBuilder(Builder):
     """Builds the layers, and what stands before and behind them."""
 
     def embedding(self) -> Embedding:
@@ -253,8 +253,11 @@ class _ModelBuilder(Builder):
         return self.kernels.pack_experts(weights, in_halves(bias, 1) if pairs else bias)
 
 
-def _builder(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> _ModelBuilder:
-    return _ModelBuilder(source, config, tensor_names(config), tensor_shapes(config), kernels)
+def model_builder(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> ModelBuilder:
+    """Build parts of a model: all of them for `build_decoder`, or one after another for work that
+    goes through a model layer by layer and never holds all of it.
+    """
+    return ModelBuilder(source, config, tensor_names(config), tensor_shapes(config), kernels)
 
 
 def build_decoder(
@@ -263,7 +266,7 @@ def build_decoder(
     """The model that `config` describes, from the tensors of `source`, for positions below
     `max_len`.
     """
-    builder = _builder(config, source, kernels)
+    builder = model_builder(config, source, kernels)
     ropes = build_ropes(config.ropes, max_len, device)
     layers = tuple(builder.layer(index, ropes) for index in range(config.num_layers))
     last = builder.names.norm
@@ -280,33 +283,6 @@ def build_decoder(
         kernels.pack(head), kernels, head.input_limit, cap, projection, divisor, config.float32_head
     )
     return Decoder(config, embedding, layers, norm, logits, builder.per_layer_embeddings())
-
-
-def build_embedding(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> Embedding:
-    """The embedding alone, for work that goes through a model layer by layer and never holds all of
-    it.
-    """
-    return _builder(config, source, kernels).embedding()
-
-
-def build_per_layer_embeddings(
-    config: ModelConfig, source: WeightSource, kernels: KernelSet, index: int
-) -> PerLayerEmbeddings | None:
-    """What each token has for one layer (`build_embedding`); None in models that have no such
-    thing.
-    """
-    return _builder(config, source, kernels).per_layer_embeddings(index)
-
-
-def build_layer(
-    config: ModelConfig,
-    source: WeightSource,
-    kernels: KernelSet,
-    index: int,
-    ropes: Mapping[int | None, Rotary],
-) -> DecoderLayer:
-    """One layer alone (`build_embedding`)."""
-    return _builder(config, source, kernels).layer(index, ropes)
 
 
 def load_model(

@@ -169,7 +169,7 @@ def check_clean(llm: LLM) -> None:
     assert not engine._groups
     assert not engine._completions
     assert not engine._deadlines
-    assert not llm._turns.unwanted
+    assert not llm._turns.released
     assert scheduler.num_waiting == scheduler.num_running == engine.cache.num_held == 0
     for allocator in engine.cache.allocators:
         assert allocator.num_free + allocator.num_cached == allocator.num_blocks

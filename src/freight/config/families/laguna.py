@@ -26,12 +26,12 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 def _gated_by_head(config: JsonObject) -> bool:
     """Whether all channels of a head have one factor."""
-    said = config.get("gating")
-    if said is not True and said not in ("per-head", "per-element"):
+    given = config.get("gating")
+    if given is not True and given not in ("per-head", "per-element"):
         raise CheckpointError(
-            f"config.json: gating = {said!r} is not implemented; true, 'per-head' and 'per-element' are"
+            f"config.json: gating = {given!r} is not implemented; true, 'per-head' and 'per-element' are"
         )
-    return said != "per-element"
+    return given != "per-element"
 
 
 def _with_heads(config: JsonObject, mixers: Sequence[AttentionConfig]) -> Sequence[AttentionConfig]:

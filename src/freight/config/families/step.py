@@ -75,15 +75,15 @@ def _rope(config: JsonObject, kind: str) -> dict[str, Any]:
 
 def _mlp_types(config: JsonObject, num_layers: int) -> list[str]:
     """`moe_layers_enum` lists the layers with experts: numbers, or text with commas."""
-    said = config.get("moe_layers_enum")
-    if said is None:
+    given = config.get("moe_layers_enum")
+    if given is None:
         sparse = set(range(_FIRST_SPARSE, num_layers))
     else:
-        items = said.split(",") if isinstance(said, str) else said
+        items = given.split(",") if isinstance(given, str) else given
         if not isinstance(items, list | tuple) or not all(
             str(one).strip().isdecimal() for one in items if one != ""
         ):
-            raise CheckpointError(f"config.json: moe_layers_enum = {said!r} must list layers")
+            raise CheckpointError(f"config.json: moe_layers_enum = {given!r} must list layers")
         sparse = {int(one) for one in items if one != ""}
     return ["sparse" if index in sparse else "dense" for index in range(num_layers)]
 
