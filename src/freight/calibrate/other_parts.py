@@ -14,17 +14,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from freight.calibrate.modules import head_module, kept_modules
+from freight.checkpoint.headers import Shape
 from freight.checkpoint.reader import Checkpoint
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 from freight.models.architectures import tensor_names
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 # What engines read as a scale of the FP8 matrix beside it
 _SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale")
 
 
-def tensors_beside(checkpoint: Checkpoint, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def tensors_beside(checkpoint: Checkpoint, model: ModelConfig) -> dict[str, Shape]:
     """The tensors that the text model does not need (`TensorNames.unused`), by name, with their
     shapes.
     """

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from freight.checkpoint.headers import TensorEntry, read_header
+from freight.checkpoint.headers import Shape, TensorEntry, read_header
 from freight.checkpoint.reader import read_json, resolve_model
 from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, ConfigError, shown
@@ -131,7 +131,7 @@ class Adapter:
             )
         return rounded
 
-    def check(self, name: str, change: Change, shape: tuple[int, ...]) -> None:
+    def check(self, name: str, change: Change, shape: Shape) -> None:
         """Raises CheckpointError unless `change` fits the tensor `name` of the base model, of
         `shape`.
         """
@@ -152,7 +152,7 @@ class Adapter:
                 f"vocabulary was extended, which is not merged here; {_WAY_OUT}"
             )
 
-    def _shape(self, change: Change) -> tuple[int, ...] | None:
+    def _shape(self, change: Change) -> Shape | None:
         """The shape of what is added, [outputs, inputs]; None where nothing is."""
         if not change.parts:
             return None

@@ -9,7 +9,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from freight.errors import CheckpointError
 from freight.files import open_regular
@@ -47,6 +47,7 @@ FORMAT_NAMES = {
 }
 _MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 
+Shape: TypeAlias = tuple[int, ...]
 Index = tuple[int | slice, ...]  # of a part within a stored tensor, from its first dimension on
 
 
@@ -61,7 +62,7 @@ class TensorEntry:
 
     file: Path
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     size: int
     stored: str = ""
     index: Index = ()

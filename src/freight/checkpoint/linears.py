@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from freight.checkpoint.headers import Shape
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
 from freight.fp8.cast import convert_e4m3
@@ -35,7 +36,7 @@ class StoredLinear:
     """One FP8 matrix with its scales read and checked; `weight`, a tensor's name, is not read yet."""
 
     weight: str
-    shape: tuple[int, ...]
+    shape: Shape
     format: Format
     scale: Tensor
     activations: Activations
@@ -73,7 +74,7 @@ class StoredLinear:
 def find_linears(
     checkpoint: Checkpoint,
     scheme: Scheme,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     free: frozenset[str],
 ) -> dict[str, StoredLinear]:
     """The matrices that are stored in FP8, by the names in `shapes`
@@ -162,7 +163,7 @@ def _require_plain(
 
 
 def _stored_linear(
-    checkpoint: Checkpoint, module: str, weight: str, shape: tuple[int, ...], declared: LinearScheme
+    checkpoint: Checkpoint, module: str, weight: str, shape: Shape, declared: LinearScheme
 ) -> StoredLinear:
     if checkpoint.shape_of(weight) != tuple(shape):
         raise CheckpointError(
@@ -217,7 +218,7 @@ def _one_of(checkpoint: Checkpoint, module: str, suffixes: tuple[str, ...]) -> s
 
 
 def _weight_scale(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], declared: LinearScheme
+    checkpoint: Checkpoint, name: str, shape: Shape, declared: LinearScheme
 ) -> Tensor:
     """float32, as in `Weight.scale`. Raises CheckpointError for a shape that does not fit the
     declared granularity.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from freight.checkpoint.headers import Shape
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
 from freight.fp8 import mxfp4
@@ -42,7 +43,7 @@ class StoredExperts:
         return self.shape[0] * self.shape[2]
 
     @property
-    def tensors(self) -> dict[str, tuple[int, ...]]:
+    def tensors(self) -> dict[str, Shape]:
         """The names and shapes of what is stored."""
         experts, inputs, outputs = self.shape
         groups = inputs // mxfp4.GROUP
@@ -97,7 +98,7 @@ class StoredExperts:
 
 
 def find_experts(
-    checkpoint: Checkpoint, scheme: Scheme, shapes: Mapping[str, tuple[int, ...]]
+    checkpoint: Checkpoint, scheme: Scheme, shapes: Mapping[str, Shape]
 ) -> dict[str, StoredExperts]:
     """The tensors of experts that are stored in MXFP4, by the names in `shapes`, which are all
     tensors of the model.

@@ -21,7 +21,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from freight.checkpoint.headers import FORMAT_NAMES, Index, TensorEntry, read_header, unreadable
+from freight.checkpoint.headers import (
+    FORMAT_NAMES,
+    Index,
+    Shape,
+    TensorEntry,
+    read_header,
+    unreadable,
+)
 from freight.checkpoint.stored_dtype import stored_format
 from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, ConfigError
@@ -100,7 +107,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: tensor {name} is missing")
         return self._entries[name]
 
-    def shape_of(self, name: str) -> tuple[int, ...]:
+    def shape_of(self, name: str) -> Shape:
         return self.entry(name).shape
 
     def format_of(self, name: str) -> Format:
@@ -147,7 +154,7 @@ class Checkpoint:
             )
         self.__dict__.pop("names", None)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check(self, shapes: Mapping[str, Shape]) -> None:
         """Compare with the shapes that a model needs; reads no tensor. Raises CheckpointError with
         all mismatches.
         """

@@ -18,7 +18,7 @@ from torch import Tensor
 from freight.operands.activation import Activation, AnyActivation, GatedActivation, GateFunction
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
-from freight.operands.packed import PackedExperts, PackedWeight, Rows
+from freight.operands.packed import JoinedPart, PackedExperts, PackedWeight, Rows
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing
 from freight.operands.states import States
@@ -155,7 +155,7 @@ class KernelSet(Protocol):
         """
         ...
 
-    def join(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
+    def join(self, parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:
         """The columns of all parts side by side, [rows, sum of sizes]. A part: x, and the weight of
         a norm or None.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from freight.kernels.reference import rms_norm
 from freight.operands.activation import Activation, GateFunction
-from freight.operands.packed import PackedWeight
+from freight.operands.packed import JoinedPart, PackedWeight
 
 
 def lookup(
@@ -88,7 +88,7 @@ def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
     return (x.double() * factors.repeat_interleave(x.shape[1] // logits.shape[1], 1)).to(x.dtype)
 
 
-def join(parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
+def join(parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:
     """The columns of all parts; a part: x [rows, size] or [rows, heads, size], and the weight
     [group] of an `rms_norm` of groups, or None."""
     made = (

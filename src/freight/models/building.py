@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from freight.checkpoint.headers import Shape
 from freight.config.layer import NormKind
 from freight.config.model import ModelConfig
 from freight.config.tensor_names import TensorNames
@@ -38,7 +39,7 @@ class Builder:
     source: WeightSource
     config: ModelConfig
     names: TensorNames
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, Shape]
     kernels: KernelSet
 
     def tensor(self, name: str) -> Tensor:

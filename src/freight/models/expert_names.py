@@ -19,7 +19,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from freight.checkpoint.headers import Index
+from freight.checkpoint.headers import Index, Shape
 from freight.checkpoint.reader import Checkpoint
 from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
@@ -256,7 +256,7 @@ def _divide(checkpoint: Checkpoint, stacked: _Stacked, scheme: Scheme, turned: b
 def _bands(
     checkpoint: Checkpoint,
     name: str,
-    shape: tuple[int, ...],
+    shape: Shape,
     kind: str,
     stacked: _Stacked,
     declared: LinearScheme | None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from freight.checkpoint.headers import Shape
 from freight.errors import CheckpointError
 from freight.models.sources import WeightSource
 from freight.operands.weight import Weight
@@ -27,7 +28,7 @@ class Read:
 
 
 def expert_matrices(
-    source: WeightSource, shapes: Mapping[str, tuple[int, ...]], names: Sequence[Sequence[str]]
+    source: WeightSource, shapes: Mapping[str, Shape], names: Sequence[Sequence[str]]
 ) -> Iterator[Weight]:
     """The matrix of each expert, of the tensors `names`. Raises CheckpointError where they are not
     of one kind.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from freight.checkpoint.headers import Shape
 from freight.config.layer import (
     AttentionConfig,
     DeltaNetConfig,
@@ -72,8 +73,8 @@ class MixerParts:
     cut: str = ""
     by_head: tuple[tuple[int, int, int], ...] = ()
     norms: Mapping[str, int] = field(default_factory=dict)
-    plain: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    exact: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    plain: Mapping[str, Shape] = field(default_factory=dict)
+    exact: Mapping[str, Shape] = field(default_factory=dict)
     made: int = 0
     factors: int = 0
     whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from freight.checkpoint.headers import Shape
 from freight.config.model import ModelConfig
 from freight.fp8.cast import decode, torch_dtype
 from freight.fp8.formats import Format
@@ -41,7 +42,7 @@ class RandomSource:
     generator: torch.Generator
     norm: float = 1.0
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: Shape) -> Tensor:
         """Norm weights are `norm` and biases 0; matrices are uniform."""
         values = torch.empty(shape, dtype=torch_dtype(self.compute_format), device=self.device)
         if name.endswith("bias"):
@@ -51,15 +52,15 @@ class RandomSource:
         bound = math.sqrt(3.0 / math.prod(shape[1:]))
         return values.uniform_(-bound, bound, generator=self.generator)
 
-    def table(self, name: str, shape: tuple[int, ...], format: Format) -> Tensor:
+    def table(self, name: str, shape: Shape, format: Format) -> Tensor:
         return replace(self, compute_format=narrower(self.compute_format, format)).tensor(
             name, shape
         )
 
-    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def exact(self, name: str, shape: Shape) -> Tensor:
         return self.tensor(name, shape).float()
 
-    def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
+    def weight(self, name: str, shape: Shape) -> Weight:
         if not self.weight_format.is_fp8:
             return Weight(self.tensor(name, shape))
         rows, columns = shape
@@ -76,11 +77,11 @@ class RandomSource:
     def input_scale(self, name: str) -> float | None:
         return None  # activations are dynamic
 
-    def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterator[Weight]:
+    def experts(self, name: str, shape: Shape, pairs: bool) -> Iterator[Weight]:
         num_experts, columns, rows = shape
         return (self.weight(name, (rows, columns)) for _ in range(num_experts))
 
-    def head(self, name: str, shape: tuple[int, ...]) -> Weight:
+    def head(self, name: str, shape: Shape) -> Weight:
         return Weight(self.tensor(name, shape))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import compress
 
+from freight.checkpoint.headers import Shape
 from freight.config.layer import (
     DenseConfig,
     FeedForward,
@@ -22,13 +23,13 @@ from freight.models.architectures import tensor_names
 from freight.models.mixer_parts import mixer_parts
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Every tensor that a checkpoint of this model must have, with its shape."""
     if config.foreign is not None:
         return dict(config.foreign.tensors)
     c, names = config, tensor_names(config)
     width = c.embedding_size or c.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {names.embedding: (c.vocab_size, width)}
+    shapes: dict[str, Shape] = {names.embedding: (c.vocab_size, width)}
     if c.final_norm:
         shapes |= dict.fromkeys(_norm_tensors(names.norm, c), (c.hidden_size,))
     if c.position_offset is not None:
@@ -75,9 +76,7 @@ def bias_of(weight: str) -> str:
     return weight.removesuffix("weight") + "bias"
 
 
-def _layer_shapes(
-    layer: LayerConfig, config: ModelConfig, names: TensorNames
-) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, Shape]:
     """Every tensor of one layer, by its name within the layer."""
     hidden = config.hidden_size
     parts = mixer_parts(layer.mixer, hidden, names)
@@ -90,7 +89,7 @@ def _layer_shapes(
         projections[names.per_layer_gate] = (layer.per_layer.size, hidden, False)
         projections[names.per_layer_down] = (hidden, layer.per_layer.size, False)
     projections |= {module: (*shape, False) for module, shape in parts.kept.items()}
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Shape] = {}
     for name, (rows, columns, bias) in projections.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
@@ -111,9 +110,7 @@ def _layer_shapes(
     return shapes
 
 
-def _norm_shapes(
-    layer: LayerConfig, config: ModelConfig, names: TensorNames
-) -> dict[str, tuple[int, ...]]:
+def _norm_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, Shape]:
     """The norms of a layer over the hidden size, and the scales beside those of experts."""
     there = (layer.mixer is not None, layer.feed_forward is not None)
     inputs, outputs = (names.attention_norm, names.mlp_norm), (names.attention_post, names.mlp_post)
@@ -122,7 +119,7 @@ def _norm_shapes(
         norms += compress(outputs, there)
     if layer.per_layer is not None:
         norms += [names.per_layer_post]
-    hidden, shapes = config.hidden_size, dict[str, tuple[int, ...]]()
+    hidden, shapes = config.hidden_size, dict[str, Shape]()
     if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.beside:
         norms += [names.experts_norm, names.shared_post, names.experts_post]
         shapes[names.router_scale] = (hidden,)
@@ -157,9 +154,9 @@ def _feed_forward(
     return experts
 
 
-def _interleaved(mlp: MoEConfig, hidden: int, names: TensorNames) -> dict[str, tuple[int, ...]]:
+def _interleaved(mlp: MoEConfig, hidden: int, names: TensorNames) -> dict[str, Shape]:
     """The tensors of all experts of a layer, where `TensorNames.interleaved`."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Shape] = {}
     one = _dense(mlp.expert, mlp.expert_channels(hidden), names.expert_gate_up, names.expert_down)
     for name, (rows, columns, bias) in one.items():
         shapes[names.expert + name] = (mlp.num_experts, columns, rows)

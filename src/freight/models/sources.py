@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from freight.checkpoint.headers import Shape
 from freight.checkpoint.linears import StoredLinear
 from freight.checkpoint.mxfp4 import StoredExperts
 from freight.checkpoint.reader import Checkpoint
@@ -25,21 +26,21 @@ from freight.operands.weight import Activations, Weight
 class WeightSource(Protocol):
     """Where the tensors of a model come from, on the device that it will run on."""
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: Shape) -> Tensor:
         """An embedding, a norm or a bias, in the compute dtype."""
         ...
 
-    def table(self, name: str, shape: tuple[int, ...], format: Format) -> Tensor:
+    def table(self, name: str, shape: Shape, format: Format) -> Tensor:
         """One whose rows are looked up: in `format`, the checkpoint's, or in the compute dtype if
         that is narrower.
         """
         ...
 
-    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def exact(self, name: str, shape: Shape) -> Tensor:
         """What chooses experts, in float32: rounding it would choose others."""
         ...
 
-    def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
+    def weight(self, name: str, shape: Shape) -> Weight:
         """The matrix of a Linear, in its final format."""
         ...
 
@@ -47,7 +48,7 @@ class WeightSource(Protocol):
         """That of `weight`, without reading the matrix."""
         ...
 
-    def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterable[Weight]:
+    def experts(self, name: str, shape: Shape, pairs: bool) -> Iterable[Weight]:
         """The matrices [outputs, inputs] of a tensor [experts, inputs, outputs], as `weight` makes
         them.
 
@@ -55,7 +56,7 @@ class WeightSource(Protocol):
         """
         ...
 
-    def head(self, name: str, shape: tuple[int, ...]) -> Weight:
+    def head(self, name: str, shape: Shape) -> Weight:
         """The matrix of the output head, or of a projection beside it; neither is quantized at
         load.
         """
@@ -92,26 +93,26 @@ class CheckpointSource:
     packed: Mapping[str, StoredExperts] = field(default_factory=dict)
     keeps_mxfp4: bool = False
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: Shape) -> Tensor:
         if name in self.stored:
             weight = self.stored[name].read(self.checkpoint, self.weight_format, self.device)
             return weight.dequantized().to(torch_dtype(self.compute_format))
         stored = self.checkpoint.take(name, shape)
         return stored.to(device=self.device, dtype=torch_dtype(self.compute_format)).contiguous()
 
-    def table(self, name: str, shape: tuple[int, ...], format: Format) -> Tensor:
+    def table(self, name: str, shape: Shape, format: Format) -> Tensor:
         return replace(self, compute_format=narrower(self.compute_format, format)).tensor(
             name, shape
         )
 
-    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def exact(self, name: str, shape: Shape) -> Tensor:
         return (
             self.checkpoint.take(name, shape)
             .to(device=self.device, dtype=torch.float32)
             .contiguous()
         )
 
-    def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
+    def weight(self, name: str, shape: Shape) -> Weight:
         if name in self.stored:
             return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
         if not (self.rounds and self.weight_format.is_fp8):
@@ -125,7 +126,7 @@ class CheckpointSource:
         data, scale = fit_rows(stored, self.weight_format)
         return Weight(data, scale, Activations.DYNAMIC)
 
-    def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterator[Weight]:
+    def experts(self, name: str, shape: Shape, pairs: bool) -> Iterator[Weight]:
         if name in self.packed:
             order = torch.arange(shape[2], dtype=torch.int64, device="cpu")
             order = in_halves(order, 0) if pairs else order
@@ -142,7 +143,7 @@ class CheckpointSource:
             else:
                 yield Weight(matrix.to(torch_dtype(self.compute_format)).contiguous())
 
-    def head(self, name: str, shape: tuple[int, ...]) -> Weight:
+    def head(self, name: str, shape: Shape) -> Weight:
         if name in self.stored:
             return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
         return Weight(self.tensor(name, shape))

@@ -30,6 +30,10 @@ Rows = (
     Tensor | QuantizedRows
 )  # what a norm, an activation or attention hands to the next product, [rows, in_features]
 
+JoinedPart = tuple[
+    Tensor, Tensor | None
+]  # x, and the weight of its norm or None (`KernelSet.join`)
+
 
 def plain(rows: Rows) -> Tensor:
     """Rows of an operation that had no `consumer` (`KernelSet`): always a tensor."""

@@ -26,7 +26,7 @@ from freight.kernels.cpu.interface import (
 )
 from freight.kernels.cpu.library import Library
 from freight.operands.activation import Activation, GateFunction
-from freight.operands.packed import PackedWeight
+from freight.operands.packed import JoinedPart, PackedWeight
 
 
 def add_layer_norm(
@@ -109,9 +109,7 @@ def gate(library: Library, x: Tensor, logits: Tensor, function: GateFunction) ->
     return out
 
 
-def join(
-    library: Library, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0
-) -> Tensor:
+def join(library: Library, parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:
     """`reference_rows.join`. Each x: its columns one after another in memory."""
     first = parts[0][0]
     leading, width = first.shape[:-1], sum(x.shape[-1] for x, _ in parts)

@@ -27,7 +27,7 @@ from freight.kernels.triton.rows import (
     write_row,
 )
 from freight.operands.activation import GateFunction
-from freight.operands.packed import PackedWeight
+from freight.operands.packed import JoinedPart, PackedWeight
 
 
 @triton.jit
@@ -204,7 +204,7 @@ def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
     return out
 
 
-def join(parts: Sequence[tuple[Tensor, Tensor | None]], eps: float = 0.0) -> Tensor:
+def join(parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:
     """`reference_rows.join`. Each x: its columns one after another in memory."""
     leading, width = parts[0][0].shape[:-1], sum(x.shape[-1] for x, _ in parts)
     rows, out = leading.numel(), parts[0][0].new_empty(*leading, width)
