@@ -93,8 +93,8 @@ def read_kv_scales(
         name for name in checkpoint.names if _AFFINE.search(name) and not is_other_part(name)
     )
     if affine:
-        raise CheckpointError(
-            f"{checkpoint.path}: {affine[0]}: an affine KV cache (a bias beside each scale) is not implemented; export "
+        raise checkpoint.fault(
+            f"{affine[0]}: an affine KV cache (a bias beside each scale) is not implemented; export "
             "the model with a symmetric FP8 cache"
         )
     found: list[dict[str, tuple[str, tuple[float, ...]]]] = [{} for _ in range(model.num_layers)]

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.reader import Checkpoint
-from freight.errors import CheckpointError
 from freight.fp8.cast import convert_e4m3
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, LinearScheme, Scheme, WeightScales
@@ -51,8 +50,8 @@ class StoredLinear:
         if self.format is Format.E4M3FNUZ and format is Format.E4M3FN:
             largest = int((stored.view(torch.uint8) & 0x7F == 0x7F).sum())
             if largest:
-                raise CheckpointError(
-                    f"{checkpoint.path}: {self.weight} has {largest} weights of magnitude 240 in {self.format}, which "
+                raise checkpoint.fault(
+                    f"{self.weight} has {largest} weights of magnitude 240 in {self.format}, which "
                     f"have no counterpart in {format}, this device's format; quantize the model to {format}"
                 )
         data, scale = convert_e4m3(stored.to(device), self.scale.to(device), format)
@@ -121,17 +120,15 @@ def _declared(
     """`declared`, which an FP8 matrix must have. Raises CheckpointError."""
     stored = checkpoint.format_of(weight)
     if stored not in (Format.E4M3FN, Format.E4M3FNUZ):
-        raise CheckpointError(
-            f"{checkpoint.path}: {weight} is stored in {stored}; weights in E4M3 are implemented"
-        )
+        raise checkpoint.fault(f"{weight} is stored in {stored}; weights in E4M3 are implemented")
     if declared is None and scheme.weight_format is None:
-        raise CheckpointError(
-            f"{checkpoint.path}: {weight} is stored in {stored}, but config.json declares no quantization of weights; "
+        raise checkpoint.fault(
+            f"{weight} is stored in {stored}, but config.json declares no quantization of weights; "
             "the quantizer's quantization_config is missing"
         )
     if declared is None:
-        raise CheckpointError(
-            f"{checkpoint.path}: {weight} is stored in {stored}, but config.json lists {module} as not quantized; "
+        raise checkpoint.fault(
+            f"{weight} is stored in {stored}, but config.json lists {module} as not quantized; "
             "remove it from the list, or store it in 16 bits"
         )
     return declared
@@ -150,14 +147,14 @@ def _require_plain(
     """
     stored = checkpoint.format_of(weight)
     if declared is not None and not declared.or_plain and not free:
-        raise CheckpointError(
-            f"{checkpoint.path}: {weight} is stored in {stored}, but config.json declares it quantized "
+        raise checkpoint.fault(
+            f"{weight} is stored in {stored}, but config.json declares it quantized "
             f"({scheme.method}: {declared}); if it is not quantized, list {module} as ignored"
         )
     scales = [name for s in _SCALES if (name := f"{module}.{s}") in checkpoint.names]
     if scales and declared is not None:
-        raise CheckpointError(
-            f"{checkpoint.path}: {weight} is stored in {stored}, but there is a scale {scales[0]}; save the model "
+        raise checkpoint.fault(
+            f"{weight} is stored in {stored}, but there is a scale {scales[0]}; save the model "
             "with its weights compressed"
         )
 
@@ -166,8 +163,8 @@ def _stored_linear(
     checkpoint: Checkpoint, module: str, weight: str, shape: Shape, declared: LinearScheme
 ) -> StoredLinear:
     if checkpoint.shape_of(weight) != tuple(shape):
-        raise CheckpointError(
-            f"{checkpoint.path}: {weight} has shape {list(checkpoint.shape_of(weight))}, config.json asks for "
+        raise checkpoint.fault(
+            f"{weight} has shape {list(checkpoint.shape_of(weight))}, config.json asks for "
             f"{list(shape)}"
         )
     name = _one_of(checkpoint, module, _SCALES)
@@ -176,26 +173,26 @@ def _stored_linear(
             (one for one in _SCALES if any(name.endswith(f".{one}") for name in checkpoint.names)),
             _SCALES[0],
         )
-        raise CheckpointError(
-            f"{checkpoint.path}: {weight} is stored in FP8, and its scale {module}.{expected} is missing"
+        raise checkpoint.fault(
+            f"{weight} is stored in FP8, and its scale {module}.{expected} is missing"
         )
     scale = _weight_scale(checkpoint, name, shape, declared)
     input_name = _one_of(checkpoint, module, _INPUT_SCALES)
     input_scale = None
     if declared.activations is Activations.STATIC:
         if input_name is None:
-            raise CheckpointError(
-                f"{checkpoint.path}: activations are declared static, and {module}.{_INPUT_SCALES[0]} is missing"
+            raise checkpoint.fault(
+                f"activations are declared static, and {module}.{_INPUT_SCALES[0]} is missing"
             )
         values = checkpoint.take_scale(input_name)
         if values.numel() != 1:
-            raise CheckpointError(
-                f"{checkpoint.path}: {input_name} has shape {list(values.shape)}; one number can be read"
+            raise checkpoint.fault(
+                f"{input_name} has shape {list(values.shape)}; one number can be read"
             )
         input_scale = float(values)
     elif input_name is not None:
-        raise CheckpointError(
-            f"{checkpoint.path}: there is {input_name}, but config.json declares activations {declared.activations}"
+        raise checkpoint.fault(
+            f"there is {input_name}, but config.json declares activations {declared.activations}"
         )
     return StoredLinear(
         weight,
@@ -211,9 +208,7 @@ def _stored_linear(
 def _one_of(checkpoint: Checkpoint, module: str, suffixes: tuple[str, ...]) -> str | None:
     names = [name for suffix in suffixes if (name := f"{module}.{suffix}") in checkpoint.names]
     if len(names) > 1:
-        raise CheckpointError(
-            f"{checkpoint.path}: {names[0]} and {names[1]} are the same scale twice"
-        )
+        raise checkpoint.fault(f"{names[0]} and {names[1]} are the same scale twice")
     return names[0] if names else None
 
 
@@ -245,12 +240,12 @@ def _weight_scale(
         if single or scale.shape in (grid, (grid[0], 1, grid[1], 1)):
             regrouped = regroup(scale.reshape(grid), declared.block, shape)
             if regrouped is None:
-                raise CheckpointError(
-                    f"{checkpoint.path}: {name} scales blocks of {declared.block[0]}x{declared.block[1]}, which is not "
+                raise checkpoint.fault(
+                    f"{name} scales blocks of {declared.block[0]}x{declared.block[1]}, which is not "
                     "implemented; multiples of 128x128, and blocks as wide as the matrix, are"
                 )
             return regrouped
-    raise CheckpointError(
-        f"{checkpoint.path}: {name} has shape {list(scale.shape)}; for {declared.scales} scales of a matrix "
+    raise checkpoint.fault(
+        f"{name} has shape {list(scale.shape)}; for {declared.scales} scales of a matrix "
         f"[{rows}, {columns}], {expected} is expected"
     )

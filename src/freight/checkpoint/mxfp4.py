@@ -18,7 +18,6 @@ from torch import Tensor
 
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.reader import Checkpoint
-from freight.errors import CheckpointError
 from freight.fp8 import mxfp4
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
@@ -90,8 +89,8 @@ class StoredExperts:
             exact = mxfp4.to_bfloat16(*parts)
             matrix = exact.to(torch_dtype(compute))
             if not torch.equal(matrix.float(), exact.float()):
-                raise CheckpointError(
-                    f"{checkpoint.path}: {self.name} has values in MXFP4 that {compute} does not have; use --dtype "
+                raise checkpoint.fault(
+                    f"{self.name} has values in MXFP4 that {compute} does not have; use --dtype "
                     "bfloat16"
                 )
             yield Weight(matrix)
@@ -117,9 +116,7 @@ def find_experts(
             and name.rpartition("_")[0] not in experts
             and scheme.method == "mxfp4"
         ):
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} is not of an expert; MXFP4 is read for experts alone"
-            )
+            raise checkpoint.fault(f"{name} is not of an expert; MXFP4 is read for experts alone")
     found = {}
     for name, (count, inputs, outputs) in experts.items():
         declared = scheme.linear(name)
@@ -128,13 +125,13 @@ def find_experts(
             declared is not None and declared.bits == 4,
         )
         if stored and not wanted:
-            raise CheckpointError(
-                f"{checkpoint.path}: {name}{_BLOCKS} is there, but config.json does not declare that module to be in "
+            raise checkpoint.fault(
+                f"{name}{_BLOCKS} is there, but config.json does not declare that module to be in "
                 "MXFP4; correct its quantization_config (quant_method, modules_to_not_convert)"
             )
         if wanted and not stored:
-            raise CheckpointError(
-                f"{checkpoint.path}: config.json declares {name} to be in MXFP4, and {name}{_BLOCKS} is missing; if it "
+            raise checkpoint.fault(
+                f"config.json declares {name} to be in MXFP4, and {name}{_BLOCKS} is missing; if it "
                 "is in 16 bits, list its module in modules_to_not_convert"
             )
         if stored:
@@ -146,15 +143,15 @@ def find_experts(
 
 def _stored(checkpoint: Checkpoint, experts: StoredExperts) -> StoredExperts:
     if experts.shape[1] % mxfp4.GROUP:
-        raise CheckpointError(
-            f"{checkpoint.path}: {experts.name} has {experts.shape[1]} inputs, which are no groups of {mxfp4.GROUP}"
+        raise checkpoint.fault(
+            f"{experts.name} has {experts.shape[1]} inputs, which are no groups of {mxfp4.GROUP}"
         )
     checkpoint.check(experts.tensors)
     blocks, scales = experts.take(checkpoint)
     for expert in range(len(blocks)):
         if not mxfp4.finite(blocks[expert], scales[expert]):
-            raise CheckpointError(
-                f"{checkpoint.path}: expert {expert} of {experts.name} has values that are not finite: a scale in "
+            raise checkpoint.fault(
+                f"expert {expert} of {experts.name} has values that are not finite: a scale in "
                 f"{experts.name}{_SCALES} is NaN (255) or too large; quantize the model again"
             )
     exact = sum(int(mxfp4.exact_rows(*one).sum()) for one in zip(blocks, scales, strict=True))

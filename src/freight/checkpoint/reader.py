@@ -104,8 +104,12 @@ class Checkpoint:
     def entry(self, name: str) -> TensorEntry:
         """The header entry of `name`. Raises CheckpointError if there is no such tensor."""
         if name not in self._entries:
-            raise CheckpointError(f"{self.path}: tensor {name} is missing")
+            raise self.fault(f"tensor {name} is missing")
         return self._entries[name]
+
+    def fault(self, what: str) -> CheckpointError:
+        """The error for a fault of this checkpoint."""
+        return CheckpointError(f"{self.path}: {what}")
 
     def shape_of(self, name: str) -> Shape:
         return self.entry(name).shape
@@ -114,9 +118,7 @@ class Checkpoint:
         """Raises CheckpointError for a dtype that Freight does not compute with, such as integers."""
         dtype = self.entry(name).dtype
         if dtype not in FORMAT_NAMES:
-            raise CheckpointError(
-                f"{self.path}: tensor {name} is stored as {dtype}, which is not implemented"
-            )
+            raise self.fault(f"tensor {name} is stored as {dtype}, which is not implemented")
         return FORMAT_NAMES[dtype]
 
     def declared_module(self, name: str) -> str:
@@ -138,7 +140,7 @@ class Checkpoint:
             (name for name in parts if name in self._entries and name != stored), default=None
         )
         if twice is not None:
-            raise CheckpointError(f"{self.path}: {stored} and {twice} are the same tensor twice")
+            raise self.fault(f"{stored} and {twice} are the same tensor twice")
         del self._entries[stored]
         for name, (index, module) in parts.items():
             picked = [
@@ -165,7 +167,7 @@ class Checkpoint:
             if name in self._entries and self._entries[name].shape != tuple(shape)
         ]
         if faults:
-            raise CheckpointError(f"{self.path}: {_listed(faults, '; ')}")
+            raise self.fault(f"{_listed(faults, '; ')}")
 
     def take(self, name: str, shape: Iterable[int], format: Format | None = None) -> Tensor:
         """The tensor, mapped from its file. Raises CheckpointError if it is missing, or of another
@@ -177,14 +179,12 @@ class Checkpoint:
         shape = tuple(shape)
         entry, stored = self.entry(name), self.format_of(name)
         if entry.shape != shape:
-            raise CheckpointError(
-                f"{self.path}: {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
+            raise self.fault(
+                f"{name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
             )
         if stored is not format if format is not None else stored.is_fp8:
             expected = format or "16 or 32 bits, as no quantization is declared,"
-            raise CheckpointError(
-                f"{self.path}: {name} is stored in {stored} where {expected} is expected"
-            )
+            raise self.fault(f"{name} is stored in {stored} where {expected} is expected")
         self._taken.add(name)
         return self._read(name)
 
@@ -200,8 +200,8 @@ class Checkpoint:
         """A tensor of codes in uint8, as `take`."""
         entry, shape = self.entry(name), tuple(shape)
         if entry.dtype not in ("U8", "F8_E8M0") or entry.shape != shape:
-            raise CheckpointError(
-                f"{self.path}: {name} is {entry.dtype} of shape {list(entry.shape)}, expected is U8 of {list(shape)}"
+            raise self.fault(
+                f"{name} is {entry.dtype} of shape {list(entry.shape)}, expected is U8 of {list(shape)}"
             )
         self._taken.add(name)
         return self._read(name).view(torch.uint8)
@@ -219,14 +219,12 @@ class Checkpoint:
         if dtype in ("U8", "F8_E8M0"):
             stored = torch.exp2(stored.view(torch.uint8).double() - 127)
         elif self.format_of(name).is_fp8:
-            raise CheckpointError(
-                f"{self.path}: the scale {name} is stored as {dtype}, which is not implemented"
-            )
+            raise self.fault(f"the scale {name} is stored as {dtype}, which is not implemented")
         scale = stored.to(torch.float32, copy=True)
         bad = scale[~((scale > 0) & (scale < torch.inf))]
         if len(bad):
-            raise CheckpointError(
-                f"{self.path}: {name} has {bad[0].item()} among its {scale.numel()} values; a scale has to be finite "
+            raise self.fault(
+                f"{name} has {bad[0].item()} among its {scale.numel()} values; a scale has to be finite "
                 "and above 0. Quantize the model again (fp16 models with an all-zero weight are known for this)"
             )
         return scale
@@ -252,14 +250,12 @@ class Checkpoint:
             name for pattern in _ZERO_POINTS for name in fnmatch.filter(self._entries, pattern)
         ]:
             if self._read(name).float().any():
-                raise CheckpointError(
-                    f"{self.path}: {name} is not zero; only symmetric quantization is implemented"
-                )
+                raise self.fault(f"{name} is not zero; only symmetric quantization is implemented")
             self.skip(name, "a zero point that is zero")
         left = sorted(self.names - self._taken - set(self._skipped) - set(pending))
         if left:
-            raise CheckpointError(
-                f"{self.path}: {len(left)} tensors belong to no part of the model that config.json describes: "
+            raise self.fault(
+                f"{len(left)} tensors belong to no part of the model that config.json describes: "
                 f"{_listed(left, ', ')}"
             )
 

@@ -35,6 +35,8 @@ class RopeForm(StrEnum):
     SECTIONS = "sections"
 
 
+M_ROPE = frozenset({RopeForm.SECTIONS})  # `Family.ropes` of models with pictures
+
 Translate: TypeAlias = Callable[[JsonObject], JsonObject]
 Derive: TypeAlias = Callable[[JsonObject, ModelConfig], ModelConfig]
 

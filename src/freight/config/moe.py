@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from freight.config.fields import JsonObject, flag, integer, number
 from freight.config.layer import DenseConfig, MoEConfig
@@ -90,6 +90,10 @@ DEEPSEEK_EXPERTS = MoEFamily(
     choice_bias=True,
     shared_count_key="n_shared_experts",
     dense_keys=frozenset(("first_k_dense_replace",)),
+)
+# the same, where files may list which layers have experts
+DEEPSEEK_EXPERTS_BY_LAYER = replace(
+    DEEPSEEK_EXPERTS, dense_keys=frozenset(("first_k_dense_replace", "mlp_layer_types"))
 )
 
 

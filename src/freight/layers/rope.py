@@ -64,19 +64,22 @@ def _query_factor(config: RopeConfig, max_positions: int) -> Tensor | None:
     beta = config.parameters.get(QUERY_SCALING)
     if not beta:
         return None
-    positions = torch.arange(max_positions, dtype=torch.int64, device="cpu")
+    positions = places(max_positions)
     spans = torch.floor(positions.float() / config.parameters["original_max_position_embeddings"])
     return 1 + beta * torch.log(1 + spans)
+
+
+def places(count: int) -> Tensor:
+    """0 … count - 1 on the CPU, to make an order of rows of."""
+    return torch.arange(count, dtype=torch.int64, device="cpu")
 
 
 def half_pairs(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
     """[num_heads * head_dim]: the channels of heads whose rope pairs (2i, 2i + 1), in the order of
     the kernels, which pair (i, i + rotary_dim / 2)."""
-    channels = torch.arange(head_dim, dtype=torch.int64, device="cpu")
+    channels = places(head_dim)
     head = torch.cat((channels[0:rotary_dim:2], channels[1:rotary_dim:2], channels[rotary_dim:]))
-    return (
-        torch.arange(num_heads, dtype=torch.int64, device="cpu")[:, None] * head_dim + head
-    ).flatten()
+    return (places(num_heads)[:, None] * head_dim + head).flatten()
 
 
 def inverse_frequencies(config: RopeConfig, max_positions: int) -> tuple[Tensor, float]:

@@ -24,7 +24,6 @@ from freight.checkpoint.reader import Checkpoint
 from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
 from freight.config.tensor_names import TensorNames
-from freight.errors import CheckpointError
 from freight.fp8.scheme import LinearScheme, Scheme
 from freight.models.architectures import tensor_names
 from freight.models.shapes import tensor_shapes
@@ -232,13 +231,13 @@ def _divide(checkpoint: Checkpoint, stacked: _Stacked, scheme: Scheme, turned: b
         exchanged = turned and len(shape) == 3
         shape = (shape[0], shape[2], shape[1]) if exchanged else shape
         if kind == "weight" and shape != stacked.shape:
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} has shape {list(shape)}, config.json asks for {list(stacked.shape)}: "
+            raise checkpoint.fault(
+                f"{name} has shape {list(shape)}, config.json asks for {list(stacked.shape)}: "
                 f"experts, outputs{' (of gate, then of up)' * (len(stacked.modules[0]) > 1)}, inputs"
             )
         if kind != "weight" and math.prod(shape) > 1 and shape[0] != len(stacked.modules):
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} has shape {list(shape)}; one scale, or scales of {len(stacked.modules)} "
+            raise checkpoint.fault(
+                f"{name} has shape {list(shape)}; one scale, or scales of {len(stacked.modules)} "
                 "experts, can be read"
             )
         bands = _bands(checkpoint, name, shape, kind, stacked, declared)
@@ -271,8 +270,8 @@ def _bands(
     block = declared.block if declared is not None and kind != "weight" else None
     spans = block is not None and stacked.rows % block[0] and modules * stacked.rows > block[0]
     if shape[1] % modules or (modules > 1 and spans):
-        raise CheckpointError(
-            f"{checkpoint.path}: {name} has shape {list(shape)}: blocks of scales span gate and up ({stacked.rows} "
+        raise checkpoint.fault(
+            f"{name} has shape {list(shape)}: blocks of scales span gate and up ({stacked.rows} "
             "rows each); quantize with a scale per row, or store each expert's matrices by themselves"
         )
     return shape[1] // modules

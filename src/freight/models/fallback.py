@@ -256,8 +256,8 @@ def _refuse_other_fp8(checkpoint: Checkpoint, known: frozenset[str]) -> None:
         if checkpoint.entry(name).dtype.startswith("F8_E") and not checkpoint.entry(
             name
         ).dtype.endswith("M0"):
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} is stored in FP8, and no Linear of transformers' modules has that name; "
+            raise checkpoint.fault(
+                f"{name} is stored in FP8, and no Linear of transformers' modules has that name; "
                 "use the model in 16 bits"
             )
 
@@ -279,8 +279,8 @@ def _load_modules(checkpoint: Checkpoint, compute_format: Format, device: str) -
         raise refused(hf.model_type, f"its loading fails: {str(error).splitlines()[0]}") from error
     faults = [*info["missing_keys"], *info["mismatched_keys"]]
     if faults:
-        raise CheckpointError(
-            f"{checkpoint.path}: {len(faults)} tensors are missing or misshapen: {sorted(map(str, faults))[0]}"
+        raise checkpoint.fault(
+            f"{len(faults)} tensors are missing or misshapen: {sorted(map(str, faults))[0]}"
         )
     checkpoint.finish(pending=checkpoint.names - frozenset(info["unexpected_keys"]))
     model: PreTrainedModel = causal.eval().requires_grad_(False).to(device)

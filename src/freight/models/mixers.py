@@ -33,7 +33,7 @@ from freight.layers.kimi_delta import KimiDelta
 from freight.layers.latent import Latent
 from freight.layers.linear import Projection
 from freight.layers.mamba import Mamba2
-from freight.layers.rope import half_pairs
+from freight.layers.rope import half_pairs, places
 from freight.layers.short_conv import ShortConv
 from freight.models.building import Builder
 from freight.models.decoder import Mixer
@@ -107,7 +107,7 @@ def _output_gate(mixer: AttentionConfig, builder: Builder, prefix: str) -> Outpu
 
 def _of_heads(mixer: AttentionConfig, part: int) -> Tensor:
     """The rows of q (0) or of its gate (1), where each head has both, one behind the other."""
-    rows = torch.arange(2 * mixer.num_heads * mixer.k_dim, dtype=torch.int64, device="cpu")
+    rows = places(2 * mixer.num_heads * mixer.k_dim)
     return rows.view(mixer.num_heads, 2, mixer.k_dim)[:, part].flatten()
 
 
@@ -148,7 +148,7 @@ def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, 
     )
     if len(builder.names.attention.qkv) > 1:
         return q, k, None
-    v = torch.arange(sum(mixer.qkv_sizes), dtype=torch.int64, device="cpu")[len(q) + len(k) :]
+    v = places(sum(mixer.qkv_sizes))[len(q) + len(k) :]
     return (torch.cat((q, k + len(q), v)),)
 
 
@@ -189,13 +189,11 @@ def _rotated_last(num_heads: int, plain: int, rotated: int, interleaved: bool) -
         return None
     head = torch.cat(
         (
-            torch.arange(plain, dtype=torch.int64, device="cpu"),
+            places(plain),
             plain + half_pairs(1, rotated, rotated),
         )
     )
-    return (
-        torch.arange(num_heads, dtype=torch.int64, device="cpu")[:, None] * len(head) + head
-    ).flatten()
+    return (places(num_heads)[:, None] * len(head) + head).flatten()
 
 
 def _delta_net(mixer: DeltaNetConfig, builder: Builder, prefix: str, ropes: Ropes) -> DeltaNet:
@@ -273,7 +271,7 @@ def _side_by_side(groups: int, *sizes: int) -> Tensor:
     """The order that brings rows of `groups` groups, each of parts of these sizes, into parts of
     all groups.
     """
-    rows = torch.arange(groups * sum(sizes), dtype=torch.int64, device="cpu").view(groups, -1)
+    rows = places(groups * sum(sizes)).view(groups, -1)
     return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
 
 

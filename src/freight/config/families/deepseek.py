@@ -19,7 +19,7 @@ from freight.config.latent import (
     with_indexed,
     with_latent,
 )
-from freight.config.moe import DEEPSEEK_EXPERTS
+from freight.config.moe import DEEPSEEK_EXPERTS, DEEPSEEK_EXPERTS_BY_LAYER
 from freight.config.tensor_names import VISION_TOWER, TensorNames, not_run
 from freight.operands.routing import Scoring
 
@@ -115,7 +115,7 @@ _DEEPSEEK_V32 = replace(
     defaults={**_DEEPSEEK_V3.defaults, "max_position_embeddings": 163840, "index_topk": 2048},
     keys=LATENT_KEYS | INDEXER_KEYS,
     other_layers=(INDEXED,),
-    moe=replace(DEEPSEEK_EXPERTS, dense_keys=words("first_k_dense_replace mlp_layer_types")),
+    moe=DEEPSEEK_EXPERTS_BY_LAYER,
     tensors=TensorNames(shared="mlp.shared_experts.", unused=INDEXER),
     translate=translate_indexed,
     derive=with_indexed,

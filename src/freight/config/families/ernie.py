@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from freight.config.family import Family, RopeForm, words
+from freight.config.family import M_ROPE, Family, words
 from freight.config.fields import JsonObject
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import PREDICTS, TensorNames, not_run
@@ -98,7 +98,7 @@ ROWS = {
             "num_attention_heads": 20,
             "moe_intermediate_size": [1536, 512],
         },
-        ropes=frozenset({RopeForm.SECTIONS}),
+        ropes=M_ROPE,
         text_type="ernie4_5_vl_moe_text",
         wrapper_keys=_OUTSIDE,
         next_token_keys=frozenset(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from freight.config.deriving import with_attention
-from freight.config.family import LANGUAGE_MODEL, Family, RopeForm, words
+from freight.config.family import LANGUAGE_MODEL, M_ROPE, Family, words
 from freight.config.fields import flag
 from freight.config.latent import (
     INDEXED,
@@ -19,7 +19,7 @@ from freight.config.latent import (
     with_latent,
 )
 from freight.config.layer import NormPlacement
-from freight.config.moe import DEEPSEEK_EXPERTS
+from freight.config.moe import DEEPSEEK_EXPERTS, DEEPSEEK_EXPERTS_BY_LAYER
 from freight.config.tensor_names import VISUAL, TensorNames
 
 _OUTSIDE = words(
@@ -104,9 +104,7 @@ _GLM4_MOE_LITE = replace(
     bias_keys=("", "", ""),
     rotary_factor=None,
     interleaved=True,
-    moe=replace(
-        DEEPSEEK_EXPERTS, count=64, dense_keys=words("first_k_dense_replace mlp_layer_types")
-    ),
+    moe=replace(DEEPSEEK_EXPERTS_BY_LAYER, count=64),
     translate=translate_latent,
     derive=with_latent,
 )
@@ -134,7 +132,7 @@ _GLM_MOE_DSA = replace(
         "moe_router_dtype": ("float32",),
     },
     other_layers=(INDEXED,),
-    moe=replace(DEEPSEEK_EXPERTS, dense_keys=words("first_k_dense_replace mlp_layer_types")),
+    moe=DEEPSEEK_EXPERTS_BY_LAYER,
     tensors=replace(_GLM4_MOE_LITE.tensors, unused=INDEXER),
     translate=translate_indexed,
     derive=with_indexed,
@@ -154,7 +152,7 @@ _GLM4V = replace(
     },
     qkv_bias=True,
     rotary_factor=1.0,
-    ropes=frozenset({RopeForm.SECTIONS}),
+    ropes=M_ROPE,
     bodies=LANGUAGE_MODEL,
     text_type="glm4v_text",
     wrapper_keys=_OUTSIDE,
@@ -191,7 +189,7 @@ ROWS = {
         },
         keys=words("attention_bias"),
         derive=None,
-        ropes=frozenset({RopeForm.SECTIONS}),
+        ropes=M_ROPE,
         bodies=LANGUAGE_MODEL,
         text_type="glm4v_moe_text",
         wrapper_keys=_OUTSIDE,

@@ -18,7 +18,7 @@ from freight.config.latent import (
 )
 from freight.config.layer import KimiDeltaConfig
 from freight.config.model import ModelConfig
-from freight.config.moe import DEEPSEEK_EXPERTS
+from freight.config.moe import DEEPSEEK_EXPERTS_BY_LAYER
 from freight.config.tensor_names import TensorNames
 from freight.errors import CheckpointError
 
@@ -96,6 +96,15 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     return with_layers(config, model, {_STATEFUL: recurrent, _ATTENTION: latent})
 
 
+# of files from before transformers had these models
+KIMI_SYNONYMS = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+
 ROWS = {
     "kimi_linear": Family(
         "KimiLinearForCausalLM",
@@ -135,15 +144,9 @@ ROWS = {
             "use_grouped_topk": (True,),
             "topk_method": ("noaux_tc",),
         },
-        synonyms={
-            "model_max_length": "max_position_embeddings",
-            "moe_renormalize": "norm_topk_prob",
-            "num_expert_group": "n_group",
-            "num_experts_per_token": "num_experts_per_tok",
-            "num_shared_experts": "n_shared_experts",
-        },
+        synonyms=KIMI_SYNONYMS,
         other_layers=(_STATEFUL,),
-        moe=replace(DEEPSEEK_EXPERTS, dense_keys=words("first_k_dense_replace mlp_layer_types")),
+        moe=DEEPSEEK_EXPERTS_BY_LAYER,
         next_token_keys=words("num_nextn_predict_layers"),
         tensors=TensorNames(
             router="block_sparse_moe.gate",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from freight.config.deriving import conv_width, require_silu, with_layers
+from freight.config.families.kimi import KIMI_SYNONYMS
 from freight.config.family import Family, words
 from freight.config.fields import JsonObject, flag, integer, is_number
 from freight.config.latent import (
@@ -21,7 +22,7 @@ from freight.config.latent import (
 )
 from freight.config.layer import KimiDeltaConfig
 from freight.config.model import ModelConfig
-from freight.config.moe import DEEPSEEK_EXPERTS
+from freight.config.moe import DEEPSEEK_EXPERTS_BY_LAYER
 from freight.config.tensor_names import KimiDeltaNames, LatentNames, TensorNames
 from freight.errors import CheckpointError
 
@@ -175,19 +176,11 @@ _ROW = Family(
         ),
         "router_dtype": ("fp32", "float32"),
     },
-    synonyms={
-        "model_max_length": "max_position_embeddings",
-        "moe_renormalize": "norm_topk_prob",
-        "num_expert_group": "n_group",
-        "num_experts_per_token": "num_experts_per_tok",
-        "num_shared_experts": "n_shared_experts",
-    },
+    synonyms=KIMI_SYNONYMS,
     theta=6_000_000.0,
     interleaved=True,
     other_layers=(_STATEFUL,),
-    moe=replace(
-        DEEPSEEK_EXPERTS, count=512, dense_keys=words("first_k_dense_replace mlp_layer_types")
-    ),
+    moe=replace(DEEPSEEK_EXPERTS_BY_LAYER, count=512),
     next_token_keys=words("num_nextn_predict_layers num_mtp_layers"),
     tensors=TensorNames(
         embedding="word_embeddings.weight",

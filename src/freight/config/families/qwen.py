@@ -7,9 +7,9 @@ from dataclasses import replace
 from freight.config.family import (
     ATTENTION_BIAS,
     LANGUAGE_MODEL,
+    M_ROPE,
     WINDOW_KEYS,
     Family,
-    RopeForm,
     words,
 )
 from freight.config.moe import MoEFamily
@@ -78,7 +78,7 @@ _QWEN2_5_VL = replace(
         "eos_token_id": 151645,
     },
     theta=1e6,
-    ropes=frozenset({RopeForm.SECTIONS}),
+    ropes=M_ROPE,
     bodies=(*LANGUAGE_MODEL, ("model.", "")),
     text_type="qwen2_5_vl_text",
     flat=True,
@@ -130,7 +130,7 @@ ROWS = {
         },
         keys=words("attention_bias"),
         theta=5e5,
-        ropes=frozenset({RopeForm.SECTIONS}),
+        ropes=M_ROPE,
         bodies=LANGUAGE_MODEL,
         text_type="qwen3_vl_text",
         wrapper_keys=_OUTSIDE,
@@ -155,7 +155,7 @@ ROWS = {
         fixed={"norm_topk_prob": (True,)},
         moe=MoEFamily(60, norm_key=None, dense_keys=_SPARSE),
         theta=5e5,
-        ropes=frozenset({RopeForm.SECTIONS}),
+        ropes=M_ROPE,
         bodies=LANGUAGE_MODEL,
         text_type="qwen3_vl_moe_text",
         wrapper_keys=_OUTSIDE,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from freight.config.attention import require_multiple
 from freight.config.deriving import conv_width, require_silu, with_attention, with_layers
-from freight.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, RopeForm, words
+from freight.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, M_ROPE, Family, words
 from freight.config.fields import JsonObject, integer
 from freight.config.layer import DeltaNetConfig, OutputGateConfig
 from freight.config.model import ModelConfig
@@ -94,7 +94,7 @@ _TEXT = Family(
     bias_keys=ATTENTION_BIAS,
     qk_norm=True,
     rotary_factor=0.25,
-    ropes=frozenset({RopeForm.SECTIONS}),
+    ropes=M_ROPE,
     other_layers=(_STATEFUL,),
     bodies=(("model.", ""), *LANGUAGE_MODEL),
     tensors=TensorNames(unused=_PREDICTING),
