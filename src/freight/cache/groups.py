@@ -78,7 +78,7 @@ class LayerGroup(CacheGroup, Protocol):
         ...
 
     def spare(self, held: int) -> int:
-        """Further blocks that are worth having beside `held`, for what requests to come may find
+        """Further blocks that are worth having besides `held`, for what requests to come may find
         again.
         """
         ...

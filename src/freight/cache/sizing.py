@@ -5,7 +5,7 @@ Layers without a window need room for every token of a sequence, layers with one
 that give blocks back) for the window only, however long the sequence. A split that serves long
 sequences best, in the ratio of what one of `max_model_len` tokens takes, leaves the windows room
 for a few sequences; short sequences, which take as many tokens of one group as of the other, would
-then wait for windows beside free memory. So windows come first: they get room for as many sequences
+then wait for windows with memory free. So windows come first: they get room for as many sequences
 as run at once, of which each holds its window and all together compute one step, but
 
 - never so much that a request of `max_model_len` tokens does not fit, and
@@ -59,7 +59,7 @@ def held_memory(spec: KVCacheSpec, max_model_len: int, num_seqs: int, step_token
 def useful_memory(
     spec: KVCacheSpec, max_model_len: int, max_num_seqs: int, step_tokens: int
 ) -> int:
-    """`held_memory`, and what is worth having beside it."""
+    """`held_memory`, and what is worth having besides."""
     return spec.bytes_of(
         tuple(_useful(group, max_model_len, max_num_seqs, step_tokens) for group in spec.groups)
     )

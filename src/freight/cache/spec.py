@@ -66,7 +66,7 @@ class LayerKVSpec:
     @property
     def bytes_per_token(self) -> int:
         """K and V of one token, with its measured scales in bfloat16: `token`, one per KV head, K
-        and V apart unless V is in K; `group`, beside channels of K that are not of V in bfloat16.
+        and V apart unless V is in K; `group`, with channels of K that are not of V in bfloat16.
         """
         if self.source is not None:
             return 0

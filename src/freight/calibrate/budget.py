@@ -214,7 +214,7 @@ def as_chosen(calibration: Calibration, choice: KVChoice) -> Calibration:
     """What is written of a choice: the scales of its layers and nothing of the others.
 
     One static granularity in every layer is what other engines can read, with a scale per
-    layer beside it; for any other choice the side file alone has it, because they would take 1.0
+    layer; for any other choice the side file alone has it, because they would take 1.0
     for the layers without scales.
     """
     layers = tuple(

@@ -150,7 +150,7 @@ def head_module(config: ModelConfig) -> str:
 
 
 def kept_modules(config: ModelConfig) -> tuple[str, ...]:
-    """Linear modules beside the head that always stay in 16 bits: routers, gates of shared experts
+    """Linear modules, the head aside, that always stay in 16 bits: routers, gates of shared experts
     and of heads, and those outside of the layers.
     """
     names = tensor_names(config)

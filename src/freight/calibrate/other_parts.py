@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint beside the text model that is quantized: of pictures and sound, of
+"""Tensors of a checkpoint outside of the text model that is quantized: of pictures and sound, of
 adapters for these, of layers that predict further tokens.
 
 They do not run here, so nothing of them is calibrated. A quantized checkpoint has each of them
@@ -21,7 +21,7 @@ from freight.errors import CheckpointError
 from freight.models.architectures import tensor_names
 
 Shapes = Mapping[str, Shape]
-# What engines read as a scale of the FP8 matrix beside it
+# What engines read as a scale of the FP8 matrix of the same module
 _SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale")
 
 

@@ -93,7 +93,7 @@ class QuantizeResult:
 class Unquantized:
     """An opened checkpoint with 16- or 32-bit weights, every tensor accounted for.
 
-    carried   the KV scales that it has beside them; None if it has none
+    carried   the KV scales that it also has; None if it has none
     packed    experts in MXFP4, by the names of their tensors in 16 bits
     """
 
@@ -224,7 +224,7 @@ def quantize(
     for settings and data, CheckpointError for the model (NaN during calibration among them),
     CapacityError for a full disk; whatever is raised, `out` is not there, or as it was.
 
-    A model that has KV scales beside 16-bit weights keeps them, unless `kv_cache` is given.
+    A model that has KV scales and 16-bit weights keeps them, unless `kv_cache` is given.
     """
     args = QuantizeArgs.from_options(**options)
     decided = plan(args)
@@ -285,7 +285,7 @@ def require_other(checkpoint: Checkpoint, out: Path) -> None:
 def require_own_form(opened: Unquantized, weights: WeightScheme, layout: Layout) -> None:
     """Raises ConfigError for anything but KV scales of a model with experts in MXFP4:
     `quant_method` mxfp4, by which engines know them, says that all else is in 16 bits, and no other
-    declaration has these tensors beside FP8.
+    declaration has these tensors together with FP8.
     """
     if weights is not WeightScheme.NONE:
         raise ConfigError(

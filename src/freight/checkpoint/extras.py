@@ -14,7 +14,7 @@ scales of keys are for the differences.
 Where layers are stored in different ways (`freight quantize --kv-budget`), the file's granularity
 is "mixed", and each layer has its own: {"granularity": "head", "k": […], "v": […]}, {"granularity":
 "token"}, which is measured as it is stored, or {"granularity": null} for 16 bits. There are no
-tensors and no declared KV scheme beside it then: another engine would take 1.0 for the layers
+tensors and no declared KV scheme then: another engine would take 1.0 for the layers
 without scales.
 """
 

@@ -101,8 +101,8 @@ def _in_named_format(scheme: Scheme, config: JsonObject) -> Scheme:
     """`scheme` with the E4M3 variant that config.json names for the KV scales, if it names one.
 
     A variant without a declared KV scheme also declares that the checkpoint has static scales. The
-    keys are `kv_cache_torch_dtype` (or, from the same tool, `kv_cache_dtype`) beside the model's
-    own, and `kv_cache_format` within quantization_config.
+    keys are `kv_cache_torch_dtype` (or, from the same tool, `kv_cache_dtype`) among the
+    model's own, and `kv_cache_format` within quantization_config.
     """
     keys = ("kv_cache_torch_dtype", "kv_cache_dtype", "kv_cache_format")
     declared = {key: config[key] for key in keys if config.get(key) is not None}

@@ -23,7 +23,7 @@ _HUB_FILES = 3
 
 Size = tuple[str, str, int]  # a tensor's name, its dtype as safetensors names it, its bytes
 
-_OTHER = re.compile(  # scales, buffers, and the parts beside the text model
+_OTHER = re.compile(  # scales, buffers, and parts other than the text model
     r"(scale|zero_point|inv_freq)[^.]*$|(^|\.)(vision|visual|audio|image|sound|mm_|multi_modal)"
 )
 _QUANTIZED = ("F4", "F6", "F8", "I8", "U8")  # of U8: codes of MXFP4

@@ -34,7 +34,7 @@ from freight.fp8.cast import torch_dtype
 MEMORY_FACTOR = (
     2  # times the file's size: the file, mapped or read, and a copy of its largest tensor
 )
-MEMORY_MORE = 2**30  # bytes of memory beside that
+MEMORY_MORE = 2**30  # further bytes of memory
 HEAD = "lm_head.weight"  # of tied tensors, the one that is not written
 
 _DTYPES = {torch_dtype(format): name for name, format in FORMAT_NAMES.items()} | {

@@ -1,7 +1,7 @@
 """CheckpointWriter: a whole checkpoint, or none.
 
 Everything is written into a hidden folder, config.json last. Where the output does not exist, that
-folder lies beside it and is renamed when it is complete. An empty folder that exists may be a mount
+folder lies next to it and is renamed when complete. An empty folder that exists may be a mount
 point or a link, which no rename replaces, so the hidden folder lies inside of it and its files move
 up in the end, config.json last. An error, Ctrl-C or a full disk removes all of it. To overwrite a
 folder, which has to be one that Freight wrote, the same is done inside of it, and the old files are
@@ -32,7 +32,7 @@ from freight.config.fields import JsonObject
 from freight.errors import CapacityError, CheckpointError, ConfigError
 
 SHARD_BYTES = 2 * 2**30
-# What belongs to a model beside config.json and weights: tokenizer, generation defaults, chat
+# What belongs to a model besides config.json and weights: tokenizer, generation defaults, chat
 # template, what prepares pictures and sound, licence.
 _COPIED = (
     "generation_config.json",

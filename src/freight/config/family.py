@@ -19,7 +19,7 @@ def words(text: str) -> frozenset[str]:
 
 
 WINDOW_KEYS = words("sliding_window use_sliding_window layer_types")
-# `Family.bodies` of a text model beside a vision model
+# `Family.bodies` of a text model that has a vision model with it
 LANGUAGE_MODEL = (("model.language_model.", ""), ("language_model.model.", "language_model."))
 # `Family.bias_keys` where there are such keys
 ATTENTION_BIAS = ("attention_bias", "attention_bias", "mlp_bias")

@@ -126,7 +126,7 @@ class AttentionConfig:
 @dataclass(frozen=True)
 class LatentConfig:
     """Latent attention (MLA, DeepSeek-V2, Liu et al. 2024): keys and values of all heads are
-    projections of one latent vector of the token, which the cache holds, beside one rotated part
+    projections of one latent vector of the token, which the cache holds, and one rotated part
     that the keys of all heads share.
 
     It is computed absorbed: queries are multiplied by each head's projection of keys, and what

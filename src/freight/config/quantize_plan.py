@@ -189,7 +189,7 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
 
 
 def _budget(args: QuantizeArgs, text: str, layout: Layout) -> KVBudget:
-    """Raises ConfigError for a budget beside a choice that it would make itself."""
+    """Raises ConfigError for a budget given with a choice that it would make itself."""
     budget = parse_budget(text)
     given = {
         "--kv-cache none": args.kv_cache == "none",

@@ -81,7 +81,7 @@ def parse_ropes(
 
 
 def _without_length(by_kind: JsonObject) -> dict[str, Any]:
-    """`by_kind` without a pretrained length beside the ropes, which Laguna-XS.2 repeats there.
+    """`by_kind` without a pretrained length next to the ropes, which Laguna-XS.2 repeats there.
 
     transformers does not read it, and others take it for the default of the ropes: each that needs
     one must name it.

@@ -1,5 +1,5 @@
-"""--kv-cache-dtype-skip-layers: the layers whose KV cache stays unquantized beside others of 8
-bits. Imports no torch.
+"""--kv-cache-dtype-skip-layers: the layers whose KV cache stays unquantized while others
+have 8 bits. Imports no torch.
 
 A layer that reads another's keys and values stores none: it follows the layer that it reads.
 """

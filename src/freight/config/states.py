@@ -73,7 +73,7 @@ def default_state(compute: Format) -> Format:
 def with_state(
     kv: KVCacheConfig, asked: str, compute: Format, native: Format, model: ModelConfig
 ) -> KVCacheConfig:
-    """`kv` with the format of states that --state-dtype `asked` means beside it. `native`: the
+    """`kv` with the format of states that --state-dtype `asked` means with it. `native`: the
     device's E4M3.
 
     `auto` is INT8 where keys and values have 8 bits: it has less error in states than E4M3. The

@@ -78,8 +78,8 @@ class Matcher:
         barred: Collection[int] = (),
         kept: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.bool_] | None:
-        """bool [vocab_size]: tokens that may come next; None, with `error` set, when that cannot be
-        said.
+        """bool [vocab_size]: tokens that may come next; None, with `error` set, if they are not
+        known.
 
         kept: bool [vocab_size], those that other parameters leave; None: all. The ids in `barred`
         are left out, unless no other may come.

@@ -89,8 +89,8 @@ class Loop:
         clock: Callable[[], float] = time.monotonic,
         events_per_second: float = 0.0,
     ) -> None:
-        """clock: the engine's. events_per_second: how often tokens are told at most; 0: after every
-        step.
+        """clock: the engine's. events_per_second: how often tokens are reported at most; 0: after
+        every step.
         """
         self._engine = engine
         self._interval = 1.0 / events_per_second if events_per_second else 0.0

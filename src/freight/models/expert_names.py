@@ -3,7 +3,7 @@
 transformers keeps all experts of a layer in two 3-D tensors, `mlp.experts.gate_up_proj` [experts, 2
 * width, hidden] and `mlp.experts.down_proj` [experts, hidden, width], and writes them so when it is
 asked not to restore a model's first format. Experts without a gate have `up_proj` instead. The
-scales of its FP8 models lie beside them (`gate_up_proj_scale_inv`). Qwen3-VL's files have them as
+scales of its FP8 models lie next to them (`gate_up_proj_scale_inv`). Qwen3-VL's files have them as
 [experts, hidden, 2 * width] and [experts, width, hidden]. It also names the modules of Mixtral as
 those of its other families. Loading, quantizing and inspecting see the separate matrices of
 `shapes.py`, whatever is stored: each is read as a part, and no tensor of all experts is copied.
@@ -219,7 +219,7 @@ def _is_turned(checkpoint: Checkpoint, stacked: _Stacked) -> bool:
 
 
 def _divide(checkpoint: Checkpoint, stacked: _Stacked, scheme: Scheme, turned: bool) -> None:
-    """The weight and the scales beside it, expert by expert; `turned`: inputs come before outputs
+    """The weight and its scales, expert by expert; `turned`: inputs come before outputs
     in all of them.
     """
     declared = scheme.linear(stacked.modules[0][0][1])

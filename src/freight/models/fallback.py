@@ -6,7 +6,7 @@ registered with transformers stores each layer's keys and values, which are rota
 attends over the pages. What the model gives is compared with transformers' eager attention on a few
 tokens before it is used, with the same modules.
 
-Not promised here: that a row has the same bits whatever is computed beside it. torch's matrix
+Not promised here: that a row has the same bits whatever is computed with it. torch's matrix
 products choose their order of summation by the number of rows.
 """
 

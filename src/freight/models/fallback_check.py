@@ -1,7 +1,7 @@
 """The check of a model that runs through transformers' modules: the same logits as with
 transformers' own attention.
 
-Two sequences of random tokens go through the cache, the first in two steps, the second beside its
+Two sequences of random tokens go through the cache, the first in two steps, the second with its
 second part. So the check fails for positions that are not used, for anything that mixes tokens
 outside of attention, and for attention that sees more or less than it should. The reference has the
 same modules, so no memory is needed for another model.

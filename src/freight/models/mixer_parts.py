@@ -49,7 +49,7 @@ class Projected:
 class MixerParts:
     """All names are those within the layer.
 
-    module        of the whole mixer: KV scales stand beside its parts, and messages name it
+    module        of the whole mixer: KV scales stand next to its parts, and messages name it
     projections   by the field that they are of the built mixer (`layers/attention.py`); these are
                   quantized
     kept          Linear modules that stay in 16 bits -> outputs, inputs; merged, but for those
@@ -60,7 +60,7 @@ class MixerParts:
     norms         the weight of an RMSNorm -> its channels
     plain         a tensor that is held in the compute dtype, whatever the matrices are -> its shape
     exact         a tensor that is held in float32 -> its shape
-    made          float32 numbers that are made at load, beside tensors
+    made          float32 numbers that are made at load, not read
     factors       numbers in the compute dtype that are made at load
     whole         modules whose rows are those of heads in turn, taken apart at load -> rows of each
                   part of a head, in which no block of scales may end

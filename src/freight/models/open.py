@@ -158,7 +158,7 @@ class OpenModel:
         return config
 
     def skipped_layers(self) -> frozenset[int]:
-        """The layers whose cache stays unquantized beside others of 8 bits. Raises ConfigError."""
+        """The layers whose cache stays unquantized while others have 8 bits. Raises ConfigError."""
         return skipped_layers(
             self.args.kv_cache_dtype_skip_layers, self.model.paged, self.model.num_layers
         )

@@ -72,7 +72,7 @@ def _norm_tensors(weight: str, config: ModelConfig) -> tuple[str, ...]:
 
 
 def bias_of(weight: str) -> str:
-    """The name of the bias beside a weight."""
+    """The name of the bias of a weight."""
     return weight.removesuffix("weight") + "bias"
 
 

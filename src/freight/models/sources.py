@@ -57,7 +57,7 @@ class WeightSource(Protocol):
         ...
 
     def head(self, name: str, shape: Shape) -> Weight:
-        """The matrix of the output head, or of a projection beside it; neither is quantized at
+        """The matrix of the output head, or of a projection next to it; neither is quantized at
         load.
         """
         ...

@@ -20,7 +20,7 @@ _ROPES = ("rope_parameters", "rope_scaling")
 
 def _with_theta(config: JsonObject) -> JsonObject:
     """A rope that is called dynamic and has an `alpha` depends on no length: its theta is
-    multiplied by alpha ** (d / (d - 2)), for heads of d channels. The numbers beside it (factor,
+    multiplied by alpha ** (d / (d - 2)), for heads of d channels. The other numbers (factor,
     beta_fast, mscale) change nothing.
     """
     stretched = {}

@@ -1,7 +1,7 @@
 """The compiled CPU kernels: which builds were installed, which of them this processor runs, and the
 loading of one.
 
-`csrc/` is compiled once per instruction set; the libraries lie beside this file, and are absent if
+`csrc/` is compiled once per instruction set; the libraries lie next to this file, and are absent if
 there was no compiler at install time. The best one that the processor runs is loaded. A library
 older than this source is refused.
 """

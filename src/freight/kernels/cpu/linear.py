@@ -93,7 +93,7 @@ def pack(library: Library, weight: Weight) -> CpuWeight:
 
 def give_back_freed_memory() -> None:
     """Returns to the system what matrices read before have left on the heap, which would keep its
-    pages. Walking the heap takes long beside packing a small matrix."""
+    pages. Walking the heap takes long, compared with packing a small matrix."""
     with suppress(AttributeError):  # of C libraries other than glibc, which return it by themselves
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,5 +1,5 @@
 """The operations that keep a state of each sequence (csrc/states.h), in the blocks of `States`, and
-the row-wise ones beside them.
+the row-wise ones that go with them.
 
 A row's bits, and those of what is stored, depend on its own history alone: not on the other rows,
 the cuts into calls or the threads. They differ from the reference's by the order of sums and the

@@ -6,7 +6,7 @@ tile's rows with its expert's matrix by linear.py's `product`. Grids follow from
 number of tiles is the most that there can be, and programs without a tile return at once. So the
 host never waits for the device, and a CUDA graph can hold all of it.
 
-Tiles are of one size for any number of rows, so a row's bits do not depend on the rows beside it.
+Tiles are of one size for any number of rows, so a row's bits do not depend on the other rows.
 
 `heads_kernel` is the product of each head, where every row has every matrix: nothing is sorted, and
 tiles are those of `linear.matmul_kernel`, by the number of rows.
