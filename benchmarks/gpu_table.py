@@ -10,7 +10,7 @@ printed, what else a command says into FOLDER/log, and the table into FOLDER/tab
 command. A row that fails, that ends its process or that takes longer than its limit costs itself
 alone: the command goes on behind it. Run again with the same folder, what is there is not measured
 again. Where `ncu` is installed, it reads counters of the kernels that miss a goal. Needs the
-standard library and `freight.bench.goals`, which loads no torch.
+standard library and `gpu_goals.py` alongside it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from freight.bench.goals import KERNEL_GOALS, Results, Row, table
+from gpu_goals import KERNEL_GOALS, Results, Row, table
 
 FREIGHT = (sys.executable, "-m", "freight", "bench")
 FP8 = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")

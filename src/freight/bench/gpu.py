@@ -53,7 +53,7 @@ class Sizes:
     latent_attention: tuple[tuple[int, int, int], ...] = (
         (32, 1, 8192),
         (1, 4096, 4096),
-    )  # of no goal: goals.py goes by shape
+    )  # benchmarks/gpu_goals.py has no goal for these shapes
     by_head: tuple[tuple[int, int], ...] = (
         (512, 128),
         (128, 512),

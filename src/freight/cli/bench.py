@@ -27,7 +27,6 @@ from freight.terminal import progress
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from freight.kernels.interface import KernelSet
     from freight.models.open import OpenModel
 
 app = typer.Typer(
@@ -253,7 +252,9 @@ def kernels(
                 raise ConfigError(
                     f"--{flag} is for --device cpu: the sizes on a GPU are those of docs/benchmarks.md"
                 )
-        _kernels_on_gpu(kernel_set, only or [], seconds, after, as_json)
+        from freight.bench.gpu import Sizes, measure_on_gpu
+
+        _print_rows(measure_on_gpu(kernel_set, only or [], seconds, Sizes(), after), as_json)
         return
     if after:
         raise ConfigError(
@@ -268,18 +269,6 @@ def kernels(
         _print_rows(found, as_json)
 
 
-def _kernels_on_gpu(
-    kernel_set: KernelSet, only: list[str], seconds: float, after: int, as_json: bool
-) -> None:
-    """Rows as they are measured; for people, the goals that they bear on below."""
-    from freight.bench.goals import KERNEL_GOALS, table
-    from freight.bench.gpu import Sizes, measure_on_gpu
-
-    rows = _print_rows(measure_on_gpu(kernel_set, only, seconds, Sizes(), after), as_json)
-    if not as_json:
-        typer.echo("\n".join(["", *table({"kernels": rows}, KERNEL_GOALS)]))
-
-
 def _matrix(value: str) -> tuple[int, int]:
     shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", value)
     if shape is None:
@@ -287,15 +276,13 @@ def _matrix(value: str) -> tuple[int, int]:
     return int(shape[1]), int(shape[2])
 
 
-def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
-    """One kernel a line, as it is measured; returns them all."""
+def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> None:
+    """Print one kernel a line, as it is measured."""
     if not as_json:
         typer.echo(
             f"{'kernel':18}{'format':34}{'shape':28}{'median us':>12}{'spread':>22}{'of bandwidth':>14}"
         )
-    rows = []
     for row in found:
-        rows.append(row)
         if as_json:
             print(json.dumps(row), flush=True)
             continue
@@ -309,7 +296,6 @@ def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str
             f"{row['kernel']:18}{row['format']:34}{extents:28}{row['median_us']:12.1f}{spread:>22}"
             f"{row['bandwidth_fraction']:14.2f}{flops}"
         )
-    return rows
 
 
 def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]:

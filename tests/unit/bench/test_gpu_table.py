@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from gpu_goals import Results, table
 
 from freight.bench import gpu
-from freight.bench.goals import Results, table
 from freight.kernels.reference_set import REFERENCE
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks/gpu_table.py"
@@ -150,6 +150,7 @@ def test_sigterm_ends_what_runs_and_keeps_the_rows(tmp_path, script):
         '(sys.executable, "-m", "freight", "bench")', '(sys.executable, "stand_in.py")'
     )
     Path("table.py").write_text(text)
+    Path("gpu_goals.py").write_text(SCRIPT.with_name("gpu_goals.py").read_text())
     process = subprocess.Popen(
         [sys.executable, "table.py", "--output", "out"], stderr=subprocess.DEVNULL
     )
