@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+OnProgress = Callable[[int, int], None]  # (done, total)
+
 
 def is_plain() -> bool:
     """Whether the environment asks for text without any escape sequence of style."""
@@ -58,8 +60,12 @@ def bars(label: str = "{task.description}") -> Progress:
     )
 
 
+def unseen(done: int, total: int) -> None:
+    """Show no progress."""
+
+
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress(what: str) -> Iterator[OnProgress]:
     """Show a bar; give a function (done, total) that moves it."""
     with bars(what) as bar:
         task = bar.add_task(what)

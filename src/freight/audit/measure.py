@@ -8,29 +8,20 @@ kernels, which round in their own way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import torch
 
 from freight.audit.effects import EngineView, LayerEffect
 from freight.audit.vllm_cpu import VllmCpuKernels
-from freight.cache.pool import allocate_pool
-from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.resolve import for_variant
 from freight.device import probe
-from freight.engine.runner import ModelRunner
-from freight.evaluate.documents import cut_documents, window_length
-from freight.evaluate.measure import measure as measure_runs
-from freight.evaluate.report import CacheScore, cache_run, load_for, resolve_caches
+from freight.evaluate.report import CacheScore, cache_run, plain_config, run_caches
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
-from freight.kernels.interface import KernelSet
-from freight.models.decoder import LanguageModel
-from freight.models.open import OpenModel, open_model
+from freight.models.open import open_model
+from freight.terminal import OnProgress, unseen
 
-Progress = Callable[[int, int], None]
-_SILENT: Progress = lambda done, total: None  # noqa: E731
 DYNAMIC = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
 
 
@@ -77,7 +68,7 @@ def measure(
     text: str | Sequence[int],
     window: int | None = None,
     max_tokens: int | None = None,
-    on_progress: Progress = _SILENT,
+    on_progress: OnProgress = unseen,
     truncated: Sequence[KVScales] = (),
 ) -> list[CacheScore]:
     """Scores of a 16-bit cache, of one scaled per token, and of each of `scales`, in this order.
@@ -87,21 +78,11 @@ def measure(
     tokens, and for a window beyond the context.
     """
     native = probe(args.device).native_e4m3
-    opened = open_model(
-        replace(args, kv_cache_dtype="auto", kv_scales="auto", quantization_param_path=None)
-    )
+    plain = replace(args, kv_cache_dtype="auto", kv_scales="auto", quantization_param_path=None)
     caches = [replace(DYNAMIC, format=native), *(static(one, native) for one in scales)]
-    configs = resolve_caches(opened, [*caches, *(static(one, Format.E4M3FN) for one in truncated)])
-    length = window_length(window, configs[0].max_model_len)
-    windows = [part.window for part in cut_documents(opened, [text], length, max_tokens)]
-    with opened.threads(configs[0]):
-        decoder = load_for(opened, configs, length)
-        kernels = [None] * (1 + len(caches)) + [VllmCpuKernels()] * len(truncated)
-        runs = [
-            cache_run(opened, decoder, config, length, kernels=own)
-            for config, own in zip(configs, kernels, strict=True)
-        ]
-        measure_runs(runs, windows, on_progress)
+    caches += [static(one, Format.E4M3FN) for one in truncated]
+    kernels = [VllmCpuKernels()] * len(truncated)
+    runs = run_caches(plain, caches, text, window, max_tokens, on_progress, kernels)
     return [run.score() for run in runs]
 
 
@@ -112,7 +93,7 @@ def worst_layers(
     text: str | Sequence[int],
     window: int | None,
     max_tokens: int,
-    on_progress: Progress = _SILENT,
+    on_progress: OnProgress = unseen,
 ) -> tuple[LayerCost, ...]:
     """The layers whose scales differ between the two, the costliest first."""
     pairs = list(enumerate(zip(own.layers, mended.layers, strict=True)))
@@ -145,8 +126,8 @@ def measured_scales(
     weights too.
     """
     opened = open_model(args)
-    config = _sixteen_bits(opened, args)
-    config = replace(config, kv=replace(DYNAMIC, format=opened.device.native_e4m3))
+    dynamic = replace(DYNAMIC, format=opened.device.native_e4m3)
+    config = replace(plain_config(opened), kv=dynamic)
     tokenizer = opened.load_tokenizer()
     assert tokenizer is not None, (
         "auditing reads text, so the command line has required a tokenizer"
@@ -154,9 +135,7 @@ def measured_scales(
     ids = tokenizer.encode(text, add_special_tokens=False)[:max_tokens]
     length = min(window or 1024, config.max_model_len)
     with opened.threads(config):
-        runner = _runner(
-            opened, config, opened.load(config, length), length, opened.kernels(config)
-        )
+        runner = cache_run(opened, opened.load(config, length), config, length).runner
         paged = runner.pool.paged
         largest = {index: [0.0, 0.0] for index in paged}
         for start in range(0, len(ids), length):
@@ -175,36 +154,3 @@ def measured_scales(
     layers = tuple(found.get(index) for index in range(opened.model.num_layers))
     scales = KVScales(layers, opened.device.native_e4m3, unneeded=opened.model.without_pages)
     return for_variant(scales, Format.E4M3FN)
-
-
-def logprobs_as_vllm_cpu(
-    args: EngineArgs, scales: KVScales, token_ids: Sequence[int]
-) -> torch.Tensor:
-    """Log-probability of token_ids[1:], float32, as vLLM's CPU kernels have them with these scales."""
-    opened = open_model(args)
-    config = replace(
-        _sixteen_bits(opened, replace(args, kernels="reference")), kv=static(scales, Format.E4M3FN)
-    )
-    with opened.threads(config):
-        runner = _runner(
-            opened, config, opened.load(config, len(token_ids)), len(token_ids), VllmCpuKernels()
-        )
-        logits = runner.logits(list(token_ids), 0, runner.pool.whole)
-    targets = torch.tensor(list(token_ids[1:]), dtype=torch.int64, device=logits.device)
-    return torch.log_softmax(logits[:-1], -1).gather(-1, targets[:, None])[:, 0]
-
-
-def _sixteen_bits(opened: OpenModel, args: EngineArgs) -> EngineConfig:
-    plain = replace(args, kv_cache_dtype="float32", kv_scales="auto", quantization_param_path=None)
-    return opened.resolve(replace(plain, kv_cache_dtype=str(opened.resolve(plain).compute_format)))
-
-
-def _runner(
-    opened: OpenModel, config: EngineConfig, decoder: LanguageModel, length: int, kernels: KernelSet
-) -> ModelRunner:
-    """The model over a cache for one sequence of `length` tokens."""
-    spec = opened.cache_spec(config)
-    pool = allocate_pool(
-        spec, config.kv, spec.blocks_of(length), kernels, config.device, decoder.rotaries
-    )
-    return ModelRunner(decoder, pool, config.device)

@@ -65,6 +65,13 @@ class Form:
     method: str
     engines: tuple[Engine, ...]
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "names": self.names,
+            "quant_method": self.method,
+            "engines": list(self.engines),
+        }
+
 
 def choose_form(facts: Facts, scales: KVScales, engines: Sequence[tuple[Engine, str]]) -> Form:
     """The form that the first of `engines` uses in full. Raises ConfigError if there is none."""

@@ -1,5 +1,4 @@
-"""audit: what each engine does with a checkpoint, what that costs here, and what mends it. The one
-way in.
+"""Audit a checkpoint: what each engine does with it, what that costs here, and what repairs it.
 
 What the rules say needs config.json, tensor names and the scales alone. Measuring needs a family
 that Freight runs and a text; where either lacks, the report says so and the rest of it stands.
@@ -7,13 +6,13 @@ that Freight runs and a text; where either lacks, the report says so and the res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from freight.audit.effects import EngineView, Facts, LayerEffect, Side, view
+from freight.audit.effects import EngineView, Facts, Side, view
 from freight.audit.facts import read_facts
 from freight.audit.measure import LayerCost, engine_scales, measure, measured_scales, worst_layers
 from freight.audit.mend import Form, choose_form, write_mended
@@ -66,11 +65,13 @@ class AuditReport:
 
 @dataclass(frozen=True)
 class _Costs:
-    plain: Cost
-    dynamic: Cost
-    of: dict[KVScales, Cost]
-    truncated: dict[KVScales, Cost]
-    num_tokens: int
+    """What was measured, by the scales of a cache; empty where nothing was."""
+
+    plain: Cost | None = None
+    dynamic: Cost | None = None
+    of: Mapping[KVScales | None, Cost] = field(default_factory=dict)
+    truncated: Mapping[KVScales | None, Cost] = field(default_factory=dict)
+    num_tokens: int = 0
 
 
 def audit(
@@ -109,31 +110,28 @@ def audit(
         form = choose_form(facts, one_each, engines)
         write_mended(checkpoint, one_each, form, fix)
     scales = [engine_scales(one) for one in views]
-    if measured is None or mended is None:
-        silent = tuple(
-            EngineReport(one, None, None, (), sentence(one, None, None, None)) for one in views
-        )
-        return AuditReport(facts, silent, None, None, None, 0, unmeasured, form)
     cpu = [own if one.truncates_on_cpus else None for one, own in zip(views, scales, strict=True)]
-    costs = _measure(args, (*scales, stored), cpu, measured, window, max_tokens, on_progress)
+    costs = _Costs()
+    if measured is not None:
+        costs = _measure(args, (*scales, stored), cpu, measured, window, max_tokens, on_progress)
     reports = []
     for one, own, truncated in zip(views, scales, cpu, strict=True):
-        cost = costs.of[own] if own is not None else None
-        cpu_cost = costs.truncated[truncated] if truncated is not None else None
-        shown = partial(on_progress, "layers")
-        worst = (
-            worst_layers(args, own, mended, measured, window, layer_tokens, shown)
-            if own is not None
-            else ()
-        )
-        reports.append(
-            EngineReport(
-                one, cost, cpu_cost, worst, sentence(one, cost, costs.plain, costs.dynamic)
-            )
-        )
-    of_stored = costs.of[stored] if stored is not None else None
+        worst: tuple[LayerCost, ...] = ()
+        if measured is not None and mended is not None and own is not None:
+            shown = partial(on_progress, "layers")
+            worst = worst_layers(args, own, mended, measured, window, layer_tokens, shown)
+        cost = costs.of.get(own)
+        verdict = sentence(one, cost, costs.plain, costs.dynamic)
+        reports.append(EngineReport(one, cost, costs.truncated.get(truncated), worst, verdict))
     return AuditReport(
-        facts, tuple(reports), costs.plain, costs.dynamic, of_stored, costs.num_tokens, "", form
+        facts,
+        tuple(reports),
+        costs.plain,
+        costs.dynamic,
+        costs.of.get(stored),
+        costs.num_tokens,
+        unmeasured,
+        form,
     )
 
 
@@ -146,25 +144,22 @@ def _measure(
     max_tokens: int,
     on_progress: Progress,
 ) -> _Costs:
-    """The cost of each of `scales`, and of each of `cpu` as vLLM's CPU kernels round; equal ones
-    are measured once.
-    """
-    distinct, truncated = (
-        list(dict.fromkeys(one for one in some if one is not None)) for some in (scales, cpu)
-    )
-    scored = measure(
-        args, distinct, text, window, max_tokens, partial(on_progress, "measuring"), truncated
-    )
+    """Measure each of `scales`, and each of `cpu` as vLLM's CPU kernels round; equal ones once."""
+    nearest, towards_zero = (_distinct(some) for some in (scales, cpu))
+    shown = partial(on_progress, "measuring")
+    scored = measure(args, nearest, text, window, max_tokens, shown, towards_zero)
     plain, dynamic, *others = map(_cost, scored)
-    count = len(distinct)
-    nearest, towards_zero = dict(zip(distinct, others[:count], strict=True)), others[count:]
     return _Costs(
         plain,
         dynamic,
-        nearest,
-        dict(zip(truncated, towards_zero, strict=True)),
+        dict(zip(nearest, others, strict=False)),
+        dict(zip(towards_zero, others[len(nearest) :], strict=True)),
         scored[0].num_tokens,
     )
+
+
+def _distinct(scales: Sequence[KVScales | None]) -> list[KVScales]:
+    return list(dict.fromkeys(one for one in scales if one is not None))
 
 
 def _per_tensor(scales: KVScales) -> KVScales:
@@ -200,7 +195,7 @@ def _cost(score: CacheScore) -> Cost:
 
 def as_json(model: str, report: AuditReport) -> dict[str, Any]:
     """The JSON object of `freight audit --json`; docs/audit.md lists its keys."""
-    facts = report.facts
+    facts, form = report.facts, report.fixed
     return {
         "model": model,
         "model_type": facts.model_type,
@@ -215,22 +210,12 @@ def as_json(model: str, report: AuditReport) -> dict[str, Any]:
         },
         "num_tokens": report.num_tokens,
         "unmeasured": report.unmeasured or None,
-        "fixed": None
-        if report.fixed is None
-        else {
-            "names": report.fixed.names,
-            "quant_method": report.fixed.method,
-            "engines": list(report.fixed.engines),
-        },
+        "fixed": None if form is None else form.as_json(),
     }
 
 
 def _figures(cost: Cost | None) -> dict[str, float] | None:
-    return (
-        None
-        if cost is None
-        else {"perplexity": cost.perplexity, "kl_mean": cost.kl_mean, "same_top": cost.same_top}
-    )
+    return None if cost is None else asdict(cost)
 
 
 def _engine(report: EngineReport) -> dict[str, Any]:
@@ -253,13 +238,11 @@ def _engine(report: EngineReport) -> dict[str, Any]:
         ],
         "cost": _figures(report.cost),
         "cost_on_cpus": _figures(report.cpu_cost),
-        "worst_layers": [{"layer": cost.layer, "added_kl": cost.added_kl} for cost in report.worst],
-        "layers": [_layer(layer) for layer in one.layers],
+        "worst_layers": [asdict(cost) for cost in report.worst],
+        "layers": [
+            {"layer": layer.layer, "k": _side(layer.k), "v": _side(layer.v)} for layer in one.layers
+        ],
     }
-
-
-def _layer(layer: LayerEffect) -> dict[str, Any]:
-    return {"layer": layer.layer, "k": _side(layer.k), "v": _side(layer.v)}
 
 
 def _side(side: Side) -> dict[str, Any]:

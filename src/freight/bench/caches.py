@@ -11,7 +11,7 @@ those of order statistics for the median.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -23,6 +23,7 @@ from freight.config.engine import EngineConfig
 from freight.engine.build import start_engine
 from freight.engine.engine import Engine
 from freight.models.open import OpenModel
+from freight.terminal import OnProgress, unseen
 
 
 @dataclass
@@ -50,7 +51,7 @@ def measure_caches(
     input_len: int,
     output_len: int,
     repeats: int,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = unseen,
 ) -> dict[str, Any]:
     """What --json prints: facts of the run, and `rows`, one for each size and format, in the order
     given.

@@ -12,7 +12,7 @@ scheduling, sampling, bookkeeping (null on a GPU, which the host does not wait f
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from statistics import mean
 from typing import Any
@@ -24,6 +24,7 @@ from freight.cache.spec import KVCacheSpec
 from freight.engine.build import memory_for_cache, start_engine
 from freight.errors import ConfigError
 from freight.models.open import OpenModel
+from freight.terminal import OnProgress, unseen
 
 
 def measure_latency(
@@ -33,7 +34,7 @@ def measure_latency(
     input_len: int,
     output_len: int,
     repeats: int,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = unseen,
 ) -> dict[str, Any]:
     """Medians over `repeats` runs, after one to warm up; lengths in tokens. Returns what --json
     prints.

@@ -19,6 +19,7 @@ from freight.bench.load import Amount, Level, Target, fetch, find_accepted, run_
 from freight.bench.prompts import Ask, Ids, Lengths, Listed, Prompts, Text, piece, read_prompts
 from freight.bench.serving_figures import Run, figures, ratios
 from freight.errors import ConfigError, FreightError
+from freight.terminal import OnProgress, unseen
 
 HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
 PROMPT_KINDS = ("text", "ids")
@@ -28,7 +29,6 @@ PROBES = (
     64,
 )  # pieces of the length asked for, by which they are found then; the shorter, the more they differ
 PROBE_TOKENS = 2560  # so many tokens in all, within these numbers of pieces
-OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,7 @@ def check(args: ServingArgs) -> None:
         raise ConfigError("--url is given twice with the same address: give each server once")
 
 
-def measure_serving(
-    args: ServingArgs, on_progress: OnProgress = lambda done, total: None
-) -> tuple[list[Run], Any]:
+def measure_serving(args: ServingArgs, on_progress: OnProgress = unseen) -> tuple[list[Run], Any]:
     """All runs, and what --json prints. Raises FreightError for a server that does not answer, or
     answers nothing.
     """

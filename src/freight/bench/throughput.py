@@ -9,7 +9,7 @@ running, against `max_num_seqs`, and of the cache's blocks in use.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from freight.bench.drive import StepRecord, describe_run, drive, greedy, random_
 from freight.bench.timing import Spread, peak_rss_bytes
 from freight.engine.build import start_engine
 from freight.models.open import OpenModel
+from freight.terminal import OnProgress, unseen
 
 
 def measure_throughput(
@@ -26,7 +27,7 @@ def measure_throughput(
     input_len: int,
     output_len: int,
     repeats: int,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = unseen,
 ) -> dict[str, Any]:
     """Medians over `repeats` runs of the same lengths, after a short one to warm up. Returns what
     --json prints.

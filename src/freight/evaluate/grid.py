@@ -25,7 +25,7 @@ from freight.errors import ConfigError, choices
 from freight.evaluate.documents import Document, cut_documents, window_length
 from freight.evaluate.figures import Evaluation, Overview, summarize
 from freight.evaluate.layer_kl import layer_kl
-from freight.evaluate.measure import Progress, SettingRun, measure
+from freight.evaluate.measure import SettingRun, measure
 from freight.evaluate.report import cache_run, load_for, plain_config
 from freight.evaluate.rounded import check_schemes, load_rounded
 from freight.evaluate.speed import Speed, contexts_of, time_settings
@@ -36,6 +36,7 @@ from freight.fp8.scheme import KVScales
 from freight.models.decoder import Decoder
 from freight.models.open import OpenModel, open_model, require_native
 from freight.models.weight_bytes import weight_bytes
+from freight.terminal import OnProgress, unseen
 from freight.text.tokenizer import Tokenizer
 
 CACHES = ("unit", "tensor", "head", "channel", "token", "group", "e5m2", "centered")
@@ -75,7 +76,7 @@ def evaluate_grid(
     args: EngineArgs,
     documents: Sequence[Document],
     grid: GridArgs,
-    on_progress: Progress = lambda done, total: None,
+    on_progress: OnProgress = unseen,
     source: str = "text",
 ) -> Evaluation:
     """Measure every setting of `grid` over `documents`; the first run is the 16-bit one.

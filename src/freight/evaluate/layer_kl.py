@@ -13,6 +13,7 @@ from dataclasses import replace
 from freight.evaluate.documents import Part
 from freight.evaluate.measure import SettingRun, measure
 from freight.evaluate.perplexity import Window
+from freight.terminal import unseen
 
 TOKENS = (
     1024  # of the text, at least: every layer of every setting is another forward pass over them
@@ -50,7 +51,7 @@ def layer_kl(
         measure(
             [_only(first, first, next(iter(alone)), length), *alone.values()],
             windows,
-            lambda done, total: None,
+            unseen,
         )
         by_layer = {layer: float(one.token_kl.double().mean()) for layer, one in alone.items()}
         found.append([by_layer.get(layer, 0.0) for layer in range(len(pool.layers))])

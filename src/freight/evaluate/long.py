@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,7 @@ from freight.evaluate.retrieval import Question, RetrievalContext, depths, make_
 from freight.evaluate.safety import Interval
 from freight.evaluate.statistics import mean_interval
 from freight.models.open import open_model
+from freight.terminal import OnProgress, unseen
 
 Cache = tuple[str, str] | KVCacheConfig
 
@@ -101,7 +102,7 @@ def compare_long(
     context: int | None = None,
     num_contexts: int = 16,
     num_questions: int = 4,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = unseen,
 ) -> list[LongScore]:
     """The 16-bit cache, and every one of `caches` that differs from it, each (kv_cache_dtype,
     kv_scales) or resolved.

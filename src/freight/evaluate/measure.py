@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,11 +22,10 @@ from freight.engine.runner import ModelRunner
 from freight.evaluate.divergence import Reference
 from freight.evaluate.perplexity import Window
 from freight.evaluate.stored_error import Probe
+from freight.terminal import OnProgress
 
 LOGITS = 64 * 2**20  # bytes of logits in float32 that are held at a time, for each of two settings
 TILE = 32  # rows that a matrix product computes together
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass
@@ -111,7 +110,7 @@ def rows_at_once(vocab_size: int) -> int:
 
 
 @torch.inference_mode()
-def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: Progress) -> None:
+def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: OnProgress) -> None:
     """Judge every window under each of `runs`, the first being the one that the others are compared
     with.
     """

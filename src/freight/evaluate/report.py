@@ -8,7 +8,7 @@ is computed (`measure`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from freight.evaluate.stored_error import Probe, probed
 from freight.kernels.interface import KernelSet
 from freight.models.decoder import LanguageModel
 from freight.models.open import OpenModel, open_model
+from freight.terminal import OnProgress, unseen
 
 MEMORY = 64 * 2**20  # bytes of cache for which `tokens_in_64_mib` is given
 
@@ -73,7 +74,7 @@ def compare_caches(
     text: str | Sequence[int],
     window: int | None = None,
     max_tokens: int | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = unseen,
 ) -> list[CacheScore]:
     """Score on `text` a cache in the compute dtype, and every one of `caches` that differs from it.
 
@@ -93,16 +94,24 @@ def run_caches(
     text: str | Sequence[int],
     window: int | None = None,
     max_tokens: int | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = unseen,
+    kernels: Sequence[KernelSet | None] = (),
 ) -> list[CacheRun]:
-    """`compare_caches`, but returns the runs, with the log-probability of each token."""
+    """`compare_caches`, but returns the runs, with the log-probability of each token.
+
+    `kernels` store and read the last of `caches`, each where it is not None.
+    """
     opened = open_model(args)
     configs = resolve_caches(opened, caches)
     length = window_length(window, configs[0].max_model_len)
     windows = [part.window for part in cut_documents(opened, [text], length, max_tokens)]
     with opened.threads(configs[0]):
         decoder = load_for(opened, configs, length)
-        runs = [cache_run(opened, decoder, config, length) for config in configs]
+        usual = [None] * (len(configs) - len(kernels))
+        runs = [
+            cache_run(opened, decoder, config, length, kernels=one)
+            for config, one in zip(configs, [*usual, *kernels], strict=True)
+        ]
         measure(runs, windows, on_progress)
     return runs
 

@@ -18,6 +18,7 @@ from freight.errors import ConfigError
 from freight.evaluate.perplexity import Window
 from freight.evaluate.report import markdown
 from freight.models.open import OpenModel, open_model
+from freight.terminal import OnProgress, unseen
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class PerLayer:
 def per_layer(
     args: EngineArgs,
     windows: Callable[[OpenModel, int], Sequence[Window]],
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = unseen,
 ) -> PerLayer:
     """The cache that `args` name, E4M3 where they name none, layer by layer.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from tests.unit.audit.conftest import DEMO, RECORDED, Write, freight
 
 from freight.audit.effects import view
 from freight.audit.facts import read_facts
-from freight.audit.measure import engine_scales, logprobs_as_vllm_cpu
+from freight.audit.measure import engine_scales, static
 from freight.audit.rules import Engine
 from freight.audit.vllm_cpu import VllmCpuKernels, truncated
 from freight.config.engine import EngineArgs
+from freight.evaluate.report import cache_run, plain_config
 from freight.fp8.cast import decode, encode
 from freight.fp8.formats import Format
+from freight.fp8.scheme import KVScales
 from freight.kernels import reference
+from freight.models.open import open_model
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
 from freight.text.tokenizer import Tokenizer
@@ -30,6 +34,19 @@ from freight.text.tokenizer import Tokenizer
 __all__ = ["freight"]  # the fixture is used by tests here
 
 SAME_LOGPROBS = ("kv_scale_pairs", "modelopt_names", "kv_scale_alone")
+
+
+def logprobs_as_vllm_cpu(path: Path, scales: KVScales, token_ids: list[int]) -> torch.Tensor:
+    """Log-probability of token_ids[1:], float32, as vLLM's CPU kernels have them."""
+    opened = open_model(EngineArgs(model=str(path), dtype="float32", kernels="reference"))
+    config = replace(plain_config(opened), kv=static(scales, Format.E4M3FN))
+    length = len(token_ids)
+    with opened.threads(config):
+        decoder = opened.load(config, length)
+        runner = cache_run(opened, decoder, config, length, kernels=VllmCpuKernels()).runner
+        logits = runner.logits(token_ids, 0, runner.pool.whole)
+    targets = torch.tensor(token_ids[1:], dtype=torch.int64)
+    return torch.log_softmax(logits[:-1], -1).gather(-1, targets[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -59,7 +76,7 @@ def test_log_probabilities_are_vllm_s(name: str, write: Write, recorded: dict[st
     for ids, theirs in zip(
         recorded["token_ids"], recorded["checkpoints"][name]["logprobs"], strict=True
     ):
-        ours = logprobs_as_vllm_cpu(EngineArgs(model=str(path), dtype="float32"), scales, ids)
+        ours = logprobs_as_vllm_cpu(path, scales, ids)
         differences.append((ours - torch.tensor(theirs)).abs())
     assert max(float(one.max()) for one in differences) < 0.02
     assert max(float(one.mean()) for one in differences) < 1e-3
@@ -88,7 +105,7 @@ def test_the_command_has_a_row_that_rounds_as_vllm_does_on_a_cpu(
     scales = engine_scales(view(Engine.VLLM, "0.33", read_facts(path)[1]))
     assert scales is not None
     token_ids = Tokenizer.load(path).encode(text)
-    logprobs = logprobs_as_vllm_cpu(EngineArgs(model=str(path), dtype="float32"), scales, token_ids)
+    logprobs = logprobs_as_vllm_cpu(path, scales, token_ids)
     wanted = math.exp(-float(logprobs.double().mean()))
     assert said["cost_on_cpus"]["perplexity"] == pytest.approx(wanted, rel=2e-4)
     assert said["cost"]["perplexity"] != pytest.approx(wanted, rel=2e-3)
