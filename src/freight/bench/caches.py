@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from freight.bench.drive import StepRecord, describe_run, drive, greedy, random_prompt
+from freight.bench.drive import StepRecord, describe_run, drive, greedy, occupancy, random_prompt
 from freight.bench.serving_figures import interval
 from freight.bench.throughput import draw_lengths
 from freight.config.engine import EngineConfig
@@ -37,9 +37,6 @@ class _Cell:
     config: EngineConfig
     rates: list[float] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
-
-    def run(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[StepRecord]:
-        return drive(self.engine, prompts, [greedy(length) for length in lengths])
 
 
 def measure_caches(
@@ -71,7 +68,7 @@ def measure_caches(
             asked = replace(args.with_cache(cache), kv_cache_memory=memory)
             weights = cells[0].engine.runner.model if cells else None
             cells.append(_Cell(memory, *start_engine(replace(opened, args=asked), decoder=weights)))
-    vocab_size, after = opened.model.vocab_size, [after for _, after in lengths]
+    vocab_size, params = opened.model.vocab_size, [greedy(after) for _, after in lengths]
     total, done = len(cells) * (repeats + 1), 0
     for repeat in range(-1, repeats):  # the first warms up, on requests that are cut short
         prompts = [random_prompt(before, vocab_size, numbers) for before, _ in lengths]
@@ -80,9 +77,9 @@ def measure_caches(
             on_progress(done, total)
             if repeat < 0:
                 short = [ids[:32] for ids in prompts[: cell.config.max_num_seqs]]
-                cell.run(short, [2] * len(short))
+                drive(cell.engine, short, [greedy(2)] * len(short))
             else:
-                steps = cell.run(prompts, after)
+                steps = drive(cell.engine, prompts, params)
                 cell.rates.append(num_requests / sum(step.seconds for step in steps))
                 cell.steps += steps
             done += 1
@@ -93,7 +90,7 @@ def measure_caches(
         "processor": opened.device.name,
         "num_requests": num_requests,
         "input_tokens": sum(before for before, _ in lengths),
-        "output_tokens": sum(after),
+        "output_tokens": sum(after for _, after in lengths),
         "repeats": repeats,
         "rows": [
             _row(cell, cells[len(caches) * (index // len(caches))])
@@ -104,7 +101,7 @@ def measure_caches(
 
 def _row(cell: _Cell, first: _Cell) -> dict[str, Any]:
     """`first`: the format at this size that the others are compared with."""
-    time = sum(step.seconds for step in cell.steps)
+    running, in_use = occupancy(cell.steps)
     ratios = [mine / its for mine, its in zip(cell.rates, first.rates, strict=True)]
     kv, pool = cell.config.kv, cell.engine.runner.pool
     return {
@@ -112,8 +109,8 @@ def _row(cell: _Cell, first: _Cell) -> dict[str, Any]:
         "kv_cache_dtype": kv.names()["dtype"],
         "scales": f"{kv.granularity}, {kv.scale_source}" if kv.granularity else None,
         "capacity_tokens": pool.capacity_tokens,
-        "mean_running": sum(step.seconds * step.num_running for step in cell.steps) / time,
-        "cache_occupancy": sum(step.seconds * step.cache_share for step in cell.steps) / time,
+        "mean_running": running,
+        "cache_occupancy": in_use,
         "requests_per_second": _median(cell.rates),
         "ratio": None if cell is first else _median(ratios),
     }

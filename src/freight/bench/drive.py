@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,16 @@ from torch import Tensor
 from freight.config.engine import EngineConfig
 from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
+from freight.engine.build import start_engine
 from freight.engine.engine import Engine
 from freight.engine.prepare import SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.fp8.formats import Format
 from freight.models.architectures import tensor_names
 from freight.models.loader import tensor_shapes
+from freight.models.open import OpenModel
 from freight.sampling import SamplingParams
+from freight.terminal import OnProgress
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,20 @@ class StepRecord:
     cache_share: float
 
 
+def start(opened: OpenModel, **changes: Any) -> tuple[Engine, EngineConfig]:
+    """Start an engine without a tokenizer, with `changes` of its arguments."""
+    args = replace(opened.args, skip_tokenizer_init=True, **changes)
+    return start_engine(replace(opened, args=args))
+
+
+def counted(total: int, on_progress: OnProgress) -> Iterator[int]:
+    """Yield 0 … `total` - 1 and report each before it is used."""
+    for done in range(total):
+        on_progress(done, total)
+        yield done
+    on_progress(total, total)
+
+
 def random_prompt(length: int, vocab_size: int, numbers: random.Random) -> list[int]:
     return [numbers.randrange(vocab_size) for _ in range(length)]
 
@@ -84,6 +101,15 @@ def random_prompt(length: int, vocab_size: int, numbers: random.Random) -> list[
 def greedy(length: int) -> SamplingParams:
     """Exactly `length` tokens, token ids only."""
     return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+
+
+def drive_random(
+    engine: Engine, lengths: Sequence[tuple[int, int]], numbers: random.Random
+) -> list[StepRecord]:
+    """`drive` requests of random tokens; `lengths` are those of (prompt, answer) in tokens."""
+    vocab_size = engine.runner.model.config.vocab_size
+    prompts = [random_prompt(before, vocab_size, numbers) for before, _ in lengths]
+    return drive(engine, prompts, [greedy(after) for _, after in lengths])
 
 
 def drive(
@@ -110,6 +136,13 @@ def drive(
     for request_id in ids:
         engine.release(request_id)
     return records
+
+
+def occupancy(records: Sequence[StepRecord]) -> tuple[float, float]:
+    """Means over time: of the requests that run, and of the share of the cache's blocks in use."""
+    time = sum(record.seconds for record in records)
+    running = sum(record.seconds * record.num_running for record in records) / time
+    return running, sum(record.seconds * record.cache_share for record in records) / time
 
 
 def weight_bytes(

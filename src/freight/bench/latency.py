@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
-from freight.bench.drive import StepRecord, describe_run, drive, greedy, random_prompt, weight_bytes
+from freight.bench.drive import StepRecord, counted, describe_run, drive_random, start, weight_bytes
 from freight.bench.timing import MemoryProbe, Spread, peak_rss_bytes
 from freight.cache.pool import KVPool
 from freight.cache.spec import KVCacheSpec
-from freight.engine.build import memory_for_cache, start_engine
+from freight.engine.build import memory_for_cache
 from freight.errors import ConfigError
 from freight.models.open import OpenModel
 from freight.terminal import OnProgress, unseen
@@ -43,32 +43,21 @@ def measure_latency(
     """
     imported = peak_rss_bytes()
     length = opened.args.max_model_len or input_len + output_len
-    args = replace(
-        opened.args, max_num_seqs=batch_size, max_model_len=length, skip_tokenizer_init=True
-    )
-    engine, config = start_engine(replace(opened, args=args))
+    engine, config = start(opened, max_num_seqs=batch_size, max_model_len=length)
     numbers = random.Random(config.seed)
-
-    def run() -> tuple[float, list[StepRecord]]:
-        prompts = [
-            random_prompt(input_len, engine.runner.model.config.vocab_size, numbers)
-            for _ in range(batch_size)
-        ]
-        return split(drive(engine, prompts, [greedy(output_len)] * batch_size), batch_size)
-
-    on_progress(0, repeats + 1)
-    run()
-    peak = peak_rss_bytes()  # before the probe takes its memory
-    room = _room(engine.runner.pool, config.device)
-    probe = MemoryProbe(device=config.device)
+    lengths = [(input_len, output_len)] * batch_size
     runs: list[tuple[float, list[StepRecord]]] = []
     bandwidths: list[float] = []  # of each run
-    for repeat in range(1, repeats + 1):
-        on_progress(repeat, repeats + 1)
+    for repeat in counted(repeats + 1, on_progress):
+        if repeat == 0:  # warms up
+            split(drive_random(engine, lengths, numbers), batch_size)
+            peak = peak_rss_bytes()  # before the probe takes its memory
+            room = _room(engine.runner.pool, config.device)
+            probe = MemoryProbe(device=config.device)
+            continue
         before = probe.sample()
-        runs.append(run())
+        runs.append(split(drive_random(engine, lengths, numbers), batch_size))
         bandwidths.append((before + probe.sample()) / 2)
-    on_progress(repeats + 1, repeats + 1)
     weights = weight_bytes(
         engine.runner.model.config, config.compute_format, config.weight_format, batch_size
     )

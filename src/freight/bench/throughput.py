@@ -9,13 +9,11 @@ running, against `max_num_seqs`, and of the cache's blocks in use.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
-from freight.bench.drive import StepRecord, describe_run, drive, greedy, random_prompt
+from freight.bench.drive import counted, describe_run, drive_random, occupancy, start
 from freight.bench.timing import Spread, peak_rss_bytes
-from freight.engine.build import start_engine
 from freight.models.open import OpenModel
 from freight.terminal import OnProgress, unseen
 
@@ -35,33 +33,23 @@ def measure_throughput(
     numbers = random.Random(opened.args.seed)
     lengths = draw_lengths(num_requests, input_len, output_len, numbers)
     longest = opened.args.max_model_len or max(before + after for before, after in lengths)
-    args = replace(opened.args, max_model_len=longest, skip_tokenizer_init=True)
-    engine, config = start_engine(replace(opened, args=args))
-
-    def run(lengths: Sequence[tuple[int, int]]) -> list[StepRecord]:
-        prompts = [
-            random_prompt(before, engine.runner.model.config.vocab_size, numbers)
-            for before, _ in lengths
-        ]
-        return drive(engine, prompts, [greedy(after) for _, after in lengths])
-
-    on_progress(0, repeats + 1)
-    run([(min(before, 32), 2) for before, _ in lengths[: config.max_num_seqs]])
+    engine, config = start(opened, max_model_len=longest)
     totals, records = [], []
-    for repeat in range(1, repeats + 1):
-        on_progress(repeat, repeats + 1)
-        steps = run(lengths)
+    for repeat in counted(repeats + 1, on_progress):
+        if repeat == 0:  # warms up
+            short = [(min(before, 32), 2) for before, _ in lengths[: config.max_num_seqs]]
+            drive_random(engine, short, numbers)
+            continue
+        steps = drive_random(engine, lengths, numbers)
         totals.append(sum(step.seconds for step in steps))
         records += steps
-    on_progress(repeats + 1, repeats + 1)
     num_input, num_output = (sum(column) for column in zip(*lengths, strict=True))
     figures = {
         "requests_per_second": Spread.of([num_requests / total for total in totals]),
         "prefill_tokens_per_second": Spread.of([num_input / total for total in totals]),
         "decode_tokens_per_second": Spread.of([num_output / total for total in totals]),
     }
-    time = sum(record.seconds for record in records)
-    running = sum(record.seconds * record.num_running for record in records) / time
+    running, in_use = occupancy(records)
     return describe_run(engine, config, name) | {
         "num_requests": num_requests,
         "input_tokens": num_input,
@@ -70,7 +58,7 @@ def measure_throughput(
         **{figure: spread.median for figure, spread in figures.items()},
         "mean_running": running,
         "batch_occupancy": running / config.max_num_seqs,
-        "cache_occupancy": sum(record.seconds * record.cache_share for record in records) / time,
+        "cache_occupancy": in_use,
         "steps": len(records) // repeats,
         "peak_rss_bytes": peak_rss_bytes(),
         "spread": {figure: asdict(spread) for figure, spread in figures.items()},

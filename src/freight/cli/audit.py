@@ -14,7 +14,7 @@ import typer
 from freight.audit.effects import EngineView, parse_engine
 from freight.audit.rules import Engine
 from freight.cli.evaluate import read_text
-from freight.cli.options import takes_engine_options
+from freight.cli.options import Json, option, takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.terminal import progress
 
@@ -31,38 +31,24 @@ def audit(
     args: EngineArgs,
     engine: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME[=VERSION]", help="vllm, sglang or tgi; may be repeated. Default: all."
-        ),
+        option("NAME[=VERSION]", "vllm, sglang or tgi; may be repeated. Default: all."),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Text to measure on; for 'demo', its held-out text by default."
-        ),
+        option("FILE", "Text to measure on; for 'demo', its held-out text by default."),
     ] = None,
     calibration_data: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Text that --fix measures missing scales on; default: --data."
-        ),
+        option("FILE", "Text that --fix measures missing scales on; default: --data."),
     ] = None,
     fix: Annotated[
         Path | None,
-        typer.Option(metavar="OUT", help="Write a checkpoint whose scales the first engine loads."),
+        option("OUT", "Write a checkpoint whose scales the first engine loads."),
     ] = None,
-    window: Annotated[
-        int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(metavar="COUNT", min=2, help="Tokens measured at most.")
-    ] = 8192,
-    layer_tokens: Annotated[
-        int, typer.Option(metavar="COUNT", min=2, help="Tokens to rank layers by.")
-    ] = 1024,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    window: Annotated[int | None, option("TOKENS", "Tokens judged together.", min=2)] = None,
+    max_tokens: Annotated[int, option("COUNT", "Tokens measured at most.", min=2)] = 8192,
+    layer_tokens: Annotated[int, option("COUNT", "Tokens to rank layers by.", min=2)] = 1024,
+    as_json: Json = False,
 ) -> None:
     """Say what other engines do with a checkpoint's KV scales.
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from freight.cli.options import takes_engine_options
+from freight.cli.options import argument, takes_engine_options
 from freight.cli.serve import NEEDED, takes_server_options
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError, install
@@ -40,11 +40,11 @@ def batch(
     server: dict[str, Any],
     source: Annotated[
         Path,
-        typer.Argument(metavar="IN", help="A file with a request on each line; - reads stdin."),
+        argument("IN", "A file with a request on each line; - reads stdin."),
     ],
     out: Annotated[
         Path,
-        typer.Argument(metavar="OUT", help="The file of answers, continued if there; - is stdout."),
+        argument("OUT", "The file of answers, continued if there; - is stdout."),
     ],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what was done as one JSON object.")

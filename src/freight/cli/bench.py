@@ -15,7 +15,7 @@ import typer
 
 from freight import terminal
 from freight.cli.bench_serving import check_picture, positive, serving, write_picture
-from freight.cli.options import Command, takes_engine_options
+from freight.cli.options import Command, option, takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.config.presets import shape_config
 from freight.config.resolve import KERNELS, check
@@ -36,20 +36,13 @@ app.command()(serving)
 
 RandomWeights = Annotated[
     str | None,
-    typer.Option(
-        metavar="SHAPE",
-        help="No checkpoint: a model of this shape, a preset's name or a config.json.",
-    ),
+    option("SHAPE", "No checkpoint: a model of this shape, a preset's name or a config.json."),
 ]
-BatchSize = Annotated[
-    int, typer.Option(metavar="COUNT", min=1, help="Sequences that arrive at once.")
-]
-Requests = Annotated[int, typer.Option(metavar="COUNT", min=1, help="Requests in all.")]
-InputLen = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Length of a prompt.")]
-OutputLen = Annotated[int, typer.Option(metavar="TOKENS", min=1, help="Tokens generated for each.")]
-Repeats = Annotated[
-    int, typer.Option(metavar="COUNT", min=1, help="Runs that count; one to warm up comes before.")
-]
+BatchSize = Annotated[int, option("COUNT", "Sequences that arrive at once.", min=1)]
+Requests = Annotated[int, option("COUNT", "Requests in all.", min=1)]
+InputLen = Annotated[int, option("TOKENS", "Length of a prompt.", min=1)]
+OutputLen = Annotated[int, option("TOKENS", "Tokens generated for each.", min=1)]
+Repeats = Annotated[int, option("COUNT", "Runs that count; one to warm up comes before.", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 KERNEL_NAMES = (
     "linear",
@@ -97,15 +90,13 @@ def throughput(
     repeats: Repeats = 1,
     compare: Annotated[
         list[str] | None,
-        typer.Option(metavar="DTYPE", help="Caches to run in turns; twice or more."),
+        option("DTYPE", "Caches to run in turns; twice or more."),
     ] = None,
     compare_memory: Annotated[
         list[str] | None,
-        typer.Option(metavar="SIZE", help="Cache memory for --compare; may be repeated."),
+        option("SIZE", "Cache memory for --compare; may be repeated."),
     ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw what --compare found.")
-    ] = None,
+    picture: Annotated[Path | None, option("FILE.svg", "Draw what --compare found.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Many requests of different lengths through the whole engine: rates, and how full batch and
@@ -182,33 +173,22 @@ def _compare(
 def kernels(
     random_weights: Annotated[
         str | None,
-        typer.Option(
-            metavar="SHAPE",
-            help="Whose shapes are measured: a preset or a config.json; default: llama-1b.",
-        ),
+        option("SHAPE", "Whose shapes are measured: a preset or a config.json; default: llama-1b."),
     ] = None,
     matrix: Annotated[
         str | None,
-        typer.Option(
-            metavar="OUTxIN", help="One more weight, output by input; default: 14336x4096."
-        ),
+        option("OUTxIN", "One more weight, output by input; default: 14336x4096."),
     ] = None,
-    rows: Annotated[
-        list[int] | None, typer.Option(metavar="COUNT", min=1, help="May be repeated; 1, 8, 512.")
-    ] = None,
+    rows: Annotated[list[int] | None, option("COUNT", "May be repeated; 1, 8, 512.", min=1)] = None,
     context: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", min=1, help="Keys that attention reads; default: 16384."),
+        option("TOKENS", "Keys that attention reads; default: 16384.", min=1),
     ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="KERNEL", help="May be repeated; default: all.")
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="Time for each row.")
-    ] = 0.3,
+    only: Annotated[list[str] | None, option("KERNEL", "May be repeated; default: all.")] = None,
+    seconds: Annotated[float, option("SECONDS", "Time for each row.", min=0)] = 0.3,
     after: Annotated[
         int,
-        typer.Option(metavar="CASE", min=0, help="On a GPU: begin behind the row of this number."),
+        option("CASE", "On a GPU: begin behind the row of this number.", min=0),
     ] = 0,
     threads: Annotated[
         int | None, typer.Option(metavar="COUNT", min=1, envvar="FREIGHT_THREADS")

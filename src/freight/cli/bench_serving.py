@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from freight import terminal
+from freight.cli.options import Json, option
 from freight.errors import ConfigError, choices
 from freight.terminal import progress
 
@@ -22,76 +23,44 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 def serving(
     url: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="URL", help=f"A server; repeat it to compare; default: {DEFAULT_URL}."
-        ),
+        option("URL", f"A server; repeat it to compare; default: {DEFAULT_URL}."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Default: the first that the server lists.")
+        str | None, option("NAME", "Default: the first that the server lists.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(metavar="KEY", envvar="FREIGHT_API_KEY")] = None,
-    endpoint: Annotated[
-        str, typer.Option(metavar="completions|chat", help="Which API is called.")
-    ] = "completions",
+    endpoint: Annotated[str, option("completions|chat", "Which API is called.")] = "completions",
     concurrency: Annotated[
         list[int] | None,
-        typer.Option(
-            metavar="COUNT", min=1, help="Requests at a time; may be repeated; default: 1."
-        ),
+        option("COUNT", "Requests at a time; may be repeated; default: 1.", min=1),
     ] = None,
     rate: Annotated[
         list[float] | None,
-        typer.Option(metavar="NUMBER", help="Requests a second, at random times; may be repeated."),
+        option("NUMBER", "Requests a second, at random times; may be repeated."),
     ] = None,
-    num_requests: Annotated[
-        int | None, typer.Option(metavar="COUNT", min=1, help="Default: 64.")
-    ] = None,
-    duration: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="No request begins after it.")
-    ] = None,
-    prompt: Annotated[
-        str, typer.Option(metavar="text|ids", help="Pieces of a text, or random token ids.")
-    ] = "text",
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help="Your own prompts, one a line.")
-    ] = None,
-    prompt_tokens: Annotated[
-        str, typer.Option(metavar="N|LOW:HIGH", help="Length of a prompt.")
-    ] = "128",
-    output_tokens: Annotated[
-        str, typer.Option(metavar="N|LOW:HIGH", help="Tokens generated for each.")
-    ] = "64",
+    num_requests: Annotated[int | None, option("COUNT", "Default: 64.", min=1)] = None,
+    duration: Annotated[float | None, option("SECONDS", "No request begins after it.")] = None,
+    prompt: Annotated[str, option("text|ids", "Pieces of a text, or random token ids.")] = "text",
+    prompts: Annotated[Path | None, option("FILE.jsonl", "Your own prompts, one a line.")] = None,
+    prompt_tokens: Annotated[str, option("N|LOW:HIGH", "Length of a prompt.")] = "128",
+    output_tokens: Annotated[str, option("N|LOW:HIGH", "Tokens generated for each.")] = "64",
     shared_prefix: Annotated[
         int,
-        typer.Option(
-            metavar="TOKENS", min=0, help="With which every prompt begins, besides its own."
-        ),
+        option("TOKENS", "With which every prompt begins, besides its own.", min=0),
     ] = 0,
-    vocab_size: Annotated[
-        int | None, typer.Option(metavar="COUNT", min=1, help="For --prompt ids.")
-    ] = None,
-    warmup: Annotated[
-        int, typer.Option(metavar="COUNT", min=0, help="Requests before a run that do not count.")
-    ] = 4,
+    vocab_size: Annotated[int | None, option("COUNT", "For --prompt ids.", min=1)] = None,
+    warmup: Annotated[int, option("COUNT", "Requests before a run that do not count.", min=0)] = 4,
     rounds: Annotated[
         int | None,
-        typer.Option(
-            metavar="COUNT", min=1, help="Runs of each load; default: 1, for several servers 6."
-        ),
+        option("COUNT", "Runs of each load; default: 1, for several servers 6.", min=1),
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one answer.")] = 600.0,
+    timeout: Annotated[float, option("SECONDS", "For one answer.")] = 600.0,
     seed: Annotated[
         int | None,
-        typer.Option(
-            metavar="NUMBER", help="Of prompts, lengths and arrivals; default: a new one."
-        ),
+        option("NUMBER", "Of prompts, lengths and arrivals; default: a new one."),
     ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw the distributions.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    picture: Annotated[Path | None, option("FILE.svg", "Draw the distributions.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Load on any OpenAI-compatible server: time to first token, between tokens, rates, errors;
     several in turns.

@@ -10,7 +10,7 @@ import typer
 
 from freight import terminal
 from freight.cli.generate import print_stream
-from freight.cli.options import takes_engine_options, takes_sampling_options
+from freight.cli.options import option, takes_engine_options, takes_sampling_options
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError, GenerationError, RequestError, nearest
 from freight.sampling import SamplingParams
@@ -32,7 +32,7 @@ _CLEARED = "Ctrl-C again, Ctrl-D or /exit ends"
 def chat(
     args: EngineArgs,
     params: SamplingParams,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
+    system: Annotated[str | None, option("TEXT", "System prompt.")] = None,
 ) -> None:
     """Talk with a model that has a chat template."""
     if args.skip_tokenizer_init:

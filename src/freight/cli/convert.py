@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from freight.calibrate.stages import stages
+from freight.cli.options import OutFolder, Revision, argument
 
 
 def convert(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder with pytorch_model*.bin, or a hub id.")
-    ],
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")
-    ],
-    revision: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub model.")
-    ] = None,
+    model: Annotated[str, argument("MODEL", "A folder with pytorch_model*.bin, or a hub id.")],
+    out: OutFolder,
+    revision: Revision = None,
 ) -> None:
     """Write a checkpoint of pytorch_model.bin files as safetensors.
 

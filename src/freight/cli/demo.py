@@ -13,6 +13,7 @@ import typer
 
 from freight import terminal
 from freight.cli.evaluate import CACHES, HELD_OUT, LEGEND
+from freight.cli.options import Json, option
 from freight.config.engine import EngineArgs
 from freight.terminal import progress
 
@@ -24,12 +25,8 @@ PROMPTS = (
 
 
 def demo(
-    max_tokens: Annotated[
-        int, typer.Option(metavar="COUNT", min=1, help="Tokens to generate for each prompt.")
-    ] = 32,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    max_tokens: Annotated[int, option("COUNT", "Tokens to generate for each prompt.", min=1)] = 32,
+    as_json: Json = False,
 ) -> None:
     """Generate and measure with the shipped model.
 

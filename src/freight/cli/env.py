@@ -6,17 +6,18 @@ import json
 import os
 import platform
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from freight import openmp
+from freight.cli.options import OneJson
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
 
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: OneJson = False,
 ) -> None:
     """Show versions, processor, memory, GPU and the kernels in use."""
     facts = collect()

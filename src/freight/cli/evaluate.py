@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from freight import files
-from freight.cli.options import Command, takes_engine_options
+from freight.cli.options import Command, Json, option, takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
 from freight.files import DATA_LIMIT, open_regular
@@ -82,45 +82,32 @@ def _measurements() -> None:
 
 Data = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Text or JSONL to judge by; for 'demo', its held-out text."),
+    option("FILE", "Text or JSONL to judge by; for 'demo', its held-out text."),
 ]
-Field = Annotated[
-    str, typer.Option(metavar="NAME", help="The field of a JSONL line that has its text.")
-]
-Tokens = Annotated[
-    int | None, typer.Option(metavar="TOKENS", min=2, help="Tokens judged together.")
-]
-MaxTokens = Annotated[
-    int | None, typer.Option(metavar="COUNT", min=2, help="Judge the first tokens only.")
-]
+Field = Annotated[str, option("NAME", "The field of a JSONL line that has its text.")]
+Tokens = Annotated[int | None, option("TOKENS", "Tokens judged together.", min=2)]
+MaxTokens = Annotated[int | None, option("COUNT", "Judge the first tokens only.", min=2)]
 Caches = Annotated[
     str | None,
-    typer.Option(
-        metavar="LIST", help="Of unit,tensor,head,channel,token,group,e5m2,centered,int8."
-    ),
+    option("LIST", "Of unit,tensor,head,channel,token,group,e5m2,centered,int8."),
 ]
 States = Annotated[
     str | None,
-    typer.Option(
-        metavar="LIST", help="Formats of recurrent states to measure: float32,bfloat16,int8,fp8."
-    ),
+    option("LIST", "Formats of recurrent states to measure: float32,bfloat16,int8,fp8."),
 ]
 Weights = Annotated[
     str | None,
-    typer.Option(metavar="LIST", help="Weights to measure as well: fp8,fp8-channel,fp8-block."),
+    option("LIST", "Weights to measure as well: fp8,fp8-channel,fp8-block."),
 ]
 CalibrationData = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Text for static scales that the checkpoint does not have."),
+    option("FILE", "Text for static scales that the checkpoint does not have."),
 ]
 Speed = Annotated[bool, typer.Option(help="Time prefill and decoding.")]
 Report = Annotated[
     Path | None,
-    typer.Option(
-        metavar="DIR", help="Write report.html, report.md with its charts, and report.json."
-    ),
+    option("DIR", "Write report.html, report.md with its charts, and report.json."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 @app.command("caches", cls=Command)
@@ -192,9 +179,7 @@ def evaluate_long(
     data: Data = None,
     field: Field = "text",
     window: Tokens = None,
-    contexts: Annotated[
-        int, typer.Option(metavar="COUNT", min=2, help="Contexts to ask questions in.")
-    ] = 16,
+    contexts: Annotated[int, option("COUNT", "Contexts to ask questions in.", min=2)] = 16,
     as_json: Json = False,
 ) -> None:
     """Measure retrieval and perplexity by depth in a long context.
@@ -239,17 +224,11 @@ def evaluate_long(
 @takes_engine_options
 def evaluate_tasks(
     args: EngineArgs,
-    tasks: Annotated[
-        str, typer.Option(metavar="NAME,…", help="Tasks of lm-eval, or groups of them.")
-    ],
-    include_path: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Task files of your own.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(metavar="COUNT", min=1, help="Documents of each task.")
-    ] = None,
+    tasks: Annotated[str, option("NAME,…", "Tasks of lm-eval, or groups of them.")],
+    include_path: Annotated[Path | None, option("DIR", "Task files of your own.")] = None,
+    limit: Annotated[int | None, option("COUNT", "Documents of each task.", min=1)] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(metavar="COUNT", min=0, help="Examples before each document.")
+        int | None, option("COUNT", "Examples before each document.", min=0)
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from freight import terminal
-from freight.cli.options import takes_engine_options, takes_sampling_options
+from freight.cli.options import Json, option, takes_engine_options, takes_sampling_options
 from freight.config.engine import EngineArgs
 from freight.errors import GenerationError, RequestError
 from freight.files import PROMPT_LIMIT, read_text, too_large
@@ -32,34 +32,32 @@ def generate(
     args: EngineArgs,
     params: SamplingParams,
     prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="A text to complete; may be repeated.")
+        list[str] | None, option("TEXT", "A text to complete; may be repeated.")
     ] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A file that is one prompt; - reads standard input."),
+        option("FILE", "A file that is one prompt; - reads standard input."),
     ] = None,
     prompt_token_ids: Annotated[
         list[str] | None,
-        typer.Option(metavar="1,2,3", help="A prompt as token ids; may be repeated."),
+        option("1,2,3", "A prompt as token ids; may be repeated."),
     ] = None,
     n: Annotated[
         int, typer.Option("--n", "-n", metavar="COUNT", help="Completions per prompt.")
     ] = 1,
     json_schema: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A JSON schema that each completion satisfies."),
+        option("FILE", "A JSON schema that each completion satisfies."),
     ] = None,
     regex: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="A regular expression that each completion matches."),
+        option("TEXT", "A regular expression that each completion matches."),
     ] = None,
     choice: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="A possible completion; repeat it for each."),
+        option("TEXT", "A possible completion; repeat it for each."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Complete prompts. One prompt prints its text as it comes; several are computed together."""
     form = read_form(json_schema, regex, choice or [])

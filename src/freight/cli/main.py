@@ -29,7 +29,15 @@ from freight.cli.generate import generate
 from freight.cli.inspect import inspect
 from freight.cli.launcher import is_launcher, launch
 from freight.cli.merge import merge
-from freight.cli.options import CONTEXT, Command, IgnoredKeys, takes_model
+from freight.cli.options import (
+    CONTEXT,
+    Command,
+    IgnoredKeys,
+    OneJson,
+    Revision,
+    option,
+    takes_model,
+)
 from freight.cli.plan import plan
 from freight.cli.quantize import quantize
 from freight.cli.serve import serve
@@ -76,13 +84,11 @@ def _inspect(
     model: str,
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.svg", help="Draw the KV scales by layer into a new file."),
+        option("FILE.svg", "Draw the KV scales by layer into a new file."),
     ] = None,
-    revision: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub model.")
-    ] = None,
+    revision: Revision = None,
     ignore_config_keys: IgnoredKeys = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: OneJson = False,
 ) -> None:
     """Show what a checkpoint holds.
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from freight.calibrate.stages import stages
+from freight.cli.options import OutFolder, argument, option
 
 
 def merge(
-    base: Annotated[
-        str, typer.Argument(metavar="BASE", help="The model in 16 bits, a folder or a hub id.")
-    ],
-    adapter: Annotated[
-        str, typer.Argument(metavar="ADAPTER", help="PEFT's adapter, a folder or a hub id.")
-    ],
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")
-    ],
-    revision: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub BASE.")
-    ] = None,
+    base: Annotated[str, argument("BASE", "The model in 16 bits, a folder or a hub id.")],
+    adapter: Annotated[str, argument("ADAPTER", "PEFT's adapter, a folder or a hub id.")],
+    out: OutFolder,
+    revision: Annotated[str | None, option("NAME", "Branch, tag or commit of a hub BASE.")] = None,
 ) -> None:
     """Merge a LoRA adapter into the weights of its model.
 

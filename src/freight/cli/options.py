@@ -16,8 +16,9 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -57,6 +58,23 @@ MAX_TOKENS = (
 )
 
 
+def option(values: str | Iterable[object] | None, sentence: str, *names: str, **more: Any) -> Any:
+    """An option of typer; `values`, or their names, stand for its value in --help."""
+    given = values if values is None or isinstance(values, str) else "|".join(map(str, values))
+    return typer.Option(*names, metavar=given, help=sentence, **more)
+
+
+def argument(metavar: str, sentence: str) -> Any:
+    return typer.Argument(metavar=metavar, help=sentence)
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+OneJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Revision = Annotated[str | None, option("NAME", "Branch, tag or commit of a hub model.")]
+OutFolder = Annotated[Path, argument("OUT", "The folder to write; it must not exist.")]
+OptionalOut = Annotated[Path | None, argument("OUT", "The folder to write; it must not exist.")]
+
+
 @dataclass(frozen=True)
 class Flag:
     """One option: the field it sets, its type, a sentence, and what stands for its value in --help."""
@@ -78,10 +96,8 @@ class Flag:
     def option(self, envvar: str | None) -> Any:
         """As an option of typer."""
         name = f"{self.name}/--no-{self.name[2:]}" if self.negatable else self.name
-        metavar = self.metavar or (
-            "|".join(map(str, CHOICES[self.field])) if self.field in CHOICES else None
-        )
-        return typer.Option(name, help=self.help, metavar=metavar, envvar=envvar)
+        values = self.metavar or CHOICES.get(self.field)
+        return option(values, self.help, name, envvar=envvar)
 
     def parameter(self, default: Any, envvar: str | None = None) -> inspect.Parameter:
         """A keyword of a command, as typer reads it."""
@@ -227,15 +243,11 @@ SAMPLING_FLAGS = (
 MODEL_VARIABLE = "FREIGHT_MODEL_ID"
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(
-        metavar="MODEL", help="A folder, a hub id, or 'demo', the model that ships (default)."
-    ),
+    argument("MODEL", "A folder, a hub id, or 'demo', the model that ships (default)."),
 ]
 ModelIdOption = Annotated[
     str | None,
-    typer.Option(
-        "--model-id", metavar="MODEL", envvar=MODEL_VARIABLE, help="The model, as an option."
-    ),
+    option("MODEL", "The model, as an option.", "--model-id", envvar=MODEL_VARIABLE),
 ]
 
 

@@ -7,10 +7,17 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from freight import terminal
-from freight.cli.options import IgnoredKeys, SkippedLayers, StateDtype, StateEvery, takes_model
+from freight.cli.options import (
+    IgnoredKeys,
+    OneJson,
+    Revision,
+    SkippedLayers,
+    StateDtype,
+    StateEvery,
+    option,
+    takes_model,
+)
 from freight.config.engine import names_of
 from freight.config.skip_layers import layer_names
 
@@ -24,36 +31,28 @@ _REST = 68  # of the columns before it
 @takes_model
 def plan(
     model: str,
-    memory: Annotated[
-        str, typer.Option(metavar="BYTES|24GiB", help="Memory of the device, weights included.")
-    ],
+    memory: Annotated[str, option("BYTES|24GiB", "Memory of the device, weights included.")],
     context: Annotated[
         int | None,
-        typer.Option(
-            metavar="TOKENS", help="Tokens of each request; default: the model's context."
-        ),
+        option("TOKENS", "Tokens of each request; default: the model's context."),
     ] = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(metavar="COUNT", help="Requests of that length in the cache at once."),
+        option("COUNT", "Requests of that length in the cache at once."),
     ] = None,
     device: Annotated[
         str,
-        typer.Option(
-            metavar="auto|cpu|cuda", help="What it will run on; auto: a GPU if there is one here."
-        ),
+        option("auto|cpu|cuda", "What it will run on; auto: a GPU if there is one here."),
     ] = "auto",
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="What is computed in; auto: the checkpoint's own.")
+        str, option("DTYPE", "What is computed in; auto: the checkpoint's own.")
     ] = "auto",
-    revision: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub model.")
-    ] = None,
+    revision: Revision = None,
     kv_cache_dtype_skip_layers: SkippedLayers = None,
     state_every: StateEvery = None,
     state_dtype: StateDtype = "auto",
     ignore_config_keys: IgnoredKeys = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: OneJson = False,
 ) -> None:
     """Count how many tokens and requests fit into a memory.
 

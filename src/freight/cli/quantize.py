@@ -5,7 +5,7 @@ others load too.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,16 @@ import typer
 
 from freight.calibrate.stages import stages
 from freight.cli.kv_choice import choice_facts, choice_sentences
-from freight.cli.options import IgnoredKeys, model_and_others
+from freight.cli.options import (
+    MODEL_VARIABLE,
+    IgnoredKeys,
+    Json,
+    OptionalOut,
+    Revision,
+    argument,
+    model_and_others,
+    option,
+)
 from freight.config.engine import names_of
 from freight.config.quantize_plan import (
     KV_CACHES,
@@ -40,76 +49,55 @@ _QFORMATS = {
 }  # AMMO's names -> --weights
 
 
-def _option(values: str | Iterable[object], sentence: str) -> Any:
-    return typer.Option(
-        metavar=values if isinstance(values, str) else "|".join(map(str, values)), help=sentence
-    )
-
-
-def _named(names: str, metavar: str, sentence: str) -> Any:
-    """An option with its names in other tools."""
-    return typer.Option(*names.split(), metavar=metavar, help=sentence)
-
-
-Model = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="A folder, a hub id, or 'demo'.")
-]
-Out = Annotated[
-    Path | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")
-]
+Model = Annotated[str | None, argument("MODEL", "A folder, a hub id, or 'demo'.")]
 ModelId = Annotated[
     str | None,
-    typer.Option(
-        "--model-id",
-        "--model-dir",
-        envvar="FREIGHT_MODEL_ID",
-        metavar="MODEL",
-        help="The same as MODEL.",
-    ),
+    option("MODEL", "The same as MODEL.", "--model-id", "--model-dir", envvar=MODEL_VARIABLE),
 ]
-OutputDir = Annotated[Path | None, _named("--output-dir --save-path", "OUT", "The same as OUT.")]
+OutputDir = Annotated[Path | None, option("OUT", "The same as OUT.", "--output-dir", "--save-path")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="OUT may be a folder that Freight wrote before.")
 ]
 Dtype = Annotated[
-    str | None, _option("DTYPE", "What the model is stored in; another dtype is refused.")
+    str | None, option("DTYPE", "What the model is stored in; another dtype is refused.")
 ]
 QFormat = Annotated[
-    str | None, _option("fp8|full_prec", "The same as --weights fp8 or none, as AMMO calls it.")
+    str | None, option("fp8|full_prec", "The same as --weights fp8 or none, as AMMO calls it.")
 ]
 BatchSize = Annotated[
-    int | None, _option("COUNT", "Taken from AMMO's command line; changes no scale.")
+    int | None, option("COUNT", "Taken from AMMO's command line; changes no scale.")
 ]
 Device = Annotated[
-    str | None, _option(DEVICES, "Where the model runs while it is calibrated; default: auto.")
+    str | None, option(DEVICES, "Where the model runs while it is calibrated; default: auto.")
 ]
 Weights = Annotated[
     str | None,
-    _option(
+    option(
         WeightScheme, "One scale per tensor, output row or 128 x 128 block. Default: fp8-channel."
     ),
 ]
 Activations = Annotated[
     str | None,
-    _option(
+    option(
         ActivationScheme,
         "Inputs of FP8 weights: measured as they come (default), calibrated, or in 16 bits.",
     ),
 ]
 KVCache = Annotated[
     str | None,
-    _named(
-        "--kv-cache --kv-cache-dtype",
-        "|".join(KV_CACHES),
+    option(
+        KV_CACHES,
         "Calibrate scales for an FP8 KV cache; default: none.",
+        "--kv-cache",
+        "--kv-cache-dtype",
     ),
 ]
 KVGranularity = Annotated[
-    str | None, _option(KV_GRANULARITIES, "What shares a KV scale; default: tensor.")
+    str | None, option(KV_GRANULARITIES, "What shares a KV scale; default: tensor.")
 ]
 KVBudget = Annotated[
     str | None,
-    _option(
+    option(
         "kl=NATS|bits=BITS",
         "Choose by layer among FP8 and 16 bits, so that the KV cache costs at most this.",
     ),
@@ -125,30 +113,31 @@ LmHead = Annotated[
 ]
 Ignore = Annotated[
     list[str] | None,
-    _option("PATTERN", "A module to leave in 16 bits: a name, or re:REGEX; may be repeated."),
+    option("PATTERN", "A module to leave in 16 bits: a name, or re:REGEX; may be repeated."),
 ]
 Data = Annotated[
-    Path | None, _option("FILE", "Text, or .jsonl with text, messages or input_ids in each line.")
+    Path | None, option("FILE", "Text, or .jsonl with text, messages or input_ids in each line.")
 ]
 NumSamples = Annotated[
     int | None,
-    _named(
-        "--num-samples --calib-size", "COUNT", f"Samples to calibrate with; default: {NUM_SAMPLES}."
+    option(
+        "COUNT",
+        f"Samples to calibrate with; default: {NUM_SAMPLES}.",
+        "--num-samples",
+        "--calib-size",
     ),
 ]
-MaxSeqLen = Annotated[int | None, _option("TOKENS", f"Longest sample; default: {MAX_SEQ_LEN}.")]
+MaxSeqLen = Annotated[int | None, option("TOKENS", f"Longest sample; default: {MAX_SEQ_LEN}.")]
 Observer = Annotated[
-    str | None, _option(ObserverKind, "How a scale follows from what was seen; default: absmax.")
+    str | None, option(ObserverKind, "How a scale follows from what was seen; default: absmax.")
 ]
-Format = Annotated[str, _option(Layout, "The form of the checkpoint.")]
-Revision = Annotated[str | None, _option("NAME", "Branch, tag or commit of a hub model.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Format = Annotated[str, option(Layout, "The form of the checkpoint.")]
 
 
 def quantize(
     ctx: typer.Context,
     model: Model = None,
-    out: Out = None,
+    out: OptionalOut = None,
     model_id: ModelId = None,
     output_dir: OutputDir = None,
     weights: Weights = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from freight.calibrate.stages import stages
-from freight.cli.options import ModelIdOption, model_and_others
+from freight.cli.options import ModelIdOption, OptionalOut, argument, model_and_others, option
 from freight.cli.quantize import Format, either
 from freight.config.quantize_plan import Layout
 
@@ -28,19 +28,13 @@ app = typer.Typer(
 def extract(
     quantized: Annotated[
         str | None,
-        typer.Argument(metavar="QUANTIZED", help="A model with KV scales, or an export."),
+        argument("QUANTIZED", "A model with KV scales, or an export."),
     ] = None,
-    base: Annotated[
-        str | None, typer.Argument(metavar="BASE", help="The 16-bit model that gets them.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")
-    ] = None,
-    quantized_model: Annotated[
-        str | None, typer.Option(metavar="QUANTIZED", help="The same as QUANTIZED.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(metavar="BASE", help="The same as BASE.")] = None,
-    save_path: Annotated[Path | None, typer.Option(metavar="OUT", help="The same as OUT.")] = None,
+    base: Annotated[str | None, argument("BASE", "The 16-bit model that gets them.")] = None,
+    out: OptionalOut = None,
+    quantized_model: Annotated[str | None, option("QUANTIZED", "The same as QUANTIZED.")] = None,
+    model: Annotated[str | None, option("BASE", "The same as BASE.")] = None,
+    save_path: Annotated[Path | None, option("OUT", "The same as OUT.")] = None,
     format: Format = Layout.COMPRESSED_TENSORS,
 ) -> None:
     """Take KV scales out of a quantized checkpoint and put them into a 16-bit one."""
@@ -59,12 +53,10 @@ def extract(
 @app.command("export")
 def export(
     ctx: typer.Context,
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A model with KV scales, or an export.")
-    ] = None,
+    model: Annotated[str | None, argument("MODEL", "A model with KV scales, or an export.")] = None,
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE.json", help="The file to write; it must not exist."),
+        argument("FILE.json", "The file to write; it must not exist."),
     ] = None,
     model_id: ModelIdOption = None,
 ) -> None:
@@ -78,15 +70,11 @@ def export(
 @app.command("import")
 def import_(
     ctx: typer.Context,
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE.json", help="A kv_cache_scales.json.")
-    ] = None,
+    file: Annotated[Path | None, argument("FILE.json", "A kv_cache_scales.json.")] = None,
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The 16-bit model that gets the scales.")
+        str | None, argument("MODEL", "The 16-bit model that gets the scales.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")
-    ] = None,
+    out: OptionalOut = None,
     model_id: ModelIdOption = None,
     format: Format = Layout.COMPRESSED_TENSORS,
 ) -> None:

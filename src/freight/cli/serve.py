@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from freight.cli.options import Flag, Function, replace_parameter, takes_engine_options
+from freight.cli.options import Flag, Function, option, replace_parameter, takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.config.presets import shape_config
 from freight.errors import ConfigError, install
@@ -183,9 +183,7 @@ def serve(
     server: dict[str, Any],
     random_weights: Annotated[
         str | None,
-        typer.Option(
-            metavar="SHAPE", help="Random weights of a known shape, to measure: llama-1b, …"
-        ),
+        option("SHAPE", "Random weights of a known shape, to measure: llama-1b, …"),
     ] = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, TGI's, metrics and a page."""
