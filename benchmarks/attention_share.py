@@ -27,9 +27,9 @@ from freight.config.model import ModelConfig
 from freight.device import cpu_name
 from freight.engine.build import start_engine
 from freight.engine.engine import Engine
-from freight.evaluate.report import markdown
 from freight.kernels.interface import KernelSet
 from freight.models.open import open_random
+from freight.tables import markdown
 
 SHORT, DECODED = 16, 32  # tokens
 OPERATIONS = ("attention", "by_head", "linear", "experts")

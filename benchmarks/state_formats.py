@@ -99,7 +99,7 @@ def main() -> None:
         print(json.dumps(measure(args.models[0], args.every[0], *shared)))
         return
 
-    from freight.evaluate.report import markdown
+    from freight.tables import markdown
 
     rows = [["model", "state", "written every", "mean KL", "other top token"]]
     for model in args.models:

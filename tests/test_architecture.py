@@ -29,7 +29,7 @@ FACADE = "freight"  # freight/__init__.py: the public names
 ORDER = [
     {"errors"},
     {"json_schema"},
-    {"structured", "files", "terminal"},
+    {"structured", "files", "terminal", "tables", "svg"},
     {"sampling", "outputs", "fp8"},
     {"operands", "device", "openmp", "start_log", "text"},
     {"config"},
@@ -54,6 +54,8 @@ TORCH_FREE = [
     "structured.py",
     "files.py",
     "terminal.py",
+    "tables.py",
+    "svg.py",
     "openmp.py",
     "sampling.py",
     "outputs.py",

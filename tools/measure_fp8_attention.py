@@ -23,13 +23,13 @@ from torch import Tensor
 
 from freight.cache.groups import Pages
 from freight.engine.prepare import Logits, SequenceSlice, prepare
-from freight.evaluate.report import markdown
 from freight.fp8.cast import amax, decode, scale_from_amax, torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels import reference
 from freight.kernels.reference import Fp8Products
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
+from freight.tables import markdown
 
 DIM, BLOCK_SIZE, PEAKS, RELATED = 128, 64, (0.0, 1.0, 2.0), 8
 Attention = Callable[[Tensor, KVPages, Sequences, float, None], Any]

@@ -25,10 +25,11 @@ from freight.calibrate.quantize import load_samples, open_unquantized
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.quantize_plan import QuantizeArgs, plan
-from freight.evaluate.report import CacheRun, CacheScore, markdown, run_caches
+from freight.evaluate.report import CacheRun, CacheScore, run_caches
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.models.open import open_checkpoint
+from freight.tables import markdown
 
 FORMATS = (Format.E4M3FN, Format.E5M2)
 SCALES = ("unit", "tensor", "head", "channel", "token", "centered")

@@ -9,9 +9,10 @@ setting, and needs no other file.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from html import escape
 from itertools import groupby
 from typing import Any
+
+from freight.svg import framed, line, text
 
 WIDTH = 860
 _LEFT, _TOP, _BAR, _GAP, _PLOT = (
@@ -40,33 +41,26 @@ def cache_picture(found: Mapping[str, Any]) -> str:
     height = _TOP + sum(_BAR * len(rows) + _GAP for rows in groups) + 16
     title = f"{found['model']}: requests per second by KV cache"
     under = f"{found['processor']}, {found['threads']} threads; weights {found['weight_dtype']}"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
-        f'<rect width="{WIDTH}" height="{height}" fill="var(--paper)"/>',
-        f'<text x="24" y="34" class="title">{escape(title)}</text>',
-        f'<text x="24" y="56" class="soft">{escape(under)}</text>',
-    ]
+    parts = [text(24, 56, under, 'class="soft"')]
     y = _TOP
     for rows in groups:
         parts += _group(rows, y, _PLOT / most)
         y += _BAR * len(rows) + _GAP
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return framed(title, WIDTH, height, _STYLE, parts)
 
 
 def _group(rows: list[Mapping[str, Any]], top: int, scale: float) -> Iterator[str]:
     """The bars of one size; `scale` is pixels for one request per second."""
-    bottom = top + _BAR * len(rows)
     size = rows[0]["kv_cache_memory"] or "default size"
-    yield f'<text x="24" y="{top + 15}" class="head">{escape(size)}</text>'
+    yield text(24, top + 15, size, 'class="head"')
     for index, row in enumerate(rows):
         rate, ratio, y = row["requests_per_second"], row["ratio"], top + _BAR * index
-        yield f'<text x="{_LEFT - 10}" y="{y + 15}" text-anchor="end" class="soft">{row["kv_cache_dtype"]}</text>'
+        yield text(_LEFT - 10, y + 15, row["kv_cache_dtype"], 'text-anchor="end" class="soft"')
         bar = f'x="{_LEFT}" y="{y}" width="{rate["median"] * scale:.1f}" height="{_BAR - 6}"'
         yield f'<rect {bar} fill="var(--c{index % 4})"/>'
         low, high = (round(_LEFT + rate[end] * scale, 1) for end in ("low", "high"))
-        yield f'<line x1="{low}" x2="{high}" y1="{y + 10}" y2="{y + 10}" class="span"/>'
+        yield line((low, high), (y + 10, y + 10), 'class="span"')
         times = f" ({ratio['median']:.2f} ×)" if ratio else ""
-        text = f"{rate['median']:.1f}/s{times}, {row['capacity_tokens']:,} tokens fit"
-        yield f'<text x="{_LEFT + _PLOT + 10}" y="{y + 15}" class="num">{text}</text>'
-    yield f'<line x1="{_LEFT}" x2="{_LEFT}" y1="{top - 4}" y2="{bottom}" class="base"/>'
+        found = f"{rate['median']:.1f}/s{times}, {row['capacity_tokens']:,} tokens fit"
+        yield text(_LEFT + _PLOT + 10, y + 15, found, 'class="num"')
+    yield line((_LEFT, _LEFT), (top - 4, top + _BAR * len(rows)), 'class="base"')

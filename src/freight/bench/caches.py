@@ -23,6 +23,7 @@ from freight.config.engine import EngineConfig
 from freight.engine.build import start_engine
 from freight.engine.engine import Engine
 from freight.models.open import OpenModel
+from freight.tables import markdown
 from freight.terminal import OnProgress, unseen
 
 
@@ -124,29 +125,26 @@ def _median(values: Sequence[float]) -> dict[str, float]:
 def as_table(found: dict[str, Any]) -> str:
     """For people, and for documents: Markdown, a row for each size and format."""
     shares = [row["requests_per_second"]["coverage"] for row in found["rows"]]
-    headings = (
-        "cache memory",
-        "KV cache",
-        "tokens that fit",
-        "running at once",
-        "requests/s",
-        "ratio",
-        "interval",
-    )
-    lines = [f"| {' | '.join(headings)} |", "|---|---|---:|---:|---:|---:|---|"]
+    rows: list[Sequence[str]] = [
+        (
+            *("cache memory", "KV cache", "tokens that fit", "running at once"),
+            *("requests/s", "ratio", "interval"),
+        )
+    ]
     for row in found["rows"]:
         rate, ratio = row["requests_per_second"], row["ratio"]
-        cells = (
-            row["kv_cache_memory"] or "default",
-            row["kv_cache_dtype"],
-            f"{row['capacity_tokens']:,}",
-            f"{row['mean_running']:.1f}",
-            f"{rate['median']:.1f} ({rate['low']:.1f} to {rate['high']:.1f})",
-            f"{ratio['median']:.2f}" if ratio else "1",
-            f"{ratio['low']:.2f} to {ratio['high']:.2f}" if ratio else "",
+        rows.append(
+            (
+                str(row["kv_cache_memory"] or "default"),
+                row["kv_cache_dtype"],
+                f"{row['capacity_tokens']:,}",
+                f"{row['mean_running']:.1f}",
+                f"{rate['median']:.1f} ({rate['low']:.1f} to {rate['high']:.1f})",
+                f"{ratio['median']:.2f}" if ratio else "1",
+                f"{ratio['low']:.2f} to {ratio['high']:.2f}" if ratio else "",
+            )
         )
-        lines.append(f"| {' | '.join(cells)} |")
     processor, threads = found["processor"], found["threads"]
     what = f"{found['model']}, weights {found['weight_dtype']}, {found['num_requests']} requests"
     runs = f"medians of {found['repeats']} repeats in turns, intervals cover {min(shares):.0%}"
-    return "\n".join([*lines, "", f"{what}; {runs}. {processor}, {threads} threads."])
+    return f"{markdown(rows, num_left=2)}\n\n{what}; {runs}. {processor}, {threads} threads."

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from html import escape
 
 import numpy as np
 
 from freight.bench.load import Level
 from freight.bench.serving_figures import Run, Samples, percentiles
+from freight.svg import LogAxis, framed, line, text
 
 WIDTH = 1120
 _LEFT, _TOP, _ROW, _BOTTOM = 104, 116, 84, 46  # pixels; _ROW is the height of one load
@@ -39,60 +38,32 @@ svg{--paper:#fff;--ink:#1d2329;--soft:#626b75;--grid:#edf0f2;--line:#c3cad1;
 """
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """Milliseconds from left to right, by powers of ten, from x on."""
-
-    x: float
-    low: float
-    high: float
-
-    def at(self, value: float) -> float:
-        share = (math.log10(value) - math.log10(self.low)) / (
-            math.log10(self.high) - math.log10(self.low)
-        )
-        return round(self.x + min(1.0, max(0.0, share)) * _PLOT, 1)
-
-    def ticks(self) -> list[float]:
-        """1, 2 and 5 of each power; over more than three powers only 1."""
-        steps = (1, 2, 5) if self.high / self.low <= 1500 else (1,)
-        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        found = [step * 10.0**power for power in powers for step in steps]
-        return [value for value in found if self.low * 0.999 <= value <= self.high * 1.001]
+def _ticks(axis: LogAxis) -> list[float]:
+    """1, 2 and 5 of each power; over more than three powers only 1."""
+    steps = (1, 2, 5) if axis.high / axis.low <= 1500 else (1,)
+    powers = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)) + 1)
+    found = [step * 10.0**power for power in powers for step in steps]
+    return [value for value in found if axis.low * 0.999 <= value <= axis.high * 1.001]
 
 
 def serving_picture(title: str, runs: Sequence[Run]) -> str:
     """SVG of all runs; those of one server and load are one shape."""
-    urls, levels = (
-        list(dict.fromkeys(run.url for run in runs)),
-        list(dict.fromkeys(run.level for run in runs)),
-    )
+    urls = list(dict.fromkeys(run.url for run in runs))
+    levels = list(dict.fromkeys(run.level for run in runs))
     samples = {(url, level): _samples(runs, url, level) for url in urls for level in levels}
     failed = _failed(urls, runs)
     height = _TOP + _ROW * len(levels) + _BOTTOM + (24 if failed else 0)
     unit = "tokens" if all(one.unit == "token" for one in samples.values()) else "events"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
-        f'<rect width="{WIDTH}" height="{height}" fill="var(--paper)"/>',
-        f'<text x="24" y="34" class="title">{escape(title)}</text>',
-        *_legend(urls),
-        *(_level(level, index) for index, level in enumerate(levels)),
-        *([f'<text x="24" y="{height - 12}">{escape(failed)}</text>'] if failed else []),
-    ]
-    for half, (name, field) in enumerate(
-        (("Time to first token", "ttft"), (f"Between {unit}", "itl"))
-    ):
-        x = _LEFT + half * (_PLOT + _NUMBERS + _GAP)
+    parts = [*_legend(urls), *(_level(level, index) for index, level in enumerate(levels))]
+    if failed:
+        parts.append(text(24, height - 12, failed))
+    halves = (("Time to first token", "ttft"), (f"Between {unit}", "itl"))
+    for half, (name, field) in enumerate(halves):
         values = {key: list(getattr(one, field)) for key, one in samples.items()}
-        parts += _half(
-            name,
-            _axis(x, [v for several in values.values() for v in several]),
-            urls,
-            levels,
-            values,
-        )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        shown = [value for several in values.values() for value in several]
+        axis = _axis(_LEFT + half * (_PLOT + _NUMBERS + _GAP), shown)
+        parts += _half(name, axis, urls, levels, values)
+    return framed(title, WIDTH, height, _STYLE, parts)
 
 
 def _failed(urls: Sequence[str], runs: Sequence[Run]) -> str:
@@ -113,21 +84,21 @@ def _samples(runs: Sequence[Run], url: str, level: Level) -> Samples:
     )
 
 
-def _axis(x: float, values: Sequence[float]) -> _Axis:
+def _axis(x: float, values: Sequence[float]) -> LogAxis:
     """Over nearly all samples: the lowest half percent, such as tokens that came together, lies at
     the left edge.
     """
     seen = [value for value in values if value > 0] or [1.0]
     low, high = (float(v) for v in np.percentile(seen, [0.5, 100.0]))
     middle = math.sqrt(low * high)
-    return _Axis(x, min(low / 1.15, middle / 2.5), max(high * 1.15, middle * 2.5))
+    return LogAxis(min(low / 1.15, middle / 2.5), max(high * 1.15, middle * 2.5), x, x + _PLOT)
 
 
 def _legend(urls: Sequence[str]) -> Iterator[str]:
     x = 24.0
     for index, url in enumerate(urls):
         yield f'<rect x="{x}" y="50" width="12" height="12" rx="3" fill="var(--c{index % 4})"/>'
-        yield f'<text x="{x + 18}" y="61" class="soft">{escape(url)}</text>'
+        yield text(x + 18, 61, url, 'class="soft"')
         x += 44 + 7.4 * len(url)
 
 
@@ -136,48 +107,47 @@ def _level(level: Level, index: int) -> str:
     number, what = (
         (level.concurrency, "at a time") if level.concurrency else (f"{level.rate:g}", "a second")
     )
-    head = f'<text x="24" y="{y - 18}" class="title">{number}</text>'
-    return f'{head}<text x="24" y="{y}" class="soft">{what}</text>'
+    return text(24, y - 18, number, 'class="title"') + text(24, y, what, 'class="soft"')
 
 
 def _half(
     name: str,
-    axis: _Axis,
+    axis: LogAxis,
     urls: Sequence[str],
     levels: Sequence[Level],
     values: dict[tuple[str, Level], list[float]],
 ) -> Iterator[str]:
-    bottom, right = _TOP + _ROW * len(levels), axis.x + _PLOT + _NUMBERS
-    yield f'<text x="{axis.x}" y="{_TOP - 18}" class="head">{name}</text>'
-    for text, x in (("median", right - 58), ("p99", right)):
-        yield f'<text x="{x}" y="{_TOP - 18}" class="soft num">{text}</text>'
-    for tick in axis.ticks():
+    bottom, right = _TOP + _ROW * len(levels), axis.end + _NUMBERS
+    columns = {"median": right - 58, "p99": right}
+    yield text(axis.start, _TOP - 18, name, 'class="head"')
+    for figure, x in columns.items():
+        yield text(x, _TOP - 18, figure, 'class="soft num"')
+    for tick in _ticks(axis):
         x = axis.at(tick)
-        yield f'<line x1="{x}" x2="{x}" y1="{_TOP - 8}" y2="{bottom}" class="grid"/>'
-        yield f'<text x="{x}" y="{bottom + 18}" text-anchor="middle" class="soft">{tick:,g}</text>'
-    yield f'<text x="{axis.x + _PLOT + 8}" y="{bottom + 18}" class="soft">ms</text>'
+        yield line((x, x), (_TOP - 8, bottom), 'class="grid"')
+        yield text(x, bottom + 18, f"{tick:,g}", 'text-anchor="middle" class="soft"')
+    yield text(axis.end + 8, bottom + 18, "ms", 'class="soft"')
     for row, level in enumerate(levels):
         base = _TOP + _ROW * (row + 1)
         shapes = {url: _density(axis, values[url, level]) for url in urls}
         most = max((max(shape) for shape in shapes.values() if shape), default=1.0)
         for index, url in enumerate(urls):
-            found = percentiles(values[url, level])
-            median, p99 = found["median"], found["p99"]
-            if median is None or p99 is None:
+            times = percentiles(values[url, level]).items()
+            found = {figure: value for figure, value in times if value is not None}
+            if not found:
                 continue
             colour = f"var(--c{index % 4})"
             yield _shape(axis, base, shapes[url], most, colour)
-            for value, reach in ((median, _ROW - 16), (p99, 16)):
-                x = axis.at(max(value, axis.low))
-                ends = f'x1="{x}" x2="{x}" y1="{base}" y2="{base - reach}"'
-                yield f'<line {ends} stroke="{colour}" stroke-width="2"/>'
+            for figure, reach in (("median", _ROW - 16), ("p99", 16)):
+                x = axis.at(max(found[figure], axis.low))
+                yield line((x, x), (base, base - reach), f'stroke="{colour}" stroke-width="2"')
             y = base - 8 - 18 * (len(urls) - 1 - index)
-            for value, x in ((median, right - 58), (p99, right)):
-                yield f'<text x="{x}" y="{y}" class="num" style="fill:{colour}">{_number(value)}</text>'
-        yield f'<line x1="{axis.x}" x2="{right}" y1="{base}" y2="{base}" class="base"/>'
+            for figure, x in columns.items():
+                yield text(x, y, _number(found[figure]), f'class="num" style="fill:{colour}"')
+        yield line((axis.start, right), (base, base), 'class="base"')
 
 
-def _density(axis: _Axis, values: Sequence[float]) -> list[float]:
+def _density(axis: LogAxis, values: Sequence[float]) -> list[float]:
     """The share of the samples around each of `_BINS` places of the axis, smoothed over about two
     bins each way.
     """
@@ -190,13 +160,13 @@ def _density(axis: _Axis, values: Sequence[float]) -> list[float]:
     return [float(v) for v in np.convolve(counts, kernel / kernel.sum(), mode="same")]
 
 
-def _shape(axis: _Axis, base: float, shape: Sequence[float], most: float, colour: str) -> str:
+def _shape(axis: LogAxis, base: float, shape: Sequence[float], most: float, colour: str) -> str:
     step, tall = _PLOT / _BINS, _ROW - 22
-    points = [
-        (axis.x + (i + 0.5) * step, base - tall * value / most) for i, value in enumerate(shape)
-    ]
-    line = " ".join(f"L{x:.1f} {y:.1f}" for x, y in points)
-    path = f"M{axis.x} {base} {line} L{axis.x + _PLOT} {base}"
+    points = " ".join(
+        f"L{axis.start + (i + 0.5) * step:.1f} {base - tall * value / most:.1f}"
+        for i, value in enumerate(shape)
+    )
+    path = f"M{axis.start} {base} {points} L{axis.end} {base}"
     return f'<path d="{path} Z" fill="{colour}" fill-opacity="0.22" stroke="{colour}" stroke-opacity="0.75"/>'
 
 

@@ -88,7 +88,7 @@ def audit(
 
 def _print(report: AuditReport) -> None:
     from freight.audit.verdict import Cost
-    from freight.evaluate.report import markdown
+    from freight.tables import markdown
 
     for one in report.engines:
         typer.echo(one.verdict)

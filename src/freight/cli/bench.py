@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from freight import terminal
 from freight.cli.bench_serving import check_picture, positive, serving, write_picture
 from freight.cli.options import Command, option, takes_engine_options
 from freight.config.engine import EngineArgs
@@ -22,11 +21,10 @@ from freight.config.resolve import KERNELS, check
 from freight.device import DEVICES, choose_threads
 from freight.errors import ConfigError, choices
 from freight.start_log import log_to_stderr
+from freight.tables import markdown
 from freight.terminal import progress
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from freight.models.open import OpenModel
 
 app = typer.Typer(
@@ -296,34 +294,24 @@ def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]
 
 
 def _print(found: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(found))
-        return
-    terminal.console().print(_table(found))
+    print(json.dumps(found) if as_json else _table(found))
 
 
-def _table(found: dict[str, Any]) -> Table:
-    """For people: a line a figure, with its spread where it has one. Parts of a figure are lines of
-    their own.
-    """
-    from rich.box import MARKDOWN
-    from rich.table import Column, Table
-
-    table = Table(
-        Column("figure", no_wrap=True), Column("value", overflow="fold"), "from", "to", box=MARKDOWN
-    )
+def _table(found: dict[str, Any]) -> str:
+    """Write a line for each figure, and for each part of one, with its spread where it has one."""
+    rows: list[Sequence[str]] = [("figure", "value", "from", "to")]
     for name, value in found.items():
         if name == "spread":
             continue
         if isinstance(value, dict):
             for key, part in value.items():
                 if part is not None:
-                    table.add_row(f"{name}.{key}", _text(f"{name}.{key}", part), "", "")
+                    rows.append((f"{name}.{key}", _text(f"{name}.{key}", part), "", ""))
             continue
         spread = found["spread"].get(name)
         ends = [_text(name, spread[end]) for end in ("low", "high")] if spread else ("", "")
-        table.add_row(name, _text(name, value), *ends)
-    return table
+        rows.append((name, _text(name, value), *ends))
+    return markdown(rows, num_left=4)
 
 
 def _text(name: str, value: object) -> str:

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from freight import terminal
 from freight.cli.options import Json, option
 from freight.errors import ConfigError, choices
+from freight.tables import markdown
 from freight.terminal import progress
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -163,36 +163,21 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(found))
         return
-    tables = [_rows(found), *([_ratios(found)] if found["ratios"] else [])]
-    console = terminal.console()
-    unlimited = terminal.console(width=10_000)  # no figure is shortened
-    console.width = max(console.width, *(unlimited.measure(table).maximum for table in tables))
-    console.print(tables[0])
+    print(_rows(found))
     for note in _notes(found):
-        typer.echo(note)
-    for table in tables[1:]:
-        console.print(table)
+        print(note)
+    if found["ratios"]:
+        print(_ratios(found))
 
 
-def _rows(found: dict[str, Any]) -> Any:
-    from rich.box import MARKDOWN
-    from rich.table import Column, Table
-
-    names = [
-        "load",
-        "first token ms",
-        "p99",
-        "between ms",
-        "p99",
-        "whole s",
-        "p99",
-        "tokens/s",
-        "requests/s",
-        "errors",
+def _rows(found: dict[str, Any]) -> str:
+    rows = [
+        [
+            *("load", "first token ms", "p99", "between ms", "p99", "whole s", "p99"),
+            *("tokens/s", "requests/s", "errors"),
+        ]
     ]
     several = len({row["url"] for row in found["rows"]}) > 1
-    columns = [Column(name, justify="right", no_wrap=True) for name in names]
-    table = Table(*([Column("server", no_wrap=True)] if several else []), *columns, box=MARKDOWN)
     for row in found["rows"]:
         cells = [f"{row['concurrency']} at a time" if row["concurrency"] else f"{row['rate']:g}/s"]
         for figure, unit in (("ttft_ms", 1.0), ("itl_ms", 1.0), ("e2e_ms", 1e3)):
@@ -201,8 +186,11 @@ def _rows(found: dict[str, Any]) -> Any:
         cells.append(
             f"{sum(row['errors'].values())} of {row['requests']}" if row["errors"] else "0"
         )
-        table.add_row(*([row["url"]] if several else []), *cells)
-    return table
+        rows.append(cells)
+    if several:
+        servers = ["server", *(row["url"] for row in found["rows"])]
+        rows = [[server, *cells] for server, cells in zip(servers, rows, strict=True)]
+    return markdown(rows, num_left=int(several))
 
 
 def _text(value: float | None, unit: float) -> str:
@@ -240,18 +228,13 @@ def _notes(found: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _ratios(found: dict[str, Any]) -> Any:
-    from rich.box import MARKDOWN
-    from rich.table import Column, Table
-
-    table = Table(
-        "figure", "load", Column("ratio", justify="right"), "interval", "better", box=MARKDOWN
-    )
-    table.title = f"{found['rows'][0]['url']} over the others: medians of the ratios of {found['rounds']} rounds"
-    table.title_justify = "left"
+def _ratios(found: dict[str, Any]) -> str:
+    url, rounds = found["rows"][0]["url"], found["rounds"]
+    rows = [("figure", "load", "ratio", "interval", "better")]
     for row in found["ratios"]:
         within = f"{row['low']:.3f} to {row['high']:.3f} ({row['coverage']:.1%})"
         better = "above 1" if row["more_is_better"] else "below 1"
         figure = f"{row['figure']} over {row['to']}"
-        table.add_row(figure, row["level"], f"{row['ratio']:.3f}", within, better)
-    return table
+        rows.append((figure, row["level"], f"{row['ratio']:.3f}", within, better))
+    title = f"{url} over the others: medians of the ratios of {rounds} rounds"
+    return f"{title}\n{markdown(rows, num_left=2)}"

@@ -195,7 +195,7 @@ def evaluate_long(
         position_rows,
         retrieval_rows,
     )
-    from freight.evaluate.report import markdown
+    from freight.tables import markdown
 
     asked = _asked(args)
     text = None
@@ -236,8 +236,8 @@ def evaluate_tasks(
 
     Each metric with its difference, whose error is of the same documents under both caches.
     """
-    from freight.evaluate.report import markdown
     from freight.evaluate.tasks import as_rows, compare_tasks
+    from freight.tables import markdown
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     folder = None if include_path is None else str(include_path)

@@ -20,6 +20,7 @@ from freight.cli.options import (
 )
 from freight.config.engine import names_of
 from freight.config.skip_layers import layer_names
+from freight.tables import aligned
 
 if TYPE_CHECKING:
     from freight.evaluate.capacity import Plan, Setting
@@ -113,10 +114,7 @@ def _print(model: str, made: Plan) -> None:
     rows: list[tuple[str, ...]] = [("weights", "", "KV cache", "", "tokens", "requests", "")]
     longest = max(4, min(_BAR, console.width - _REST)) if fancy else _BAR
     rows += [_row(one, made, "█" if fancy else "#", longest) for one in made.settings]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    flush = [str.ljust, str.rjust, str.ljust, str.rjust, str.rjust, str.rjust, str.ljust]
-    for index, row in enumerate(rows, -1):
-        cells = [pad(cell, width) for pad, cell, width in zip(flush, row, widths, strict=True)]
+    for index, cells in enumerate(aligned(rows, "lrlrrrl"), -1):
         mark = "*" if index == made.choice else " "
         style = "bold green" if index == made.choice else "bold" if index < 0 else ""
         console.print(Text(f"{mark} {'  '.join(cells)}".rstrip(), style))

@@ -21,6 +21,7 @@ from freight.evaluate.stored_error import Probe, probed
 from freight.kernels.interface import KernelSet
 from freight.models.decoder import LanguageModel
 from freight.models.open import OpenModel, open_model
+from freight.tables import markdown
 from freight.terminal import OnProgress, unseen
 
 MEMORY = 64 * 2**20  # bytes of cache for which `tokens_in_64_mib` is given
@@ -206,19 +207,3 @@ def as_table(scores: Sequence[CacheScore]) -> str:
         for score in scores
     ]
     return markdown([headings, *rows], num_left=2)
-
-
-def markdown(rows: Sequence[Sequence[str]], num_left: int) -> str:
-    """A Markdown table, never wrapped. The first row is the heading; columns after the first
-    `num_left` end flush.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rule = [
-        "-" * width if i < num_left else "-" * (width - 1) + ":" for i, width in enumerate(widths)
-    ]
-    flush = [str.ljust if i < num_left else str.rjust for i in range(len(widths))]
-    lines = [
-        [pad(cell, width) for pad, cell, width in zip(flush, row, widths, strict=True)]
-        for row in rows
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))

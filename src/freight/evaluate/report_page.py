@@ -17,6 +17,7 @@ from freight.evaluate.advice import advice, recommended
 from freight.evaluate.charts import Axis, Series, chart
 from freight.evaluate.figures import Evaluation, Figures
 from freight.evaluate.table import legend, speed_table, table
+from freight.tables import markdown
 
 _WHAT = (
     "While a language model writes, it keeps notes on every token so far: keys and values, the KV cache. They fill the "
@@ -244,15 +245,15 @@ def _markdown(evaluation: Evaluation) -> str:
             "Tokens per second of one sequence, by tokens in its cache.",
             speed_table(evaluation),
         ]
-    layers = [f"| layer | {' | '.join(_name(run, evaluation) for run in evaluation.runs[1:])} |"]
-    layers.append("|---:" * len(evaluation.runs) + "|")
+    others = evaluation.runs[1:]
+    layers = [["layer", *(_name(run, evaluation) for run in others)]]
     for index in range(len(evaluation.runs[0].layer_errors)):
-        cells = [f"{run.layer_errors[index]['attention']:.4f}" for run in evaluation.runs[1:]]
-        layers.append(f"| {index} | {' | '.join(cells)} |")
+        errors = [f"{run.layer_errors[index]['attention']:.4f}" for run in others]
+        layers.append([str(index), *errors])
     parts += [
         "## Error of attention by layer",
         "Relative error of attention's output, against 16 bits.",
-        "\n".join(layers),
+        markdown(layers, num_left=0),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
 from freight.fp8.formats import Format
+from freight.svg import LogAxis, line, text
 
 WIDTH, HEIGHT = 760, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 16, 82, 46  # margins, in pixels
@@ -40,47 +40,41 @@ def scale_picture(title: str, format: Format, layers: Sequence[Mapping[str, Any]
     floor, ceiling = _SMALLEST_NORMAL[format], format.max
     low = math.floor(math.log10(min(*amax, floor)))
     high = math.ceil(math.log10(max(*amax, ceiling) * 1.2))
-    axes = _Axes(len(layers), low, high)
+    axis = LogAxis(10.0**low, 10.0**high, HEIGHT - _BOTTOM, _TOP)
+    num_layers = len(layers)
     parts = [
-        *_frame(title, format, axes, floor, ceiling),
-        *(line for side in "kv" for line in _side(side, sides[side], axes, format)),
+        *_frame(title, format, num_layers, range(low, high + 1), axis),
+        *(part for side in "kv" for part in _side(side, sides[side], num_layers, axis, format)),
         *_legend(sides, format),
     ]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-class _Axes:
-    """Layers from left to right, magnitudes upwards in powers of ten."""
-
-    def __init__(self, num_layers: int, low: int, high: int) -> None:
-        self.num_layers, self.low, self.high = num_layers, low, high
-
-    def x(self, layer: float) -> float:
-        return round(_LEFT + (layer + 0.5) / self.num_layers * (WIDTH - _LEFT - _RIGHT), 1)
-
-    def y(self, magnitude: float) -> float:
-        share = (math.log10(magnitude) - self.low) / (self.high - self.low)
-        return round(HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM), 1)
+def _x(layer: float, num_layers: int) -> float:
+    return round(_LEFT + (layer + 0.5) / num_layers * (WIDTH - _LEFT - _RIGHT), 1)
 
 
-def _frame(title: str, format: Format, axes: _Axes, floor: float, ceiling: float) -> Iterator[str]:
+def _frame(
+    title: str, format: Format, num_layers: int, powers: range, axis: LogAxis
+) -> Iterator[str]:
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12"'
     yield f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
-    yield f'<text x="{_LEFT}" y="20" font-size="15">{escape(title)}: largest magnitude its KV scales cover</text>'
-    right, top, bottom = WIDTH - _RIGHT, axes.y(ceiling), axes.y(floor)
+    heading = f"{title}: largest magnitude its KV scales cover"
+    yield text(_LEFT, 20, heading, 'font-size="15"')
+    right, top, bottom = WIDTH - _RIGHT, axis.at(format.max), axis.at(_SMALLEST_NORMAL[format])
     yield f'<rect x="{_LEFT}" y="{top}" width="{right - _LEFT}" height="{bottom - top}" fill="#eef2ee"/>'
-    for power in range(axes.low, axes.high + 1):
-        y = axes.y(10.0**power)
-        yield f'<line x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}" stroke="#dddddd"/>'
-        yield f'<text x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{_power(power)}</text>'
-    yield f'<line x1="{_LEFT}" x2="{right}" y1="{top}" y2="{top}" stroke="#447744" stroke-dasharray="5 3"/>'
+    for power in powers:
+        y = axis.at(10.0**power)
+        yield line((_LEFT, right), (y, y), 'stroke="#dddddd"')
+        yield text(_LEFT - 8, y + 4, _power(power), 'text-anchor="end"')
+    yield line((_LEFT, right), (top, top), 'stroke="#447744" stroke-dasharray="5 3"')
     note = f"{format.max:g}: {format} with a scale of 1.0 saturates above, and is coarse below the band"
-    yield f'<text x="{right - 4}" y="{top - 5}" text-anchor="end" fill="#447744">{note}</text>'
-    step = max(1, math.ceil(axes.num_layers / 20))
-    for layer in range(0, axes.num_layers, step):
-        yield f'<text x="{axes.x(layer)}" y="{HEIGHT - _BOTTOM + 18}" text-anchor="middle">{layer}</text>'
-    yield f'<text x="{(_LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">layer</text>'
+    yield text(right - 4, top - 5, note, 'text-anchor="end" fill="#447744"')
+    step = max(1, math.ceil(num_layers / 20))
+    for layer in range(0, num_layers, step):
+        yield text(_x(layer, num_layers), HEIGHT - _BOTTOM + 18, layer, 'text-anchor="middle"')
+    yield text((_LEFT + right) / 2, HEIGHT - 8, "layer", 'text-anchor="middle"')
 
 
 def _power(power: int) -> str:
@@ -88,21 +82,21 @@ def _power(power: int) -> str:
 
 
 def _side(
-    side: str, layers: Sequence[tuple[int, Mapping[str, float]]], axes: _Axes, format: Format
+    side: str,
+    layers: Sequence[tuple[int, Mapping[str, float]]],
+    num_layers: int,
+    axis: LogAxis,
+    format: Format,
 ) -> Iterator[str]:
     """The dots and bars of keys or of values, a little left or right of the layer's middle."""
     colour, shift = _COLOURS[side], -0.12 if side == "k" else 0.12
     for layer, scales in layers:
-        x, top, bottom = (
-            axes.x(layer + shift),
-            axes.y(scales["max"] * format.max),
-            axes.y(scales["min"] * format.max),
-        )
-        scale = scales["max"]
+        x, scale = _x(layer + shift, num_layers), scales["max"]
+        top, bottom = (axis.at(scales[end] * format.max) for end in ("max", "min"))
         tip = f"layer {layer}, {_NAMES[side]}: scale {scale:.4g}, magnitudes up to {scale * format.max:.4g}"
         if bottom > top:
             look = f'stroke="{colour}" stroke-width="3" opacity="0.45"'
-            yield f'<line x1="{x}" x2="{x}" y1="{top}" y2="{bottom}" {look}/>'
+            yield line((x, x), (top, bottom), look)
         yield f'<circle cx="{x}" cy="{top}" r="4" fill="{colour}"><title>{tip}</title></circle>'
 
 
@@ -116,10 +110,10 @@ def _legend(
         if layers:
             largest = [scales["max"] for _, scales in layers]
             least, most = (-math.log2(scale) for scale in (max(largest), min(largest)))
-            text = (
+            found = (
                 f"{_NAMES[side]}: scales {min(scales['min'] for _, scales in layers):.3g} to {max(largest):.3g}; "
                 f"headroom to {format.max:g}, if it were 1.0: {least:.1f} to {most:.1f} bits"
             )
             y = 42 + 18 * row
             yield f'<circle cx="{_LEFT + 4}" cy="{y - 4}" r="4" fill="{_COLOURS[side]}"/>'
-            yield f'<text x="{_LEFT + 14}" y="{y}">{text}</text>'
+            yield text(_LEFT + 14, y, found)

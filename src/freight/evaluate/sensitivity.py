@@ -16,8 +16,8 @@ from freight.calibrate.sensitivity import Meter
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
 from freight.evaluate.perplexity import Window
-from freight.evaluate.report import markdown
 from freight.models.open import OpenModel, open_model
+from freight.tables import markdown
 from freight.terminal import OnProgress, unseen
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from freight.evaluate.figures import Evaluation, Figures
-from freight.evaluate.report import markdown
 from freight.evaluate.safety import MIN_UNITS, Interval
+from freight.tables import markdown
 
 
 def table(evaluation: Evaluation) -> str:

@@ -5,6 +5,7 @@ that shows them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,8 @@ def test_bars_are_as_long_as_rates_and_nothing_lies_outside():
 
 def test_the_table_names_the_processor_and_the_interval():
     lines = as_table(FOUND).splitlines()
-    assert "| 2MiB | fp8 | 672 | 2.0 | 12.0 (11.0 to 13.0) | 1.50 | 1.40 to 1.60 |" in lines
+    cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+    assert ["2MiB", "fp8", "672", "2.0", "12.0 (11.0 to 13.0)", "1.50", "1.40 to 1.60"] in cells
     assert lines[-1].endswith("intervals cover 97%. Some & Processor, 2 threads.")
 
 
@@ -206,6 +208,6 @@ def test_the_command(freight: Callable[..., Any], shape: str, tmp_path: Path):
     ]
     answer = freight(*argv, "--picture", str(tmp_path / "gain.svg"))
     assert answer.code == 0, answer.err
-    assert "| 4MiB | fp8_e5m2 |" in answer.out
+    assert re.search(r"\| 4MiB +\| fp8_e5m2 +\|", answer.out)
     assert "fp8_e5m2" in (tmp_path / "gain.svg").read_text()
     assert len(json.loads(freight(*argv, "--json").out)["rows"]) == 2
