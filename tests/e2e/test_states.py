@@ -322,11 +322,8 @@ def test_every_question_goes_behind_the_context_alone(folder: Path, length: int)
     runner = cache_run(opened, opened.load(config), config, 256).runner
     questions = [Question(1, IDS[at : at + 3], IDS[at + 3 : at + 5]) for at in (200, 220, 240)]
     context = RetrievalContext(IDS[:length], questions)
-    together = long._ask(runner, context, RetrievalContext([], []), 512)
-    alone = [
-        long._ask(runner, replace(context, questions=[one]), RetrievalContext([], []), 32)[0]
-        for one in questions
-    ]
+    (together,) = long._ask(runner, context, [questions], 512)
+    alone = [long._ask(runner, context, [[one]], 32)[0][0] for one in questions]
     assert together == alone
 
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
 from freight.audit.rules import (
     CT,
@@ -26,6 +25,7 @@ from freight.audit.rules import (
     Effect,
     Engine,
 )
+from freight.json_schema import JsonDict
 
 # The forms of the tables, by the end of a tensor's name.
 _FORMS: Mapping[str, str] = {
@@ -54,9 +54,9 @@ class Known:
 
 
 @cache
-def tables() -> dict[str, Any]:
+def tables() -> JsonDict:
     """The file: `engines`, `profiles`, and `architectures` by model_type."""
-    content: dict[str, Any] = json.loads(
+    content: JsonDict = json.loads(
         (files(__package__) / "engine_families.json").read_text(encoding="utf-8")
     )
     return content

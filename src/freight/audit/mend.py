@@ -34,6 +34,7 @@ from freight.config.quantize_plan import (
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Granularity
 from freight.fp8.scheme import KVScales
+from freight.json_schema import JsonDict
 
 NAMES = (
     "self_attn.{side}_scale",
@@ -65,7 +66,7 @@ class Form:
     method: str
     engines: tuple[Engine, ...]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonDict:
         return {
             "names": self.names,
             "quant_method": self.method,
@@ -166,7 +167,7 @@ def _prefix(checkpoint: Checkpoint) -> str:
     return text[0]
 
 
-def _declared(config: Mapping[str, Any], form: Form) -> dict[str, Any]:
+def _declared(config: Mapping[str, Any], form: Form) -> JsonDict:
     """config.json of the mended checkpoint: the declaration stays, but for that of the KV cache."""
     kept = {key: value for key, value in config.items() if key != "freight"}
     if form.method == NONE:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from freight.audit.effects import EngineView, Facts, Side, view
 from freight.audit.facts import read_facts
@@ -25,6 +24,7 @@ from freight.errors import CheckpointError, ConfigError
 from freight.evaluate.report import CacheScore
 from freight.fp8.formats import Granularity
 from freight.fp8.scheme import KVScales, LayerScales
+from freight.json_schema import JsonDict
 from freight.models.open import open_folder
 
 Progress = Callable[[str, int, int], None]
@@ -193,7 +193,7 @@ def _cost(score: CacheScore) -> Cost:
     return Cost(score.perplexity, score.mean_kl, score.same_top_share)
 
 
-def as_json(model: str, report: AuditReport) -> dict[str, Any]:
+def as_json(model: str, report: AuditReport) -> JsonDict:
     """The JSON object of `freight audit --json`; docs/audit.md lists its keys."""
     facts, form = report.facts, report.fixed
     return {
@@ -218,7 +218,7 @@ def _figures(cost: Cost | None) -> dict[str, float] | None:
     return None if cost is None else asdict(cost)
 
 
-def _engine(report: EngineReport) -> dict[str, Any]:
+def _engine(report: EngineReport) -> JsonDict:
     one = report.view
     return {
         "engine": one.engine,
@@ -245,7 +245,7 @@ def _engine(report: EngineReport) -> dict[str, Any]:
     }
 
 
-def _side(side: Side) -> dict[str, Any]:
+def _side(side: Side) -> JsonDict:
     return {
         "effect": side.effect,
         "values": list(side.values),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from freight.bench.cases import Bench, Case, Heads, attention_work
 from freight.bench.timing import Spread
 from freight.fp8.formats import Format, Granularity
+from freight.json_schema import JsonDict
 from freight.kernels.interface import KernelSet
 from freight.kernels.select import select_kernels
 from freight.operands.weight import Activations
@@ -63,7 +63,7 @@ class Sizes:
 
 def measure_on_gpu(
     kernels: KernelSet, only: Sequence[str], seconds: float, sizes: Sizes, after: int = 0
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[JsonDict]:
     """Yield what --json prints, a row at a time; `only` names the kernels wanted, none: all.
 
     Rows are numbered from 1 as `case`, and the first `after` are left out. A case that fails gives
@@ -81,8 +81,8 @@ def measure_on_gpu(
 
 
 def _row(
-    kernel: str, make: Callable[[], Case], name_of_set: str, measure: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
+    kernel: str, make: Callable[[], Case], name_of_set: str, measure: Callable[[], JsonDict]
+) -> JsonDict:
     """What `measure` found; or of a case that failed, which one it was and why."""
     named = {"kernel": kernel, "kernels": "torch" if kernel.startswith("torch") else name_of_set}
     try:
@@ -95,7 +95,7 @@ def _row(
         }
 
 
-def _measured(make: Callable[[], Case], seconds: float) -> dict[str, Any]:
+def _measured(make: Callable[[], Case], seconds: float) -> JsonDict:
     before = copy_bandwidth()
     case = make()
     spread = seconds_in_graph(case.calls[0], seconds)

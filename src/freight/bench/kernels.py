@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from freight.config.kv_source import groups_fit
 from freight.config.layer import AttentionConfig, LatentConfig
 from freight.config.model import ModelConfig
 from freight.fp8.formats import Format, Granularity
+from freight.json_schema import JsonDict
 from freight.kernels.interface import KernelSet
 from freight.models.architectures import tensor_names
 from freight.models.mixer_parts import mixer_parts
@@ -42,7 +42,7 @@ def measure_kernels(
     seconds: float,
     only: Sequence[str] = (),
     cache_size: int | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[JsonDict]:
     """Yield what --json prints, a row at a time. `matrix` [out_features, in_features] comes beside
     the model's own.
 

@@ -15,7 +15,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import mean
-from typing import Any
 
 from freight.bench.drive import StepRecord, counted, describe_run, drive_random, start, weight_bytes
 from freight.bench.timing import MemoryProbe, Spread, peak_rss_bytes
@@ -23,6 +22,7 @@ from freight.cache.pool import KVPool
 from freight.cache.spec import KVCacheSpec
 from freight.engine.build import memory_for_cache
 from freight.errors import ConfigError
+from freight.json_schema import JsonDict
 from freight.models.open import OpenModel
 from freight.terminal import OnProgress, unseen
 
@@ -35,7 +35,7 @@ def measure_latency(
     output_len: int,
     repeats: int,
     on_progress: OnProgress = unseen,
-) -> dict[str, Any]:
+) -> JsonDict:
     """Medians over `repeats` runs, after one to warm up; lengths in tokens. Returns what --json
     prints.
 

@@ -19,6 +19,7 @@ from freight.bench.load import Amount, Level, Target, fetch, find_accepted, run_
 from freight.bench.prompts import Ask, Ids, Lengths, Listed, Prompts, Text, piece, read_prompts
 from freight.bench.serving_figures import Run, figures, ratios
 from freight.errors import ConfigError, FreightError
+from freight.json_schema import JsonDict
 from freight.terminal import OnProgress, unseen
 
 HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
@@ -84,7 +85,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _measure(args: ServingArgs, on_progress: OnProgress) -> tuple[list[Run], dict[str, Any]]:
+async def _measure(args: ServingArgs, on_progress: OnProgress) -> tuple[list[Run], JsonDict]:
     targets, prompts = await _prepare(args)
     per_run = args.amount.requests or 0
     total, done = per_run * len(args.levels) * len(targets) * args.rounds, 0
@@ -122,7 +123,7 @@ async def _measure(args: ServingArgs, on_progress: OnProgress) -> tuple[list[Run
     return runs, describe(args, targets, runs)
 
 
-def describe(args: ServingArgs, targets: Sequence[Target], runs: Sequence[Run]) -> dict[str, Any]:
+def describe(args: ServingArgs, targets: Sequence[Target], runs: Sequence[Run]) -> JsonDict:
     """What --json prints: the settings, a row for each server and load, and ratios where there are
     several servers.
     """

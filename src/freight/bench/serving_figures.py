@@ -20,6 +20,7 @@ import numpy as np
 
 from freight.bench.answers import Answer
 from freight.bench.load import Level
+from freight.json_schema import JsonDict
 
 PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0}
 COMPARED = (  # what ratios are taken of; True: more is better
@@ -95,7 +96,7 @@ def percentiles(samples: Sequence[float]) -> dict[str, float | None]:
     return {name: float(value) for name, value in zip(PERCENTILES, found, strict=True)}
 
 
-def figures(runs: Sequence[Run]) -> dict[str, Any]:
+def figures(runs: Sequence[Run]) -> JsonDict:
     """The row of one server under one load: times over the answers of all its rounds, rates as
     medians of rounds.
     """
@@ -142,7 +143,7 @@ def _median_rate(runs: Sequence[Run], seconds: Sequence[float], amount: Any) -> 
     return statistics.median(rates) if rates else 0.0
 
 
-def ratios(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def ratios(runs: Sequence[Run]) -> list[JsonDict]:
     """The first server over each other one, at every load: median over rounds of the ratio within a
     round.
     """

@@ -9,11 +9,11 @@ import time
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from freight.cli.options import argument, takes_engine_options
+from freight.cli.options import Values, argument, takes_engine_options
 from freight.cli.serve import NEEDED, takes_server_options
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError, install
@@ -37,7 +37,7 @@ _SPEED = (
 @takes_server_options(_OPTIONS)
 def batch(
     args: EngineArgs,
-    server: dict[str, Any],
+    server: Values,
     source: Annotated[
         Path,
         argument("IN", "A file with a request on each line; - reads stdin."),

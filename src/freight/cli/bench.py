@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,7 @@ from freight.config.presets import shape_config
 from freight.config.resolve import KERNELS, check
 from freight.device import DEVICES, choose_threads
 from freight.errors import ConfigError, choices
+from freight.json_schema import JsonDict
 from freight.start_log import log_to_stderr
 from freight.tables import markdown
 from freight.terminal import progress
@@ -254,7 +255,7 @@ def _matrix(value: str) -> tuple[int, int]:
     return int(shape[1]), int(shape[2])
 
 
-def _print_rows(found: Iterable[dict[str, Any]], as_json: bool) -> None:
+def _print_rows(found: Iterable[JsonDict], as_json: bool) -> None:
     """Print one kernel a line, as it is measured."""
     if not as_json:
         typer.echo(
@@ -293,11 +294,11 @@ def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]
     return open_random(args, random_weights), random_weights
 
 
-def _print(found: dict[str, Any], as_json: bool) -> None:
+def _print(found: JsonDict, as_json: bool) -> None:
     print(json.dumps(found) if as_json else _table(found))
 
 
-def _table(found: dict[str, Any]) -> str:
+def _table(found: JsonDict) -> str:
     """Write a line for each figure, and for each part of one, with its spread where it has one."""
     rows: list[Sequence[str]] = [("figure", "value", "from", "to")]
     for name, value in found.items():

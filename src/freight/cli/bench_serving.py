@@ -14,6 +14,7 @@ import typer
 
 from freight.cli.options import Json, option
 from freight.errors import ConfigError, choices
+from freight.json_schema import JsonDict
 from freight.tables import markdown
 from freight.terminal import progress
 
@@ -140,7 +141,7 @@ def check_picture(path: Path | None) -> None:
         raise ConfigError(f"--picture {path}: name a new file in a folder that exists")
 
 
-def _draw(path: Path, found: dict[str, Any], runs: Any) -> None:
+def _draw(path: Path, found: JsonDict, runs: Any) -> None:
     from freight.bench.serving import PROMPT_KINDS
     from freight.bench.serving_picture import serving_picture
 
@@ -159,7 +160,7 @@ def write_picture(path: Path, svg: str) -> None:
         raise ConfigError(f"--picture {path} cannot be written: {error.strerror}") from None
 
 
-def _print(found: dict[str, Any], as_json: bool) -> None:
+def _print(found: JsonDict, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found))
         return
@@ -170,7 +171,7 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
         print(_ratios(found))
 
 
-def _rows(found: dict[str, Any]) -> str:
+def _rows(found: JsonDict) -> str:
     rows = [
         [
             *("load", "first token ms", "p99", "between ms", "p99", "whole s", "p99"),
@@ -197,7 +198,7 @@ def _text(value: float | None, unit: float) -> str:
     return "" if value is None else f"{value / unit:,.2f}"
 
 
-def _notes(found: dict[str, Any]) -> list[str]:
+def _notes(found: JsonDict) -> list[str]:
     """What a reader must know of the figures: what a server does not take, what failed and how."""
     notes = [f"seed {found['seed']}: --seed {found['seed']} sends the same requests again"]
     again = found["prompts"] not in ("text", "ids") and len(found["rows"]) * found["rounds"] > 1
@@ -228,7 +229,7 @@ def _notes(found: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _ratios(found: dict[str, Any]) -> str:
+def _ratios(found: JsonDict) -> str:
     url, rounds = found["rows"][0]["url"], found["rounds"]
     rows = [("figure", "load", "ratio", "interval", "better")]
     for row in found["ratios"]:

@@ -6,12 +6,12 @@ import json
 import os
 import platform
 from importlib import metadata
-from typing import Any
 
 import typer
 
 from freight import openmp
 from freight.cli.options import OneJson
+from freight.json_schema import JsonDict
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -34,7 +34,7 @@ def env(
         typer.echo(f"{name.replace('_', ' '):<16} {'none' if value in (None, '') else value}")
 
 
-def collect() -> dict[str, Any]:
+def collect() -> JsonDict:
     """The facts, by the names of the JSON. Memory in bytes."""
     import torch
 

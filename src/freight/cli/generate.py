@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,7 @@ from freight.cli.options import Json, option, takes_engine_options, takes_sampli
 from freight.config.engine import EngineArgs
 from freight.errors import GenerationError, RequestError
 from freight.files import PROMPT_LIMIT, read_text, too_large
+from freight.json_schema import JsonDict
 from freight.outputs import CompletionOutput, RequestOutput
 from freight.sampling import SamplingParams
 from freight.structured import StructuredOutputs
@@ -214,7 +215,7 @@ def _title(output: RequestOutput, completion: CompletionOutput) -> str:
     return f"{start!r}{number}"
 
 
-def as_object(llm: LLM, outputs: list[RequestOutput]) -> dict[str, Any]:
+def as_object(llm: LLM, outputs: list[RequestOutput]) -> JsonDict:
     """What --json prints: one entry for each completion, and the cache it was made with."""
     return {
         "outputs": [

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from freight import terminal
 from freight.config.model import UnreadKeys
 from freight.errors import CheckpointError, ConfigError
+from freight.json_schema import JsonDict
 
 if TYPE_CHECKING:
     from freight.checkpoint.reader import Checkpoint
@@ -69,7 +70,7 @@ def _check_picture(picture: Path) -> None:
         raise ConfigError(f"--picture {picture}: the file exists; remove it, or name another")
 
 
-def _draw(facts: dict[str, Any], picture: Path) -> None:
+def _draw(facts: JsonDict, picture: Path) -> None:
     from freight.evaluate.scale_picture import scale_picture
 
     scales = facts["kv_cache"]["scales"]
@@ -86,7 +87,7 @@ def _draw(facts: dict[str, Any], picture: Path) -> None:
 
 def describe(
     model: str, revision: str | None = None, ignore_keys: Collection[str] = ()
-) -> dict[str, Any]:
+) -> JsonDict:
     """The JSON object of `freight inspect --json`. `revision` is a hub model's branch, tag or
     commit; `ignore_keys` of config.json are read over.
 
@@ -120,7 +121,7 @@ def describe(
         config, hf_quant_config = read_config_only(model, revision)
         stored = tensors_dtype(model, config, revision)
         architecture, _, scheme = _read(config, hf_quant_config, (), stored, ignore_keys)
-        sizes: dict[str, Any] = {"num_parameters": None, "bytes": {}, "skipped": {}}
+        sizes: JsonDict = {"num_parameters": None, "bytes": {}, "skipped": {}}
         path = str(Path(model).expanduser())
         return {
             "model": model,
@@ -169,7 +170,7 @@ def _read(
     tensors: Collection[str],
     stored: Format | None,
     ignore_keys: Collection[str],
-) -> tuple[dict[str, Any], ModelConfig | None, Scheme]:
+) -> tuple[JsonDict, ModelConfig | None, Scheme]:
     """What a config.json describes: (its facts, the model that runs or None, the declared scheme or
     an empty one).
     """
@@ -185,7 +186,7 @@ def _read(
     return _architecture(model), model, scheme
 
 
-def _blocked(config: Mapping[str, Any], obstacle: str, stored: Format | None) -> dict[str, Any]:
+def _blocked(config: Mapping[str, Any], obstacle: str, stored: Format | None) -> JsonDict:
     from freight.config.dtype import checkpoint_dtype
 
     try:
@@ -210,7 +211,7 @@ def _blocked(config: Mapping[str, Any], obstacle: str, stored: Format | None) ->
     }
 
 
-def _scheme(scheme: Scheme) -> dict[str, Any]:
+def _scheme(scheme: Scheme) -> JsonDict:
     return {
         "method": scheme.method,
         "weight_format": scheme.weight_format,
@@ -221,7 +222,7 @@ def _scheme(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def _kv_cache(scales: KVScales | None, without_keys: Collection[int] = ()) -> dict[str, Any]:
+def _kv_cache(scales: KVScales | None, without_keys: Collection[int] = ()) -> JsonDict:
     empty = scales is None or scales.empty
     return {
         "kv_cache": {
@@ -232,7 +233,7 @@ def _kv_cache(scales: KVScales | None, without_keys: Collection[int] = ()) -> di
     }
 
 
-def _describe_rank_export(model: str, path: Path) -> dict[str, Any]:
+def _describe_rank_export(model: str, path: Path) -> JsonDict:
     from freight.checkpoint.rank_export import read_rank_export, sizes
     from freight.fp8.formats import Format
 
@@ -265,7 +266,7 @@ def _describe_rank_export(model: str, path: Path) -> dict[str, Any]:
     }
 
 
-def _architecture(config: ModelConfig) -> dict[str, Any]:
+def _architecture(config: ModelConfig) -> JsonDict:
     return {
         "architecture": config.architecture,
         "model_type": config.model_type,
@@ -279,7 +280,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _sizes(checkpoint: Checkpoint) -> dict[str, Any]:
+def _sizes(checkpoint: Checkpoint) -> JsonDict:
     """Parameters (scales and buffers are none) and bytes by dtype, from the headers."""
     parameters, sizes = 0, Counter[str]()
     for name in checkpoint.names:
@@ -305,8 +306,8 @@ def _fp8_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
     return dict(kinds.most_common())
 
 
-def _scales(scales: KVScales, without_keys: Collection[int]) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]]
+def _scales(scales: KVScales, without_keys: Collection[int]) -> list[JsonDict]:
+    entries: list[JsonDict]
     entries = [
         {"layer": i, "k": _side(layer, "k"), "v": _side(layer, "v")}
         for i, layer in enumerate(scales.layers)
@@ -323,7 +324,7 @@ def _scales(scales: KVScales, without_keys: Collection[int]) -> list[dict[str, A
     return entries
 
 
-def _side(layer: LayerScales | None, side: str) -> dict[str, Any] | None:
+def _side(layer: LayerScales | None, side: str) -> JsonDict | None:
     from freight.checkpoint.kv_scales import parse_scale_name
 
     if layer is None:
@@ -331,7 +332,7 @@ def _side(layer: LayerScales | None, side: str) -> dict[str, Any] | None:
     values = layer.k if side == "k" else layer.v
     sides = {name: (parse_scale_name(name) or (0, "kv"))[1] for name in layer.names}
     own = [name for name in layer.names if side in sides[name]]
-    facts: dict[str, Any] = {
+    facts: JsonDict = {
         "granularity": layer.granularity,
         "min": min(values),
         "max": max(values),
@@ -343,7 +344,7 @@ def _side(layer: LayerScales | None, side: str) -> dict[str, Any] | None:
     return facts | {"names": own or list(layer.names)}
 
 
-def _print_table(facts: dict[str, Any]) -> None:
+def _print_table(facts: JsonDict) -> None:
     from rich.table import Table
 
     console = terminal.console(markup=False, highlight=False)
@@ -380,7 +381,7 @@ def _print_table(facts: dict[str, Any]) -> None:
         console.print(_scale_table(facts["kv_cache"]["scales"]))
 
 
-def _dtype(facts: dict[str, Any]) -> str:
+def _dtype(facts: JsonDict) -> str:
     from freight.config.dtype import describe_dtype
 
     return (
@@ -394,7 +395,7 @@ def _or_unknown(value: int | None, write: Callable[[int], str]) -> str:
     return "unknown" if value is None else write(value)
 
 
-def _made_for(kv_cache: dict[str, Any]) -> str:
+def _made_for(kv_cache: JsonDict) -> str:
     if not kv_cache["scales"]:
         return "none"
     chosen = [entry for entry in kv_cache["scales"] if "granularity" in entry]
@@ -409,7 +410,7 @@ def _size(count: int) -> str:
     return f"{count / 2**20:,.2f} MiB" if count >= 2**20 / 100 else f"{count:,} bytes"
 
 
-def _scale_table(layers: list[dict[str, Any]]) -> Any:
+def _scale_table(layers: list[JsonDict]) -> Any:
     from rich.table import Table
 
     table = Table("layer", "granularity", "k scale", "v scale")
@@ -439,7 +440,7 @@ def _scale_table(layers: list[dict[str, Any]]) -> Any:
     return table
 
 
-def _range(side: dict[str, Any]) -> str:
+def _range(side: JsonDict) -> str:
     centered = ", centered" if side.get("centered") else ""
     if side["min"] == side["max"]:
         return f"{side['min']:.6g}{centered}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freight.evaluate.safety import KL_BOUND, Judgement, Verdict
+from freight.json_schema import JsonDict
 
 if TYPE_CHECKING:
     from freight.calibrate.budget import KVChoice
@@ -29,7 +30,7 @@ def choice_judgement(choice: KVChoice) -> Judgement:
     )
 
 
-def choice_facts(choice: KVChoice) -> dict[str, Any]:
+def choice_facts(choice: KVChoice) -> JsonDict:
     """The `kv_budget` of `freight quantize --json`. A layer's `granularity` is null for 16 bits; KL
     in nats per token.
 

@@ -16,7 +16,7 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from freight.cli.options import CONTEXT, Command, replace_parameter
+from freight.cli.options import CONTEXT, Command, Values, replace_parameter
 from freight.cli.serve import serve
 from freight.config.other_engines import TGI_OPTIONS, as_flag, spelled
 from freight.errors import ConfigError
@@ -38,7 +38,7 @@ class Given:
     """
 
     argv: list[str] = field(default_factory=list)
-    defaults: dict[str, Any] = field(default_factory=dict)
+    defaults: Values = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     concurrent: tuple[str, int] | None = None
     unused: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ def launch(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     """Serve as `argv` and TGI's variables in `environ` say. Raises ConfigError; ends by SystemExit."""
     given = read(argv, environ)
 
-    def build(values: dict[str, Any]) -> dict[str, Any]:
+    def build(values: Values) -> Values:
         ctx: typer.Context = values["ctx"]
         _check_form(ctx, values)
         _apply_concurrent(ctx, values, given)
@@ -172,7 +172,7 @@ def _check_form(ctx: typer.Context, values: Mapping[str, Any]) -> None:
         raise ConfigError("a server needs --model-id MODEL; freight --help lists the verbs")
 
 
-def _apply_concurrent(ctx: typer.Context, values: dict[str, Any], given: Given) -> None:
+def _apply_concurrent(ctx: typer.Context, values: Values, given: Given) -> None:
     """Requests that run (`max_num_seqs`) and those that wait (`max_queue`) become TGI's number
     together.
     """

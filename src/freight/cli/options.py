@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from typer.core import TyperCommand
@@ -36,6 +36,7 @@ from freight.errors import ConfigError, RequestError
 from freight.sampling import SamplingParams
 
 Function = Callable[..., None]
+Values: TypeAlias = dict[str, Any]  # of the parameters of a command, by their names
 
 CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` validates
     "dtype": ("auto", *resolve.DTYPES),
@@ -47,7 +48,7 @@ CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` v
     "kernels": resolve.KERNELS,
     "attention_compute": resolve.ATTENTION_COMPUTES,
 }
-CONTEXT: dict[str, Any] = {
+CONTEXT: Values = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda token: token.replace(
         "_", "-"
@@ -344,7 +345,7 @@ def require_name(model: str | None, model_id: str | None) -> None:
 def takes_model(command: Function) -> Function:
     """Replace the command's parameter `model: str` by MODEL and --model-id."""
 
-    def build(values: dict[str, Any]) -> dict[str, Any]:
+    def build(values: Values) -> Values:
         ctx: typer.Context = values.pop("ctx")
         model, model_id = values.pop("model"), values.pop("model_id")
         source = ctx.get_parameter_source("model_id")
@@ -401,7 +402,7 @@ def takes_engine_options(command: Function, without: Sequence[str] = ()) -> Func
     defaults = {field.name: field.default for field in fields(EngineArgs)}
     flags = [flag for flag in ENGINE_FLAGS if flag.field not in without]
 
-    def build(values: dict[str, Any]) -> dict[str, Any]:
+    def build(values: Values) -> Values:
         args = EngineArgs(
             model=values.pop("model"), **{flag.field: values.pop(flag.field) for flag in flags}
         )
@@ -421,7 +422,7 @@ def takes_sampling_options(command: Function) -> Function:
         value = getattr(plain, flag.field)
         return [] if flag.type in (list[str], list[int]) else value
 
-    def build(values: dict[str, Any]) -> dict[str, Any]:
+    def build(values: Values) -> Values:
         given = {flag.field: values.pop(flag.field) for flag in SAMPLING_FLAGS}
         return {"params": SamplingParams(**given | {"logit_bias": _biases(given["logit_bias"])})}
 
@@ -444,7 +445,7 @@ def replace_parameter(
     command: Function,
     parameter: str,
     options: Sequence[inspect.Parameter],
-    build: Callable[[dict[str, Any]], dict[str, Any]],
+    build: Callable[[Values], Values],
 ) -> Function:
     """`command` with `options` in the place of `parameter`, which `build` makes by taking theirs
     out of the values.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -38,6 +38,7 @@ from freight.config.quantize_plan import (
 )
 from freight.device import DEVICES
 from freight.errors import ConfigError, choices
+from freight.json_schema import JsonDict
 
 if TYPE_CHECKING:
     from freight.calibrate.quantize import QuantizeResult
@@ -167,7 +168,7 @@ def quantize(
     FP8 weights, activations and KV cache; what is static is calibrated on the unquantized model.
     """
     name, folder = _names(ctx, model, out, model_id, output_dir)
-    options: dict[str, Any] = {
+    options: JsonDict = {
         "weights": _weights(weights, qformat, format),
         "activations": activations,
         "kv_cache": kv_cache,
@@ -193,7 +194,7 @@ def quantize(
             f"note: --batch-size {batch_size} changes no scale: each sample is measured on its own",
             err=True,
         )
-    source: dict[str, Any] = {
+    source: JsonDict = {
         "revision": revision,
         "ignore_config_keys": names_of(ignore_config_keys or ()),
     }
@@ -249,7 +250,7 @@ def either(argument: str, value: str | Path | None, option: str, other: str | Pa
     return str(value if value is not None else other)
 
 
-def facts(result: QuantizeResult) -> dict[str, Any]:
+def facts(result: QuantizeResult) -> JsonDict:
     """The JSON object of `freight quantize --json`."""
     plan = result.plan
     return {

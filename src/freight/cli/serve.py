@@ -10,7 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from freight.cli.options import Flag, Function, option, replace_parameter, takes_engine_options
+from freight.cli.options import (
+    Flag,
+    Function,
+    Values,
+    option,
+    replace_parameter,
+    takes_engine_options,
+)
 from freight.config.engine import EngineArgs
 from freight.config.presets import shape_config
 from freight.errors import ConfigError, install
@@ -168,7 +175,7 @@ def takes_server_options(names: Sequence[str]) -> Callable[[Function], Function]
     """
     flags = [(flag, default) for flag, default in SERVER_FLAGS if flag.field in names]
 
-    def build(values: dict[str, Any]) -> dict[str, Any]:
+    def build(values: Values) -> Values:
         return {"server": {flag.field: values.pop(flag.field) for flag, _ in flags}}
 
     return lambda command: replace_parameter(
@@ -180,7 +187,7 @@ def takes_server_options(names: Sequence[str]) -> Callable[[Function], Function]
 @takes_server_options([flag.field for flag, _ in SERVER_FLAGS])
 def serve(
     args: EngineArgs,
-    server: dict[str, Any],
+    server: Values,
     random_weights: Annotated[
         str | None,
         option("SHAPE", "Random weights of a known shape, to measure: llama-1b, …"),

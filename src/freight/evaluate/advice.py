@@ -7,12 +7,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from freight.config.skip_layers import FLAG
 from freight.evaluate.figures import Evaluation, Figures, Overview
 from freight.evaluate.safety import CLIPPED, KL, RATIO, SAME_TOP, Verdict
 from freight.evaluate.table import nats
+from freight.json_schema import JsonDict
 
 NEAR = 1.05  # of the fewest bytes: a cache within this factor is as small
 BOUNDS = (
@@ -35,7 +35,7 @@ class Advice:
     text: str
     command: str
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonDict:
         """`recommended` is the name of a run, null where no setting is recommended."""
         name = None if self.chosen is None else self.chosen.name
         return {

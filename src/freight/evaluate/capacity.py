@@ -30,6 +30,7 @@ from freight.config.states import check_states, with_state
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import Scheme
+from freight.json_schema import JsonDict
 from freight.models.sizes import Layout, LinearOf, LoadedBytes, loaded_bytes, online
 
 GIB = 2**30
@@ -412,7 +413,7 @@ def _without_choice(plan: Plan) -> str:
     return f"{line}; in {memory} they serve {' or '.join(instead)}." if instead else f"{line}."
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan) -> JsonDict:
     """The object of `freight plan --json`, without the model's name."""
     return {
         "runs": "through transformers" if plan.through_transformers else "natively",
@@ -428,7 +429,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _setting_json(one: Setting) -> dict[str, Any]:
+def _setting_json(one: Setting) -> JsonDict:
     blocks, names, layers = (
         one.num_blocks or (0,) * len(one.spec.groups),
         one.kv.names(),

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -24,6 +23,7 @@ from freight.evaluate.statistics import (
     position_edges,
     unit_sums,
 )
+from freight.json_schema import JsonDict
 
 GIB = 2**30
 
@@ -144,7 +144,7 @@ class Evaluation:
         """Of all forward passes that the figures need: over the text, and over calibration text."""
         return self.calibration_seconds + sum(run.forward_seconds for run in self.runs)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonDict:
         over = self.overview
         size = {
             "dtype": over.weight_dtype,

@@ -1,4 +1,4 @@
-"""Long contexts: every FP8 cache beside the 16-bit one, by how far back the wanted tokens lie.
+"""Long contexts: every FP8 cache and the 16-bit one, by how far back the tokens lie that count.
 
 Two measurements, at the full context of the model:
 
@@ -19,7 +19,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -137,52 +137,68 @@ def compare_long(
         cut = cut_windows(tokenizer.encode(text, add_special_tokens=False), length, bos)
         windows = [window for window in cut if len(window.targets) >= length - 1][:num_contexts]
     total = len(contexts) + len(windows)
+    chunk = configs[0].max_num_batched_tokens
     with opened.threads(configs[0]):
         decoder = load_for(opened, configs, length)
-        runners = [cache_run(opened, decoder, config, length).runner for config in configs]
-        asked: list[list[list[Answer]]] = [[] for _ in runners]
-        for done, (own, other) in enumerate(
-            zip(contexts, [*contexts[1:], contexts[0]], strict=True)
-        ):
+        runs = [
+            _Run(config, cache_run(opened, decoder, config, length).runner) for config in configs
+        ]
+        for index, own in enumerate(contexts):
+            on_progress(index, total)
+            other = (index + 1) % len(contexts)
+            for run in runs:
+                questions = (own.questions, contexts[other].questions)
+                run.known[index], run.unknown[other] = _ask(run.runner, own, questions, chunk)
+        for done, window in enumerate(windows, len(contexts)):
             on_progress(done, total)
-            for index, runner in enumerate(runners):
-                asked[index].append(_ask(runner, own, other, configs[0].max_num_batched_tokens))
-        nats: list[list[list[float]]] = [[] for _ in runners]
-        for done, window in enumerate(windows):
-            on_progress(len(contexts) + done, total)
-            for index, runner in enumerate(runners):
-                nats[index].append(_nll(runner, window, configs[0].max_num_batched_tokens))
+            for run in runs:
+                run.nats.append(_nll(run.runner, window, chunk))
         on_progress(total, total)
-    return [
-        _score(config, length, contexts, (asked[index], asked[0]), (nats[index], nats[0]))
-        for index, config in enumerate(configs)
-    ]
+    return [_score(run, runs[0], length, contexts) for run in runs]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """To one question, in nats per value token: with the record in the context, and in another
-    context without it.
-    """
+    """`logprob` is that of the value's tokens, in nats a token; `found`: all are most likely."""
 
     found: bool
     logprob: float
 
 
+@dataclass(frozen=True)
+class _Run:
+    """One cache, and what has been measured of it so far.
+
+    known, unknown   answers to the questions of each context, behind it and behind another one
+    nats             negative log-likelihood of each token, by window
+    """
+
+    config: EngineConfig
+    runner: ModelRunner
+    known: dict[int, list[Answer]] = field(default_factory=dict)
+    unknown: dict[int, list[Answer]] = field(default_factory=dict)
+    nats: list[list[float]] = field(default_factory=list)
+
+
 def _ask(
-    runner: ModelRunner, own: RetrievalContext, other: RetrievalContext, chunk: int
-) -> list[Answer]:
-    """Answers to `own`'s questions after `own`, then to `other`'s, which `own` does not know."""
-    ids = own.token_ids
+    runner: ModelRunner,
+    context: RetrievalContext,
+    questions: Sequence[Sequence[Question]],
+    chunk: int,
+) -> list[list[Answer]]:
+    """Answer each list of `questions` behind `context`."""
+    ids = context.token_ids
     for start in range(0, len(ids), chunk):
         part = ids[start : start + chunk]
         runner.run([SequenceSlice(part, start, runner.pool.whole, Logits.NONE)])
-    answers, copies = [], _states_behind(runner.pool, len(ids))
-    for question in (*own.questions, *other.questions):
+    copies = _states_behind(runner.pool, len(ids))
+
+    def answer(question: Question) -> Answer:
         for state, copy in copies:
             state.copy_(copy)
-        answers.append(_answer(runner, question, len(ids)))
-    return answers
+        return _answer(runner, question, len(ids))
+
+    return [[answer(question) for question in several] for several in questions]
 
 
 def _states_behind(pool: KVPool, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
@@ -217,70 +233,63 @@ def _nll(runner: ModelRunner, window: Window, chunk: int) -> list[float]:
     return found
 
 
-def _score(
-    config: EngineConfig,
-    length: int,
-    contexts: Sequence[RetrievalContext],
-    asked: tuple[list[list[Answer]], list[list[Answer]]],
-    nats: tuple[list[list[float]], list[list[float]]],
-) -> LongScore:
-    """`asked` and `nats` are this cache's and the 16-bit one's, by context and window."""
-    names = config.kv.names()
-    positions = []
-    edges = [0, *depths(length)]
-    for start, stop in itertools.pairwise(edges):
-        own, plain = (
-            [statistics.fmean(window[start:stop]) for window in windows] for windows in nats
-        )
-        if own:
-            tokens = [value for window in nats[0] for value in window[start:stop]]
-            change = estimate([after - before for after, before in zip(own, plain, strict=True)])
-            perplexity = math.exp(statistics.fmean(tokens))
-            positions.append(PositionScore(start, stop, len(tokens), perplexity, change))
+def _score(run: _Run, first: _Run, length: int, contexts: Sequence[RetrievalContext]) -> LongScore:
+    """The figures of `run`, against those of `first`, the 16-bit one."""
+    names, state = run.config.kv.names(), run.config.kv.state
+    levels = depths(length)
+    spans = itertools.pairwise([0, *levels]) if run.nats else ()
     return LongScore(
         str(names["dtype"]),
         names["granularity"],
         names["scale_source"],
-        None if config.kv.state is None else str(config.kv.state),
-        [_depth(depth, contexts, *asked) for depth in depths(length)],
-        positions,
+        None if state is None else str(state),
+        [_depth(depth, contexts, run, first) for depth in levels],
+        [_position(start, stop, run, first) for start, stop in spans],
     )
 
 
-def _depth(
-    depth: int,
-    contexts: Sequence[RetrievalContext],
-    own: list[list[Answer]],
-    plain: list[list[Answer]],
-) -> DepthScore:
-    """Means by context first: the questions of one context share its cache."""
-    columns: dict[str, list[list[float]]] = {"found": [], "logprob": [], "gain": []}
-    count = 0
-    for run in (own, plain):
-        found, logprob, gain = [], [], []
-        for index, context in enumerate(contexts):
-            at = [i for i, question in enumerate(context.questions) if question.depth == depth]
-            with_it = [run[index][i] for i in at]
-            without = [run[index - 1][len(contexts[index - 1].questions) + i] for i in at]
-            found.append(statistics.fmean(answer.found for answer in with_it))
-            logprob.append(statistics.fmean(answer.logprob for answer in with_it))
-            gain.append(logprob[-1] - statistics.fmean(answer.logprob for answer in without))
-            count += len(at)
-        for name, values in (("found", found), ("logprob", logprob), ("gain", gain)):
-            columns[name].append(values)
-    change = {
-        name: [after - before for after, before in zip(*columns[name], strict=True)]
-        for name in ("found", "gain")
-    }
+def _position(start: int, stop: int, run: _Run, first: _Run) -> PositionScore:
+    tokens = [value for window in run.nats for value in window[start:stop]]
+    own, plain = (
+        [statistics.fmean(window[start:stop]) for window in one.nats] for one in (run, first)
+    )
+    perplexity = math.exp(statistics.fmean(tokens))
+    return PositionScore(start, stop, len(tokens), perplexity, _change(own, plain))
+
+
+def _depth(depth: int, contexts: Sequence[RetrievalContext], run: _Run, first: _Run) -> DepthScore:
+    found, logprob, gain, count = _means(depth, contexts, run)
+    plain_found, _, plain_gain, _ = _means(depth, contexts, first)
     return DepthScore(
         depth,
-        count // 2,
-        estimate(columns["found"][0]),
-        estimate(columns["logprob"][0]),
-        estimate(columns["gain"][0]),
-        estimate(change["found"]),
-        estimate(change["gain"]),
+        count,
+        estimate(found),
+        estimate(logprob),
+        estimate(gain),
+        _change(found, plain_found),
+        _change(gain, plain_gain),
     )
+
+
+def _means(
+    depth: int, contexts: Sequence[RetrievalContext], run: _Run
+) -> tuple[list[float], list[float], list[float], int]:
+    """Means of `found`, `logprob` and `gain` by context, whose questions share its cache, and the
+    number of questions.
+    """
+    found, logprob, gain, count = [], [], [], 0
+    for index, context in enumerate(contexts):
+        at = [i for i, question in enumerate(context.questions) if question.depth == depth]
+        found.append(statistics.fmean(run.known[index][i].found for i in at))
+        logprob.append(statistics.fmean(run.known[index][i].logprob for i in at))
+        unknown = statistics.fmean(run.unknown[index][i].logprob for i in at)
+        gain.append(logprob[-1] - unknown)
+        count += len(at)
+    return found, logprob, gain, count
+
+
+def _change(values: Sequence[float], plain: Sequence[float]) -> Estimate:
+    return estimate([after - before for after, before in zip(values, plain, strict=True)])
 
 
 def estimate(values: Sequence[float]) -> Estimate:

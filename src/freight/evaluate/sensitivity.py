@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from freight.calibrate.sensitivity import Meter
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
 from freight.evaluate.perplexity import Window
+from freight.json_schema import JsonDict
 from freight.models.open import OpenModel, open_model
 from freight.tables import markdown
 from freight.terminal import OnProgress, unseen
@@ -96,7 +96,7 @@ def per_layer(
     return PerLayer(tuple(layers), total, whole, found.num_tokens)
 
 
-def as_json(found: PerLayer) -> dict[str, Any]:
+def as_json(found: PerLayer) -> JsonDict:
     return {
         "layers": [vars(layer) | {"read_by": list(layer.read_by)} for layer in found.layers],
         "kl_sum": found.kl_sum,
