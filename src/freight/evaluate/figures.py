@@ -16,10 +16,9 @@ from freight.evaluate.measure import SettingRun, mean_perplexity
 from freight.evaluate.safety import Interval, Sample, Verdict, judge
 from freight.evaluate.speed import Speed, faster_from
 from freight.evaluate.statistics import (
-    Array,
     by_position,
     independent_units,
-    mean_interval,
+    interval,
     position_edges,
     unit_sums,
 )
@@ -188,11 +187,12 @@ def summarize(
     counts = [len(part.window.targets) for part in parts]
     documents = {part.document for part in parts}
     by_document = len(documents) > 1
+    keys = [part.document if by_document else index for index, part in enumerate(parts)]
     texts: dict[int, list[int]] = defaultdict(list)
-    for index, part in enumerate(parts):
-        texts[part.document if by_document else index] += part.window.token_ids
+    for key, part in zip(keys, parts, strict=True):
+        texts[key] += part.window.token_ids
     unit_of = dict(zip(texts, independent_units(list(texts.values())), strict=True))
-    ids = [unit_of[part.document if by_document else index] for index, part in enumerate(parts)]
+    ids = [unit_of[key] for key in keys]
     tokens = _Tokens(
         units=np.repeat(ids, counts).astype(np.int64),
         positions=np.concatenate([np.arange(count) for count in counts]).astype(np.int64),
@@ -211,11 +211,8 @@ def summarize(
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
         speed = speeds[index] if speeds else None
         faster = faster_from(speed, speeds[0]) if speed and speeds and index else None
-        figures.append(
-            _figures(
-                label, run, tokens, sample, speed, faster, layer_kl[index] if layer_kl else None
-            )
-        )
+        alone = layer_kl[index] if layer_kl else None
+        figures.append(_figures(label, run, tokens, sample, speed, faster, alone))
     return Evaluation(
         overview=overview,
         runs=tuple(figures),
@@ -243,15 +240,6 @@ def _array(values: Tensor) -> np.ndarray:
     return array
 
 
-def _interval(sums: Array, counts: Array) -> Interval | None:
-    ends = mean_interval(sums, counts)
-    return None if ends is None else (float(ends[0]), float(ends[1]))
-
-
-def _exp(interval: Interval | None) -> Interval | None:
-    return None if interval is None else (float(np.exp(interval[0])), float(np.exp(interval[1])))
-
-
 def _figures(
     label: tuple[str, str],
     run: SettingRun,
@@ -267,14 +255,16 @@ def _figures(
     change = loss - tokens.reference
     counts = np.bincount(tokens.units).astype(np.float64)
     of_change, of_kl, of_same = (
-        _interval(sums, counts) for sums in unit_sums(tokens.units, change, kl, same)
+        interval(sums, counts) for sums in unit_sums(tokens.units, change, kl, same)
     )
     ratio = float(np.exp(np.mean(change)))
     median, p99 = (float(value) for value in np.percentile(kl, (50, 99)))
     losses = by_position(tokens.positions, loss, tokens.edges)
     assert run.probe is not None
     kl_mean, same_top = float(kl.mean(dtype=np.float64)), float(same.mean())
-    of_ratio = _exp(of_change)
+    of_ratio = None
+    if of_change is not None:
+        of_ratio = (float(np.exp(of_change[0])), float(np.exp(of_change[1])))
     judged = judge(
         (ratio, of_ratio), (kl_mean, of_kl), (same_top, of_same), run.clipped_share, sample
     )

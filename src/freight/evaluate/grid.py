@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from freight.cache.pool import allocate_pool
 from freight.calibrate.data import read_samples
@@ -28,7 +29,7 @@ from freight.evaluate.layer_kl import layer_kl
 from freight.evaluate.measure import SettingRun, measure
 from freight.evaluate.report import cache_run, load_for, plain_config
 from freight.evaluate.rounded import check_schemes, load_rounded
-from freight.evaluate.speed import Speed, contexts_of, time_settings
+from freight.evaluate.speed import contexts_of, time_settings
 from freight.evaluate.static_scales import Measured, measure_scales
 from freight.evaluate.stored_error import Probe
 from freight.fp8.formats import Format, Granularity, ScaleSource
@@ -44,6 +45,8 @@ OTHERS = ("int8",)  # measured when asked for
 STATIC = ("tensor", "head", "channel", "centered")
 STATES = ("float32", "bfloat16", "int8", "fp8")
 SAMPLES, SAMPLE_TOKENS = 32, 512  # calibration text, at most
+
+Setting = tuple[str, EngineConfig]  # with its name
 
 
 @dataclass(frozen=True)
@@ -101,36 +104,34 @@ def evaluate_grid(
         require_native(opened.model, args.model, "measuring its static scales, or other weights,")
     samples = _samples(opened, grid, length) if static else []
     with opened.threads(plain):
-        eight = _fp8(opened) if names and names != ("e5m2",) else plain
+        eight = (
+            _resolved(opened, kv_cache_dtype="fp8", kv_scales="dynamic")
+            if names and names != ("e5m2",)
+            else plain
+        )
         longest = max(length, *contexts_of(opened, plain)) if grid.speed else length
         decoder = load_for(opened, [plain, chosen or eight], longest)
         calibrated = Measured()
         if static:
             assert isinstance(decoder, Decoder), "others are refused above"
             calibrated = _measure_scales(opened, decoder, plain, samples, static)
-        caches = (
-            [(_named(chosen.kv), chosen)]
-            if chosen
-            else _caches(opened, plain, eight, names, calibrated.scales)
-        )
+        if chosen:
+            caches = [(_named(chosen.kv), chosen)]
+        else:
+            caches = _caches(opened, plain, eight, names, calibrated.scales)
         caches = _apart(plain, caches, states, chosen)
         settings = [(name, "as stored", decoder, config) for name, config in caches]
+        by_token = KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None)
         for scheme in grid.weights:
             rounded = load_rounded(opened, plain, scheme, longest)
-            token = opened.skipping(
-                replace(plain, kv=KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None))
-            )
-            settings += [
-                (name, scheme, rounded, config)
-                for name, config in (("16 bits", plain), ("token", token))
-            ]
-        num_layers = opened.model.num_layers
+            token = opened.skipping(replace(plain, kv=by_token))
+            settings += [("16 bits", scheme, rounded, plain), ("token", scheme, rounded, token)]
         runs: list[SettingRun] = [
-            cache_run(opened, model, config, length, Probe(num_layers))
+            cache_run(opened, model, config, length, Probe(opened.model.num_layers))
             for _, _, model, config in settings
         ]
         measure(runs, [part.window for part in parts], on_progress)
-        speeds: list[Speed] | None = time_settings(opened, runs) if grid.speed else None
+        speeds = time_settings(opened, runs) if grid.speed else None
         worst = layer_kl(runs, parts) if grid.per_layer else None
         size = weight_bytes(decoder)
     notes = (*_notes(args, grid, static, calibrated.scales, samples), *_skip_notes(opened, plain))
@@ -157,7 +158,7 @@ _TOKEN = (Granularity.TOKEN, ScaleSource.DYNAMIC)
 
 def _states(
     opened: OpenModel, plain: EngineConfig, chosen: EngineConfig | None, grid: GridArgs
-) -> list[tuple[str, EngineConfig]]:
+) -> list[Setting]:
     """Settings that differ from `plain` in the format of states alone."""
     names = grid.states or ()
     for name in names:
@@ -185,10 +186,10 @@ def _states(
 
 def _apart(
     plain: EngineConfig,
-    caches: Sequence[tuple[str, EngineConfig]],
-    states: Sequence[tuple[str, EngineConfig]],
+    caches: Sequence[Setting],
+    states: Sequence[Setting],
     chosen: EngineConfig | None,
-) -> list[tuple[str, EngineConfig]]:
+) -> list[Setting]:
     """`plain`, the pages of `caches` beside its states, and `states`; then `chosen` if it is none
     of these.
     """
@@ -236,8 +237,9 @@ def _has_groups(opened: OpenModel) -> bool:
     return takes_groups(stored, opened.args, opened.device)
 
 
-def _fp8(opened: OpenModel) -> EngineConfig:
-    return opened.resolve(replace(opened.args, kv_cache_dtype="fp8", kv_scales="dynamic"))
+def _resolved(opened: OpenModel, **changes: Any) -> EngineConfig:
+    """The configuration of the engine's options with `changes`."""
+    return opened.resolve(replace(opened.args, **changes))
 
 
 def _caches(
@@ -246,56 +248,39 @@ def _caches(
     eight: EngineConfig,
     names: Sequence[str],
     scales: dict[str, KVScales | None],
-) -> list[tuple[str, EngineConfig]]:
+) -> list[Setting]:
     """A configuration for each name. A checkpoint's own static scales are one, in the place of all
     static names.
     """
-    found, format = [], opened.device.native_e4m3
+    found: list[Setting] = []
+    e4m3, unit = opened.device.native_e4m3, (Granularity.TENSOR, ScaleSource.UNIT, None)
     for name in names:
         if name == "token":
-            found.append((name, eight))
+            config = eight
         elif name == "group":
-            found.append(
-                (
-                    name,
-                    opened.resolve(replace(opened.args, kv_cache_dtype="fp8", kv_scales="group")),
-                )
-            )
+            config = _resolved(opened, kv_cache_dtype="fp8", kv_scales="group")
         elif name == "unit":
-            found.append(
-                (
-                    name,
-                    replace(
-                        eight, kv=KVCacheConfig(format, Granularity.TENSOR, ScaleSource.UNIT, None)
-                    ),
-                )
-            )
+            config = replace(eight, kv=KVCacheConfig(e4m3, *unit))
         elif name == "e5m2":
-            kv = KVCacheConfig(Format.E5M2, Granularity.TENSOR, ScaleSource.UNIT, None)
-            found.append((name, replace(plain, kv=kv)))
+            config = replace(plain, kv=KVCacheConfig(Format.E5M2, *unit))
         elif name == "int8":
-            found.append(
-                (
-                    name,
-                    opened.resolve(
-                        replace(opened.args, kv_cache_dtype="int8", attention_compute="auto")
-                    ),
-                )
-            )
+            config = _resolved(opened, kv_cache_dtype="int8", attention_compute="auto")
         elif not opened.kv_scales.empty:
-            dtype = (
-                "auto" if opened.kv_scales.mixed else "fp8"
-            )  # a choice by layer has no dtype to ask for
-            own = opened.resolve(replace(opened.args, kv_cache_dtype=dtype, kv_scales="auto"))
-            if all(config.kv != own.kv for _, config in found):
-                found.append(("checkpoint", own))
+            if any(other == "checkpoint" for other, _ in found):
+                continue
+            name = "checkpoint"
+            # a choice by layer has no dtype to ask for
+            dtype = "auto" if opened.kv_scales.mixed else "fp8"
+            config = _resolved(opened, kv_cache_dtype=dtype, kv_scales="auto")
         elif (measured := scales[name]) is not None:
             granularity = Granularity.CHANNEL if name == "centered" else Granularity(name)
-            kv = KVCacheConfig(
-                format, granularity, ScaleSource.CALIBRATED, for_variant(measured, format)
-            )
-            found.append((name, replace(eight, kv=kv)))
-    return [(name, opened.skipping(config)) for name, config in found]
+            static = for_variant(measured, e4m3)
+            kv = KVCacheConfig(e4m3, granularity, ScaleSource.CALIBRATED, static)
+            config = replace(eight, kv=kv)
+        else:
+            continue
+        found.append((name, opened.skipping(config)))
+    return found
 
 
 def _named(kv: KVCacheConfig) -> str:
@@ -324,8 +309,6 @@ def _measure_scales(
     samples: Sequence[Sequence[int]],
     names: Sequence[str],
 ) -> Measured:
-    if not names:
-        return Measured()
     spec = opened.cache_spec(plain)
     blocks = spec.blocks_of(max(map(len, samples)))
     pool = allocate_pool(

@@ -34,7 +34,7 @@ from freight.evaluate.perplexity import Window, cut_windows, target_logprobs
 from freight.evaluate.report import cache_run, load_for, resolve_caches
 from freight.evaluate.retrieval import Question, RetrievalContext, depths, make_contexts, vocabulary
 from freight.evaluate.safety import Interval
-from freight.evaluate.statistics import mean_interval
+from freight.evaluate.statistics import interval
 from freight.models.open import open_model
 from freight.terminal import OnProgress, unseen
 
@@ -294,6 +294,5 @@ def _change(values: Sequence[float], plain: Sequence[float]) -> Estimate:
 
 def estimate(values: Sequence[float]) -> Estimate:
     """The mean of `values`, one for each context or window, with its interval."""
-    ends = mean_interval(np.array(values, dtype=np.float64), np.ones(len(values)))
-    interval = None if ends is None else (float(ends[0]), float(ends[1]))
-    return Estimate(statistics.fmean(values), interval, len(values))
+    ends = interval(np.array(values, dtype=np.float64), np.ones(len(values)))
+    return Estimate(statistics.fmean(values), ends, len(values))

@@ -16,7 +16,7 @@ from pathlib import Path
 from freight.evaluate.advice import advice, recommended
 from freight.evaluate.charts import Axis, Series, chart
 from freight.evaluate.figures import Evaluation, Figures
-from freight.evaluate.table import legend, speed_table, table
+from freight.evaluate.table import legend, setting_name, speed_table, table
 from freight.tables import markdown
 
 _WHAT = (
@@ -102,7 +102,9 @@ def write_report(evaluation: Evaluation, folder: Path) -> None:
 
 def sections(evaluation: Evaluation) -> list[Section]:
     """The charts, those of what was measured."""
-    runs = [(run, _name(run, evaluation), style) for style, run in enumerate(evaluation.runs)]
+    runs = [
+        (run, setting_name(run, evaluation), style) for style, run in enumerate(evaluation.runs)
+    ]
     first, others = evaluation.runs[0], runs[1:]
     found = [
         Section(
@@ -155,45 +157,34 @@ def sections(evaluation: Evaluation) -> list[Section]:
     return found
 
 
-def _name(run: Figures, evaluation: Evaluation) -> str:
-    return run.name if run.weights == evaluation.runs[0].weights else f"{run.weights}, {run.name}"
-
-
 def _by_layer(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) -> Section:
     """KL by layer where it was measured, else the error of attention's output."""
-    layers = Axis(
-        "layer", names=[str(layer) for layer in range(len(evaluation.runs[0].layer_errors))]
-    )
-    alone = [(run.layer_kl, name, style) for run, name, style in others if run.layer_kl is not None]
-    if alone:
-        return Section(
-            "Error by layer",
-            "A model is a stack of layers, each with its own cache. This is the error if one layer alone were rounded, "
-            "so a high mark is a layer that would gain most from 16 bits or finer scales.",
-            chart(
-                "KL by layer",
-                layers,
-                Axis("mean KL from 16 bits (nats per token)", log=True),
-                [Series(name, list(enumerate(values)), style) for values, name, style in alone],
-            ),
+    first = evaluation.runs[0]
+    layers = Axis("layer", names=[str(layer) for layer in range(len(first.layer_errors))])
+    series = [
+        Series(name, list(enumerate(run.layer_kl)), style)
+        for run, name, style in others
+        if run.layer_kl is not None
+    ]
+    if series:
+        title, error = "KL by layer", "mean KL from 16 bits (nats per token)"
+        says = (
+            "This is the error if one layer alone were rounded, so a high mark is a layer that would gain most from 16 "
+            "bits or finer scales."
         )
+    else:
+        title, error = "Error of attention by layer", "relative error of attention (share)"
+        says = (
+            "This is how far the output of attention, which reads the cache, is from that with 16 bits, as a share of "
+            "its size; it grows as errors of earlier layers add up."
+        )
+        for run, name, style in others:
+            errors = [layer["attention"] for layer in run.layer_errors]
+            series.append(Series(name, list(enumerate(errors)), style))
     return Section(
         "Error by layer",
-        "A model is a stack of layers, each with its own cache. This is how far the output of attention, which reads "
-        "the cache, is from that with 16 bits, as a share of its size; it grows as errors of earlier layers add up.",
-        chart(
-            "Error of attention by layer",
-            layers,
-            Axis("relative error of attention (share)", log=True),
-            [
-                Series(
-                    name,
-                    [(i, layer["attention"]) for i, layer in enumerate(run.layer_errors)],
-                    style,
-                )
-                for run, name, style in others
-            ],
-        ),
+        f"A model is a stack of layers, each with its own cache. {says}",
+        chart(title, layers, Axis(error, log=True), series),
     )
 
 
@@ -246,7 +237,7 @@ def _markdown(evaluation: Evaluation) -> str:
             speed_table(evaluation),
         ]
     others = evaluation.runs[1:]
-    layers = [["layer", *(_name(run, evaluation) for run in others)]]
+    layers = [["layer", *(setting_name(run, evaluation) for run in others)]]
     for index in range(len(evaluation.runs[0].layer_errors)):
         errors = [f"{run.layer_errors[index]['attention']:.4f}" for run in others]
         layers.append([str(index), *errors])

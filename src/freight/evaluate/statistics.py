@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freight.evaluate.safety import MIN_UNITS
+from freight.evaluate.safety import MIN_UNITS, Interval
 
 Array = NDArray[np.float64]
 RUN = 8  # tokens: runs of this length seldom occur twice in a text, but for what is copied
@@ -81,6 +81,12 @@ def mean_interval(sums: Array, counts: Array) -> tuple[Array, Array] | None:
     error = np.sqrt(units / (units - 1) * np.square(residual).sum(-1)) / total
     half = student(units - 1) * error
     return mean - half, mean + half
+
+
+def interval(sums: Array, counts: Array) -> Interval | None:
+    """`mean_interval` of a single row, in Python's floats."""
+    ends = mean_interval(sums, counts)
+    return None if ends is None else (float(ends[0]), float(ends[1]))
 
 
 def position_edges(longest: int) -> list[int]:

@@ -70,28 +70,22 @@ def speed_table(evaluation: Evaluation) -> str:
     """Tokens per second of prefill, and of decoding by context; empty if nothing was timed."""
     if not evaluation.contexts:
         return ""
-    rows = [
-        [
-            "cache",
-            "prefill",
-            *(f"decode at {context:,}" for context in evaluation.contexts),
-            "faster from",
-        ]
-    ]
+    first = evaluation.runs[0]
+    contexts = (f"decode at {context:,}" for context in evaluation.contexts)
+    rows = [["cache", "prefill", *contexts, "faster from"]]
     for run in evaluation.runs:
-        faster = (
-            ""
-            if run is evaluation.runs[0]
-            else f"{run.faster_from:,}"
-            if run.faster_from is not None
-            else "never"
-        )
-        name = (
-            run.name if run.weights == evaluation.runs[0].weights else f"{run.weights}, {run.name}"
-        )
+        faster = "" if run is first else "never"
+        if run is not first and run.faster_from is not None:
+            faster = f"{run.faster_from:,}"
         decode = [f"{rate:,.1f}" for rate in run.decode or ()]
+        name = setting_name(run, evaluation)
         rows.append([name, f"{run.prefill_tokens_per_second:,.0f}", *decode, faster])
     return markdown(rows, num_left=1)
+
+
+def setting_name(run: Figures, evaluation: Evaluation) -> str:
+    """The name of its cache, behind that of its weights where these differ from the first ones."""
+    return run.name if run.weights == evaluation.runs[0].weights else f"{run.weights}, {run.name}"
 
 
 def legend(evaluation: Evaluation) -> str:
