@@ -44,6 +44,9 @@ class StoredScale:
     values: tuple[float, ...]
 
 
+Ruled = tuple[StoredScale, NameRule]  # a tensor, and the rule that matches it
+
+
 @dataclass(frozen=True)
 class Facts:
     """What decides an engine's behaviour. `strategy` is that of a declared kv_cache_scheme, 'none'
@@ -203,13 +206,11 @@ def view(engine: Engine, version: str, facts: Facts) -> EngineView:
     for stored in facts.stored:
         if stored.layer < facts.num_layers:
             by_layer[stored.layer].append(stored)
-    layers = tuple(
-        _layer(
-            index, [(one, _rule(engine, rules_of, one, facts)) for one in found], assembly, facts
-        )
-        for index, found in enumerate(by_layer)
-        if index not in facts.without_keys
-    )
+    layers = []
+    for index, found in enumerate(by_layer):
+        if index not in facts.without_keys:
+            ruled = [(one, _rule(engine, rules_of, one, facts)) for one in found]
+            layers.append(_layer(index, ruled, assembly, facts))
     refused = [
         side for layer in layers for side in (layer.k, layer.v) if side.effect is Effect.REFUSED
     ]
@@ -227,7 +228,7 @@ def view(engine: Engine, version: str, facts: Facts) -> EngineView:
     )
     family = family_of(engine, facts.architecture, facts.model_type)
     caveat, notes = _conditions(facts) if recent else ("", ())
-    shown = facts.num_layers, layers, auto, assembly.doubled, refusal
+    shown = facts.num_layers, tuple(layers), auto, assembly.doubled, refusal
     return EngineView(engine, version, rules_of, *shown, inputs, family, caveat, notes)
 
 
@@ -279,11 +280,9 @@ def _rule(engine: Engine, version: str, stored: StoredScale, facts: Facts) -> Na
     return NameRule(engine, ".*", found.effect, found.why, found.source, sides="k" if as_k else "")
 
 
-def _layer(
-    index: int, found: list[tuple[StoredScale, NameRule]], assembly: Assembly, facts: Facts
-) -> LayerEffect:
+def _layer(index: int, found: list[Ruled], assembly: Assembly, facts: Facts) -> LayerEffect:
     """A layer's sides, from its tensors and the rules that match them."""
-    loaded: dict[str, tuple[StoredScale, NameRule]] = {}
+    loaded: dict[str, Ruled] = {}
     for stored, rule in found:
         if rule.effect in (Effect.REFUSED, Effect.UNKNOWN):
             values = (1.0,) if rule.effect is Effect.REFUSED else ()
@@ -308,8 +307,8 @@ def _layer(
 
 
 def _alone(
-    found: list[tuple[StoredScale, NameRule]],
-    loaded: dict[str, tuple[StoredScale, NameRule]],
+    found: list[Ruled],
+    loaded: dict[str, Ruled],
     assembly: Assembly,
 ) -> tuple[Side, Side] | None:
     """Both sides of a layer of which one tensor was loaded; None if the other side simply stays at
@@ -319,33 +318,22 @@ def _alone(
     effect = assembly.only_k if letter == "k" else assembly.only_v
     if effect is Effect.USED:
         return None
-    if effect is Effect.CONVERTED:
-        side = Side(effect, stored.values, stored.name, "one scale serves K and V", assembly.source)
-        return side, side
+    if effect is Effect.IGNORED:
+        why = "it reads a pair of scales, or neither"
+        own = Side(effect, (1.0,), stored.name, why, assembly.source)
+        other = Side(Effect.ONE, (1.0,), "", "no scale is stored", assembly.source)
+        return (own, other) if letter == "k" else (other, own)
+    values, why = stored.values, "one scale serves K and V"
     if effect is Effect.REFUSED:
-        side = Side(
-            effect,
-            (1.0,),
-            stored.name,
-            f"{letter.upper()}'s scale came without the other",
-            assembly.source,
-        )
-        return side, side
-    own = Side(
-        Effect.IGNORED,
-        (1.0,),
-        stored.name,
-        "it reads a pair of scales, or neither",
-        assembly.source,
-    )
-    other = Side(Effect.ONE, (1.0,), "", "no scale is stored", assembly.source)
-    return (own, other) if letter == "k" else (other, own)
+        values, why = (1.0,), f"{letter.upper()}'s scale came without the other"
+    side = Side(effect, values, stored.name, why, assembly.source)
+    return side, side
 
 
 def _side(
     letter: str,
-    found: list[tuple[StoredScale, NameRule]],
-    loaded: tuple[StoredScale, NameRule] | None,
+    found: list[Ruled],
+    loaded: Ruled | None,
     rounded: dict[str, float],
 ) -> Side:
     if loaded is not None:

@@ -4,7 +4,6 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,59 +12,36 @@ from freight.checkpoint.declare import scale_format
 from freight.config.engine import EngineConfig
 from freight.config.quantize_plan import Layout
 from freight.errors import ConfigError, choices
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
 from freight.models.decoder import Decoder
 from freight.models.loader import build_decoder
 from freight.models.open import OpenModel
-from freight.models.sources import CheckpointSource, WeightSource
+from freight.models.sources import CheckpointSource
 from freight.operands.weight import Activations, Weight
 
 SCHEMES = ("fp8", "fp8-channel", "fp8-block")
 
 
 @dataclass(frozen=True)
-class RoundedSource:
-    """A source of 16-bit weights whose matrices, but not the head, are rounded to FP8; activations
-    are dynamic.
-    """
+class RoundedSource(CheckpointSource):
+    """Rounds matrices, but not the head, to `weight_format` by `scheme`; activations are dynamic."""
 
-    plain: WeightSource
-    scheme: str
-    format: Format
-    scale_format: Format
+    scheme: str = "fp8"
+    scale_format: Format = Format.FLOAT32
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.plain.tensor(name, shape)
-
-    def table(self, name: str, shape: tuple[int, ...], format: Format) -> Tensor:
-        return self.plain.table(name, shape, format)
-
-    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.plain.exact(name, shape)
-
-    def head(self, name: str, shape: tuple[int, ...]) -> Weight:
-        return self.plain.head(name, shape)
-
-    def weight(self, name: str, shape: tuple[int, ...]) -> Weight:
-        return self._rounded(self.plain.weight(name, shape).data)
-
-    def input_scale(self, name: str) -> float | None:
-        return None  # activations are dynamic
-
-    def experts(self, name: str, shape: tuple[int, ...], pairs: bool) -> Iterator[Weight]:
-        return (self._rounded(weight.data) for weight in self.plain.experts(name, shape, pairs))
-
-    def _rounded(self, data: Tensor) -> Weight:
-        rounded = {
+    def _rounded(self, stored: Tensor) -> Weight:
+        quantize = {
             "fp8": quantize_tensor,
             "fp8-channel": quantize_rows,
             "fp8-block": quantize_blocks,
         }[self.scheme]
-        stored, scale = rounded(data, self.format, self.scale_format)
+        plain = stored.to(torch_dtype(self.compute_format))
+        data, scale = quantize(plain, self.weight_format, self.scale_format)
         if scale.ndim == 0:
-            scale = scale.expand(len(stored)).contiguous()
-        return Weight(stored, scale, Activations.DYNAMIC)
+            scale = scale.expand(len(data)).contiguous()
+        return Weight(data, scale, Activations.DYNAMIC)
 
 
 def check_schemes(opened: OpenModel, schemes: tuple[str, ...], quantization: str | None) -> None:
@@ -92,10 +68,13 @@ def load_rounded(
     Its 16-bit decoder has been loaded, so its tensors are checked.
     """
     assert opened.checkpoint is not None
-    plain = CheckpointSource(
-        opened.checkpoint, config.compute_format, config.compute_format, config.device
+    source = RoundedSource(
+        opened.checkpoint,
+        config.compute_format,
+        opened.device.native_e4m3,
+        config.device,
+        scheme=scheme,
+        scale_format=scale_format(Layout.COMPRESSED_TENSORS, opened.model.checkpoint_format),
     )
-    scales_in = scale_format(Layout.COMPRESSED_TENSORS, opened.model.checkpoint_format)
-    source = RoundedSource(plain, scheme, opened.device.native_e4m3, scales_in)
     model = opened.model.for_context(config.max_model_len)
     return build_decoder(model, source, opened.kernels(config), num_positions, config.device)

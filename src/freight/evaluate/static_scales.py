@@ -53,7 +53,7 @@ def channel_amax(
     seconds of the forward passes, without those of watching. Raises CheckpointError for NaN and
     infinities, which no scale can represent.
     """
-    device = _device(pool)
+    device = next(iter(pool.paged.values())).pages.k.device.type
     seen: Amax = [[] for _ in pool.layers]
     watching = [0.0]
 
@@ -130,7 +130,7 @@ def measure_scales(
     """Scales for each of `names`: a static granularity, or 'centered', which is None where no layer
     gains from it.
     """
-    # centers are for layers that all have rotated keys of their own, which latents are not
+    # centers are for layers that all store rotated keys, which latents are not
     shared = len(pool.paged) < len(pool.layers) or any(kv.shared for kv in pool.paged.values())
     rotaries = [rotary for rotary in decoder.rotaries if rotary is not None]
     centering = "centered" in names and not shared and len(rotaries) == len(pool.layers)
@@ -161,7 +161,3 @@ def _centered(decoder: Decoder, pool: KVPool, centers: Sequence[Tensor | None]) 
             )
         layers[index] = replace(kv, pages=pages)
     return pool.with_layers(layers)
-
-
-def _device(pool: KVPool) -> str:
-    return next(iter(pool.paged.values())).pages.k.device.type

@@ -8,7 +8,7 @@ for) - (its value under 16 bits):
     paired     a metric that is the mean over documents, such as `acc`: sqrt(Σ (d - mean d)² / (n -
                1)) / sqrt(n)
     bootstrap  any other, such as `word_perplexity`: documents are drawn n at a time, with
-               replacement, the same for both runs, and the metric's own aggregation is taken of
+               replacement, the same for both runs, and the metric's aggregation is taken of
                both; the standard deviation of the differences
 
 The caches are run one after the other, so that the weights are in memory once.
@@ -32,6 +32,8 @@ from freight.models.open import open_model
 
 RESAMPLES = 500  # the standard error of a bootstrap of 500 is right to 3 %
 
+Aggregate = Callable[[list[Any]], float]  # values by document -> the metric
+Aggregations = Mapping[str, Mapping[str, Aggregate]]  # by task and metric
 Results = Mapping[str, Any]  # what `lm_eval.simple_evaluate` returns
 
 
@@ -86,9 +88,9 @@ def compare_tasks(
     without lm-eval, for a task that is not known or cannot be loaded or asks for what Freight does
     not compute, and for a cache that is the 16-bit one, before any weight is read.
     """
-    harness = _harness()
+    harness, adapter = _harness()
     manager, names = _find(harness.tasks.TaskManager, tasks, include_path)
-    aggregations = _aggregations(manager, names, harness.check)
+    aggregations = _aggregations(manager, names, adapter.check_generation_kwargs)
     asked = replace(args.with_cache(cache[0]), kv_scales=cache[1])
     plain = _plain(args)
     opened = open_model(asked)
@@ -102,7 +104,7 @@ def compare_tasks(
         caches.append(llm.kv_cache_info())
         found.append(
             harness.simple_evaluate(
-                model=harness.freight(args.model, llm=llm, **(model_options or {})),
+                model=adapter.FreightLM(args.model, llm=llm, **(model_options or {})),
                 tasks=names,
                 task_manager=manager,
                 limit=limit,
@@ -115,33 +117,15 @@ def compare_tasks(
     return TaskComparison((caches[0], caches[1]), compare_results(found[0], found[1], aggregations))
 
 
-@dataclass(frozen=True)
-class _Harness:
-    """What is used of lm-eval, and the adapter."""
-
-    tasks: Any
-    simple_evaluate: Callable[..., Results]
-    freight: Callable[..., Any]
-    check: Callable[[Mapping[str, Any]], None]
-
-
-def _adapter() -> tuple[Callable[..., Any], Callable[[Mapping[str, Any]], None]]:
-    from freight.compat.lm_eval import (
-        FreightLM,
-        check_generation_kwargs,
-    )  # raises ConfigError where lm-eval is missing
-
-    return FreightLM, check_generation_kwargs
-
-
-def _harness() -> _Harness:
-    adapter = _adapter()  # first: it says what to install
-    import lm_eval
+def _harness() -> tuple[Any, Any]:
+    """lm-eval, and the adapter. Raises ConfigError where lm-eval is missing."""
     import lm_eval.tasks
+
+    from freight.compat import lm_eval as adapter  # first: it says what to install
 
     for name in ("lm_eval", "lm_eval.evaluator", "lm_eval.tasks"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    return _Harness(lm_eval.tasks, lm_eval.simple_evaluate, *adapter)
+    return lm_eval, adapter
 
 
 def _find(
@@ -153,11 +137,10 @@ def _find(
             raise ConfigError(
                 f"--include-path {include_path} is not a folder; give one that has task files (.yaml)"
             )
-        own = manager_of(include_path=include_path, include_defaults=False)
-        if all(own.match_tasks([pattern]) for pattern in tasks):
-            return own, _names(
-                own, tasks
-            )  # without reading lm-eval's own task files, which takes seconds
+        # without lm-eval's task files, which take seconds to read
+        manager = manager_of(include_path=include_path, include_defaults=False)
+        if all(manager.match_tasks([pattern]) for pattern in tasks):
+            return manager, _names(manager, tasks)
     manager = manager_of(include_path=include_path)
     return manager, _names(manager, tasks)
 
@@ -177,10 +160,8 @@ def _names(manager: Any, tasks: Sequence[str]) -> list[str]:
 
 def _aggregations(
     manager: Any, names: list[str], check: Callable[[Mapping[str, Any]], None]
-) -> dict[str, Mapping[str, Callable[[list[Any]], float]]]:
-    """{task: {metric: values by document -> the metric}}. Loads every task, which reads or fetches
-    its documents.
-    """
+) -> Aggregations:
+    """Load every task, which reads or fetches its documents."""
     try:
         loaded = manager.load(names)["tasks"]
     except Exception as error:  # task files and data sets are programs, and raise what they like
@@ -203,7 +184,7 @@ def _plain(args: EngineArgs) -> EngineArgs:
 def compare_results(
     reference: Results,
     other: Results,
-    aggregations: Mapping[str, Mapping[str, Callable[[list[Any]], float]]],
+    aggregations: Aggregations,
 ) -> list[TaskScore]:
     """A score for every metric of every task and group that both have."""
     scores = []
@@ -235,7 +216,7 @@ def _pairs(
 
 
 def _with_errors(
-    score: TaskScore, pairs: Sequence[tuple[Any, Any]], aggregate: Callable[[list[Any]], float]
+    score: TaskScore, pairs: Sequence[tuple[Any, Any]], aggregate: Aggregate
 ) -> TaskScore:
     changed = sum(
         bool(before != after) for before, after in pairs
@@ -243,13 +224,10 @@ def _with_errors(
     score = replace(score, num_documents=len(pairs), num_changed=changed)
     if len(pairs) < 2:
         return score
-    columns: list[list[Any]] = [[before for before, _ in pairs], [after for _, after in pairs]]
-    if _is_mean(columns[0], score.reference) and _is_mean(columns[1], score.value):
-        errors = [
-            mean_stderr(column)
-            for column in (*columns, [after - before for before, after in pairs])
-        ]
-        method = "paired"
+    before, after = zip(*pairs, strict=True)
+    if _is_mean(before, score.reference) and _is_mean(after, score.value):
+        differences = [new - old for old, new in pairs]
+        errors, method = list(map(mean_stderr, (before, after, differences))), "paired"
     else:
         errors, method = bootstrap_stderr(pairs, aggregate), "bootstrap"
     return replace(
@@ -272,7 +250,7 @@ def mean_stderr(values: Sequence[float]) -> float:
 
 
 def bootstrap_stderr(
-    pairs: Sequence[tuple[Any, Any]], aggregate: Callable[[list[Any]], float], seed: int = 0
+    pairs: Sequence[tuple[Any, Any]], aggregate: Aggregate, seed: int = 0
 ) -> list[float]:
     """Standard errors of `aggregate` of the first of each pair, of the second, and of their
     difference.
