@@ -1,7 +1,7 @@
 """What an engine's loader sees of a checkpoint: config.json, tensor names, and the values of its KV
 scales.
 
-It is read without Freight's own model code, so that families which Freight does not run can be
+It is read without Freight's model code, so that families which Freight does not run can be
 audited as well.
 """
 

@@ -1,7 +1,7 @@
 """What each engine does with a form of names in a family of models, as tools/engine_rules.py read
 it from the sources.
 
-`engine_families.json` beside this file has the tables. What is not in them was not read, or could
+`engine_families.json` in this folder has the tables. What is not in them was not read, or could
 not be followed, and is None here. Imports no torch.
 """
 

@@ -3,7 +3,7 @@ cache.
 
 An engine's view becomes the `KVCacheConfig` that Freight would have for the same scales, so every
 row is computed by the same kernels and differs in scales alone; but for the rows of vLLM's CPU
-kernels, which round in their own way.
+kernels, which round differently.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DYNAMIC = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, N
 @dataclass(frozen=True)
 class LayerCost:
     """What a layer adds to the KL, nats per token, if it alone has the engine's scales, the others
-    mended ones.
+    repaired ones.
     """
 
     layer: int
@@ -89,14 +89,14 @@ def measure(
 def worst_layers(
     args: EngineArgs,
     own: KVScales,
-    mended: KVScales,
+    repaired: KVScales,
     text: str | Sequence[int],
     window: int | None,
     max_tokens: int,
     on_progress: OnProgress = unseen,
 ) -> tuple[LayerCost, ...]:
     """The layers whose scales differ between the two, the costliest first."""
-    pairs = list(enumerate(zip(own.layers, mended.layers, strict=True)))
+    pairs = list(enumerate(zip(own.layers, repaired.layers, strict=True)))
     differing = [
         (i, a)
         for i, (a, b) in pairs
@@ -105,10 +105,10 @@ def worst_layers(
     if not differing:
         return ()
     swapped = [
-        replace(mended, layers=(*mended.layers[:i], a, *mended.layers[i + 1 :]))
+        replace(repaired, layers=(*repaired.layers[:i], a, *repaired.layers[i + 1 :]))
         for i, a in differing
     ]
-    base, *scores = measure(args, [mended, *swapped], text, window, max_tokens, on_progress)[2:]
+    base, *scores = measure(args, [repaired, *swapped], text, window, max_tokens, on_progress)[2:]
     costs = [
         LayerCost(i, score.mean_kl - base.mean_kl)
         for (i, _), score in zip(differing, scores, strict=True)

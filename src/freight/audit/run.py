@@ -14,14 +14,13 @@ from pathlib import Path
 from freight.audit.effects import EngineView, Facts, Side, view
 from freight.audit.facts import read_facts
 from freight.audit.measure import LayerCost, engine_scales, measure, measured_scales, worst_layers
-from freight.audit.mend import Form, choose_form, write_mended
+from freight.audit.repair import Form, choose_form, write_repaired
 from freight.audit.rules import Engine
 from freight.audit.verdict import Cost, sentence
 from freight.checkpoint.reader import resolve_model
 from freight.checkpoint.writer import require_new
 from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError, ConfigError
-from freight.evaluate.report import CacheScore
 from freight.fp8.formats import Granularity
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.json_schema import JsonDict
@@ -48,7 +47,7 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """The whole report. `plain`, `dynamic` and `stored` are costs of a 16-bit cache, of one with a
+    """The report. `plain`, `dynamic` and `stored` are costs of a 16-bit cache, of one with a
     scale per token, and of the stored scales; None where not measured or not there. `unmeasured`
     says why nothing was measured.
     """
@@ -85,7 +84,7 @@ def audit(
     calibration: str | None = None,
     on_progress: Progress = lambda what, done, total: None,
 ) -> AuditReport:
-    """Audit `args.model` for `engines`, and write a mended checkpoint into `fix` if it is given.
+    """Audit `args.model` for `engines`, and write a repaired checkpoint into `fix` if it is given.
 
     At most `max_tokens` of `text` are measured, `layer_tokens` for the ranking of layers.
     `calibration` is what missing scales are measured on for `fix`; default: `text`. Raises
@@ -100,15 +99,15 @@ def audit(
     if not unmeasured and text is None:
         unmeasured = "no text was given (--data FILE)"
     measured = None if unmeasured else text
-    mended, form = stored, None
-    if mended is None and measured is not None:
-        mended = measured_scales(args, calibration or measured, window)
+    repaired, form = stored, None
+    if repaired is None and measured is not None:
+        repaired = measured_scales(args, calibration or measured, window)
     if fix is not None:
-        if mended is None:
+        if repaired is None:
             raise ConfigError(f"--fix has to measure the scales that are missing, but {unmeasured}")
-        one_each = _per_tensor(mended)
+        one_each = _per_tensor(repaired)
         form = choose_form(facts, one_each, engines)
-        write_mended(checkpoint, one_each, form, fix)
+        write_repaired(checkpoint, one_each, form, fix)
     scales = [engine_scales(one) for one in views]
     cpu = [own if one.truncates_on_cpus else None for one, own in zip(views, scales, strict=True)]
     costs = _Costs()
@@ -117,9 +116,9 @@ def audit(
     reports = []
     for one, own, truncated in zip(views, scales, cpu, strict=True):
         worst: tuple[LayerCost, ...] = ()
-        if measured is not None and mended is not None and own is not None:
+        if measured is not None and repaired is not None and own is not None:
             shown = partial(on_progress, "layers")
-            worst = worst_layers(args, own, mended, measured, window, layer_tokens, shown)
+            worst = worst_layers(args, own, repaired, measured, window, layer_tokens, shown)
         cost = costs.of.get(own)
         verdict = sentence(one, cost, costs.plain, costs.dynamic)
         reports.append(EngineReport(one, cost, costs.truncated.get(truncated), worst, verdict))
@@ -148,7 +147,9 @@ def _measure(
     nearest, towards_zero = (_distinct(some) for some in (scales, cpu))
     shown = partial(on_progress, "measuring")
     scored = measure(args, nearest, text, window, max_tokens, shown, towards_zero)
-    plain, dynamic, *others = map(_cost, scored)
+    plain, dynamic, *others = (
+        Cost(score.perplexity, score.mean_kl, score.same_top_share) for score in scored
+    )
     return _Costs(
         plain,
         dynamic,
@@ -187,10 +188,6 @@ def _stored_scales(path: Path, args: EngineArgs) -> tuple[KVScales | None, str]:
     # The names of the tensors are no part of what is compared.
     layers = tuple(x and LayerScales(x.k, x.v, x.granularity) for x in scales.layers)
     return KVScales(layers, scales.format, unneeded=scales.unneeded), ""
-
-
-def _cost(score: CacheScore) -> Cost:
-    return Cost(score.perplexity, score.mean_kl, score.same_top_share)
 
 
 def as_json(model: str, report: AuditReport) -> JsonDict:

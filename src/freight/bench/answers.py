@@ -2,8 +2,8 @@
 in order.
 
 Guarantees: tokens are counted from `usage`, never from the number of events, because an event may
-carry several tokens or none. An answer counts as complete only if it ended with `[DONE]` and said
-its usage; everything else is an error with a kind: `error_event`, `no_done`, `malformed`, `closed`,
+carry several tokens or none. An answer counts as complete only if it ended with `[DONE]` and
+reported its usage; everything else is an error with a kind: `error_event`, `no_done`, `malformed`, `closed`,
 `no_usage`, `empty`, `http_429`, ...
 """
 
@@ -29,7 +29,7 @@ class Answer:
     counts        tokens of each of them, where the server gives its usage in every event; else None
     num_tokens    of the answer, from usage
     num_prompt    of the prompt, from usage
-    num_cached    of the prompt's, found in the prefix cache; None: not said
+    num_cached    of the prompt's, found in the prefix cache; None: not reported
     wanted        tokens that were asked for
     error         what was wrong with it, a word to count by; "" if nothing
     message       the same for a person
@@ -96,7 +96,7 @@ class AnswerStream:
             ) from None
 
     def answer(self, start: float, sent: float, wanted: int) -> Answer:
-        """The whole. Raises StreamError for a stream that is not complete."""
+        """The complete answer. Raises StreamError for a stream that is not complete."""
         if self.done_at is None:
             raise StreamError("no_done", "the stream ended without [DONE]")
         if self._usage is None:

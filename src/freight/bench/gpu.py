@@ -1,4 +1,4 @@
-"""`freight bench kernels` on a GPU: what the Triton kernel set does, beside torch's own, timed by
+"""`freight bench kernels` on a GPU: what the Triton kernel set does, and torch's kernels, timed by
 events over graphs.
 
 `bandwidth_fraction` is the bytes that a row has to read and write, over its median time and the

@@ -120,7 +120,7 @@ class AnswerReader:
         return body
 
     def close(self) -> None:
-        """The connection ended. Raises StreamError where the answer is not whole."""
+        """The connection ended. Raises StreamError where the answer is incomplete."""
         if self.complete:
             return
         if self._state == "head":

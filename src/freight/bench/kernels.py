@@ -1,5 +1,4 @@
-"""`freight bench kernels` on a CPU: each operation of the selected kernel set on its own, beside
-torch's.
+"""`freight bench kernels` on a CPU: each operation of the selected kernel set, and torch's.
 
 Every row takes turns over copies of what it reads, together larger than any cache, as it is when a
 model runs. Its `bandwidth_fraction` is the bytes that it has to read and write, divided by its
@@ -43,8 +42,8 @@ def measure_kernels(
     only: Sequence[str] = (),
     cache_size: int | None = None,
 ) -> Iterator[JsonDict]:
-    """Yield what --json prints, a row at a time. `matrix` [out_features, in_features] comes beside
-    the model's own.
+    """Yield what --json prints, a row at a time. `matrix` [out_features, in_features] comes
+    with those of the model.
 
     `only` names the kernels wanted; none: all. `seconds` are spent on each row, and at least five
     runs. `cache_size`, in bytes, is what the copies together exceed; default:

@@ -1,5 +1,5 @@
-"""`freight bench latency`: one batch that arrives at once, prefill and decode apart, beside the
-speed of the memory.
+"""`freight bench latency`: one batch that arrives at once, prefill and decode apart, against
+the speed of the memory.
 
 Prefill lasts until the last of the batch has its first token. A decode step counts when every
 sequence gets a token in it, so its batch size is the one asked for. `decode_bandwidth_fraction` is
@@ -39,7 +39,7 @@ def measure_latency(
     """Medians over `repeats` runs, after one to warm up; lengths in tokens. Returns what --json
     prints.
 
-    Raises what `start_engine` raises, and ConfigError when no decode step has the whole batch.
+    Raises what `start_engine` raises, and ConfigError when no decode step has the full batch.
     """
     imported = peak_rss_bytes()
     length = opened.args.max_model_len or input_len + output_len

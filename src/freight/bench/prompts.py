@@ -1,9 +1,8 @@
 """What a load asks for: prompts and lengths, drawn from a seed, so that every server compared gets
 the same requests.
 
-`Text` takes pieces of a text at random places; `Ids` draws token ids evenly; `Listed` goes round a
-user's own list. With a shared prefix, all prompts begin with the same tokens and go on each in its
-own way.
+`Text` takes pieces of a text at random places; `Ids` draws token ids evenly; `Listed` repeats a user's
+list. With a shared prefix, all prompts begin with the same tokens.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _PLOT, _NUMBERS, _GAP = (
     346,
     120,
     30,
-)  # widths: of an axis, of the numbers beside it, between the halves
+)  # widths: of an axis, of the numbers at its right, between the halves
 _BINS = 90
 _STYLE = """
 text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}

@@ -1,8 +1,8 @@
 """`freight bench throughput`: many requests of different lengths, all there at the start, through
-the whole engine.
+the engine.
 
 Lengths are drawn evenly from half to one and a half times the ones given, so sequences come and go
-as they do in service. Rates are over the whole time; occupancy is the mean over time of sequences
+as they do in service. Rates are over the total time; occupancy is the mean over time of sequences
 running, against `max_num_seqs`, and of the cache's blocks in use.
 """
 

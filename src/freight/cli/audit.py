@@ -1,5 +1,5 @@
 """`freight audit`: what vLLM, SGLang and TGI do with a checkpoint's KV scales, what that costs, and
-what mends it.
+what repairs it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def audit(
     """Say what other engines do with a checkpoint's KV scales.
 
     Which scales vLLM, SGLang and TGI load, drop or take as 1.0, what that costs on a text, and what
-    mends it.
+    repairs it.
     """
     engines = [parse_engine(name) for name in engine or map(str, Engine)]
     text = read_text(args.model, data) if data is not None or args.model == "demo" else None

@@ -85,7 +85,7 @@ def batch(
         status = 0
         if counts.before < counts.lines:
             task = bar.add_task("answering", total=counts.lines, completed=counts.before)
-            # Nobody waits for single tokens: steps are as long as their rate is best, and told of
+            # Nobody waits for single tokens: steps are as long as their rate is best, and sent
             # once a second.
             offline = asdict(replace(args, max_step_seconds=args.max_step_seconds or 0.0))
             options = WorkerOptions(offline, events_per_second=1.0)

@@ -1,5 +1,5 @@
-"""`freight bench`: how fast this machine runs a model, or one kernel; speed beside the bandwidth of
-the memory.
+"""`freight bench`: how fast this machine runs a model, or one kernel, against the bandwidth of the
+memory.
 """
 
 from __future__ import annotations

@@ -311,7 +311,7 @@ def _list(text: str | None) -> tuple[str, ...] | None:
 
 
 def data_path(model: str, data: Path | None) -> Path:
-    """The file to judge by. Raises ConfigError where there is none."""
+    """The text's file. Raises ConfigError where there is none."""
     if data is None and model != "demo":
         raise ConfigError("--data FILE is needed: a text the model was not trained on")
     path = data or HELD_OUT
@@ -323,7 +323,7 @@ def data_path(model: str, data: Path | None) -> Path:
 
 
 def read_text(model: str, data: Path | None) -> str:
-    """The text to judge by, as one. Raises ConfigError where there is none."""
+    """The text as one. Raises ConfigError where there is none."""
     path = data_path(model, data)
     try:
         return files.read_text(path, limit=DATA_LIMIT)

@@ -107,7 +107,7 @@ def describe(
     (scales_format or '16 bits') and `granularity`; `value` is there for granularity 'tensor', and
     `centered`, whether a mean was subtracted, for k. An export of AMMO or ModelOpt for TensorRT-LLM
     has the same keys; num_parameters is null there, because ranks share some of them. So has a
-    config.json, or a folder with nothing beside it, where num_parameters is null and bytes is
+    config.json, or a folder with nothing else, where num_parameters is null and bytes is
     empty; and a model that cannot be run, where what config.json does not say is null and KV scales
     are not read.
     """

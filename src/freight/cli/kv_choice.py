@@ -61,7 +61,7 @@ def choice_facts(choice: KVChoice) -> JsonDict:
 
 
 def choice_sentences(choice: KVChoice) -> Iterator[str]:
-    """A line a layer, then the whole."""
+    """Yield a line for each layer, then those of the choice."""
     for index, (chosen, alone) in enumerate(
         zip(choice.granularities, choice.kl_by_layer, strict=True)
     ):

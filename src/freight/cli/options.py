@@ -456,12 +456,12 @@ def replace_parameter(
         made = build(values)
         command(**values, **made)
 
-    own = [
+    kept = [
         p
         for p in inspect.signature(command, eval_str=True).parameters.values()
         if p.name != parameter
     ]
-    known = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    known = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in kept]
     wrapped.__signature__ = inspect.Signature([*known, *options])  # type: ignore[attr-defined]
     wrapped.__annotations__ = {p.name: p.annotation for p in (*known, *options)}
     return wrapped

@@ -133,7 +133,7 @@ def _print(model: str, made: Plan) -> None:
 
 
 def _states(made: Plan) -> str:
-    """What a request's states take: beside a cache of 16 bits, beside one of 8 where that differs,
+    """Say what a request's states take: with a cache of 16 bits, with one of 8 where that differs,
     and in float32.
     """
     from freight.evaluate.capacity import size

@@ -76,14 +76,14 @@ class Setting:
     """One choice of formats, and what fits with it. Sizes in bytes.
 
     kv                 the cache; static scales have no values here
-    options            what `freight serve` is given for it, beside context, concurrency and memory
+    options            what `freight serve` is given for it, apart from context, concurrency and memory
     loaded             the weights, with their scales and the rotary tables
     cache_bytes        the share of what the weights leave
     rest_bytes         what is left for activations and logits, which are not counted
     spec               the cache by layer
     num_blocks         by group of layers, as the engine allocates them; () where not even one token
                        fits
-    capacity_tokens    tokens of whole sequences
+    capacity_tokens    tokens of full sequences
     longest            tokens of the longest request, up to the wished context
     step_tokens        tokens of a step at most
     requests           of the wished context, at once
@@ -344,7 +344,7 @@ def longest_of(plan: Plan, setting: Setting) -> int:
 
 
 def needed_for(cache: int, share: float) -> int:
-    """The least memory beside the weights of which `share` is `cache` bytes or more."""
+    """The least memory without the weights of which `share` is `cache` bytes or more."""
     needed = max(0, int(cache / share) - 2)  # a division may round either way
     while int(needed * share) < cache:
         needed += 1

@@ -2,7 +2,7 @@
 that grey is enough.
 
 Colours are CSS variables of the page (`report_page`), which follow the reader's light or dark
-setting. Names stand in a legend beside the plot and never on it, so no text can overlap.
+setting. Names stand in a legend next to the plot and never on it, so no text can overlap.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
 
 
 def _abreast(at: Sequence[Sequence[Point]], num_categories: int) -> list[list[Point]]:
-    """Each series moved sideways by its own few pixels, so that marks of one category stand side by
+    """Move each series sideways by a few pixels, so that marks of one category stand side by
     side.
     """
     width = (WIDTH - _LEFT - _RIGHT) / num_categories
@@ -174,7 +174,7 @@ def _abreast(at: Sequence[Sequence[Point]], num_categories: int) -> list[list[Po
 
 
 def _apart(at: Sequence[Sequence[Point]]) -> list[list[Point]]:
-    """Marks that would cover an earlier one moved to the nearest free place beside it."""
+    """Move marks that would cover an earlier one sideways to the nearest free place."""
     taken: list[Point] = []
     places = []
     for points in at:

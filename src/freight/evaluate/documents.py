@@ -1,7 +1,7 @@
-"""What is judged: documents of a text file or of a JSONL file, as windows of tokens.
+"""What is scored: documents of a text file or of a JSONL file, as windows of tokens.
 
 A `.jsonl` file has one document a line, an object whose `text` (or another field, if named) is
-judged; any other file is one document. Every document is cut into windows on its own. Bad files are
+scored; any other file is one document. Every document is cut into windows separately. Bad files are
 refused with the line that is at fault.
 """
 
@@ -69,7 +69,7 @@ def cut_documents(
     """Windows of at most `length` tokens, by document. Raises ConfigError for fewer than two tokens
     in all.
 
-    Documents that are too short to be judged are left out; of all together the first `max_tokens`
+    Documents that are too short to be scored are left out; of all together the first `max_tokens`
     tokens count.
     """
     tokenizer, bos = None, opened.model.bos_token_id
@@ -111,7 +111,7 @@ def cut_documents(
 
 
 def window_length(window: int | None, max_model_len: int) -> int:
-    """Tokens judged together: `window`, or the context, at most 1024. Raises ConfigError for more
+    """Tokens scored together: `window`, or the context, at most 1024. Raises ConfigError for more
     than the context.
     """
     if window is not None and window > max_model_len:

@@ -86,12 +86,12 @@ class Figures:
 
 @dataclass(frozen=True)
 class Overview:
-    """What was measured. Bytes are of the first setting's weights; `window` is the tokens judged
+    """What was measured. Bytes are of the first setting's weights; `window` is the tokens scored
     together.
 
     `kv_scales`, `quantization`, `calibration_data` and `skipped_layers` are the options as given,
-    for the command that repeats a setting; `chosen_by_layer`: the checkpoint has a choice of its
-    own for each layer (`KVScales.mixed`).
+    for the command that repeats a setting; `chosen_by_layer`: the checkpoint has a choice
+    for each layer (`KVScales.mixed`).
     """
 
     model: str
@@ -114,7 +114,7 @@ class Evaluation:
     compared with.
 
     `position_edges` has one entry more than there are buckets; `sample` says what intervals are
-    over. `seconds` are those of the whole, `calibration_seconds` of the forward passes over
+    over. `seconds` are those of everything, `calibration_seconds` of the forward passes over
     calibration text.
     """
 

@@ -3,8 +3,8 @@ model.
 
 Without options: a 16-bit cache, E4M3 with every source of scales, E5M2, and centered keys where a
 layer gains from them. Static scales are those of the checkpoint, or else measured on calibration
-text before the pass (`static_scales`). Where layers keep states, each format of theirs is a setting
-of its own, beside keys and values as in the first: what pages cost and what states cost stand
+text before the pass (`static_scales`). Where layers keep states, each format of theirs is a separate
+setting, with keys and values as in the first: what pages cost and what states cost is measured
 apart.
 """
 
@@ -51,7 +51,7 @@ Setting = tuple[str, EngineConfig]  # with its name
 
 @dataclass(frozen=True)
 class GridArgs:
-    """What is measured, beside the engine's own options.
+    """What is measured, apart from the engine's options.
 
     caches            names of CACHES and OTHERS; None: those of CACHES (`group` for latents on a
                       CPU alone), or the one that the engine's options name
@@ -60,7 +60,7 @@ class GridArgs:
     weights           schemes of weights, each measured with a 16-bit and with a `token` cache
     calibration_data  for static scales that the checkpoint does not have; None: text that ships
                       with Freight
-    window            tokens judged together; max_tokens: of the documents, this many count
+    window            tokens scored together; max_tokens: of the documents, this many count
     speed             whether prefill and decoding are timed
     per_layer         whether the KL of each layer alone is measured too
     """
@@ -190,7 +190,7 @@ def _apart(
     states: Sequence[Setting],
     chosen: EngineConfig | None,
 ) -> list[Setting]:
-    """`plain`, the pages of `caches` beside its states, and `states`; then `chosen` if it is none
+    """`plain`, the pages of `caches` with its states, and `states`; then `chosen` if it is none
     of these.
     """
     found = [("16 bits", plain)]
@@ -249,7 +249,7 @@ def _caches(
     names: Sequence[str],
     scales: dict[str, KVScales | None],
 ) -> list[Setting]:
-    """A configuration for each name. A checkpoint's own static scales are one, in the place of all
+    """A configuration for each name. A checkpoint's static scales are one, in the place of all
     static names.
     """
     found: list[Setting] = []

@@ -82,7 +82,7 @@ class PositionScore:
 
 @dataclass(frozen=True)
 class LongScore:
-    """One cache. `positions` is empty without a text, or where the text has no whole window.
+    """One cache. `positions` is empty without a text, or where the text is shorter than a window.
 
     state_dtype   how recurrent states are stored; None: no layer keeps one
     """

@@ -105,7 +105,7 @@ def now(device: str) -> float:
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """Rows of logits that are computed together: whole tiles within LOGITS bytes, at least one."""
+    """Rows of logits that are computed together: full tiles within LOGITS bytes, at least one."""
     return max(TILE, LOGITS // (4 * vocab_size) // TILE * TILE)
 
 

@@ -1,8 +1,8 @@
 """Perplexity: exp of the mean negative log-likelihood per token, over windows of a text.
 
 Each window begins with the model's begin-of-text token where it has one, so that every token of the
-text is judged once. Without one, a window begins with the last token of the window before; the
-text's first token is not judged.
+text is scored once. Without one, a window begins with the last token of the window before; the
+text's first token is not scored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Window:
-    """`token_ids` go in; the logits after token i are judged by `targets[i]`. Both have the same
+    """`token_ids` go in; the logits after token i are scored by `targets[i]`. Both have the same
     length.
     """
 

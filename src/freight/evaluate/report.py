@@ -1,8 +1,8 @@
 """What an FP8 cache costs and saves: every cache and the 16-bit one over the same text, in one
 pass.
 
-The weights are loaded once: a decoder takes its cache as an argument, so each cache is a pool of
-its own behind the same model, and the distributions of one chunk are compared before the next chunk
+The weights are loaded once: a decoder takes its cache as an argument, so each cache is a separate
+pool of the same model, and the distributions of one chunk are compared before the next chunk
 is computed (`measure`).
 """
 
@@ -81,7 +81,7 @@ def compare_caches(
 
     A cache is (kv_cache_dtype, kv_scales), or a resolved KVCacheConfig.
 
-    `window` is the number of tokens judged together (default: the model's context, at most 1024);
+    `window` is the number of tokens scored together (default: the model's context, at most 1024);
     of the text, the first `max_tokens` count. `on_progress(done, total)` counts windows. Raises
     ConfigError for a text of fewer than two tokens, for a window beyond the model's context, and
     what `resolve` raises, before weights are read.

@@ -77,7 +77,7 @@ class Section:
 
     @property
     def picture(self) -> str:
-        """The chart as a file of its own."""
+        """The chart as a separate file."""
         look = _style(
             _CHARTS + 'svg{background:var(--paper);font-family:system-ui,"Segoe UI",sans-serif}'
         )

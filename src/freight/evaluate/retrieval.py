@@ -1,4 +1,4 @@
-"""Contexts to retrieve from: records of a key and a value, made from a model's own vocabulary.
+"""Contexts to retrieve from: records of a key and a value, made from a model's vocabulary.
 
 A context is records "key = value" one after another, up to its end; keys and values are words drawn
 at random, so nothing but the cache can tell the value of a key. A question is a key again, with "
@@ -80,7 +80,7 @@ def vocabulary(
 
 def depths(context: int) -> list[int]:
     """1024, 2048, … and the context itself; of a context under 8192 tokens, its eighth, quarter,
-    half and whole.
+    half and itself.
     """
     depth = min(SHALLOWEST, context // 8)
     found = []

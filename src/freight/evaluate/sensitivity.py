@@ -26,7 +26,7 @@ class LayerCost:
     """One layer quantized alone: KL in nats per token, its share of the layers' sum, and how it is
     stored.
 
-    `read_by` are the layers that read its keys and values in the place of their own. They have no
+    `read_by` are the layers that read its keys and values in the place of theirs. They have no
     row: what their attention loses is in this one.
     """
 

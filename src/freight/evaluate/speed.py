@@ -1,5 +1,5 @@
-"""Prefill and decode speed of every setting, in turns, so that a machine's moods fall on all of
-them.
+"""Prefill and decode speed of every setting, alternating, so that what else the machine does slows
+all of them.
 
 A decode step of one sequence is timed at a few contexts. Its time depends on how many keys are read
 and not on what they are, so the cache is filled with zeros instead of being computed: a context of

@@ -4,10 +4,10 @@ been.
 K and V: the rounding of the store alone, the stored values against those that were given to it, in
 the same run. Attention's output: against the 16-bit run, so it also has what the layers before have
 changed. Both are relative: the norm of the difference divided by the norm of the true values. Rows
-of every fourth chunk are looked at, so that this takes little time and memory: as many rows as if a
+of every fourth chunk are compared, so that this takes little time and memory: as many rows as if a
 quarter of them were taken of every chunk, in a quarter of the operations, whose number is what
 costs time. Rows of one chunk are more alike than those of four, so the errors are a little less
-certain: a layer's moves by some per cent with the rows that are looked at.
+certain: a layer's moves by some per cent with the rows that are compared.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from freight.operands.kv_pages import KVPages, read_slots, spread
 from freight.operands.packed import PackedWeight, Rows, plain
 from freight.operands.rotary import Rotary
 
-ROWS = 64  # of a chunk that are looked at
-EVERY = 4  # which chunks are: the first, and then each fourth
-LOOKED_AT = 2048  # rows in all, after which no chunk is looked at
+ROWS = 64  # of a chunk that are compared
+EVERY = 4  # chunks from one that is compared to the next
+MOST_ROWS = 2048  # in all: no chunk is compared after them
 
 
 @dataclass
 class Probe:
-    """Sums over the rows seen so far, by layer; `rows` says which of this step's are looked at,
+    """Sums over the rows seen so far, by layer; `rows` says which of this step's are compared,
     None: none.
     """
 
@@ -63,7 +63,7 @@ class Probe:
         self.outputs.clear()
         self.num_steps += 1
         self.rows = None
-        if self.num_rows < LOOKED_AT and self.num_steps % EVERY == 1:
+        if self.num_rows < MOST_ROWS and self.num_steps % EVERY == 1:
             step = -(-count // ROWS)
             self.rows = torch.arange(step // 2, count, step, dtype=torch.int64, device=device)
             self.num_rows += len(self.rows)

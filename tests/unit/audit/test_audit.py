@@ -1,4 +1,4 @@
-"""freight audit at the terminal: what is caught, what it costs, what mends it."""
+"""freight audit at the terminal: what is caught, what it costs, what repairs it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_fix_is_a_checkpoint_that_the_engine_loads(
 
 
 def test_layers_that_keep_a_state_need_no_scales(freight: Run, text: str, tmp_path: Path):
-    """One layer of four has attention: it is measured, mended, and alone in what is said."""
+    """One layer of four has attention: it is measured, repaired, and alone in what is said."""
     model, out = Path(__file__).parents[2] / "fixtures/hybrids/delta_net", tmp_path / "fixed"
     options = ("--engine", "vllm", "--data", text, *FEW)
     said = freight("audit", str(model), *options, "--calibration-data", text, "--fix", str(out))
@@ -130,7 +130,7 @@ def test_what_freight_cannot_run_is_judged_by_the_rules(freight: Run, write: Wri
 
 def test_mixtral_in_sglang_gets_the_names_that_it_loads(write: Write):
     """sglang#39942: of the forms that are known, one alone is loaded there."""
-    from freight.audit.mend import choose_form
+    from freight.audit.repair import choose_form
 
     path = write(CT, PLAIN)
     config = json.loads((path / "config.json").read_text())

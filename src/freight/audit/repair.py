@@ -1,4 +1,4 @@
-"""What mends a checkpoint for an engine: KV scales under names, and with a declaration, that the
+"""Repair a checkpoint for an engine: store KV scales under names, and with a declaration, that the
 engine's rules load.
 
 The form is found with the rules themselves: of the forms that exist, the first under which the
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from freight.audit.effects import Facts, StoredScale, view
 from freight.audit.rules import NONE, Effect, Engine
@@ -59,7 +58,7 @@ class Form:
     """How the scales are stored: `names` has a place for the side; `declared` replaces the
     kv_cache_scheme.
 
-    `method` is that of the mended checkpoint: 'compressed-tensors' where it declared none.
+    `method` is that of the repaired checkpoint: 'compressed-tensors' where it declared none.
     """
 
     names: str
@@ -80,8 +79,10 @@ def choose_form(facts: Facts, scales: KVScales, engines: Sequence[tuple[Engine, 
     methods = (facts.method,) if facts.method != NONE else (NONE, "compressed-tensors")
     for method in methods:
         for names in NAMES:
-            mended = with_scales(facts, scales, names, method)
-            served = tuple(engine for engine, version in engines if _uses(engine, version, mended))
+            repaired = with_scales(facts, scales, names, method)
+            served = tuple(
+                engine for engine, version in engines if _uses(engine, version, repaired)
+            )
             if engines[0][0] in served and (best is None or len(served) > len(best.engines)):
                 best = Form(names, method, served)
     if best is None:
@@ -117,7 +118,7 @@ def _uses(engine: Engine, version: str, facts: Facts) -> bool:
     return all(side.effect is Effect.USED for side in view(engine, version, facts).sides)
 
 
-def write_mended(checkpoint: Checkpoint, scales: KVScales, form: Form, out: Path) -> None:
+def write_repaired(checkpoint: Checkpoint, scales: KVScales, form: Form, out: Path) -> None:
     """Write the checkpoint into the new folder `out`, its KV scales replaced by `scales`; every
     other tensor as it is.
 
@@ -137,21 +138,15 @@ def write_mended(checkpoint: Checkpoint, scales: KVScales, form: Form, out: Path
                 writer.add({name: handle.get_tensor(name)})
         for index, layer in enumerate(scales.layers):
             if layer is None:
-                assert index in scales.unneeded, "mended scales have every layer with attention"
+                assert index in scales.unneeded, "repaired scales have every layer with attention"
                 continue
             module = f"{prefix}{index}."
-            pairs = (("k", layer.k), ("v", layer.v))
-            writer.add(
-                {
-                    module + form.names.format(side=side): _scale(max(values))
-                    for side, values in pairs
-                }
-            )
+            pair = {}
+            for side, values in (("k", layer.k), ("v", layer.v)):
+                scale = torch.tensor([max(values)], dtype=torch.float32, device="cpu")
+                pair[module + form.names.format(side=side)] = scale
+            writer.add(pair)
         writer.finish(_declared(checkpoint.config, form), checkpoint.path, files)
-
-
-def _scale(value: float) -> Tensor:
-    return torch.tensor([value], dtype=torch.float32, device="cpu")
 
 
 def _prefix(checkpoint: Checkpoint) -> str:
@@ -168,7 +163,7 @@ def _prefix(checkpoint: Checkpoint) -> str:
 
 
 def _declared(config: Mapping[str, Any], form: Form) -> JsonDict:
-    """config.json of the mended checkpoint: the declaration stays, but for that of the KV cache."""
+    """config.json of the repaired checkpoint: the declaration stays, but for that of the KV cache."""
     kept = {key: value for key, value in config.items() if key != "freight"}
     if form.method == NONE:
         return kept
