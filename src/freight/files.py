@@ -11,8 +11,12 @@ import io
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from freight.errors import ConfigError, FreightError
 
 MIB = 2**20
 LIMIT = 256 * MIB  # of JSON, templates and recipes: the largest tokenizer.json known has 33 MiB
@@ -77,6 +81,15 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"holds {type(content).__name__}, not a JSON object")  # noqa: TRY004
     return content
+
+
+@contextmanager
+def reading(given: str, refused: type[FreightError] = ConfigError) -> Iterator[None]:
+    """Raise `refused` for a text that cannot be read; `given` is the option with its value."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise refused(f"{given} cannot be read as text: {error}") from None
 
 
 def too_large(limit: int, name: str) -> OSError:

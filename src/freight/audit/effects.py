@@ -140,10 +140,6 @@ class EngineView:
         return dict(Counter(str(side.effect) for side in self.sides))
 
     @property
-    def all_used(self) -> bool:
-        return all(side.effect in (Effect.USED, Effect.CONVERTED) for side in self.sides)
-
-    @property
     def unknown(self) -> tuple[Side, ...]:
         """The sides of which it is not known what the engine does."""
         return tuple(side for side in self.sides if side.effect is Effect.UNKNOWN)

@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,18 +55,13 @@ class TimedRunner(ModelRunner):
 
     @staticmethod
     def over(runner: ModelRunner) -> TimedRunner:
-        return TimedRunner(
-            **{part.name: getattr(runner, part.name) for part in fields(ModelRunner)}
-        )
+        return TimedRunner(**vars(runner))
 
     def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> StepRows:
         begin = time.perf_counter()
         rows = super().run(slices, tokens)
         self.seconds.append(time.perf_counter() - begin)
-        return TimedRows(
-            **{part.name: getattr(rows, part.name) for part in fields(StepRows)},
-            seconds=self.seconds,
-        )
+        return TimedRows(**vars(rows), seconds=self.seconds)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ in between is replaced without an error.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -271,13 +272,8 @@ async def find_accepted(target: Target, ask: Ask) -> tuple[Target, Answer]:
     connections = Connections(target.address)
     answer: Answer | None = None
     try:
-        for accepted in (
-            Accepted(),
-            Accepted(continuous_usage=False),
-            Accepted(False, True),
-            Accepted(False, False),
-        ):
-            target = replace(target, accepted=accepted)
+        for ignore_eos, usage in itertools.product((True, False), repeat=2):
+            target = replace(target, accepted=Accepted(ignore_eos, usage))
             answer = await ask_once(target, connections, ask)
             if answer.error not in ("http_400", "http_422"):
                 break

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from freight.errors import ConfigError
-from freight.files import DATA_LIMIT, read_text
+from freight.files import DATA_LIMIT, read_text, reading
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,11 @@ def read_prompts(path: Path, output: Lengths, seed: int) -> list[Ask]:
 
     Raises ConfigError that names the line.
     """
-    try:
-        lines = read_text(path, "utf-8-sig", DATA_LIMIT).split(
-            "\n"
-        )  # splitlines() also splits inside of JSON: U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path} cannot be read as text: {error}") from None
+    with reading(f"--prompts {path}"):
+        text = read_text(path, "utf-8-sig", DATA_LIMIT)
     numbers, asks = random.Random(seed), []
-    for number, line in enumerate(lines, 1):
+    # splitlines() also splits inside of JSON: U+2028
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

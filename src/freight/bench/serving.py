@@ -132,17 +132,15 @@ def describe(args: ServingArgs, targets: Sequence[Target], runs: Sequence[Run]) 
     for level in args.levels:
         for url, target in urls.items():
             mine = [run for run in runs if run.url == url and run.level == level]
-            kept = {
-                "ignore_eos": target.accepted.ignore_eos,
-                "usage_in_every_event": target.accepted.continuous_usage,
-            }
             load = {
                 "url": url,
                 "model": target.model,
                 "concurrency": level.concurrency,
                 "rate": level.rate,
+                "ignore_eos": target.accepted.ignore_eos,
+                "usage_in_every_event": target.accepted.continuous_usage,
             }
-            rows.append(load | kept | figures(mine))
+            rows.append(load | figures(mine))
     return {
         "endpoint": targets[0].endpoint,
         "prompts": str(args.prompts_file) if args.prompts_file else args.prompt_kind,

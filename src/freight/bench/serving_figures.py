@@ -161,14 +161,18 @@ def ratios(runs: Sequence[Run]) -> list[JsonDict]:
                 if values:
                     low, high, coverage = interval(values)
                     found.append(
-                        {"level": str(level), "of": urls[0], "to": other, "figure": "_".join(path)}
-                        | {
+                        {
+                            "level": str(level),
+                            "of": urls[0],
+                            "to": other,
+                            "figure": "_".join(path),
                             "ratio": statistics.median(values),
                             "low": low,
                             "high": high,
                             "coverage": coverage,
+                            "rounds": len(values),
+                            "more_is_better": more_is_better,
                         }
-                        | {"rounds": len(values), "more_is_better": more_is_better}
                     )
     return found
 

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from freight.cli.bench_serving import check_picture, positive, serving, write_picture
-from freight.cli.options import Command, option, takes_engine_options
+from freight.cli.bench_serving import positive, serving
+from freight.cli.options import Command, check_random_weights, option, takes_engine_options
+from freight.cli.picture import check_picture, write_picture
 from freight.config.engine import EngineArgs
 from freight.config.presets import shape_config
 from freight.config.resolve import KERNELS, check
@@ -23,7 +25,7 @@ from freight.errors import ConfigError, choices
 from freight.json_schema import JsonDict
 from freight.start_log import log_to_stderr
 from freight.tables import markdown
-from freight.terminal import progress
+from freight.terminal import OnProgress, progress
 
 if TYPE_CHECKING:
     from freight.models.open import OpenModel
@@ -68,14 +70,12 @@ def latency(
     """Prefill and decode of one batch, apart, and the share of the memory's bandwidth that decoding
     reaches.
     """
-    opened, name = _open(args, random_weights)
-    from freight.bench.latency import measure_latency
+    sizes = (batch_size, input_len, output_len, repeats)
+    with _measuring(args, random_weights) as (opened, name, on_progress):
+        from freight.bench.latency import measure_latency
 
-    with choose_threads(args.threads, opened.device.cores), progress("measuring") as on_progress:
-        found = measure_latency(
-            opened, name, batch_size, input_len, output_len, repeats, on_progress
-        )
-    _print(found, as_json)
+        found = measure_latency(opened, name, *sizes, on_progress)
+    print(json.dumps(found) if as_json else _table(found))
 
 
 @app.command(cls=Command)
@@ -101,27 +101,24 @@ def throughput(
     """Many requests of different lengths through the whole engine: rates, and how full batch and
     cache were.
     """
-    if compare or compare_memory or picture:
-        _check_compared(args, compare or [], compare_memory or [], picture)
-        sizes = (num_requests, input_len, output_len, repeats)
-        _compare(
-            args,
-            random_weights,
-            compare or [],
-            compare_memory or (args.kv_cache_memory,),
-            sizes,
-            picture,
-            as_json,
-        )
-        return
-    opened, name = _open(args, random_weights)
-    from freight.bench.throughput import measure_throughput
+    caches, sizes = compare or [], (num_requests, input_len, output_len, repeats)
+    if not (caches or compare_memory or picture):
+        with _measuring(args, random_weights) as (opened, name, on_progress):
+            from freight.bench.throughput import measure_throughput
 
-    with choose_threads(args.threads, opened.device.cores), progress("measuring") as on_progress:
-        found = measure_throughput(
-            opened, name, num_requests, input_len, output_len, repeats, on_progress
-        )
-    _print(found, as_json)
+            found = measure_throughput(opened, name, *sizes, on_progress)
+        print(json.dumps(found) if as_json else _table(found))
+        return
+    _check_compared(args, caches, compare_memory or [], picture)
+    with _measuring(args, random_weights) as (opened, name, on_progress):
+        from freight.bench.cache_picture import cache_picture
+        from freight.bench.caches import as_table, measure_caches
+
+        memories = compare_memory or (args.kv_cache_memory,)
+        found = measure_caches(opened, name, caches, memories, *sizes, on_progress)
+    if picture is not None:
+        write_picture(picture, cache_picture(found))
+    print(json.dumps(found) if as_json else as_table(found))
 
 
 def _check_compared(
@@ -146,26 +143,6 @@ def _check_compared(
         for memory in memories or (args.kv_cache_memory,):
             check(replace(args.with_cache(cache), kv_cache_memory=memory))
     check_picture(picture)
-
-
-def _compare(
-    args: EngineArgs,
-    random_weights: str | None,
-    caches: list[str],
-    memories: Sequence[str | int | None],
-    sizes: tuple[int, int, int, int],
-    picture: Path | None,
-    as_json: bool,
-) -> None:
-    opened, name = _open(args, random_weights)
-    from freight.bench.cache_picture import cache_picture
-    from freight.bench.caches import as_table, measure_caches
-
-    with choose_threads(args.threads, opened.device.cores), progress("measuring") as on_progress:
-        found = measure_caches(opened, name, caches, memories, *sizes, on_progress)
-    if picture is not None:
-        write_picture(picture, cache_picture(found))
-    print(json.dumps(found) if as_json else as_table(found))
 
 
 @app.command()
@@ -277,6 +254,16 @@ def _print_rows(found: Iterable[JsonDict], as_json: bool) -> None:
         )
 
 
+@contextmanager
+def _measuring(
+    args: EngineArgs, random_weights: str | None
+) -> Iterator[tuple[OpenModel, str, OnProgress]]:
+    """The model to measure, what to call it, and a bar, with the threads that were asked for."""
+    opened, name = _open(args, random_weights)
+    with choose_threads(args.threads, opened.device.cores), progress("measuring") as on_progress:
+        yield opened, name, on_progress
+
+
 def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]:
     """The model to measure, and what to call it."""
     log_to_stderr()
@@ -284,18 +271,10 @@ def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]
         from freight.models.open import open_model
 
         return open_model(args), args.model
-    if args.model != "demo":
-        raise ConfigError(
-            f"MODEL is {args.model!r} and --random-weights {random_weights!r}: give one of the two"
-        )
-    shape_config(random_weights)  # refused before torch is loaded
+    check_random_weights(args.model, random_weights)  # before torch is loaded
     from freight.models.open import open_random
 
     return open_random(args, random_weights), random_weights
-
-
-def _print(found: JsonDict, as_json: bool) -> None:
-    print(json.dumps(found) if as_json else _table(found))
 
 
 def _table(found: JsonDict) -> str:

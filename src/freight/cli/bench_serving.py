@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from freight.cli.options import Json, option
+from freight.cli.picture import check_picture, write_picture
 from freight.errors import ConfigError, choices
 from freight.json_schema import JsonDict
 from freight.tables import markdown
@@ -129,18 +130,6 @@ def positive(flag: str, value: float, what: str) -> None:
         raise ConfigError(f"{flag} {value:g}: give {what}, above 0 and finite")
 
 
-def check_picture(path: Path | None) -> None:
-    """Raises ConfigError for a picture that is not a new SVG file, before anything is measured."""
-    if path is None:
-        return
-    if path.suffix != ".svg":
-        raise ConfigError(
-            f"--picture {path}: the picture is SVG, so name it {path.with_suffix('.svg')}"
-        )
-    if path.exists() or not path.parent.is_dir():
-        raise ConfigError(f"--picture {path}: name a new file in a folder that exists")
-
-
 def _draw(path: Path, found: JsonDict, runs: Any) -> None:
     from freight.bench.serving import PROMPT_KINDS
     from freight.bench.serving_picture import serving_picture
@@ -151,13 +140,6 @@ def _draw(path: Path, found: JsonDict, runs: Any) -> None:
         what = f"prompts of {found['prompt_tokens_wanted']} tokens, {found['output_tokens_wanted']} generated"
     title = f"{row['model']}: {what}"
     write_picture(path, serving_picture(title, runs))
-
-
-def write_picture(path: Path, svg: str) -> None:
-    try:
-        path.write_text(svg, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--picture {path} cannot be written: {error.strerror}") from None
 
 
 def _print(found: JsonDict, as_json: bool) -> None:

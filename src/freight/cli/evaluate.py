@@ -21,7 +21,7 @@ from freight import files
 from freight.cli.options import Command, Json, option, takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
-from freight.files import DATA_LIMIT, open_regular
+from freight.files import DATA_LIMIT, open_regular, reading
 from freight.start_log import log_to_stderr
 from freight.terminal import progress
 
@@ -136,6 +136,7 @@ def evaluate_caches(
         require_writable(report)
     log_to_stderr()
     from freight.evaluate.advice import advice
+    from freight.evaluate.advice import as_json as to_json
     from freight.evaluate.documents import read_documents
     from freight.evaluate.grid import GridArgs, evaluate_grid
     from freight.evaluate.report_page import write_report
@@ -156,7 +157,7 @@ def evaluate_caches(
     if report is not None:
         write_report(evaluation, report)
     if as_json:
-        print(json.dumps(evaluation.as_json() | {"advice": advice(evaluation).as_json()}))
+        print(json.dumps(to_json(evaluation)))
         return
     for warning in evaluation.warnings:
         typer.echo(f"warning: {warning}")
@@ -289,7 +290,7 @@ def evaluate_layers(
     with progress("measuring layers") as on_progress:
         found = sensitivity.per_layer(args, windows, on_progress)
     if as_json:
-        print(json.dumps({"model": args.model, **sensitivity.as_json(found)}))
+        print(json.dumps({"model": args.model, **asdict(found)}))
         return
     typer.echo(sensitivity.as_table(found))
     typer.echo(
@@ -315,20 +316,17 @@ def data_path(model: str, data: Path | None) -> Path:
     if data is None and model != "demo":
         raise ConfigError("--data FILE is needed: a text the model was not trained on")
     path = data or HELD_OUT
-    try:
-        with open_regular(path, DATA_LIMIT):
-            return path
-    except OSError as error:
-        raise ConfigError(f"--data {data} cannot be read as text: {error}") from None
+    with reading(f"--data {data}"), open_regular(path, DATA_LIMIT):
+        pass
+    return path
 
 
 def read_text(model: str, data: Path | None) -> str:
     """The text as one. Raises ConfigError where there is none."""
     path = data_path(model, data)
-    try:
-        return files.read_text(path, limit=DATA_LIMIT)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--data {data} cannot be read as text: {error}") from None
+    with reading(f"--data {data}"):
+        text = files.read_text(path, limit=DATA_LIMIT)
+    return text  # noqa: RET504, mypy takes a `with` for one that may suppress
 
 
 def require_writable(folder: Path) -> None:

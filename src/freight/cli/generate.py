@@ -14,7 +14,7 @@ from freight import terminal
 from freight.cli.options import Json, option, takes_engine_options, takes_sampling_options
 from freight.config.engine import EngineArgs
 from freight.errors import GenerationError, RequestError
-from freight.files import PROMPT_LIMIT, read_text, too_large
+from freight.files import PROMPT_LIMIT, read_text, reading, too_large
 from freight.json_schema import JsonDict
 from freight.outputs import CompletionOutput, RequestOutput
 from freight.sampling import SamplingParams
@@ -116,10 +116,8 @@ def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> P
     if token_ids:
         return [_parse_ids(text) for text in token_ids]
     if file is not None:
-        try:
+        with reading(f"--prompt-file {file}", RequestError):
             texts = [_read_prompt(file)]
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"--prompt-file {file} cannot be read as text: {error}") from None
     if not all(texts):
         raise RequestError("a prompt is empty: it needs at least one character")
     return texts
@@ -154,12 +152,8 @@ def read_form(
     """
     given: dict[str, object] = {}
     if json_schema is not None:
-        try:
+        with reading(f"--json-schema {json_schema}", RequestError):
             given["json"] = read_text(json_schema)
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(
-                f"--json-schema {json_schema} cannot be read as text: {error}"
-            ) from None
     if regex is not None:
         given["regex"] = regex
     if choice:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freight import terminal
+from freight.cli.picture import check_picture, write_picture
 from freight.config.model import UnreadKeys
 from freight.errors import CheckpointError, ConfigError
 from freight.json_schema import JsonDict
@@ -50,8 +51,7 @@ def inspect(
 
     Raises CheckpointError, and ConfigError for a picture that cannot be made.
     """
-    if picture is not None:
-        _check_picture(picture)
+    check_picture(picture)
     facts = describe(model, revision, ignore_keys)
     if picture is not None:
         _draw(facts, picture)
@@ -61,28 +61,14 @@ def inspect(
         _print_table(facts)
 
 
-def _check_picture(picture: Path) -> None:
-    if picture.suffix != ".svg":
-        raise ConfigError(
-            f"--picture {picture}: what is drawn is SVG; name a file that ends in .svg"
-        )
-    if picture.exists():
-        raise ConfigError(f"--picture {picture}: the file exists; remove it, or name another")
-
-
 def _draw(facts: JsonDict, picture: Path) -> None:
     from freight.evaluate.scale_picture import scale_picture
 
     scales = facts["kv_cache"]["scales"]
     if not any(entry["k"] for entry in scales):
         raise ConfigError(f"--picture {picture}: {facts['model']} has no KV scales to draw")
-    try:
-        picture.write_text(
-            scale_picture(facts["model"], facts["kv_cache"]["scales_format"], scales),
-            encoding="utf-8",
-        )
-    except OSError as error:
-        raise ConfigError(f"--picture {picture} cannot be written: {error}") from error
+    svg = scale_picture(facts["model"], facts["kv_cache"]["scales_format"], scales)
+    write_picture(picture, svg)
 
 
 def describe(

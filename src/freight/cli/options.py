@@ -28,6 +28,7 @@ from freight.config import resolve
 from freight.config.engine import KV_SCALES, EngineArgs
 from freight.config.kv_source import KV_DTYPES
 from freight.config.other_engines import as_flag, instead_of
+from freight.config.presets import shape_config
 from freight.config.skip_layers import FLAG as SKIP_LAYERS
 from freight.config.skip_layers import SLIDING
 from freight.config.states import STATE_DTYPES
@@ -369,6 +370,13 @@ def takes_model(command: Function) -> Function:
         ],
         build,
     )
+
+
+def check_random_weights(model: str, shape: str) -> None:
+    """Raises ConfigError for a model with a shape, and for an unknown shape."""
+    if model != "demo":
+        raise ConfigError(f"MODEL is {model!r} and --random-weights {shape!r}: give one of the two")
+    shape_config(shape)
 
 
 def model_and_others(

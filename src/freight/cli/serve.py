@@ -14,12 +14,12 @@ from freight.cli.options import (
     Flag,
     Function,
     Values,
+    check_random_weights,
     option,
     replace_parameter,
     takes_engine_options,
 )
 from freight.config.engine import EngineArgs
-from freight.config.presets import shape_config
 from freight.errors import ConfigError, install
 
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
@@ -198,11 +198,7 @@ def serve(
     if missing:
         raise ConfigError(f"freight serve needs {', '.join(missing)}: {install('server')}")
     if random_weights is not None:
-        if args.model != "demo":
-            raise ConfigError(
-                f"MODEL is {args.model!r} and --random-weights {random_weights!r}: give one of the two"
-            )
-        shape_config(random_weights)  # refused before anything is started
+        check_random_weights(args.model, random_weights)  # before anything is started
     from freight.server.lifecycle import run
     from freight.server.processes.client import WorkerOptions
     from freight.server.settings import ServerSettings

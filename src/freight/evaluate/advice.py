@@ -49,6 +49,11 @@ class Advice:
         return f"{self.text} Command: {self.command}"
 
 
+def as_json(evaluation: Evaluation) -> JsonDict:
+    """What `freight evaluate caches --json` prints."""
+    return evaluation.as_json() | {"advice": advice(evaluation).as_json()}
+
+
 def recommended(evaluation: Evaluation) -> Figures | None:
     """The safe setting of least error among the smallest, with the first one's weights; None if
     none is safe.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from freight.errors import ConfigError
 from freight.evaluate.perplexity import Window, cut_windows
-from freight.files import DATA_LIMIT, read_text
+from freight.files import DATA_LIMIT, read_text, reading
 from freight.models.open import OpenModel
 
 Document = str | Sequence[int]
@@ -32,10 +32,8 @@ def read_documents(path: Path, field: str = "text") -> list[str]:
     """The documents of `path`. Raises ConfigError for what is no text, and for a line without
     `field`.
     """
-    try:
+    with reading(f"--data {path}"):
         text = read_text(path, "utf-8-sig", DATA_LIMIT)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--data {path} cannot be read as text: {error}") from None
     if path.suffix != ".jsonl":
         found = [text]
     else:

@@ -13,7 +13,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from freight.evaluate.advice import advice, recommended
+from freight.evaluate.advice import advice, as_json, recommended
 from freight.evaluate.charts import Axis, Series, chart
 from freight.evaluate.figures import Evaluation, Figures
 from freight.evaluate.table import legend, setting_name, speed_table, table
@@ -89,8 +89,7 @@ class Section:
 def write_report(evaluation: Evaluation, folder: Path) -> None:
     """Write report.json, report.html, and report.md with its charts into `folder`, which is there."""
     (folder / "report.json").write_text(
-        json.dumps(evaluation.as_json() | {"advice": advice(evaluation).as_json()}, indent=1)
-        + "\n",
+        json.dumps(as_json(evaluation), indent=1) + "\n",
         encoding="utf-8",
     )
     (folder / "report.md").write_text(_markdown(evaluation), encoding="utf-8")

@@ -15,7 +15,6 @@ from freight.calibrate.sensitivity import Meter
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
 from freight.evaluate.perplexity import Window
-from freight.json_schema import JsonDict
 from freight.models.open import OpenModel, open_model
 from freight.tables import markdown
 from freight.terminal import OnProgress, unseen
@@ -83,26 +82,9 @@ def per_layer(
     for (index, *readers), (kl,) in zip(found.shared, found.kl, strict=True):
         kind = config.kv.of_layer(index)
         granularity = None if kind.granularity is None else str(kind.granularity)
-        layers.append(
-            LayerCost(
-                index,
-                tuple(readers),
-                str(kind.format),
-                granularity,
-                kl,
-                kl / total if total else 0.0,
-            )
-        )
+        share = kl / total if total else 0.0
+        layers.append(LayerCost(index, tuple(readers), str(kind.format), granularity, kl, share))
     return PerLayer(tuple(layers), total, whole, found.num_tokens)
-
-
-def as_json(found: PerLayer) -> JsonDict:
-    return {
-        "layers": [vars(layer) | {"read_by": list(layer.read_by)} for layer in found.layers],
-        "kl_sum": found.kl_sum,
-        "kl_whole": found.kl_whole,
-        "num_tokens": found.num_tokens,
-    }
 
 
 def as_table(found: PerLayer) -> str:

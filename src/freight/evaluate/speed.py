@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from freight.cache.pool import KVPool, allocate_pool
+from freight.cache.pool import KVPool
 from freight.config.engine import EngineConfig
 from freight.engine.build import captured_steps
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.evaluate.measure import SettingRun, now
+from freight.evaluate.report import cache_run
 from freight.models.open import OpenModel
 
 REPEATS = 5
@@ -28,11 +29,10 @@ FASTER = 0.99  # of the other's time, at most
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second: of a prefill of `prefill_tokens`, and of one sequence's decode steps by
+    """Tokens per second: of a prefill, and of one sequence's decode steps by
     context.
     """
 
-    prefill_tokens: int
     prefill: float
     contexts: tuple[int, ...]
     decode: tuple[float, ...]
@@ -66,7 +66,7 @@ def time_settings(
         taken.append(_in_turns(runners, step, repeats, runs[0].config.device))
     first, *steps = taken
     return [
-        Speed(count, count / first[i], contexts, tuple(1 / step[i] for step in steps))
+        Speed(count / first[i], contexts, tuple(1 / step[i] for step in steps))
         for i in range(len(runners))
     ]
 
@@ -86,13 +86,8 @@ def faster_from(speed: Speed, reference: Speed) -> int | None:
 
 
 def _runner(opened: OpenModel, run: SettingRun, context: int) -> ModelRunner:
-    config, model = run.config, run.runner.model
-    spec, kernels = run.runner.pool.spec, opened.kernels(run.config)
-    pool = _zeroed(
-        allocate_pool(
-            spec, config.kv, spec.blocks_of(context), kernels, config.device, model.rotaries
-        )
-    )
+    config, model, kernels = run.config, run.runner.model, opened.kernels(run.config)
+    pool = _zeroed(cache_run(opened, model, config, context).runner.pool)
     captured = captured_steps(model, pool, kernels, replace(config, max_model_len=context))
     return ModelRunner(model, pool, config.device, captured)
 

@@ -269,10 +269,10 @@ def test_inspect_draws_every_layer(freight: Run, scaled: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("model", "name", "says"),
     [
-        (AUTOFP8, "scales.png", "ends in .svg"),
-        (AUTOFP8, "there.svg", "exists"),
+        (AUTOFP8, "scales.png", "the picture is SVG"),
+        (AUTOFP8, "there.svg", "name a new file"),
         (BASE, "scales.svg", "has no KV scales to draw"),
-        (AUTOFP8, "no/scales.svg", "cannot be written"),
+        (AUTOFP8, "no/scales.svg", "in a folder that exists"),
     ],
 )
 def test_a_picture_that_cannot_be(freight: Run, tmp_path: Path, model: str, name: str, says: str):

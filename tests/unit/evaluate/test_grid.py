@@ -265,10 +265,10 @@ def test_speed_is_timed_in_turns_and_named_from_where_it_pays():
         assert run.decode_tokens_per_second == run.decode[-1]
     assert contexts_for(131072, 3072) == (341, 1365, 5461, 21845, 87381)
     assert contexts_for(8, 3072) == (8,)
-    plain = Speed(64, 1.0, (16, 64, 256), (10.0, 10.0, 10.0))
-    assert faster_from(Speed(64, 1.0, (16, 64, 256), (11.0, 9.0, 20.0)), plain) == 256
-    assert faster_from(Speed(64, 1.0, (16, 64, 256), (11.0, 12.0, 20.0)), plain) == 16
-    assert faster_from(Speed(64, 1.0, (16, 64, 256), (11.0, 12.0, 10.0)), plain) is None
+    plain = Speed(1.0, (16, 64, 256), (10.0, 10.0, 10.0))
+    assert faster_from(Speed(1.0, (16, 64, 256), (11.0, 9.0, 20.0)), plain) == 256
+    assert faster_from(Speed(1.0, (16, 64, 256), (11.0, 12.0, 20.0)), plain) == 16
+    assert faster_from(Speed(1.0, (16, 64, 256), (11.0, 12.0, 10.0)), plain) is None
 
 
 def test_json_has_the_promised_keys(halves: list[Evaluation]):

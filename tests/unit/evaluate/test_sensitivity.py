@@ -5,7 +5,7 @@ quantized.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from freight.evaluate.documents import Part
 from freight.evaluate.layer_kl import layer_kl
 from freight.evaluate.perplexity import Window
 from freight.evaluate.report import cache_run, load_for, plain_config, run_caches
-from freight.evaluate.sensitivity import PerLayer, as_json, as_table, per_layer
+from freight.evaluate.sensitivity import PerLayer, as_table, per_layer
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
 from freight.models.open import open_model
@@ -70,7 +70,7 @@ def test_it_is_said_as_a_table_and_as_json(found):
     lines = as_table(found).splitlines()
     assert len(lines) == 2 + 6 + 2
     assert len({len(line) for line in lines}) == 1
-    said = json.loads(json.dumps(as_json(found)))
+    said = json.loads(json.dumps(asdict(found)))
     assert said["kl_whole"] == found.kl_whole
     assert said["layers"][2] == {
         "layer": 2,
