@@ -180,7 +180,7 @@ def parse_engine(text: str) -> tuple[Engine, str]:
 
 
 def _rules_of(engine: Engine, version: str) -> str | None:
-    """The version that was read and is this one, or whose patch release it is."""
+    """Return the version that was read and is this one, or whose patch release it is."""
     parts = version.split(".")
     return next(
         (one for one in READ[engine] if parts[: len(one.split("."))] == one.split(".")), None
@@ -188,7 +188,7 @@ def _rules_of(engine: Engine, version: str) -> str | None:
 
 
 def view(engine: Engine, version: str, facts: Facts) -> EngineView:
-    """What `engine` at `version` does with a checkpoint of these facts."""
+    """Return what `engine` at `version` does with a checkpoint of these facts."""
     rules_of = _rules_of(engine, version)
     assert rules_of is not None, "parse_engine accepts versions that were read"
     assembly = next(
@@ -229,7 +229,9 @@ def view(engine: Engine, version: str, facts: Facts) -> EngineView:
 
 
 def _conditions(facts: Facts) -> tuple[str, tuple[str, ...]]:
-    """What vLLM's backends and options change: (what no figure contains, further conditions)."""
+    """Return what vLLM's backends and options change: (what no figure contains, further
+    conditions).
+    """
     q_scale = "the checkpoint's q_scale" if facts.query_scales else "q_scale = 1.0"
     caveat = (
         "on GPUs its FlashAttention 3 (H100), Triton, and FlashInfer (Blackwell) round queries to FP8 too, with "
@@ -277,7 +279,7 @@ def _rule(engine: Engine, version: str, stored: StoredScale, facts: Facts) -> Na
 
 
 def _layer(index: int, found: list[Ruled], assembly: Assembly, facts: Facts) -> LayerEffect:
-    """A layer's sides, from its tensors and the rules that match them."""
+    """Return a layer's sides, from its tensors and the rules that match them."""
     loaded: dict[str, Ruled] = {}
     for stored, rule in found:
         if rule.effect in (Effect.REFUSED, Effect.UNKNOWN):

@@ -32,8 +32,8 @@ _SIDES = {"k": 0, "v": 1, "kv": 2}  # engines that know both forms take separate
 
 
 def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
-    """The checkpoint in `path`, and its facts. Raises CheckpointError for a damaged folder, or one
-    without a config.
+    """Return the checkpoint in `path`, and its facts. Raises CheckpointError for a damaged folder,
+    or one without a config.
     """
     checkpoint = Checkpoint(path)
     config = checkpoint.config
@@ -79,7 +79,9 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
 
 
 def _num_layers(config: Mapping[str, Any]) -> object:
-    """Where config.json does not say it, as many as it names kinds of layers (Nemotron-H)."""
+    """Return the number of layers; where config.json does not say it, as many as it names kinds of
+    layers (Nemotron-H).
+    """
     listed = [
         config[key] for key in ("layers_block_type", "hybrid_override_pattern") if config.get(key)
     ]
@@ -90,8 +92,8 @@ def _num_layers(config: Mapping[str, Any]) -> object:
 
 
 def _without_keys(names: Collection[str], num_layers: int) -> frozenset[int]:
-    """The layers without a projection of keys, where others have one: they keep a state, or have no
-    mixer at all.
+    """Return the layers without a projection of keys, where others have one: they keep a state, or
+    have no mixer at all.
 
     Kimi delta attention has such a projection, of keys that a state takes up: its module has
     decays, too.
@@ -105,7 +107,7 @@ def _without_keys(names: Collection[str], num_layers: int) -> frozenset[int]:
 
 
 def _declared(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The declaration, in the order in which engines look for it; {} without one."""
+    """Return the declaration, in the order in which engines look for it; {} without one."""
     for key in ("quantization_config", "compression_config"):
         if isinstance(checkpoint.config.get(key), Mapping):
             found: Mapping[str, Any] = checkpoint.config[key]

@@ -55,7 +55,7 @@ class Known:
 
 @cache
 def tables() -> JsonDict:
-    """The file: `engines`, `profiles`, and `architectures` by model_type."""
+    """Return the file: `engines`, `profiles`, and `architectures` by model_type."""
     content: JsonDict = json.loads(
         (files(__package__) / "engine_families.json").read_text(encoding="utf-8")
     )
@@ -63,13 +63,13 @@ def tables() -> JsonDict:
 
 
 def form_of(tail: str) -> str | None:
-    """The form of a name from `self_attn` or `mixer` on."""
+    """Return the form of a name from `self_attn` or `mixer` on."""
     return next((form for form, pattern in _FORMS.items() if re.fullmatch(pattern, tail)), None)
 
 
 def family_of(engine: Engine, architecture: str, model_type: str) -> str:
-    """What the engine chooses a model's class by: TGI by model_type, the others by the first of
-    `architectures`.
+    """Return what the engine chooses a model's class by: TGI by model_type, the others by the first
+    of `architectures`.
     """
     if engine is Engine.TGI:
         return model_type
@@ -79,7 +79,7 @@ def family_of(engine: Engine, architecture: str, model_type: str) -> str:
 def known(
     engine: Engine, version: str, family: str, tail: str, method: str, strategy: str
 ) -> Known | None:
-    """What becomes of a name; None if that was not read. `version` is one of `READ`."""
+    """Return what becomes of a name; None if that was not read. `version` is one of `READ`."""
     table = tables()["engines"].get(engine, {}).get(version)
     form = form_of(tail)
     if table is None or form is None or family not in table["families"]:
@@ -107,8 +107,8 @@ def known(
 def _situation(
     engine: Engine, methods: Mapping[str, bool], method: str, strategy: str
 ) -> str | None:
-    """The situation of the tables: whether attention has scales under this method, and whose names
-    are mapped.
+    """Return the situation of the tables: whether attention has scales under this method, and whose
+    names are mapped.
     """
     if engine is Engine.TGI:
         return "any"

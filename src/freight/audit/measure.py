@@ -36,7 +36,7 @@ class LayerCost:
 
 
 def engine_scales(view: EngineView) -> KVScales | None:
-    """The scales that the engine divides by, made for E4M3FN; None if it does not load the
+    """Return the scales that the engine divides by, made for E4M3FN; None if it does not load the
     checkpoint, or not known.
     """
     if view.refusal or view.unknown:
@@ -54,7 +54,7 @@ def _layer_scales(layer: LayerEffect) -> LayerScales:
 
 
 def static(scales: KVScales, native: Format) -> KVCacheConfig:
-    """An E4M3 cache with these scales, on a device whose E4M3 is `native`."""
+    """Return an E4M3 cache with these scales, on a device whose E4M3 is `native`."""
     converted = for_variant(scales, native)
     of_layers = [layer.granularity for layer in converted.layers if layer is not None]
     return KVCacheConfig(
@@ -95,7 +95,7 @@ def worst_layers(
     max_tokens: int,
     on_progress: OnProgress = unseen,
 ) -> tuple[LayerCost, ...]:
-    """The layers whose scales differ between the two, the costliest first."""
+    """Return the layers whose scales differ between the two, the costliest first."""
     pairs = list(enumerate(zip(own.layers, repaired.layers, strict=True)))
     differing = [
         (i, a)

@@ -74,7 +74,9 @@ class Form:
 
 
 def choose_form(facts: Facts, scales: KVScales, engines: Sequence[tuple[Engine, str]]) -> Form:
-    """The form that the first of `engines` uses in full. Raises ConfigError if there is none."""
+    """Return the form that the first of `engines` uses in full. Raises ConfigError if there is
+    none.
+    """
     best: Form | None = None
     methods = (facts.method,) if facts.method != NONE else (NONE, "compressed-tensors")
     for method in methods:
@@ -94,8 +96,8 @@ def choose_form(facts: Facts, scales: KVScales, engines: Sequence[tuple[Engine, 
 
 
 def with_scales(facts: Facts, scales: KVScales, names: str, method: str) -> Facts:
-    """The facts of the checkpoint once `scales`, one number per layer and side, are stored under
-    `names`.
+    """Return the facts of the checkpoint once `scales`, one number per layer and side, are stored
+    under `names`.
     """
     stored = tuple(
         StoredScale(f"layers.{index}.{names.format(side=side)}", index, side, values)

@@ -164,7 +164,7 @@ def _distinct(scales: Sequence[KVScales | None]) -> list[KVScales]:
 
 
 def _per_tensor(scales: KVScales) -> KVScales:
-    """The largest scale of each layer and side."""
+    """Return the largest scale of each layer and side."""
     layers = tuple(
         x and LayerScales((max(x.k),), (max(x.v),), Granularity.TENSOR) for x in scales.layers
     )
@@ -172,8 +172,8 @@ def _per_tensor(scales: KVScales) -> KVScales:
 
 
 def _stored_scales(path: Path, args: EngineArgs) -> tuple[KVScales | None, str]:
-    """The checkpoint's scales, if K and V of every layer have them, per tensor or head; why it
-    cannot be measured.
+    """Return the checkpoint's scales, if K and V of every layer have them, per tensor or head; why
+    it cannot be measured.
     """
     try:
         opened = open_folder(path, args.model, args.ignore_config_keys)
@@ -191,7 +191,7 @@ def _stored_scales(path: Path, args: EngineArgs) -> tuple[KVScales | None, str]:
 
 
 def as_json(model: str, report: AuditReport) -> JsonDict:
-    """The JSON object of `freight audit --json`; docs/audit.md lists its keys."""
+    """Return the JSON object of `freight audit --json`; docs/audit.md lists its keys."""
     facts, form = report.facts, report.fixed
     return {
         "model": model,

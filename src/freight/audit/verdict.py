@@ -22,12 +22,12 @@ class Cost:
 
 
 def is_safe(cost: Cost) -> bool:
-    """Whether `cost` keeps the bounds of `freight evaluate` on the text that was measured."""
+    """Say whether `cost` keeps the bounds of `freight evaluate` on the text that was measured."""
     return within_bounds(cost.kl_mean, cost.same_top)
 
 
 def sentence(view: EngineView, cost: Cost | None, plain: Cost | None, dynamic: Cost | None) -> str:
-    """One sentence. Costs are None where nothing was measured."""
+    """Write one sentence. Costs are None where nothing was measured."""
     if view.refusal:
         return f"{view.title} does not load this checkpoint: {view.refusal}."
     if view.unknown:

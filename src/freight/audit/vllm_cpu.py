@@ -54,7 +54,7 @@ def truncated(x: Tensor) -> Tensor:
 
 
 def _stored_value(x: Tensor, scale: Tensor | None) -> Tensor:
-    """The value that x has once it is stored, float32."""
+    """Return the value that x has once it is stored, float32."""
     if scale is None:
         return truncated(x)
     return truncated(x.float() * (1.0 / scale)) * scale

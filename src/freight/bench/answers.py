@@ -96,7 +96,7 @@ class AnswerStream:
             ) from None
 
     def answer(self, start: float, sent: float, wanted: int) -> Answer:
-        """The complete answer. Raises StreamError for a stream that is not complete."""
+        """Return the complete answer. Raises StreamError for a stream that is not complete."""
         if self.done_at is None:
             raise StreamError("no_done", "the stream ended without [DONE]")
         if self._usage is None:
@@ -124,7 +124,7 @@ class AnswerStream:
 
 
 def _carries(choice: Mapping[str, Any]) -> bool:
-    """Whether a choice of a chunk has something generated."""
+    """Say whether a choice of a chunk has something generated."""
     if choice.get("text"):
         return True
     delta = choice.get("delta")

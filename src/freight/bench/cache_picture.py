@@ -50,7 +50,7 @@ def cache_picture(found: Mapping[str, Any]) -> str:
 
 
 def _group(rows: list[Mapping[str, Any]], top: int, scale: float) -> Iterator[str]:
-    """The bars of one size; `scale` is pixels for one request per second."""
+    """Draw the bars of one size; `scale` is pixels for one request per second."""
     size = rows[0]["kv_cache_memory"] or "default size"
     yield text(24, top + 15, size, 'class="head"')
     for index, row in enumerate(rows):

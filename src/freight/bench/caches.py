@@ -51,8 +51,8 @@ def measure_caches(
     repeats: int,
     on_progress: OnProgress = unseen,
 ) -> JsonDict:
-    """What --json prints: facts of the run, and `rows`, one for each size and format, in the order
-    given.
+    """Return what --json prints: facts of the run, and `rows`, one for each size and format, in the
+    order given.
 
     caches    values of `kv_cache_dtype`; the first is the one that others are compared with
     memories  values of `kv_cache_memory`, None for its default

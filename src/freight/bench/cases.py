@@ -84,8 +84,8 @@ class Bench:
         format: Format,
         activations: Activations = Activations.DYNAMIC,
     ) -> Case:
-        """The product with a weight [out_features, in_features]; `activations` are those of an FP8
-        weight.
+        """Make the product with a weight [out_features, in_features]; `activations` are those of an
+        FP8 weight.
         """
         x, source = self._activations(rows, shape[1]), self._source(format)
         size = shape[0] * shape[1] * format.bytes + (4 * shape[0] if format.is_fp8 else 0)
@@ -182,7 +182,7 @@ class Bench:
         )
 
     def by_head(self, rows: int, shape: tuple[int, int, int]) -> Case:
-        """The product of each head with its matrix, of `shape` [num_heads, out_features,
+        """Make the product of each head with its matrix, of `shape` [num_heads, out_features,
         in_features] in bfloat16.
         """
         heads, out_features, in_features = shape

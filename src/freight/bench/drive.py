@@ -144,9 +144,11 @@ def occupancy(records: Sequence[StepRecord]) -> tuple[float, float]:
 def weight_bytes(
     model: ModelConfig, compute_format: Format, weight_format: Format, num_rows: int = 1
 ) -> int:
-    """Bytes of weights that a step of `num_rows` tokens reads, scales included. Of an embedding
-    that is not the head, and of tables of positions and per-layer inputs, only rows are read, which
-    are not counted; of experts, as many as are chosen on average if all are equally likely."""
+    """Return bytes of weights that a step of `num_rows` tokens reads, scales included. Of an
+    embedding that is not the head, and of tables of positions and per-layer inputs, only rows are
+    read, which are not counted; of experts, as many as are chosen on average if all are equally
+    likely.
+    """
     names, total = tensor_names(model), 0
     for name, shape in tensor_shapes(model).items():
         if name in (names.positions, names.per_layer_table) or (
@@ -162,7 +164,7 @@ def weight_bytes(
 
 
 def _experts_left_out(model: ModelConfig, weight_format: Format, num_rows: int) -> float:
-    """Bytes of the experts that no row of a step chooses."""
+    """Return bytes of the experts that no row of a step chooses."""
     total = 0.0
     for layer in model.layers:
         moe = layer.feed_forward
@@ -180,7 +182,7 @@ def _experts_left_out(model: ModelConfig, weight_format: Format, num_rows: int) 
 
 
 def describe_run(engine: Engine, config: EngineConfig, name: str) -> JsonDict:
-    """What ran, for the JSON of every benchmark of the engine."""
+    """Return what ran, for the JSON of every benchmark of the engine."""
     kv = config.kv
     return {
         "model": name,

@@ -83,7 +83,7 @@ def measure_on_gpu(
 def _row(
     kernel: str, make: Callable[[], Case], name_of_set: str, measure: Callable[[], JsonDict]
 ) -> JsonDict:
-    """What `measure` found; or of a case that failed, which one it was and why."""
+    """Return what `measure` found; or of a case that failed, which one it was and why."""
     named = {"kernel": kernel, "kernels": "torch" if kernel.startswith("torch") else name_of_set}
     try:
         return named | measure()
@@ -115,7 +115,9 @@ def _measured(make: Callable[[], Case], seconds: float) -> JsonDict:
 
 
 def launches_of(call: Callable[[], object]) -> int | None:
-    """How many kernels a call launches, as torch's profiler counts them; None where it counts none."""
+    """Count the kernels that a call launches, as torch's profiler counts them; None where it counts
+    none.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     try:
@@ -128,7 +130,7 @@ def launches_of(call: Callable[[], object]) -> int | None:
 
 
 def launch_gap(count: int = 64) -> float:
-    """Seconds from the start of a kernel that does nothing to that of the next, in a graph."""
+    """Return seconds from the start of a kernel that does nothing to that of the next, in a graph."""
     one = torch.zeros(1, dtype=torch.float32, device="cuda")
 
     def many() -> None:
@@ -139,7 +141,7 @@ def launch_gap(count: int = 64) -> float:
 
 
 def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10) -> Spread:
-    """Of one call, launched by a graph, without what it costs to launch from Python."""
+    """Time one call, launched by a graph, without what it costs to launch from Python."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -161,7 +163,7 @@ def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10
 
 
 def copy_bandwidth(size: int = 2**31) -> float:
-    """Bytes read and written per second by a copy on the device: the median of five."""
+    """Return bytes read and written per second by a copy on the device: the median of five."""
     source, target = (torch.ones(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     return 2 * size / seconds_in_graph(lambda: target.copy_(source), 0.0, least=5).median
 
@@ -170,7 +172,7 @@ _Made = Iterator[tuple[str, Callable[[], Case]]]
 
 
 def cases(kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = ()) -> _Made:
-    """Each case's kernel, and what makes it, one at a time, as together they are large."""
+    """Yield each case's kernel, and what makes it, one at a time, as together they are large."""
     bench = Bench(kernels, device)
     made = chain(
         *(

@@ -44,7 +44,7 @@ class Address:
 
     @staticmethod
     def parse(url: str) -> Address:
-        """From http://host:port, with or without a path, and with or without the /v1 that clients
+        """Read http://host:port, with or without a path, and with or without the /v1 that clients
         are given.
         """
         try:
@@ -120,7 +120,7 @@ class AnswerReader:
         return body
 
     def close(self) -> None:
-        """The connection ended. Raises StreamError where the answer is incomplete."""
+        """Take note that the connection ended. Raises StreamError where the answer is incomplete."""
         if self.complete:
             return
         if self._state == "head":

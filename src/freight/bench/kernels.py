@@ -79,8 +79,8 @@ def _cases(
     context: int,
     only: Sequence[str],
 ) -> Iterator[Callable[[], Case]]:
-    """What makes each case, in the order of the report; one exists at a time, as together they are
-    large.
+    """Yield what makes each case, in the order of the report; one exists at a time, as together
+    they are large.
     """
 
     def wanted(kernel: str) -> bool:
@@ -105,8 +105,8 @@ def _attention_cases(
     context: int,
     wanted: Callable[[str], bool],
 ) -> Iterator[Callable[[], Case]]:
-    """Of the operations between the projections: over caches, and of latents the products of their
-    heads.
+    """Yield cases of the operations between the projections: over caches, and of latents the
+    products of their heads.
     """
     v_in_k = isinstance(mixer, LatentConfig)
     heads = Heads(mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim, v_in_k)

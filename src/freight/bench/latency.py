@@ -107,15 +107,15 @@ def _figures(
 
 
 def read_bytes(spec: KVCacheSpec, num_tokens: float) -> float:
-    """Bytes of keys and values that a decode step reads of one sequence; of a window's layers,
-    those in the window.
+    """Return bytes of keys and values that a decode step reads of one sequence; of a window's
+    layers, those in the window.
     """
     return sum(group.read_bytes(num_tokens) for group in spec.groups)
 
 
 def _room(pool: KVPool, device: str) -> dict[str, int]:
-    """What the cache takes, and how many tokens it could hold in all that is free; a CPU's is not
-    touched yet.
+    """Return what the cache takes, and how many tokens it could hold in all that is free; a CPU's
+    is not touched yet.
     """
     taken = pool.num_bytes
     free = memory_for_cache(device) + (taken if device == "cuda" else 0)

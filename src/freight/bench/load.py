@@ -51,7 +51,7 @@ class Target:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def request(self, ask: Ask) -> bytes:
-        """The bytes of one request."""
+        """Return the bytes of one request."""
         body: JsonDict = {
             "model": self.model,
             "max_tokens": ask.max_tokens,
@@ -156,7 +156,7 @@ class _Body:
 
 
 def _message(body: bytes) -> str:
-    """The message of an error's body, in OpenAI's shape or another, at most 300 characters."""
+    """Return the message of an error's body, in OpenAI's shape or another, at most 300 characters."""
     text = body.decode("utf-8", "replace")
     try:
         found = json.loads(text)
@@ -170,7 +170,7 @@ def _message(body: bytes) -> str:
 async def ask_once(
     target: Target, connections: Connections, ask: Ask, due: float | None = None
 ) -> Answer:
-    """One request, from the moment it is due (now if not given). Errors are in the Answer."""
+    """Send one request, from the moment it is due (now if not given). Errors are in the Answer."""
     sent = time.perf_counter()
     start = sent if due is None else due
     try:
@@ -194,7 +194,7 @@ async def run_level(
     seed: int,
     on_answer: OnAnswer = lambda answer: None,
 ) -> list[Answer]:
-    """All answers of one run. `seed` fixes prompts, lengths and arrivals."""
+    """Return all answers of one run. `seed` fixes prompts, lengths and arrivals."""
     drawn = prompts.asks(seed)
     connections, answers = Connections(target.address), list[Answer]()
     begin = time.perf_counter()
@@ -237,8 +237,8 @@ async def run_level(
 
 
 async def fetch(target: Target, path: str) -> Any:
-    """The JSON of one GET. Raises StreamError, of kind `http_404` and so on for another status than
-    200.
+    """Return the JSON of one GET. Raises StreamError, of kind `http_404` and so on for another
+    status than 200.
     """
     connection = await Connection.open(target.address)
     body = bytearray()
@@ -266,8 +266,8 @@ async def fetch(target: Target, path: str) -> Any:
 
 
 async def find_accepted(target: Target, ask: Ask) -> tuple[Target, Answer]:
-    """The target with what its server takes, and the first answer. Raises StreamError where nothing
-    is answered.
+    """Return the target with what its server takes, and the first answer. Raises StreamError where
+    nothing is answered.
     """
     connections = Connections(target.address)
     answer: Answer | None = None

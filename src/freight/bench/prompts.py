@@ -28,7 +28,7 @@ class Lengths:
 
     @staticmethod
     def parse(name: str, value: str) -> Lengths:
-        """From `128` or `64:256`. Raises ConfigError that names the option."""
+        """Read `128` or `64:256`. Raises ConfigError that names the option."""
         low, _, high = value.partition(":")
         if low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low):
             return Lengths(int(low), int(high or low))
@@ -124,8 +124,8 @@ class Listed:
 
 
 def read_prompts(path: Path, output: Lengths, seed: int) -> list[Ask]:
-    """One JSON object a line: `prompt` (text or token ids) or `messages`, and `max_tokens` if it is
-    not `output`'s.
+    """Read one JSON object a line: `prompt` (text or token ids) or `messages`, and `max_tokens` if
+    it is not `output`'s.
 
     Raises ConfigError that names the line.
     """

@@ -68,8 +68,8 @@ def check(args: ServingArgs) -> None:
 
 
 def measure_serving(args: ServingArgs, on_progress: OnProgress = unseen) -> tuple[list[Run], Any]:
-    """All runs, and what --json prints. Raises FreightError for a server that does not answer, or
-    answers nothing.
+    """Return all runs, and what --json prints. Raises FreightError for a server that does not
+    answer, or answers nothing.
     """
     check(args)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -124,8 +124,8 @@ async def _measure(args: ServingArgs, on_progress: OnProgress) -> tuple[list[Run
 
 
 def describe(args: ServingArgs, targets: Sequence[Target], runs: Sequence[Run]) -> JsonDict:
-    """What --json prints: the settings, a row for each server and load, and ratios where there are
-    several servers.
+    """Return what --json prints: the settings, a row for each server and load, and ratios where
+    there are several servers.
     """
     urls = {target.address.url: target for target in targets}
     rows = []
@@ -158,7 +158,7 @@ def describe(args: ServingArgs, targets: Sequence[Target], runs: Sequence[Run]) 
 
 
 async def _prepare(args: ServingArgs) -> tuple[list[Target], Prompts]:
-    """The servers, each asked once, and the prompts for all of them."""
+    """Return the servers, each asked once, and the prompts for all of them."""
     text = HELD_OUT.read_text(encoding="utf-8")
     by_ids = (
         args.prompt_kind == "ids" and args.prompts_file is None
@@ -220,8 +220,8 @@ async def _prompts(args: ServingArgs, target: Target, text: str, per_token: floa
 
 
 async def _characters_per_token(target: Target, text: str, lengths: Lengths, guess: float) -> float:
-    """As the server counts them in pieces of the length asked for, its chat template and BOS
-    included.
+    """Measure it as the server counts them in pieces of the length asked for, its chat template and
+    BOS included.
 
     The pieces begin at even distances, where those of a load, which begin at random, will hardly
     begin. `guess` where the server does not answer them; the load itself then says why.

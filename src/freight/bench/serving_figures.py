@@ -97,8 +97,8 @@ def percentiles(samples: Sequence[float]) -> dict[str, float | None]:
 
 
 def figures(runs: Sequence[Run]) -> JsonDict:
-    """The row of one server under one load: times over the answers of all its rounds, rates as
-    medians of rounds.
+    """Return the row of one server under one load: times over the answers of all its rounds, rates
+    as medians of rounds.
     """
     answers = [answer for run in runs for answer in run.answers]
     good = [answer for answer in answers if not answer.error]
@@ -127,7 +127,7 @@ def figures(runs: Sequence[Run]) -> JsonDict:
 
 
 def _seconds(answers: Sequence[Answer]) -> float:
-    """From when the first request was due to the end of the last."""
+    """Return the seconds from when the first request was due to the end of the last."""
     return (
         max(answer.end for answer in answers) - min(answer.start for answer in answers)
         if answers
@@ -144,8 +144,8 @@ def _median_rate(runs: Sequence[Run], seconds: Sequence[float], amount: Any) -> 
 
 
 def ratios(runs: Sequence[Run]) -> list[JsonDict]:
-    """The first server over each other one, at every load: median over rounds of the ratio within a
-    round.
+    """Return the first server over each other one, at every load: median over rounds of the ratio
+    within a round.
     """
     found = []
     urls = list(dict.fromkeys(run.url for run in runs))
@@ -185,8 +185,8 @@ def _at(row: Mapping[str, Any], path: Sequence[str]) -> float | None:
 
 
 def interval(values: Sequence[float], coverage: float = 0.95) -> tuple[float, float, float]:
-    """An interval for the median of what `values` are drawn from: two of them, and the probability
-    that it holds it.
+    """Return an interval for the median of what `values` are drawn from: two of them, and the
+    probability that it holds it.
 
     The k-th smallest and the k-th largest, with the largest k whose probability is at least
     `coverage`; the smallest and the largest of all where there is none, as with fewer than six

@@ -67,7 +67,7 @@ def serving_picture(title: str, runs: Sequence[Run]) -> str:
 
 
 def _failed(urls: Sequence[str], runs: Sequence[Run]) -> str:
-    """What the shapes leave out; empty where every request was answered."""
+    """Return what the shapes leave out; empty where every request was answered."""
     parts = []
     for url in urls:
         answers = [answer for run in runs if run.url == url for answer in run.answers]
@@ -85,8 +85,8 @@ def _samples(runs: Sequence[Run], url: str, level: Level) -> Samples:
 
 
 def _axis(x: float, values: Sequence[float]) -> LogAxis:
-    """Over nearly all samples: the lowest half percent, such as tokens that came together, lies at
-    the left edge.
+    """Return an axis over nearly all samples: the lowest half percent, such as tokens that came
+    together, lies at the left edge.
     """
     seen = [value for value in values if value > 0] or [1.0]
     low, high = (float(v) for v in np.percentile(seen, [0.5, 100.0]))
@@ -148,8 +148,8 @@ def _half(
 
 
 def _density(axis: LogAxis, values: Sequence[float]) -> list[float]:
-    """The share of the samples around each of `_BINS` places of the axis, smoothed over about two
-    bins each way.
+    """Return the share of the samples around each of `_BINS` places of the axis, smoothed over
+    about two bins each way.
     """
     if not values:
         return []

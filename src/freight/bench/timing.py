@@ -56,8 +56,8 @@ def time_alternately(
     least: int = 5,
     most: int = 200,
 ) -> dict[str, Spread]:
-    """Seconds of each named call, in turns, for `seconds` each or until all have `least` samples,
-    at most `most`.
+    """Measure the seconds of each named call, in turns, for `seconds` each or until all have
+    `least` samples, at most `most`.
 
     A name stands for several calls that do the same on different memory: they take turns as well,
     so that with enough of them nothing is found in a cache. Every call runs once beforehand, and
@@ -82,8 +82,8 @@ def time_alternately(
 
 
 def bytes_beyond_caches(root: Path = ROOT) -> int:
-    """Bytes of which no cache keeps anything until their turn comes again: twice the last-level
-    cache.
+    """Return bytes of which no cache keeps anything until their turn comes again: twice the
+    last-level cache.
 
     No more than MEMORY_SHARE of the free memory: where that is not enough, figures are partly a
     cache's.
@@ -111,21 +111,21 @@ class MemoryProbe:
             torch.cuda.synchronize()
 
     def sample(self) -> float:
-        """Bytes per second now: the best of three readings."""
+        """Measure bytes per second now: the best of three readings."""
         self._samples.append(max(self.reading() for _ in range(3)))
         return self._samples[-1]
 
     def reading(self) -> float:
-        """Bytes per second of a single reading, which is no sample."""
+        """Measure bytes per second of a single reading, which is no sample."""
         return self._buffer.nbytes / seconds_of(self._read)
 
     def bandwidth(self) -> Spread:
-        """Bytes per second, of the samples so far."""
+        """Return bytes per second, of the samples so far."""
         return Spread.of(self._samples)
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process has held so far."""
+    """Return the most memory that this process has held so far."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

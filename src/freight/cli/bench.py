@@ -258,14 +258,14 @@ def _print_rows(found: Iterable[JsonDict], as_json: bool) -> None:
 def _measuring(
     args: EngineArgs, random_weights: str | None
 ) -> Iterator[tuple[OpenModel, str, OnProgress]]:
-    """The model to measure, what to call it, and a bar, with the threads that were asked for."""
+    """Yield the model to measure, what to call it, and a bar, with the threads that were asked for."""
     opened, name = _open(args, random_weights)
     with choose_threads(args.threads, opened.device.cores), progress("measuring") as on_progress:
         yield opened, name, on_progress
 
 
 def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]:
-    """The model to measure, and what to call it."""
+    """Return the model to measure, and what to call it."""
     log_to_stderr()
     if random_weights is None:
         from freight.models.open import open_model

@@ -181,7 +181,9 @@ def _text(value: float | None, unit: float) -> str:
 
 
 def _notes(found: JsonDict) -> list[str]:
-    """What a reader must know of the figures: what a server does not take, what failed and how."""
+    """Return what a reader must know of the figures: what a server does not take, what failed and
+    how.
+    """
     notes = [f"seed {found['seed']}: --seed {found['seed']} sends the same requests again"]
     again = found["prompts"] not in ("text", "ids") and len(found["rows"]) * found["rounds"] > 1
     if again and any(row["cached_tokens"] is None for row in found["rows"]):

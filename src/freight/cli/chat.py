@@ -77,7 +77,7 @@ def chat(
 
 
 def _explain(command: str) -> None:
-    """What /help prints, or that there is no such command."""
+    """Print what /help shows, or that there is no such command."""
     if command == "/help":
         for name, what in COMMANDS.items():
             terminal.write(f"{name:8}{what}", err=True, dim=True)
@@ -92,7 +92,7 @@ def _explain(command: str) -> None:
 
 
 def _read_line() -> str | None:
-    """The next line typed, None at the end: Ctrl-D, or Ctrl-C twice in a row at a terminal.
+    """Return the next line typed, None at the end: Ctrl-D, or Ctrl-C twice in a row at a terminal.
 
     Editing keys and history work where Python has readline. Raises KeyboardInterrupt where no
     terminal is read.

@@ -35,7 +35,7 @@ def env(
 
 
 def collect() -> JsonDict:
-    """The facts, by the names of the JSON. Memory in bytes."""
+    """Return the facts, by the names of the JSON. Memory in bytes."""
     import torch
 
     import freight
@@ -89,7 +89,7 @@ def collect() -> JsonDict:
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """Return the versions of the packages that are installed."""
     found = {}
     for name in PACKAGES:
         try:

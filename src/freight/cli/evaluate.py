@@ -299,7 +299,9 @@ def evaluate_layers(
 
 
 def _asked(args: EngineArgs) -> tuple[str, str] | None:
-    """The cache that the options name, as format and source of scales; None where they name none."""
+    """Return the cache that the options name, as format and source of scales; None where they name
+    none.
+    """
     named = (
         args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
     )
@@ -312,7 +314,7 @@ def _list(text: str | None) -> tuple[str, ...] | None:
 
 
 def data_path(model: str, data: Path | None) -> Path:
-    """The text's file. Raises ConfigError where there is none."""
+    """Return the text's file. Raises ConfigError where there is none."""
     if data is None and model != "demo":
         raise ConfigError("--data FILE is needed: a text the model was not trained on")
     path = data or HELD_OUT
@@ -322,7 +324,7 @@ def data_path(model: str, data: Path | None) -> Path:
 
 
 def read_text(model: str, data: Path | None) -> str:
-    """The text as one. Raises ConfigError where there is none."""
+    """Return the text as one. Raises ConfigError where there is none."""
     path = data_path(model, data)
     with reading(f"--data {data}"):
         text = files.read_text(path, limit=DATA_LIMIT)

@@ -92,7 +92,7 @@ def generate(
 
 
 def print_outputs(outputs: list[RequestOutput], params: SamplingParams, only_errors: bool) -> None:
-    """Each completion under its title, and what failed on standard error."""
+    """Print each completion under its title, and what failed on standard error."""
     for output in outputs:
         for completion in output.outputs:
             title = _title(output, completion)
@@ -104,8 +104,8 @@ def print_outputs(outputs: list[RequestOutput], params: SamplingParams, only_err
 
 
 def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> Prompts:
-    """The prompts, of one kind only. Raises RequestError for none, for two kinds, and for an empty
-    one.
+    """Return the prompts, of one kind only. Raises RequestError for none, for two kinds, and for an
+    empty one.
     """
     ways = sum((bool(texts), file is not None, bool(token_ids)))
     if ways != 1:
@@ -147,8 +147,8 @@ def require_token_ids(prompts: Prompts, form: StructuredOutputs | None) -> None:
 def read_form(
     json_schema: Path | None, regex: str | None, choice: list[str]
 ) -> StructuredOutputs | None:
-    """The form that was asked for, if one. Raises RequestError for several, and for one that is
-    none.
+    """Return the form that was asked for, if one. Raises RequestError for several, and for one that
+    is none.
     """
     given: dict[str, object] = {}
     if json_schema is not None:
@@ -180,7 +180,9 @@ def _parse_ids(text: str) -> list[int]:
 
 
 def text_of(completion: CompletionOutput, params: SamplingParams) -> str:
-    """What a terminal shows of a completion: its text, or its token ids where there is no text."""
+    """Return what a terminal shows of a completion: its text, or its token ids where there is no
+    text.
+    """
     return completion.text if params.detokenize else " ".join(map(str, completion.token_ids))
 
 
@@ -210,7 +212,7 @@ def _title(output: RequestOutput, completion: CompletionOutput) -> str:
 
 
 def as_object(llm: LLM, outputs: list[RequestOutput]) -> JsonDict:
-    """What --json prints: one entry for each completion, and the cache it was made with."""
+    """Return what --json prints: one entry for each completion, and the cache it was made with."""
     return {
         "outputs": [
             {

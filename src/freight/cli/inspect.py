@@ -74,8 +74,8 @@ def _draw(facts: JsonDict, picture: Path) -> None:
 def describe(
     model: str, revision: str | None = None, ignore_keys: Collection[str] = ()
 ) -> JsonDict:
-    """The JSON object of `freight inspect --json`. `revision` is a hub model's branch, tag or
-    commit; `ignore_keys` of config.json are read over.
+    """Return the JSON object of `freight inspect --json`. `revision` is a hub model's branch, tag
+    or commit; `ignore_keys` of config.json are read over.
 
     model, path, architecture, model_type, num_layers, num_parameters, max_position_embeddings;
     dtype, of the weights that are not quantized, and dtype_source: where it was found
@@ -157,8 +157,8 @@ def _read(
     stored: Format | None,
     ignore_keys: Collection[str],
 ) -> tuple[JsonDict, ModelConfig | None, Scheme]:
-    """What a config.json describes: (its facts, the model that runs or None, the declared scheme or
-    an empty one).
+    """Return what a config.json describes: (its facts, the model that runs or None, the declared
+    scheme or an empty one).
     """
     from freight.checkpoint.layouts import read_scheme
     from freight.fp8.scheme import Scheme

@@ -31,8 +31,8 @@ def choice_judgement(choice: KVChoice) -> Judgement:
 
 
 def choice_facts(choice: KVChoice) -> JsonDict:
-    """The `kv_budget` of `freight quantize --json`. A layer's `granularity` is null for 16 bits; KL
-    in nats per token.
+    """Return the `kv_budget` of `freight quantize --json`. A layer's `granularity` is null for 16
+    bits; KL in nats per token.
 
     `kl` of a layer is what each granularity costs there alone.
     """

@@ -45,7 +45,7 @@ class Given:
 
 
 def is_launcher(argv: Sequence[str]) -> bool:
-    """Whether a command line has TGI's form: options and no verb."""
+    """Say whether a command line has TGI's form: options and no verb."""
     return (
         bool(argv)
         and argv[0].startswith("-")
@@ -193,7 +193,7 @@ def _apply_concurrent(ctx: typer.Context, values: Values, given: Given) -> None:
 
 
 def _say(ctx: typer.Context, given: Given) -> None:
-    """One line on stderr: which variables of TGI act, and what is ignored."""
+    """Print one line on stderr: which variables of TGI act, and what is ignored."""
     acting = [
         shown
         for ours, shown in given.variables.items()
@@ -206,6 +206,8 @@ def _say(ctx: typer.Context, given: Given) -> None:
 
 
 def _source(ctx: typer.Context, name: str) -> str:
-    """Where the value of an option comes from: COMMANDLINE, ENVIRONMENT, DEFAULT_MAP or DEFAULT."""
+    """Say where the value of an option comes from: COMMANDLINE, ENVIRONMENT, DEFAULT_MAP or
+    DEFAULT.
+    """
     source = ctx.get_parameter_source(name)
     return "DEFAULT" if source is None else source.name

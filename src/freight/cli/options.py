@@ -102,7 +102,7 @@ class Flag:
         return option(values, self.help, name, envvar=envvar)
 
     def parameter(self, default: Any, envvar: str | None = None) -> inspect.Parameter:
-        """A keyword of a command, as typer reads it."""
+        """Return a keyword of a command, as typer reads it."""
         annotation: Any = Annotated[self.type, self.option(envvar)]
         return inspect.Parameter(
             self.field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
@@ -254,7 +254,7 @@ ModelIdOption = Annotated[
 
 
 def _engine_option(field: str) -> Any:
-    """An option of engines, for a command that has no `args: EngineArgs`."""
+    """Return an option of engines, for a command that has no `args: EngineArgs`."""
     flag = next(flag for flag in ENGINE_FLAGS if flag.field == field)
     return flag.option(flag.envvar)
 
@@ -292,12 +292,12 @@ class Command(TyperCommand):
 
 
 def _spellings(command: Any) -> set[str]:
-    """The options of a click command, as they are written."""
+    """Return the options of a click command, as they are written."""
     return {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
 
 
 def _where_it_is(spelling: str, ctx: Any) -> str | None:
-    """Which sub-commands of the same verb have the option; None where none has it."""
+    """Say which sub-commands of the same verb have the option; None where none has it."""
     if ctx.parent is None or ctx.parent.parent is None:
         return None
     commands = ctx.parent.command.commands.items()
@@ -382,7 +382,8 @@ def check_random_weights(model: str, shape: str) -> None:
 def model_and_others(
     ctx: typer.Context, model_id: str | None, names: Sequence[str], given: Sequence[object]
 ) -> list[str]:
-    """The arguments called `names`, in order, where --model-id may stand for the one called MODEL.
+    """Return the arguments called `names`, in order, where --model-id may stand for the one called
+    MODEL.
 
     `given` are the arguments as typed, None for those beyond. Raises ConfigError for one too few or
     too many.

@@ -243,7 +243,7 @@ def _weights(weights: str | None, qformat: str | None, format: str) -> str | Non
 
 
 def either(argument: str, value: str | Path | None, option: str, other: str | Path | None) -> str:
-    """One of the two forms of an argument. Raises ConfigError where none or both are given."""
+    """Return one of the two forms of an argument. Raises ConfigError where none or both are given."""
     if (value is None) == (other is None):
         fault = "is missing" if value is None else f"is given as {value} and as {other}"
         raise ConfigError(f"{argument} {fault}: give either the argument {argument} or {option}")
@@ -251,7 +251,7 @@ def either(argument: str, value: str | Path | None, option: str, other: str | Pa
 
 
 def facts(result: QuantizeResult) -> JsonDict:
-    """The JSON object of `freight quantize --json`."""
+    """Return the JSON object of `freight quantize --json`."""
     plan = result.plan
     return {
         "path": str(result.path),
@@ -275,7 +275,7 @@ def facts(result: QuantizeResult) -> JsonDict:
 
 
 def sentences(result: QuantizeResult) -> Iterator[str]:
-    """The same for people."""
+    """Yield the same for people."""
     plan = result.plan
     kv = "16 bits" if plan.kv_granularity is None else f"fp8, a scale per {plan.kv_granularity}"
     if result.kv_choice is not None and plan.kv_granularity is None:

@@ -18,13 +18,13 @@ _OTHERS = re.compile(
 
 
 def known(command: Any) -> set[str]:
-    """The variables of a click command's options, and of those of all its verbs."""
+    """Return the variables of a click command's options, and of those of all its verbs."""
     return {name for option in _options(command) for name in _names(option.envvar)}
 
 
 def unknown(environ: Mapping[str, str], names: Iterable[str]) -> str | None:
-    """One line that names the variables that nothing reads, each with the nearest known; None where
-    there are none.
+    """Write one line that names the variables that nothing reads, each with the nearest known; None
+    where there are none.
     """
     names = set(names)
     found = sorted(

@@ -50,19 +50,19 @@ class Advice:
 
 
 def as_json(evaluation: Evaluation) -> JsonDict:
-    """What `freight evaluate caches --json` prints."""
+    """Return what `freight evaluate caches --json` prints."""
     return evaluation.as_json() | {"advice": advice(evaluation).as_json()}
 
 
 def recommended(evaluation: Evaluation) -> Figures | None:
-    """The safe setting of least error among the smallest, with the first one's weights; None if
-    none is safe.
+    """Return the safe setting of least error among the smallest, with the first one's weights; None
+    if none is safe.
     """
     return _best(_smaller(evaluation), lambda run: run.bytes_per_token)
 
 
 def recommended_states(evaluation: Evaluation) -> Figures | None:
-    """As `recommended`, of the settings that differ from the first in their states alone."""
+    """Do as `recommended` with the settings that differ from the first in their states alone."""
     return _best(_smaller_states(evaluation), lambda run: run.bytes_per_state)
 
 
@@ -85,7 +85,7 @@ def _smaller_states(evaluation: Evaluation) -> list[Figures]:
 
 
 def _smaller(evaluation: Evaluation) -> list[Figures]:
-    """The caches that could be taken in the place of the first."""
+    """Return the caches that could be taken in the place of the first."""
     first, *others = evaluation.runs
     alike = (
         run
@@ -96,7 +96,9 @@ def _smaller(evaluation: Evaluation) -> list[Figures]:
 
 
 def how_to(run: Figures, over: Overview) -> str:
-    """The command line that gives this setting, with what `freight evaluate` was given for it."""
+    """Return the command line that gives this setting, with what `freight evaluate` was given for
+    it.
+    """
     model = shlex.quote(over.model)
     more = f" --quantization {over.quantization}" if over.quantization else ""
     if run.state_dtype is not None:
@@ -130,7 +132,7 @@ def how_to(run: Figures, over: Overview) -> str:
 
 
 def advice(evaluation: Evaluation) -> Advice:
-    """The setting to take with the reasons, or why none is."""
+    """Return the setting to take with the reasons, or why none is."""
     first, chosen, over = evaluation.runs[0], recommended(evaluation), evaluation.overview
     states = recommended_states(evaluation) or first
     command = how_to(replace(chosen or first, state_dtype=states.state_dtype), over)
@@ -139,7 +141,7 @@ def advice(evaluation: Evaluation) -> Advice:
 
 
 def _of_states(evaluation: Evaluation, chosen: Figures) -> str:
-    """The format of states to take, in a sentence; "" where no smaller one was measured."""
+    """Return the format of states to take, in a sentence; "" where no smaller one was measured."""
     first, smaller = evaluation.runs[0], _smaller_states(evaluation)
     if chosen is first and not smaller:
         return ""

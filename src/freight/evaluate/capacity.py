@@ -139,8 +139,8 @@ class Plan:
 
 
 def read_memory(value: str) -> int:
-    """Bytes of '24GiB'. Raises ConfigError, also for a number that is too small to be meant in
-    bytes.
+    """Return bytes of '24GiB'. Raises ConfigError, also for a number that is too small to be meant
+    in bytes.
     """
     size = parse_memory(value, "--memory", "; give the memory of the device, as in 24GiB")
     assert size is not None
@@ -157,8 +157,9 @@ def make_plan(
     stored: Format | None = None,
     ignore_keys: Collection[str] = (),
 ) -> Plan:
-    """What fits of the model that `config`, the content of a config.json, describes. `stored` is
-    the dtype of its tensors, where that is known; `ignore_keys` of config.json are read over.
+    """Return what fits of the model that `config`, the content of a config.json, describes.
+    `stored` is the dtype of its tensors, where that is known; `ignore_keys` of config.json are read
+    over.
 
     Raises CheckpointError for a model that Freight does not run, ConfigError for a wish that no
     memory serves, and CapacityError if the weights do not fit in any format.
@@ -194,7 +195,7 @@ def _read(
 
 
 def _check(wish: Wish, model: ModelConfig) -> int:
-    """The wished context. Raises ConfigError."""
+    """Return the wished context. Raises ConfigError."""
     choose("--dtype", wish.dtype, ("auto", *DTYPES))
     choose("--device", wish.device, tuple(MEMORY_SHARE))
     check_states(wish.state_every, wish.state_dtype, EngineArgs.block_size)
@@ -320,8 +321,8 @@ def _setting(
 
 
 def requests_in(spec: KVCacheSpec, memory: int, context: int, step_tokens: int) -> int:
-    """How many requests of `context` tokens `memory` bytes hold at once, if the cache is split for
-    so many.
+    """Count how many requests of `context` tokens `memory` bytes hold at once, if the cache is
+    split for so many.
     """
     least = spec.bytes_of(tuple(group.most_blocks(context, 1) for group in spec.groups))
     counts = range(1, memory // least + 1)
@@ -331,8 +332,8 @@ def requests_in(spec: KVCacheSpec, memory: int, context: int, step_tokens: int) 
 
 
 def longest_of(plan: Plan, setting: Setting) -> int:
-    """Tokens of the longest context of which the wished number of requests fits at once, in whole
-    blocks.
+    """Return tokens of the longest context of which the wished number of requests fits at once, in
+    whole blocks.
     """
     step, block, requests = setting.step_tokens, setting.spec.block_size, plan.wish.num_requests
     lengths = range(block, plan.context + 1, block)
@@ -344,7 +345,7 @@ def longest_of(plan: Plan, setting: Setting) -> int:
 
 
 def needed_for(cache: int, share: float) -> int:
-    """The least memory without the weights of which `share` is `cache` bytes or more."""
+    """Return the least memory without the weights of which `share` is `cache` bytes or more."""
     needed = max(0, int(cache / share) - 2)  # a division may round either way
     while int(needed * share) < cache:
         needed += 1
@@ -368,7 +369,7 @@ def _count(requests: int) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """One sentence: which setting to take, or what would serve the wish."""
+    """Write one sentence: which setting to take, or what would serve the wish."""
     wish = plan.wish
     if plan.choice is None:
         return _without_choice(plan)
@@ -414,7 +415,7 @@ def _without_choice(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> JsonDict:
-    """The object of `freight plan --json`, without the model's name."""
+    """Return the object of `freight plan --json`, without the model's name."""
     return {
         "runs": "through transformers" if plan.through_transformers else "natively",
         "device": plan.wish.device,

@@ -183,7 +183,7 @@ def _apart(at: Sequence[Sequence[Point]]) -> list[list[Point]]:
 
 
 def _free(x: float, y: float, taken: list[Point]) -> Point:
-    """The free place that is nearest to x in the same height; it is taken then."""
+    """Take the free place that is nearest to x in the same height."""
     low, high = _LEFT + MARK / 2, WIDTH - _RIGHT - MARK / 2
     sideways = (x + side * MARK * i for i in range(WIDTH) for side in (1, -1))
     inside = (place for place in sideways if low <= place <= high or place == x)
@@ -198,7 +198,7 @@ def _free(x: float, y: float, taken: list[Point]) -> Point:
 
 
 def _leaders(true: Sequence[Point], moved: Sequence[Point]) -> Iterator[str]:
-    """A thin line from where a mark belongs to where it stands."""
+    """Draw a thin line from where a mark belongs to where it stands."""
     for (x, y), (place, _) in zip(true, moved, strict=True):
         if x != place:
             yield f'<line class="base leader" x1="{x}" x2="{place}" y1="{y}" y2="{y}"/>'
@@ -216,12 +216,12 @@ def _marks(series: Series, at: Sequence[Point], across: _Scale, lines: bool) -> 
 
 
 def _class(style: int) -> int:
-    """The page has eight colours."""
+    """Return the number of the colour, of which the page has eight."""
     return style if style < 8 else style - 4
 
 
 def _mark(x: float, y: float, style: int, tip: str = "") -> str:
-    """One of four shapes, 10 pixels wide: full, hollow, or hollow with a dot."""
+    """Draw one of four shapes, 10 pixels wide: full, hollow, or hollow with a dot."""
     if style >= 8:
         return (
             _mark(x, y, style - 4, tip)

@@ -62,7 +62,7 @@ class Reference:
         return Reference(logits, scratch.div_(total[:, None]), log_sum, top)
 
     def itself(self, targets: Tensor) -> Judged:
-        """As `judge`, of the same logits: no divergence."""
+        """Do as `judge` with the same logits: no divergence."""
         logprobs = _at(self.logits, targets).double() - self.log_sum
         return (
             logprobs.float(),
@@ -95,7 +95,7 @@ class Reference:
 
 
 def _at(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The logit of one token a row: [rows]."""
+    """Return the logit of one token a row: [rows]."""
     return logits.gather(-1, tokens[:, None])[:, 0]
 
 

@@ -29,8 +29,8 @@ class Part:
 
 
 def read_documents(path: Path, field: str = "text") -> list[str]:
-    """The documents of `path`. Raises ConfigError for what is no text, and for a line without
-    `field`.
+    """Return the documents of `path`. Raises ConfigError for what is no text, and for a line
+    without `field`.
     """
     with reading(f"--data {path}"):
         text = read_text(path, "utf-8-sig", DATA_LIMIT)
@@ -109,8 +109,8 @@ def cut_documents(
 
 
 def window_length(window: int | None, max_model_len: int) -> int:
-    """Tokens scored together: `window`, or the context, at most 1024. Raises ConfigError for more
-    than the context.
+    """Return tokens scored together: `window`, or the context, at most 1024. Raises ConfigError for
+    more than the context.
     """
     if window is not None and window > max_model_len:
         raise ConfigError(

@@ -204,7 +204,7 @@ def _apart(
 
 
 def _names(args: EngineArgs, grid: GridArgs, opened: OpenModel) -> tuple[str, ...]:
-    """The caches by name; empty where the engine's options name one."""
+    """Return the caches by name; empty where the engine's options name one."""
     model = opened.model
     given = (
         args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
@@ -238,7 +238,7 @@ def _has_groups(opened: OpenModel) -> bool:
 
 
 def _resolved(opened: OpenModel, **changes: Any) -> EngineConfig:
-    """The configuration of the engine's options with `changes`."""
+    """Return the configuration of the engine's options with `changes`."""
     return opened.resolve(replace(opened.args, **changes))
 
 
@@ -249,8 +249,8 @@ def _caches(
     names: Sequence[str],
     scales: dict[str, KVScales | None],
 ) -> list[Setting]:
-    """A configuration for each name. A checkpoint's static scales are one, in the place of all
-    static names.
+    """Return a configuration for each name. A checkpoint's static scales are one, in the place of
+    all static names.
     """
     found: list[Setting] = []
     e4m3, unit = opened.device.native_e4m3, (Granularity.TENSOR, ScaleSource.UNIT, None)

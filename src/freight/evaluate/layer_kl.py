@@ -59,7 +59,7 @@ def layer_kl(
 
 
 def _only(first: SettingRun, run: SettingRun, layer: int, length: int) -> SettingRun:
-    """The first setting's run with one layer of `run`'s cache, and with those that read it, in
+    """Make the first setting's run with one layer of `run`'s cache, and with those that read it, in
     steps of `length`.
     """
     pool, other = first.runner.pool, run.runner.pool

@@ -104,8 +104,8 @@ def compare_long(
     num_questions: int = 4,
     on_progress: OnProgress = unseen,
 ) -> list[LongScore]:
-    """The 16-bit cache, and every one of `caches` that differs from it, each (kv_cache_dtype,
-    kv_scales) or resolved.
+    """Measure the 16-bit cache, and every one of `caches` that differs from it, each
+    (kv_cache_dtype, kv_scales) or resolved.
 
     context: tokens, default the model's. num_contexts: contexts to retrieve from, and at most as
     many windows of `text`. num_questions: at each depth of each context. `args.seed` chooses the
@@ -202,8 +202,8 @@ def _ask(
 
 
 def _states_behind(pool: KVPool, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
-    """The states behind so many tokens of a sequence that is alone in the pool, and copies: a
-    question changes them.
+    """Return the states behind so many tokens of a sequence that is alone in the pool, and copies:
+    a question changes them.
     """
     blocks = [(kept.states, (num_tokens - 1) // kept.states.every) for kept in pool.states.values()]
     return [
@@ -214,7 +214,7 @@ def _states_behind(pool: KVPool, num_tokens: int) -> list[tuple[Tensor, Tensor]]
 
 
 def _answer(runner: ModelRunner, question: Question, start: int) -> Answer:
-    """The question goes behind the `start` tokens that are stored, over the last question's."""
+    """Ask the question behind the `start` tokens that are stored, over the last question's."""
     ids = [*question.key, *question.value[:-1]]
     logits = runner.logits(ids, start, runner.pool.whole)[-len(question.value) :]
     value = torch.tensor(question.value, dtype=torch.int64, device=logits.device)
@@ -234,7 +234,7 @@ def _nll(runner: ModelRunner, window: Window, chunk: int) -> list[float]:
 
 
 def _score(run: _Run, first: _Run, length: int, contexts: Sequence[RetrievalContext]) -> LongScore:
-    """The figures of `run`, against those of `first`, the 16-bit one."""
+    """Return the figures of `run`, against those of `first`, the 16-bit one."""
     names, state = run.config.kv.names(), run.config.kv.state
     levels = depths(length)
     spans = itertools.pairwise([0, *levels]) if run.nats else ()
@@ -293,6 +293,6 @@ def _change(values: Sequence[float], plain: Sequence[float]) -> Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of `values`, one for each context or window, with its interval."""
+    """Return the mean of `values`, one for each context or window, with its interval."""
     ends = interval(np.array(values, dtype=np.float64), np.ones(len(values)))
     return Estimate(statistics.fmean(values), ends, len(values))

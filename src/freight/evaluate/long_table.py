@@ -23,7 +23,7 @@ HEADS = ("KV cache", "scales")
 
 
 def retrieval_rows(scores: Sequence[LongScore]) -> list[Sequence[str]]:
-    """A row for each cache, the first with the headings; a column for each depth."""
+    """Return a row for each cache, the first with the headings; a column for each depth."""
     rows: list[Sequence[str]] = [(*HEADS, *(f"{part.depth:,} back" for part in scores[0].depths))]
     for index, score in enumerate(scores):
         cells = []
@@ -35,7 +35,7 @@ def retrieval_rows(scores: Sequence[LongScore]) -> list[Sequence[str]]:
 
 
 def position_rows(scores: Sequence[LongScore]) -> list[Sequence[str]]:
-    """The same of perplexity; the change is in nats a token."""
+    """Return the same of perplexity; the change is in nats a token."""
     heads = (f"{part.start:,} … {part.stop - 1:,}" for part in scores[0].positions)
     rows: list[Sequence[str]] = [(*HEADS, *heads)]
     for index, score in enumerate(scores):

@@ -98,14 +98,16 @@ class SettingRun:
 
 
 def now(device: str) -> float:
-    """Seconds, once the device has done what it was asked for."""
+    """Return the seconds of a clock, once the device has done what it was asked for."""
     if device != "cpu":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """Rows of logits that are computed together: full tiles within LOGITS bytes, at least one."""
+    """Return rows of logits that are computed together: full tiles within LOGITS bytes, at least
+    one.
+    """
     return max(TILE, LOGITS // (4 * vocab_size) // TILE * TILE)
 
 

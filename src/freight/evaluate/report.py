@@ -120,7 +120,7 @@ def run_caches(
 def resolve_caches(
     opened: OpenModel, caches: Sequence[tuple[str, str] | KVCacheConfig]
 ) -> list[EngineConfig]:
-    """The 16-bit cache first, then every one of `caches` with another format, or resolved."""
+    """Return the 16-bit cache first, then every one of `caches` with another format, or resolved."""
     configs = [plain_config(opened)]
     for cache in caches:
         if isinstance(cache, KVCacheConfig):
@@ -134,8 +134,8 @@ def resolve_caches(
 
 
 def plain_config(opened: OpenModel) -> EngineConfig:
-    """The configuration that the others are compared with: the same, with a cache in the compute
-    dtype.
+    """Return the configuration that the others are compared with: the same, with a cache in the
+    compute dtype.
     """
     args = opened.args.with_plain_cache()
     return opened.resolve(args.with_cache(str(opened.resolve(args).compute_format)))
@@ -144,8 +144,8 @@ def plain_config(opened: OpenModel) -> EngineConfig:
 def load_for(
     opened: OpenModel, configs: Sequence[EngineConfig], num_positions: int | None = None
 ) -> LanguageModel:
-    """The weights for all of `configs`. FP8 products apply to E4M3 caches only, so the others do
-    not change by them.
+    """Return the weights for all of `configs`. FP8 products apply to E4M3 caches only, so the
+    others do not change by them.
 
     `num_positions` is as in `OpenModel.load`.
     """
@@ -161,7 +161,7 @@ def cache_run(
     probe: Probe | None = None,
     kernels: KernelSet | None = None,
 ) -> CacheRun:
-    """A run of `config` with a cache for `length` tokens, shown to `probe` if there is one.
+    """Return a run of `config` with a cache for `length` tokens, shown to `probe` if there is one.
 
     `kernels` store and read the cache, if not those of `config`.
     """

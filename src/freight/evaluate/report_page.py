@@ -100,7 +100,7 @@ def write_report(evaluation: Evaluation, folder: Path) -> None:
 
 
 def sections(evaluation: Evaluation) -> list[Section]:
-    """The charts, those of what was measured."""
+    """Draw the charts of what was measured."""
     runs = [
         (run, setting_name(run, evaluation), style) for style, run in enumerate(evaluation.runs)
     ]
@@ -289,13 +289,13 @@ def _command(command: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """An interval stands below its figure, so that all columns fit the page."""
+    """Put an interval below its figure, so that all columns fit the page."""
     figure, bracket, interval = text.partition(" (")
     return f"{escape(figure)}<br><small>({escape(interval)}</small>" if bracket else escape(text)
 
 
 def _table(text: str) -> str:
-    """A Markdown table -> HTML."""
+    """Turn a Markdown table into HTML."""
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()]
     head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
     body = "".join(

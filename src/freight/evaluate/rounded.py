@@ -63,7 +63,7 @@ def check_schemes(opened: OpenModel, schemes: tuple[str, ...], quantization: str
 def load_rounded(
     opened: OpenModel, config: EngineConfig, scheme: str, num_positions: int
 ) -> Decoder:
-    """The model with its weights under `scheme`, for `num_positions` as in `OpenModel.load`.
+    """Return the model with its weights under `scheme`, for `num_positions` as in `OpenModel.load`.
 
     Its 16-bit decoder has been loaded, so its tensors are checked.
     """

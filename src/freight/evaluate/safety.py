@@ -148,7 +148,9 @@ class Bound:
         )
 
     def _more(self, value: float, interval: Interval, num_units: int, units: str) -> str:
-        """How much text would settle it: an interval narrows with the root of the number of units."""
+        """Say how much text would settle it: an interval narrows with the root of the number of
+        units.
+        """
         distance = min(abs(value - edge) for edge in (self.low, self.high) if math.isfinite(edge))
         half = max(interval[1] - value, value - interval[0])
         if not math.isfinite(half) or half > 30 * distance:
@@ -169,8 +171,8 @@ Measured = tuple[float, Interval | None]
 def judge(
     ratio: Measured, kl: Measured, same_top: Measured, clipped: float, sample: Sample
 ) -> Judgement:
-    """The verdict on figures against 16 bits, each with its interval, None where the sample is too
-    small for one.
+    """Return the verdict on figures against 16 bits, each with its interval, None where the sample
+    is too small for one.
     """
     bounds = (
         (CLIPPED_BOUND, (clipped, (clipped, clipped))),
@@ -191,7 +193,7 @@ def judge(
 
 
 def within_bounds(kl_mean: float, same_top: float) -> bool:
-    """Whether figures without intervals keep the bounds; perplexity without one says nothing on a
-    short text.
+    """Say whether figures without intervals keep the bounds; perplexity without one says nothing on
+    a short text.
     """
     return KL_BOUND.holds(kl_mean) and SAME_TOP_BOUND.holds(same_top)

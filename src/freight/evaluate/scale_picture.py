@@ -88,7 +88,7 @@ def _side(
     axis: LogAxis,
     format: Format,
 ) -> Iterator[str]:
-    """The dots and bars of keys or of values, a little left or right of the layer's middle."""
+    """Draw the dots and bars of keys or of values, a little left or right of the layer's middle."""
     colour, shift = _COLOURS[side], -0.12 if side == "k" else 0.12
     for layer, scales in layers:
         x, scale = _x(layer + shift, num_layers), scales["max"]

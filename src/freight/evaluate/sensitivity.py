@@ -54,7 +54,7 @@ def per_layer(
     windows: Callable[[OpenModel, int], Sequence[Window]],
     on_progress: OnProgress = unseen,
 ) -> PerLayer:
-    """The cache that `args` name, E4M3 where they name none, layer by layer.
+    """Measure the cache that `args` name, E4M3 where they name none, layer by layer.
 
     `windows(opened, max_model_len)` gives the text. Raises ConfigError for a cache of 16 bits, and
     what `resolve` raises, before weights are read.

@@ -54,7 +54,7 @@ def contexts_of(opened: OpenModel, plain: EngineConfig) -> tuple[int, ...]:
 def time_settings(
     opened: OpenModel, runs: Sequence[SettingRun], repeats: int = REPEATS
 ) -> list[Speed]:
-    """The speed of each of `runs`. Their caches and counts stay as they are."""
+    """Return the speed of each of `runs`. Their caches and counts stay as they are."""
     bytes_per_token = max(run.runner.pool.spec.bytes_per_token for run in runs)
     contexts = contexts_for(runs[0].config.max_model_len, bytes_per_token)
     runners = [_runner(opened, run, contexts[-1]) for run in runs]
@@ -72,8 +72,8 @@ def time_settings(
 
 
 def faster_from(speed: Speed, reference: Speed) -> int | None:
-    """The context from which on every timed one decodes faster than the reference; None if there is
-    none.
+    """Return the context from which on every timed one decodes faster than the reference; None if
+    there is none.
     """
     found = None
     for context, own, other in reversed(

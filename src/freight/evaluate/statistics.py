@@ -55,8 +55,8 @@ def unit_sums(units: NDArray[np.int64], *values: NDArray[Any]) -> list[Array]:
 
 
 def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t. Abramowitz and Stegun 26.7.5; for 11 degrees and more
-    right to 1e-4.
+    """Return the 97.5 % quantile of Student's t. Abramowitz and Stegun 26.7.5; for 11 degrees and
+    more right to 1e-4.
     """
     z, n = NormalDist().inv_cdf(0.975), float(degrees)
     terms = (
@@ -69,8 +69,8 @@ def student(degrees: int) -> float:
 
 
 def mean_interval(sums: Array, counts: Array) -> tuple[Array, Array] | None:
-    """The 95 % interval of the mean per token, from sums and counts by unit, [..., units]; None
-    below MIN_UNITS.
+    """Return the 95 % interval of the mean per token, from sums and counts by unit, [..., units];
+    None below MIN_UNITS.
     """
     units = counts.shape[-1]
     if units < MIN_UNITS:
@@ -102,7 +102,7 @@ def position_edges(longest: int) -> list[int]:
 def by_position(
     positions: NDArray[np.int64], values: NDArray[Any], edges: list[int]
 ) -> list[float | None]:
-    """The mean of `values` in each bucket; None where a bucket has no token."""
+    """Return the mean of `values` in each bucket; None where a bucket has no token."""
     bucket = np.searchsorted(np.asarray(edges), positions, side="right") - 1
     size = len(edges) - 1
     count = np.bincount(bucket, minlength=size)

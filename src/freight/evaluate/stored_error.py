@@ -59,7 +59,7 @@ class Probe:
         self.sums = torch.zeros(self.num_layers, 3, 2, dtype=torch.float64, device="cpu")
 
     def begin(self, count: int, device: str) -> None:
-        """A step of `count` rows comes."""
+        """Begin a step of `count` rows."""
         self.outputs.clear()
         self.num_steps += 1
         self.rows = None
@@ -137,13 +137,13 @@ class Probe:
 
 
 def _square(x: Tensor) -> Tensor:
-    """The sum of the squares of float32 values: []."""
+    """Return the sum of the squares of float32 values: []."""
     norm: Tensor = torch.linalg.vector_norm(x)
     return norm.square()
 
 
 def _kept(page: Tensor, scale: Tensor | None, slots: Tensor) -> Tensor:
-    """What the cache has for these slots: float32 [rows, num_kv_heads, head_dim]."""
+    """Return what the cache has for these slots: float32 [rows, num_kv_heads, head_dim]."""
     rows = read_slots(page, slots)
     if scale is None:
         return decode(rows)

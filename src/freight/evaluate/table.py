@@ -8,7 +8,7 @@ from freight.tables import markdown
 
 
 def table(evaluation: Evaluation) -> str:
-    """A row a setting. KL in nats."""
+    """Write a row for each setting. KL in nats."""
     several = len({run.weights for run in evaluation.runs}) > 1
     states = evaluation.runs[0].state_dtype is not None
     headings = [
@@ -28,7 +28,7 @@ def table(evaluation: Evaluation) -> str:
 
 
 def _row(run: Figures, verdict: str) -> list[str]:
-    """What shows a catastrophe comes first."""
+    """Return the cells, those that show a catastrophe first."""
     ratio = run.perplexity_ratio_interval
     change = None if ratio is None else (ratio[0] - 1, ratio[1] - 1)
     return [
@@ -50,7 +50,7 @@ def _row(run: Figures, verdict: str) -> list[str]:
 
 
 def _with(figure: str, interval: Interval | None, form: str) -> str:
-    """The figure with its interval, a dash where there is none."""
+    """Return the figure with its interval, a dash where there is none."""
     if interval is None:
         return f"{figure} (—)"
     low, high = (format(end, form) if form else nats(end) for end in interval)
@@ -67,7 +67,7 @@ def nats(value: float) -> str:
 
 
 def speed_table(evaluation: Evaluation) -> str:
-    """Tokens per second of prefill, and of decoding by context; empty if nothing was timed."""
+    """Return tokens per second of prefill, and of decoding by context; empty if nothing was timed."""
     if not evaluation.contexts:
         return ""
     first = evaluation.runs[0]
@@ -84,12 +84,14 @@ def speed_table(evaluation: Evaluation) -> str:
 
 
 def setting_name(run: Figures, evaluation: Evaluation) -> str:
-    """The name of its cache, behind that of its weights where these differ from the first ones."""
+    """Return the name of its cache, behind that of its weights where these differ from the first
+    ones.
+    """
     return run.name if run.weights == evaluation.runs[0].weights else f"{run.weights}, {run.name}"
 
 
 def legend(evaluation: Evaluation) -> str:
-    """What the columns mean, in a few lines."""
+    """Return what the columns mean, in a few lines."""
     over = evaluation.overview
     of = (
         "1 document" if evaluation.num_documents == 1 else f"{evaluation.num_documents:,} documents"

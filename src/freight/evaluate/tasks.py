@@ -131,7 +131,7 @@ def _harness() -> tuple[Any, Any]:
 def _find(
     manager_of: Callable[..., Any], tasks: Sequence[str], include_path: str | None
 ) -> tuple[Any, list[str]]:
-    """A task manager that knows `tasks`, and their names."""
+    """Return a task manager that knows `tasks`, and their names."""
     if include_path is not None:
         if not Path(include_path).is_dir():
             raise ConfigError(
@@ -186,7 +186,7 @@ def compare_results(
     other: Results,
     aggregations: Aggregations,
 ) -> list[TaskScore]:
-    """A score for every metric of every task and group that both have."""
+    """Return a score for every metric of every task and group that both have."""
     scores = []
     for task, metrics in reference["results"].items():
         for key, value in metrics.items():
@@ -204,7 +204,7 @@ def compare_results(
 def _pairs(
     reference: Results, other: Results, task: str, metric: str, filter_name: str
 ) -> list[tuple[Any, Any]]:
-    """The metric's values by document, under both caches."""
+    """Return the metric's values by document, under both caches."""
     columns = []
     for results in (reference, other):
         samples = results.get("samples", {}).get(task, [])
@@ -265,7 +265,7 @@ def bootstrap_stderr(
 
 
 def as_rows(scores: Sequence[TaskScore], names: tuple[str, str]) -> list[Sequence[str]]:
-    """Rows for a table; the first has the headings. `names` are the caches'."""
+    """Return rows for a table; the first has the headings. `names` are the caches'."""
     rows: list[Sequence[str]] = [("task", "metric", "documents", *names, "difference", "changed")]
     for score in scores:
         metric = (
