@@ -271,11 +271,10 @@ def _rule(engine: Engine, version: str, stored: StoredScale, facts: Facts) -> Na
             return rule
     family = family_of(engine, facts.architecture, facts.model_type)
     found = known(engine, version, family, tail, facts.method, facts.strategy)
-    if found is None:
-        why = f"no rule was read for {tail} of {family} with quant_method {facts.method} in {_NAMES[engine]} {version}"
-        return NameRule(engine, ".*", Effect.UNKNOWN, why, "src/freight/audit/engine_families.json")
-    as_k = tail.endswith(".kv_scale") and found.effect is Effect.USED
-    return NameRule(engine, ".*", found.effect, found.why, found.source, sides="k" if as_k else "")
+    if found is not None:
+        return found
+    why = f"no rule was read for {tail} of {family} with quant_method {facts.method} in {_NAMES[engine]} {version}"
+    return NameRule(engine, ".*", Effect.UNKNOWN, why, "src/freight/audit/engine_families.json")
 
 
 def _layer(index: int, found: list[Ruled], assembly: Assembly, facts: Facts) -> LayerEffect:
@@ -289,14 +288,13 @@ def _layer(index: int, found: list[Ruled], assembly: Assembly, facts: Facts) -> 
         if rule.effect in (Effect.USED, Effect.CONVERTED):
             for letter in rule.sides or stored.side:
                 loaded.setdefault(letter, (stored, rule))
-    if any(len(stored.values) > 1 for stored, _ in loaded.values()):
-        stored, rule = next(one for one in loaded.values() if len(one[0].values) > 1)
-        if assembly.heads is Effect.REFUSED or facts.strategy != "attn_head":
-            why = f"it takes one number per layer, and this tensor has {len(stored.values)}"
-            side = Side(Effect.REFUSED, (1.0,), stored.name, why, assembly.source)
-            return LayerEffect(index, side, side)
+    several = [stored for stored, _ in loaded.values() if len(stored.values) > 1]
+    if several and (assembly.heads is Effect.REFUSED or facts.strategy != "attn_head"):
+        why = f"it takes one number per layer, and this tensor has {len(several[0].values)}"
+        side = Side(Effect.REFUSED, (1.0,), several[0].name, why, assembly.source)
+        return LayerEffect(index, side, side)
     if set(loaded) in ({"k"}, {"v"}):
-        alone = _alone(found, loaded, assembly)
+        alone = _alone(loaded, assembly)
         if alone is not None:
             return LayerEffect(index, *alone)
     rounded = dict(facts.rounded)
@@ -304,11 +302,7 @@ def _layer(index: int, found: list[Ruled], assembly: Assembly, facts: Facts) -> 
     return LayerEffect(index, sides[0], sides[1])
 
 
-def _alone(
-    found: list[Ruled],
-    loaded: dict[str, Ruled],
-    assembly: Assembly,
-) -> tuple[Side, Side] | None:
+def _alone(loaded: dict[str, Ruled], assembly: Assembly) -> tuple[Side, Side] | None:
     """Both sides of a layer of which one tensor was loaded; None if the other side simply stays at
     1.0.
     """

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
@@ -24,6 +23,7 @@ from freight.audit.rules import (
     SGLANG_WITHOUT,
     Effect,
     Engine,
+    NameRule,
 )
 from freight.json_schema import JsonDict
 
@@ -44,13 +44,6 @@ _WHY = {
     Effect.CONVERTED: "kv_scale is rounded to the model's dtype as it is read",
     Effect.IGNORED: "its loader finds no parameter of this name, and goes on",
 }
-
-
-@dataclass(frozen=True)
-class Known:
-    effect: Effect
-    why: str
-    source: str
 
 
 @cache
@@ -78,7 +71,7 @@ def family_of(engine: Engine, architecture: str, model_type: str) -> str:
 
 def known(
     engine: Engine, version: str, family: str, tail: str, method: str, strategy: str
-) -> Known | None:
+) -> NameRule | None:
     """Return what becomes of a name; None if that was not read. `version` is one of `READ`."""
     table = tables()["engines"].get(engine, {}).get(version)
     form = form_of(tail)
@@ -93,15 +86,13 @@ def known(
     if text.startswith("stops"):
         # What vLLM raises depends on the module where the name ends: ValueError or AttributeError.
         error = "" if engine is Engine.VLLM else f" with {text.removeprefix('stops: ')}"
-        return Known(Effect.REFUSED, f"its loader stops at this name{error}", source)
+        return NameRule(
+            engine, ".*", Effect.REFUSED, f"its loader stops at this name{error}", source
+        )
     effect = _EFFECTS[text]
-    return Known(
-        effect,
-        "kv_scale is loaded as K's scale"
-        if effect is Effect.USED and form == "both"
-        else _WHY[effect],
-        source,
-    )
+    if effect is Effect.USED and form == "both":
+        return NameRule(engine, ".*", effect, "kv_scale is loaded as K's scale", source, sides="k")
+    return NameRule(engine, ".*", effect, _WHY[effect], source)
 
 
 def _situation(
