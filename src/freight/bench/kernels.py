@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from freight.bench.cases import Bench, Case, Heads
-from freight.bench.timing import MemoryProbe, bytes_beyond_caches, time_alternately
+from freight.bench.timing import MemoryProbe, bytes_beyond_caches, time_in_rotation
 from freight.config.kv_source import groups_fit
 from freight.config.layer import AttentionConfig, LatentConfig
 from freight.config.model import ModelConfig
@@ -54,7 +54,7 @@ def measure_kernels(
     for make in _cases(Bench(kernels, "cpu", cache_size), model, matrix, rows, context, only):
         case = make()
         before = probe.sample()
-        spread = time_alternately({"": case.calls}, seconds)[""]
+        spread = time_in_rotation(case.calls, seconds)
         bandwidth = (before + probe.sample()) / 2
         yield {
             "kernel": case.kernel,

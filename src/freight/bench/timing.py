@@ -1,4 +1,4 @@
-"""How Freight measures: warm up, alternate what is compared, report the median and the spread;
+"""How Freight measures: warm up, repeat, report the median and the spread;
 memory and its speed.
 
 Guarantees: nothing is measured by a single run, and the speed of the memory, which bounds decoding,
@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,35 +50,21 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def time_alternately(
-    calls: Mapping[str, Sequence[Callable[[], object]]],
-    seconds: float,
-    least: int = 5,
-    most: int = 200,
-) -> dict[str, Spread]:
-    """Measure the seconds of each named call, in turns, for `seconds` each or until all have
-    `least` samples, at most `most`.
+def time_in_rotation(
+    calls: Sequence[Callable[[], object]], seconds: float, least: int = 5, most: int = 200
+) -> Spread:
+    """Time `calls`, which do the same on different memory, for `seconds` or until there are `least`
+    samples, at most `most`.
 
-    A name stands for several calls that do the same on different memory: they take turns as well,
-    so that with enough of them nothing is found in a cache. Every call runs once beforehand, and
-    does not count.
+    They are called one after the other, so that with enough of them nothing is found in a cache.
+    Each runs once beforehand, and does not count.
     """
-    for several in calls.values():
-        for call in several:
-            call()
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    open_names = list(calls)
-    while open_names:
-        for name in open_names:
-            taken = samples[name]
-            taken.append(seconds_of(calls[name][len(taken) % len(calls[name])]))
-        open_names = [
-            name
-            for name in open_names
-            if len(samples[name]) < least
-            or (sum(samples[name]) < seconds and len(samples[name]) < most)
-        ]
-    return {name: Spread.of(taken) for name, taken in samples.items()}
+    for call in calls:
+        call()
+    taken: list[float] = []
+    while len(taken) < least or (sum(taken) < seconds and len(taken) < most):
+        taken.append(seconds_of(calls[len(taken) % len(calls)]))
+    return Spread.of(taken)
 
 
 def bytes_beyond_caches(root: Path = ROOT) -> int:

@@ -7,7 +7,6 @@ text's first token is not scored.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,8 +41,3 @@ def cut_windows(token_ids: Sequence[int], length: int, bos_token_id: int | None)
 def target_logprobs(logprobs: Tensor, targets: Tensor) -> Tensor:
     """logprobs [rows, vocab_size], targets [rows] -> log-probability of each target [rows]."""
     return logprobs.gather(-1, targets[:, None])[:, 0]
-
-
-def perplexity(logprob_sum: float, count: int) -> float:
-    """exp(-sum / count), natural logarithms."""
-    return math.exp(-logprob_sum / count)

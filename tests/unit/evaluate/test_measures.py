@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freight.evaluate.divergence import TILE, Reference, kl_divergence
-from freight.evaluate.perplexity import cut_windows, perplexity, target_logprobs
+from freight.evaluate.measure import mean_perplexity
+from freight.evaluate.perplexity import cut_windows, target_logprobs
 
 
 @given(count=st.integers(2, 200), length=st.integers(2, 40))
@@ -49,7 +50,7 @@ def test_kl_divergence_of_impossible_tokens():
 def test_perplexity_of_a_uniform_guess_is_the_vocabulary():
     logprobs = torch.zeros(10, 64).log_softmax(-1)
     chosen = target_logprobs(logprobs, torch.arange(10))
-    assert perplexity(float(chosen.sum()), 10) == pytest.approx(64.0)
+    assert mean_perplexity(chosen) == pytest.approx(64.0)
 
 
 def plainly(
