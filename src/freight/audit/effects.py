@@ -248,8 +248,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def _holds(rule: NameRule | Assembly, version: str) -> bool:
-    first, last = rule.since or version, rule.until or version
-    return _number(first) <= _number(version) <= _number(last)
+    return not rule.until or _number(version) <= _number(rule.until)
 
 
 def _rule(engine: Engine, version: str, stored: StoredScale, facts: Facts) -> NameRule:
@@ -262,11 +261,7 @@ def _rule(engine: Engine, version: str, stored: StoredScale, facts: Facts) -> Na
             or not re.fullmatch(rule.names, tail)
         ):
             continue
-        pairs = (
-            (rule.methods, facts.method),
-            (rule.strategies, facts.strategy),
-            (rule.model_types, facts.model_type),
-        )
+        pairs = ((rule.methods, facts.method), (rule.model_types, facts.model_type))
         if all(not allowed or value in allowed for allowed, value in pairs):
             return rule
     family = family_of(engine, facts.architecture, facts.model_type)

@@ -2,7 +2,7 @@
 was read.
 
 The table is data; `effects.py` evaluates it and knows no engine. A tensor's fate is decided by the
-first `NameRule` that matches its engine, version, name, declared method, strategy and model_type,
+first `NameRule` that matches its engine, version, name, declared method and model_type,
 else by the tables that tools/engine_rules.py has read from the engines' sources (`families.py`); if
 they lack it too, it is unknown. Then the `Assembly` of that engine and method says what becomes of
 a layer that lacks one side or both.
@@ -53,9 +53,8 @@ class NameRule:
     """`names` is a regular expression for the end of a tensor's name, from `self_attn` or its like
     on.
 
-    Empty sets mean any. `methods` are values of quant_method, `NONE` among them; `strategies` those
-    of a compressed-tensors kv_cache_scheme, `NONE` where it declares none. `sides` overrides which
-    scale the engine takes the tensor for: vLLM loads `kv_scale` as K's. `until` is the last
+    Empty sets mean any. `methods` are values of quant_method, `NONE` among them. `sides` overrides
+    which scale the engine takes the tensor for: vLLM loads `kv_scale` as K's. `until` is the last
     version, inclusive.
     """
 
@@ -65,10 +64,8 @@ class NameRule:
     why: str
     source: str
     methods: frozenset[str] = ANY
-    strategies: frozenset[str] = ANY
     model_types: frozenset[str] = ANY
     sides: str = ""
-    since: str = ""
     until: str = ""
 
 
@@ -90,7 +87,6 @@ class Assembly:
     heads: Effect
     doubled: bool
     source: str
-    since: str = ""
     until: str = ""
 
 

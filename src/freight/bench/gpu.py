@@ -129,9 +129,9 @@ def launches_of(call: Callable[[], object]) -> int | None:
         return None
 
 
-def launch_gap(count: int = 64) -> float:
+def launch_gap() -> float:
     """Return seconds from the start of a kernel that does nothing to that of the next, in a graph."""
-    one = torch.zeros(1, dtype=torch.float32, device="cuda")
+    count, one = 64, torch.zeros(1, dtype=torch.float32, device="cuda")
 
     def many() -> None:
         for _ in range(count):
@@ -162,8 +162,9 @@ def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10
     return Spread.of(samples)
 
 
-def copy_bandwidth(size: int = 2**31) -> float:
+def copy_bandwidth() -> float:
     """Return bytes read and written per second by a copy on the device: the median of five."""
+    size = 2**31
     source, target = (torch.ones(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     return 2 * size / seconds_in_graph(lambda: target.copy_(source), 0.0, least=5).median
 

@@ -23,6 +23,7 @@ from freight.device import ROOT, last_level_cache, memory
 CACHE_SIZE = (
     2**27
 )  # bytes, at least: what is taken where the size of the last-level cache is not known
+MOST_RUNS = 200  # of a row: more would change its median by less than other work does
 MEMORY_SHARE = 0.25  # of what is free, at most: what is compared, and a probe of twice its size
 
 
@@ -51,10 +52,10 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def time_in_rotation(
-    calls: Sequence[Callable[[], object]], seconds: float, least: int = 5, most: int = 200
+    calls: Sequence[Callable[[], object]], seconds: float, least: int = 5
 ) -> Spread:
     """Time `calls`, which do the same on different memory, for `seconds` or until there are `least`
-    samples, at most `most`.
+    samples, at most `MOST_RUNS`.
 
     They are called one after the other, so that with enough of them nothing is found in a cache.
     Each runs once beforehand, and does not count.
@@ -62,7 +63,7 @@ def time_in_rotation(
     for call in calls:
         call()
     taken: list[float] = []
-    while len(taken) < least or (sum(taken) < seconds and len(taken) < most):
+    while len(taken) < least or (sum(taken) < seconds and len(taken) < MOST_RUNS):
         taken.append(seconds_of(calls[len(taken) % len(calls)]))
     return Spread.of(taken)
 

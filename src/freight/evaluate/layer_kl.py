@@ -20,10 +20,8 @@ TOKENS = (
 )
 
 
-def layer_kl(
-    runs: Sequence[SettingRun], parts: Sequence[Part], tokens: int = TOKENS
-) -> list[list[float] | None]:
-    """Mean KL in nats by layer over the first `tokens`, for each of `runs`; None for the first, and
+def layer_kl(runs: Sequence[SettingRun], parts: Sequence[Part]) -> list[list[float] | None]:
+    """Mean KL in nats by layer over the first `TOKENS`, for each of `runs`; None for the first, and
     for other weights.
 
     Both caches of a pair are for one sequence of the same length, so their block tables agree.
@@ -34,7 +32,7 @@ def layer_kl(
     found: list[list[float] | None] = []
     windows: list[Window] = []
     for part in parts:
-        if sum(len(window.targets) for window in windows) < tokens:
+        if sum(len(window.targets) for window in windows) < TOKENS:
             windows.append(part.window)
     for run in runs:
         if run.probe is not None:

@@ -51,19 +51,17 @@ def contexts_of(opened: OpenModel, plain: EngineConfig) -> tuple[int, ...]:
     return contexts_for(plain.max_model_len, opened.cache_spec(plain).bytes_per_token)
 
 
-def time_settings(
-    opened: OpenModel, runs: Sequence[SettingRun], repeats: int = REPEATS
-) -> list[Speed]:
+def time_settings(opened: OpenModel, runs: Sequence[SettingRun]) -> list[Speed]:
     """Return the speed of each of `runs`. Their caches and counts stay as they are."""
     bytes_per_token = max(run.runner.pool.spec.bytes_per_token for run in runs)
     contexts = contexts_for(runs[0].config.max_model_len, bytes_per_token)
     runners = [_runner(opened, run, contexts[-1]) for run in runs]
     count = min(runs[0].config.max_num_batched_tokens, contexts[-1], 512)
     prefill = [SequenceSlice([0] * count, 0, (), Logits.LAST)]
-    taken = [_in_turns(runners, prefill, max(1, repeats // 2), runs[0].config.device)]
+    taken = [_in_turns(runners, prefill, REPEATS // 2, runs[0].config.device)]
     for context in contexts:
         step = [SequenceSlice([0], context - 1, (), Logits.LAST)]
-        taken.append(_in_turns(runners, step, repeats, runs[0].config.device))
+        taken.append(_in_turns(runners, step, REPEATS, runs[0].config.device))
     first, *steps = taken
     return [
         Speed(count / first[i], contexts, tuple(1 / step[i] for step in steps))

@@ -78,19 +78,18 @@ def compare_tasks(
     include_path: str | None = None,
     limit: int | None = None,
     num_fewshot: int | None = None,
-    model_options: Mapping[str, Any] | None = None,
 ) -> TaskComparison:
     """Run `tasks` under a cache in the compute dtype and under `cache`, which is (kv_cache_dtype,
     kv_scales).
 
     tasks: names or patterns of lm-eval, or of task files in the folder `include_path`. limit:
-    documents of each task. model_options: further options of `FreightLM`. Raises ConfigError
+    documents of each task. Raises ConfigError
     without lm-eval, for a task that is not known or cannot be loaded or asks for what Freight does
     not compute, and for a cache that is the 16-bit one, before any weight is read.
     """
-    harness, adapter = _harness()
+    harness, model, check = _harness()
     manager, names = _find(harness.tasks.TaskManager, tasks, include_path)
-    aggregations = _aggregations(manager, names, adapter.check_generation_kwargs)
+    aggregations = _aggregations(manager, names, check)
     asked = replace(args.with_cache(cache[0]), kv_scales=cache[1])
     plain = _plain(args)
     opened = open_model(asked)
@@ -104,7 +103,7 @@ def compare_tasks(
         caches.append(llm.kv_cache_info())
         found.append(
             harness.simple_evaluate(
-                model=adapter.FreightLM(args.model, llm=llm, **(model_options or {})),
+                model=model(args.model, llm=llm),
                 tasks=names,
                 task_manager=manager,
                 limit=limit,
@@ -117,15 +116,15 @@ def compare_tasks(
     return TaskComparison((caches[0], caches[1]), compare_results(found[0], found[1], aggregations))
 
 
-def _harness() -> tuple[Any, Any]:
-    """lm-eval, and the adapter. Raises ConfigError where lm-eval is missing."""
-    import lm_eval.tasks
-
-    from freight.compat import lm_eval as adapter  # first: it says what to install
+def _harness() -> tuple[Any, Any, Any]:
+    """Return lm-eval, the adapter's model and its check. Raises ConfigError without lm-eval."""
+    from freight.compat.lm_eval import FreightLM, check_generation_kwargs
 
     for name in ("lm_eval", "lm_eval.evaluator", "lm_eval.tasks"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    return lm_eval, adapter
+    import lm_eval.tasks  # after the adapter, which says what to install
+
+    return lm_eval, FreightLM, check_generation_kwargs
 
 
 def _find(
