@@ -13,12 +13,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.parse import unquote
 
 from freight.errors import RequestError, shown
 
-JsonDict: TypeAlias = dict[str, Any]  # an object of JSON
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]  # a JSON value
 
 MOST_SCHEMA = 32 * 1024  # bytes of a JSON schema, as compact JSON

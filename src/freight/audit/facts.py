@@ -19,6 +19,7 @@ from freight.audit.schemes import KVScheme
 from freight.checkpoint.headers import FORMAT_NAMES
 from freight.checkpoint.kv_scales import is_other_part, parse_scale_name
 from freight.checkpoint.reader import Checkpoint
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.cast import torch_dtype
 
@@ -38,7 +39,7 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
     checkpoint = Checkpoint(path)
     config = checkpoint.config
     text = config.get("text_config", config.get("llm_config"))
-    inner: Mapping[str, Any] = text if isinstance(text, Mapping) else config
+    inner: JsonObject = text if isinstance(text, Mapping) else config
     layers = _num_layers(inner)
     if not isinstance(layers, int) or layers < 1:
         raise CheckpointError(
@@ -78,7 +79,7 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
     return checkpoint, facts
 
 
-def _num_layers(config: Mapping[str, Any]) -> object:
+def _num_layers(config: JsonObject) -> object:
     """Return the number of layers; where config.json does not say it, as many as it names kinds of
     layers (Nemotron-H).
     """
@@ -106,11 +107,11 @@ def _without_keys(names: Collection[str], num_layers: int) -> frozenset[int]:
     return frozenset(range(num_layers)) - having if having else frozenset()
 
 
-def _declared(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def _declared(checkpoint: Checkpoint) -> JsonObject:
     """Return the declaration, in the order in which engines look for it; {} without one."""
     for key in ("quantization_config", "compression_config"):
         if isinstance(checkpoint.config.get(key), Mapping):
-            found: Mapping[str, Any] = checkpoint.config[key]
+            found: JsonObject = checkpoint.config[key]
             return found
     other = checkpoint.hf_quant_config
     if other is not None and isinstance(other.get("quantization"), Mapping):
@@ -118,14 +119,14 @@ def _declared(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return {}
 
 
-def _method(declared: Mapping[str, Any]) -> str:
+def _method(declared: JsonObject) -> str:
     method = str(declared.get("quant_method", NONE)).replace(
         "compressed_tensors", "compressed-tensors"
     )
     return "modelopt" if method.startswith("modelopt") else method
 
 
-def _kv_scheme(declared: Mapping[str, Any]) -> tuple[str, bool]:
+def _kv_scheme(declared: JsonObject) -> tuple[str, bool]:
     """(strategy, whether an FP8 cache is declared)."""
     scheme = declared.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
@@ -135,7 +136,7 @@ def _kv_scheme(declared: Mapping[str, Any]) -> tuple[str, bool]:
     return ("tensor" if named else NONE), named
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
+def _architecture(config: JsonObject) -> str:
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
 
@@ -146,7 +147,7 @@ def _scheme(declared: object) -> KVScheme | None:
     return KVScheme(*(declared.get(key) for key in ("type", "num_bits", "strategy", "symmetric")))
 
 
-def _model_dtype(config: Mapping[str, Any]) -> Any:
+def _model_dtype(config: JsonObject) -> Any:
     name = {"bfloat16": "BF16", "float16": "F16"}.get(
         str(config.get("torch_dtype", config.get("dtype"))), "F32"
     )

@@ -25,7 +25,7 @@ from freight.audit.rules import (
     Engine,
     NameRule,
 )
-from freight.json_schema import JsonDict
+from freight.config.fields import JsonObject
 
 # The forms of the tables, by the end of a tensor's name.
 _FORMS: Mapping[str, str] = {
@@ -47,9 +47,9 @@ _WHY = {
 
 
 @cache
-def tables() -> JsonDict:
+def tables() -> JsonObject:
     """Return the file: `engines`, `profiles`, and `architectures` by model_type."""
-    content: JsonDict = json.loads(
+    content: JsonObject = json.loads(
         (files(__package__) / "engine_families.json").read_text(encoding="utf-8")
     )
     return content

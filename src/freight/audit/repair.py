@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,6 +22,7 @@ from freight.checkpoint.declare import declare
 from freight.checkpoint.kv_scales import parse_scale_name
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import CheckpointWriter, require_space
+from freight.config.fields import JsonObject
 from freight.config.quantize_plan import (
     ActivationScheme,
     Layout,
@@ -33,7 +33,6 @@ from freight.config.quantize_plan import (
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Granularity
 from freight.fp8.scheme import KVScales
-from freight.json_schema import JsonDict
 
 NAMES = (
     "self_attn.{side}_scale",
@@ -65,7 +64,7 @@ class Form:
     method: str
     engines: tuple[Engine, ...]
 
-    def as_json(self) -> JsonDict:
+    def as_json(self) -> JsonObject:
         return {
             "names": self.names,
             "quant_method": self.method,
@@ -164,7 +163,7 @@ def _prefix(checkpoint: Checkpoint) -> str:
     return text[0]
 
 
-def _declared(config: Mapping[str, Any], form: Form) -> JsonDict:
+def _declared(config: JsonObject, form: Form) -> JsonObject:
     """config.json of the repaired checkpoint: the declaration stays, but for that of the KV cache."""
     kept = {key: value for key, value in config.items() if key != "freight"}
     if form.method == NONE:

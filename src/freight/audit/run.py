@@ -20,10 +20,10 @@ from freight.audit.verdict import Cost, sentence
 from freight.checkpoint.reader import resolve_model
 from freight.checkpoint.writer import require_new
 from freight.config.engine import EngineArgs
+from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Granularity
 from freight.fp8.scheme import KVScales, LayerScales
-from freight.json_schema import JsonDict
 from freight.models.open import open_folder
 
 Progress = Callable[[str, int, int], None]
@@ -190,7 +190,7 @@ def _stored_scales(path: Path, args: EngineArgs) -> tuple[KVScales | None, str]:
     return KVScales(layers, scales.format, unneeded=scales.unneeded), ""
 
 
-def as_json(model: str, report: AuditReport) -> JsonDict:
+def as_json(model: str, report: AuditReport) -> JsonObject:
     """Return the JSON object of `freight audit --json`; docs/audit.md lists its keys."""
     facts, form = report.facts, report.fixed
     return {
@@ -215,7 +215,7 @@ def _figures(cost: Cost | None) -> dict[str, float] | None:
     return None if cost is None else asdict(cost)
 
 
-def _engine(report: EngineReport) -> JsonDict:
+def _engine(report: EngineReport) -> JsonObject:
     one = report.view
     return {
         "engine": one.engine,
@@ -242,7 +242,7 @@ def _engine(report: EngineReport) -> JsonDict:
     }
 
 
-def _side(side: Side) -> JsonDict:
+def _side(side: Side) -> JsonObject:
     return {
         "effect": side.effect,
         "values": list(side.values),

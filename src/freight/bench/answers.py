@@ -10,11 +10,10 @@ reported its usage; everything else is an error with a kind: `error_event`, `no_
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from freight.bench.http_stream import EventReader, StreamError
+from freight.config.fields import JsonObject
 
 DONE = b"[DONE]"
 
@@ -56,7 +55,7 @@ class AnswerStream:
         self._events = EventReader()
         self._times: list[float] = []
         self._counts: list[int] | None = []
-        self._usage: Mapping[str, Any] | None = None
+        self._usage: JsonObject | None = None
 
     def feed(self, data: bytes, now: float) -> None:
         """Take a piece of the body that came at `now`. Raises StreamError."""
@@ -123,7 +122,7 @@ class AnswerStream:
         )
 
 
-def _carries(choice: Mapping[str, Any]) -> bool:
+def _carries(choice: JsonObject) -> bool:
     """Say whether a choice of a chunk has something generated."""
     if choice.get("text"):
         return True

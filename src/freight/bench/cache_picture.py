@@ -8,10 +8,10 @@ setting, and needs no other file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
 
+from freight.config.fields import JsonObject
 from freight.svg import framed, line, text
 
 WIDTH = 860
@@ -32,7 +32,7 @@ svg{--paper:#fff;--ink:#1d2329;--soft:#626b75;--line:#c3cad1;--c0:#8b95a0;--c1:#
 """
 
 
-def cache_picture(found: Mapping[str, Any]) -> str:
+def cache_picture(found: JsonObject) -> str:
     """SVG of what `measure_caches` returned."""
     groups = [
         list(rows) for _, rows in groupby(found["rows"], key=lambda row: row["kv_cache_memory"])
@@ -49,7 +49,7 @@ def cache_picture(found: Mapping[str, Any]) -> str:
     return framed(title, WIDTH, height, _STYLE, parts)
 
 
-def _group(rows: list[Mapping[str, Any]], top: int, scale: float) -> Iterator[str]:
+def _group(rows: list[JsonObject], top: int, scale: float) -> Iterator[str]:
     """Draw the bars of one size; `scale` is pixels for one request per second."""
     size = rows[0]["kv_cache_memory"] or "default size"
     yield text(24, top + 15, size, 'class="head"')

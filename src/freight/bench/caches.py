@@ -19,9 +19,9 @@ from freight.bench.drive import StepRecord, describe_run, drive, greedy, occupan
 from freight.bench.serving_figures import interval
 from freight.bench.throughput import draw_lengths
 from freight.config.engine import EngineConfig
+from freight.config.fields import JsonObject
 from freight.engine.build import start_engine
 from freight.engine.engine import Engine
-from freight.json_schema import JsonDict
 from freight.models.open import OpenModel
 from freight.tables import markdown
 from freight.terminal import OnProgress, unseen
@@ -50,7 +50,7 @@ def measure_caches(
     output_len: int,
     repeats: int,
     on_progress: OnProgress = unseen,
-) -> JsonDict:
+) -> JsonObject:
     """Return what --json prints: facts of the run, and `rows`, one for each size and format, in the
     order given.
 
@@ -100,7 +100,7 @@ def measure_caches(
     }
 
 
-def _row(cell: _Cell, first: _Cell) -> JsonDict:
+def _row(cell: _Cell, first: _Cell) -> JsonObject:
     """`first`: the format at this size that the others are compared with."""
     running, in_use = occupancy(cell.steps)
     ratios = [mine / its for mine, its in zip(cell.rates, first.rates, strict=True)]
@@ -122,7 +122,7 @@ def _median(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "low": low, "high": high, "coverage": coverage}
 
 
-def as_table(found: JsonDict) -> str:
+def as_table(found: JsonObject) -> str:
     """For people, and for documents: Markdown, a row for each size and format."""
     shares = [row["requests_per_second"]["coverage"] for row in found["rows"]]
     rows: list[Sequence[str]] = [

@@ -22,7 +22,6 @@ from freight.engine.engine import Engine
 from freight.engine.prepare import SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.fp8.formats import Format
-from freight.json_schema import JsonDict
 from freight.models.architectures import tensor_names
 from freight.models.loader import tensor_shapes
 from freight.models.open import OpenModel
@@ -181,7 +180,7 @@ def _experts_left_out(model: ModelConfig, weight_format: Format, num_rows: int) 
     return total
 
 
-def describe_run(engine: Engine, config: EngineConfig, name: str) -> JsonDict:
+def describe_run(engine: Engine, config: EngineConfig, name: str) -> dict[str, Any]:
     """Return what ran, for the JSON of every benchmark of the engine."""
     kv = config.kv
     return {

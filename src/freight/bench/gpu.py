@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from freight.bench.cases import Bench, Case, Heads, attention_work
 from freight.bench.timing import Spread
+from freight.config.fields import JsonObject
 from freight.fp8.formats import Format, Granularity
-from freight.json_schema import JsonDict
 from freight.kernels.interface import KernelSet
 from freight.kernels.select import select_kernels
 from freight.operands.weight import Activations
@@ -63,7 +63,7 @@ class Sizes:
 
 def measure_on_gpu(
     kernels: KernelSet, only: Sequence[str], seconds: float, sizes: Sizes, after: int = 0
-) -> Iterator[JsonDict]:
+) -> Iterator[JsonObject]:
     """Yield what --json prints, a row at a time; `only` names the kernels wanted, none: all.
 
     Rows are numbered from 1 as `case`, and the first `after` are left out. A case that fails gives
@@ -75,18 +75,18 @@ def measure_on_gpu(
         if number <= after:
             continue
         row = {"case": number, "device": torch.cuda.get_device_name(), "launch_gap_us": gap * 1e6}
-        yield row | _row(kernel, make, kernels.name, partial(_measured, make, seconds))
+        yield {**row, **_row(kernel, make, kernels.name, partial(_measured, make, seconds))}
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
 def _row(
-    kernel: str, make: Callable[[], Case], name_of_set: str, measure: Callable[[], JsonDict]
-) -> JsonDict:
+    kernel: str, make: Callable[[], Case], name_of_set: str, measure: Callable[[], JsonObject]
+) -> JsonObject:
     """Return what `measure` found; or of a case that failed, which one it was and why."""
     named = {"kernel": kernel, "kernels": "torch" if kernel.startswith("torch") else name_of_set}
     try:
-        return named | measure()
+        return {**named, **measure()}
     except Exception as error:  # whatever it is, the other rows can be measured
         what = make.args if isinstance(make, partial) else ()
         return named | {
@@ -95,7 +95,7 @@ def _row(
         }
 
 
-def _measured(make: Callable[[], Case], seconds: float) -> JsonDict:
+def _measured(make: Callable[[], Case], seconds: float) -> JsonObject:
     before = copy_bandwidth()
     case = make()
     spread = seconds_in_graph(case.calls[0], seconds)

@@ -14,11 +14,11 @@ import torch
 
 from freight.bench.cases import Bench, Case, Heads
 from freight.bench.timing import MemoryProbe, bytes_beyond_caches, time_in_rotation
+from freight.config.fields import JsonObject
 from freight.config.kv_source import groups_fit
 from freight.config.layer import AttentionConfig, LatentConfig
 from freight.config.model import ModelConfig
 from freight.fp8.formats import Format, Granularity
-from freight.json_schema import JsonDict
 from freight.kernels.interface import KernelSet
 from freight.models.architectures import tensor_names
 from freight.models.mixer_parts import mixer_parts
@@ -41,7 +41,7 @@ def measure_kernels(
     seconds: float,
     only: Sequence[str] = (),
     cache_size: int | None = None,
-) -> Iterator[JsonDict]:
+) -> Iterator[JsonObject]:
     """Yield what --json prints, a row at a time. `matrix` [out_features, in_features] comes
     with those of the model.
 

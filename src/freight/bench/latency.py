@@ -20,9 +20,9 @@ from freight.bench.drive import StepRecord, counted, describe_run, drive_random,
 from freight.bench.timing import MemoryProbe, Spread, peak_rss_bytes
 from freight.cache.pool import KVPool
 from freight.cache.spec import KVCacheSpec
+from freight.config.fields import JsonObject
 from freight.engine.build import memory_for_cache
 from freight.errors import ConfigError
-from freight.json_schema import JsonDict
 from freight.models.open import OpenModel
 from freight.terminal import OnProgress, unseen
 
@@ -35,7 +35,7 @@ def measure_latency(
     output_len: int,
     repeats: int,
     on_progress: OnProgress = unseen,
-) -> JsonDict:
+) -> JsonObject:
     """Medians over `repeats` runs, after one to warm up; lengths in tokens. Returns what --json
     prints.
 

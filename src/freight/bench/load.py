@@ -20,7 +20,6 @@ from typing import Any
 from freight.bench.answers import Answer, AnswerStream
 from freight.bench.http_stream import Address, Connection, StreamError
 from freight.bench.prompts import Ask, Prompts
-from freight.json_schema import JsonDict
 
 ENDPOINTS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 OnAnswer = Callable[[Answer], None]
@@ -52,7 +51,7 @@ class Target:
 
     def request(self, ask: Ask) -> bytes:
         """Return the bytes of one request."""
-        body: JsonDict = {
+        body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": ask.max_tokens,
             "temperature": 0.0,

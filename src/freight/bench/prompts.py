@@ -13,8 +13,9 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from freight.config.fields import JsonObject
 from freight.errors import ConfigError
 from freight.files import DATA_LIMIT, read_text, reading
 
@@ -45,7 +46,7 @@ class Lengths:
 class Ask:
     """One request: `content` is text, token ids or chat messages; `max_tokens` to generate."""
 
-    content: str | Sequence[int] | Sequence[Mapping[str, Any]]
+    content: str | Sequence[int] | Sequence[JsonObject]
     max_tokens: int
 
     @property

@@ -18,8 +18,8 @@ from freight.bench.http_stream import StreamError
 from freight.bench.load import Amount, Level, Target, fetch, find_accepted, run_level
 from freight.bench.prompts import Ask, Ids, Lengths, Listed, Prompts, Text, piece, read_prompts
 from freight.bench.serving_figures import Run, figures, ratios
+from freight.config.fields import JsonObject
 from freight.errors import ConfigError, FreightError
-from freight.json_schema import JsonDict
 from freight.terminal import OnProgress, unseen
 
 HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
@@ -85,7 +85,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _measure(args: ServingArgs, on_progress: OnProgress) -> tuple[list[Run], JsonDict]:
+async def _measure(args: ServingArgs, on_progress: OnProgress) -> tuple[list[Run], JsonObject]:
     targets, prompts = await _prepare(args)
     per_run = args.amount.requests or 0
     total, done = per_run * len(args.levels) * len(targets) * args.rounds, 0
@@ -123,7 +123,7 @@ async def _measure(args: ServingArgs, on_progress: OnProgress) -> tuple[list[Run
     return runs, describe(args, targets, runs)
 
 
-def describe(args: ServingArgs, targets: Sequence[Target], runs: Sequence[Run]) -> JsonDict:
+def describe(args: ServingArgs, targets: Sequence[Target], runs: Sequence[Run]) -> JsonObject:
     """Return what --json prints: the settings, a row for each server and load, and ratios where
     there are several servers.
     """
@@ -140,7 +140,7 @@ def describe(args: ServingArgs, targets: Sequence[Target], runs: Sequence[Run]) 
                 "ignore_eos": target.accepted.ignore_eos,
                 "usage_in_every_event": target.accepted.continuous_usage,
             }
-            rows.append(load | figures(mine))
+            rows.append({**load, **figures(mine)})
     return {
         "endpoint": targets[0].endpoint,
         "prompts": str(args.prompts_file) if args.prompts_file else args.prompt_kind,

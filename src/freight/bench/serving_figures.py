@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from freight.bench.answers import Answer
 from freight.bench.load import Level
-from freight.json_schema import JsonDict
+from freight.config.fields import JsonObject
 
 PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0}
 COMPARED = (  # what ratios are taken of; True: more is better
@@ -96,7 +96,7 @@ def percentiles(samples: Sequence[float]) -> dict[str, float | None]:
     return {name: float(value) for name, value in zip(PERCENTILES, found, strict=True)}
 
 
-def figures(runs: Sequence[Run]) -> JsonDict:
+def figures(runs: Sequence[Run]) -> JsonObject:
     """Return the row of one server under one load: times over the answers of all its rounds, rates
     as medians of rounds.
     """
@@ -143,11 +143,11 @@ def _median_rate(runs: Sequence[Run], seconds: Sequence[float], amount: Any) -> 
     return statistics.median(rates) if rates else 0.0
 
 
-def ratios(runs: Sequence[Run]) -> list[JsonDict]:
+def ratios(runs: Sequence[Run]) -> list[JsonObject]:
     """Return the first server over each other one, at every load: median over rounds of the ratio
     within a round.
     """
-    found = []
+    found: list[JsonObject] = []
     urls = list(dict.fromkeys(run.url for run in runs))
     for level in dict.fromkeys(run.level for run in runs):
         rounds = {(run.url, run.round): figures([run]) for run in runs if run.level == level}
@@ -177,7 +177,7 @@ def ratios(runs: Sequence[Run]) -> list[JsonDict]:
     return found
 
 
-def _at(row: Mapping[str, Any], path: Sequence[str]) -> float | None:
+def _at(row: JsonObject, path: Sequence[str]) -> float | None:
     value: Any = row
     for name in path:
         value = value[name]

@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from freight.bench.drive import counted, describe_run, drive_random, occupancy, start
 from freight.bench.timing import Spread, peak_rss_bytes
-from freight.json_schema import JsonDict
+from freight.config.fields import JsonObject
 from freight.models.open import OpenModel
 from freight.terminal import OnProgress, unseen
 
@@ -26,7 +26,7 @@ def measure_throughput(
     output_len: int,
     repeats: int,
     on_progress: OnProgress = unseen,
-) -> JsonDict:
+) -> JsonObject:
     """Medians over `repeats` runs of the same lengths, after a short one to warm up. Returns what
     --json prints.
     """

@@ -18,11 +18,11 @@ from freight.cli.bench_serving import positive, serving
 from freight.cli.options import Command, check_random_weights, option, takes_engine_options
 from freight.cli.picture import check_picture, write_picture
 from freight.config.engine import EngineArgs
+from freight.config.fields import JsonObject
 from freight.config.presets import shape_config
 from freight.config.resolve import KERNELS, check
 from freight.device import DEVICES, choose_threads
 from freight.errors import ConfigError, choices
-from freight.json_schema import JsonDict
 from freight.start_log import log_to_stderr
 from freight.tables import markdown
 from freight.terminal import OnProgress, progress
@@ -232,7 +232,7 @@ def _matrix(value: str) -> tuple[int, int]:
     return int(shape[1]), int(shape[2])
 
 
-def _print_rows(found: Iterable[JsonDict], as_json: bool) -> None:
+def _print_rows(found: Iterable[JsonObject], as_json: bool) -> None:
     """Print one kernel a line, as it is measured."""
     if not as_json:
         typer.echo(
@@ -277,7 +277,7 @@ def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]
     return open_random(args, random_weights), random_weights
 
 
-def _table(found: JsonDict) -> str:
+def _table(found: JsonObject) -> str:
     """Write a line for each figure, and for each part of one, with its spread where it has one."""
     rows: list[Sequence[str]] = [("figure", "value", "from", "to")]
     for name, value in found.items():

@@ -14,8 +14,8 @@ import typer
 
 from freight.cli.options import Json, option
 from freight.cli.picture import check_picture, write_picture
+from freight.config.fields import JsonObject
 from freight.errors import ConfigError, choices
-from freight.json_schema import JsonDict
 from freight.tables import markdown
 from freight.terminal import progress
 
@@ -130,7 +130,7 @@ def positive(flag: str, value: float, what: str) -> None:
         raise ConfigError(f"{flag} {value:g}: give {what}, above 0 and finite")
 
 
-def _draw(path: Path, found: JsonDict, runs: Any) -> None:
+def _draw(path: Path, found: JsonObject, runs: Any) -> None:
     from freight.bench.serving import PROMPT_KINDS
     from freight.bench.serving_picture import serving_picture
 
@@ -142,7 +142,7 @@ def _draw(path: Path, found: JsonDict, runs: Any) -> None:
     write_picture(path, serving_picture(title, runs))
 
 
-def _print(found: JsonDict, as_json: bool) -> None:
+def _print(found: JsonObject, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found))
         return
@@ -153,7 +153,7 @@ def _print(found: JsonDict, as_json: bool) -> None:
         print(_ratios(found))
 
 
-def _rows(found: JsonDict) -> str:
+def _rows(found: JsonObject) -> str:
     rows = [
         [
             *("load", "first token ms", "p99", "between ms", "p99", "whole s", "p99"),
@@ -180,7 +180,7 @@ def _text(value: float | None, unit: float) -> str:
     return "" if value is None else f"{value / unit:,.2f}"
 
 
-def _notes(found: JsonDict) -> list[str]:
+def _notes(found: JsonObject) -> list[str]:
     """Return what a reader must know of the figures: what a server does not take, what failed and
     how.
     """
@@ -213,7 +213,7 @@ def _notes(found: JsonDict) -> list[str]:
     return notes
 
 
-def _ratios(found: JsonDict) -> str:
+def _ratios(found: JsonObject) -> str:
     url, rounds = found["rows"][0]["url"], found["rounds"]
     rows = [("figure", "load", "ratio", "interval", "better")]
     for row in found["ratios"]:

@@ -11,7 +11,7 @@ import typer
 
 from freight import openmp
 from freight.cli.options import OneJson
-from freight.json_schema import JsonDict
+from freight.config.fields import JsonObject
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -34,7 +34,7 @@ def env(
         typer.echo(f"{name.replace('_', ' '):<16} {'none' if value in (None, '') else value}")
 
 
-def collect() -> JsonDict:
+def collect() -> JsonObject:
     """Return the facts, by the names of the JSON. Memory in bytes."""
     import torch
 

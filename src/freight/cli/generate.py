@@ -13,9 +13,9 @@ import typer
 from freight import terminal
 from freight.cli.options import Json, option, takes_engine_options, takes_sampling_options
 from freight.config.engine import EngineArgs
+from freight.config.fields import JsonObject
 from freight.errors import GenerationError, RequestError
 from freight.files import PROMPT_LIMIT, read_text, reading, too_large
-from freight.json_schema import JsonDict
 from freight.outputs import CompletionOutput, RequestOutput
 from freight.sampling import SamplingParams
 from freight.structured import StructuredOutputs
@@ -211,7 +211,7 @@ def _title(output: RequestOutput, completion: CompletionOutput) -> str:
     return f"{start!r}{number}"
 
 
-def as_object(llm: LLM, outputs: list[RequestOutput]) -> JsonDict:
+def as_object(llm: LLM, outputs: list[RequestOutput]) -> JsonObject:
     """Return what --json prints: one entry for each completion, and the cache it was made with."""
     return {
         "outputs": [

@@ -11,16 +11,16 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freight import terminal
 from freight.cli.picture import check_picture, write_picture
+from freight.config.fields import JsonObject
 from freight.config.model import UnreadKeys
 from freight.errors import CheckpointError, ConfigError
-from freight.json_schema import JsonDict
 
 if TYPE_CHECKING:
     from freight.checkpoint.reader import Checkpoint
@@ -61,7 +61,7 @@ def inspect(
         _print_table(facts)
 
 
-def _draw(facts: JsonDict, picture: Path) -> None:
+def _draw(facts: JsonObject, picture: Path) -> None:
     from freight.evaluate.scale_picture import scale_picture
 
     scales = facts["kv_cache"]["scales"]
@@ -73,7 +73,7 @@ def _draw(facts: JsonDict, picture: Path) -> None:
 
 def describe(
     model: str, revision: str | None = None, ignore_keys: Collection[str] = ()
-) -> JsonDict:
+) -> JsonObject:
     """Return the JSON object of `freight inspect --json`. `revision` is a hub model's branch, tag
     or commit; `ignore_keys` of config.json are read over.
 
@@ -107,7 +107,7 @@ def describe(
         config, hf_quant_config = read_config_only(model, revision)
         stored = tensors_dtype(model, config, revision)
         architecture, _, scheme = _read(config, hf_quant_config, (), stored, ignore_keys)
-        sizes: JsonDict = {"num_parameters": None, "bytes": {}, "skipped": {}}
+        sizes: JsonObject = {"num_parameters": None, "bytes": {}, "skipped": {}}
         path = str(Path(model).expanduser())
         return {
             "model": model,
@@ -136,7 +136,7 @@ def describe(
         **architecture,
         **_sizes(checkpoint),
         "skipped": {} if found is None else skipped_parts(found, checkpoint.names),
-        "scheme": _scheme(scheme) | {"fp8_weights": _fp8_weights(checkpoint, scheme)},
+        "scheme": {**_scheme(scheme), "fp8_weights": _fp8_weights(checkpoint, scheme)},
         **_kv_cache(scales, without_keys),
     }
 
@@ -151,12 +151,12 @@ def _is_config_alone(path: Path) -> bool:
 
 
 def _read(
-    config: Mapping[str, Any],
-    hf_quant_config: Mapping[str, Any] | None,
+    config: JsonObject,
+    hf_quant_config: JsonObject | None,
     tensors: Collection[str],
     stored: Format | None,
     ignore_keys: Collection[str],
-) -> tuple[JsonDict, ModelConfig | None, Scheme]:
+) -> tuple[JsonObject, ModelConfig | None, Scheme]:
     """Return what a config.json describes: (its facts, the model that runs or None, the declared
     scheme or an empty one).
     """
@@ -172,7 +172,7 @@ def _read(
     return _architecture(model), model, scheme
 
 
-def _blocked(config: Mapping[str, Any], obstacle: str, stored: Format | None) -> JsonDict:
+def _blocked(config: JsonObject, obstacle: str, stored: Format | None) -> JsonObject:
     from freight.config.dtype import checkpoint_dtype
 
     try:
@@ -197,7 +197,7 @@ def _blocked(config: Mapping[str, Any], obstacle: str, stored: Format | None) ->
     }
 
 
-def _scheme(scheme: Scheme) -> JsonDict:
+def _scheme(scheme: Scheme) -> JsonObject:
     return {
         "method": scheme.method,
         "weight_format": scheme.weight_format,
@@ -208,7 +208,7 @@ def _scheme(scheme: Scheme) -> JsonDict:
     }
 
 
-def _kv_cache(scales: KVScales | None, without_keys: Collection[int] = ()) -> JsonDict:
+def _kv_cache(scales: KVScales | None, without_keys: Collection[int] = ()) -> JsonObject:
     empty = scales is None or scales.empty
     return {
         "kv_cache": {
@@ -219,7 +219,7 @@ def _kv_cache(scales: KVScales | None, without_keys: Collection[int] = ()) -> Js
     }
 
 
-def _describe_rank_export(model: str, path: Path) -> JsonDict:
+def _describe_rank_export(model: str, path: Path) -> JsonObject:
     from freight.checkpoint.rank_export import read_rank_export, sizes
     from freight.fp8.formats import Format
 
@@ -252,7 +252,7 @@ def _describe_rank_export(model: str, path: Path) -> JsonDict:
     }
 
 
-def _architecture(config: ModelConfig) -> JsonDict:
+def _architecture(config: ModelConfig) -> JsonObject:
     return {
         "architecture": config.architecture,
         "model_type": config.model_type,
@@ -266,7 +266,7 @@ def _architecture(config: ModelConfig) -> JsonDict:
     }
 
 
-def _sizes(checkpoint: Checkpoint) -> JsonDict:
+def _sizes(checkpoint: Checkpoint) -> JsonObject:
     """Parameters (scales and buffers are none) and bytes by dtype, from the headers."""
     parameters, sizes = 0, Counter[str]()
     for name in checkpoint.names:
@@ -292,8 +292,8 @@ def _fp8_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
     return dict(kinds.most_common())
 
 
-def _scales(scales: KVScales, without_keys: Collection[int]) -> list[JsonDict]:
-    entries: list[JsonDict]
+def _scales(scales: KVScales, without_keys: Collection[int]) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]]
     entries = [
         {"layer": i, "k": _side(layer, "k"), "v": _side(layer, "v")}
         for i, layer in enumerate(scales.layers)
@@ -310,7 +310,7 @@ def _scales(scales: KVScales, without_keys: Collection[int]) -> list[JsonDict]:
     return entries
 
 
-def _side(layer: LayerScales | None, side: str) -> JsonDict | None:
+def _side(layer: LayerScales | None, side: str) -> JsonObject | None:
     from freight.checkpoint.kv_scales import parse_scale_name
 
     if layer is None:
@@ -318,7 +318,7 @@ def _side(layer: LayerScales | None, side: str) -> JsonDict | None:
     values = layer.k if side == "k" else layer.v
     sides = {name: (parse_scale_name(name) or (0, "kv"))[1] for name in layer.names}
     own = [name for name in layer.names if side in sides[name]]
-    facts: JsonDict = {
+    facts: dict[str, Any] = {
         "granularity": layer.granularity,
         "min": min(values),
         "max": max(values),
@@ -330,7 +330,7 @@ def _side(layer: LayerScales | None, side: str) -> JsonDict | None:
     return facts | {"names": own or list(layer.names)}
 
 
-def _print_table(facts: JsonDict) -> None:
+def _print_table(facts: JsonObject) -> None:
     from rich.table import Table
 
     console = terminal.console(markup=False, highlight=False)
@@ -367,7 +367,7 @@ def _print_table(facts: JsonDict) -> None:
         console.print(_scale_table(facts["kv_cache"]["scales"]))
 
 
-def _dtype(facts: JsonDict) -> str:
+def _dtype(facts: JsonObject) -> str:
     from freight.config.dtype import describe_dtype
 
     return (
@@ -381,7 +381,7 @@ def _or_unknown(value: int | None, write: Callable[[int], str]) -> str:
     return "unknown" if value is None else write(value)
 
 
-def _made_for(kv_cache: JsonDict) -> str:
+def _made_for(kv_cache: JsonObject) -> str:
     if not kv_cache["scales"]:
         return "none"
     chosen = [entry for entry in kv_cache["scales"] if "granularity" in entry]
@@ -396,7 +396,7 @@ def _size(count: int) -> str:
     return f"{count / 2**20:,.2f} MiB" if count >= 2**20 / 100 else f"{count:,} bytes"
 
 
-def _scale_table(layers: list[JsonDict]) -> Any:
+def _scale_table(layers: list[JsonObject]) -> Any:
     from rich.table import Table
 
     table = Table("layer", "granularity", "k scale", "v scale")
@@ -426,7 +426,7 @@ def _scale_table(layers: list[JsonDict]) -> Any:
     return table
 
 
-def _range(side: JsonDict) -> str:
+def _range(side: JsonObject) -> str:
     centered = ", centered" if side.get("centered") else ""
     if side["min"] == side["max"]:
         return f"{side['min']:.6g}{centered}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from freight.config.fields import JsonObject
 from freight.evaluate.safety import KL_BOUND, Judgement, Verdict
-from freight.json_schema import JsonDict
 
 if TYPE_CHECKING:
     from freight.calibrate.budget import KVChoice
@@ -30,7 +30,7 @@ def choice_judgement(choice: KVChoice) -> Judgement:
     )
 
 
-def choice_facts(choice: KVChoice) -> JsonDict:
+def choice_facts(choice: KVChoice) -> JsonObject:
     """Return the `kv_budget` of `freight quantize --json`. A layer's `granularity` is null for 16
     bits; KL in nats per token.
 

@@ -24,6 +24,7 @@ from freight.cli.options import (
     option,
 )
 from freight.config.engine import names_of
+from freight.config.fields import JsonObject
 from freight.config.quantize_plan import (
     KV_CACHES,
     KV_GRANULARITIES,
@@ -38,7 +39,6 @@ from freight.config.quantize_plan import (
 )
 from freight.device import DEVICES
 from freight.errors import ConfigError, choices
-from freight.json_schema import JsonDict
 
 if TYPE_CHECKING:
     from freight.calibrate.quantize import QuantizeResult
@@ -168,7 +168,7 @@ def quantize(
     FP8 weights, activations and KV cache; what is static is calibrated on the unquantized model.
     """
     name, folder = _names(ctx, model, out, model_id, output_dir)
-    options: JsonDict = {
+    options: JsonObject = {
         "weights": _weights(weights, qformat, format),
         "activations": activations,
         "kv_cache": kv_cache,
@@ -194,7 +194,7 @@ def quantize(
             f"note: --batch-size {batch_size} changes no scale: each sample is measured on its own",
             err=True,
         )
-    source: JsonDict = {
+    source: JsonObject = {
         "revision": revision,
         "ignore_config_keys": names_of(ignore_config_keys or ()),
     }
@@ -250,7 +250,7 @@ def either(argument: str, value: str | Path | None, option: str, other: str | Pa
     return str(value if value is not None else other)
 
 
-def facts(result: QuantizeResult) -> JsonDict:
+def facts(result: QuantizeResult) -> JsonObject:
     """Return the JSON object of `freight quantize --json`."""
     plan = result.plan
     return {

@@ -12,13 +12,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 from freight.errors import CheckpointError
 
-Json: TypeAlias = Mapping[str, Any]  # an object of a JSON file, which is read and not changed
-
-Json: TypeAlias = Json  # an object of a JSON file, which is read and not changed
-
-Json: TypeAlias = Json  # an object of a JSON file, which is read and not changed
-
-JsonObject: TypeAlias = Json  # an object of a JSON file, which is read and not changed
+JsonObject: TypeAlias = Mapping[str, Any]  # an object of JSON, which is read and not changed
 
 _LARGEST = 2**31 - 1  # far beyond any model, and still a length for Python and torch
 

@@ -8,11 +8,11 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from freight.config.fields import JsonObject
 from freight.config.skip_layers import FLAG
 from freight.evaluate.figures import Evaluation, Figures, Overview
 from freight.evaluate.safety import CLIPPED, KL, RATIO, SAME_TOP, Verdict
 from freight.evaluate.table import nats
-from freight.json_schema import JsonDict
 
 NEAR = 1.05  # of the fewest bytes: a cache within this factor is as small
 BOUNDS = (
@@ -35,7 +35,7 @@ class Advice:
     text: str
     command: str
 
-    def as_json(self) -> JsonDict:
+    def as_json(self) -> JsonObject:
         """`recommended` is the name of a run, null where no setting is recommended."""
         name = None if self.chosen is None else self.chosen.name
         return {
@@ -49,9 +49,9 @@ class Advice:
         return f"{self.text} Command: {self.command}"
 
 
-def as_json(evaluation: Evaluation) -> JsonDict:
+def as_json(evaluation: Evaluation) -> JsonObject:
     """Return what `freight evaluate caches --json` prints."""
-    return evaluation.as_json() | {"advice": advice(evaluation).as_json()}
+    return {**evaluation.as_json(), "advice": advice(evaluation).as_json()}
 
 
 def recommended(evaluation: Evaluation) -> Figures | None:

@@ -10,15 +10,15 @@ and what the kernels and torch need.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from freight.cache.sizing import MEMORY_SHARE, held_memory, longest_request, split_memory
 from freight.cache.spec import KVCacheSpec, cache_spec
 from freight.checkpoint.layouts import read_scheme
 from freight.config.dtype import DtypeSource
 from freight.config.engine import EngineArgs, KVCacheConfig
+from freight.config.fields import JsonObject
 from freight.config.kv_source import groups_fit
 from freight.config.model import ModelConfig
 from freight.config.options import choose
@@ -30,7 +30,6 @@ from freight.config.states import check_states, with_state
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import Scheme
-from freight.json_schema import JsonDict
 from freight.models.sizes import Layout, LinearOf, LoadedBytes, loaded_bytes, online
 
 GIB = 2**30
@@ -151,9 +150,9 @@ def read_memory(value: str) -> int:
 
 
 def make_plan(
-    config: Mapping[str, Any],
+    config: JsonObject,
     wish: Wish,
-    hf_quant_config: Mapping[str, Any] | None = None,
+    hf_quant_config: JsonObject | None = None,
     stored: Format | None = None,
     ignore_keys: Collection[str] = (),
 ) -> Plan:
@@ -183,9 +182,7 @@ def make_plan(
     return Plan(wish, context, compute, source, settings, choice, model.foreign is not None)
 
 
-def _read(
-    config: Mapping[str, Any], stored: Format | None, ignore_keys: Collection[str]
-) -> ModelConfig:
+def _read(config: JsonObject, stored: Format | None, ignore_keys: Collection[str]) -> ModelConfig:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type in FAMILIES:
         return parse_model_config(config, (), stored, ignore_keys)
@@ -414,7 +411,7 @@ def _without_choice(plan: Plan) -> str:
     return f"{line}; in {memory} they serve {' or '.join(instead)}." if instead else f"{line}."
 
 
-def as_json(plan: Plan) -> JsonDict:
+def as_json(plan: Plan) -> JsonObject:
     """Return the object of `freight plan --json`, without the model's name."""
     return {
         "runs": "through transformers" if plan.through_transformers else "natively",
@@ -430,7 +427,7 @@ def as_json(plan: Plan) -> JsonDict:
     }
 
 
-def _setting_json(one: Setting) -> JsonDict:
+def _setting_json(one: Setting) -> JsonObject:
     blocks, names, layers = (
         one.num_blocks or (0,) * len(one.spec.groups),
         one.kv.names(),

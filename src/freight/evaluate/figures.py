@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from torch import Tensor
 
+from freight.config.fields import JsonObject
 from freight.evaluate.documents import Part
 from freight.evaluate.measure import SettingRun, mean_perplexity
 from freight.evaluate.safety import Interval, Sample, Verdict, judge
@@ -22,7 +23,6 @@ from freight.evaluate.statistics import (
     position_edges,
     unit_sums,
 )
-from freight.json_schema import JsonDict
 
 GIB = 2**30
 
@@ -143,7 +143,7 @@ class Evaluation:
         """Of all forward passes that the figures need: over the text, and over calibration text."""
         return self.calibration_seconds + sum(run.forward_seconds for run in self.runs)
 
-    def as_json(self) -> JsonDict:
+    def as_json(self) -> JsonObject:
         over = self.overview
         size = {
             "dtype": over.weight_dtype,

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, replace
 
 from freight.cache.pool import allocate_pool
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.config.fields import JsonObject
 from freight.engine.runner import ModelRunner
 from freight.evaluate.documents import cut_documents, window_length
 from freight.evaluate.measure import SettingRun, mean_perplexity, measure
 from freight.evaluate.stored_error import Probe, probed
-from freight.json_schema import JsonDict
 from freight.kernels.interface import KernelSet
 from freight.models.decoder import LanguageModel
 from freight.models.open import OpenModel, open_model
@@ -177,7 +177,7 @@ def cache_run(
     )
 
 
-def as_json(scores: Sequence[CacheScore]) -> list[JsonDict]:
+def as_json(scores: Sequence[CacheScore]) -> list[JsonObject]:
     return [asdict(score) for score in scores]
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
+from freight.config.fields import JsonObject
 from freight.fp8.formats import Format
 from freight.svg import LogAxis, line, text
 
@@ -24,7 +24,7 @@ _NAMES = {"k": "keys", "v": "values"}
 _SMALLEST_NORMAL = {Format.E4M3FN: 2.0**-6, Format.E4M3FNUZ: 2.0**-7, Format.E5M2: 2.0**-14}
 
 
-def scale_picture(title: str, format: Format, layers: Sequence[Mapping[str, Any]]) -> str:
+def scale_picture(title: str, format: Format, layers: Sequence[JsonObject]) -> str:
     """SVG of `layers`, each {layer, k, v} with k and v None or {min, max}: scales, of which there
     is at least one.
     """
