@@ -11,19 +11,22 @@
 #include "attention_bf16.h"
 #include "attention_f32.h"
 #include "attention_task.h"
+#include "attention_vectors.h"
 #include "parallel.h"
 #include "status.h"
 
 namespace freight {
 namespace {
 
-// Rows (positions x query heads) that share a decoded tile of keys. Measured; where tiles multiply, decoding takes a
-// larger part.
+// Rows (positions x query heads) that share a decoded tile of keys. Measured. Where tiles multiply, decoding takes a
+// larger part, and sums of half a megabyte pass through L2 without delay.
+int rows_together([[maybe_unused]] int value_dim) {
 #if FREIGHT_AMX
-constexpr int kRowsTogether = 256;
+  return (1 << 17) / value_dim;
 #else
-constexpr int kRowsTogether = 128;
+  return 128;
 #endif
+}
 constexpr int kTasksPerThread = 8;  // enough to even out what they take
 
 struct Plan {
@@ -63,7 +66,7 @@ void sort_largest_first(std::vector<Task>& tasks) {
 template <class Tiles>
 Plan make_plan(const Call<Tiles>& call, int heads, bool cut) {
   const FreightAttention& a = call.a;
-  const int together = std::max(1, kRowsTogether / call.group());
+  const int most = rows_together(call.tiles.value_dim), together = std::max(1, most / call.group());
   Plan plan;
   for (int s = 0; s < a.num_seqs; s++) {
     const int count = a.query_starts[s + 1] - a.query_starts[s], first = a.context_lens[s] - count;
@@ -72,7 +75,7 @@ Plan make_plan(const Call<Tiles>& call, int heads, bool cut) {
       const int begin = static_cast<int>(call.first_key(first + i) / kKeySplit);
       const int end = static_cast<int>((first + i + positions - 1) / kKeySplit) + 1;
       const Task task{s, first + i, positions, a.query_starts[s] + i, 0, 0, begin, end - begin};
-      plan_rows(a, task, std::min(heads, std::max(1, kRowsTogether / rows)), cut, plan);
+      plan_rows(a, task, std::min(heads, std::max(1, most / rows)), cut, plan);
     }
   }
   sort_largest_first(plan.tasks);
@@ -121,7 +124,7 @@ void merge_splits(const Call<Tiles>& call, const Task& task) {
   }
 }
 
-template <class Tiles>
+template <class Tiles, template <class> class WorkerOf>
 void attend(const FreightAttention& a) {
   const std::vector<float> k_factor = factors_per_head(a);
   const Tiles tiles(a.k_dim, a.v_dim, a.scales == FREIGHT_STATIC_SCALES && k_factor.empty());
@@ -133,7 +136,7 @@ void attend(const FreightAttention& a) {
   const std::unique_ptr<Partial[]> partials(new Partial[plan.partials]);
   const std::unique_ptr<float[]> outs(new float[plan.partials * tiles.value_dim]);
   call.partials = partials.get(), call.partial_outs = outs.get();
-  parallel_for(plan.tasks.size(), a.threads, [&](int64_t i) { Worker<Tiles>(call, plan.tasks[i]).run(); });
+  parallel_for(plan.tasks.size(), a.threads, [&](int64_t i) { WorkerOf<Tiles>(call, plan.tasks[i]).run(); });
   parallel_for(plan.cut.size(), a.threads, [&](int64_t i) { merge_splits(call, plan.cut[i]); });
 }
 
@@ -141,12 +144,12 @@ template <FreightFormat F>
 void attend_pages(const FreightAttention& a) {
 #if FREIGHT_AMX
   if constexpr (F == FREIGHT_BFLOAT16 || is_quantized(F))
-    if (a.q_type == FREIGHT_BFLOAT16) return attend<AmxTiles<F>>(a);
+    if (a.q_type == FREIGHT_BFLOAT16) return attend<AmxTiles<F>, TileWorker>(a);
 #elif FREIGHT_AVX512
   if constexpr (F == FREIGHT_BFLOAT16 || is_quantized(F))
-    if (a.q_type == FREIGHT_BFLOAT16) return attend<Bf16Tiles<F>>(a);
+    if (a.q_type == FREIGHT_BFLOAT16) return attend<Bf16Tiles<F>, VectorWorker>(a);
 #endif
-  attend<Float32Tiles<F>>(a);
+  attend<Float32Tiles<F>, VectorWorker>(a);
 }
 
 // A row before the first key would have no key to attend to.

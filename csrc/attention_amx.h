@@ -1,150 +1,563 @@
 // Attention's tile products by matrix tiles (AMX), for BF16 queries over pages whose values are exact in BF16.
 //
-// The layouts are those of Bf16Tiles: its K tile [pairs of channels][64 keys][2] and its V tile [pairs of keys]
-// [channels][2] are what TDPBF16PS takes as its second operand, 16 rows of 64 bytes at a time. So K and V are decoded
-// once and used for all rows of a task. The channels of q and K are padded with zeros to a multiple of 32.
+// Scores are computed transposed: the keys of a tile are the first operand of TDPBF16PS, in the order in which they are
+// stored, and 16 queries are the second. So keys are decoded and not transposed, and in the softmax a lane is a query:
+// nothing is reduced over lanes. The probabilities are transposed, and are the first operand of the products with V,
+// whose layout is that of Bf16Tiles. Channels of q and K are padded with zeros to a multiple of 32.
 //
-// Up to 16 rows go through at once; the configuration says how many, so nothing of another row is read or written. An
-// element of a product depends on its own row and column alone, so how many rows go through together changes no bit.
-// (The bits are not those of Bf16Tiles: TDPBF16PS adds up even and odd inputs apart.)
+// 16 queries are a block: neighbouring rows of one KV head or, where there are few rows, all rows of several. An element
+// of a product depends on its own query and key alone, and a lane on its own query, so how queries are put together
+// changes no bit. (The bits are not those of Bf16Tiles: TDPBF16PS adds up even and odd inputs apart.)
+//
+// A softmax keeps the vector units busy, and products keep the tiles busy, for about as long. So while the softmax of one
+// block is computed, the scores of the next and the sums of the one before are multiplied.
 #pragma once
 #include "tiles.h"
 #if FREIGHT_AMX
 #include "attention_bf16.h"
+#include "attention_task.h"
 
 namespace freight {
 
 template <FreightFormat F>
 struct AmxTiles : Bf16Tiles<F> {
   using Base = Bf16Tiles<F>;
-  using Base::pairs, Base::q_parts, Base::v_dim, Base::value_dim;
-  using Registers = TileRegisters;
-  static constexpr int max_rows = 16;
-  static constexpr bool pipelined = true, side_by_side = false;
+  using Base::k_dim, Base::pairs, Base::q_parts, Base::v_dim, Base::value_dim, Base::quantized, Base::chunk;
 
   AmxTiles(int k_dim, int v_dim, bool scaled_q) : Base(k_dim, v_dim, scaled_q) { pairs = (k_dim + 31) / 32 * 16; }
 
-  // Rows that go through together: their products with K, then scores, then probabilities, which replace the scores as
-  // BF16 numbers in the first half of each row.
+  // Sizes of the working memory, in floats. Two tiles of keys and of values: while one is multiplied, the next is packed.
+  size_t q_size(int rows) const { return (size_t)((rows + 15) / 16) * 16 * q_parts * pairs; }
+  size_t k_size() const { return 2 * keys_size(); }
+  size_t v_size() const { return 2 * values_size(); }
+  size_t keys_size() const { return Base::k_size(); }
+  size_t values_size() const { return Base::v_size(); }
+  size_t p_size(int heads, int rows) const { return (size_t)blocks_of(heads, rows) * (kScores + kProbabilities); }
+
+  static constexpr int kScores = kKeyTile * 16, kProbabilities = kKeyTile / 2 * 16;  // floats of a block
+
+  // Blocks whose scores are kept at a time: all of them where there are few rows.
+  static int blocks_of(int heads, int rows) { return rows > 16 ? 2 : (heads + 16 / rows - 1) / (16 / rows); }
+
+  // A row of q, k_dim floats -> [16 rows][q_parts][pairs][16 of the rows][2]
+  void pack_q(const float* q, int row, float* packed) const {
+    packed += (size_t)(row / 16) * 16 * q_parts * pairs + row % 16;
+    alignas(64) uint16_t halves[kMaxHeadDim + kLanes];
+    for (int part = 0; part < q_parts; part++, packed += (size_t)16 * pairs) {
+      for (int d = 0; d < k_dim; d += kLanes) {
+        V16 values = load16(q + d);
+        if (part) values = values - load_as<FREIGHT_BFLOAT16>(halves + d);  // the high part
+        store_as<FREIGHT_BFLOAT16>(halves + d, values);
+      }
+      if (k_dim % 2) halves[k_dim] = 0;
+      for (int pair = 0; pair < (k_dim + 1) / 2; pair++) std::memcpy(packed + 16 * pair, halves + 2 * pair, 4);
+    }
+  }
+
+  // keys[64] + offset: k_dim stored values each -> [64][pairs][2]
+  template <class Between>
+  void pack_k(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
+    const Decoder<F> decode;
+    for (int key = 0; key < kKeyTile; key++) {
+      store_key(decode, keys[key] + offset, k_dim, pairs, packed + (size_t)key * pairs);
+      if ((key + 1) % 8 == 0) between(8);
+    }
+  }
+
+  // As `pack_k` where the first channels of keys, `before` of BF16, are at rotated[64] + rotated_offset, and those
+  // after them have scales: scale[group][64].
+  template <class Between>
+  void pack_k_groups(const uint8_t* const* rotated, size_t rotated_offset, int before, const uint8_t* const* keys,
+                     size_t offset, const float* scale, float* packed, const Between& between) const {
+    const Decoder<F> decode;
+    for (int key = 0; key < kKeyTile; key++) {
+      float* to = packed + (size_t)key * pairs;
+      std::fill(to, to + pairs, 0.0f);
+      std::memcpy(to, rotated[key] + rotated_offset, (size_t)before * 2);
+      for (int d = 0; d < v_dim; d += FREIGHT_SCALE_GROUP) {
+        const __m512 of_key = _mm512_set1_ps(scale[d / FREIGHT_SCALE_GROUP * kKeyTile + key]);
+        for (int i = d; i < d + FREIGHT_SCALE_GROUP; i += chunk) {
+          __m512i first, last;
+          decode_chunk(decode, keys[key] + offset + i, ~__mmask64(0), first, last);
+          _mm512_storeu_si512(to + (before + i) / 2, scaled_pairs(first, of_key, of_key));
+          _mm512_storeu_si512(to + (before + i) / 2 + 16, scaled_pairs(last, of_key, of_key));
+        }
+      }
+      if ((key + 1) % 8 == 0) between(8);
+    }
+  }
+
+  // 64 codes -> BF16 in their order.
+  static void decode_chunk(const Decoder<F>& decode, const uint8_t* from, __mmask64 mask, __m512i& first, __m512i& last) {
+    const __m512i in_turns = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // the decoder unpacks halves of 16 bytes
+    decode(_mm512_permutexvar_epi64(in_turns, _mm512_maskz_loadu_epi8(mask, from)), first, last);
+  }
+
+  // `dim` stored values -> BF16, padded with zeros to `pairs` pairs, a multiple of 16.
+  static FREIGHT_INLINE void store_key(const Decoder<F>& decode, const uint8_t* from, int dim, int pairs, float* to) {
+    for (int pair = 0; pair < pairs; pair += chunk / 2) {
+      const auto mask = Base::chunk_mask(dim - 2 * pair);
+      if constexpr (quantized) {
+        __m512i first, last;
+        decode_chunk(decode, from + 2 * pair, mask, first, last);
+        _mm512_storeu_si512(to + pair, first);
+        if (pair + 16 < pairs) _mm512_storeu_si512(to + pair + 16, last);
+      } else {
+        _mm512_storeu_si512(to + pair, _mm512_maskz_loadu_epi16(mask, from + 4 * pair));
+      }
+    }
+  }
+
+  // Products come in pieces of 32 channels and 32 keys or values. Those of one block follow each other, with other work in
+  // between.
+  int score_pieces() const { return 2 * (pairs / 16); }
+  int value_pieces() const { return 2 * ((v_dim + 31) / 32); }
+
+  // scores[64][16 lanes] = keys . q, of up to 16 queries.
+  void score_piece(int piece, const float* q, const float* k, float* to) const {
+    const int steps = pairs / 16, half = piece / steps, step = piece % steps, stride = pairs * 4;
+    k += 16 * step + (size_t)half * 32 * pairs, to += half * 32 * 16;
+    memory_barrier();
+    if (step == 0) {
+      _tile_zero(0);
+      _tile_zero(1);
+    }
+    for (int part = 0; part < q_parts; part++) {
+      _tile_loadd(3, q + (size_t)(part * pairs + 16 * step) * 16, 64);
+      _tile_loadd(2, k, stride);
+      _tile_dpbf16ps(0, 2, 3);
+      _tile_loadd(2, k + (size_t)16 * pairs, stride);
+      _tile_dpbf16ps(1, 2, 3);
+    }
+    if (step + 1 == steps) {
+      _tile_stored(0, to, 64);
+      _tile_stored(1, to + 16 * 16, 64);
+    }
+    memory_barrier();
+  }
+  void scores(const float* q, const float* k, float* to) const {
+    for (int piece = 0; piece < score_pieces(); piece++) score_piece(piece, q, k, to);
+  }
+
+  // out[row][channel] += p[row][64 keys] @ v
+  void value_piece(int piece, const float* p, const float* v, float* out) const {
+    const int d = piece / 2 * 32, last = piece % 2, stride = value_dim * 4;
+    out += d, v += d + (size_t)last * 16 * value_dim;
+    memory_barrier();
+    if (!last) {
+      _tile_loadd(4, out, stride);
+      _tile_loadd(5, out + 16, stride);
+    }
+    _tile_loadd(6, p + 16 * last, kKeyTile * 2);
+    _tile_loadd(7, v, stride);
+    _tile_dpbf16ps(4, 6, 7);
+    _tile_loadd(7, v + 16, stride);
+    _tile_dpbf16ps(5, 6, 7);
+    if (last) {
+      _tile_stored(4, out, stride);
+      _tile_stored(5, out + 16, stride);
+    }
+    memory_barrier();
+  }
+  void accumulate(const float* p, const float* v, float* out) const {
+    for (int piece = 0; piece < value_pieces(); piece++) value_piece(piece, p, v, out);
+  }
+};
+
+// Tiles 0 and 1: scores; 2: keys; 3: queries; 4 and 5: outputs; 6: probabilities; 7: values.
+class AttentionRegisters {
+ public:
+  AttentionRegisters() = default;
+  AttentionRegisters(const AttentionRegisters&) = delete;
+  AttentionRegisters& operator=(const AttentionRegisters&) = delete;
+  ~AttentionRegisters() {
+    if (queries_) _tile_release();
+  }
+
+  // Scores of `queries` queries; probabilities and outputs of `rows` rows.
+  void set(int queries, int rows) {
+    if (queries == queries_ && rows == rows_) return;
+    queries_ = queries, rows_ = rows;
+    TileConfig config;
+    for (int i : {0, 1, 3}) config.row_bytes[i] = static_cast<uint16_t>(4 * queries);
+    for (int i : {4, 5, 6}) config.rows[i] = static_cast<uint8_t>(rows);
+    config.load();
+  }
+
+ private:
+  int queries_ = 0, rows_ = 0;
+};
+
+// The softmax of up to 16 queries, a lane each, over the 64 keys of a tile.
+struct TileSoftmax {
+  static constexpr int kSlots = 20;  // calls of `beside`
+
+  // scores[64][16]: products, which `factor` makes scores of -> p[16][64] of bfloat16, against the largest score so far.
+  // BY_LANE: factor and v_scale are [64][16], else [64]. v_scale multiplies probabilities if SCALED. `beside(i)` is called
+  // all along. Returns the lanes whose older sums have to be multiplied by `decay`.
+  template <bool BY_LANE, bool SCALED, class Beside>
+  static inline __mmask16 compute(const float* scores, const float* factor, const float* v_scale, VF& best, VF& total,
+                                  float* decay, float* p, const Beside& beside) {
+    const auto factor_of = [&](int key) { return BY_LANE ? load(factor + 16 * key) : set1(factor[key]); };
+    const auto scale_of = [&](int key) { return BY_LANE ? load(v_scale + 16 * key) : set1(v_scale[key]); };
+    __m512 largest[4];
+    for (__m512& one : largest) one = _mm512_set1_ps(-__builtin_inff());
+    for (int key = 0; key < kKeyTile; key += 4) {
+      FREIGHT_UNROLL
+      for (int i = 0; i < 4; i++)
+        largest[i] = _mm512_max_ps((__m512)(load(scores + 16 * (key + i)) * factor_of(key + i)), largest[i]);
+      if (key % 16 == 12) beside(key / 16);
+    }
+    const VF of_tile = (VF)_mm512_max_ps(_mm512_max_ps(largest[0], largest[1]), _mm512_max_ps(largest[2], largest[3]));
+    const VF before = best, after = of_tile > before ? of_tile : before;
+    const VF base = after == set1(-__builtin_inff()) ? set1(0.0f) : after;
+    const __mmask16 decays = _mm512_cmp_ps_mask((__m512)after, (__m512)before, _CMP_NEQ_UQ);
+    best = after;
+    VF sums[2] = {total, VF{}};
+    if (decays) {
+      const VF kept = after == before ? set1(1.0f) : exp2(before - base);
+      store(decay, kept);
+      sums[0] = total * kept;
+    }
+    alignas(64) float pairs[kKeyTile / 2 * 16];
+    for (int pair = 0; pair < kKeyTile / 2; pair += 2) {
+      FREIGHT_UNROLL
+      for (int j = 0; j < 2; j++) {
+        __m512 two[2];
+        FREIGHT_UNROLL
+        for (int i = 0; i < 2; i++) {
+          const int key = 2 * (pair + j) + i;
+          two[i] = power(_mm512_fmsub_ps((__m512)load(scores + 16 * key), (__m512)factor_of(key), (__m512)base));
+          sums[i] = sums[i] + (VF)two[i];
+          if constexpr (SCALED) two[i] = _mm512_mul_ps(two[i], (__m512)scale_of(key));
+        }
+        _mm512_store_si512(pairs + 16 * (pair + j), interleaved(two[0], two[1]));
+      }
+      beside(4 + pair / 2);
+    }
+    total = sums[0] + sums[1];
+    for (int half = 0; half < 2; half++) {
+      VF rows[16];
+      FREIGHT_UNROLL
+      for (int i = 0; i < 16; i++) rows[i] = load(pairs + (half * 16 + i) * 16);
+      transpose(rows);
+      FREIGHT_UNROLL
+      for (int i = 0; i < 16; i++) store(p + i * (kKeyTile / 2) + half * 16, rows[i]);
+    }
+    return decays;
+  }
+
+  // 2 ** x for x <= 0, or a little above by rounding, within 2 ** -13: a probability keeps 8 bits of it. NaN stays NaN.
+  static __m512 power(__m512 x) {
+    constexpr int kDown = 1;  // of the fraction: x minus the largest integer below it
+    const __m512 f = _mm512_reduce_ps(x, kDown);
+    __m512 p = _mm512_set1_ps(0.07706703990697861f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.22764499485492706f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.6951167583465576f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, x);
+  }
+
+  // BF16 of both, rounded to nearest, halves away from zero; those of the first in the low halves. (The instruction that
+  // converts takes longer, and so does the one that sums such pairs.)
+  static __m512i interleaved(__m512 even, __m512 odd) {
+    const __m512i half = _mm512_set1_epi32(0x8000), high = _mm512_set1_epi32((int)0xFFFF0000);
+    const __m512i first = _mm512_bsrli_epi128(_mm512_add_epi32((__m512i)even, half), 2);
+    return _mm512_ternarylogic_epi32(high, _mm512_add_epi32((__m512i)odd, half), first, 0xCA);  // high ? odd : first
+  }
+};
+
+template <class Tiles>
+class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
+  using Base = Worker<Tiles, TileWorker<Tiles>>;
+  using typename Base::Tile;
+  using Base::a, Base::call, Base::task, Base::tiles, Base::group, Base::rows, Base::row_stride, Base::grouped;
+  using Base::q, Base::q_size, Base::k, Base::v, Base::p, Base::out_of, Base::k_scale, Base::v_scale, Base::center_of;
+  using Base::sees_all, Base::sees_any, Base::seen, Base::whole, Base::coefficient, Base::token_scale;
+  using Base::read_scales, Base::read_group_scales, Base::pack_keys, Base::pack_values, Base::prefetch, Base::all_work;
+  static constexpr int kScores = Tiles::kScores, kProbabilities = Tiles::kProbabilities;
+
+ public:
+  // Rows of a head are padded to whole blocks, unless a block has rows of several heads.
+  TileWorker(const Call<Tiles>& call, const Task& task)
+      : Base(call, task, stride_of(task.positions * call.group())),
+        blocks(Tiles::blocks_of(task.heads, rows)),
+        best(task.heads * row_stride + 16),
+        total(best.size()) {
+    std::fill(q, q + q_size * task.heads, 0.0f);
+    if (rows <= 16) all_work += blocks * TileSoftmax::kSlots * kSlotWork;
+    std::fill(p, p + blocks * kScores, 0.0f);
+  }
+
+  void begin_split() {
+    std::fill(best.begin(), best.end(), -kInfinity);
+    std::fill(total.begin(), total.end(), 0.0f);
+  }
+
+  Partial partial(int h, int row) const { return {best[h * row_stride + row], total[h * row_stride + row]}; }
+
+  void walk(const Tile& tile) {
+    if (rows <= 16) return walk_together(tile);
+    for (int h = 0; h < task.heads; h++) walk_head(tile, h);
+  }
+
+ private:
+  // Up to 16 neighbouring rows of `out`: those of one KV head, or all of several.
   struct Block {
-    int row, rows;
-    alignas(64) float scores[max_rows * kKeyTile];
-    __m512 largest[max_rows];  // by lane
-    alignas(64) float decay[max_rows];
+    int state = 0, lanes = 0, row = 0;  // row: of its first head
+    float *scores = nullptr, *probabilities = nullptr, *out = nullptr;
+    const float* queries = nullptr;
   };
 
-  // block.scores[rows][64] = q[row ..] . k[key]
-  void scores(TileRegisters& registers, const float* q, const float* k, Block& block) const {
-    constexpr int key_stride = kKeyTile * 4;
-    const int stride = q_parts * pairs * 4;
-    registers.set_rows(block.rows);
-    q += Base::q_size(block.row);
-    memory_barrier();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int pair = 0; pair < pairs; pair += 16) {
-      const float* keys = k + (size_t)pair * kKeyTile;
-      _tile_loadd(4, q + pair, stride);
-      _tile_loadd(6, keys, key_stride);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, keys + 16, key_stride);
-      _tile_dpbf16ps(1, 4, 7);
-      if (q_parts == 1) {
-        _tile_loadd(6, keys + 32, key_stride);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(7, keys + 48, key_stride);
-        _tile_dpbf16ps(3, 4, 7);
-      } else {
-        _tile_loadd(5, q + pairs + pair, stride);
-        _tile_dpbf16ps(0, 5, 6);
-        _tile_dpbf16ps(1, 5, 7);
-        _tile_loadd(6, keys + 32, key_stride);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_loadd(7, keys + 48, key_stride);
-        _tile_dpbf16ps(3, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
+  static constexpr int kSlotWork = 2;  // about as many keys are packed between two calls of a softmax
+  static int stride_of(int rows) { return rows <= 16 ? rows : (rows + 15) / 16 * 16; }
+  float* scores_at(int i) const { return p + i * kScores; }
+  float* probabilities_at(int i) const { return p + blocks * kScores + i * kProbabilities; }
+  const float* queries(int h, int row) const {
+    return q + h * q_size + static_cast<size_t>(row) * tiles.q_parts * tiles.pairs;
+  }
+
+  // Few rows: first all scores of the tile, then all softmaxes, then all sums, each head's products behind the packing
+  // of the next.
+  void walk_together(const Tile& tile) {
+    const int heads = 16 / rows;  // of a block
+    registers.set(rows, rows);
+    for (int h = 0; h <= task.heads; h++) {
+      if (h < task.heads) {
+        if (grouped) read_group_scales(tile, task.head + h);
+        pack_keys(tile, task.head + h, k + h % 2 * tiles.keys_size());
+      }
+      if (h == 0) continue;
+      const int before = h - 1;
+      float* to = scores_at(before / heads) + before % heads * rows;
+      tiles.scores(queries(before, 0), k + before % 2 * tiles.keys_size(), to);
+    }
+    for (int i = 0; i < blocks; i++) {
+      const int first = i * heads, count = std::min(heads, task.heads - first);
+      read_lane_scales(tile, first, count);
+      softmax<true>(tile, {first * rows, count * rows, 0, scores_at(i), probabilities_at(i), out_of(first, 0)},
+                    [this](int) { prefetch(kSlotWork); });
+    }
+    for (int h = 0; h <= task.heads; h++) {
+      if (h < task.heads) {
+        if (grouped) read_group_scales(tile, task.head + h);
+        pack_values(tile, task.head + h, v + h % 2 * tiles.values_size());
+      }
+      if (h == 0) continue;
+      const int before = h - 1;
+      const float* of_head = probabilities_at(before / heads) + before % heads * rows * (kKeyTile / 2);
+      float* values = v + before % 2 * tiles.values_size();
+      if (unseen_infinities(tile, values))
+        add_values_apart(tile, before, 0, rows, of_head, values);
+      else
+        tiles.accumulate(of_head, values, out_of(before, 0));
+    }
+  }
+
+  // Whether a probability of 0 times infinity or NaN would reach rows that do not see that key.
+  bool unseen_infinities(const Tile& tile, const float* values) const {
+    return !(sees_all(tile, 0) && sees_all(tile, task.positions - 1)) && !tiles.finite(values);
+  }
+
+  // out[row ..] += probabilities @ v, of `count` rows of a head, whose probabilities come one after another: by position,
+  // with those values alone that it sees, which are packed into `values`.
+  void add_values_apart(const Tile& tile, int h, int row, int count, const float* probabilities, float* values) {
+    for (int first = row; first < row + count;) {
+      const int i = first / group, n = std::min((i + 1) * group, row + count) - first;
+      int begin, end;
+      seen(tile, i, begin, end);
+      Tile own = tile;
+      for (int key = 0; key < kKeyTile; key++)
+        if (key < begin || key >= end) own.v[key] = call.nothing.data();
+      pack_values(own, task.head + h, values);
+      registers.set(16, n);
+      tiles.accumulate(probabilities + (first - row) * (kKeyTile / 2), values, out_of(h, first));
+      first += n;
+    }
+    registers.set(std::min(rows, 16), std::min(rows, 16));
+  }
+
+  // Many rows of one head, block after block.
+  void walk_head(const Tile& tile, int h) {
+    registers.set(16, 16);
+    read_scales(tile, task.head + h);
+    pack_keys(tile, task.head + h, k);
+    pack_values(tile, task.head + h, v);
+    const bool apart = unseen_infinities(tile, v);
+    Block before, block = block_from(tile, h, 0, 0);
+    if (block.lanes) tiles.scores(block.queries, k, block.scores);
+    for (int turn = 1; block.lanes; turn ^= 1) {
+      const Block after = block_from(tile, h, block.row + 16, turn);
+      const int of_keys = after.lanes ? tiles.score_pieces() : 0;
+      const int all = of_keys + (before.lanes ? tiles.value_pieces() : 0);
+      int done = 0;
+      softmax<false>(tile, block, [&](int slot) __attribute__((always_inline)) {
+        const int until = all * (slot + 1) / TileSoftmax::kSlots;
+        for (; done < until; done++)
+          if (done < of_keys)
+            tiles.score_piece(done, after.queries, k, after.scores);
+          else
+            tiles.value_piece(done - of_keys, before.probabilities, v, before.out);
+      });
+      if (apart)
+        add_values_apart(tile, h, block.row, std::min(16, rows - block.row), block.probabilities, v);
+      else
+        before = block;
+      block = after;
+    }
+    if (before.lanes) tiles.accumulate(before.probabilities, v, before.out);
+  }
+
+  // The first block from `row` on that sees some of the tile, 0 lanes if there is none.
+  Block block_from(const Tile& tile, int h, int row, int place) const {
+    for (; row < rows; row += 16)
+      if (sees_any(tile, row, std::min(16, rows - row)))
+        return {h * row_stride + row,    16,            row,           scores_at(place),
+                probabilities_at(place), out_of(h, row), queries(h, row)};
+    return {};
+  }
+
+  // The factors of scores and of probabilities of the task's heads from `first` on: [64 keys][16 lanes].
+  void read_lane_scales(const Tile& tile, int first, int count) {
+    const int32_t lanes = count * rows;
+    alignas(64) int32_t head_of[16];
+    alignas(64) float of_heads[16] = {};
+    for (int i = 0; i < 16; i++) head_of[i] = i < lanes ? i / rows : 0;
+    const __m512i index = _mm512_load_si512(head_of);
+    const auto spread = [&] { return _mm512_permutexvar_ps(index, _mm512_load_ps(of_heads)); };
+    for (int i = 0; i < count; i++)
+      of_heads[i] = coefficient() * (call.k_factor.empty() ? 1.0f : call.k_factor[task.head + first + i]);
+    const __m512 factor = spread();
+    if (a.scales != FREIGHT_TOKEN_SCALES) {
+      for (int key = 0; key < kKeyTile; key++) _mm512_store_ps(k_lanes + 16 * key, factor);
+      return;
+    }
+    const auto read = [&](const uint8_t* scales, const FreightPages& pages) {
+      const uint8_t* from = scales + (task.head + first) * pages.scale_head;
+      if (pages.scale_head == 2) {
+        const __m256i halves = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1 << count) - 1), from);
+        return _mm512_permutexvar_ps(index, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+      }
+      for (int i = 0; i < count; i++) of_heads[i] = token_scale(from + i * pages.scale_head);
+      return spread();
+    };
+    for (int key = 0; key < kKeyTile; key++) {
+      const bool is_seen = key >= tile.begin && key < tile.end;
+      const __m512 of_key = is_seen ? _mm512_mul_ps(factor, read(tile.k_scale[key], a.k)) : factor;
+      _mm512_store_ps(k_lanes + 16 * key, _mm512_max_ps(_mm512_set1_ps(kLeastFactor), of_key));  // NaN stays NaN
+      _mm512_store_ps(v_lanes + 16 * key, is_seen ? read(tile.v_scale[key], a.v) : _mm512_setzero_ps());
+    }
+  }
+
+  // Scores of a block -> probabilities; multiplies the block's older sums.
+  template <bool BY_LANE, class Beside>
+  void softmax(const Tile& tile, const Block& block, const Beside& beside) {
+    alignas(64) static constexpr auto kOnes = ones();
+    const float *factor = BY_LANE ? k_lanes : k_scale, *v_factor = BY_LANE ? v_lanes : v_scale;
+    if (a.center_size || a.soft_cap > 0.0f) change_scores<BY_LANE>(tile, block, factor), factor = kOnes.values;
+    const int row = block.row;
+    if (BY_LANE ? !(sees_all_keys(tile)) : !whole(tile, row, std::min(16, rows - row))) mask(tile, block);
+    VF of_best = load(&best[block.state]), of_total = load(&total[block.state]);
+    alignas(64) float decay[16];
+    const __mmask16 lanes = static_cast<__mmask16>((1 << block.lanes) - 1);
+    __mmask16 decays;
+    if (a.scales == FREIGHT_TOKEN_SCALES)
+      decays = TileSoftmax::compute<BY_LANE, true>(block.scores, factor, v_factor, of_best, of_total, decay,
+                                                   block.probabilities, beside);
+    else
+      decays = TileSoftmax::compute<BY_LANE, false>(block.scores, factor, nullptr, of_best, of_total, decay,
+                                                    block.probabilities, beside);
+    _mm512_mask_storeu_ps(&best[block.state], lanes, (__m512)of_best);
+    _mm512_mask_storeu_ps(&total[block.state], lanes, (__m512)of_total);
+    const int dim = tiles.value_dim;
+    for (uint32_t left = decays & lanes; left; left &= left - 1) {
+      const int lane = __builtin_ctz(left);
+      float* of_row = block.out + static_cast<size_t>(lane) * dim;
+      const VF kept = set1(decay[lane]);
+      for (int d = 0; d < dim; d += 4 * W)
+        FREIGHT_UNROLL
+        for (int i = 0; i < 4; i++) store(of_row + d + i * W, load(of_row + d + i * W) * kept);
+    }
+  }
+
+  bool sees_all_keys(const Tile& tile) const { return whole(tile, 0, rows); }
+
+  struct Factors {
+    float values[kScores];
+  };
+  static constexpr Factors ones() {
+    Factors all{};
+    for (float& one : all.values) one = 1.0f;
+    return all;
+  }
+
+  // Scores of keys that a lane's row does not see become -infinity.
+  void mask(const Tile& tile, const Block& block) const {
+    alignas(64) int32_t first[16] = {}, last[16] = {};
+    for (int i = 0; i < block.lanes; i++) {
+      const int row = (block.state + i) % row_stride % rows;
+      int begin, end;
+      seen(tile, row / group, begin, end);
+      first[i] = begin, last[i] = end;
+    }
+    const __m512i begin = _mm512_load_si512(first), end = _mm512_load_si512(last);
+    const __m512 never = _mm512_set1_ps(-kInfinity);
+    for (int key = 0; key < kKeyTile; key++) {
+      const __m512i at = _mm512_set1_epi32(key);
+      const int unseen = _mm512_cmplt_epi32_mask(at, begin) | _mm512_cmpge_epi32_mask(at, end);
+      _mm512_mask_storeu_ps(block.scores + 16 * key, static_cast<__mmask16>(unseen), never);
+    }
+  }
+
+  // Products -> scores: what the keys' center adds, and the soft cap.
+  template <bool BY_LANE>
+  void change_scores(const Tile& tile, const Block& block, const float* factor) const {
+    for (int key = 0; key < kKeyTile; key++) {
+      float* at = block.scores + 16 * key;
+      store(at, load(at) * (BY_LANE ? load(factor + 16 * key) : set1(factor[key])));
+    }
+    if (a.center_size)
+      for (int lane = 0; lane < block.lanes;) {
+        const int h = (block.state + lane) / row_stride;
+        const int count = std::min((h + 1) * row_stride - block.state, block.lanes) - lane;
+        add_center(tile, h, block, lane, count);
+        lane += count;
+      }
+    if (a.soft_cap > 0.0f) {
+      const VF cap = set1(a.soft_cap * 1.44269504088896341f);
+      for (int key = 0; key < kKeyTile; key++)
+        store(block.scores + 16 * key, cap * tanh_of_exp2(load(block.scores + 16 * key)));
+    }
+  }
+
+  // scores += the contribution of the keys' center, in `count` lanes of one KV head.
+  void add_center(const Tile& tile, int h, const Block& block, int lane, int count) const {
+    const int64_t first = static_cast<int64_t>(tile.key / kKeyTile) * (a.rotary_dim / 2);
+    const int32_t* pairs = a.center_pairs + static_cast<int64_t>(task.head + h) * a.center_size;
+    const __mmask16 lanes = static_cast<__mmask16>(((1 << count) - 1) << lane);
+    for (int i = 0; i < a.center_size; i++) {
+      alignas(64) float of_cos[16] = {}, of_sin[16] = {};
+      for (int j = lane; j < lane + count; j++) {
+        const int row = (block.state + j) % row_stride;
+        if (row >= rows) continue;
+        const float* factors = center_of(h * rows + row);
+        of_cos[j] = factors[2 * i], of_sin[j] = factors[2 * i + 1];
+      }
+      const int64_t from = (first + pairs[i]) * kKeyTile;
+      for (int key = 0; key < kKeyTile; key++) {
+        float* at = block.scores + 16 * key;
+        VF s = load(at);
+        s = fma(set1(a.center_cos[from + key]), load(of_cos), s);
+        s = fma(set1(a.center_sin[from + key]), load(of_sin), s);
+        _mm512_mask_storeu_ps(at, lanes, (__m512)s);
       }
     }
-    _tile_stored(0, block.scores, key_stride);
-    _tile_stored(1, block.scores + 16, key_stride);
-    _tile_stored(2, block.scores + 32, key_stride);
-    _tile_stored(3, block.scores + 48, key_stride);
-    memory_barrier();
   }
 
-  // The final scores of the r-th row of the block.
-  void put_scores(const VF* s, int r, Block& block) const {
-    for (int i = 0; i < 4; i++) store(block.scores + r * kKeyTile + i * W, s[i]);
-    const __m512 first = _mm512_max_ps((__m512)s[0], (__m512)s[1]), last = _mm512_max_ps((__m512)s[2], (__m512)s[3]);
-    block.largest[r] = _mm512_max_ps(first, last);
-  }
-
-  // Lane r: the largest lane of rows[r].
-  static VF largest_of(const __m512 (&rows)[16]) {
-    VF part[16];
-    for (int i = 0; i < 16; i++) part[i] = (VF)rows[i];
-    for (int half = 8; half >= 1; half /= 2)
-      for (int i = 0; i < half; i++) {
-        VF first, last;
-        interleave(part[i], part[i + half], first, last);
-        part[i] = (VF)_mm512_max_ps((__m512)first, (__m512)last);
-      }
-    return part[0];
-  }
-
-  // Scores -> probabilities against the largest score so far of each row, and `out`, the
-  // sums so far, times their decay: long before tiles load them, which wait for stores.
-  // running: .best and .total of the block's rows; scale: that of V by key, or null.
-  template <class Running>
-  void softmax(Running* running, const float* scale, Block& block, float* out) const {
-    alignas(64) float best[max_rows], base[max_rows];
-    const int n = block.rows;
-    for (int r = 0; r < n; r++) best[r] = running[r].best;
-    for (int r = n; r < max_rows; r++) best[r] = 0.0f, block.largest[r] = _mm512_setzero_ps();
-    const VF before = load(best), of_tile = largest_of(block.largest), after = of_tile > before ? of_tile : before;
-    const VF infinity = set1(__builtin_inff()), from = after == -infinity ? set1(0.0f) : after;
-    store(block.decay, after == before ? set1(1.0f) : exp2(before - from));
-    store(best, after);
-    store(base, from);
-    for (int r = 0; r < n; r++) {
-      running[r].best = best[r];
-      VF s[4];
-      for (int i = 0; i < 4; i++) s[i] = load(block.scores + r * kKeyTile + i * W);
-      const VF total = running[r].total * set1(block.decay[r]);
-      running[r].total = Base::put_row(total, set1(base[r]), s, scale, block.scores + r * kKeyTile);
-      if (block.decay[r] == 1.0f) continue;
-      for (float *at = out + (size_t)r * value_dim, *end = at + value_dim; at < end; at += W)
-        store(at, load(at) * set1(block.decay[r]));
-    }
-  }
-
-  // out[row] += p[row] @ v
-  void accumulate(TileRegisters& registers, const float* v, const Block& block, float* out) const {
-    const int stride = value_dim * 4;
-    const float* last = v + (size_t)16 * value_dim;  // the last 32 keys
-    registers.set_rows(block.rows);
-    memory_barrier();
-    _tile_loadd(4, block.scores, kKeyTile * 4);
-    _tile_loadd(5, block.scores + 16, kKeyTile * 4);
-    for (int d = 0; d < v_dim; d += 32) {
-      _tile_loadd(0, out + d, stride);
-      _tile_loadd(6, v + d, stride);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(1, out + d + 16, stride);
-      _tile_loadd(7, v + d + 16, stride);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(6, last + d, stride);
-      _tile_dpbf16ps(0, 5, 6);
-      _tile_loadd(7, last + d + 16, stride);
-      _tile_dpbf16ps(1, 5, 7);
-      _tile_stored(0, out + d, stride);
-      _tile_stored(1, out + d + 16, stride);
-    }
-    memory_barrier();
-  }
+  const int blocks;
+  std::vector<float> best, total;  // of rows of `out`
+  AttentionRegisters registers;
+  alignas(64) float k_lanes[kScores], v_lanes[kScores];
 };
 
 }  // namespace freight

@@ -35,7 +35,7 @@ inline __m512i scaled_pairs(__m512i pairs, __m512 even, __m512 odd) {
 
 // What does not depend on the stored format, and so is compiled once.
 struct Bf16Products {
-  static constexpr bool pipelined = false, side_by_side = true;
+  static constexpr bool side_by_side = true;
   using Registers = NoRegisters;
   static constexpr int max_rows = 6;  // rows whose sums stay in registers
 
@@ -55,7 +55,7 @@ struct Bf16Products {
   size_t q_size(int rows) const { return (size_t)rows * q_parts * pairs; }
   size_t k_size() const { return (size_t)pairs * kKeyTile; }
   size_t v_size() const { return (size_t)kKeyTile / 2 * value_dim; }
-  size_t p_size() const { return 0; }  // a Block keeps them
+  size_t p_size(int, int) const { return 0; }  // a Block keeps them
 
   // Rows that go through together: their products with K, then their probabilities.
   struct Block {
@@ -259,7 +259,7 @@ struct Bf16Tiles : Bf16Products {
   // keys[64] + offset: k_dim stored values each -> [pairs][64][2]
   template <class Between>
   void pack_k(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
-    for (int first = 0; first < kKeyTile; first += kPackTogether, between())
+    for (int first = 0; first < kKeyTile; first += kPackTogether, between(kPackTogether))
       pack_pairs<false>(keys + first, offset, k_dim, pairs, nullptr, packed + first);
   }
 
@@ -270,7 +270,7 @@ struct Bf16Tiles : Bf16Products {
                      size_t offset, const float* scale, float* packed, const Between& between) const {
     constexpr int group = FREIGHT_SCALE_GROUP;
     const int used = (before + v_dim) / 2;
-    for (int first = 0; first < kKeyTile; first += kPackTogether, between()) {
+    for (int first = 0; first < kKeyTile; first += kPackTogether, between(kPackTogether)) {
       float* to = packed + first;
       Bf16Tiles<FREIGHT_BFLOAT16>::pack_pairs<false>(rotated + first, rotated_offset, before, before / 2, nullptr, to);
       to += (size_t)before / 2 * kKeyTile;
@@ -352,14 +352,15 @@ struct Bf16Tiles : Bf16Products {
   void pack_channels(const uint8_t* const* keys, size_t offset, const float* scale, float* packed,
                      const Between& between) const {
     const int width = value_dim;
-    for (int first = 0; first < kKeyTile; first += kPackTogether, between())
+    const Decoder<F> decode;
+    for (int first = 0; first < kKeyTile; first += kPackTogether)
       for (int channel = 0; channel < width; channel += chunk) {
-        const Decoder<F> decode;
         const Mask mask = chunk_mask(v_dim - channel);
         const size_t from = offset + channel * bytes_of(F);
         float* to = packed + (size_t)first / 2 * width + channel;
         FREIGHT_UNROLL
         for (int key = first; key < first + kPackTogether; key += 2, to += width) {
+          if (channel == 0 && key % 8 == 0) between(8);
           const __m512i even = spread(load_chunk(keys[key] + from, mask));
           const __m512i odd = spread(load_chunk(keys[key + 1] + from, mask));
           __m512i out[chunk / 16];

@@ -13,7 +13,7 @@ namespace freight {
 
 // What does not depend on the stored format, and so is compiled once.
 struct Float32Products {
-  static constexpr bool pipelined = false, side_by_side = false;
+  static constexpr bool side_by_side = false;
   using Registers = NoRegisters;
   // Rows whose sums stay in registers, and how many registers of keys or channels are taken at a time.
 #if FREIGHT_NEON
@@ -33,7 +33,7 @@ struct Float32Products {
   size_t q_size(int rows) const { return (size_t)rows * k_dim; }
   size_t k_size() const { return (size_t)(k_dim + chunk) * kKeyTile; }
   size_t v_size() const { return (size_t)kKeyTile * value_dim; }
-  size_t p_size() const { return (size_t)max_rows * kKeyTile; }
+  size_t p_size(int, int) const { return (size_t)max_rows * kKeyTile; }
 
   void pack_q(const float* q, int row, float* packed) const { std::copy(q, q + k_dim, packed + q_size(row)); }
 
@@ -100,7 +100,7 @@ struct Float32Tiles : Float32Products {
   void pack_k(const uint8_t* const* keys, size_t offset, float* packed, const Between& between) const {
     for (int first = 0; first < kKeyTile; first += W) {
       pack_rows<F>(keys + first, offset, k_dim, packed + first, [](V16 values, int) { return values; });
-      if ((first + W) % kPackTogether == 0) between();
+      if ((first + W) % 8 == 0) between(std::max(W, 8));
     }
   }
 
@@ -118,7 +118,7 @@ struct Float32Tiles : Float32Products {
         const auto scaled = [of_keys](V16 values, int i) { return values * set16(of_keys[i]); };
         pack_rows<F>(keys + first, offset + d, FREIGHT_SCALE_GROUP, to, scaled);
       }
-      if ((first + W) % kPackTogether == 0) between();
+      if ((first + W) % 8 == 0) between(std::max(W, 8));
     }
   }
 
@@ -145,7 +145,7 @@ struct Float32Tiles : Float32Products {
       float* row = packed + (size_t)key * value_dim;
       read_row<F>(keys[key] + offset, v_dim, row);
       std::fill(row + padded(v_dim), row + value_dim, 0.0f);
-      if ((key + 1) % kPackTogether == 0) between();
+      if ((key + 1) % 8 == 0) between(8);
     }
   }
 

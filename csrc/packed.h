@@ -18,9 +18,6 @@
 #include "tiles.h"
 #include "vec.h"
 
-// GCC 12 calls the larger decoders as functions otherwise, and what they return goes through memory.
-#define FREIGHT_INLINE inline __attribute__((always_inline))
-
 namespace freight {
 
 // A block is kLanes output rows.

@@ -4,6 +4,8 @@
 // even and the odd inputs are summed apart, from zero, by fused multiply-adds; the two sums are added; that is added to
 // C. All of it rounds to nearest even and takes subnormal operands and results for zeros, whatever MXCSR says.
 #pragma once
+#include <initializer_list>
+
 #include "vec.h"
 
 #if FREIGHT_AMX
@@ -19,6 +21,19 @@ constexpr int kGroupInputs = kGroupSteps * kTileInputs;
 
 // GCC 12 does not know that tile loads and their configuration read memory, nor that tile stores write it.
 inline void memory_barrier() { asm volatile("" ::: "memory"); }
+
+// The shapes of all tiles, as LDTILECFG reads them: whole ones, if nothing else is said.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+
+  // Takes a few hundred cycles, and makes all tiles zero.
+  void load() const {
+    asm volatile("" ::"r"(this) : "memory");  // GCC 12 takes ldtilecfg to read 8 of the 64 bytes, and drops the others
+    _tile_loadconfig(this);
+  }
+};
 
 // This thread's tiles: 0-3 for C, 4-5 for A, 6-7 for B. Released at the end, since tiles in use make every change of
 // threads slower.
@@ -36,18 +51,11 @@ class TileRegisters {
   void set_rows(int rows, int second = 0) {
     if (rows == rows_ && second == second_) return;
     rows_ = rows, second_ = second;
-    struct alignas(64) Config {  // as LDTILECFG reads it
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    for (int i = 0; i < 8; i++) {
-      config.row_bytes[i] = kTileRowBytes;
-      const bool is_second = second && (i == 2 || i == 3 || i == 5);
-      config.rows[i] = static_cast<uint8_t>(is_second ? second : i < 6 ? rows : kTileLines);
-    }
-    asm volatile("" ::"r"(&config) : "memory");  // GCC 12 takes ldtilecfg to read 8 of the 64 bytes, and drops the others
-    _tile_loadconfig(&config);
+    TileConfig config;
+    for (int i = 0; i < 6; i++) config.rows[i] = static_cast<uint8_t>(rows);
+    if (second)
+      for (int i : {2, 3, 5}) config.rows[i] = static_cast<uint8_t>(second);
+    config.load();
   }
 
  private:

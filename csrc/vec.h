@@ -24,6 +24,9 @@
 // Before a loop over an array of vectors: GCC keeps the array in registers only if the loop is unrolled early.
 #define FREIGHT_UNROLL _Pragma("GCC unroll 16")
 
+// GCC 12 calls larger functions otherwise, and vectors that they return go through memory.
+#define FREIGHT_INLINE inline __attribute__((always_inline))
+
 namespace freight {
 
 #if FREIGHT_AVX512

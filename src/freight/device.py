@@ -30,7 +30,7 @@ DEVICES = ("auto", "cpu", "cuda")
 # What kernels choose by, as /proc/cpuinfo spells it on x86 and on arm64.
 _FEATURES = (
     *("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16"),
-    *("amx_tile", "amx_bf16"),
+    *("avx512dq", "amx_tile", "amx_bf16"),
     *("asimd", "asimdhp", "bf16", "sve"),
 )
 LEAST_STACK = (

@@ -20,7 +20,7 @@ from freight.operands.kv_pages import KVPages
 from freight.operands.weight import Weight
 
 SAPPHIRE_RAPIDS = tuple(library.X86_BUILDS["amx"])
-ZEN4 = tuple(library.X86_BUILDS["avx512"])
+ZEN4 = (*library.X86_BUILDS["avx512"], "avx512dq")
 HASWELL = ("avx2", "f16c", "fma")
 GRAVITON3 = ("asimd", "asimdhp", "bf16", "sve")
 ALTRA = ("asimd", "asimdhp")

@@ -30,7 +30,7 @@ _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16"}
 # By architecture, best first: the name of a build, and what /proc/cpuinfo must list for it.
 X86_BUILDS: dict[str, frozenset[str]] = {
-    "amx": _AVX512 | {"amx_tile", "amx_bf16"},
+    "amx": _AVX512 | {"avx512dq", "amx_tile", "amx_bf16"},
     "avx512": _AVX512,
     "avx2": _AVX2,
     "portable": frozenset(),

@@ -1,0 +1,217 @@
+// A task of attention on vectors: each number of rows up to Tiles::max_rows is multiplied at once by its own code. Where
+// rows are `side_by_side`, a Tiles::Block keeps what is computed of them; elsewhere a row's softmax follows another's.
+#pragma once
+#include <type_traits>
+
+#include "attention_task.h"
+
+namespace freight {
+
+template <class Tiles>
+class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
+  using Base = Worker<Tiles, VectorWorker<Tiles>>;
+  using typename Base::Tile;
+  using Base::a, Base::call, Base::task, Base::tiles, Base::group, Base::rows, Base::states, Base::q_size, Base::q;
+  using Base::k, Base::v, Base::p, Base::k_scale, Base::out_of, Base::sees_all, Base::sees_any, Base::seen, Base::whole;
+  using Base::read_scales, Base::pack_keys, Base::pack_values, Base::v_scales, Base::center_of;
+
+ public:
+  VectorWorker(const Call<Tiles>& call, const Task& task)
+      : Base(call, task, task.positions * call.group()), running(states) {}
+
+  void begin_split() { std::fill(running.begin(), running.end(), Running()); }
+
+  Partial partial(int h, int row) const {
+    const Running& state = running[h * rows + row];
+    return {state.best, reduce_add(state.total)};
+  }
+
+  void walk(const Tile& tile) {
+    for (int h = 0; h < task.heads; h++) walk_head(tile, h);
+  }
+
+  void walk_head(const Tile& tile, int h) {
+    read_scales(tile, task.head + h);
+    pack_keys(tile, task.head + h, k);
+    if constexpr (Tiles::side_by_side)
+      if (rows <= Tiles::max_rows && sees_all(tile, 0) && sees_all(tile, task.positions - 1)) {
+        typename Tiles::Block block;
+        scores(h, 0, rows, block);
+        softmax(tile, h, 0, rows, block);
+        pack_values(tile, task.head + h, v);  // while the softmax, a long chain, is still computed
+        accumulate(h, 0, rows, block);
+        return;
+      }
+    pack_values(tile, task.head + h, v);
+    if ((sees_all(tile, 0) && sees_all(tile, task.positions - 1)) || tiles.finite(v)) {
+      walk_rows(tile, h, 0, rows);
+      return;
+    }
+    // A probability of 0 times infinity or NaN would reach rows that do not see that key.
+    for (int i = 0; i < task.positions; i++) {
+      int begin, end;
+      seen(tile, i, begin, end);
+      Tile own = tile;
+      for (int key = 0; key < kKeyTile; key++)
+        if (key < begin || key >= end) own.v[key] = call.nothing.data();
+      pack_values(own, task.head + h, v);
+      walk_rows(tile, h, i * group, group);
+    }
+  }
+
+ private:
+  struct Running {
+    float best = -kInfinity;
+    VF total = {};  // by lane
+  };
+
+  // In blocks of rows whose sums fit in registers; blocks that see nothing of the tile are left out.
+  void walk_rows(const Tile& tile, int h, int first, int count) {
+    const int blocks = (count + Tiles::max_rows - 1) / Tiles::max_rows, step = (count + blocks - 1) / blocks;
+    if constexpr (Tiles::side_by_side) {
+      side_by_side(tile, h, first, count, step);
+    } else {
+      for (int row = first; row < first + count; row += step) {
+        const int n = std::min(step, first + count - row);
+        if (sees_any(tile, row, n)) with_rows(n, [&](auto n_rows) { one_by_one<n_rows>(tile, h, row); });
+      }
+    }
+  }
+
+  // of(std::integral_constant<int, n>()), with code of its own for each number of rows.
+  template <int ROWS = Tiles::max_rows, class Of>
+  static void with_rows(int n, const Of& of) {
+    if (n == ROWS) return of(std::integral_constant<int, ROWS>());
+    if constexpr (ROWS > 1) with_rows<ROWS - 1>(n, of);
+  }
+
+  template <class Block>
+  void scores(int h, int row, int n, Block& block) const {
+    with_rows(n, [&](auto count) { tiles.template scores<count>(q + h * q_size, row, k, block.scores); });
+  }
+
+  template <class Block>
+  void softmax(const Tile& tile, int h, int row, int n, Block& block) {
+    with_rows(n, [&](auto count) { softmax_block<count>(tile, h, row, block); });
+  }
+
+  template <class Block>
+  void accumulate(int h, int row, int n, const Block& block) const {
+    with_rows(n, [&](auto count) { tiles.template accumulate<count>(block, v, out_of(h, row)); });
+  }
+
+  // One block after another, two at a time. A softmax is a long chain, beside which the core multiplies the scores of
+  // the next block if they come right behind it; the products with V follow.
+  void side_by_side(const Tile& tile, int h, int first, int count, int step) {
+    typename Tiles::Block blocks[2];
+    int turn = 0, before = -1, of_before = 0;
+    for (int row = first; row < first + count; row += step) {
+      const int n = std::min(step, first + count - row);
+      if (!sees_any(tile, row, n)) continue;
+      scores(h, row, n, blocks[turn]);
+      if (before >= 0) accumulate(h, before, of_before, blocks[turn ^ 1]);
+      softmax(tile, h, row, n, blocks[turn]);
+      before = row, of_before = n, turn ^= 1;
+    }
+    if (before >= 0) accumulate(h, before, of_before, blocks[turn ^ 1]);
+  }
+
+  template <int ROWS>
+  void one_by_one(const Tile& tile, int h, int row) {
+    alignas(64) float scores[ROWS * kKeyTile];
+    float decay[ROWS];
+    tiles.template scores<ROWS>(q + h * q_size, row, k, scores);
+    for (int r = 0; r < ROWS; r++)
+      decay[r] = softmax(tile, h * rows + row + r, row + r, r, scores + r * kKeyTile);
+    tiles.template accumulate<ROWS>(p, v, decay, out_of(h, row));
+  }
+
+  // Products -> probabilities of ROWS rows side by side.
+  template <int ROWS, class Block>
+  void softmax_block(const Tile& tile, int h, int row, Block& block) {
+    alignas(64) static constexpr FloatsOfTile kOnes = all_ones();
+    const float* factors = k_scale;
+    if (a.center_size || a.soft_cap > 0.0f || !whole(tile, row, ROWS)) {
+      factors = kOnes.values;
+      for (int r = 0; r < ROWS; r++) {
+        VF s[kKeyTile / W];
+        read_scores(tile, h * rows + row + r, row + r, block.scores + r * kKeyTile, s);
+        for (int i = 0; i < kKeyTile / W; i++) store(block.scores + r * kKeyTile + i * W, s[i]);
+      }
+    }
+    tiles.template softmax<ROWS>(running.data() + h * rows + row, factors, v_scales(), block);
+  }
+
+  struct FloatsOfTile {
+    float values[kKeyTile];
+  };
+  static constexpr FloatsOfTile all_ones() {
+    FloatsOfTile ones{};
+    for (float& one : ones.values) one = 1.0f;
+    return ones;
+  }
+
+  // scores += the contribution of the keys' center. s: the scores of one state with the 64 keys of a tile.
+  void add_center(const Tile& tile, int state, VF* s) const {
+    const int half = a.rotary_dim / 2;
+    const int32_t* pairs = a.center_pairs + static_cast<int64_t>(task.head + state / rows) * a.center_size;
+    const int64_t first = static_cast<int64_t>(tile.key / kKeyTile) * half;
+    const float* factors = center_of(state);
+    for (int i = 0; i < a.center_size; i++) {
+      const int64_t from = (first + pairs[i]) * kKeyTile;
+      const VF of_cos = set1(factors[2 * i]), of_sin = set1(factors[2 * i + 1]);
+      for (int j = 0; j < kKeyTile / W; j++) {
+        s[j] = fma(load(a.center_cos + from + j * W), of_cos, s[j]);
+        s[j] = fma(load(a.center_sin + from + j * W), of_sin, s[j]);
+      }
+    }
+  }
+
+  // Scores, times 2 log2(e) / soft_cap -> soft-capped, in base 2.
+  void soften(VF* s) const {
+    const VF cap = set1(a.soft_cap * 1.44269504088896341f);
+    for (int i = 0; i < kKeyTile / W; i++) s[i] = cap * tanh_of_exp2(s[i]);
+  }
+
+  // Products of q and k -> scores in base 2, those of keys that the row does not see -infinity.
+  void read_scores(const Tile& tile, int state, int row, const float* scores, VF* s) const {
+    constexpr int parts = kKeyTile / W;
+    int begin, end;
+    seen(tile, row / group, begin, end);
+    for (int i = 0; i < parts; i++) s[i] = load(scores + i * W) * load(k_scale + i * W);
+    if (a.center_size) add_center(tile, state, s);
+    if (a.soft_cap > 0.0f) soften(s);
+    if (begin > 0 || end < kKeyTile)
+      for (int i = 0; i < parts; i++) s[i] = mask(s[i], begin - i * W, end - i * W);
+  }
+
+  // Scores -> probabilities, the `place`-th in p, against the largest score so far; returns the factor of older sums.
+  float softmax(const Tile& tile, int state, int row, int place, const float* scores) {
+    constexpr int parts = kKeyTile / W;
+    Running& so_far = running[state];
+    VF s[parts];
+    read_scores(tile, state, row, scores, s);
+    VF largest = s[0];
+    for (int i = 1; i < parts; i++) largest = max(largest, s[i]);
+    const float of_tile = reduce_max(largest), best = of_tile > so_far.best ? of_tile : so_far.best;
+    const float base = best == -kInfinity ? 0.0f : best;
+    const float decay = best == so_far.best ? 1.0f : exp2_of(so_far.best - base);  // 1 is what it would be
+    const float* scale = v_scales();
+    VF total = so_far.total * set1(decay);
+    for (int i = 0; i < parts; i++) total = total + tiles.put_p(p, place, i * W, exp2(s[i] - set1(base)), scale);
+    so_far.best = best;
+    so_far.total = total;
+    return decay;
+  }
+
+  // Lanes outside [begin, end) become -infinity.
+  static VF mask(VF s, int begin, int end) {
+    VI lane;
+    for (int i = 0; i < W; i++) lane[i] = i;
+    return (lane >= begin) & (lane < end) ? s : set1(-kInfinity);
+  }
+
+  std::vector<Running> running;  // [heads][rows]
+};
+
+}  // namespace freight
