@@ -73,7 +73,7 @@ struct AmxTiles : Bf16Tiles<F> {
     for (int key = 0; key < kKeyTile; key++) {
       float* to = packed + (size_t)key * pairs;
       std::fill(to, to + pairs, 0.0f);
-      std::memcpy(to, rotated[key] + rotated_offset, (size_t)before * 2);
+      if (before) std::memcpy(to, rotated[key] + rotated_offset, (size_t)before * 2);
       for (int d = 0; d < v_dim; d += FREIGHT_SCALE_GROUP) {
         const __m512 of_key = _mm512_set1_ps(scale[d / FREIGHT_SCALE_GROUP * kKeyTile + key]);
         for (int i = d; i < d + FREIGHT_SCALE_GROUP; i += chunk) {
