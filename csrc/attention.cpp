@@ -82,13 +82,16 @@ Plan make_plan(const Call<Tiles>& call, int heads, bool cut) {
   return plan;
 }
 
-// As few tasks as keep all threads busy: cut by splits, then by heads, only if there would be too few.
+// As few tasks as keep all threads busy: cut by splits, then by heads, only if there would be too few. Heads whose rows are
+// multiplied together stay together if each thread has a task.
 template <class Tiles>
 Plan make_plan(const Call<Tiles>& call) {
-  const size_t wanted = call.a.threads > 1 ? kTasksPerThread * call.a.threads : 1;
+  const size_t threads = call.a.threads, wanted = threads > 1 ? kTasksPerThread * threads : 1;
+  const int together = std::max(1, Tiles::rows_of_block / call.group());
   int heads = call.a.num_kv_heads;
   Plan plan = make_plan(call, heads, false);
-  for (bool cut = false; plan.tasks.size() < wanted && (!cut || heads > 1);) {
+  for (bool cut = false; plan.tasks.size() < wanted;) {
+    if (cut && heads <= (plan.tasks.size() < threads ? 1 : together)) break;
     if (cut) heads = (heads + 1) / 2;
     cut = true;
     plan = make_plan(call, heads, cut);

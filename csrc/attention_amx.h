@@ -24,6 +24,8 @@ struct AmxTiles : Bf16Tiles<F> {
   using Base = Bf16Tiles<F>;
   using Base::k_dim, Base::pairs, Base::q_parts, Base::v_dim, Base::value_dim, Base::quantized, Base::chunk;
 
+  static constexpr int rows_of_block = 16;
+
   AmxTiles(int k_dim, int v_dim, bool scaled_q) : Base(k_dim, v_dim, scaled_q) { pairs = (k_dim + 31) / 32 * 16; }
 
   // Sizes of the working memory, in floats. Two tiles of keys and of values: while one is multiplied, the next is packed.

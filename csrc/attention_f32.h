@@ -13,6 +13,7 @@ namespace freight {
 
 // What does not depend on the stored format, and so is compiled once.
 struct Float32Products {
+  static constexpr int rows_of_block = 1;  // of several KV heads
   static constexpr bool side_by_side = false;
   using Registers = NoRegisters;
   // Rows whose sums stay in registers, and how many registers of keys or channels are taken at a time.
