@@ -194,7 +194,10 @@ class Worker {
     const int64_t end = end_of(split);
     for (int64_t key = begin_of(split); key < end; key += kKeyTile) {
       const Tile& tile = places[turn];
-      if (split == task.split && key == begin_of(split)) find_keys(key, end, places[turn]);
+      if (split == task.split && key == begin_of(split)) {
+        find_keys(key, end, places[turn]);
+        if (in_groups) start_ahead(&tile), prefetch(all_work);  // all of it, before one head after another asks for it
+      }
       turn ^= 1;
       const bool in_split = key + kKeyTile < end;
       const int64_t following = in_split ? key + kKeyTile : begin_of(split + 1);
