@@ -13,7 +13,7 @@
 
 namespace freight {
 
-constexpr int64_t kDotAhead = 8192;  // bytes between what is read and what is prefetched
+constexpr int64_t kDotAhead = 8192;  // bytes between what is read and what is prefetched, into L2: faster than into L1
 
 // Decoders of a piece of a block into float32: inputs 0, 1, 2, ... of 16 outputs. A block begins `block` bytes after the
 // one before; `step`: bytes of 32 inputs of a band.
@@ -52,7 +52,7 @@ inline void dot_step(const D& decoder, const uint8_t* w, const float* x, V16 (*s
   for (int j = 0; j < kBand; j++)
     for (int m = 0; m < M; m++) even[j][m] = odd[j][m] = V16{};
   for (int unit = 0; unit < kTileInputs / D::inputs; unit++, x += D::inputs * M) {
-    for (int j = 0; j < kBand; j++) __builtin_prefetch(w + unit * D::piece + j * D::block + kDotAhead);
+    for (int j = 0; j < kBand; j++) __builtin_prefetch(w + unit * D::piece + j * D::block + kDotAhead, 0, 2);
     for (int j = 0; j < kBand; j++) {
       V16 operand[D::inputs];
       decoder.decode(w + j * D::block, unit, operand);
@@ -63,7 +63,7 @@ inline void dot_step(const D& decoder, const uint8_t* w, const float* x, V16 (*s
         }
     }
   }
-  if constexpr (D::step % kUnit) __builtin_prefetch(w + D::step - 1 + kDotAhead);  // lines not on those of the cache
+  if constexpr (D::step % kUnit) __builtin_prefetch(w + D::step - 1 + kDotAhead, 0, 2);  // lines not on those of the cache
   for (int j = 0; j < kBand; j++)
     for (int m = 0; m < M; m++) sums[j][m] = sums[j][m] + (even[j][m] + odd[j][m]);
 }
