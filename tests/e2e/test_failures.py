@@ -58,7 +58,13 @@ def test_one_bad_prompt_among_sixteen(
     ]
     params = [
         SamplingParams(
-            max_tokens=8, seed=i, temperature=i % 2, logprobs=2, ignore_eos=True, detokenize=False
+            max_tokens=8,
+            seed=i,
+            temperature=i % 2,
+            logprobs=2,
+            ignore_eos=True,
+            detokenize=False,
+            logit_bias={BAD: -100.0},  # a sound prompt does not go on with it
         )
         for i in range(16)
     ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -192,8 +193,8 @@ def test_tokens_of_log_probabilities_are_told_by_their_ids(demo_server: DemoServ
 
 def test_bad_words_are_not_written(demo_server: DemoServer) -> None:
     plain = complete(demo_server)["text"]
-    bad = ["options", "main program"]
-    assert all(word in plain for word in bad)
+    bad = re.findall(r"[a-z]{4,}", plain)[1:3]  # of what these kernels write
+    assert len(bad) == 2, plain
     text = complete(demo_server, bad_words=bad)["text"]
     assert not any(word in text for word in bad)
     assert (

@@ -95,8 +95,10 @@ def test_the_other_half_of_the_documents_agrees_within_the_intervals(halves: lis
         ):
             assert a is not None
             assert b is not None
-            assert a[0] <= b[1]
-            assert b[0] <= a[1]
+            # Of 14 pairs of true 95 % intervals one is disjoint once in ten times. Twice the half
+            # widths are nearly 4 standard deviations of the difference.
+            half_widths = math.hypot(a[1] - a[0], b[1] - b[0]) / 2
+            assert abs(sum(a) - sum(b)) / 2 <= 2 * half_widths
         assert one.kl_interval is not None
         assert one.kl_interval[0] < one.kl_mean < one.kl_interval[1]
 
