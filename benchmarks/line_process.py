@@ -1,4 +1,4 @@
-"""A process of a benchmark's own that is told lines and answers with lines: `shared_cores.py`,
+"""A process of a benchmark that reads lines and answers with lines: `shared_cores.py`,
 `two_checkouts.py`.
 """
 

@@ -1,8 +1,8 @@
 """/openapi.json: what each route takes and gives, and the key that it needs.
 
 The document is honest in both directions: a body that it does not allow is refused, and every
-answer has the shape that stands here. Schemas show what can be said in JSON Schema; what depends on
-the model or on several fields at once is told by the 4XX that it leads to.
+answer has the shape that stands here. Schemas show what JSON Schema can express. The 4XX answer names what
+depends on the model or on several fields at once.
 """
 
 from __future__ import annotations

@@ -133,3 +133,29 @@ def format_of(template: str) -> MessageFormat:
     made = parser_for(tokenizer(template))
     assert made is not None
     return made
+
+
+def large_tools(count: int) -> list[dict[str, Any]]:
+    """`tool_0`, `tool_1`, …: each with nine described parameters and a list of objects of them."""
+    properties = {
+        f"{kind}_{index}": {
+            "type": kind,
+            "description": f"What the {kind} number {index} is for. " * 4,
+        }
+        for index in range(3)
+        for kind in ("string", "integer", "boolean")
+    }
+    nested = {
+        "type": "array",
+        "items": {"type": "object", "properties": properties},
+        "maxItems": 20,
+    }
+    schema = {
+        "type": "object",
+        "properties": {**properties, "edits": nested},
+        "required": ["string_0", "edits"],
+    }
+    return [
+        {"type": "function", "function": {"name": f"tool_{index}", "parameters": schema}}
+        for index in range(count)
+    ]

@@ -17,6 +17,7 @@ import jsonschema_rs
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tests.clock import takes_less
+from tests.unit.server.call_form_cases import large_tools
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -265,28 +266,7 @@ def test_every_form_begins_after_the_reasoning(
 
 
 def test_a_large_set_of_tools_compiles_in_a_moment() -> None:
-    properties = {
-        f"{kind}_{index}": {
-            "type": kind,
-            "description": f"What the {kind} number {index} is for. " * 4,
-        }
-        for index in range(3)
-        for kind in ("string", "integer", "boolean")
-    }
-    nested = {
-        "type": "array",
-        "items": {"type": "object", "properties": properties},
-        "maxItems": 20,
-    }
-    schema = {
-        "type": "object",
-        "properties": {**properties, "edits": nested},
-        "required": ["string_0", "edits"],
-    }
-    tools = [
-        {"type": "function", "function": {"name": f"tool_{index}", "parameters": schema}}
-        for index in range(64)
-    ]
+    tools = large_tools(64)
     assert len(json.dumps(tools)) > 100_000
     built = backend()
     forced = format_of(built, TEMPLATES["qwen3"]).forced_call(

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema_rs
 import numpy as np
 import pytest
-from tests.unit.server.call_form_cases import FORMS, named_format, tokenizer
+from tests.unit.server.call_form_cases import FORMS, large_tools, named_format, tokenizer
 from tests.unit.server.joined_pieces import joined
 
 from freight.engine.grammar import Grammars, Matcher
@@ -207,28 +207,7 @@ def test_after_the_end_of_a_thought_there_is_only_the_call(name: str, special: b
 
 @pytest.mark.parametrize("name", ["QWEN3_CODER", "GEMMA4", "DEEPSEEK_V32"])
 def test_many_tools_compile(name: str) -> None:
-    properties = {
-        f"{kind}_{index}": {
-            "type": kind,
-            "description": f"What the {kind} number {index} is for. " * 4,
-        }
-        for index in range(3)
-        for kind in ("string", "integer", "boolean")
-    }
-    nested = {
-        "type": "array",
-        "items": {"type": "object", "properties": properties},
-        "maxItems": 20,
-    }
-    schema = {
-        "type": "object",
-        "properties": {**properties, "edits": nested},
-        "required": ["string_0", "edits"],
-    }
-    tools = [
-        {"type": "function", "function": {"name": f"tool_{index}", "parameters": schema}}
-        for index in range(24)
-    ]
+    tools = large_tools(24)
     form = named_format(name)
     matcher_of(
         form.tokenizer, form.forced_call(tools, [f"tool_{index}" for index in range(24)], True)
