@@ -167,15 +167,8 @@ struct AmxTiles : Bf16Tiles<F> {
 };
 
 // Tiles 0 and 1: scores; 2: keys; 3: queries; 4 and 5: outputs; 6: probabilities; 7: values.
-class AttentionRegisters {
+class AttentionRegisters : public LoadedTiles {
  public:
-  AttentionRegisters() = default;
-  AttentionRegisters(const AttentionRegisters&) = delete;
-  AttentionRegisters& operator=(const AttentionRegisters&) = delete;
-  ~AttentionRegisters() {
-    if (queries_) _tile_release();
-  }
-
   // Scores of `queries` queries; probabilities and outputs of `rows` rows.
   void set(int queries, int rows) {
     if (queries == queries_ && rows == rows_) return;
@@ -183,7 +176,7 @@ class AttentionRegisters {
     TileConfig config;
     for (int i : {0, 1, 3}) config.row_bytes[i] = static_cast<uint16_t>(4 * queries);
     for (int i : {4, 5, 6}) config.rows[i] = static_cast<uint8_t>(rows);
-    config.load();
+    load(config);
   }
 
  private:
@@ -275,7 +268,8 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
   using typename Base::Tile;
   using Base::a, Base::call, Base::task, Base::tiles, Base::group, Base::rows, Base::row_stride, Base::grouped;
   using Base::q, Base::q_size, Base::k, Base::v, Base::p, Base::out_of, Base::k_scale, Base::v_scale, Base::center_of;
-  using Base::sees_all, Base::sees_any, Base::seen, Base::whole, Base::coefficient, Base::token_scale;
+  using Base::sees_any, Base::seen, Base::whole, Base::unseen_infinities, Base::seen_alone;
+  using Base::coefficient, Base::softened, Base::token_scale;
   using Base::read_scales, Base::read_group_scales, Base::pack_keys, Base::pack_values, Base::prefetch, Base::all_work;
   static constexpr int kScores = Tiles::kScores, kProbabilities = Tiles::kProbabilities;
 
@@ -313,6 +307,8 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
 
   static constexpr int kSlotWork = 2;  // about as many keys are packed between two calls of a softmax
   static int stride_of(int rows) { return rows <= 16 ? rows : (rows + 15) / 16 * 16; }
+  float* keys_of(int h) const { return k + h % 2 * tiles.keys_size(); }
+  float* values_of(int h) const { return v + h % 2 * tiles.values_size(); }
   float* scores_at(int i) const { return p + i * kScores; }
   float* probabilities_at(int i) const { return p + blocks * kScores + i * kProbabilities; }
   const float* queries(int h, int row) const {
@@ -324,41 +320,40 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
   void walk_together(const Tile& tile) {
     const int heads = 16 / rows;  // of a block
     registers.set(rows, rows);
-    for (int h = 0; h <= task.heads; h++) {
-      if (h < task.heads) {
-        if (grouped) read_group_scales(tile, task.head + h);
-        pack_keys(tile, task.head + h, k + h % 2 * tiles.keys_size());
-      }
-      if (h == 0) continue;
-      const int before = h - 1;
-      float* to = scores_at(before / heads) + before % heads * rows;
-      tiles.scores(queries(before, 0), k + before % 2 * tiles.keys_size(), to);
-    }
+    one_behind(
+        [&](int h) {
+          if (grouped) read_group_scales(tile, task.head + h);
+          pack_keys(tile, task.head + h, keys_of(h));
+        },
+        [&](int h) { tiles.scores(queries(h, 0), keys_of(h), scores_at(h / heads) + h % heads * rows); });
     for (int i = 0; i < blocks; i++) {
       const int first = i * heads, count = std::min(heads, task.heads - first);
       read_lane_scales(tile, first, count);
       softmax<true>(tile, {first * rows, count * rows, 0, scores_at(i), probabilities_at(i), out_of(first, 0)},
                     [this](int) { prefetch(kSlotWork); });
     }
-    for (int h = 0; h <= task.heads; h++) {
-      if (h < task.heads) {
-        if (grouped) read_group_scales(tile, task.head + h);
-        pack_values(tile, task.head + h, v + h % 2 * tiles.values_size());
-      }
-      if (h == 0) continue;
-      const int before = h - 1;
-      const float* of_head = probabilities_at(before / heads) + before % heads * rows * (kKeyTile / 2);
-      float* values = v + before % 2 * tiles.values_size();
-      if (unseen_infinities(tile, values))
-        add_values_apart(tile, before, 0, rows, of_head, values);
-      else
-        tiles.accumulate(of_head, values, out_of(before, 0));
-    }
+    one_behind(
+        [&](int h) {
+          if (grouped) read_group_scales(tile, task.head + h);
+          pack_values(tile, task.head + h, values_of(h));
+        },
+        [&](int h) {
+          const float* of_head = probabilities_at(h / heads) + h % heads * rows * (kKeyTile / 2);
+          if (unseen_infinities(tile, values_of(h)))
+            add_values_apart(tile, h, 0, rows, of_head, values_of(h));
+          else
+            tiles.accumulate(of_head, values_of(h), out_of(h, 0));
+        });
   }
 
-  // Whether a probability of 0 times infinity or NaN would reach rows that do not see that key.
-  bool unseen_infinities(const Tile& tile, const float* values) const {
-    return !(sees_all(tile, 0) && sees_all(tile, task.positions - 1)) && !tiles.finite(values);
+  // pack(h) of each head, and behind it multiply(h - 1).
+  template <class Pack, class Multiply>
+  void one_behind(const Pack& pack, const Multiply& multiply) {
+    for (int h = 0; h < task.heads; h++) {
+      pack(h);
+      if (h) multiply(h - 1);
+    }
+    multiply(task.heads - 1);
   }
 
   // out[row ..] += probabilities @ v, of `count` rows of a head, whose probabilities come one after another: by position,
@@ -366,12 +361,7 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
   void add_values_apart(const Tile& tile, int h, int row, int count, const float* probabilities, float* values) {
     for (int first = row; first < row + count;) {
       const int i = first / group, n = std::min((i + 1) * group, row + count) - first;
-      int begin, end;
-      seen(tile, i, begin, end);
-      Tile own = tile;
-      for (int key = 0; key < kKeyTile; key++)
-        if (key < begin || key >= end) own.v[key] = call.nothing.data();
-      pack_values(own, task.head + h, values);
+      pack_values(seen_alone(tile, i), task.head + h, values);
       registers.set(16, n);
       tiles.accumulate(probabilities + (first - row) * (kKeyTile / 2), values, out_of(h, first));
       first += n;
@@ -457,8 +447,7 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
     alignas(64) static constexpr auto kOnes = ones();
     const float *factor = BY_LANE ? k_lanes : k_scale, *v_factor = BY_LANE ? v_lanes : v_scale;
     if (a.center_size || a.soft_cap > 0.0f) change_scores<BY_LANE>(tile, block, factor), factor = kOnes.values;
-    const int row = block.row;
-    if (BY_LANE ? !(sees_all_keys(tile)) : !whole(tile, row, std::min(16, rows - row))) mask(tile, block);
+    if (!whole(tile, block.row, BY_LANE ? rows : std::min(16, rows - block.row))) mask(tile, block);
     VF of_best = load(&best[block.state]), of_total = load(&total[block.state]);
     alignas(64) float decay[16];
     const __mmask16 lanes = static_cast<__mmask16>((1 << block.lanes) - 1);
@@ -481,8 +470,6 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
         for (int i = 0; i < 4; i++) store(of_row + d + i * W, load(of_row + d + i * W) * kept);
     }
   }
-
-  bool sees_all_keys(const Tile& tile) const { return whole(tile, 0, rows); }
 
   struct Factors {
     float values[kScores];
@@ -525,11 +512,8 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
         add_center(tile, h, block, lane, count);
         lane += count;
       }
-    if (a.soft_cap > 0.0f) {
-      const VF cap = set1(a.soft_cap * 1.44269504088896341f);
-      for (int key = 0; key < kKeyTile; key++)
-        store(block.scores + 16 * key, cap * tanh_of_exp2(load(block.scores + 16 * key)));
-    }
+    if (a.soft_cap > 0.0f)
+      for (int key = 0; key < kKeyTile; key++) store(block.scores + 16 * key, softened(load(block.scores + 16 * key)));
   }
 
   // scores += the contribution of the keys' center, in `count` lanes of one KV head.

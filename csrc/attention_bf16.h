@@ -37,7 +37,6 @@ inline __m512i scaled_pairs(__m512i pairs, __m512 even, __m512 odd) {
 struct Bf16Products {
   static constexpr int rows_of_block = 1;  // of several KV heads
   static constexpr bool side_by_side = true;
-  using Registers = NoRegisters;
   static constexpr int max_rows = 6;  // rows whose sums stay in registers
 
   int k_dim, v_dim;

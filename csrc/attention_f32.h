@@ -15,7 +15,6 @@ namespace freight {
 struct Float32Products {
   static constexpr int rows_of_block = 1;  // of several KV heads
   static constexpr bool side_by_side = false;
-  using Registers = NoRegisters;
   // Rows whose sums stay in registers, and how many registers of keys or channels are taken at a time.
 #if FREIGHT_NEON
   static constexpr int max_rows = 4, vectors = 4;  // 32 registers

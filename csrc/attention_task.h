@@ -104,6 +104,8 @@ class Worker {
     std::fill(merged, merged + states, Partial());
     std::fill(merged_out, merged_out + static_cast<size_t>(states) * dim, 0.0f);
     read_queries();
+    find_keys(begin_of(task.split), end_of(task.split), places[turn]);
+    if (in_groups) start_ahead(&places[turn]), prefetch(all_work);  // all of it, before one head after another asks for it
     for (int split = task.split; split < task.split + task.splits; split++) {
       walk_of_task().begin_split();
       std::fill(out, out + static_cast<size_t>(row_stride) * task.heads * dim, 0.0f);
@@ -164,10 +166,13 @@ class Worker {
 
   float* center_of(int state) const { return center + static_cast<size_t>(state) * a.center_size * 2; }
 
-  // The factor from a product of q and k to a score: in base 2, or as `soften` takes it.
+  // The factor from a product of q and k to a score: in base 2, or as `softened` takes it.
   float coefficient() const {
     return a.softmax_scale * (a.soft_cap > 0.0f ? 2.0f / a.soft_cap : 1.0f) * 1.44269504088896341f;
   }
+
+  // Scores, times 2 log2(e) / soft_cap -> soft-capped, in base 2.
+  VF softened(VF s) const { return set1(a.soft_cap * 1.44269504088896341f) * tanh_of_exp2(s); }
 
   // The factors of the cosine and the sine of each centered pair in the scores of a row.
   void read_center(const float* q, int kv_head, float* to) const {
@@ -194,10 +199,6 @@ class Worker {
     const int64_t end = end_of(split);
     for (int64_t key = begin_of(split); key < end; key += kKeyTile) {
       const Tile& tile = places[turn];
-      if (split == task.split && key == begin_of(split)) {
-        find_keys(key, end, places[turn]);
-        if (in_groups) start_ahead(&tile), prefetch(all_work);  // all of it, before one head after another asks for it
-      }
       turn ^= 1;
       const bool in_split = key + kKeyTile < end;
       const int64_t following = in_split ? key + kKeyTile : begin_of(split + 1);
@@ -366,6 +367,23 @@ class Worker {
     int begin, end;
     seen(tile, i, begin, end);
     return begin <= tile.begin && end >= tile.end;
+  }
+
+  bool all_see_all(const Tile& tile) const { return sees_all(tile, 0) && sees_all(tile, task.positions - 1); }
+
+  // Whether a probability of 0 times infinity or NaN would reach rows that do not see that key.
+  bool unseen_infinities(const Tile& tile, const float* values) const {
+    return !all_see_all(tile) && !tiles.finite(values);
+  }
+
+  // The tile with those values alone that the rows of the i-th position see.
+  Tile seen_alone(const Tile& tile, int i) const {
+    int begin, end;
+    seen(tile, i, begin, end);
+    Tile own = tile;
+    for (int key = 0; key < kKeyTile; key++)
+      if (key < begin || key >= end) own.v[key] = call.nothing.data();
+    return own;
   }
 
   // Whether some of n rows see a key of the tile.

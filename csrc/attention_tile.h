@@ -11,8 +11,6 @@ constexpr int kPackTogether = 16;  // keys of a tile that are packed at once
 constexpr int64_t kKeySplit = 1024;
 constexpr int kMaxHeadDim = FREIGHT_MAX_HEAD_DIM;
 
-struct NoRegisters {};  // what arithmetic on vectors has to set up for a task
-
 // Where a token's first KV head lies.
 inline uint8_t* vectors_of(const FreightPages& pages, int64_t block, int64_t token) {
   return static_cast<uint8_t*>(pages.data) + block * pages.block + token * pages.token;

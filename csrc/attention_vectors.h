@@ -11,9 +11,10 @@ template <class Tiles>
 class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
   using Base = Worker<Tiles, VectorWorker<Tiles>>;
   using typename Base::Tile;
-  using Base::a, Base::call, Base::task, Base::tiles, Base::group, Base::rows, Base::states, Base::q_size, Base::q;
-  using Base::k, Base::v, Base::p, Base::k_scale, Base::out_of, Base::sees_all, Base::sees_any, Base::seen, Base::whole;
-  using Base::read_scales, Base::pack_keys, Base::pack_values, Base::v_scales, Base::center_of;
+  using Base::a, Base::task, Base::tiles, Base::group, Base::rows, Base::states, Base::q_size, Base::q, Base::k, Base::v;
+  using Base::p, Base::k_scale, Base::v_scales, Base::out_of, Base::center_of, Base::softened;
+  using Base::all_see_all, Base::unseen_infinities, Base::seen_alone, Base::sees_any, Base::seen, Base::whole;
+  using Base::read_scales, Base::pack_keys, Base::pack_values;
 
  public:
   VectorWorker(const Call<Tiles>& call, const Task& task)
@@ -34,7 +35,7 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
     read_scales(tile, task.head + h);
     pack_keys(tile, task.head + h, k);
     if constexpr (Tiles::side_by_side)
-      if (rows <= Tiles::max_rows && sees_all(tile, 0) && sees_all(tile, task.positions - 1)) {
+      if (rows <= Tiles::max_rows && all_see_all(tile)) {
         typename Tiles::Block block;
         scores(h, 0, rows, block);
         softmax(tile, h, 0, rows, block);
@@ -43,18 +44,9 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
         return;
       }
     pack_values(tile, task.head + h, v);
-    if ((sees_all(tile, 0) && sees_all(tile, task.positions - 1)) || tiles.finite(v)) {
-      walk_rows(tile, h, 0, rows);
-      return;
-    }
-    // A probability of 0 times infinity or NaN would reach rows that do not see that key.
+    if (!unseen_infinities(tile, v)) return walk_rows(tile, h, 0, rows);
     for (int i = 0; i < task.positions; i++) {
-      int begin, end;
-      seen(tile, i, begin, end);
-      Tile own = tile;
-      for (int key = 0; key < kKeyTile; key++)
-        if (key < begin || key >= end) own.v[key] = call.nothing.data();
-      pack_values(own, task.head + h, v);
+      pack_values(seen_alone(tile, i), task.head + h, v);
       walk_rows(tile, h, i * group, group);
     }
   }
@@ -167,12 +159,6 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
     }
   }
 
-  // Scores, times 2 log2(e) / soft_cap -> soft-capped, in base 2.
-  void soften(VF* s) const {
-    const VF cap = set1(a.soft_cap * 1.44269504088896341f);
-    for (int i = 0; i < kKeyTile / W; i++) s[i] = cap * tanh_of_exp2(s[i]);
-  }
-
   // Products of q and k -> scores in base 2, those of keys that the row does not see -infinity.
   void read_scores(const Tile& tile, int state, int row, const float* scores, VF* s) const {
     constexpr int parts = kKeyTile / W;
@@ -180,7 +166,8 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
     seen(tile, row / group, begin, end);
     for (int i = 0; i < parts; i++) s[i] = load(scores + i * W) * load(k_scale + i * W);
     if (a.center_size) add_center(tile, state, s);
-    if (a.soft_cap > 0.0f) soften(s);
+    if (a.soft_cap > 0.0f)
+      for (int i = 0; i < parts; i++) s[i] = softened(s[i]);
     if (begin > 0 || end < kKeyTile)
       for (int i = 0; i < parts; i++) s[i] = mask(s[i], begin - i * W, end - i * W);
   }

@@ -22,7 +22,7 @@ constexpr int kGroupInputs = kGroupSteps * kTileInputs;
 // GCC 12 does not know that tile loads and their configuration read memory, nor that tile stores write it.
 inline void memory_barrier() { asm volatile("" ::: "memory"); }
 
-// The shapes of all tiles, as LDTILECFG reads them: whole ones, if nothing else is said.
+// The shapes of all tiles, as LDTILECFG reads them: whole ones by default.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -35,17 +35,29 @@ struct alignas(64) TileConfig {
   }
 };
 
-// This thread's tiles: 0-3 for C, 4-5 for A, 6-7 for B. Released at the end, since tiles in use make every change of
-// threads slower.
-class TileRegisters {
+// This thread's tiles. Released at the end, since tiles in use make every change of threads slower.
+class LoadedTiles {
  public:
-  TileRegisters() = default;
-  TileRegisters(const TileRegisters&) = delete;
-  TileRegisters& operator=(const TileRegisters&) = delete;
-  ~TileRegisters() {
-    if (rows_) _tile_release();
+  LoadedTiles() = default;
+  LoadedTiles(const LoadedTiles&) = delete;
+  LoadedTiles& operator=(const LoadedTiles&) = delete;
+  ~LoadedTiles() {
+    if (loaded_) _tile_release();
   }
 
+ protected:
+  void load(const TileConfig& config) {
+    loaded_ = true;
+    config.load();
+  }
+
+ private:
+  bool loaded_ = false;
+};
+
+// Those of products: 0-3 for C, 4-5 for A, 6-7 for B.
+class TileRegisters : public LoadedTiles {
+ public:
   // For products of `rows` rows, 1 to 16: A and C have so many. Tiles 2, 3 and 5, which are for the next rows, have
   // `second` of them, 0: as many.
   void set_rows(int rows, int second = 0) {
@@ -55,7 +67,7 @@ class TileRegisters {
     for (int i = 0; i < 6; i++) config.rows[i] = static_cast<uint8_t>(rows);
     if (second)
       for (int i : {2, 3, 5}) config.rows[i] = static_cast<uint8_t>(second);
-    config.load();
+    load(config);
   }
 
  private:
