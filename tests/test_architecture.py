@@ -12,19 +12,26 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+import draw_architecture
 import list_modules
 import pytest
+from source_imports import (
+    FACADE,
+    ROOT,
+    SOURCES,
+    SRC,
+    imported,
+    module_name,
+    package_imports,
+    package_of,
+    parsed,
+)
 
 T = TypeVar("T")
-ROOT = Path(__file__).parents[1]
-SRC = ROOT / "src"
-SOURCES = sorted((SRC / "freight").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-FACADE = "freight"  # freight/__init__.py: the public names
 
 ORDER = [
     {"errors"},
@@ -110,44 +117,6 @@ ONLY_BELOW = {  # third-party package -> the one package whose modules may impor
     "httptools": "server",
     "prometheus_client": "server",
 }
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(SRC).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-parsed = cache(ast.parse)  # many tests read the same files
-
-
-def package_of(module: str) -> str:
-    """The name that ORDER knows: 'fp8' of 'freight.fp8.formats'."""
-    return module.split(".")[1] if "." in module else FACADE
-
-
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Full names of every module that a file imports anywhere in it."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                yield "." * node.level + (node.module or "")
-            elif (
-                node.module == "freight"
-            ):  # `from freight import cache` names a package, `… import LLM` the facade
-                yield from (f"freight.{a.name}" if a.name in ROW else "freight" for a in node.names)
-            else:
-                yield node.module or ""
-        elif (
-            isinstance(node, ast.Call)
-            and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
-        ):
-            yield from (
-                arg.value
-                for arg in node.args
-                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
-            )
 
 
 def import_faults(module: str, source: str) -> list[str]:
@@ -296,6 +265,29 @@ def test_the_check_allows_what_is_in_order(module: str, source: str) -> None:
 
 def test_the_list_of_modules_is_current() -> None:
     assert list_modules.PAGE.read_text() == list_modules.page(), "run: python tools/list_modules.py"
+
+
+def test_the_picture_is_current() -> None:
+    drawn = draw_architecture.picture(package_imports())
+    assert draw_architecture.PICTURE.read_text() == drawn, "run: python tools/draw_architecture.py"
+
+
+def test_the_picture_leaves_out_what_follows() -> None:
+    """An import that other arrows show has none of its own, also where a module beside packages is between."""
+    imports = {name: set() for name in package_imports()} | {
+        "cli": {"llm", "fp8", "terminal"},
+        "llm": {"device"},
+        "device": {"fp8"},
+    }
+    assert draw_architecture.arrows(imports) == [("cli", "llm"), ("llm", "fp8")]
+
+
+def test_the_picture_says_what_it_cannot_draw() -> None:
+    imports = package_imports()
+    with pytest.raises(ValueError, match="no COLUMNS"):
+        draw_architecture.picture(imports | {"tests": set()})
+    with pytest.raises(ValueError, match=r"text imports|need one place"):
+        draw_architecture.picture(imports | {"text": {"kernels"}})
 
 
 def test_fp8_is_cast_in_one_file() -> None:

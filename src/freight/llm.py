@@ -1,4 +1,4 @@
-"""LLM: the engine for Python callers, one prompt or many, with the names that vLLM's users know."""
+"""LLM: the engine for Python callers. Names are those that vLLM's users know."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The quantizer: a model's weights and KV cache, measured on data and written as a checkpoint."""
+"""The quantizer: measures a model on data and writes a checkpoint."""

@@ -1,1 +1,1 @@
-"""Functions on tensors: their definitions, and the sets that compute them."""
+"""Operations on tensors: their definitions, and sets that compute them."""

@@ -1,0 +1,300 @@
+"""Draw docs/architecture.svg: the packages of src/freight, and who imports whom.
+
+    python tools/draw_architecture.py            write it
+    python tools/draw_architecture.py --check    exit with 1 if it differs from what would be written
+
+Arrows, floors, words and numbers come from the source. Only the columns are chosen here, so that every arrow is one
+straight line: a box stands above all that it imports and reaches up to the first box that imports it. An import that
+follows from others (cli -> fp8) has no arrow. What cannot be drawn so raises ValueError with what to change.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from list_modules import opening
+from source_imports import PACKAGE, ROOT, package_imports
+
+from freight.svg import framed, line, text
+
+PICTURE = ROOT / "docs" / "architecture.svg"
+Imports = Mapping[str, set[str]]
+
+COLUMNS = {  # the first and the last of four, and the colour: used, running, parts
+    "cli": (0, 3, "used"),
+    "audit": (0, 1, "used"),
+    "evaluate": (0, 1, "used"),
+    "compat": (0, 1, "used"),
+    "bench": (2, 2, "used"),
+    "server": (3, 3, "used"),
+    "llm": (1, 1, "used"),
+    "calibrate": (0, 0, "running"),
+    "engine": (1, 3, "running"),
+    "models": (0, 3, "running"),
+    "layers": (1, 2, "running"),
+    "checkpoint": (0, 0, "parts"),
+    "cache": (1, 2, "parts"),
+    "text": (3, 3, "parts"),
+    "config": (0, 1, "parts"),
+    "kernels": (2, 2, "parts"),
+    "operands": (0, 2, "parts"),
+    "fp8": (0, 2, "parts"),
+}
+KINDS = {
+    "used": "what people and programs use",
+    "running": "what runs and quantizes a model",
+    "parts": "what that is made of",
+}
+KEY = (
+    "An arrow is an import; those that follow from other arrows are left out. "
+    "The number is that of a package's modules."
+)
+BESIDE = (3, 3)  # the columns of the modules that are no packages
+NO_FLOOR = {"__main__", "auto_fp8", "llm_compressor", "lm_eval", "transformers"}  # names for others
+
+WIDTH, MARGIN, TOP, GAP, INSET = 860, 24, 82, 22, 12
+_LINE, _CHIP = 16, 23  # the height of a line, and of a row of names of packages inside
+_STYLE = """
+text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}
+.soft{fill:var(--soft)}.title{font-size:18px;font-weight:600}.name{font-size:15px;font-weight:600}
+.chip{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+rect.used{fill:var(--used);stroke:var(--used-edge)}rect.running{fill:var(--running);stroke:var(--running-edge)}
+rect.parts{fill:var(--parts);stroke:var(--parts-edge)}rect.beside{fill:none;stroke:var(--line);stroke-dasharray:4 4}
+rect.chip{fill:var(--paper);stroke:var(--line)}
+.arrow{stroke:var(--soft);stroke-width:1.5}path{fill:var(--soft)}
+svg{--paper:#fff;--ink:#1d2329;--soft:#5d6670;--line:#c3cad1;--used:#e6f0fa;--used-edge:#8fb8de;--running:#e4f4ec;
+--running-edge:#86c2a6;--parts:#fbeee3;--parts-edge:#dfb48f}
+@media(prefers-color-scheme:dark){svg{--paper:#14181d;--ink:#e8ebee;--soft:#9aa4ae;--line:#46505a;--used:#182a3c;
+--used-edge:#37608a;--running:#15302a;--running-edge:#34705a;--parts:#35271c;--parts-edge:#80593a}}
+"""
+
+
+def below(name: str, imports: Imports) -> set[str]:
+    """Everything that `name` imports, directly or through others."""
+    found: set[str] = set()
+    for one in imports[name]:
+        found |= {one} | below(one, imports)
+    return found
+
+
+def arrows(imports: Imports) -> list[tuple[str, str]]:
+    """The imports between drawn boxes that follow from no others."""
+    direct = {
+        name: {one for one in below(name, imports) if one in COLUMNS} for name in sorted(COLUMNS)
+    }
+    return [
+        (name, one)
+        for name, reached in direct.items()
+        for one in sorted(reached)
+        if not any(one in direct[other] for other in reached)
+    ]
+
+
+def floors(imports: Imports) -> dict[str, int]:
+    """The floor of each drawn box, from 0 at the bottom: one above the highest that it imports."""
+
+    @cache
+    def height(name: str) -> int:
+        return max((height(one) + 1 for one in imports[name]), default=0)
+
+    used = sorted({height(name) for name in COLUMNS})
+    return {name: used.index(height(name)) for name in COLUMNS}
+
+
+@dataclass(frozen=True)
+class Box:
+    """What stands on the floors `low` … `high` in the columns `first` … `last`."""
+
+    name: str
+    kind: str
+    first: int
+    last: int
+    low: int
+    high: int
+    more: str  # at the right of the name
+    said: str
+    inside: tuple[str, ...] = ()  # names of packages, each in a frame
+
+    @property
+    def x(self) -> float:
+        return MARGIN + self.first * (_COLUMN + GAP)
+
+    @property
+    def width(self) -> float:
+        return (self.last - self.first + 1) * (_COLUMN + GAP) - GAP
+
+    @property
+    def lines(self) -> list[str]:
+        return wrapped(self.said.split(), self.width - 2 * INSET)
+
+    @property
+    def rows(self) -> list[str]:
+        """The names of packages inside, by rows: one to a row where there is room."""
+        width = self.width - 2 * INSET if self.low == self.high else 0.0
+        return wrapped(list(self.inside), width, 24)
+
+    @property
+    def height(self) -> int:
+        """What the content takes."""
+        return 36 + _LINE * len(self.lines) + _CHIP * len(self.rows) + (4 if self.inside else 0)
+
+
+_COLUMN = (WIDTH - 2 * MARGIN - 3 * GAP) / 4
+
+
+def wrapped(words: list[str], width: float, between: float = 4) -> list[str]:
+    """`words` in lines of at most `width` pixels, by a width of letters that no usual font exceeds."""
+    lines: list[str] = []
+    left = 0.0
+    for word in words:
+        wide = 7.1 * len(word) + between
+        if wide > left:
+            lines.append(word)
+            left = width + between - wide
+        else:
+            lines[-1] += f" {word}"
+            left -= wide
+    return lines
+
+
+def boxes(imports: Imports) -> dict[str, Box]:
+    low = floors(imports)
+    found: dict[str, Box] = {}
+    over: dict[str, list[int]] = {name: [] for name in COLUMNS}
+    for upper, lower in arrows(imports):
+        over[lower].append(low[upper])
+    for name, (first, last, kind) in COLUMNS.items():
+        folder = PACKAGE / name
+        is_package = folder.is_dir()
+        count = sum(path.name != "__init__.py" for path in folder.rglob("*.py"))
+        found[name] = Box(
+            name=name if is_package else f"{name}.py",
+            kind=kind,
+            first=first,
+            last=last,
+            low=low[name],
+            high=min(over[name], default=low[name] + 1) - 1,
+            more=str(count) if is_package else "",
+            said=opening(
+                folder / "__init__.py" if is_package else folder.with_suffix(".py")
+            ).replace("`", ""),
+            inside=tuple(sorted(init.parent.name for init in folder.glob("*/__init__.py"))),
+        )
+    return found
+
+
+def beside(drawn: Mapping[str, Box], imports: Imports) -> Box:
+    """The modules that are no packages, below what stands in their columns."""
+    first, last = BESIDE
+    over = [box.low for box in drawn.values() if box.first <= last and box.last >= first]
+    names = sorted(set(imports) - set(drawn) - NO_FLOOR)
+    said = f"Modules beside the packages: {', '.join(names)}."
+    return Box("beside", "beside", first, last, 0, min(over) - 1, "", said)
+
+
+def bottoms(drawn: list[Box]) -> list[tuple[float, float]]:
+    """The top and bottom of each floor in pixels: as high as what stands on it needs."""
+    heights = [
+        max(box.height for box in drawn if box.low == box.high == floor)
+        for floor in range(1 + max(box.high for box in drawn))
+    ]
+    for box in drawn:
+        room = sum(heights[box.low : box.high + 1]) + GAP * (box.high - box.low)
+        heights[box.high] += max(0, box.height - room)
+    ends, y = [], float(TOP)
+    for height in reversed(heights):
+        ends.append((y, y + height))
+        y += height + GAP
+    return ends[::-1]
+
+
+def drawn_box(box: Box, top: float, bottom: float) -> Iterator[str]:
+    shape = f'x="{box.x:g}" y="{top:g}" width="{box.width:g}" height="{bottom - top:g}" rx="7"'
+    yield f'<rect {shape} class="{box.kind}"/>'
+    left, y = box.x + INSET, top + 9
+    if box.kind != "beside":
+        y = top + 25
+        yield text(left, y - 2, box.name, 'class="name"')
+    if box.more:
+        yield text(box.x + box.width - INSET, y - 2, box.more, 'text-anchor="end" class="soft"')
+    for one in box.lines:
+        y += _LINE
+        yield text(left, y, one, 'class="soft"' if box.kind == "beside" else "")
+    for row in box.rows:
+        y += _CHIP
+        yield from chips(row.split(), left, y)
+
+
+def chips(names: list[str], x: float, y: float) -> Iterator[str]:
+    for name in names:
+        wide = 7.1 * len(name) + 14
+        yield f'<rect x="{x:g}" y="{y - 13:g}" width="{wide:g}" height="19" rx="4" class="chip"/>'
+        yield text(x + wide / 2, y, name, 'text-anchor="middle" class="chip"')
+        x += wide + 8
+
+
+def arrow(upper: Box, lower: Box, ends: list[tuple[float, float]]) -> Iterator[str]:
+    """A line straight down. Raises ValueError where there is none, or where it would cross a box."""
+    first, last = max(upper.first, lower.first), min(upper.last, lower.last)
+    if first > last or lower.high != upper.low - 1:
+        raise ValueError(
+            f"{upper.name} imports {lower.name}, which no straight arrow shows: give them COLUMNS in "
+            "tools/draw_architecture.py in which they stand above each other"
+        )
+    x = MARGIN + (first + last + 1) / 2 * (_COLUMN + GAP) - GAP / 2
+    start, end = ends[upper.low][1] + 1, ends[lower.high][0] - 2
+    yield line((x, x), (start, end - 6), 'class="arrow"')
+    yield f'<path d="M{x:g} {end:g}l-4.5 -8h9z"/>'
+
+
+def check(drawn: list[Box]) -> None:
+    """Raises ValueError for boxes that lie upon each other."""
+    taken: dict[tuple[int, int], str] = {}
+    for box in drawn:
+        for floor in range(box.low, box.high + 1):
+            for column in range(box.first, box.last + 1):
+                other = taken.setdefault((floor, column), box.name)
+                if other != box.name:
+                    raise ValueError(
+                        f"{box.name} and {other} need one place: give one of them other COLUMNS in "
+                        "tools/draw_architecture.py"
+                    )
+
+
+def picture(imports: Imports) -> str:
+    """The SVG's text. Raises ValueError for a package without a place, or where an arrow has none."""
+    unplaced = {name for name in imports if not (PACKAGE / f"{name}.py").exists()} - set(COLUMNS)
+    if unplaced:
+        raise ValueError(f"{', '.join(sorted(unplaced))}: no COLUMNS in tools/draw_architecture.py")
+    drawn = boxes(imports)
+    every = [*drawn.values(), beside(drawn, imports)]
+    check(every)
+    ends = bottoms(every)
+    parts = [text(MARGIN, 58, KEY, 'class="soft"')]
+    for upper, lower in arrows(imports):
+        parts += arrow(drawn[upper], drawn[lower], ends)
+    for box in every:
+        parts += drawn_box(box, ends[box.high][0], ends[box.low][1])
+    y, x = ends[0][1] + 34, float(MARGIN)
+    for kind, said in KINDS.items():
+        parts.append(
+            f'<rect x="{x:g}" y="{y - 11:g}" width="20" height="13" rx="3" class="{kind}"/>'
+        )
+        parts.append(text(x + 28, y, said, 'class="soft"'))
+        x += 7.1 * len(said) + 52
+    return framed("The packages of Freight", WIDTH, round(y + 20), _STYLE, parts)
+
+
+def main() -> int:
+    drawn = picture(package_imports())
+    if "--check" in sys.argv[1:]:
+        return int(PICTURE.read_text(encoding="utf-8") != drawn)
+    PICTURE.write_text(drawn, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Who imports whom in src/freight, read from the source without running it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src"
+PACKAGE = SRC / "freight"
+FACADE = "freight"  # freight/__init__.py: the public names
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+TOP = frozenset(
+    path.stem
+    for path in PACKAGE.iterdir()
+    if path.suffix == ".py" or (path / "__init__.py").exists()
+)  # the packages, and the modules beside them
+
+parsed = cache(ast.parse)  # many checks read the same files
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def package_of(module: str) -> str:
+    """The package, or the module beside packages, of a module: 'fp8' of 'freight.fp8.formats'."""
+    return module.split(".")[1] if "." in module else FACADE
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Full names of every module that a file imports anywhere in it, also for types alone or by
+    `import_module("freight.…")`.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                yield "." * node.level + (node.module or "")
+            elif (
+                node.module == "freight"
+            ):  # `from freight import cache` names a package, `… import LLM` the facade
+                yield from (f"freight.{a.name}" if a.name in TOP else "freight" for a in node.names)
+            else:
+                yield node.module or ""
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
+        ):
+            yield from (
+                arg.value
+                for arg in node.args
+                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            )
+
+
+def package_imports() -> dict[str, set[str]]:
+    """For each package and each module beside packages, those that it imports."""
+    found: dict[str, set[str]] = {name: set() for name in sorted(TOP - {"__init__"})}
+    for path in SOURCES:
+        package = package_of(module_name(path))
+        if package != FACADE:
+            names = imported(parsed(path.read_text(encoding="utf-8")))
+            found[package] |= {package_of(n) for n in names if n.startswith("freight.")} - {package}
+    return found
