@@ -1,6 +1,6 @@
 """The house's rules, held by reading the source: who imports whom, and what stays out of where.
 
-The order of imports is the table in docs/architecture.md. Every import statement counts, also one
+The order of imports is that of docs/architecture.md. Every import statement counts, also one
 inside a function or under `if TYPE_CHECKING`, and so does `import_module("freight.…")`.
 """
 
@@ -220,6 +220,13 @@ def test_imports_follow_the_order() -> None:
     assert [
         fault for module, source in modules.items() for fault in import_faults(module, source)
     ] == []
+
+
+def test_the_page_has_the_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    written = next(part for part in page.split("\n\n") if part.startswith("`errors` ·"))
+    rows = [set(row.split()) for row in written.replace("`", "").split("·")]
+    assert rows == [row for row in ORDER if row not in ({FACADE}, {"__main__"})]
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,8 @@ def bottoms(drawn: list[Box]) -> list[tuple[float, float]]:
     for box in drawn:
         room = sum(heights[box.low : box.high + 1]) + GAP * (box.high - box.low)
         heights[box.high] += max(0, box.height - room)
-    ends, y = [], float(TOP)
+    ends: list[tuple[float, float]] = []
+    y = float(TOP)
     for height in reversed(heights):
         ends.append((y, y + height))
         y += height + GAP

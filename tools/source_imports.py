@@ -18,7 +18,11 @@ TOP = frozenset(
     if path.suffix == ".py" or (path / "__init__.py").exists()
 )  # the packages, and the modules beside them
 
-parsed = cache(ast.parse)  # many checks read the same files
+
+@cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a file's text; many checks read the same files."""
+    return ast.parse(source)
 
 
 def module_name(path: Path) -> str:

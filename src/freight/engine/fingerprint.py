@@ -2,9 +2,9 @@
 
 Two engines with one fingerprint have the same weights, kernels, torch and settings. For the
 compiled CPU kernels a request with the same prompt, parameters and seed then has the same bits,
-whatever other requests run: no row's result depends on its neighbours (docs/architecture.md). Other
-kernels leave matrix products to a library that may choose another order of summation for another
-number of rows, so there a fingerprint promises nothing about bits.
+whatever other requests run: no row's result depends on its neighbours (docs/internals/steps.md).
+Other kernels leave matrix products to a library that may choose another order of summation for
+another number of rows, so there a fingerprint promises nothing about bits.
 
 Weights count by the headers of their files, their sizes, and samples of their bytes: two
 fine-tunings of one model differ almost everywhere, and all of a large model would take minutes to

@@ -98,7 +98,7 @@ class OperationsOfTorch(TorchDispatchMode):
     ("weights", "launches", "products"), [(Format.E4M3FN, 10, 0), (Format.BFLOAT16, 6, 4)]
 )
 def test_the_launches_of_a_layer(weights, launches, products, monkeypatch, device):
-    """Those that docs/architecture.md counts, for a step that decodes."""
+    """Those that docs/internals/gpus.md counts, for a step that decodes."""
     config, kernels = parse_model_config(SMALL), select_kernels("triton")
     model = random_model(config, kernels, Format.BFLOAT16, weights, 64, device)
     kv = KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
