@@ -82,14 +82,12 @@ def below(name: str, imports: Imports) -> set[str]:
 
 def arrows(imports: Imports) -> list[tuple[str, str]]:
     """The imports between drawn boxes that follow from no others."""
-    direct = {
-        name: {one for one in below(name, imports) if one in COLUMNS} for name in sorted(COLUMNS)
-    }
+    reach = {name: below(name, imports) & COLUMNS.keys() for name in sorted(COLUMNS)}
     return [
         (name, one)
-        for name, reached in direct.items()
+        for name, reached in reach.items()
         for one in sorted(reached)
-        if not any(one in direct[other] for other in reached)
+        if not any(one in reach[other] for other in reached)
     ]
 
 
@@ -195,10 +193,10 @@ def beside(drawn: Mapping[str, Box], imports: Imports) -> Box:
     return Box("beside", "beside", first, last, 0, min(over) - 1, "", said)
 
 
-def bottoms(drawn: list[Box]) -> list[tuple[float, float]]:
+def extents(drawn: list[Box]) -> list[tuple[float, float]]:
     """The top and bottom of each floor in pixels: as high as what stands on it needs."""
     heights = [
-        max(box.height for box in drawn if box.low == box.high == floor)
+        max((box.height for box in drawn if box.low == box.high == floor), default=0)
         for floor in range(1 + max(box.high for box in drawn))
     ]
     for box in drawn:
@@ -273,7 +271,7 @@ def picture(imports: Imports) -> str:
     drawn = boxes(imports)
     every = [*drawn.values(), beside(drawn, imports)]
     check(every)
-    ends = bottoms(every)
+    ends = extents(every)
     parts = [text(MARGIN, 58, KEY, 'class="soft"')]
     for upper, lower in arrows(imports):
         parts += arrow(drawn[upper], drawn[lower], ends)
