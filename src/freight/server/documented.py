@@ -1,8 +1,8 @@
-"""/openapi.json: what each route takes and gives, and the key that it needs.
+"""/openapi.json: the request and the response of each route, and the key that it needs.
 
-The document is honest in both directions: a body that it does not allow is refused, and every
-answer has the shape that stands here. Schemas show what JSON Schema can express. The 4XX answer names what
-depends on the model or on several fields at once.
+The document holds in both directions: a body that it does not allow is refused, and every answer
+has the documented shape. Schemas show what JSON Schema can express. The 4XX answer covers rules
+that depend on the model or on several fields at once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _STREAMS = frozenset(
 
 
 def answers(path: str) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route: its errors, and what it gives beside JSON."""
+    """Return `responses` of a route: its errors, and its answers that are not JSON."""
     error = (
         _TGI_ERROR
         if path in _TGI_PATHS
@@ -125,7 +125,7 @@ def document(
     open_paths: frozenset[str],
     needs_key: bool,
 ) -> None:
-    """Make `app.openapi()` say which routes need a key, and what bodies the others take.
+    """Add the bodies of the routes, and the routes that need a key, to `app.openapi()`.
 
     bodies: path -> its model, or `A | B` for one of several
     """
