@@ -121,7 +121,7 @@ def make_app(
 
 
 class Routes:
-    """The endpoints. They raise ApiError, which `guarded` renders in the shape of the path's API."""
+    """The endpoints. They raise ApiError, which `guarded` renders in the shape of the path."""
 
     def __init__(
         self, service: Service, monitor: Monitor, limits: HttpLimits, max_running: int

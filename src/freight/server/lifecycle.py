@@ -283,7 +283,7 @@ class Lifecycle:
         self._restarting = asyncio.get_running_loop().create_task(self._load())
 
     def _read_keys_again(self) -> None:
-        """Reload the keys on SIGHUP: some were added to --api-key-file or removed. Streams go on."""
+        """Reload the keys on SIGHUP, after --api-key-file was edited. Streams go on."""
         keys = self._service.keys
         try:
             keys.take(_read_keys(self._settings))

@@ -84,7 +84,7 @@ class Service:
         self._checked: set[object] = set()  # keys of grammars that compiled
 
     def require_served(self) -> Served:
-        """Return the model. Raises ApiError 503 while it is not loaded, or while the server drains."""
+        """Return the model. Raises ApiError 503 while it is not loaded, or the server drains."""
         if self.draining:
             raise ApiError(
                 503, "the server is about to end", code="draining", headers={"Connection": "close"}
@@ -331,7 +331,7 @@ class Answer:
         self.is_large = sum(map(num_scores, work)) > _LARGE  # its reply is written in a thread
 
     async def submit(self) -> None:
-        """Submit the requests and wait until the engine has accepted all of them. Raises ApiError."""
+        """Submit the requests and wait until the engine has accepted them. Raises ApiError."""
         service = self._service
         service.answers.add(self)
         for index, one in enumerate(self._work):

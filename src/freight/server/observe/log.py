@@ -126,7 +126,7 @@ def log_summary(stats: EngineStats, previous: EngineStats | None, seconds: float
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the fields of an event, with the ids of the current request and of its trace, if any."""
+    """Return the fields of an event, with the ids of the current request and its trace, if any."""
     given: Mapping[str, Any] = getattr(record, "fields", {})
     handled = {"request_id": current_request.get(), "trace_id": current_trace.get()}
     return {**{name: value for name, value in handled.items() if value is not None}, **given}

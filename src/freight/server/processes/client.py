@@ -175,7 +175,7 @@ class EngineClient(asyncio.Protocol):
             self._send([wire.ABORT, running.request_id])
 
     def tick(self, now: float) -> float:
-        """Ping the engine, every `between_ticks` seconds; returns the seconds without a sign of life.
+        """Ping the engine, every `between_ticks` seconds; returns its seconds of silence.
 
         `state` is STALLED while they exceed `stall_timeout`. A loading engine is not pinged.
         """

@@ -106,7 +106,7 @@ def params_from_json(value: Mapping[str, Any]) -> SamplingParams:
 def step_messages(
     deltas: Sequence[RequestDelta], steps: Sequence[tuple[float, int]]
 ) -> Iterator[list[Any]]:
-    """Yield the deltas of some steps, as messages short enough not to delay the reader's other work.
+    """Yield the deltas of some steps, as messages short enough not to block the reader for long.
 
     A prompt's log-probabilities, which may be hundreds of megabytes, are split over messages.
     """

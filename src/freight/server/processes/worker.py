@@ -58,7 +58,7 @@ def main() -> None:
             channel.send([wire.FAILED, str(error), status])
             sys.exit(status)
         gc.collect()
-        # Exempt everything that is loaded: a full collection of it would stall every stream for 0.2 s.
+        # Exempt what is loaded: a full collection of it would stall every stream for 0.2 s.
         gc.freeze()
         loop.run()
 
@@ -145,7 +145,7 @@ def _build(channel: Channel, args: dict[str, Any], options: dict[str, Any], comm
 
 
 def _tokenizer_folder(opened: OpenModel) -> str | None:
-    """Return the folder of the tokenizer, so that the server's main process need not look for it."""
+    """Return the folder of the tokenizer, so that the main process need not look for it."""
     if opened.checkpoint is None or opened.args.skip_tokenizer_init:
         return None
     from freight.checkpoint.reader import resolve_model
