@@ -90,7 +90,7 @@ def present(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def sampled(name: str, **bounds: float) -> Any:
-    """Return the Field for SamplingParams' `name`, absent by default, with its range in the schema."""
+    """Return the Field for SamplingParams' `name`, absent by default; the schema has its range."""
     within = RANGES[name]
     low = "exclusiveMinimum" if within.above else "minimum"
     high = getattr(MOST.sampling, name, within.high)

@@ -142,7 +142,7 @@ def num_scores(work: TokenizedWork) -> int:
 
 
 def check_scores(work: Sequence[TokenizedWork], limits: ServingLimits) -> None:
-    """Raise ApiError, 400, if the prompts ask for more log-probabilities than an answer may have."""
+    """Raise ApiError, 400, if the prompts ask for more log-probabilities than one answer has."""
     wanted = sum(map(num_scores, work))
     if wanted <= limits.scores:
         return

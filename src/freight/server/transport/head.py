@@ -55,7 +55,7 @@ def refuse_early(part: bytes, limits: HttpLimits) -> None:
 
 
 def read_head(raw: bytes, limits: HttpLimits) -> Head:
-    """Check a complete head, its empty line included. Raises ApiError with status 400, 413 or 431."""
+    """Check a complete head, its empty line included. Raises ApiError: 400, 413 or 431."""
     refuse_early(raw, limits)
     request_line, *lines = raw.removesuffix(END_OF_HEAD).split(b"\r\n")
     match = _REQUEST_LINE.fullmatch(request_line)

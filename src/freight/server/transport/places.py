@@ -87,7 +87,7 @@ def fitted(limits: HttpLimits) -> HttpLimits:
 
 
 def set_options(transport: asyncio.Transport, limits: HttpLimits) -> None:
-    """Set the options of a TCP connection: send at once, and detect clients whose machine is gone."""
+    """Set the options of a TCP connection: no delay, and detection of clients that are gone."""
     options = transport.get_extra_info("socket")
     if options is None or options.family not in (socket.AF_INET, socket.AF_INET6):
         return
