@@ -161,7 +161,7 @@ class ChatReply:
         return "call_" + hashlib.sha256(name.encode()).hexdigest()[:24]
 
     def _chunk(self, choice: _Choice, delta: str, finish_reason: str = "null") -> str:
-        """Return the chunk of a delta, given as JSON, with the pending log-probabilities and ids."""
+        """Return the chunk of a delta, given as JSON, with pending log-probabilities and ids."""
         logprobs = "null"
         if len(choice.logprobs) > choice.logprobs_sent:
             logprobs = json.dumps({"content": choice.logprobs[choice.logprobs_sent :]})

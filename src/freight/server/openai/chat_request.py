@@ -72,7 +72,7 @@ class ToolCall(Part):
 
 
 class Message(Part):
-    """One message. Unknown fields are reported as ignored: clients send back what they were given."""
+    """One message. Unknown fields are reported as ignored: clients send answers back unchanged."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_WITH_CONTENT)
 

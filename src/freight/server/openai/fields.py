@@ -95,7 +95,7 @@ def read_fields(
 
 
 def named(names: Sequence[str]) -> tuple[str, ...]:
-    """Return names that are safe in a header: an unsafe one becomes "?", and there are 32 at most."""
+    """Return names that are safe in a header: unsafe ones become "?", and there are 32 at most."""
     safe = [name if _NAME.fullmatch(name) else "?" for name in dict.fromkeys(names)]
     return (*safe[:_MOST_NAMED], "...") if len(safe) > _MOST_NAMED else tuple(safe)
 

@@ -155,7 +155,7 @@ class TextLogprobs:
             )
 
     def add_prompt(self, token_ids: Sequence[int], scores: Sequence[Scores]) -> None:
-        """Append the tokens of a prompt with their scores, in parts; the first token has no score."""
+        """Append the tokens of a prompt with their scores, in parts; the first has no score."""
         texts = _PlainTexts(self._tokenizer)
         self._add(token_ids[0], texts[token_ids[0]], None, None)
         scored = (entries for part in scores for entries in part)

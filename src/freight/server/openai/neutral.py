@@ -23,7 +23,7 @@ class Neutral:
     instead: str
 
     def asks_nothing(self, value: object) -> bool:
-        """Return whether `value`, of parsed JSON, is neutral. 1 and 1.0 are equal; true is not 1."""
+        """Return whether `value`, of parsed JSON, is neutral. 1 equals 1.0; true is not 1."""
         return any(
             value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
             for neutral in self.values

@@ -157,7 +157,7 @@ class ResponsesBody(LikeChat):
 
 @dataclass(frozen=True)
 class ResponsesCall(CallAsChat):
-    """A parsed request for a response. `echo`: the fields of the request that the answer repeats."""
+    """A parsed request for a response. `echo`: fields of the request that the answer repeats."""
 
     echo: Mapping[str, Any]
 

@@ -77,7 +77,7 @@ class Chunks:
     """Writes the chunks of one stream. Their common part is prepared once."""
 
     def __init__(self, common: Mapping[str, Any], options: AnswerOptions, usage: Usage) -> None:
-        """Prepare the common part. common: the fields of every chunk besides `choices` and `usage`."""
+        """Prepare the common part. common: the fields of every chunk but `choices` and `usage`."""
         self._lead = f'data: {json.dumps(common)[:-1]}, "choices": ['
         self._options, self._usage = options, usage
         self._tail = ', "usage": null}\n\n' if options.include_usage else "}\n\n"

@@ -198,7 +198,7 @@ class GenerateReply:
         }
 
     def _prefill(self) -> list[dict[str, Any]]:
-        """Return the prompt's tokens, the first without a log-probability; empty unless asked for."""
+        """Return the prompt's tokens, the first without a log-probability; empty if not asked for."""
         if self._work.params.prompt_logprobs is None:
             return []
         text_of, scores = self._tokenizer.token_text, Scores.joined(self._scores)

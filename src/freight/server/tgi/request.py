@@ -282,7 +282,7 @@ def _no_tokenizer() -> ApiError:
 
 
 def as_tgi_error(error: ApiError) -> ApiError:
-    """Return `error` with TGI's status: 422 for an invalid request, 424 for a failure; others stay."""
+    """Return `error` with TGI's status: 422 for an invalid request, 424 for a failure."""
     if error.status in (400, 413):
         status = 422
     elif error.status in (500, 502, 504):
