@@ -174,7 +174,7 @@ class _Batch:
             if call.stream:
                 raise ApiError(
                     400,
-                    "stream is true, and a line of a batch has its answer whole; omit it",
+                    "stream is true, and the answers of a batch are not streamed; omit it",
                     param="stream",
                 )
             return 200, await self._whole(call, request_id), None
@@ -226,14 +226,14 @@ def _parts(content: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     )
     if not isinstance(custom_id, str) or not custom_id:
         raise ApiError(
-            400, "custom_id is missing, or no text; give each line its own", param="custom_id"
+            400, "custom_id is missing or not a string; give each line its own", param="custom_id"
         )
     if method != "POST":
         raise ApiError(400, f"method is {method!r:.60}; it must be POST", param="method")
     if not isinstance(url, str) or url not in URLS:
         raise ApiError(400, f"url is {url!r:.60}; it must be one of {', '.join(URLS)}", param="url")
     if not isinstance(body, dict):
-        raise ApiError(400, "body is missing, or no JSON object", param="body")
+        raise ApiError(400, "body is missing or not a JSON object", param="body")
     return url, body
 
 

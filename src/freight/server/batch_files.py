@@ -236,7 +236,7 @@ def _locked(path: Path) -> BinaryIO:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ConfigError(
-                f"the output {path} is no regular file; name one, or - for standard output"
+                f"the output {path} is not a regular file; name one, or - for standard output"
             )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

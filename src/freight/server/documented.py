@@ -87,17 +87,17 @@ def answers(path: str) -> dict[int | str, dict[str, Any]]:
     failed = {"content": {"application/json": {"schema": error}}}
     found: dict[int | str, dict[str, Any]] = {
         "4XX": {
-            "description": "what was asked for cannot be served: the message says why",
+            "description": "the request cannot be served; the message says why",
             **failed,
         },
         "5XX": {
-            "description": "the server is loading or about to end (503), or it failed",
+            "description": "the server is loading or shutting down (503), or it failed",
             **failed,
         },
     }
     if path in ("/health", "/ping"):
         found["5XX"] = {
-            "description": "the server is loading or about to end",
+            "description": "the server is loading or shutting down",
             "content": {
                 "application/json": {
                     "schema": {"type": "object", "required": ["status", "message"]}

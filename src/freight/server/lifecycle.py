@@ -348,7 +348,7 @@ async def _close(renderers: Sequence[Renderer | None]) -> None:
             await renderer.close()
 
 
-_ENDING = ApiError(503, "the server is ending", code="draining")
+_ENDING = ApiError(503, "the server is shutting down", code="draining")
 
 
 def _read_keys(settings: ServerSettings) -> Keys:
@@ -382,7 +382,7 @@ def _passed() -> socket.socket | None:
         listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
         raise ConfigError(
-            f"LISTEN_FDS is 1, and descriptor {_FIRST_PASSED} is no socket: {error.strerror}"
+            f"LISTEN_FDS is 1, and descriptor {_FIRST_PASSED} is not a socket: {error.strerror}"
         ) from None
     if not listening or listener.family not in (socket.AF_INET, socket.AF_INET6):
         raise ConfigError(
@@ -407,7 +407,7 @@ def _bound(settings: ServerSettings) -> Iterator[socket.socket]:
         )[0]
     except OSError as error:
         raise ConfigError(
-            f"--host {host!r} is no address of this machine: {error.strerror}"
+            f"--host {host!r} is not an address of this machine: {error.strerror}"
         ) from None
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -417,6 +417,6 @@ def _bound(settings: ServerSettings) -> Iterator[socket.socket]:
         except OSError as error:
             way_out = "; choose another --port, or 0 for a free one" if port else ""
             raise ConfigError(
-                f"port {port} of {host} cannot be had: {error.strerror}{way_out}"
+                f"cannot listen on port {port} of {host}: {error.strerror}{way_out}"
             ) from None
         yield listener

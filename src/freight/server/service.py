@@ -87,7 +87,10 @@ class Service:
         """Return the model. Raises ApiError 503 while it is not loaded, or the server drains."""
         if self.draining:
             raise ApiError(
-                503, "the server is about to end", code="draining", headers={"Connection": "close"}
+                503,
+                "the server is shutting down",
+                code="draining",
+                headers={"Connection": "close"},
             )
         if self.served is None or self.client.state is not EngineState.READY:
             raise self.client.not_ready()

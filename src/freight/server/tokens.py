@@ -190,7 +190,9 @@ def tokenizer_info(served: Served) -> dict[str, str | None]:
 
 def _tokenizer_of(served: Served) -> Tokenizer:
     if served.tokenizer is None:
-        raise ApiError(400, "this server has no tokenizer: it was started with skip_tokenizer_init")
+        raise ApiError(
+            400, "this server has no tokenizer: it was started with --skip-tokenizer-init"
+        )
     return served.tokenizer
 
 

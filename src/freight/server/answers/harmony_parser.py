@@ -212,9 +212,11 @@ class HarmonyParser:
             self.place = Place.CONTENT
             self._say(PieceKind.CONTENT, "".join(self._call))
 
-    def _close_call(self, closing: str, whole: bool) -> None:
+    def _close_call(self, closing: str, is_complete: bool) -> None:
         self.place = Place.HEADER
-        arguments = self._arguments("".join(self._call[2:])) if whole and self._has_tools else None
+        arguments = None
+        if is_complete and self._has_tools:
+            arguments = self._arguments("".join(self._call[2:]))
         if arguments is None:
             self._say(PieceKind.CONTENT, "".join([*self._call, closing]))
         else:

@@ -40,7 +40,7 @@ class ListedCalls:
             arguments = [_arguments(one, self.implied) for one in functions]
             texts = arguments_texts(text, arguments)
             if texts is None:
-                raise ValueError("arguments are no object")
+                raise ValueError("arguments are not an object")
             found += zip([one["name"] for one in functions], texts, strict=True)
         return found
 

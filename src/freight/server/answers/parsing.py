@@ -333,7 +333,7 @@ class _Reader:
             self._given_up = True
 
     def _raw_call(self) -> list[str]:
-        """Text of the unfinished call that was not yet sent."""
+        """Return the text of the unfinished call that was not yet sent, and forget it."""
         raw = [] if self._given_up else [self._opening, *self._call]
         self._call = []
         return raw
@@ -346,7 +346,7 @@ class _Reader:
             self._out.mark()
         self._region = None
 
-    def _close_call(self, closing: str, whole: bool) -> None:
+    def _close_call(self, closing: str, is_complete: bool) -> None:
         body = "".join(self._call)
         raw = "".join([*self._raw_call(), closing])
         syntax = self._markup.form.syntax if self._markup.form is not None else None
@@ -355,7 +355,7 @@ class _Reader:
             end, body = (
                 (len(body + closing), body + closing) if closing else (syntax.rest(body), body)
             )
-        calls = self._calls(raw, body[:end]) if whole and not self._given_up else None
+        calls = self._calls(raw, body[:end]) if is_complete and not self._given_up else None
         if calls:
             self._out.calls(calls)
             self._behind = "" if self._section_end else None
@@ -388,7 +388,7 @@ class _Reader:
         functions = [call["function"] for call in _flat(message[_CALLS])]
         texts = arguments_texts(body, [function.get("arguments") for function in functions])
         if texts is None:
-            raise ValueError("arguments are no object")
+            raise ValueError("arguments are not an object")
         return list(zip([function["name"] for function in functions], texts, strict=True))
 
 

@@ -2,9 +2,8 @@
 
 `call_families.py` has the other forms, and maps families to forms. The `field` of a form is the
 entry `tool_calls` of a response template, in transformers' format; the other values serve to force
-a call in the same form. White space around markup is not part of any pattern: `tools.py` treats it
-the same for every family, and patterns that begin with `\\s*` take quadratic time on long runs of
-it.
+a call in the same form. White space around markup is not part of any pattern: `out.py` drops it for
+every family, and patterns that begin with `\\s*` take quadratic time on long runs of it.
 """
 
 from __future__ import annotations

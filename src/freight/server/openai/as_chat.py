@@ -169,7 +169,7 @@ def with_renamed_field(error: ApiError, renamed: Renamed) -> ApiError:
 
 
 def _rename(param: str, renamed: Renamed) -> str:
-    """Replace the first pattern that `param` begins with."""
+    """Replace the first pattern in `renamed` that `param` begins with."""
     for pattern, name in renamed:
         if (found := re.match(rf"{pattern}(?![\w])", param)) is not None:
             return found.expand(name) + param[found.end() :]

@@ -133,7 +133,7 @@ def served_name(model: str | None, served: Served) -> str:
         names = ", ".join(served.names)
         raise ApiError(
             404,
-            f"the model {model[:100]!r} is not served here; there is {names}",
+            f"the model {model[:100]!r} is not served here; this server has {names}",
             param="model",
             code="model_not_found",
         )

@@ -198,7 +198,7 @@ class GenerateReply:
         }
 
     def _prefill(self) -> list[dict[str, Any]]:
-        """Return the prompt's tokens, the first without a log-probability; empty if not asked for."""
+        """Return the prompt's tokens, the first without a log-probability; empty by default."""
         if self._work.params.prompt_logprobs is None:
             return []
         text_of, scores = self._tokenizer.token_text, Scores.joined(self._scores)
@@ -215,7 +215,7 @@ def _check_finish(delta: CompletionDelta) -> None:
     if delta.finish_reason is FinishReason.ERROR:
         raise ApiError(424, delta.error or "the answer could not be computed further")
     if delta.finish_reason in (FinishReason.ABORT, FinishReason.TIMEOUT):
-        why = "took too long" if delta.finish_reason is FinishReason.TIMEOUT else "was given up"
+        why = "took too long" if delta.finish_reason is FinishReason.TIMEOUT else "was aborted"
         raise ApiError(
             424, f"the request {why} before its answer was complete", code="incomplete_generation"
         )

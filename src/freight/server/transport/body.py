@@ -119,7 +119,7 @@ def parse_object(body: bytes, limits: HttpLimits) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ApiError(400, f"body is not valid JSON: {name} is no JSON number")
+    raise ApiError(400, f"body is not valid JSON: {name} is not a JSON number")
 
 
 def _finite(digits: str) -> float:

@@ -80,7 +80,7 @@ def _too_many(limits: HttpLimits) -> ApiError:
 
 def _field(line: bytes) -> tuple[bytes, bytes]:
     if line[:1] in (b" ", b"\t"):
-        raise ApiError(400, "a header goes on in a second line; write it in one")
+        raise ApiError(400, "a header continues on a second line; write it on one")
     name, colon, value = line.partition(b":")
     if not colon or not _NAME.fullmatch(name):
         raise ApiError(400, "a header line is not NAME: VALUE")

@@ -51,7 +51,7 @@ def tls_context(
         context.load_cert_chain(certfile, keyfile, lambda: password or "")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            raise ConfigError(f"{files}: the key is not that of the certificate") from None
+            raise ConfigError(f"{files}: the key does not match the certificate") from None
         raise ConfigError(
             f"{files}: not a certificate and its key in PEM, or the key's password is missing or wrong "
             f"(--ssl-keyfile-password): {error.reason or error}"
