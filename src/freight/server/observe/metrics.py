@@ -298,7 +298,7 @@ class Metrics:
         )
         yield counter("vllm:generation_tokens", "Tokens generated.", stats.generated)
         yield counter(
-            "vllm:num_preemptions", "How often a sequence lost its blocks.", stats.preemptions
+            "vllm:num_preemptions", "Times that a sequence lost its blocks.", stats.preemptions
         )
         yield counter(
             "vllm:prefix_cache_queries",
@@ -310,7 +310,7 @@ class Metrics:
         )
         yield counter(
             "vllm:corrupted_requests",
-            "Completions that could not be computed further.",
+            "Completions that failed (NaN, undecodable text, a failed step).",
             stats.failed,
         )
         yield gauge(
@@ -324,10 +324,14 @@ class Metrics:
             stats.capacity_tokens,
         )
         yield gauge(
-            "freight:cache_held_tokens", "Of them, in blocks that requests hold.", stats.held_tokens
+            "freight:cache_held_tokens",
+            "Tokens of the KV cache in blocks that requests hold.",
+            stats.held_tokens,
         )
         yield gauge(
-            "freight:cache_reusable_tokens", "Of them, kept for prefix hits.", stats.reusable_tokens
+            "freight:cache_reusable_tokens",
+            "Tokens of the KV cache kept for prefix hits.",
+            stats.reusable_tokens,
         )
         yield counter(
             "freight:kv_saturated_values", "Values beyond the range of their scale.", stats.clipped
@@ -398,10 +402,14 @@ class Metrics:
             ("inference_time_seconds", "From the first step to the end.", self._inference),
             ("prompt_tokens", "Prompt tokens of a request.", self._prompt),
             ("generation_tokens", "Tokens generated for a request.", self._generation),
-            ("max_num_generation_tokens", "Tokens of its longest completion.", self._longest),
+            (
+                "max_num_generation_tokens",
+                "Tokens of a request's longest completion.",
+                self._longest,
+            ),
             ("params_n", "The parameter n.", self._params_n),
             ("params_max_tokens", "The parameter max_tokens.", self._params_max_tokens),
-            ("num_preemptions", "How often it lost its blocks.", self._preemptions),
+            ("num_preemptions", "Preemptions of a request.", self._preemptions),
         ):
             yield self._histogram(of_request + name, text, buckets)
         yield self._histogram(
