@@ -77,13 +77,11 @@ _STREAMS = frozenset(
 
 def answers(path: str) -> dict[int | str, dict[str, Any]]:
     """Return `responses` of a route: its errors, and its answers that are not JSON."""
-    error = (
-        _TGI_ERROR
-        if path in _TGI_PATHS
-        else _ANTHROPIC_ERROR
-        if path in ANTHROPIC_PATHS
-        else _OPENAI_ERROR
-    )
+    error = _OPENAI_ERROR
+    if path in _TGI_PATHS:
+        error = _TGI_ERROR
+    elif path in ANTHROPIC_PATHS:
+        error = _ANTHROPIC_ERROR
     failed = {"content": {"application/json": {"schema": error}}}
     found: dict[int | str, dict[str, Any]] = {
         "4XX": {

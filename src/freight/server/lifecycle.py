@@ -159,16 +159,11 @@ class Lifecycle:
         try:
             facts = await client.opened
             tokenizer = await asyncio.to_thread(self._read_tokenizer, facts)
-            renderers = (
-                (None, None)
-                if tokenizer is None
-                else (self._new_renderer(facts), self._new_renderer(facts))
-            )
-            form = (
-                None
-                if tokenizer is None
-                else await asyncio.to_thread(self._answer_format, tokenizer)
-            )
+            renderers: tuple[Renderer | None, Renderer | None] = None, None
+            form: AnswerFormat | None = None
+            if tokenizer is not None:
+                renderers = self._new_renderer(facts), self._new_renderer(facts)
+                form = await asyncio.to_thread(self._answer_format, tokenizer)
             facts = await client.ready
         except asyncio.CancelledError:
             return  # the engine ended: `_on_engine_end` goes on

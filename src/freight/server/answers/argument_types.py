@@ -65,9 +65,11 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
     if depth > _DEEPEST:
         return frozenset()
     declared = schema.get("type")
-    found = (
-        {declared} if isinstance(declared, str) else set(declared) if _is_names(declared) else set()
-    )
+    found: set[str] = set()
+    if isinstance(declared, str):
+        found = {declared}
+    elif _is_names(declared):
+        found = set(declared)
     values = schema.get("enum")
     for value in [
         *(values if isinstance(values, list) else ()),
@@ -149,9 +151,10 @@ def value_text(text: str, types: frozenset[str]) -> str:
 
 def _as_type(text: str, name: str) -> str | None:
     """Return `text` as JSON of a value of this type, or None if it is not one."""
-    if name in ("null", "boolean"):
-        word = {"none": "null"}.get(text.lower(), text.lower())
-        return word if word in (("null",) if name == "null" else ("true", "false")) else None
+    if name == "null":
+        return "null" if text.lower() in ("null", "none") else None
+    if name == "boolean":
+        return text.lower() if text.lower() in ("true", "false") else None
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

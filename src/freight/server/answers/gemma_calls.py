@@ -170,13 +170,11 @@ class _Rules:
         if isinstance(constants, list):
             return [self._constant(value) for value in constants]
         declared = schema.get("type")
-        types = (
-            [declared]
-            if isinstance(declared, str)
-            else declared
-            if isinstance(declared, list)
-            else []
-        )
+        types: list[Any] = []
+        if isinstance(declared, str):
+            types = [declared]
+        elif isinstance(declared, list):
+            types = declared
         if "object" in types or schema.get("properties"):
             return [
                 self._object(schema, depth),
@@ -237,10 +235,8 @@ class _Rules:
             value if isinstance(value, int) and 0 <= value <= _MOST_ITEMS else None
             for value in bounds
         )
-        most, item = (
-            _MOST_ITEMS if most is None else most,
-            self.value(schema.get("items", {}), depth + 1),
-        )
+        most = _MOST_ITEMS if most is None else most
+        item = self.value(schema.get("items", {}), depth + 1)
         if most == 0:
             return '"[]"'
         items = f'{item} ("," {item}){{{max((least or 0) - 1, 0)},{most - 1}}}'

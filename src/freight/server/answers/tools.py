@@ -226,11 +226,11 @@ class MessageFormat:
         """Return the first marker in `text` that is one token: the text before it, the token, the
         text behind it.
         """
-        found = [
-            (text.index(marker), marker, token)
-            for marker in (self._form.markers if self._form else ())
-            if marker in text and (token := self._token_of(marker)) is not None
-        ]
+        found: list[tuple[int, str, int]] = []
+        for marker in self._form.markers if self._form else ():
+            token = self._token_of(marker) if marker in text else None
+            if token is not None:
+                found.append((text.index(marker), marker, token))
         if not found:
             return None
         at, marker, token = min(found)

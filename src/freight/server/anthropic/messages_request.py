@@ -214,15 +214,10 @@ def _parse(given: dict[str, Any], served: Served, limits: ServingLimits) -> Mess
         (r"response_format", "output_config.format"),
         (r"reasoning_effort", "output_config.effort"),
         (r"tools\[\]\.function\.parameters", "tools[].input_schema"),
-        *(
-            pair
-            for at, index in enumerate(reader.places)
-            for pair in (
-                (rf"tools\[{at}\]\.function\.parameters", f"tools[{index}].input_schema"),
-                (rf"tools\[{at}\]\.function", f"tools[{index}]"),
-            )
-        ),
     ]
+    for at, index in enumerate(reader.places):
+        renamed.append((rf"tools\[{at}\]\.function\.parameters", f"tools[{index}].input_schema"))
+        renamed.append((rf"tools\[{at}\]\.function", f"tools[{index}]"))
     call = chat_call(chat, served, limits, renamed)
     return MessagesCall(call, named((*reader.ignored, *call.ignored)))
 

@@ -117,7 +117,8 @@ class CompletionReply:
                 chunks.append(self._chunk(prompt, choice, "", most=_TOKENS_OF_CHUNK))
 
     def advance(self, index: int, delta: RequestDelta) -> bytes:
-        prompt, chunks = self._prompts[index], []  # type: tuple[_Prompt, list[str]]
+        prompt = self._prompts[index]
+        chunks: list[str] = []
         self._usage.cached += max(0, delta.num_cached_tokens - prompt.cached)
         prompt.cached = max(prompt.cached, delta.num_cached_tokens)
         if delta.scores is not None:

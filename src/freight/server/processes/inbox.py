@@ -14,7 +14,7 @@ from freight.outputs import CompletionDelta, FinishReason, RequestDelta, Scores
 
 T = TypeVar("T")
 
-_NOT_FAILED = (None, FinishReason.STOP, FinishReason.LENGTH)  # None: the completion goes on
+_NOT_FAILED = (None, FinishReason.STOP, FinishReason.LENGTH)  # None: the completion continues
 
 
 class Inbox:

@@ -27,7 +27,7 @@ from freight.errors import FreightError
 from freight.server.processes import frames
 from freight.text.tokenizer import Tokenizer
 
-CAP = 64 << 20  # bytes of a frame: the longest conversation, with twelve bytes for a character
+CAP = 64 << 20  # bytes of a frame: LONGEST_TEXT with 12 bytes per character (a surrogate pair)
 LONGEST_TEXT = 4 << 20  # characters of a rendered conversation
 _LONGEST_REASON = 500  # characters of an error's message
 # Parameters of Tokenizer.render_chat, which template values must not replace.

@@ -112,13 +112,14 @@ def step_messages(
     """
     held: list[Any] = []
     room = _MOST_ENTRIES
-    for part in (part for delta in deltas for part in _parts(delta)):
-        held.append(delta_to_json(part))
-        room -= 0 if part.scores is None else len(part.scores.ids)
-        room -= sum(_num_entries(one.logprobs or ()) for one in part.outputs)
-        if room <= 0:
-            yield [STEPPED, held, []]
-            held, room = [], _MOST_ENTRIES
+    for delta in deltas:
+        for part in _parts(delta):
+            held.append(delta_to_json(part))
+            room -= 0 if part.scores is None else len(part.scores.ids)
+            room -= sum(_num_entries(one.logprobs or ()) for one in part.outputs)
+            if room <= 0:
+                yield [STEPPED, held, []]
+                held, room = [], _MOST_ENTRIES
     yield [STEPPED, held, steps]
 
 

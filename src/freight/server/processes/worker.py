@@ -137,7 +137,10 @@ def _build(channel: Channel, args: dict[str, Any], options: dict[str, Any], comm
 
     def emit(event: Event) -> None:
         for message in _messages(event):
-            (channel.send_step if message[0] == wire.STEPPED else channel.send)(message)
+            if message[0] == wire.STEPPED:
+                channel.send_step(message)
+            else:
+                channel.send(message)
 
     channel.progress = Progress(on_gpu=config.device != "cpu")
     channel.loop = Loop(engine, commands, emit, events_per_second=options["events_per_second"])

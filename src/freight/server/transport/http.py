@@ -152,12 +152,10 @@ class Connection(HttpToolsProtocol):
     def _advance(self) -> None:
         """Parse the received bytes as far as possible."""
         try:
-            while (
-                self._input
-                and not self.ending
-                and (self._take_head() if self._body_left == 0 else self._take_body())
-            ):
-                pass
+            while self._input and not self.ending:
+                take = self._take_head if self._body_left == 0 else self._take_body
+                if not take():
+                    break
         except ApiError as error:
             self._refuse(error)
         except httptools.HttpParserError:
