@@ -352,6 +352,9 @@ def _read_keys(settings: ServerSettings) -> Keys:
 
 
 def read_template(file: Path | None) -> str | None:
+    """Return the text of `--chat-template`, or None without one. Raises ConfigError if it is
+    unreadable.
+    """
     if file is None:
         return None
     try:

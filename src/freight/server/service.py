@@ -165,6 +165,7 @@ class Service:
         self.metrics.set_stats(stats)
 
     def finished(self, seconds: float) -> None:
+        """Record the duration of an answer, in seconds, for the Retry-After of a full queue."""
         self._durations.append(seconds)
 
     def next_name(self) -> str:

@@ -51,7 +51,7 @@ class GemmaValues:
         return [(text[at:begin].strip(), "".join(out))]
 
     def _value(self, text: str, at: int, out: list[str], depth: int) -> int:
-        """Append the value at `at` to `out`, as JSON; returns where it ends."""
+        """Append the value at `at` to `out`, as JSON; returns its end."""
         if depth > _DEEPEST:
             raise ValueError("values are nested too deeply")
         if text.startswith("{", at):

@@ -128,7 +128,7 @@ class ChatReply:
             chunks.append(self._chunk(choice, "{}", f'"{choice.finish_reason}"'))
 
     def _take(self, choice: _Choice, piece: Piece) -> Delta | None:
-        """Add a piece to the message; returns it as a delta, None where it adds nothing."""
+        """Add a piece to the message; returns it as a delta, or None if it adds nothing."""
         if piece.kind is PieceKind.TOOL_CALL and self._has_tools:
             if choice.calls and not self._parallel:
                 return None
