@@ -105,7 +105,7 @@ def test_a_key_of_another_certificate_is_refused_before_anything_starts(tmp_path
     )
     try:
         assert server.wait() == 2
-        assert "the key is not that of the certificate" in server.said
+        assert "the key does not match the certificate" in server.said
         assert "listening" not in server.said
     finally:
         server.close()

@@ -163,7 +163,7 @@ def test_faults_at_start_are_one_line_and_a_status(tmp_path: Path) -> None:
             (
                 ["--port", port],
                 2,
-                f"port {port} of 127.0.0.1 cannot be had: Address already in use",
+                f"cannot listen on port {port} of 127.0.0.1: Address already in use",
             ),
             (["--api-key-file", str(tmp_path / "keys")], 2, "keys: No such file"),
             (["--host", "0.0.0.0"], 2, "--insecure"),

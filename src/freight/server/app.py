@@ -1,4 +1,4 @@
-"""The routes. Each API makes a Call of a body; everything behind that is the same for all of them."""
+"""The routes. Each API parses a body into a Call; everything behind that is the same for all."""
 
 from __future__ import annotations
 
@@ -50,16 +50,15 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 AsError = Callable[[ApiError], ApiError]
 Parse = Callable[[Body, Served, ServingLimits], Call]
 INVOCATION = ChatRequest | CompletionRequest | tgi.GenerateBody
-_LARGE = 1 << 16  # bytes: to read a larger body takes longer than a step of the engine
-OPEN_PATHS = frozenset(
-    {*PAGE, "/health", "/ping"}
-)  # without a key, for GET: nothing in them is secret
+_LARGE = 1 << 16  # bytes: parsing a larger body takes longer than a step of the engine
+# Served to GET without a key: nothing in them is secret.
+OPEN_PATHS = frozenset({*PAGE, "/health", "/ping"})
 
 
 def make_app(
     service: Service, monitor: Monitor, settings: ServerSettings, limits: HttpLimits
 ) -> App:
-    """The server as an ASGI application."""
+    """Build the server as an ASGI application."""
     app = FastAPI(
         title="Freight", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
@@ -122,20 +121,20 @@ def make_app(
 
 
 class Routes:
-    """What answers a path. Raises ApiError, which `guarded` gives the shape of the path's API."""
+    """The endpoints. They raise ApiError, which `guarded` renders in the shape of the path."""
 
     def __init__(
         self, service: Service, monitor: Monitor, limits: HttpLimits, max_running: int
     ) -> None:
-        """max_running: completions at once."""
+        """Keep what the endpoints read. max_running: completions that run at once."""
         self._service = service
         self._max_running = max_running
         self._monitor = monitor
         self._limits = limits
 
     def answers(self, parse: Parse, as_error: AsError = lambda error: error) -> Endpoint:
-        """The endpoint of an API that generates; `as_error` gives errors the status that this API
-        has for them.
+        """Build the endpoint of an API that generates. `as_error` maps an error to the status that
+        this API uses for it.
         """
 
         async def endpoint(request: Request) -> Response:
@@ -149,8 +148,8 @@ class Routes:
         return self.logged(endpoint, as_error)
 
     def logged(self, endpoint: Endpoint, as_error: AsError = lambda error: error) -> Endpoint:
-        """`endpoint`, whose refusals are counted and logged, with the status that `as_error` gives
-        them.
+        """Wrap `endpoint` so that its refusals are counted and logged, with the status from
+        `as_error`.
         """
 
         async def refusing(request: Request) -> Response:
@@ -175,7 +174,7 @@ class Routes:
         return _json(await asyncio.to_thread(wanted.answer, text, served))
 
     async def count_tokens(self, request: Request) -> Response:
-        """The tokens of a conversation, also of one that is too long for this model."""
+        """Count the tokens of a conversation, even of one that is too long for this model."""
         service = self._service
         served = service.require_served()
         call = await self._understood(
@@ -224,12 +223,14 @@ class Routes:
         return _json(tgi.info(served, service.limits.sampling, about))
 
     async def model_info(self) -> Response:
-        """What SGLang's gateway asks a worker. Names, and no paths of this machine."""
+        """Answer SGLang's gateway, which asks this of a worker. Gives names, and no paths of this
+        machine.
+        """
         name = self._service.require_served().names[0]
         return _json({"model_path": name, "tokenizer_path": name, "is_generation": True})
 
     async def server_info(self) -> Response:
-        """Limits under SGLang's names, for its gateway and its benchmarks."""
+        """Return the limits under SGLang's names, for its gateway and its benchmarks."""
         service = self._service
         served, facts = service.require_served(), service.facts
         assert facts is not None
@@ -285,7 +286,7 @@ class Routes:
         return Response(found.body, found.status, found.headers)
 
     async def _understood(self, request: Request, parse: Callable[[Body], T]) -> T:
-        """What `parse` makes of the body. A large one is read in a thread, so that streams go on
+        """Parse the body with `parse`. A large body is parsed in a thread, so that streams go on
         meanwhile.
         """
         raw = await read_body(request.receive, request.scope["headers"], self._limits)
@@ -306,8 +307,8 @@ class Routes:
 
 
 def _invocation(body: Body, served: Served, limits: ServingLimits) -> Call:
-    """What SageMaker's one address asks for: a chat, a completion, or TGI's generation, by the
-    field with the text.
+    """Parse a body of /invocations, SageMaker's single path: a chat, a completion or TGI's
+    generation, by the field that has the text.
     """
     for name, parse in (
         ("messages", parse_chat),
@@ -343,8 +344,8 @@ def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = 
 
 
 def _counted(app: App, metrics: Metrics, paths: Collection[str]) -> App:
-    """Count every request by its route, and not by its path: of paths there is no end. Logs refused
-    keys.
+    """Count every request under its route: labels must be bounded, and clients choose paths. Also
+    log refused keys.
     """
 
     async def counted(scope: Any, receive: Any, send: Any) -> None:
@@ -352,7 +353,7 @@ def _counted(app: App, metrics: Metrics, paths: Collection[str]) -> App:
             if message["type"] == "http.response.start":
                 route = getattr(scope.get("route"), "path", "other")
                 metrics.http_request(route, scope["method"], message["status"])
-                if message["status"] == 401:  # before any route
+                if message["status"] == 401:  # refused before routing
                     metrics.rejected("unauthorized")
                     path, request_id = scope["path"], scope["state"]["request_id"]
                     route = path if path in paths else "other"

@@ -1,9 +1,9 @@
-"""`freight batch`: a file of requests, answered without HTTP by what the server answers them with.
+"""`freight batch`: a file of requests, answered without HTTP by the server's own request path.
 
-A line goes the way of a request's body: the same parsing, limits, template, grammar and reply, so
+A line is handled like a request's body: the same parsing, limits, template, grammar and reply, so
 every field means what it means to `freight serve`. Many lines are in the engine at a time; their
-answers are written in the order of the lines. A line that is at fault has an error in its answer,
-and the others go on.
+answers are written in the order of the lines. An invalid line gets an error as its answer, and the
+others go on.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ URLS: dict[str, Parse] = {
     "/v1/responses": parse_responses,
     "/v1/messages": parse_messages,
 }
-# in the engine at a time, for each sequence of a step: some wait, so that no step has room left
+# Lines in the engine at a time, per sequence of a step: the waiting ones keep every step full.
 LINES_PER_SEQUENCE = 2
-COMPLETIONS = 64 * 16  # of one line at most: its prompts, and its n
-_AHEAD = 4096  # lines that may be answered before the one that is written next
+COMPLETIONS = 64 * 16  # of one line at most: its prompts (64) times its n (16)
+_AHEAD = 4096  # answers that may be finished before the one that is written next
 
 logger = logging.getLogger("freight")
 
 
 @dataclass
 class BatchCounts:
-    """What a run did. Tokens are those of this run; lines those of the whole file.
+    """Progress of a run. Tokens count this run only; lines count the whole file.
 
     lines   of IN, without empty ones
     before  answered by earlier runs
@@ -80,8 +80,9 @@ def run_batch(
 ) -> int:
     """Answer the lines of `source` that `out` has no answer to; returns the exit status.
 
-    on_progress  is called with the number of lines that are answered
-    Raises ConfigError before anything is started, OSError where `out` cannot be written.
+    on_progress  is called with the number of answered lines
+
+    Raises ConfigError before anything starts, OSError if `out` cannot be written.
     """
     template = read_template(settings.chat_template)
     set_up_logging(settings.log_format)
@@ -99,7 +100,7 @@ def run_batch(
 
 
 class _Batch:
-    """The lines of one run. Failures that are not a line's own end it."""
+    """The lines of one run. A failure that is not the fault of a single line ends the run."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class _Batch:
                     await self._answers.put(group.create_task(self._answer(line)))
                 await self._answers.put(None)
         except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None  # of lines that fail together, one is enough
+            raise failed.exceptions[0] from None  # several lines may fail at once: report one
 
     async def _write(self) -> None:
         while (task := await self._answers.get()) is not None:
@@ -137,7 +138,7 @@ class _Batch:
             self._count(entry)
 
     async def _answer(self, line: InputLine) -> dict[str, Any]:
-        """The answer of a line. Raises ApiError 503 where there is no engine any more."""
+        """Answer one line. Raises ApiError 503 when the engine is gone."""
         request_id = line.id.removeprefix("batch_req_")
         custom_id: object = None
         response: dict[str, Any] | None = None
@@ -156,24 +157,24 @@ class _Batch:
             fault = error
         finally:
             self._places.release()
-        told = (
+        failure = (
             None
             if fault is None
             else {"code": fault.code or fault.type, "message": _at(line, fault)}
         )
-        return {"id": line.id, "custom_id": custom_id, "response": response, "error": told}
+        return {"id": line.id, "custom_id": custom_id, "response": response, "error": failure}
 
     async def _respond(
         self, url: str, body: dict[str, Any], request_id: str
     ) -> tuple[int, object, ApiError | None]:
-        """Status and body of the answer to one request, and the error that is in it."""
+        """Answer one request; returns the status, the body, and the error in it, if any."""
         service, call = self._service, None
         try:
             call = URLS[url](body, service.require_served(), service.limits)
             if call.stream:
                 raise ApiError(
                     400,
-                    "stream is true, and a line of a batch has its answer whole; omit it",
+                    "stream is true, and the answers of a batch are not streamed; omit it",
                     param="stream",
                 )
             return 200, await self._whole(call, request_id), None
@@ -219,20 +220,20 @@ class _Batch:
 
 
 def _parts(content: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The url and the body of a line. Raises ApiError for what is no request."""
+    """Return the url and the body of a line. Raises ApiError if the line is not a request."""
     custom_id, method, url, body = (
         content.get(name) for name in ("custom_id", "method", "url", "body")
     )
     if not isinstance(custom_id, str) or not custom_id:
         raise ApiError(
-            400, "custom_id is missing, or no text; give each line its own", param="custom_id"
+            400, "custom_id is missing or not a string; give each line its own", param="custom_id"
         )
     if method != "POST":
         raise ApiError(400, f"method is {method!r:.60}; it must be POST", param="method")
     if not isinstance(url, str) or url not in URLS:
         raise ApiError(400, f"url is {url!r:.60}; it must be one of {', '.join(URLS)}", param="url")
     if not isinstance(body, dict):
-        raise ApiError(400, "body is missing, or no JSON object", param="body")
+        raise ApiError(400, "body is missing or not a JSON object", param="body")
     return url, body
 
 

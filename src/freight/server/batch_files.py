@@ -1,10 +1,10 @@
 """The files of `freight batch`: lines of requests in, lines of answers out, one for each in the
 same order.
 
-The id of an answer is made of what was asked: of the options that decide what a model writes, and
-of the number and the bytes of the line. So a run that is started again knows from OUT alone which
-lines are answered, and whether OUT belongs to this IN and these options. A line is written as a
-whole; an incomplete one, left by a killed run, is removed.
+The id of an answer is a hash of the request: of the options that influence what a model writes, and
+of the number and the bytes of the line. So a restarted run knows from OUT alone which lines are
+answered, and whether OUT belongs to this IN and these options. An incomplete last line, left by a
+killed run, is removed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from freight.errors import ConfigError, shown
 from freight.files import DATA_LIMIT, open_regular
 
 FORM = '{"custom_id": "…", "method": "POST", "url": "/v1/chat/completions", "body": {…}}'
-# a machine that loses its power forgets the answers of so many seconds; a killed process, none
+# Seconds between syncs: a power failure loses the answers of that time; a killed process, none.
 _SYNC_SECONDS = 5.0
-_OPTIONS, _LINE = 16, 24  # hexadecimal digits of an id
+_OPTIONS, _LINE = 16, 24  # hexadecimal digits of an id: for the options, and for the line
 
 
 @dataclass(frozen=True)
 class InputLine:
-    """A line of IN. number: from 1 on, empty lines counted; id: of its answer."""
+    """A line of IN. number: from 1 on, empty lines counted. id: that of its answer."""
 
     number: int
     raw: bytes
@@ -43,29 +43,31 @@ class InputLine:
 
 
 class BatchInput:
-    """IN, read through once. `ids` are those of its answers, in order. Raises ConfigError."""
+    """IN, read once to check it, and again to iterate. `ids` are the ids of its answers, in order.
+    Raises ConfigError.
+    """
 
     def __init__(self, path: Path, options: object, models: Collection[str]) -> None:
-        """options: what decides the answers beside the line, for json.dumps. models: the names that
-        requests may use.
+        """Read and check the file.
 
-        Refused are a file that cannot be read, one without any JSON object, a custom_id that is
-        given twice, and a file of which no line asks for one of `models`.
+        options  everything besides the line that influences the answers, for json.dumps
+        models   the names that requests may use
+
+        Refuses a file that cannot be read, one without any JSON object, a duplicate custom_id, and
+        a file in which no line asks for one of `models`.
         """
         self._name = "standard input" if str(path) == "-" else str(path)
         self._options = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[
             :_OPTIONS
         ]
         self._path = path
-        self._given = (
-            sys.stdin.buffer.read() if str(path) == "-" else None
-        )  # held: it is read twice
+        # Standard input is kept: the lines are read twice.
+        self._given = sys.stdin.buffer.read() if str(path) == "-" else None
         self.ids: list[str] = []
         seen: dict[str, int] = {}  # custom_id -> the number of its line
-        self._fault: str | None = None  # why the first line that is no object is none
-        self._asked: dict[
-            str | None, int
-        ] = {}  # model -> the first line that asks for it; None: for whatever there is
+        self._fault: str | None = None  # the reason why the first bad line is not an object
+        # model -> the first line that asks for it; None: any model
+        self._asked: dict[str | None, int] = {}
         self._objects = 0
         for line in self:
             self.ids.append(line.id)
@@ -78,16 +80,16 @@ class BatchInput:
             model, number = next(iter(self._asked.items()))
             raise ConfigError(
                 f"{self._name}: line {number} asks for the model {shown(model)}, and no line for "
-                f"{' or '.join(map(repr, models))}, which is what this model is called here: give --served-model-name"
+                f"{' or '.join(map(repr, models))}, the name of this model here: give --served-model-name"
             )
 
     def __iter__(self) -> Iterator[InputLine]:
-        """The lines that are not empty, read anew."""
+        """Yield the lines that are not empty, reading the file again."""
         with _opened(self._path) if self._given is None else io.BytesIO(self._given) as file:
             for number, raw in enumerate(file, 1):
-                raw = raw.removeprefix(
-                    BOM_UTF8 if number == 1 else b""
-                ).strip()  # Windows writes one
+                if number == 1:
+                    raw = raw.removeprefix(BOM_UTF8)  # Windows writes one
+                raw = raw.strip()
                 if raw:
                     digest = hashlib.sha256(b"%d:" % number + raw).hexdigest()[:_LINE]
                     yield InputLine(number, raw, f"batch_req_{self._options}{digest}")
@@ -115,14 +117,16 @@ class BatchInput:
 
 
 class BatchOutput:
-    """OUT. `num_done` of its lines were there, `num_failed` of them with an error. Raises
-    ConfigError.
+    """OUT, locked for this run. Raises ConfigError.
 
-    Use it in a `with`. No other run can have the same file meanwhile.
+    `num_done` answers were there before this run, `num_failed` of them with an error. Use it in a
+    `with`.
     """
 
     def __init__(self, path: Path, ids: Sequence[str]) -> None:
-        """ids: those of all answers, in order. What OUT has must be the first of them."""
+        """Open the file and check its answers, which must be the first of `ids`: the ids of all
+        answers, in order.
+        """
         self.num_done = self.num_failed = 0
         self._path, self._stream = path, str(path) == "-"
         self._synced = time.monotonic()
@@ -141,7 +145,7 @@ class BatchOutput:
             raise
 
     def write(self, line: bytes) -> None:
-        """Add a line, which ends in a newline. Raises OSError."""
+        """Append a line, which ends in a newline. Raises OSError."""
         if self._stream:
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
@@ -150,9 +154,8 @@ class BatchOutput:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            raise OSError(
-                error.errno, error.strerror, str(self._path)
-            ) from None  # Python names no file
+            # Python's error does not name the file.
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
         if time.monotonic() - self._synced >= _SYNC_SECONDS:
             os.fsync(self._file.fileno())
             self._synced = time.monotonic()
@@ -172,14 +175,14 @@ class BatchOutput:
                 os.fsync(self._file.fileno())
 
     def _cut(self, path: Path, ids: Sequence[str]) -> None:
-        """Check the lines that are there, and remove an incomplete last one."""
-        whole = 0
+        """Check the existing lines, and remove an incomplete last one."""
+        end = 0  # of the last complete line, in bytes
         for raw in self._file:
             if not raw.endswith(b"\n"):
                 break
             self._check(path, raw, ids)
-            whole += len(raw)
-        self._file.seek(whole)
+            end += len(raw)
+        self._file.seek(end)
         self._file.truncate()
 
     def _check(self, path: Path, raw: bytes, ids: Sequence[str]) -> None:
@@ -207,7 +210,7 @@ class BatchOutput:
 
 
 def require_different(source: Path, out: Path) -> None:
-    """Raises ConfigError where OUT is IN."""
+    """Raise ConfigError if OUT is IN."""
     if (
         str(source) != "-"
         and str(out) != "-"
@@ -226,14 +229,14 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _locked(path: Path) -> BinaryIO:
-    """OUT, made where it is missing, for this process alone. Raises OSError, and ConfigError for
-    what is in use.
+    """Open OUT, creating it if missing, and lock it. Raises OSError, and ConfigError if another run
+    holds the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ConfigError(
-                f"the output {path} is no regular file; name one, or - for standard output"
+                f"the output {path} is not a regular file; name one, or - for standard output"
             )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -242,7 +245,7 @@ def _locked(path: Path) -> BinaryIO:
                 f"another run writes {path}: wait for it, or name another OUT"
             ) from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
         return os.fdopen(descriptor, "r+b")
     except BaseException:
         os.close(descriptor)

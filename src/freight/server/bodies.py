@@ -1,8 +1,9 @@
-"""What request bodies are described with: pydantic models, of which /openapi.json has its schemas.
+"""The pydantic models that request bodies are built from; /openapi.json takes its schemas from
+them.
 
-A model says what a field may be. `SkipValidation` stands where somebody else checks the value, with
-an error that says more: the sampler, or the reader of a field with forms of its own. Ranges are the
-sampler's (`freight.sampling.RANGES`), as far as a server's limits allow them.
+A model declares the type of a field. `SkipValidation` marks a value that other code checks with a
+better error: the sampler, or the reader of a field with several formats. Ranges are the sampler's
+(`freight.sampling.RANGES`), narrowed to the server's limits.
 """
 
 from __future__ import annotations
@@ -28,12 +29,11 @@ from freight.server.openai.neutral import Neutral
 from freight.server.transport.errors import ApiError
 
 M = TypeVar("M", bound=BaseModel)
-Refused = Callable[
-    [str, str, object], ApiError
-]  # of a field's path, what errors say, and its value
+# Makes the error for a field: from its path, the words behind the path, and its value.
+Refused = Callable[[str, str, object], ApiError]
 MOST = ServingLimits()
-_ABSENT = {"type": "null"}  # the same as no such field
-_WORDS = {  # pydantic's type of an error -> what errors say of the field
+_ABSENT = {"type": "null"}  # null counts as an absent field
+_WORDS = {  # pydantic's type of an error -> the words behind the field's name
     "bool_type": "must be true or false",
     "dict_type": "must be an object",
     "extra_forbidden": "is not a field of this API",
@@ -55,13 +55,13 @@ class Part(BaseModel):
 
 
 class Nullable(Part):
-    """An object in which null is the same as no such field."""
+    """An object in which null counts as an absent field."""
 
 
 class Closed(Part):
-    """An object whose unknown fields are refused, or ignored if the server was started so.
+    """An object whose unknown fields are refused, or ignored with --unknown-fields ignore.
 
-    neutral   fields that it does not act on, with the values at which they ask for nothing
+    neutral   fields that are not implemented, with the values at which they ask for nothing
     accepted  fields that have no effect, whatever their value
     """
 
@@ -81,16 +81,16 @@ class Closed(Part):
 
 
 class Body(Nullable, Closed):
-    """A closed object in which null is the same as no such field."""
+    """A closed object in which null counts as an absent field."""
 
 
 def present(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What is not null of an object."""
+    """Return the fields of an object that are not null."""
     return {name: value for name, value in (given or {}).items() if value is not None}
 
 
 def sampled(name: str, **bounds: float) -> Any:
-    """A field for SamplingParams' `name`, absent by default. The schema shows its range."""
+    """Return the Field for SamplingParams' `name`, absent by default; the schema has its range."""
     within = RANGES[name]
     low = "exclusiveMinimum" if within.above else "minimum"
     high = getattr(MOST.sampling, name, within.high)
@@ -98,7 +98,7 @@ def sampled(name: str, **bounds: float) -> Any:
 
 
 def says(words: str) -> WrapValidator:
-    """What errors say of a field's value behind its name, whatever is wrong with it."""
+    """Replace every error about a field's value by `words`, which follow the field's name."""
 
     def check(value: object, inner: ValidatorFunctionWrapHandler) -> object:
         try:
@@ -110,13 +110,13 @@ def says(words: str) -> WrapValidator:
 
 
 def read(model: type[M], given: object, refused: Refused) -> M:
-    """`given` as `model`. Raises what `refused` makes of the first fault."""
+    """Validate `given` as `model`. Raises what `refused` makes of the first fault."""
     try:
         return model.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if first["type"] == "missing" and issubclass(model, Nullable):
-            first["input"][first["loc"][-1]] = None  # errors then say what it must be
+            first["input"][first["loc"][-1]] = None  # so that the error names the type it needs
             return read(model, given, refused)
         path = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
         words = _WORDS.get(first["type"], first["msg"].replace("Input should", "must"))
@@ -125,8 +125,8 @@ def read(model: type[M], given: object, refused: Refused) -> M:
 
 @cache
 def schema_of(body: Any, unknown_fields: str = "refuse") -> dict[str, Any]:
-    """The JSON schema of a model, or of one of several (`A | B`), with every reference replaced by
-    what it refers to, so that it can stand anywhere.
+    """Return the JSON schema of a model, or of one of several (`A | B`). Every reference is
+    replaced by its target, so that the schema can stand anywhere.
     """
     if kinds := get_args(body):
         return {"anyOf": [schema_of(kind, unknown_fields) for kind in kinds]}

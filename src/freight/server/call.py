@@ -1,10 +1,9 @@
-"""What an API makes of a request body, and how its answer grows: the two halves between which the
-server works.
+"""The contract between an API and the server: a `Call` parsed from a body, and its growing `Reply`.
 
 Every API (OpenAI's chat and completions, TGI, ...) turns a body into a `Call`, or raises ApiError.
-The server turns the call's prompts into token ids, runs them, and feeds what comes to the call's
+The server turns the call's prompts into token ids, runs them, and feeds the deltas to the call's
 `Reply`, streamed or not. Both are plain values and functions: no transport, no clock, no engine.
-Because a streamed answer and a whole one come from the same `advance`, they cannot differ.
+Streamed and complete answers come from the same `advance`, so they cannot differ.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from freight.text.tokenizer import Tokenizer
 class Conversation:
     """Messages for the chat template, as `Tokenizer.apply_chat_template` takes them.
 
-    template_values  `tools`, `enable_thinking`, ...: what the template may read besides
+    template_values  further values that the template may read: `tools`, `enable_thinking`, ...
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -40,12 +39,10 @@ Prompt = str | Sequence[int] | Conversation
 class Work:
     """One prompt with its sampling parameters: one request of the engine.
 
-    add_special_tokens  what the tokenizer adds to a text, such as BOS; None: as the kind of prompt
-                        wants it, which is to a text, and not to a conversation, where the template
-                        writes them
-    params_of  the parameters once the conversation is rendered, from its text; None: `params` hold
-               for any text
-    form_from  the field of the request that `params.structured_outputs` come from, for errors
+    add_special_tokens  whether the tokenizer adds special tokens such as BOS; None: to a text, but
+                        not to a conversation, whose template writes them
+    params_of  maps the rendered conversation to its parameters; None: `params` hold for any text
+    form_from  the request's field behind `params.structured_outputs`, for errors
     """
 
     prompt: Prompt
@@ -57,8 +54,8 @@ class Work:
 
 @dataclass(frozen=True)
 class TokenizedWork:
-    """A `Work` as the engine takes it. `text` is the prompt as text: as given, or the rendered
-    conversation.
+    """A `Work` with token ids, as the engine takes it. `text` is the prompt as given, or the
+    rendered conversation.
     """
 
     text: str | None
@@ -68,21 +65,20 @@ class TokenizedWork:
 
 @dataclass(frozen=True)
 class Served:
-    """The model that is served, as far as requests need to know it.
+    """The model that is served: the part of it that requests need.
 
-    names           what clients may call it; the first is shown
+    names           names that clients may use; the first is shown
     vocab_size      rows of the embedding: token ids are in [0, vocab_size)
     defaults        sampling parameters of generation_config.json, by SamplingParams' names
-    unknown_fields  "refuse" or "ignore": what happens to a field that no API of ours knows
-    strict_schemas  whether a JSON schema is refused that a grammar cannot enforce whole
+    unknown_fields  "refuse" or "ignore": the treatment of a field that no API of this server has
+    strict_schemas  refuse a JSON schema that a grammar can enforce only in part
     fingerprint     `system_fingerprint` of answers
-    stop_token_ids  the model's own
-    parser_of       makes the parser of reasoning and tool calls; None: this model's text has no
-                    known markup for them
-    forced_call     makes the form of an answer that has to call a tool; None: it is not known for
-                    this model
-    after_reasoning  lets a form that an answer must have begin after the model's reasoning; None:
-                     it has no reasoning
+    stop_token_ids  stop tokens of the model itself
+    parser_of       makes the parser of reasoning and tool calls; None: the model has no known
+                    markup for them
+    forced_call     makes the grammar of an answer that must call a tool; None: the format of the
+                    model's calls is not known
+    after_reasoning  lets a grammar start after the model's reasoning; None: it has no reasoning
     """
 
     names: tuple[str, ...]
@@ -102,7 +98,7 @@ class Served:
 
 @dataclass(frozen=True)
 class ReplyHead:
-    """What is known when an answer begins. `created` in seconds since 1970."""
+    """The fields known before the first token. `created` is in seconds since 1970."""
 
     request_id: str  # without a prefix such as "chatcmpl-"
     created: int
@@ -111,38 +107,38 @@ class ReplyHead:
 
 
 class Reply(Protocol):
-    """One answer while it grows.
+    """One answer in progress.
 
-    Streaming: `start`, then `advance` for every delta, then `end`. All return bytes of the stream
-    as they are sent, which may be empty. Not streaming: `advance` for every delta, then `body`.
+    Streaming: `start`, then `advance` for every delta, then `end`. Each returns bytes of the
+    stream, which may be empty. Not streaming: `advance` for every delta, then `body`.
     """
 
     def start(self) -> bytes:
-        """What is sent before any token."""
+        """Return the bytes that come before any token."""
 
     def advance(self, index: int, delta: RequestDelta) -> bytes:
-        """Take what is new of the index-th Work. Raises ApiError for a completion that ended by
-        error or timeout.
+        """Take a delta of the index-th Work; returns its bytes. Raises ApiError for a completion
+        that ended by error or timeout.
         """
 
     def end(self) -> bytes:
-        """What is sent after the last token of all."""
+        """Return the bytes that come after the last token."""
 
     def body(self) -> object:
-        """The whole answer, for `slices.json_bytes`; after the last delta."""
+        """Return the complete answer, for `slices.json_bytes`; called after the last delta."""
 
     def failure(self, error: ApiError) -> bytes:
-        """The last bytes of a stream that fails after it began, its terminator included."""
+        """Return the last bytes of a stream that fails after it began, its terminator included."""
 
 
 class Call(Protocol):
-    """A request that was understood.
+    """A parsed and checked request.
 
     stream    whether the answer is a stream
-    model     the name that the client used, for the answer; the served model's where it gave none
+    model     the name to show in the answer: the client's, else the served model's
     work      the prompts, in order, with their parameters
-    request_id  the client's own id for the answer, if it gave one
-    ignored   fields that were accepted and change nothing: named in the header x-freight-ignored
+    request_id  the client's id for the answer, if it sent one
+    ignored   fields accepted without effect; the header x-freight-ignored lists them
     """
 
     @property
@@ -157,7 +153,7 @@ class Call(Protocol):
     def ignored(self) -> Sequence[str]: ...
 
     def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> Reply:
-        """The answer to come, once the prompts are token ids."""
+        """Return the empty reply, once the prompts are token ids."""
 
     def failure_body(self, error: ApiError) -> object:
-        """The body of an answer that fails before it began, in this API's shape."""
+        """Return the body of an answer that fails before it began, in this API's shape."""

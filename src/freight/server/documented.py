@@ -1,8 +1,8 @@
-"""/openapi.json: what each route takes and gives, and the key that it needs.
+"""/openapi.json: the request and the response of each route, and the key that it needs.
 
-The document is honest in both directions: a body that it does not allow is refused, and every
-answer has the shape that stands here. Schemas show what JSON Schema can express. The 4XX answer names what
-depends on the model or on several fields at once.
+The document holds in both directions: a body that it does not allow is refused, and every answer
+has the documented shape. Schemas show what JSON Schema can express. The 4XX answer covers rules
+that depend on the model or on several fields at once.
 """
 
 from __future__ import annotations
@@ -76,28 +76,26 @@ _STREAMS = frozenset(
 
 
 def answers(path: str) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route: its errors, and what it gives beside JSON."""
-    error = (
-        _TGI_ERROR
-        if path in _TGI_PATHS
-        else _ANTHROPIC_ERROR
-        if path in ANTHROPIC_PATHS
-        else _OPENAI_ERROR
-    )
+    """Return `responses` of a route: its errors, and its answers that are not JSON."""
+    error = _OPENAI_ERROR
+    if path in _TGI_PATHS:
+        error = _TGI_ERROR
+    elif path in ANTHROPIC_PATHS:
+        error = _ANTHROPIC_ERROR
     failed = {"content": {"application/json": {"schema": error}}}
     found: dict[int | str, dict[str, Any]] = {
         "4XX": {
-            "description": "what was asked for cannot be served: the message says why",
+            "description": "the request cannot be served; the message says why",
             **failed,
         },
         "5XX": {
-            "description": "the server is loading or about to end (503), or it failed",
+            "description": "the server is loading or shutting down (503), or it failed",
             **failed,
         },
     }
     if path in ("/health", "/ping"):
         found["5XX"] = {
-            "description": "the server is loading or about to end",
+            "description": "the server is loading or shutting down",
             "content": {
                 "application/json": {
                     "schema": {"type": "object", "required": ["status", "message"]}
@@ -125,7 +123,7 @@ def document(
     open_paths: frozenset[str],
     needs_key: bool,
 ) -> None:
-    """Make `app.openapi()` say which routes need a key, and what bodies the others take.
+    """Add the bodies of the routes, and the routes that need a key, to `app.openapi()`.
 
     bodies: path -> its model, or `A | B` for one of several
     """

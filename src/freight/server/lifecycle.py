@@ -1,10 +1,11 @@
-"""The server as a process: binds, loads, serves, drains, ends. `run` is all of `freight serve`
-behind its options.
+"""The server as a process: binds, loads, serves, drains, exits. `run` is `freight serve` without
+its option parsing.
 
-It listens from the first moment, so that /health says 503 while the model loads. SIGTERM and Ctrl-C
-stop admission and let running answers finish, up to a time; a second one ends them at once. While
-the model loads they end the server at once. When the engine's process ends by itself, so does this
-one, with an exit status that is not 0, unless another engine is to be started.
+It listens from the first moment, so that /health answers 503 while the model loads. SIGTERM and
+Ctrl-C stop admission and let running answers finish, up to a time limit; a second signal ends them
+at once. While the model loads, either signal ends the server at once. When the engine's process
+exits by itself, so does this one, with a nonzero exit status, unless --restart-engine starts
+another engine.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
 
-_RESTARTS, _WITHIN = 3, 600.0  # so many new engines in so many seconds; more would fail as well
-_FIRST_PASSED = 3  # the descriptor that systemd's first socket has
-_FLUSH = 1.0  # seconds for the last events of streams that are ended
+_RESTARTS, _WITHIN = 3, 600.0  # engines restarted per seconds at most; more would fail as well
+_FIRST_PASSED = 3  # the descriptor of systemd's first socket (SD_LISTEN_FDS_START)
+_FLUSH = 1.0  # seconds for the last events of streams that are cut off
 
 
 def run(settings: ServerSettings, options: WorkerOptions) -> int:
     """Serve until a signal or a failure; returns the exit status. Raises ConfigError before
-    anything is started.
+    anything starts.
     """
     keys = _read_keys(settings)
     passed = _passed()
@@ -139,7 +140,8 @@ class Lifecycle:
             await asyncio.wait((working, self._status), return_when=asyncio.FIRST_COMPLETED)
             if working.done() and self._service.client.state is EngineState.READY:
                 working.result()
-            return await self._status  # of an engine that has ended, what failed by that says less
+            # If the engine has ended, its exit says more than the error that followed in `job`.
+            return await self._status
         finally:
             working.cancel()
             await asyncio.wait((working,))
@@ -157,16 +159,11 @@ class Lifecycle:
         try:
             facts = await client.opened
             tokenizer = await asyncio.to_thread(self._read_tokenizer, facts)
-            renderers = (
-                (None, None)
-                if tokenizer is None
-                else (self._new_renderer(facts), self._new_renderer(facts))
-            )
-            form = (
-                None
-                if tokenizer is None
-                else await asyncio.to_thread(self._answer_format, tokenizer)
-            )
+            renderers: tuple[Renderer | None, Renderer | None] = None, None
+            form: AnswerFormat | None = None
+            if tokenizer is not None:
+                renderers = self._new_renderer(facts), self._new_renderer(facts)
+                form = await asyncio.to_thread(self._answer_format, tokenizer)
             facts = await client.ready
         except asyncio.CancelledError:
             return  # the engine ended: `_on_engine_end` goes on
@@ -179,14 +176,15 @@ class Lifecycle:
         self._service.renderer, self._service.grammars = renderers
         await _close(old)
         if renderers[0] is not None and tokenizer is not None and tokenizer.has_chat_template:
-            await renderers[0].start()  # now, and not while the first conversation waits
+            await renderers[0].start()  # here, so that the first conversation does not wait for it
         self._service.facts = facts
         self._service.served = self._served(facts, tokenizer, form)
         self._monitor.set_facts(facts, self._names[0])
         gc.collect()
         gc.freeze()
-        # A full collection with the millions of values of a large answer takes a second, in
-        # everybody's stream. Little of a server is in cycles.
+        # A full collection over the millions of values of a large answer takes a second and stalls
+        # every stream. Little of a server is in cycles, so the oldest generation is collected
+        # rarely.
         gc.set_threshold(700, 10, 1000)
         logger.info("ready: %s", ", ".join(self._names))
 
@@ -207,8 +205,8 @@ class Lifecycle:
         return tokenizer if self._template is None else tokenizer.with_chat_template(self._template)
 
     def _answer_format(self, tokenizer: Tokenizer) -> AnswerFormat | None:
-        """How the model's answers are read. Raises ConfigError for parsers that are not for this
-        model.
+        """Return the format of the model's answers. Raises ConfigError for parsers that do not fit
+        this model.
         """
         settings = self._settings
         form = answer_format(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
@@ -239,7 +237,7 @@ class Lifecycle:
         )
 
     async def _watch(self) -> None:
-        """Look for signs of life of the engine until cancelled."""
+        """Watch the engine for signs of life until cancelled."""
         while self._options.stall_timeout > 0:
             await asyncio.sleep(self._service.client.between_ticks)
             client = self._service.client
@@ -257,7 +255,7 @@ class Lifecycle:
                 logger.warning("the engine's process gives signs of life again")
 
     def _on_engine_end(self) -> None:
-        """The engine's process has ended."""
+        """Restart the engine, or end the server, after the engine's process has exited."""
         if self._status.done():
             return
         client = self._service.client
@@ -280,7 +278,7 @@ class Lifecycle:
         self._restarting = asyncio.get_running_loop().create_task(self._load())
 
     def _read_keys_again(self) -> None:
-        """SIGHUP: keys that were added to --api-key-file or removed from it. Streams go on."""
+        """Reload the keys on SIGHUP, after --api-key-file was edited. Streams go on."""
         keys = self._service.keys
         try:
             keys.take(_read_keys(self._settings))
@@ -306,7 +304,7 @@ class Lifecycle:
             self._finish(0 if number == signal.SIGTERM else 130)
 
     async def _drain(self, status: int) -> None:
-        """Take no more requests; wait for those that run."""
+        """Accept no more requests; wait for those that run."""
         service = self._service
         service.draining = True
         deadline = time.monotonic() + self._settings.drain_timeout
@@ -321,9 +319,7 @@ class Lifecycle:
             and time.monotonic() < deadline
             and service.client.state is EngineState.READY
         ):
-            await asyncio.sleep(
-                0.02
-            )  # an engine that has ended, or is stalled, finishes none of them
+            await asyncio.sleep(0.02)  # an engine that has ended, or is stalled, finishes nothing
         for answer in list(service.answers):
             answer.inbox.fail(_ENDING)
         flushed = time.monotonic() + _FLUSH
@@ -347,7 +343,7 @@ async def _close(renderers: Sequence[Renderer | None]) -> None:
             await renderer.close()
 
 
-_ENDING = ApiError(503, "the server is ending", code="draining")
+_ENDING = ApiError(503, "the server is shutting down", code="draining")
 
 
 def _read_keys(settings: ServerSettings) -> Keys:
@@ -356,6 +352,9 @@ def _read_keys(settings: ServerSettings) -> Keys:
 
 
 def read_template(file: Path | None) -> str | None:
+    """Return the text of `--chat-template`, or None without one. Raises ConfigError if it is
+    unreadable.
+    """
     if file is None:
         return None
     try:
@@ -365,10 +364,9 @@ def read_template(file: Path | None) -> str | None:
 
 
 def _passed() -> socket.socket | None:
-    """The listening socket that systemd passed to this process (sd_listen_fds(3)); None without
-    one.
+    """Return the listening socket that systemd passed to this process (sd_listen_fds(3)), or None.
 
-    Raises ConfigError for several, and for what is no TCP socket.
+    Raises ConfigError for several sockets, and for one that is not a listening TCP socket.
     """
     count = os.environ.pop("LISTEN_FDS", "0")
     if os.environ.pop("LISTEN_PID", "") != str(os.getpid()) or count == "0":
@@ -382,7 +380,7 @@ def _passed() -> socket.socket | None:
         listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
         raise ConfigError(
-            f"LISTEN_FDS is 1, and descriptor {_FIRST_PASSED} is no socket: {error.strerror}"
+            f"LISTEN_FDS is 1, and descriptor {_FIRST_PASSED} is not a socket: {error.strerror}"
         ) from None
     if not listening or listener.family not in (socket.AF_INET, socket.AF_INET6):
         raise ConfigError(
@@ -399,7 +397,7 @@ def _address(listener: socket.socket) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _bound(settings: ServerSettings) -> Iterator[socket.socket]:
-    """A listening socket. Raises ConfigError where the address cannot be had."""
+    """Yield a listening socket. Raises ConfigError if the address cannot be bound."""
     host, port = settings.host, settings.port
     try:
         family, _, _, _, address = socket.getaddrinfo(
@@ -407,7 +405,7 @@ def _bound(settings: ServerSettings) -> Iterator[socket.socket]:
         )[0]
     except OSError as error:
         raise ConfigError(
-            f"--host {host!r} is no address of this machine: {error.strerror}"
+            f"--host {host!r} is not an address of this machine: {error.strerror}"
         ) from None
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -417,6 +415,6 @@ def _bound(settings: ServerSettings) -> Iterator[socket.socket]:
         except OSError as error:
             way_out = "; choose another --port, or 0 for a free one" if port else ""
             raise ConfigError(
-                f"port {port} of {host} cannot be had: {error.strerror}{way_out}"
+                f"cannot listen on port {port} of {host}: {error.strerror}{way_out}"
             ) from None
         yield listener

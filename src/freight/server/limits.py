@@ -1,9 +1,8 @@
-"""ServingLimits: the most that one request may ask of the server, whatever API it speaks. Values
-and two checks.
+"""ServingLimits: the most that one request may ask of the server, in any API. Values and checks.
 
-Each number bounds time or memory that a single request could otherwise take from all others. What a
-request asks of the sampler is bounded by `SamplingLimits`, compared by the one validator of
-`freight.sampling`.
+Each number bounds time or memory that a single request could otherwise take from all others.
+`SamplingLimits` bounds what a request asks of the sampler; the validator of `freight.sampling`
+checks it.
 """
 
 from __future__ import annotations
@@ -43,22 +42,21 @@ TEMPLATE_VALUES = frozenset(  # what published chat templates read besides messa
 
 _SAMPLING = SamplingLimits(n=16, temperature=2.0, allowed_token_ids=2**16)
 
-_WITH_CONTENT = frozenset({str, list, dict})  # of JSON's types, those that can be at fault
+_WITH_CONTENT = frozenset({str, list, dict})  # the JSON types that a check can refuse
 
 
 @dataclass(frozen=True)
 class ServingLimits:
     """The most that one request may ask for.
 
-    sampling         what it may ask of the sampler, for `check_limits`
+    sampling         limits on the sampling parameters, for `check_limits`
     prompts          prompts of one completions request
-    scores           log-probabilities of its prompts: their tokens times one more than are asked
-                     for
+    scores           log-probabilities of its prompts: tokens x (prompt_logprobs + 1)
     messages         messages of one conversation
     tools            tools that a conversation may offer
-    nesting          JSON objects and arrays inside one another
-    request_id       characters of a request id that a client gives
-    template_values  names that `chat_template_kwargs` may have
+    nesting          nesting depth of JSON objects and arrays
+    request_id       characters of a request id from a client
+    template_values  names allowed in `chat_template_kwargs`
     """
 
     sampling: SamplingLimits = _SAMPLING
@@ -72,17 +70,14 @@ class ServingLimits:
 
 
 def check_body(body: object, limits: ServingLimits) -> Mapping[str, object]:
-    """`body` itself, when it is an object whose text is Unicode and that is not nested too deeply;
-    else ApiError, 400.
+    """Return `body` if it is an object of valid Unicode that is not nested too deeply.
 
-    Walks without recursion, so that no depth can exhaust the stack.
+    Raises ApiError, 400. Walks without recursion, so that no depth can exhaust the stack.
     """
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a JSON {_kind(body)}; it must be an object")
-    for name, most in (
-        ("messages", limits.messages),
-        ("tools", limits.tools),
-    ):  # first: to walk them takes time
+    # The lengths are checked first: walking long lists takes time.
+    for name, most in (("messages", limits.messages), ("tools", limits.tools)):
         if isinstance(body.get(name), list) and len(body[name]) > most:
             raise ApiError(
                 400, f"{name} has {len(body[name])} entries; at most {most} are allowed", param=name
@@ -93,7 +88,7 @@ def check_body(body: object, limits: ServingLimits) -> Mapping[str, object]:
 
 
 def check_template_values(values: Mapping[str, object], limits: ServingLimits) -> None:
-    """Raises ApiError, 400, for a name in `chat_template_kwargs` that a request may not set."""
+    """Raise ApiError, 400, for a name in `chat_template_kwargs` that a request may not set."""
     for name in values:
         if name not in limits.template_values:
             path = f"chat_template_kwargs.{name[:60]}"
@@ -141,13 +136,13 @@ def _kind(value: object) -> str:
 
 
 def num_scores(work: TokenizedWork) -> int:
-    """The log-probabilities of a prompt that its answer has."""
+    """Return the number of prompt log-probabilities in the answer to `work`."""
     asked = work.params.prompt_logprobs
     return 0 if asked is None else len(work.token_ids) * (asked + 1)
 
 
 def check_scores(work: Sequence[TokenizedWork], limits: ServingLimits) -> None:
-    """Raises ApiError, 400, where the prompts have more log-probabilities than one answer may have."""
+    """Raise ApiError, 400, if the prompts ask for more log-probabilities than one answer has."""
     wanted = sum(map(num_scores, work))
     if wanted <= limits.scores:
         return
@@ -162,21 +157,20 @@ def check_scores(work: Sequence[TokenizedWork], limits: ServingLimits) -> None:
     )
 
 
-# OpenAI's words, by which clients such as litellm know this error
+# OpenAI's wording, by which clients such as litellm recognize this error
 CONTEXT_IS = "this model's maximum context length is"
 
 
 def check_context(
     num_prompt: int, max_tokens: int | None, max_model_len: int, param: str | None = None
 ) -> None:
-    """Raises ApiError (400, context_length_exceeded) for a prompt that leaves no room for what is
-    asked for.
+    """Raise ApiError (400, context_length_exceeded) if prompt and answer do not fit the context.
 
-    max_tokens: as the client gave it; None where it gave none, and then one token has to fit.
+    max_tokens: the client's value; None if it sent none, and then one token has to fit.
     """
     if num_prompt + (1 if max_tokens is None else max_tokens) <= max_model_len:
         return
-    # Each API has a name of its own for max_tokens.
+    # The message does not name max_tokens: the APIs have different names for it.
     asked = (
         "and leaves no room for an answer"
         if max_tokens is None

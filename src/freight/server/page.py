@@ -1,9 +1,9 @@
-"""The page at `/`: chat or completion in the browser, and a view of what the engine does.
+"""The page at `/`: chat or completion in the browser, and a live view of the engine.
 
-The files of `page/` are all there is: no build step, no framework, no request to another origin.
-They are read once, and answered with a Content-Security-Policy under which a browser runs no other
-script, and in which text cannot become HTML (`require-trusted-types-for`): what a model or a client
-writes stays text.
+The files of `page/` are the whole page: no build step, no framework, no request to another origin.
+They are read once, and served with a Content-Security-Policy under which a browser runs no other
+script and text cannot become HTML (`require-trusted-types-for`): what a model or a client writes
+stays text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    # kept, and asked about each time: after an upgrade no old script meets a new server
+    # The browser revalidates each time, so that after an upgrade no old script meets a new server.
     "Cache-Control": "no-cache",
 }
 
@@ -70,10 +70,10 @@ _TAGS = {
 
 
 def page_response(path: str, if_none_match: str | None = None) -> PageResponse | None:
-    """The answer to GET `path`; None where the page has no such file. The path is looked up, never
-    opened.
+    """Return the answer to GET `path`; None if the page has no such file.
 
-    `if_none_match` is the request's header: a browser that has the current file gets 304.
+    The path is a key of a table and is never opened. `if_none_match` is the request's header: a
+    browser that has the current file gets 304.
     """
     if path not in PAGE:
         return None

@@ -1,11 +1,10 @@
-"""Service: from a Call to an Answer. Tokenizes, checks, admits, submits; knows neither routes nor
+"""The path from a Call to an Answer: tokenize, check, admit, submit. Knows no routes and no
 sockets.
 
-What can be refused is refused here, before an answer has begun: prompts that cannot be tokenized or
-are too long, more requests than may wait, a server that is loading or about to end. `begin` returns
-once the engine has accepted every request of the call. From then on `Answer.advance` gives the
-bytes to send, and `Answer.close` ends what still runs; it has to be called however the answer
-ended.
+Requests are refused here, before an answer has begun: prompts that cannot be tokenized or are too
+long, more requests than may wait, a server that is loading or shutting down. `begin` returns once
+the engine has accepted every request of the call. From then on `Answer.advance` returns the bytes
+to send, and `Answer.close` stops what still runs; it must be called however the answer ended.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ from freight.text.chat_text import ChatText
 logger = logging.getLogger("freight")
 
 _LONG = 1 << 15  # characters: tokenizing more takes a thread, so that other requests go on
-_PROBED = 16  # characters for each token of the context
-_KEPT_TIMES = 32
-_LARGE = 1 << 15  # log-probabilities of prompts: to write more of them takes a thread
-_REMEMBERED = 4096  # grammars that were found to be good
-_LONGEST_RETRY = 120  # seconds
+_PROBED = 16  # characters per token of the context: the length of the beginning that is probed
+_KEPT_TIMES = 32  # durations of answers, whose mean is the Retry-After of a 429
+_LARGE = 1 << 15  # log-probabilities of prompts: more are written in a thread
+_REMEMBERED = 4096  # grammars that compiled; the set is cleared when it is full
+_LONGEST_RETRY = 120  # seconds, the largest Retry-After
 KEEP_ALIVE = 15.0  # seconds without a token after which a stream gets a comment
 
 
 class Service:
-    """One served model. `served` and `renderer` are set when it is loaded, and set anew with a new
+    """One served model. `served` and `renderer` are set once it is loaded, and again for a new
     engine.
     """
 
@@ -73,36 +72,36 @@ class Service:
         self.served: Served | None = None
         self.facts: EngineFacts | None = None
         self.renderer: Renderer | None = None
-        self.grammars: Renderer | None = (
-            None  # a process of its own: slow grammars hold up no conversation
-        )
+        # In a separate process: slow grammars do not delay conversations.
+        self.grammars: Renderer | None = None
         self.draining = False
         self.answers: set[Answer] = set()
         self.clock = clock
-        self.max_sequences = max_sequences  # that run and wait together
+        self.max_sequences = max_sequences  # running and waiting together
         self._request_timeout = request_timeout
         self._num_submitted = 0
-        self._durations: deque[float] = deque(
-            maxlen=_KEPT_TIMES
-        )  # seconds that the last answers took
-        self._checked: set[object] = set()  # grammars that have been compiled once
+        self._durations: deque[float] = deque(maxlen=_KEPT_TIMES)  # seconds, of the last answers
+        self._checked: set[object] = set()  # keys of grammars that compiled
 
     def require_served(self) -> Served:
-        """The model; raises ApiError 503 while it is not there."""
+        """Return the model. Raises ApiError 503 while it is not loaded, or the server drains."""
         if self.draining:
             raise ApiError(
-                503, "the server is about to end", code="draining", headers={"Connection": "close"}
+                503,
+                "the server is shutting down",
+                code="draining",
+                headers={"Connection": "close"},
             )
         if self.served is None or self.client.state is not EngineState.READY:
             raise self.client.not_ready()
         return self.served
 
     async def begin(self, call: Call, request_id: str, key_name: str | None) -> Answer:
-        """Start to answer. Raises ApiError."""
+        """Submit a call and return its answer, once the engine has accepted it. Raises ApiError."""
         served = self.require_served()
         arrival = self.clock()
         work = [await self.tokenize(one, key_name) for one in call.work]
-        served = self.require_served()  # it may have changed meanwhile
+        served = self.require_served()  # a new engine may have started meanwhile
         check_scores(work, self.limits)
         self._admit(work)
         head = ReplyHead(
@@ -120,7 +119,7 @@ class Service:
         return answer
 
     async def tokenize(self, work: Work, key_name: str | None = None) -> TokenizedWork:
-        """The token ids of a prompt, checked, and its parameters as the engine takes them. Raises
+        """Tokenize and check a prompt; returns it with the parameters that the engine takes. Raises
         ApiError.
         """
         served = self.require_served()
@@ -146,9 +145,9 @@ class Service:
                         served, prompt, work.add_special_tokens is not False
                     )
             if not isinstance(prompt, str):
-                whole, prompt = prompt, intake.cut(prompt, params)
-                if len(prompt) < len(whole) and isinstance(work.prompt, str):
-                    text = None  # an echo repeats what the model reads
+                uncut, prompt = prompt, intake.cut(prompt, params)
+                if len(prompt) < len(uncut) and isinstance(work.prompt, str):
+                    text = None  # an echo decodes the tokens that the model reads
             param = "messages" if isinstance(work.prompt, Conversation) else "prompt"
             if not isinstance(prompt, str):
                 check_context(
@@ -166,18 +165,19 @@ class Service:
         self.metrics.set_stats(stats)
 
     def finished(self, seconds: float) -> None:
+        """Record the duration of an answer, in seconds, for the Retry-After of a full queue."""
         self._durations.append(seconds)
 
     def next_name(self) -> str:
-        """A name for a request of the engine. Clients' ids may be the same for several."""
+        """Return a new id for a request to the engine. Ids that clients choose may collide."""
         self._num_submitted += 1
         return str(self._num_submitted)
 
     def refused(
         self, error: ApiError, request_id: str, key_name: str | None, route: str | None = None
     ) -> None:
-        """Count and log a request whose answer did not begin: never its text, which the message may
-        have.
+        """Count and log a request whose answer did not begin. The message is not logged: it may
+        quote the request's text.
         """
         code, param = error.code or error.type, loggable(error.param)
         log_request(
@@ -203,7 +203,7 @@ class Service:
             self.metrics.rejected(reason)
 
     async def render(self, conversation: Conversation) -> ChatText:
-        """The text of a conversation. Raises ApiError."""
+        """Render a conversation to text. Raises ApiError."""
         served = self.require_served()
         if served.tokenizer is None:
             raise ApiError(
@@ -223,14 +223,14 @@ class Service:
         return await self.renderer.render(conversation)
 
     async def _check_size(self, served: Served, text: str) -> None:
-        """Refuse a text whose beginning alone is too long: to tokenize megabytes takes seconds of a
-        processor.
+        """Refuse a text whose beginning alone is too long: tokenizing megabytes takes seconds of a
+        core.
         """
         probe = text[: _PROBED * served.max_model_len]
         if len(probe) == len(text):
             return
         count = len(await self._encode(served, probe, add_special_tokens=False))
-        if count > 2 * served.max_model_len:  # twice: tokens may become fewer by what follows
+        if count > 2 * served.max_model_len:  # twice: what follows may merge some of the tokens
             raise ApiError(
                 400,
                 f"{CONTEXT_IS} {served.max_model_len} tokens, for prompt and answer together; the first {len(probe)} "
@@ -260,7 +260,7 @@ class Service:
             try:
                 await self.grammars.check_grammar(structured.given())
             except ApiError as error:
-                raise _told_of(form_from, error) from None
+                raise _renamed(form_from, error) from None
             if len(self._checked) >= _REMEMBERED:
                 self._checked.clear()
             self._checked.add(key)
@@ -272,7 +272,9 @@ class Service:
         return min(given, default=None)
 
     def _admit(self, work: Sequence[TokenizedWork]) -> None:
-        """Raises ApiError where all that may wait are waiting."""
+        """Raise ApiError if the completions of `work` do not fit: 400 if they never can, 429 if not
+        now.
+        """
         wanted = sum(one.params.n for one in work)
         if wanted > self.max_sequences:
             raise ApiError(
@@ -293,8 +295,8 @@ class Service:
             )
 
 
-def _told_of(field: str, error: ApiError) -> ApiError:
-    """An error of `structured_outputs`, told of the field that the client sent."""
+def _renamed(field: str, error: ApiError) -> ApiError:
+    """Return an error of `structured_outputs` under the name of the field that the client sent."""
     if error.param != "structured_outputs" or field == error.param:
         return error
     message = re.sub(r"^structured_outputs(\.\w+)?", field, error.message)
@@ -302,7 +304,7 @@ def _told_of(field: str, error: ApiError) -> ApiError:
 
 
 class Answer:
-    """One answer while it grows."""
+    """One answer in progress."""
 
     def __init__(
         self,
@@ -324,18 +326,16 @@ class Answer:
         self._running: list[Running] = []
         self._unfinished = set(range(len(work)))
         self._failure: ApiError | None = None
-        self._last_token: dict[tuple[int, int], float] = {}  # of each completion
+        self._last_token: dict[tuple[int, int], float] = {}  # its time, for each completion
         self._prompt_tokens = sum(len(one.token_ids) for one in work)
         self._generated = [[0] * one.params.n for one in work]
         self._cached = 0
         self._reason: str | None = None
         self._is_closed = False
-        self.is_large = sum(map(num_scores, work)) > _LARGE  # what its reply does takes long
+        self.is_large = sum(map(num_scores, work)) > _LARGE  # its reply is written in a thread
 
     async def submit(self) -> None:
-        """Hand the requests to the engine, and wait until it has accepted all of them. Raises
-        ApiError.
-        """
+        """Submit the requests and wait until the engine has accepted them. Raises ApiError."""
         service = self._service
         service.answers.add(self)
         for index, one in enumerate(self._work):
@@ -350,8 +350,8 @@ class Answer:
         return not self._unfinished and self._failure is None
 
     async def advance(self) -> bytes:
-        """Wait for something new of any request; returns what to send of it. Raises ApiError, after
-        all of that.
+        """Wait for new deltas of any request; returns the bytes to send. Raises ApiError, after the
+        bytes that came before it.
         """
         if self._failure is not None:
             raise self._failure
@@ -369,20 +369,22 @@ class Answer:
         return sent
 
     def nudge_if_quiet(self, seconds: float) -> None:
-        """Make `advance` return, with nothing, if nothing was sent for so long."""
+        """Make `advance` return empty if nothing was sent for `seconds`."""
         if self._service.clock() - self._last_sent >= seconds:
             self._last_sent = self._service.clock()
             self.inbox.nudge()
 
     def end_if_late(self) -> None:
-        """Fail if its time has passed, in place of an engine that is stalled and does not look."""
+        """Fail if the time limit has passed: a stalled engine does not check it."""
         limits = [one.params.timeout_s for one in self._work if one.params.timeout_s is not None]
         if limits and self._service.clock() - self._arrival > max(limits):
             for running in self._running:
                 running.fail(took_too_long())
 
     def close(self, status: int) -> None:
-        """The answer has ended, with this status; 499: the client left. Stops what still runs."""
+        """End the answer with this status (499: the client left). Stops what still runs; logs the
+        request.
+        """
         if self._is_closed:
             return
         self.stop()

@@ -1,4 +1,4 @@
-"""ServerSettings: what `freight serve` was asked for, beside the options of the engine."""
+"""ServerSettings: the options of `freight serve` besides those of the engine."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from freight.server.answers.call_families import check_parser
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Raises ConfigError for a value out of its range.
+    """The options of the server. Raises ConfigError for a value out of its range.
 
-    names            what clients call the model; empty: the name it was loaded by
+    names            names that clients use for the model; empty: the name it was loaded by
     port             0 takes a free one
     api_keys         'KEY' or 'NAME:KEY' each
     ssl_certfile     a certificate (chain) in PEM, and ssl_keyfile its key: serve HTTPS
     insecure         serve a public address without a key
-    max_queue        completions that wait beside those that run; beyond them 429
+    max_queue        completions that wait in addition to those that run; beyond them 429
     request_timeout  seconds from arrival to the end of an answer; None: no limit
-    write_timeout    seconds in which a client reads nothing of its answer; then its connection is
+    write_timeout    seconds without the client reading its answer, after which its connection is
                      dropped
     template_timeout seconds that the chat template may take for one conversation, and the compiler
-    for one grammar
+                     for one grammar
     max_events_per_second  of one stream: tokens that come faster share an event; 0: an event for
                            every step
     drain_timeout    seconds that running requests have after SIGTERM
-    restart_engine   start a new engine process when one ends or is stalled, instead of ending
-    stall_timeout    seconds without a sign of life from the engine's process after which it is
+    restart_engine   start a new engine process when one exits or stalls, instead of exiting
+    stall_timeout    seconds without a sign of life after which the engine's process counts as
                      stalled; 0: never
     chat_template    a file with a Jinja template to use instead of the model's own
     tool_call_parser, reasoning_parser  names of `call_families`; None: by the model's chat template
     unknown_fields   'refuse' or 'ignore': request fields that no API of this server has
-    strict_schemas   refuse a JSON schema that a grammar cannot enforce whole, instead of naming
-                     what is left out
-    tokenizer_info   answer /tokenizer_info
-    allow_origins    web pages of these origins may call the server (CORS)
-    old_metrics      also the names that older dashboards read
+    strict_schemas   refuse a JSON schema that a grammar can enforce only in part, instead of
+                     reporting the ignored keywords
+    tokenizer_info   serve /tokenizer_info
+    allow_origins    origins whose web pages may call the server (CORS)
+    old_metrics      also export the names that older dashboards read
     """
 
     names: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class ServerSettings:
     chat_template: Path | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
-    enable_auto_tool_choice: bool = False  # which is always so; other servers ask for it
+    enable_auto_tool_choice: bool = False  # no effect: always on here; other servers need the flag
     unknown_fields: str = "refuse"
     strict_schemas: bool = False
     tokenizer_info: bool = False

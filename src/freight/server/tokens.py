@@ -1,8 +1,8 @@
 """`/tokenize`, `/detokenize` and `/tokenizer_info`: the tokenizer over HTTP, as pure functions.
 
-`/tokenize` speaks two languages: vLLM's ({"prompt"} or {"messages"} -> an object) and TGI's
-({"inputs"} -> a list with offsets). With /tokenizer_info, clients such as lm-eval need no tokenizer
-of their own.
+`/tokenize` takes two request formats: vLLM's ({"prompt"} or {"messages"} -> an object) and TGI's
+({"inputs"} -> a list with offsets). With /tokenizer_info, clients such as lm-eval need no local
+tokenizer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from freight.text.chat_text import ChatText
 from freight.text.tokenizer import Tokenizer
 
 B = TypeVar("B", bound=Body)
-MOST_TOKENS = 1 << 20  # in one /detokenize
-_ANY_MODEL = ("", "dummy", "tgi")  # names that clients send where there is one model
+MOST_TOKENS = 1 << 20  # in one request to /detokenize
+_ANY_MODEL = ("", "dummy", "tgi")  # placeholders from clients that assume a single model
 
 
 class PromptBody(Body):
-    """/tokenize in vLLM's language, of a text."""
+    """The body of /tokenize in vLLM's format, with a text."""
 
     model: str | None = None
     add_special_tokens: bool | None = None
@@ -36,7 +36,9 @@ class PromptBody(Body):
 
 
 class MessagesBody(Body):
-    """/tokenize in vLLM's language, of a conversation. A template writes its own special tokens."""
+    """The body of /tokenize in vLLM's format, with a conversation. A template writes its own
+    special tokens.
+    """
 
     model: str | None = None
     add_special_tokens: bool | None = None
@@ -51,7 +53,7 @@ class MessagesBody(Body):
 
 
 class InputsBody(Body):
-    """/tokenize in TGI's language, which takes /generate's body here."""
+    """The body of /tokenize in TGI's format, which is the body of /generate."""
 
     accepted = ("parameters", "stream")
 
@@ -68,7 +70,7 @@ _KINDS: Mapping[str, type[TokenizeBody]] = {
 
 
 class DetokenizeBody(Body):
-    """/detokenize. The reader looks at the ids."""
+    """The body of /detokenize. `detokenize` checks the ids."""
 
     model: str | None = None
     tokens: Annotated[
@@ -82,11 +84,11 @@ class DetokenizeBody(Body):
 
 @dataclass(frozen=True)
 class Tokenize:
-    """A request for tokens, understood.
+    """A parsed request of /tokenize.
 
-    prompt       to be tokenized; a Conversation is to be rendered first
-    with_texts   the answer has the vocabulary's strings too
-    with_offsets the answer is TGI's
+    prompt       the text, or the Conversation to render first
+    with_texts   the answer also has the vocabulary's strings
+    with_offsets the answer has TGI's format
     """
 
     prompt: str | Conversation
@@ -95,8 +97,8 @@ class Tokenize:
     with_offsets: bool = False
 
     def answer(self, text: str | ChatText, served: Served) -> object:
-        """The body of the answer. `text` is the prompt, or what the conversation was rendered to.
-        Raises ApiError.
+        """Return the body of the answer. `text` is the prompt, or the rendered conversation. Raises
+        ApiError.
         """
         tokenizer = _tokenizer_of(served)
         try:
@@ -127,7 +129,7 @@ class Tokenize:
 
 
 def parse_tokenize(body: Mapping[str, Any], served: Served, limits: ServingLimits) -> Tokenize:
-    """What a body of /tokenize asks for. Raises ApiError (400, 404) for what cannot be served."""
+    """Parse a body of /tokenize. Raises ApiError (400, 404)."""
     _tokenizer_of(served)
     given = present(body)
     kinds = [name for name in _KINDS if name in given]
@@ -156,8 +158,8 @@ def _conversation(asked: MessagesBody, limits: ServingLimits) -> Conversation:
 
 
 def detokenize(body: Mapping[str, Any], served: Served) -> dict[str, str]:
-    """The answer of /detokenize: the text of token ids, special tokens included. Raises ApiError
-    (400, 404).
+    """Return the answer of /detokenize: the text of token ids, special tokens included. Raises
+    ApiError (400, 404).
     """
     tokenizer = _tokenizer_of(served)
     tokens = _read(DetokenizeBody, body, served).tokens
@@ -174,7 +176,7 @@ def detokenize(body: Mapping[str, Any], served: Served) -> dict[str, str]:
 
 
 def tokenizer_info(served: Served) -> dict[str, str | None]:
-    """The answer of /tokenizer_info. Raises ApiError (400) without a tokenizer."""
+    """Return the answer of /tokenizer_info. Raises ApiError (400) without a tokenizer."""
     tokenizer = _tokenizer_of(served)
     named = tokenizer.special_tokens
     return {
@@ -188,13 +190,15 @@ def tokenizer_info(served: Served) -> dict[str, str | None]:
 
 def _tokenizer_of(served: Served) -> Tokenizer:
     if served.tokenizer is None:
-        raise ApiError(400, "this server has no tokenizer: it was started with skip_tokenizer_init")
+        raise ApiError(
+            400, "this server has no tokenizer: it was started with --skip-tokenizer-init"
+        )
     return served.tokenizer
 
 
 def _read(model: type[B], body: Mapping[str, Any], served: Served) -> B:
-    """`body` as `model`. Raises ApiError for a model that is not served, and for unknown fields
-    unless the server ignores them.
+    """Validate `body` as `model`. Raises ApiError for a model that is not served, and for unknown
+    fields unless the server ignores them.
     """
     given = present(body)
     name = given.get("model", "")

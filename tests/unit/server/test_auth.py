@@ -33,7 +33,7 @@ def test_a_key_opens_as_bearer_and_as_x_api_key() -> None:
 def test_a_name_that_is_none_is_refused_and_is_not_part_of_a_key(line: str, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"good:sk-0\n\n{line}\n")
-    with pytest.raises(ConfigError, match="line 3: before its ':' is no name") as refused:
+    with pytest.raises(ConfigError, match="line 3: the text before the ':' is not") as refused:
         Keys.read(files=[file])
     assert line not in str(refused.value)
     assert "sk-1" not in str(refused.value)

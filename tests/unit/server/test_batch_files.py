@@ -85,7 +85,7 @@ def test_only_a_regular_file_is_an_input_or_an_output(tmp_path: Path, make: obje
     make(path)  # type: ignore[operator]
     with pytest.raises(ConfigError, match="cannot be read"):
         BatchInput(path, [], NAMES)
-    with pytest.raises(ConfigError, match=r"no regular file|cannot be written"):
+    with pytest.raises(ConfigError, match=r"not a regular file|cannot be written"):
         BatchOutput(path, [])
 
 
@@ -148,5 +148,5 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("custom_id", [None, 5, "", ["a"]])
 def test_a_line_without_a_text_as_its_id_is_no_request(custom_id: object) -> None:
-    with pytest.raises(ApiError, match="custom_id is missing, or no text"):
+    with pytest.raises(ApiError, match="custom_id is missing or not a string"):
         parts({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {}})

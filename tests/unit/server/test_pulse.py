@@ -56,9 +56,9 @@ def test_silence_grows_until_something_is_heard() -> None:
     silence.heard()
     assert silence.tick(8.0) == 1.0
     silence.heard()
-    silence.told(30.0)
+    silence.pong(30.0)
     assert silence.tick(9.0) == 30.0
-    silence.told(0.0)
+    silence.pong(0.0)
     assert silence.tick(10.0) == 2.0
 
 

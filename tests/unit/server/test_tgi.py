@@ -435,7 +435,7 @@ def test_errors(error, status, kind):
     [
         (FinishReason.ERROR, "NaN", "generation"),
         (FinishReason.TIMEOUT, "too long", "incomplete_generation"),
-        (FinishReason.ABORT, "given up", "incomplete_generation"),
+        (FinishReason.ABORT, "aborted", "incomplete_generation"),
     ],
 )
 def test_a_completion_that_failed(reason, says, kind):

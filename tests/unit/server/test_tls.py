@@ -52,7 +52,7 @@ def test_files_are_checked(folder: Path, ours: Certificate, tmp_path: Path) -> N
         ((None, ours.key, None), "without --ssl-certfile"),
         ((tmp_path / "none", ours.key, None), "--ssl-certfile .*none cannot be read: No such file"),
         ((ours.cert, tmp_path, None), "--ssl-keyfile .* cannot be read: Is a directory"),
-        ((ours.cert, other.key, None), "the key is not that of the certificate"),
+        ((ours.cert, other.key, None), "the key does not match the certificate"),
         ((ours.key, ours.cert, None), "not a certificate and its key in PEM"),
         ((ours.cert, None, None), "not a certificate and its key in PEM"),
         ((locked.cert, locked.key, None), "--ssl-keyfile-password"),

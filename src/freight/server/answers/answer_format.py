@@ -1,4 +1,4 @@
-"""How the answers of a model are read and given a form, by its tokenizer."""
+"""The format of a model's answers, chosen by its tokenizer: how they are parsed and constrained."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from freight.text.tokenizer import Tokenizer
 
 
 class AnswerFormat(Protocol):
-    """How the answers of one model are read, and how they are given a form."""
+    """The format of one model's answers: parses them, and builds grammars for them."""
 
     reads_calls: bool
     reads_reasoning: bool
 
     def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
-        """A `ParserOf`."""
+        """Return the parser of one answer; a `ParserOf`."""
 
     def call_to(
         self,
@@ -30,22 +30,22 @@ class AnswerFormat(Protocol):
         parallel: bool,
         prompt_text: str | None,
     ) -> Mapping[str, Any]:
-        """A `ForcedCall`. Raises ApiError 400."""
+        """Return the grammar of a forced call; a `ForcedCall`. Raises ApiError 400."""
 
     def form_to(self, form: Mapping[str, Any], prompt_text: str) -> Mapping[str, Any]:
-        """An `AfterReasoning`."""
+        """Return the grammar of reasoning and then `form`; an `AfterReasoning`."""
 
 
 def answer_format(
     tokenizer: Tokenizer, tool_call_parser: str | None = None, reasoning_parser: str | None = None
 ) -> AnswerFormat | None:
-    """How answers of the model with this tokenizer are read; None where no markup is known in them.
+    """Return the format of a model's answers, or None if they have no known markup.
 
     tool_call_parser, reasoning_parser   names of `call_families`; None: by the chat template
 
-    Harmony where the chat template writes it and each of its markers is one special token. It is
-    read by the format's own rules then, also beside a response template of the checkpoint. Raises
-    ConfigError where harmony is asked for and the tokenizer has no such tokens.
+    The format is harmony if the chat template writes it and each of its markers is one special
+    token. Its own rules then apply, even if the checkpoint has a response template. Raises
+    ConfigError if harmony is asked for and the tokenizer does not have its tokens.
     """
     asked = [
         names.get(name) == (HARMONY,)

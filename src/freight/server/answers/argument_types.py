@@ -1,6 +1,7 @@
-"""What the schema of a tool says of its arguments, for markup in which values have no types: the
-types of a value, its JSON text, and the arguments that an object may have. Nothing here raises for
-a schema that is no schema.
+"""Types of tool arguments from the tool's JSON schema, for markup in which values have no types.
+
+It has the types of a value, its JSON text, and the properties that an object may have. Nothing here
+raises for an invalid schema.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-ANY = frozenset(
-    ("null", "boolean", "integer", "number", "object", "array")
-)  # the types of what is no string
-_NAMES = {  # of types in other languages, which people write into schemas -> those of JSON
+# The types of JSON except string.
+ANY = frozenset(("null", "boolean", "integer", "number", "object", "array"))
+_NAMES = {  # types of other languages, which people write into schemas -> JSON's types
     **dict.fromkeys(("int", "long", "short"), "integer"),
     **dict.fromkeys(("float", "double", "num"), "number"),
     **dict.fromkeys(("list", "tuple"), "array"),
@@ -22,17 +22,11 @@ _NAMES = {  # of types in other languages, which people write into schemas -> th
     "dict": "object",
     "str": "string",
 }
-_DEEPEST = 32  # references and alternatives inside each other
-_NESTED = 4  # alternatives inside each other that are told apart in a forced value
-_MOST = 16  # alternatives of an object that are told apart
-_ORDER = (
-    "null",
-    "boolean",
-    "integer",
-    "number",
-    "object",
-    "array",
-)  # which type is tried first; a text is any string
+_DEEPEST = 32  # nested references and alternatives
+_NESTED = 4  # nesting of alternatives that are separate in the grammar of a value
+_MOST = 16  # alternatives of an object that are kept separate
+# The order in which types are tried; string comes last, because any text is a string.
+_ORDER = ("null", "boolean", "integer", "number", "object", "array")
 _NOTES = frozenset(
     (
         "title",
@@ -50,9 +44,7 @@ _DATA = frozenset(("const", "enum"))
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`schema` without a `$ref` at its top, whose target is within `root`; {} for what is no
-    schema.
-    """
+    """Follow a `$ref` at the top of `schema`, within `root`; returns {} for an invalid schema."""
     for _ in range(_DEEPEST):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
@@ -68,14 +60,16 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The JSON types that a value may have; none where the schema does not say it."""
+    """Return the JSON types that a value may have; none if the schema does not restrict them."""
     schema = resolved(schema, root)
     if depth > _DEEPEST:
         return frozenset()
     declared = schema.get("type")
-    found = (
-        {declared} if isinstance(declared, str) else set(declared) if _is_names(declared) else set()
-    )
+    found: set[str] = set()
+    if isinstance(declared, str):
+        found = {declared}
+    elif _is_names(declared):
+        found = set(declared)
     values = schema.get("enum")
     for value in [
         *(values if isinstance(values, list) else ()),
@@ -92,8 +86,8 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
 
 
 def branches_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Mapping[str, Any]]:
-    """The alternatives of a value: those of `anyOf` or `oneOf` where nothing that binds stands
-    beside them.
+    """Return the alternatives of a value: those of `anyOf` or `oneOf`, if no constraint stands next
+    to them.
     """
     schema = resolved(schema, root)
     for word in ("anyOf", "oneOf"):
@@ -105,7 +99,7 @@ def branches_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Ma
 
 
 def of_types(schema: Mapping[str, Any], types: Set[str]) -> dict[str, Any]:
-    """`schema` for values of these types, of those that it allows."""
+    """Restrict `schema` to values of `types`, which are among those that it allows."""
     kept = {name: value for name, value in schema.items() if name != "nullable"}
     if isinstance(kept.get("enum"), list):
         kept["enum"] = [value for value in kept["enum"] if not types.isdisjoint(_type_names(value))]
@@ -115,7 +109,7 @@ def of_types(schema: Mapping[str, Any], types: Set[str]) -> dict[str, Any]:
 
 
 def constants_of(schema: Mapping[str, Any]) -> list[str]:
-    """The strings of which a value is one; none where the schema does not name them all."""
+    """Return the strings that `const` or `enum` allows; none if the schema has neither."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
@@ -143,11 +137,11 @@ def _type_name(value: object) -> str:
 
 
 def value_text(text: str, types: frozenset[str]) -> str:
-    """JSON of the value that a model wrote as `text`: of the first of `types` that it can be, else
-    a string.
+    """Return the JSON of a value that a model wrote as `text`.
 
-    JSON comes exactly as it was written. Python's notation of constants, lists and dictionaries is
-    read too, because templates that print values without a filter teach it.
+    Its type is the first of `types` that fits, else string. JSON is kept exactly as written.
+    Python's notation of constants, lists and dictionaries is also read: chat templates that print
+    values without a JSON filter teach it to the model.
     """
     for name in _ORDER:
         if name in types and (found := _as_type(text.strip(), name)) is not None:
@@ -156,10 +150,11 @@ def value_text(text: str, types: frozenset[str]) -> str:
 
 
 def _as_type(text: str, name: str) -> str | None:
-    """`text` as JSON of a value of this type, None where it is none."""
-    if name in ("null", "boolean"):
-        word = {"none": "null"}.get(text.lower(), text.lower())
-        return word if word in (("null",) if name == "null" else ("true", "false")) else None
+    """Return `text` as JSON of a value of this type, or None if it is not one."""
+    if name == "null":
+        return "null" if text.lower() in ("null", "none") else None
+    if name == "boolean":
+        return text.lower() if text.lower() in ("true", "false") else None
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -174,7 +169,7 @@ def _as_type(text: str, name: str) -> str | None:
 
 
 def _is_type(value: object, name: str) -> bool:
-    if isinstance(value, float) and not math.isfinite(value):  # as 1e999 is read
+    if isinstance(value, float) and not math.isfinite(value):  # json.loads reads 1e999 as inf
         return False
     if name == "integer":
         return (
@@ -189,7 +184,7 @@ def _refuse(constant: str) -> None:
 
 
 def parameters_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """The schema of the arguments of the tool `name`; {} where there is none."""
+    """Return the schema of the arguments of the tool `name`; {} if there is none."""
     for tool in tools:
         function = tool.get("function")
         function = function if isinstance(function, Mapping) else tool
@@ -200,20 +195,18 @@ def parameters_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str,
 
 
 def properties_of(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """name -> schema of all arguments that an object may have."""
+    """Return name -> schema of all properties that an object may have."""
     return {
         name: one for properties, _ in shapes_of(schema, root) for name, one in properties.items()
     }
 
 
-Shape = tuple[
-    dict[str, Any], frozenset[str]
-]  # the schemas of properties, and which of them have to be there
+Shape = tuple[dict[str, Any], frozenset[str]]  # schemas of properties; names of required ones
 
 
 def shapes_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Shape]:
-    """The alternatives of an object; those of `anyOf` and `oneOf` have what stands beside these
-    words too.
+    """Return the alternatives of an object. Those of `anyOf` and `oneOf` include the properties
+    next to these keywords.
     """
     schema = resolved(schema, root)
     own, names = schema.get("properties"), schema.get("required")
@@ -242,8 +235,8 @@ def shapes_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Shap
 
 
 def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments. Only the named properties are forced where others are
-    not mentioned.
+    """Return the schema of a function's arguments. It forbids further properties unless the schema
+    mentions them.
     """
     schema = dict(function.get("parameters") or {})
     schema.setdefault("type", "object")
@@ -256,7 +249,7 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bare(schema: Any, is_map: bool = False) -> Any:
-    """`schema` without what only people read."""
+    """Return `schema` without its annotations, such as titles and descriptions."""
     if isinstance(schema, list):
         return [bare(entry) for entry in schema]
     if not isinstance(schema, Mapping):
@@ -269,8 +262,8 @@ def bare(schema: Any, is_map: bool = False) -> Any:
 
 
 def within(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """`schema`, a part of `root`, as a schema of its own: with the definitions that it may refer
-    to.
+    """Return `schema`, a part of `root`, as a separate schema: with the definitions that it may
+    refer to.
     """
     alone = dict(schema) if isinstance(schema, Mapping) else {}
     if "$ref" in json.dumps(alone):

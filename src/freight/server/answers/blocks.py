@@ -1,9 +1,8 @@
-"""A completion as blocks in order: reasoning, text, tool calls. What APIs whose answers are lists
-of parts are made of.
+"""A completion as blocks in order: reasoning, text, tool calls. For APIs whose answers are lists.
 
-Guarantees: a block is opened, grows, and is closed before the next one opens; no block but the last
-is open; all are closed once the completion has ended. A stream that tells these steps and a body
-that lists the blocks cannot differ.
+Guarantees: a block is opened, grows, and is closed before the next one opens; only the last block
+may be open; all are closed once the completion has ended. A stream of these steps and a body that
+lists the blocks cannot differ.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from freight.server.openai.stream import Usage, check_ending
 class Block:
     """One part of an answer.
 
-    parts     its text so far: of reasoning or content, or the arguments of a call, as JSON
-    name      of the function that is called
-    complete  whether it ended by itself; False while it is open, and where the length of the answer
-              ended it
+    parts     its text so far: reasoning, content, or the arguments of a call, as JSON
+    name      of the called function
+    complete  whether it ended by itself; False while it is open, and if the length limit cut it
     """
 
     index: int
@@ -42,7 +40,9 @@ class Block:
         return "".join(self.parts)
 
     def id(self, prefix: str, request_id: str) -> str:
-        """Different for every block of every request, as the next request's messages refer to it."""
+        """Return an id that is unique over all blocks of all requests: the next request's messages
+        refer to it.
+        """
         return f"{prefix}_{hashlib.sha256(f'{request_id}/{self.index}'.encode()).hexdigest()[:24]}"
 
 
@@ -54,7 +54,7 @@ class StepKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What happens to a block. `text` is what a TEXT step adds."""
+    """An event of a block. `text`: the text that a TEXT step adds."""
 
     kind: StepKind
     block: Block
@@ -62,10 +62,10 @@ class Step:
 
 
 class Blocks:
-    """The blocks of one completion while it grows.
+    """The blocks of a completion in progress.
 
-    called         whether the answer ended in tool calls: the model ended by itself, and every call
-                   is complete
+    called         whether the answer ended in tool calls: the model stopped by itself, and every
+                   call is complete
     finish_reason  None until the completion has ended
     stop           the stop string that ended it, if one did
     """
@@ -77,8 +77,8 @@ class Blocks:
         tools: Sequence[Mapping[str, Any]] = (),
         parallel: bool = True,
     ) -> None:
-        """parallel: whether an answer may have several tool calls; else those after the first are
-        left out.
+        """Start without blocks. parallel: whether an answer may have several tool calls; else those
+        after the first are dropped.
         """
         self.all: list[Block] = []
         self.usage = Usage(len(work.token_ids))
@@ -90,7 +90,9 @@ class Blocks:
         self._tokenizer = served.tokenizer
 
     def advance(self, delta: RequestDelta) -> list[Step]:
-        """Take what is new. Raises ApiError for a completion that ended by error or timeout."""
+        """Take a delta; returns its steps. Raises ApiError for a completion that ended by error or
+        timeout.
+        """
         self.usage.cached = max(self.usage.cached, delta.num_cached_tokens)
         steps: list[Step] = []
         for output in delta.outputs:
@@ -98,9 +100,7 @@ class Blocks:
         return steps
 
     def empty(self) -> list[Step]:
-        """A block of content without text, opened and closed: for an answer that has no text at
-        all.
-        """
+        """Open and close a block of content without text, for an answer without any text."""
         block = Block(
             len(self.all), PieceKind.CONTENT, complete=self.finish_reason is FinishReason.STOP
         )
@@ -125,7 +125,9 @@ class Blocks:
             self.usage.count_reasoning(self._tokenizer, reasoning)
 
     def _pieces(self, output: CompletionDelta) -> tuple[list[Piece], bool]:
-        """What the text adds, and whether text was left that could have become a call."""
+        """Return the pieces of a delta, and whether the answer ended in text that could have become
+        a call.
+        """
         if self._parser is None:
             return [Piece(PieceKind.CONTENT, output.text)] if output.text else [], False
         pieces = self._parser.feed(output.text) if output.text else []
@@ -137,7 +139,7 @@ class Blocks:
 
     def _take(self, piece: Piece, steps: list[Step]) -> None:
         kind, text = piece.kind, piece.text
-        if kind is PieceKind.TOOL_CALL and not self._has_tools:  # of a tool that nobody offered
+        if kind is PieceKind.TOOL_CALL and not self._has_tools:  # a call, without any tools
             kind, text = (
                 PieceKind.CONTENT,
                 f'{{"name": {json.dumps(piece.name)}, "arguments": {text}}}',
@@ -164,7 +166,7 @@ class Blocks:
 
 
 def sse(name: str, data: Mapping[str, Any]) -> bytes:
-    """One server-sent event with a name. ASCII, so that no character is taken for the end of a
-    line.
+    """Return one named server-sent event. It is ASCII, so that no character can be read as a line
+    end.
     """
     return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode("ascii")

@@ -1,6 +1,7 @@
-"""Which family of models writes which form of tool calls and reasoning, as data: what a chat
-template contains that writes it, and the names by which other servers let users choose one. Forms
-of tagged arguments and of lists are here; those of JSON after a name are in
+"""Families of models and their markup for tool calls and reasoning, as data.
+
+A family is recognized by words in its chat template, or chosen by the parser names of other
+servers. Forms with tagged arguments and with lists are here; those with JSON after a name are in
 `server/answers/response_templates.py`.
 """
 
@@ -26,13 +27,13 @@ from freight.server.answers.tagged_calls import Tagged
 
 
 def _region(opening: str, closing: str | None) -> dict[str, Any]:
-    """The entry of a response template for regions that a syntax reads; patterns."""
+    """Build the entry of a response template for regions that a syntax reads, from two patterns."""
     ends = {} if closing is None else {"close_pattern": closing}
     return {"open_pattern": opening, **ends, "repeats": True, "content": "text"}
 
 
 def _tagged(syntax: Tagged, region: dict[str, Any], **rest: Any) -> CallForm:
-    """A form of calls with tagged arguments."""
+    """Build a form of calls with tagged arguments."""
     form: dict[str, Any] = {
         "before_name": syntax.head[0],
         "before_arguments": syntax.head[1],
@@ -67,7 +68,7 @@ GLM47 = _tagged(
 
 
 def _hunyuan(suffix: str) -> CallForm:
-    """Hy3, whose tokens end with a suffix that depends on the release."""
+    """Build the form of Hy3, whose tokens end with a suffix that depends on the release."""
     tags = [
         f"<{tag}{suffix}>"
         for name in ("tool_calls", "tool_call", "arg_key", "arg_value")
@@ -90,7 +91,7 @@ def _hunyuan(suffix: str) -> CallForm:
 HY3, HY3_PLAIN = _hunyuan(":opensource"), _hunyuan("")
 _FUNCTION = Tagged(("<function=", ">"), "</function>", ("<parameter=", ">"), ("", "</parameter>"))
 QWEN3_CODER = (
-    _tagged(  # Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5. Models forget <tool_call> at times.
+    _tagged(  # Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5. Models sometimes omit <tool_call>.
         replace(_FUNCTION, pad="\n", outer=("<tool_call>", "</tool_call>")),
         _region(
             r"(?:<tool_call>\s{0,8})?<function=",
@@ -127,7 +128,9 @@ MINIMAX_M2 = _tagged(
 
 
 def _dsml(section: str) -> CallForm:
-    """DeepSeek's markup since V3.2. It says of each value whether it is a string."""
+    """Build the form of DeepSeek since V3.2, whose markup says of each value whether it is a
+    string.
+    """
     return _tagged(
         Tagged(
             ('<｜DSML｜invoke name="', '">'),
@@ -151,7 +154,7 @@ def _dsml(section: str) -> CallForm:
 
 DEEPSEEK_V32, DEEPSEEK_V4 = _dsml("function_calls"), _dsml("tool_calls")
 GEMMA4 = CallForm(
-    field=_region(r"<\|tool_call>\s{0,4}(?:call)?:", r"<tool_call\|>"),  # models forget `call`
+    field=_region(r"<\|tool_call>\s{0,4}(?:call)?:", r"<tool_call\|>"),  # models omit `call`
     syntax=GemmaValues(":", '<|"|>'),
     before_name="<|tool_call>call:",
     before_arguments="",
@@ -178,7 +181,7 @@ def _listed(opening: str, closing: str, region: dict[str, Any], *markers: str) -
 GRANITE = _listed(
     "<|tool_call|>", "", _region(r"<\|?tool_call\|?>(?=\s{0,8}\[)", None), "<|tool_call|>"
 )  # Granite 3
-PHI4 = _listed(  # by its prompt's words, and with its tokens
+PHI4 = _listed(  # `functools` as its prompt asks for, or its special tokens
     "functools",
     "",
     _region(r"functools(?=\[)|<\|tool_call\|>", r"<\|/tool_call\|>"),
@@ -197,8 +200,8 @@ NEMOTRON = _listed(
 )
 
 
-# What a chat template contains -> the form. The first whose words are all there counts; None: a
-# form that is not read.
+# Words in a chat template -> the form. The first entry whose words all occur applies; None: a form
+# that is not implemented.
 CALL_FORMS: tuple[tuple[tuple[str, ...], CallForm | None], ...] = (
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
     (("[TOOL_CALLS]",), MISTRAL_LIST),
@@ -230,9 +233,7 @@ CALL_FORMS: tuple[tuple[tuple[str, ...], CallForm | None], ...] = (
 
 @dataclass(frozen=True)
 class Tags:
-    """What stands around reasoning: any of these texts. The first of each is what a forced answer
-    has.
-    """
+    """The delimiters of reasoning. All are recognized; a forced answer uses the first of each."""
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
@@ -247,8 +248,8 @@ THINK_GRANITE = Tags(
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),
 )
-# What a chat template contains -> the tags around reasoning. The first whose words are all there
-# counts.
+# Words in a chat template -> the tags around reasoning. The first entry whose words all occur
+# applies.
 REASONING: tuple[tuple[tuple[str, ...], Tags], ...] = (
     (("</seed:think>",), THINK_SEED),
     (("</think{}>", ":opensource"), THINK_HY3),
@@ -258,7 +259,7 @@ REASONING: tuple[tuple[tuple[str, ...], Tags], ...] = (
     (("[THINK]",), THINK_MISTRAL),
     (("Here is my thought process:",), THINK_GRANITE),
 )
-# What stands before an answer in a prompt.
+# The texts that precede an answer in a prompt.
 ANCHORS = (
     "<|im_start|>assistant\n",
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
@@ -276,9 +277,9 @@ ANCHORS = (
     "<｜hy_Assistant:opensource｜>",
 )
 
-HARMONY = "harmony"  # gpt-oss's format, which is none of the forms here
-# Names of other servers for parsers -> ours. Of several, the one that the chat template shows, else
-# the first.
+HARMONY = "harmony"  # gpt-oss's format, which is not one of these forms
+# Parser names of other servers -> forms. Of several, the one that the chat template shows applies,
+# else the first.
 TOOL_CALL_PARSERS: dict[str, tuple[CallForm | str, ...]] = {
     "hermes": (HERMES,),
     "granite4": (HERMES,),
@@ -306,19 +307,23 @@ TOOL_CALL_PARSERS: dict[str, tuple[CallForm | str, ...]] = {
     "poolside_v1": (GLM45, GLM47),
     "openai": (HARMONY,),
 }
-_THINKERS = (
-    *(
-        "qwen3",
-        "deepseek_r1",
-        "deepseek_v3",
-        "deepseek_v4",
-        "glm45",
-        "glm47",
-        "holo2",
-        "hunyuan_a13b",
-        "kimi_k2",
-    ),
-    *("mimo", "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "step3", "step3p5"),
+_THINKERS = (  # parsers of reasoning in <think> tags
+    "qwen3",
+    "deepseek_r1",
+    "deepseek_v3",
+    "deepseek_v4",
+    "glm45",
+    "glm47",
+    "holo2",
+    "hunyuan_a13b",
+    "kimi_k2",
+    "mimo",
+    "minimax_m2",
+    "nemotron_v3",
+    "olmo3",
+    "poolside_v1",
+    "step3",
+    "step3p5",
 )
 REASONING_PARSERS: dict[str, tuple[Tags | str, ...]] = {
     **dict.fromkeys(_THINKERS, (THINK,)),
@@ -333,7 +338,7 @@ REASONING_PARSERS: dict[str, tuple[Tags | str, ...]] = {
 
 
 def check_parser(flag: str, name: str | None) -> None:
-    """Raises ConfigError where `name`, the value of `flag`, is none that is known. None: not given."""
+    """Raise ConfigError if `name`, the value of `flag`, is unknown. None: the flag is not given."""
     known = REASONING_PARSERS if flag == "--reasoning-parser" else TOOL_CALL_PARSERS
     if name is not None and name not in known:
         raise ConfigError(
@@ -342,20 +347,22 @@ def check_parser(flag: str, name: str | None) -> None:
 
 
 def form_of(chat_template: str) -> CallForm | None:
-    """The form of calls in the answers of a model with this chat template."""
+    """Return the form of tool calls of a model with this chat template; None if it is not known."""
     text = chat_template.replace("\\n", "\n")
     return next((form for words, form in CALL_FORMS if all(word in text for word in words)), None)
 
 
 def tags_of(chat_template: str) -> Tags | None:
-    """The tags of reasoning in the answers of a model with this chat template."""
+    """Return the reasoning tags of a model with this chat template; None if they are not known."""
     return next(
         (tags for words, tags in REASONING if all(word in chat_template for word in words)), None
     )
 
 
 def response_template(form: CallForm | None, reasoning: Tags | None) -> dict[str, Any]:
-    """A response template, in transformers' format, for calls and reasoning of a family."""
+    """Build a response template, in transformers' format, for the calls and the reasoning of a
+    family.
+    """
     fields: dict[str, Any] = {}
     if reasoning is not None:
         fields["reasoning_content"] = {

@@ -1,5 +1,5 @@
-"""Where the regions of an answer begin and end: the part of a response template that transformers'
-parser is given.
+"""Detection of the regions of an answer: the part of a response template given to transformers'
+parser.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from freight.text.tokenizer import load_response_template
 
 @dataclass(frozen=True)
 class Finder:
-    """Finds regions: a template for transformers' parser, and characters without which a text goes
-    on in its region.
+    """A template for transformers' parser, and a fast test for text that has no markup.
 
-    first_of   region (None: outside of markup) -> the characters with which markup can begin there;
-               regions that are not in it have markup of which that is not known
+    first_of   region (None: outside of markup) -> the characters that can begin markup there;
+               regions whose markup has no known first characters are absent
     """
 
     template: Any
@@ -26,8 +25,9 @@ class Finder:
 
 
 def searchable(field: dict[str, Any]) -> dict[str, Any]:
-    """`field` without white space at the ends of its patterns: it would cost quadratic time, and we
-    drop it anyway.
+    """Remove white space from the beginning of patterns, in place; returns `field`.
+
+    Matching it would take quadratic time, and `Pieces` drops it anyway.
     """
     for key in ("open_pattern", "close_pattern"):
         if key in field:
@@ -36,7 +36,9 @@ def searchable(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_text(field: Mapping[str, Any]) -> dict[str, Any]:
-    """`field` as plain text. A transform has to be there, because patterns may have named groups."""
+    """Return `field` as a plain text field. The transform is needed because patterns may have named
+    groups.
+    """
     kept = {
         key: field[key]
         for key in ("open", "open_pattern", "close", "close_pattern")
@@ -46,7 +48,7 @@ def as_text(field: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_fields(fields: Mapping[str, Any], implicit: str) -> Any:
-    """A template of `fields` and text outside of them, which takes any prefix as a part of the
+    """Load a template of `fields` and of text outside them. It treats any prefix as part of the
     answer.
     """
     return load_response_template(
@@ -66,7 +68,7 @@ def finder_of(fields: Mapping[str, Any], implicit: str) -> Finder:
 
 
 def _first(field: Mapping[str, Any], key: str) -> frozenset[str]:
-    """The characters with which the markup in `field` begins; empty where that is not known."""
+    """Return the characters that can begin the markup of `field`; empty if they are not known."""
     literals = field.get(key, ())
     if literals:
         return frozenset(
@@ -84,7 +86,7 @@ def _first(field: Mapping[str, Any], key: str) -> frozenset[str]:
 
 
 def strings_in(value: Any) -> list[str]:
-    """All strings in a template."""
+    """Return all strings in a template."""
     if isinstance(value, Mapping):
         return [text for part in value.values() for text in strings_in(part)]
     if isinstance(value, list):

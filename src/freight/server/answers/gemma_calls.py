@@ -1,5 +1,5 @@
-"""The arguments of calls as Gemma 4 writes them: objects whose keys have no quotes and whose
-strings have marks of their own, `{city:<|"|>Rome<|"|>,days:2}`. Reading is linear.
+"""Tool calls of Gemma 4. Keys have no quotes, and strings have special quotes:
+`{city:<|"|>Rome<|"|>,days:2}`. Parsing is linear.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from freight.server.answers.tagged_calls import Literal, TokenIn, bounds_of, tex
 
 _BLANKS = re.compile(r"\s*")
 _KEY = re.compile(r"[^\s{}\[\]:,<>]{1,256}")
-_WORD = re.compile(r"[^\s{}\[\],<>][^{}\[\],<>\n]{0,4000}")  # up to what ends a value
-_POINT = re.compile(r"-?(?:0|[1-9]\d*)\.")  # a number that lacks its decimals
+_WORD = re.compile(r"[^\s{}\[\],<>][^{}\[\],<>\n]{0,4000}")  # up to the end of a bare value
+_POINT = re.compile(r"-?(?:0|[1-9]\d*)\.")  # a number whose decimals are missing
 _CONSTANTS = {
     "true": "true",
     "false": "false",
     "null": "null",
-    "none": "null",
-}  # the template prints None for null
-_DEEPEST = 64  # values inside each other
+    "none": "null",  # the template prints None for null
+}
+_DEEPEST = 64  # nested values
 _MOST_ITEMS = 64  # of an array in a forced call
 _SCALARS = ("integer", "number", "boolean", "null")
 
 
 @dataclass(frozen=True)
 class GemmaValues:
-    """Values between `{` and `}` after a name. `mark` stands around strings."""
+    """Arguments between `{` and `}` after a name. `mark`: the quote of strings."""
 
-    head: str  # what ends before the name
+    head: str  # the text right before the name
     mark: str
 
     def read(
         self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
     ) -> list[tuple[str, str]]:
-        """(name, arguments as JSON) of the call in a region. Raises ValueError."""
-        del tools  # values have their types
+        """Return (name, arguments as JSON) of the call in a region. Raises ValueError."""
+        del tools  # not needed: the markup shows the types of values
         text = opening + body
         at = text.index(self.head) + len(self.head)
         begin = text.index("{", at)
@@ -51,7 +51,7 @@ class GemmaValues:
         return [(text[at:begin].strip(), "".join(out))]
 
     def _value(self, text: str, at: int, out: list[str], depth: int) -> int:
-        """Append the value at `at` to `out`, as JSON; returns where it ends."""
+        """Append the value at `at` to `out`, as JSON; returns its end."""
         if depth > _DEEPEST:
             raise ValueError("values are nested too deeply")
         if text.startswith("{", at):
@@ -111,7 +111,7 @@ class GemmaValues:
     def part(
         self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
     ) -> Mapping[str, Any]:
-        """The form of the arguments of `function`, as keyword arguments of StructuredOutputs."""
+        """Return keyword arguments of StructuredOutputs for the arguments of `function`."""
         root = function.get("parameters")
         root = root if isinstance(root, Mapping) else {}
         rules = _Rules(self.mark, literal, token_in, root)
@@ -122,9 +122,7 @@ class GemmaValues:
 
 
 def _scalar(word: str) -> str:
-    """JSON of a value without marks: a constant, a number, else a string whose marks the model
-    forgot.
-    """
+    """Return the JSON of an unquoted value: a constant or a number, else a string."""
     word = word.strip()
     if word.lower() in _CONSTANTS:
         return _CONSTANTS[word.lower()]
@@ -138,9 +136,7 @@ def _scalar(word: str) -> str:
 
 
 class _Rules:
-    """The rules of one function's arguments. Objects and arrays whose schema says nothing may have
-    anything in them.
-    """
+    """The grammar rules of one function's arguments."""
 
     def __init__(
         self, mark: str, literal: Literal, token_in: TokenIn, root: Mapping[str, Any]
@@ -151,7 +147,7 @@ class _Rules:
         self._count = 0
 
     def value(self, schema: Any, depth: int) -> str:
-        """The rule of a value by `schema`."""
+        """Add the rule of a value that satisfies `schema`; returns the rule's name."""
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if isinstance(reference, str) and reference in self._references:
             return self._references[reference]
@@ -174,13 +170,11 @@ class _Rules:
         if isinstance(constants, list):
             return [self._constant(value) for value in constants]
         declared = schema.get("type")
-        types = (
-            [declared]
-            if isinstance(declared, str)
-            else declared
-            if isinstance(declared, list)
-            else []
-        )
+        types: list[Any] = []
+        if isinstance(declared, str):
+            types = [declared]
+        elif isinstance(declared, list):
+            types = declared
         if "object" in types or schema.get("properties"):
             return [
                 self._object(schema, depth),
@@ -192,7 +186,7 @@ class _Rules:
         return self._simple(schema, types, depth) or self._anything()
 
     def _simple(self, schema: Mapping[str, Any], types: Sequence[Any], depth: int) -> list[str]:
-        """Alternatives that are no objects."""
+        """Return the alternatives that are not objects."""
         choices = [self._string(bounds_of(schema))] if "string" in types else []
         if "array" in types:
             choices.append(self._array(schema, depth))
@@ -207,7 +201,7 @@ class _Rules:
         return choices
 
     def _anything(self) -> list[str]:
-        """Any value that is neither an object nor an array, of which nothing is known."""
+        """Return the alternatives of a value without a schema: any scalar."""
         return [
             self._string((0, None)),
             f"%json {json.dumps({'type': ['number', 'boolean', 'null']})}",
@@ -226,7 +220,7 @@ class _Rules:
         return json.dumps(value)
 
     def _key(self, name: str) -> str:
-        """The name of a property: with marks where it could not be read without."""
+        """Return the name of a property as it is written: quoted if it cannot be read otherwise."""
         plain = _KEY.fullmatch(name) is not None and name.strip('"') == name
         return name if plain else f"{self._mark}{name}{self._mark}"
 
@@ -241,17 +235,17 @@ class _Rules:
             value if isinstance(value, int) and 0 <= value <= _MOST_ITEMS else None
             for value in bounds
         )
-        most, item = (
-            _MOST_ITEMS if most is None else most,
-            self.value(schema.get("items", {}), depth + 1),
-        )
+        most = _MOST_ITEMS if most is None else most
+        item = self.value(schema.get("items", {}), depth + 1)
         if most == 0:
             return '"[]"'
         items = f'{item} ("," {item}){{{max((least or 0) - 1, 0)},{most - 1}}}'
         return f'"[" ({items}){"?" if not least else ""} "]"'
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> str:
-        """Properties in their order. Between two there is a comma, whichever are left out."""
+        """Return an object with its properties in order, separated by commas whichever are left
+        out.
+        """
         choices = []
         for properties, required in shapes_of(schema, self._root):
             name = self._new()

@@ -1,8 +1,8 @@
-"""Answers in harmony, gpt-oss's format: their parser, and the grammars that give them a form.
+"""Answers in harmony, gpt-oss's format: their parser, and the grammars that constrain them.
 
-An answer may reason first, in the channel `analysis`. Then comes the message that has to have a
-form: `final`, or a call. gpt-oss ends its turn with `<|call|>`, so a forced answer is one call,
-whatever `parallel_tool_calls` says.
+An answer may reason first, in the channel `analysis`. Then comes the constrained message: `final`,
+or a call. gpt-oss ends its turn with `<|call|>`, so a forced answer is one call, whatever
+`parallel_tool_calls` says.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class HarmonyFormat:
     reads_reasoning = True
 
     def __init__(self, tokenizer: Tokenizer, ids: Mapping[str, int]) -> None:
-        """ids: the token of each marker."""
+        """Keep the tokenizer's tokens. ids: the token of each marker."""
         self._special = SpecialTokens(tokenizer.special_texts - set(MARKERS))
         self._token = {marker: f"<[{token}]>" for marker, token in ids.items()}
 
     def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
-        """Reads one answer. A `ParserOf`: without tools, markup of calls is content."""
+        """Return the parser of one answer; a `ParserOf`. Without tools, calls are content."""
         return HarmonyParser(self._special, prompt_text, tools)
 
     def call_to(
@@ -42,20 +42,20 @@ class HarmonyFormat:
         parallel: bool,
         prompt_text: str | None,
     ) -> Mapping[str, Any]:
-        """A `ForcedCall`: one call of one of `names`. Raises ApiError 400 where a name is none of
-        `tools`.
+        """Return the grammar of one call of one of `names`; a `ForcedCall`. Raises ApiError 400 for
+        a name not in `tools`.
         """
         functions = forced_functions(tools, names)
         token, place = self._token, self._place(prompt_text)
         rules = [self._start(place, "call")]
-        if place in (Place.CONTENT, Place.CALL):  # a message that the prompt has begun ends first
+        if place in (Place.CONTENT, Place.CALL):  # first end the message that the prompt has begun
             rules = [f'start: {token[END]} {token[START]} "assistant" call']
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(functions))))
         kind = f'({token[CONSTRAIN]})? "json"'
         for index, function in enumerate(functions):
             to = json.dumps(f" to=functions.{function['name']}", ensure_ascii=False)
             rules.append(f"call_{index}: head_{index} {token[MESSAGE]} @arguments_{index}")
-            # as the model writes a call, and as the chat template does
+            # The first header is the model's way to write a call, the second the chat template's.
             rules.append(
                 f'head_{index}: {token[CHANNEL]} "commentary" {to} (" " {kind})?'
                 f' | {to} {token[CHANNEL]} "commentary" (" " {kind})?'
@@ -67,7 +67,7 @@ class HarmonyFormat:
         return {"grammar": "\n".join(rules), "parts": parts}
 
     def form_to(self, form: Mapping[str, Any], prompt_text: str) -> Mapping[str, Any]:
-        """An `AfterReasoning`: `form` is that of the message in the channel `final`."""
+        """Return the grammar of an answer whose `final` message has `form`; an `AfterReasoning`."""
         token, place = self._token, self._place(prompt_text)
         if place in (Place.CONTENT, Place.CALL):
             return form
@@ -78,13 +78,14 @@ class HarmonyFormat:
         return {"grammar": "\n".join(rules), "parts": {"form": form}}
 
     def _place(self, prompt_text: str | None) -> Place:
-        """Where an answer to this prompt begins."""
+        """Return where in a message an answer to this prompt begins."""
         return HarmonyParser(self._special, prompt_text, ()).place
 
     def _start(self, place: Place, then: str) -> str:
-        """Rules for an answer that may reason, or goes on with it, before the rule `then`."""
+        """Return rules for an answer that may reason, or continues to, before the rule `then`."""
         token = self._token
         rest = f'THOUGHT {token[END]} {token[START]} "assistant"'
         if place is not Place.REASONING:
             rest = f'({token[CHANNEL]} "analysis" {token[MESSAGE]} {rest})?'
-        return f"start: {rest} {then}\nTHOUGHT: /(?s:.)*/"  # which no special token matches
+        # THOUGHT matches no special token, so it ends at the next marker.
+        return f"start: {rest} {then}\nTHOUGHT: /(?s:.)*/"

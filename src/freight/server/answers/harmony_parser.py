@@ -1,18 +1,18 @@
-"""A model's text in harmony, the format of gpt-oss, divided into pieces.
+"""Parser of harmony, the format of gpt-oss: divides a model's text into pieces.
 
-`analysis` is reasoning; `final`, `commentary` without a recipient, and any channel that is not
-known are content; a message to `functions.NAME`, or to the name of a tool, is a call. The recipient
-may stand before or after the channel.
+`analysis` is reasoning; `final`, `commentary` without a recipient, and any unknown channel are
+content; a message to `functions.NAME`, or to the name of a tool, is a call. The recipient may stand
+before or after the channel.
 
-- Nothing raises. A call that cannot be read, or that is not whole, is content, exactly as the model
+- Nothing raises. A call that cannot be read, or is incomplete, is content, exactly as the model
   wrote it.
-- Texts are given to the character. Two messages of one kind have a blank line between them.
-- A header that the end of the answer cuts is dropped: it has no text. One that the model ends
-  itself is content.
-- Chunks of any size give the same pieces when these are joined, and the cost is linear.
+- Texts are kept to the character. A blank line separates two messages of one kind.
+- A header cut by the end of the answer is dropped: it has no text. One that the model ends itself
+  is content.
+- Chunks of any size give the same pieces once these are joined, and the cost is linear.
 
-It is no response template of transformers, because those find regions by one pattern each: parts of
-a header in any order, and a header that is cut, have none.
+A response template of transformers could not express this: it finds a region by one pattern, and no
+pattern matches a header with its parts in any order, or one that is cut.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LONGEST_CALL = 1 << 20  # characters; longer ones are content
 
 
 class Place(Enum):
-    """Where in a message a text ends."""
+    """A position in a message."""
 
     HEADER = auto()
     REASONING = auto()
@@ -47,7 +47,7 @@ class Place(Enum):
 
 
 def _begun(prompt_text: str | None) -> str:
-    """The message that a prompt ends with, without its role where nothing follows that."""
+    """Return the message that a prompt ends with; "" if it consists of a role only."""
     _, start, begun = (prompt_text or "").rpartition(START)
     return begun if start and _MARKER.search(begun) else ""
 
@@ -56,10 +56,10 @@ class HarmonyParser:
     """Reads one answer in harmony; a `MessageParser`.
 
     special      strips the tokenizer's other special tokens
-    prompt_text  what is answered; None, not known, ends where a header begins
-    tools        without any, calls are content as they are written
+    prompt_text  the prompt; None, if unknown, counts as one that ends before a header
+    tools        without any, calls are content, as written
 
-    `place` is where the text so far ends: at first, where an answer to the prompt begins.
+    `place` is the position at the end of the text so far: at first, at the end of the prompt.
     """
 
     def __init__(
@@ -78,24 +78,24 @@ class HarmonyParser:
         self._call: list[str] = []  # text of the call
         self._call_size = 0
         self._name = ""  # of the function that is called
-        self._given: PieceKind | None = None  # the kind of the last text
-        self._apart = False  # whether a message has begun since then
+        self._last_kind: PieceKind | None = None  # the kind of the last text
+        self._is_new_message = False  # whether a message has begun since then
         self._finished = False
         self._out = Pieces()
         self._feed(_begun(prompt_text))
         self._text(self._held)
-        self._out, self._given, self._held = Pieces(), None, ""
+        self._out, self._last_kind, self._held = Pieces(), None, ""
 
     def feed(self, text: str) -> list[Piece]:
-        """Take more text, special tokens included; returns what is certain by now."""
+        """Take more text, special tokens included; returns the pieces that are certain by now."""
         if self._finished:
             return []
         self._feed(self._special.feed(text))
         return self._out.take()
 
     def finish(self, complete: bool) -> list[Piece]:
-        """No more text comes. `complete`: the model ended by itself. A call that is not whole comes
-        as content.
+        """End the text; returns the last pieces. complete: the model ended by itself. An incomplete
+        call is content.
         """
         if self._finished:
             return []
@@ -150,10 +150,7 @@ class HarmonyParser:
                 self._begin_header("" if ends else marker)
             else:
                 self._add_to_header(marker)
-        elif ends or marker in (
-            START,
-            CHANNEL,
-        ):  # the last two: a message that the model did not end
+        elif ends or marker in (START, CHANNEL):  # these two: the model did not end its message
             if self.place is Place.CALL:
                 self._close_call(marker if ends else "", True)
             self._begin_header("" if ends else marker)
@@ -162,7 +159,7 @@ class HarmonyParser:
 
     def _begin_header(self, text: str) -> None:
         self.place, self._header, self._header_size = Place.HEADER, [text], len(text)
-        self._apart = True
+        self._is_new_message = True
 
     def _add_to_header(self, text: str) -> None:
         self._header.append(text)
@@ -171,32 +168,31 @@ class HarmonyParser:
             self._header_is_text()
 
     def _is_text(self) -> bool:
-        """Whether text stands where a header can only begin with a control token, white space or a
-        recipient.
+        """Return whether the header has text where only a control token, white space or a recipient
+        may begin.
         """
         text = "".join(self._header).lstrip()
         return not text.startswith((START, CHANNEL)) and not "to=".startswith(text[:3])
 
     def _message_header(self) -> str:
-        """The header as it would stand in the first message of an answer, where the prompt has its
-        beginning.
+        """Return the header without `<|start|>assistant`, which the prompt has for the first
+        message.
         """
         return "".join(self._header).removeprefix(f"{START}assistant")
 
     def _header_is_text(self, closing: str = "") -> None:
-        """What was read as a header is the beginning of content."""
+        """Turn what was read as a header into the beginning of content."""
         text = self._message_header()
         self.place = Place.CONTENT
-        if (
-            text.strip() or self._header_size > _LONGEST_HEADER
-        ):  # white space between messages is no text
+        # White space between messages is dropped.
+        if text.strip() or self._header_size > _LONGEST_HEADER:
             self._say(PieceKind.CONTENT, text + closing)
 
     def _begin_message(self) -> None:
         header = "".join(self._header)
         channel, recipient = _CHANNEL_NAME.search(header), _RECIPIENT.search(header)
         to = recipient[1] if recipient else ""
-        self._apart = True
+        self._is_new_message = True
         if to.startswith("functions.") or to in self._names:
             self.place, self._name = Place.CALL, to.removeprefix("functions.")
             self._call, self._call_size = [self._message_header(), MESSAGE], 0
@@ -204,9 +200,9 @@ class HarmonyParser:
             self.place = Place.REASONING if channel and channel[1] == "analysis" else Place.CONTENT
 
     def _say(self, kind: PieceKind, text: str) -> None:
-        if self._apart and self._given is kind:
+        if self._is_new_message and self._last_kind is kind:
             text = f"\n\n{text}"
-        self._given, self._apart = kind, False
+        self._last_kind, self._is_new_message = kind, False
         self._out.verbatim(text, kind)
 
     def _add_to_call(self, text: str) -> None:
@@ -216,18 +212,20 @@ class HarmonyParser:
             self.place = Place.CONTENT
             self._say(PieceKind.CONTENT, "".join(self._call))
 
-    def _close_call(self, closing: str, whole: bool) -> None:
+    def _close_call(self, closing: str, is_complete: bool) -> None:
         self.place = Place.HEADER
-        arguments = self._arguments("".join(self._call[2:])) if whole and self._has_tools else None
+        arguments = None
+        if is_complete and self._has_tools:
+            arguments = self._arguments("".join(self._call[2:]))
         if arguments is None:
             self._say(PieceKind.CONTENT, "".join([*self._call, closing]))
         else:
             self._out.calls([Piece(PieceKind.TOOL_CALL, arguments, self._name)])
 
     def _arguments(self, body: str) -> str | None:
-        """The arguments of a call, as JSON; None where its text is not the JSON of an object."""
+        """Return the arguments of a call, as JSON, or None if its text is not a JSON object."""
         try:
-            self._name.encode()  # raises for what is no Unicode
+            self._name.encode()  # raises for a lone surrogate
             texts = arguments_texts(body, [json.loads(body) if body.strip() else None])
         except Exception:  # also RecursionError
             return None

@@ -19,10 +19,9 @@ _BETWEEN = re.compile(r"[\s,;]*")
 
 @dataclass(frozen=True)
 class ListedCalls:
-    """Reads one list, or objects one after the other. Names and arguments stand side by side in
-    each.
+    """The syntax of a list of calls, or of several objects in a row, with name and arguments.
 
-    implied  whether a name without arguments is a call too
+    implied  whether a name without arguments is also a call
     """
 
     implied: bool = True
@@ -30,7 +29,7 @@ class ListedCalls:
     def read(
         self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
     ) -> list[tuple[str, str]]:
-        """(name, arguments as JSON) of the calls in a region. Raises ValueError, KeyError or
+        """Return (name, arguments as JSON) of the calls in a region. Raises ValueError, KeyError or
         TypeError.
         """
         del opening, tools
@@ -41,21 +40,21 @@ class ListedCalls:
             arguments = [_arguments(one, self.implied) for one in functions]
             texts = arguments_texts(text, arguments)
             if texts is None:
-                raise ValueError("arguments are no object")
+                raise ValueError("arguments are not an object")
             found += zip([one["name"] for one in functions], texts, strict=True)
         return found
 
     def part(
         self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
     ) -> Mapping[str, Any]:
-        """The form of the arguments of `function`, as keyword arguments of StructuredOutputs."""
+        """Return keyword arguments of StructuredOutputs for the arguments of `function`."""
         del literal, token_in
         return {"json": arguments_schema(function)}
 
 
 def _arguments(function: Mapping[str, Any], implied: bool) -> Any:
-    """The arguments of a call, which models call parameters too. Raises ValueError where they may
-    have another name.
+    """Return the arguments of a call; models also name them parameters. Raises ValueError if they
+    may have another name.
     """
     for key in ("arguments", "parameters"):
         if key in function:
@@ -66,7 +65,7 @@ def _arguments(function: Mapping[str, Any], implied: bool) -> Any:
 
 
 def _values(text: str) -> Iterator[tuple[str, Any]]:
-    """Each JSON value in `text`, with what was written."""
+    """Yield each JSON value in `text`, with its text."""
     decoder = json.JSONDecoder()
     at = len(text) - len(text.lstrip())
     while at < len(text):

@@ -1,6 +1,4 @@
-"""The pieces of an answer on their way out: white space beside markup and special tokens are
-dropped here.
-"""
+"""Output of the parsers: pieces, without white space next to markup and without special tokens."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ _LIKE_A_TAG = re.compile(r"</?\w+>")
 
 
 class Pieces:
-    """Collects pieces. White space that touches markup is dropped, all other is kept, whatever
-    chunks it comes in.
-    """
+    """Collects pieces. Drops white space next to markup and keeps all other, in any chunking."""
 
     def __init__(self) -> None:
         self._ready: list[Piece] = []
@@ -26,7 +22,7 @@ class Pieces:
         self._after_mark = False
 
     def add(self, kind: PieceKind, text: str) -> None:
-        """More content or reasoning."""
+        """Add content or reasoning."""
         if self._after_mark:
             text = text.lstrip(_BLANKS)
             if not text:
@@ -42,7 +38,7 @@ class Pieces:
             self._blanks.append(text[len(inner) :])
 
     def mark(self) -> None:
-        """Here was markup."""
+        """Note that markup stands here."""
         self._blanks.clear()
         self._after_mark = True
 
@@ -52,7 +48,7 @@ class Pieces:
         self._ready += calls
 
     def verbatim(self, text: str, kind: PieceKind = PieceKind.CONTENT) -> None:
-        """Content, or reasoning, of which every character counts."""
+        """Add content or reasoning with all of its white space."""
         if text:
             self._begin(kind)
             self._texts += [*self._blanks, text]
@@ -60,12 +56,12 @@ class Pieces:
             self._after_mark = False
 
     def finish(self) -> None:
-        """No markup follows."""
+        """Note that no markup follows."""
         self._texts += self._blanks
         self._blanks.clear()
 
     def take(self) -> list[Piece]:
-        """What is certain by now, once."""
+        """Return the pieces that are certain by now, and forget them."""
         self._end()
         ready, self._ready = self._ready, []
         return ready
@@ -85,9 +81,9 @@ class Pieces:
 
 
 class SpecialTokens:
-    """Special tokens to be removed from texts.
+    """Special tokens that are removed from texts.
 
-    Those that look like tags of HTML (`<s>`) stay: a model that writes HTML spells them with
+    Those that look like HTML tags (`<s>`) are kept: a model that writes HTML spells them with
     ordinary tokens.
     """
 
@@ -130,7 +126,7 @@ class Stripper:
         return "".join(given)
 
     def finish(self) -> str:
-        """The rest, in which no special token can be any more."""
+        """Return the rest of the text, without special tokens."""
         rest, self._held = self._held, ""
         pattern = self._tokens.pattern
         return rest if pattern is None else pattern.sub("", rest)

@@ -1,16 +1,14 @@
-"""A model's text divided into pieces by transformers' ResponseParser, with guarantees that it does
-not give.
+"""Parser of answers by a response template: transformers' ResponseParser, with more guarantees.
 
-- Nothing raises. A call that cannot be read, or that is not whole, is content, exactly as the model
+- Nothing raises. A call that cannot be read, or is incomplete, is content, exactly as the model
   wrote it.
-- Nothing is lost but markup that was understood, with the white space that touches it, and special
-  tokens.
-- Chunks of any size give the same pieces when these are joined.
-- The cost is linear. transformers' parser keeps all text that it was given and searches in it, so
-  it gets no more than a few thousand characters before another one continues in its place.
+- Nothing is lost but parsed markup, with the white space next to it, and special tokens.
+- Chunks of any size give the same pieces once these are joined.
+- The cost is linear. transformers' parser keeps all its text and searches in it, so a new one
+  replaces it after some thousand characters.
 
 transformers' parser only finds regions here: it runs on a copy of the template in which every field
-is plain text. The text of a call is read once it is whole, by the template itself.
+is plain text. The text of a call is parsed once it is complete, by the template itself.
 """
 
 from __future__ import annotations
@@ -44,25 +42,26 @@ logger = logging.getLogger("freight")
 
 _CALLS = "tool_calls"
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_OTHER = "text outside of all fields"  # the name of a field of ours
+_OTHER = "text outside of all fields"  # the name of an added field
 _SLICE = 4096  # characters that transformers' parser gets at once
-_LIFE = 16384  # characters that one of transformers' parsers gets in its life
+_LIFE = 16384  # characters that one of transformers' parsers gets before it is replaced
 _LONGEST_CALL = 1 << 20  # characters; longer ones are content
 
 
 @dataclass(frozen=True)
 class Markup:
-    """A response template, prepared. `with_calls` and `without_calls` find regions; None: there are
-    none to find.
+    """A prepared response template.
 
-    calls       the template that reads the text of one region of calls
-    form        the form that reads it in place of `calls`, where it has a syntax of its own
-    typed       whether `calls` needs the tools' schemas, because values have no types in its markup
-    reasoning   the name of the field of reasoning
-    implicit    the name of the field of text outside of markup
-    keeps_rest  whether that text is content; no, where the template has a markup for content
-    special     strips special tokens
-    anchor      finds where an answer begins in a prompt
+    with_calls     finds regions, calls included; None: there are no calls
+    without_calls  finds the other regions; None: there are none
+    calls          the template that parses the text of one region of calls
+    form           the form that parses it instead of `calls`, if it has its own syntax
+    typed          whether `calls` needs the tools' schemas, because its markup has no types
+    reasoning      the name of the field of reasoning
+    implicit       the name of the field of text outside of markup
+    keeps_rest     whether that text is content; False if the template has markup for content
+    special        strips special tokens
+    anchor         finds the beginning of an answer in a prompt
     """
 
     with_calls: Finder | None
@@ -77,21 +76,21 @@ class Markup:
     anchor: Any
 
     def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
-        """Reads one answer to `prompt_text` (None: not known). Without tools, markup of calls is
-        content.
+        """Return the parser of an answer to `prompt_text` (None: unknown). Without tools, markup of
+        calls is content.
         """
         return _Reader(self, prompt_text or "", tools)
 
     def begins_in_reasoning(self, prompt_text: str) -> bool:
-        """Whether an answer to this prompt begins within reasoning."""
+        """Return whether an answer to this prompt begins within reasoning."""
         return (
             self.reasoning is not None
             and self.entry(prompt_text, self.without_calls)[0] == self.reasoning
         )
 
     def entry(self, prompt_text: str, finder: Finder | None) -> tuple[str | None, str]:
-        """The region in which an answer to this prompt begins, and a text that leads a new parser
-        there.
+        """Return the region in which an answer to this prompt begins, and a prefix that leads a new
+        parser there.
         """
         if finder is None:
             return None, ""
@@ -105,7 +104,7 @@ class Markup:
         if not tags:
             return None, "." if begun.strip() else ""
         opening = tags[-1].group()
-        if not ends:  # no answer begins at a place that we know: only a tag at the very end counts
+        if not ends:  # the beginning of the answer is unknown: only a tag at the very end counts
             inside = prompt_text.rstrip().endswith(opening.strip())
         else:
             inside = _region(response_parser(template, begun)) == self.reasoning
@@ -115,10 +114,11 @@ class Markup:
 def markup_of(
     tokenizer: Tokenizer, template: Mapping[str, Any], form: CallForm | None = None
 ) -> Markup:
-    """`template` prepared for the model with this tokenizer. Raises ValueError where transformers
-    cannot read it.
+    """Prepare `template` for the model with this tokenizer.
 
-    form: the one of which `template` was made
+    form  the form that `template` was built from
+
+    Raises ValueError if transformers cannot read the template.
     """
     anchor = load_response_template(template).start_anchor_re
     fields = {name: searchable(dict(field)) for name, field in template["fields"].items()}
@@ -149,7 +149,7 @@ def markup_of(
 
 
 def _region(parser: Any) -> str | None:
-    """The explicit region in which a new parser is after its prefix."""
+    """Return the explicit region that a new parser is in after its prefix."""
     region = None
     for event in parser.initial_events:
         region = event["field"] if event["type"] != "region_close" else None
@@ -168,17 +168,16 @@ class _Reader:
         self._names = {(tool.get("function") or tool).get("name") for tool in tools}
         self._special = markup.special.stripper()
         self._out = Pieces()
-        self._held = ""  # what transformers' parser was given, and has no event for yet
+        self._held = ""  # text that transformers' parser has, and has reported no event for
         self._fed = 0
         self._region: str | None = None  # None: outside of markup
         self._opening = ""  # the text that opened the region
         self._call: list[str] = []  # the text of a call so far, after its opening
         self._call_size = 0
-        self._given_up = False  # the call is too long, and comes as content
+        self._given_up = False  # the call is too long, and becomes content
         self._section_end = markup.form.section_end if markup.form is not None else ""
-        self._behind: str | None = (
-            None  # after a call: what may become the end of the section; None: not after a call
-        )
+        # Text after a call that may become the end of the section; None: not after a call.
+        self._behind: str | None = None
         self._finished = False
         self._parser: Any = None
         if finder is not None:
@@ -189,7 +188,7 @@ class _Reader:
                 self._out.mark()
 
     def feed(self, text: str) -> list[Piece]:
-        """Take more text, special tokens included; returns what is certain by now."""
+        """Take more text, special tokens included; returns the pieces that are certain by now."""
         if self._finished:
             return []
         text = self._special.feed(text)
@@ -198,8 +197,8 @@ class _Reader:
         return self._out.take()
 
     def finish(self, complete: bool) -> list[Piece]:
-        """No more text comes. `complete`: the model ended by itself. A call that is not whole comes
-        as content.
+        """End the text; returns the last pieces. complete: the model ended by itself. An incomplete
+        call is content.
         """
         if self._finished:
             return []
@@ -227,9 +226,9 @@ class _Reader:
             self._give_up()
 
     def _give_up(self) -> None:
-        """The rest is content: a fault of a checkpoint's template must not end a request."""
+        """Treat the rest as content: a faulty template in a checkpoint must not end a request."""
         logger.exception(
-            "reading an answer by its response template failed; the rest of it is given as content"
+            "parsing an answer by its response template failed; the rest of it is sent as content"
         )
         self._give_behind()
         if self._region == _CALLS:
@@ -239,11 +238,11 @@ class _Reader:
 
     def _scan(self, text: str) -> None:
         if self._region == _CALLS and self._template.fields[_CALLS].close_re is None:
-            self._add_to_call(text)  # nothing ends this region but the end of the answer
+            self._add_to_call(text)  # only the end of the answer ends this region
             return
         first = None if self._held else self._first_of.get(self._region)
         if first is not None and first.isdisjoint(text):
-            self._text(text)  # as transformers' parser would, at a tenth of the cost
+            self._text(text)  # the same as with transformers' parser, at a tenth of the cost
             return
         self._held += text
         self._walk(self._parser.feed(text), False)
@@ -252,7 +251,7 @@ class _Reader:
             self._renew()
 
     def _renew(self) -> None:
-        """Let a new parser go on in the same region, without the text behind it."""
+        """Continue with a new parser in the same region, without the earlier text."""
         if self._region == _CALLS and self._template.fields[_CALLS].close_re is None:
             return
         parser = response_parser(self._template, "." if self._region is None else self._opening)
@@ -267,8 +266,8 @@ class _Reader:
         self._walk(parser.feed(self._held), False)
 
     def _walk(self, events: Sequence[Mapping[str, Any]], complete: bool) -> None:
-        """Follow transformers' events through the held text: they do not tell the text of the
-        markup itself.
+        """Match transformers' events with the held text: they do not report the text of the markup
+        itself.
         """
         held, at = self._held, 0
         for event in events:
@@ -312,8 +311,8 @@ class _Reader:
             self._out.add(kind, text)
 
     def _after_call(self, text: str) -> str:
-        """What of `text`, which follows a call, is content. The end of the section is none."""
-        text = text.lstrip(" \t\r\n")  # which touches markup
+        """Return the content in `text`, which follows a call; the end of the section is dropped."""
+        text = text.lstrip(" \t\r\n")  # white space next to markup
         if text.startswith(self._section_end):
             self._behind = None
             return text.removeprefix(self._section_end)
@@ -321,7 +320,7 @@ class _Reader:
         return text if self._behind is None else ""
 
     def _give_behind(self) -> None:
-        """What was held back after a call is no end of a section."""
+        """Output the text held back after a call: it is not the end of a section."""
         text, self._behind = self._behind or "", None
         self._out.add(PieceKind.CONTENT, text)
 
@@ -329,25 +328,25 @@ class _Reader:
         self._call_size += len(text)
         if self._call_size <= _LONGEST_CALL:
             self._call.append(text)
-        else:  # the end of this call changes nothing any more
+        else:  # too long for a call: content, even if it ends later
             self._out.verbatim("".join([*self._raw_call(), text]))
             self._given_up = True
 
     def _raw_call(self) -> list[str]:
-        """What of the call has not been given as content."""
+        """Return the text of the unfinished call that was not yet sent, and forget it."""
         raw = [] if self._given_up else [self._opening, *self._call]
         self._call = []
         return raw
 
     def _close(self, closing: str | None, complete: bool) -> None:
-        """`closing` None: the answer ended within the region."""
+        """Close the region. closing: its markup; None: the answer ended within the region."""
         if self._region == _CALLS:
             self._close_call(closing or "", complete or closing is not None)
         elif closing is not None:
             self._out.mark()
         self._region = None
 
-    def _close_call(self, closing: str, whole: bool) -> None:
+    def _close_call(self, closing: str, is_complete: bool) -> None:
         body = "".join(self._call)
         raw = "".join([*self._raw_call(), closing])
         syntax = self._markup.form.syntax if self._markup.form is not None else None
@@ -356,7 +355,7 @@ class _Reader:
             end, body = (
                 (len(body + closing), body + closing) if closing else (syntax.rest(body), body)
             )
-        calls = self._calls(raw, body[:end]) if whole and not self._given_up else None
+        calls = self._calls(raw, body[:end]) if is_complete and not self._given_up else None
         if calls:
             self._out.calls(calls)
             self._behind = "" if self._section_end else None
@@ -366,11 +365,11 @@ class _Reader:
         self._region = None
 
     def _calls(self, raw: str, body: str) -> list[Piece] | None:
-        """The calls in a region, or None when they cannot be read."""
+        """Return the calls in a region, or None if they cannot be read."""
         try:
             calls = self._read(raw, body)
             for name, text in calls:
-                f"{name}{text}".encode()  # raises for what is no Unicode
+                f"{name}{text}".encode()  # raises for a lone surrogate
         except Exception:
             return None
         names = [name for name, _ in calls]
@@ -381,7 +380,7 @@ class _Reader:
         return [Piece(PieceKind.TOOL_CALL, text, name) for name, text in calls]
 
     def _read(self, raw: str, body: str) -> list[tuple[str, str]]:
-        """(name, arguments as JSON) of the calls in a region. Raises where these cannot be read."""
+        """Return (name, arguments as JSON) of the calls in a region. Raises for unreadable ones."""
         form = self._markup.form
         if form is not None and form.syntax is not None:
             return form.syntax.read(self._opening, body, self._tools)
@@ -389,10 +388,10 @@ class _Reader:
         functions = [call["function"] for call in _flat(message[_CALLS])]
         texts = arguments_texts(body, [function.get("arguments") for function in functions])
         if texts is None:
-            raise ValueError("arguments are no object")
+            raise ValueError("arguments are not an object")
         return list(zip([function["name"] for function in functions], texts, strict=True))
 
 
 def _flat(calls: list[Any]) -> list[Any]:
-    """Calls of all regions; a region has one, or a list."""
+    """Return the calls of all regions in one list; a region has one call, or a list."""
     return [call for entry in calls for call in (entry if isinstance(entry, list) else [entry])]

@@ -1,5 +1,5 @@
-"""What an assistant's text is made of: content, reasoning, tool calls. Parsers of a model's markup
-make them.
+"""Pieces of an assistant's text: content, reasoning, tool calls. Parsers of a model's markup make
+them.
 """
 
 from __future__ import annotations
@@ -18,38 +18,36 @@ class PieceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a message. `text` is what is new of content or reasoning, or all arguments of one
-    call, as JSON.
-    """
+    """A part of a message. `text`: new content or reasoning, or all arguments of a call (JSON)."""
 
     kind: PieceKind
     text: str
-    name: str = ""  # of the function that is called
+    name: str = ""  # of the called function
 
 
 class MessageParser(Protocol):
-    """Reads one completion of an assistant as it grows."""
+    """A parser of one completion of an assistant, in chunks."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Take more text, special tokens included; returns what is certain by now."""
+        """Take more text, special tokens included; returns the pieces that are certain by now."""
 
     def finish(self, complete: bool) -> list[Piece]:
-        """No more text comes. `complete`: the model ended by itself. A call that is not whole comes
-        as content.
+        """End the text; returns the last pieces. complete: the model ended by itself. An incomplete
+        call is content.
         """
 
 
-# From the rendered prompt (None: not known) and the request's tools (JSON schemas, as OpenAI's API
-# has them).
+# Makes a parser from the rendered prompt (None: unknown) and the request's tools (as in OpenAI's
+# API).
 ParserOf = Callable[[str | None, Sequence[Mapping[str, Any]]], MessageParser]
 
-# Keyword arguments of StructuredOutputs for an answer that is a call, from the tools, the names of
-# those of which one has to be called, whether there may be several calls, and the rendered prompt
-# (None: not known yet).
+# Makes keyword arguments of StructuredOutputs for an answer that is a call, from the tools, the
+# names of which one must be called, whether several calls are allowed, and the rendered prompt
+# (None: unknown yet).
 ForcedCall = Callable[
     [Sequence[Mapping[str, Any]], Sequence[str], bool, str | None], Mapping[str, Any]
 ]
 
-# Keyword arguments of StructuredOutputs for an answer that reasons and then has a form, from the
-# keyword arguments of that form and the rendered prompt.
+# Makes keyword arguments of StructuredOutputs for an answer that reasons and then has a form, from
+# the keyword arguments of that form and the rendered prompt.
 AfterReasoning = Callable[[Mapping[str, Any], str], Mapping[str, Any]]

@@ -1,11 +1,9 @@
-"""How tool calls are written whose arguments are JSON, as data: for checkpoints that bring no
-response template.
+"""Forms of tool calls with JSON arguments, as data: for checkpoints without a response template.
 
-`call_families.py` has the other forms, and says which family has which. The `field` of a form is
-the entry `tool_calls` of a response template, in transformers' format; the other values say how to
-force a call in the same form. White space around markup is not part of any pattern: `tools.py`
-treats it the same for every family, and patterns that begin with `\\s*` take quadratic time on long
-runs of it.
+`call_families.py` has the other forms, and maps families to forms. The `field` of a form is the
+entry `tool_calls` of a response template, in transformers' format; the other values serve to force
+a call in the same form. White space around markup is not part of any pattern: `out.py` drops it for
+every family, and patterns that begin with `\\s*` take quadratic time on long runs of it.
 """
 
 from __future__ import annotations
@@ -19,35 +17,35 @@ from freight.server.answers.tagged_calls import Literal, TokenIn
 
 
 class Syntax(Protocol):
-    """How calls are written whose arguments are not the JSON of one object after a name."""
+    """A syntax of calls for which a response template is not enough."""
 
     def read(
         self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
     ) -> list[tuple[str, str]]:
-        """(name, arguments as JSON) of the calls in a region. Raises ValueError and other
-        Exceptions of broken text.
+        """Return (name, arguments as JSON) of the calls in a region. Raises ValueError and other
+        Exceptions for malformed text.
         """
 
     def part(
         self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
     ) -> Mapping[str, Any]:
-        """The form of the arguments of `function`, as keyword arguments of StructuredOutputs."""
+        """Return keyword arguments of StructuredOutputs for the arguments of `function`."""
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a family writes tool calls: opening, calls with `between` between two, closing.
+    """The form of a family's tool calls: opening, calls joined by `between`, closing.
 
     A call is before_name, name, before_arguments, arguments, after_arguments. Arguments are JSON,
-    or as `syntax` says.
+    or in `syntax`.
 
     field        the entry `tool_calls` of a response template
-    syntax       reads the text of a region in place of `field`
+    syntax       parses the text of a region instead of `field`
     quoted       whether the name is a JSON string
     numbered     whether `:` and a number follow the name
-    section_end  what may stand behind the last call, and is no content there
+    section_end  markup that may follow the last call, and is not content there
     markers      parts of the markup that may be special tokens
-    most_calls   how many a forced answer may have
+    most_calls   calls of a forced answer at most
     """
 
     field: Mapping[str, Any]
@@ -75,7 +73,9 @@ _DEEPSEEK_MARKERS = (
 
 
 def _named(opening: str, closing: str) -> dict[str, Any]:
-    """Arguments as JSON between two patterns, the first of which has the group `name`."""
+    """Build a field with JSON arguments between two patterns, the first of which has the group
+    `name`.
+    """
     return {
         "open_pattern": opening,
         "close_pattern": closing,
@@ -94,7 +94,7 @@ HERMES = CallForm(  # Hermes, Qwen 2.5 and 3
     between="\n",
     markers=("<tool_call>", "</tool_call>"),
 )
-LLAMA3 = CallForm(  # an answer that is a call from its first character, or from <|python_tag|>
+LLAMA3 = CallForm(  # a call from the first character of the answer, or from <|python_tag|>
     field={
         "open_pattern": r'<\|python_tag\|>|\A\s{0,16}(?=\{\s{0,16}"(?:name|type|function)"\s{0,16}:)',
         "repeats": True,
@@ -128,7 +128,7 @@ MISTRAL_LIST = CallForm(  # the tokenizers v2 to v7
 MISTRAL_ARGS = CallForm(  # the tokenizers from v11 on
     field=_named(
         r"\[TOOL_CALLS\]\s{0,4}(?P<name>[^\[\]{}\s]{1,256})(?:\[CALL_ID\][^\[\]{}\s]{1,64})?"
-        r"(?:\[ARGS\]|(?=\{))",  # models forget [ARGS]
+        r"(?:\[ARGS\]|(?=\{))",  # models omit [ARGS]
         r"(?=\[TOOL_CALLS\])",
     ),
     before_name="[TOOL_CALLS]",
@@ -168,7 +168,7 @@ DEEPSEEK_V31 = CallForm(
     quoted=False,
     markers=_DEEPSEEK_MARKERS,
 )
-KIMI_K2 = CallForm(  # a call has a number behind its name; a number alone is no name
+KIMI_K2 = CallForm(  # a number follows the name of a call; a number alone is not a name
     field=_named(
         r"(?:<\|tool_calls_section_begin\|>\s{0,64})?<\|tool_call_begin\|>\s{0,4}(?:functions\.)?"
         r"(?P<name>(?!\d{1,9}\s{0,4}<)[^\s<:]{1,256})(?::\d{1,9})?\s{0,4}<\|tool_call_argument_begin\|>",

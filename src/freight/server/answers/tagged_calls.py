@@ -1,9 +1,8 @@
-"""Calls in which every argument has tags of its own, as GLM, Qwen3-Coder, MiniMax and DeepSeek V3.2
-write them.
+"""Calls with a tag for every argument, as in GLM, Qwen3-Coder, MiniMax and DeepSeek V3.2.
 
-A form is a row of data, `Tagged`; it is read and forced by the same row. Values have no types in
-this markup, or say only whether they are strings: they take the types of the tool's schema. Reading
-is linear, and a call that is not exactly of its form raises ValueError.
+A form is a row of data, `Tagged`, which serves to parse calls and to force them. Values have no
+types in this markup, or only the mark of a string: they take the types of the tool's schema.
+Parsing is linear, and a call that does not match its form exactly raises ValueError.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ from freight.server.answers.argument_types import (
     within,
 )
 
-# A text as an expression of a grammar; and the first marker in it that is one token, with what
-# stands around it.
+# Literal: a text -> an expression of a grammar. TokenIn: a text -> the first marker in it that is
+# one token, as (text before it, token id, text behind it).
 Literal = Callable[[str], str]
 TokenIn = Callable[[str], tuple[str, int, str] | None]
-_LONGEST_BOUND = (
-    1000  # of maxLength and minLength: larger ones would make large grammars, and are not enforced
-)
-# of an opening tag: a name, with or without quotes, and whether the value is a string
+# Larger minLength and maxLength would make large grammars, and are not enforced.
+_LONGEST_BOUND = 1000
+# The attributes of an opening tag: a name, quoted or not, and whether the value is a string.
 _ATTRIBUTE = re.compile(
     r"(?P<q>[\"']?)(?P<name>[^<>]{1,256}?)(?P=q)(?:\s{1,16}string=[\"']?(?P<string>true|false)[\"']?)?"
 )
@@ -46,18 +44,17 @@ _ATTRIBUTE = re.compile(
 
 @dataclass(frozen=True)
 class Tagged:
-    """How calls with tagged arguments are written. Pairs are what stands before and after.
+    """A form of calls with tagged arguments. Pairs are the texts before and after.
 
     head      around the name; with "" after it, the name ends where an argument or the tail begins
-    tail      what ends a call
+    tail      the end of a call
     key       around the name of an argument
     value     around its value
-    pad       beside the value within `value`: one of it is written on either side, and one is no
-              part of the value
-    gap       what is written between key and value; white space there is read
-    line      what is written after an argument
-    strings   whether the key says `string="true"` or `string="false"`
-    outer     what stands around head and tail, where that is another pair of tags
+    pad       written on both sides of the value, inside `value`; one on each side is not part of it
+    gap       written between key and value; on reading, any white space is allowed there
+    line      written after an argument
+    strings   whether the key has `string="true"` or `string="false"`
+    outer     around head and tail, if that is another pair of tags
     """
 
     head: tuple[str, str]
@@ -72,7 +69,7 @@ class Tagged:
 
     @cached_property
     def _key(self) -> tuple[str, str]:
-        """What stands around the name of an argument, without the quotes that models forget."""
+        """The texts around the name of an argument, without the quotes that models forget."""
         return self.key[0].rstrip('"'), ">" if self.strings else self.key[1].lstrip('"')
 
     @cached_property
@@ -81,8 +78,8 @@ class Tagged:
 
     @cached_property
     def _value_ends(self) -> re.Pattern[str]:
-        """An end of a value: an argument or the tail stands behind it, so that values may have its
-        text in them.
+        """The end of a value. An argument or the tail must follow, so that a value may contain the
+        closing tag.
         """
         after = "|".join(map(re.escape, filter(None, (self._key[0], self.tail, self.outer[1]))))
         return re.compile(rf"{re.escape(self.value[1])}(?=\s*(?:{after}|\Z))")
@@ -90,10 +87,10 @@ class Tagged:
     def read(
         self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
     ) -> list[tuple[str, str]]:
-        """(name, arguments as JSON) of the calls in a region. Raises ValueError.
+        """Return (name, arguments as JSON) of the calls in a region. Raises ValueError.
 
-        body  with what closed the region. A tail that was forgotten lets a region go on to the end
-              of the next call.
+        body  including the closing markup. A region with a missing tail goes on to the end of the
+              next call, so it may have several calls.
         """
         text, at = opening + body, 0
         found: list[tuple[str, str]] = []
@@ -112,7 +109,7 @@ class Tagged:
         return found
 
     def _read_arguments(self, text: str, at: int, root: Mapping[str, Any]) -> tuple[str, int]:
-        """The arguments from `at` on, as JSON, and where they end."""
+        """Return the arguments from `at` on, as JSON, and their end."""
         properties = properties_of(root, root)
         ends = (found.start() for found in self._value_ends.finditer(text, at))
         declared, end = self._declared(properties), -1
@@ -146,7 +143,7 @@ class Tagged:
         return f"{{{', '.join(pairs)}}}", at
 
     def _end_of_last(self, text: str, at: int) -> int:
-        """Where the last value of a call ends, at `at` or behind it, that lacks its closing tag."""
+        """Return the end of the last value of a call, whose closing tag is missing."""
         end = text.rindex(self.tail, at)
         if self._key[0] in text[at:end]:
             raise ValueError("a value without an end")
@@ -167,9 +164,11 @@ class Tagged:
     def _declared(
         self, properties: Mapping[str, Any]
     ) -> Callable[[str, int, int], Iterator[re.Match[str]]]:
-        """Finds keys of arguments that the tool declares, within a value whose end was forgotten:
-        two arguments in one would be a wrong call. Where keys are tags like those of HTML, only at
-        the beginning of a line."""
+        """Return a finder of declared keys within a value whose closing tag is missing.
+
+        Two arguments merged into one would be a wrong call. Keys that look like HTML tags count
+        only at the beginning of a line.
+        """
         if not properties:
             return lambda text, at, end: iter(())
         before, after = re.escape(self._key[0]), re.escape(self._key[1])
@@ -182,13 +181,13 @@ class Tagged:
         return re.compile(rf"""\n{before}["']?{name}{string}{after}""").finditer
 
     def rest(self, body: str) -> int:
-        """Where a region that nothing closed goes on behind the call in it."""
+        """Return the end of the call in a region without closing markup."""
         at = body.rfind(self.tail)
         return len(body) if at < 0 else at + len(self.tail)
 
     def _attribute(self, text: str) -> tuple[str, bool | None]:
-        """The name in `text`, and whether it says that the value is a string; None where it says
-        nothing.
+        """Return the name in `text`, and whether the tag marks the value as a string; None if it
+        has no such mark.
         """
         if self._key[1] != ">":
             return text.strip(), None
@@ -203,11 +202,11 @@ class Tagged:
     def part(
         self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
     ) -> Mapping[str, Any]:
-        """The form of the arguments of `function`, as keyword arguments of StructuredOutputs.
+        """Return keyword arguments of StructuredOutputs for the arguments of `function`.
 
         Arguments come in the order of the schema's properties. Strings are any text up to the
-        closing tag, within minLength and maxLength; all else is JSON by the schema. Raises
-        ValueError for names of arguments that cannot be written so.
+        closing tag, within minLength and maxLength; other values are JSON that satisfies the
+        schema. Raises ValueError for a name that this markup cannot express.
         """
         root = function.get("parameters")
         root = root if isinstance(root, Mapping) else {}
@@ -236,7 +235,7 @@ class Tagged:
         literal: Literal,
         token_in: TokenIn,
     ) -> str:
-        """The rule of one argument, and those that it needs, a line each."""
+        """Return the rule of one argument, and the rules that it needs, one per line."""
         choices, rules = [], []
         end = literal(self.pad + self.value[1] + self.line)
         for index, branch in enumerate(branches_of(schema, root)):
@@ -254,7 +253,7 @@ class Tagged:
         return "\n".join([f"argument_{number}: {' | '.join(choices)}", *rules])
 
     def _check_name(self, name: str) -> None:
-        """Raises ValueError where the name of an argument would not be read as what it is."""
+        """Raise ValueError if the name of an argument would be read back differently."""
         with suppress(ValueError):
             if name and self._key[1] not in name and self._attribute(name)[0] == name:
                 return
@@ -269,7 +268,7 @@ class Tagged:
     def _text(
         self, number: str, schema: Mapping[str, Any], literal: Literal, token_in: TokenIn
     ) -> list[str]:
-        """The rules of a string's text with the end of its value."""
+        """Return the rules of a string's text and of the end of its value."""
         name = f"text_{number}"
         constants = constants_of(schema)
         if constants:
@@ -292,12 +291,11 @@ def text_rules(
     literal: Literal,
     token_in: TokenIn,
 ) -> list[str]:
-    """Rules for the rule `name`: any text whose number of characters is within `bounds`, `end`, and
-    then `after`.
+    """Return rules for `name`: any text whose length is within `bounds`, then `end` and `after`.
 
-    The end may have a token in it, and no regular expression matches a special token: that is the
-    other way. The first one ends also at an end that is spelled in other tokens, which is read as
-    the end.
+    `end` may contain a special token, which no regular expression matches: the second alternative
+    is for that. The first one also stops at an `end` spelled with ordinary tokens, because a parser
+    reads that as the end.
     """
     least, most = bounds
     text = "(?s:.)" + (
@@ -314,12 +312,12 @@ def text_rules(
 
 
 def _escaped(character: str) -> str:
-    """One character in a regular expression of the grammar."""
+    """Escape one character for a regular expression of the grammar."""
     return character if character.isalnum() else f"\\x{{{ord(character):x}}}"
 
 
 def bounds_of(schema: Mapping[str, Any]) -> tuple[int, int | None]:
-    """minLength and maxLength of a string."""
+    """Return minLength and maxLength of a string."""
     found: list[int | None] = []
     for word in ("minLength", "maxLength"):
         value = schema.get(word)
@@ -331,8 +329,8 @@ def bounds_of(schema: Mapping[str, Any]) -> tuple[int, int | None]:
 
 
 def _types(schema: Any, root: Mapping[str, Any], is_string: bool | None) -> frozenset[str]:
-    """The types of a value. What the markup says counts as far as the schema allows it: models mark
-    numbers as text.
+    """Return the types of a value. The markup counts as far as the schema allows: models mark
+    numbers as strings.
     """
     types = types_of(schema, root)
     if is_string and (not types or "string" in types):

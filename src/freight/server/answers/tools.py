@@ -1,11 +1,9 @@
-"""Content, reasoning and tool calls out of a model's text, and the grammar of an answer that must
-be a call.
+"""Content, reasoning and tool calls from a model's text, and grammars for forced calls.
 
-What a text means is defined by a response template: the checkpoint's own, else one of ours for the
-family that its chat template belongs to (`call_families.py`). transformers' ResponseParser finds
-the regions of the text. Around it, `parsing.py` guarantees what clients need and that parser does
-not give: nothing raises, no text is lost, chunks of any size give the same pieces, and the cost is
-linear.
+A response template defines the markup: the checkpoint's, else a built-in one for the family that
+its chat template belongs to (`call_families.py`). transformers' ResponseParser finds the regions of
+the text. `parsing.py` adds the guarantees that this parser lacks: nothing raises, no text is lost,
+chunks of any size give the same pieces, and the cost is linear.
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ logger = logging.getLogger("freight")
 
 
 class MessageFormat:
-    """How the answers of one model are read, and how calls are forced.
+    """The `AnswerFormat` of a model with a response template.
 
-    reads_calls, reads_reasoning   what the response template has fields for
+    reads_calls, reads_reasoning   whether the response template has fields for them
     """
 
     def __init__(
@@ -56,12 +54,12 @@ class MessageFormat:
         self.reads_reasoning = markup.reasoning is not None
 
     def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
-        """Reads one answer. A `ParserOf`: without tools, markup of calls is content."""
+        """Return the parser of one answer; a `ParserOf`. Without tools, calls are content."""
         return self._markup.parser(prompt_text, tools)
 
     def ends_in_reasoning(self, prompt_text: str) -> bool:
-        """Whether an answer to this prompt begins within reasoning, because the prompt has the
-        opening tag.
+        """Return whether an answer to this prompt begins within reasoning, because the prompt has
+        the opening tag.
         """
         return self._markup.begins_in_reasoning(prompt_text)
 
@@ -73,16 +71,15 @@ class MessageFormat:
         *,
         in_reasoning: bool = False,
     ) -> Mapping[str, object]:
-        """Keyword arguments of StructuredOutputs: an answer that is one call of one of `names`, or
-        several.
+        """Return keyword arguments of StructuredOutputs for an answer that calls one of `names`.
 
-        tools         as OpenAI's API has them; arguments fit `parameters`
-        parallel      whether there may be more than one call
-        in_reasoning  what `ends_in_reasoning` says of the prompt; the answer then begins with the
-                      rest of the reasoning
+        tools         as in OpenAI's API; arguments satisfy `parameters`
+        parallel      whether several calls are allowed
+        in_reasoning  the result of `ends_in_reasoning`; if True, the answer begins with the rest of
+                      the reasoning
 
-        Raises ApiError 400 where the form of this model's calls is not known, or a name is none of
-        `tools`.
+        Raises ApiError 400 if the form of this model's calls is not known, or for a name that is
+        not in `tools`.
         """
         if self._form is None:
             raise ApiError(
@@ -102,14 +99,14 @@ class MessageFormat:
         }
 
     def _arguments(self, form: CallForm, function: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The form of the arguments of `function`. Raises ApiError 400 for a schema of which no
-        grammar can be made.
+        """Return the form of the arguments of `function`. Raises ApiError 400 for a schema without
+        a possible grammar.
         """
         schema = arguments_schema(function)
         if form.syntax is None:
             return {"json": schema}
         try:
-            StructuredOutputs(json=schema)  # its limits; a schema in pieces has none
+            StructuredOutputs(json=schema)  # checks the limits, which the parts do not
             return form.syntax.part(function, self._literal, self._token_in)
         except (RequestError, ValueError) as error:
             raise ApiError(
@@ -117,12 +114,10 @@ class MessageFormat:
             ) from None
 
     def after_reasoning(self, form: Mapping[str, Any], in_reasoning: bool) -> Mapping[str, Any]:
-        """Keyword arguments of StructuredOutputs: reasoning first, as the model writes it, and then
-        `form`.
+        """Return keyword arguments of StructuredOutputs for reasoning and then `form`.
 
         form          keyword arguments of StructuredOutputs, without parts
-        in_reasoning  what `ends_in_reasoning` says of the prompt; if not, the answer may begin with
-                      reasoning
+        in_reasoning  the result of `ends_in_reasoning`; if False, the reasoning is optional
         """
         if self._reasoning is None:
             return form
@@ -139,16 +134,18 @@ class MessageFormat:
         parallel: bool,
         prompt_text: str | None,
     ) -> Mapping[str, Any]:
-        """A `ForcedCall`: `forced_call` for an answer to this prompt."""
+        """Return `forced_call` for an answer to this prompt; a `ForcedCall`."""
         in_reasoning = prompt_text is not None and self.ends_in_reasoning(prompt_text)
         return self.forced_call(tools, names, parallel, in_reasoning=in_reasoning)
 
     def form_to(self, form: Mapping[str, Any], prompt_text: str) -> Mapping[str, Any]:
-        """An `AfterReasoning`: `after_reasoning` for an answer to this prompt."""
+        """Return `after_reasoning` for an answer to this prompt; an `AfterReasoning`."""
         return self.after_reasoning(form, self.ends_in_reasoning(prompt_text))
 
     def _think(self, tags: tuple[str, str], in_reasoning: bool) -> tuple[str, tuple[str, str]]:
-        """The reasoning at the beginning of an answer, and the rules that it needs."""
+        """Return the expression of the reasoning at the beginning of an answer, and the rules that
+        it needs.
+        """
         return (
             "think" if in_reasoning else f"({self._literal(tags[0])} think)?",
             self._reasoning_rules(tags[1]),
@@ -161,7 +158,9 @@ class MessageFormat:
         parallel: bool,
         in_reasoning: bool,
     ) -> str:
-        """Lark in llguidance's dialect, with the parts `@arguments_0`, `@arguments_1`, ..."""
+        """Return the grammar, in llguidance's Lark dialect, with the parts `@arguments_0`,
+        `@arguments_1`, ...
+        """
         more = form.most_calls - 1 if parallel else 0
         body = [self._literal(form.opening), "call"]
         if more:
@@ -191,8 +190,8 @@ class MessageFormat:
         return "\n".join(rule for rule in rules if rule)
 
     def _reasoning_rules(self, closing: str) -> tuple[str, str]:
-        """`think`: the rest of the reasoning, its closing tag, and the blank line that models write
-        there.
+        """Return the rule `think` (the rest of the reasoning, its closing tag and a blank line),
+        and `BLANK`.
         """
         blank = r"BLANK: /[ \n]{0,4}/"
         think = f"think: (thought{self._as_token(closing)}) BLANK\nthought[suffix={json.dumps(closing)}]: /(?s:.*)/"
@@ -201,18 +200,17 @@ class MessageFormat:
         return think, blank
 
     def _as_token(self, closing: str) -> str:
-        """The other way to end a thought: as one token. A special one matches no text of the
-        grammar.
+        """Return the alternative end of a thought, as one token. A special token matches no text of
+        the grammar.
         """
         token = self._token_of(closing)
         return "" if token is None else f" | THOUGHT <[{token}]>"
 
     def _literal(self, text: str) -> str:
-        """`text` as an expression of the grammar; "" for "". Markers that are one token may come as
-        that token.
+        """Return `text` as an expression of the grammar; "" for "".
 
-        llguidance matches no string with a special token, and takes every added token like
-        `<tool_call>` for one.
+        A marker that is one token may also come as that token: llguidance never matches a string
+        against a special token, and it treats every added token like `<tool_call>` as special.
         """
         for marker in [*(self._form.markers if self._form else ()), *(self._reasoning or ())]:
             token = self._token_of(marker) if marker in text else None
@@ -225,14 +223,14 @@ class MessageFormat:
         return json.dumps(text, ensure_ascii=False) if text else ""
 
     def _token_in(self, text: str) -> tuple[str, int, str] | None:
-        """The first marker in `text` that is one token: what stands before it, the token, what
-        stands behind it.
+        """Return the first marker in `text` that is one token: the text before it, the token, the
+        text behind it.
         """
-        found = [
-            (text.index(marker), marker, token)
-            for marker in (self._form.markers if self._form else ())
-            if marker in text and (token := self._token_of(marker)) is not None
-        ]
+        found: list[tuple[int, str, int]] = []
+        for marker in self._form.markers if self._form else ():
+            token = self._token_of(marker) if marker in text else None
+            if token is not None:
+                found.append((text.index(marker), marker, token))
         if not found:
             return None
         at, marker, token = min(found)
@@ -246,10 +244,9 @@ class MessageFormat:
 def parser_for(
     tokenizer: Tokenizer, tool_call_parser: str | None = None, reasoning_parser: str | None = None
 ) -> MessageFormat | None:
-    """How answers of the model with this tokenizer are read; None where no markup is known in them.
+    """Return the format of a model's answers, or None if they have no known markup.
 
-    tool_call_parser, reasoning_parser   names of `call_families` that come before what the
-                                         checkpoint says
+    tool_call_parser, reasoning_parser   names of `call_families`, which override the checkpoint
     """
     form, tags = form_of(tokenizer.chat_template_source), tags_of(tokenizer.chat_template_source)
     own = (
@@ -263,9 +260,7 @@ def parser_for(
     if own is not None:
         try:
             markup = markup_of(tokenizer, own)
-        except (
-            Exception
-        ) as error:  # transformers raises ValueError, and less exact ones for wrong types
+        except Exception as error:  # ValueError, and others for values of a wrong type
             logger.warning(
                 "the checkpoint's response_template cannot be read, and is not used: %s", error
             )
@@ -280,14 +275,14 @@ def parser_for(
 
 
 def _chosen(offered: Sequence[Any] | None, found: Any) -> Any:
-    """What a name offers, and of several that which the chat template shows; without a name, the
-    latter.
+    """Return `found` if the name offers it, or if no name was given; else the first form that the
+    name offers.
     """
     return found if offered is None or found in offered else offered[0]
 
 
 def _tags(field: object) -> tuple[str, str] | None:
-    """What a field of a response template stands between, where that are two texts."""
+    """Return the opening and the closing text of a field, or None if either is a pattern."""
     if not isinstance(field, Mapping):
         return None
     tags = field.get("open"), field.get("close")
@@ -295,7 +290,9 @@ def _tags(field: object) -> tuple[str, str] | None:
 
 
 def _reads(markup: Markup, form: CallForm | None) -> bool:
-    """Whether `markup` finds a call that is written in `form`, which is one of JSON after a name."""
+    """Return whether `markup` finds a call that is written in `form`. Only forms with JSON after a
+    name.
+    """
     if form is None or markup.with_calls is None or not isinstance(form.syntax, ListedCalls | None):
         return False
     name = '"f"' if form.quoted else "f"
@@ -308,10 +305,9 @@ def _reads(markup: Markup, form: CallForm | None) -> bool:
 def forced_functions(
     tools: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> list[Mapping[str, Any]]:
-    """The functions in `tools`, as OpenAI's API has them, of which one has to be called: `names`,
-    each once.
+    """Return the functions of `names`, each once; `tools` as in OpenAI's API.
 
-    Raises ApiError 400 for a name that is none of `tools`, and for no names.
+    Raises ApiError 400 for a name that is not in `tools`, and for no names.
     """
     functions = {function.get("name"): function for function in map(_function, tools)}
     for name in names:

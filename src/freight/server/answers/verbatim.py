@@ -1,6 +1,4 @@
-"""The arguments of tool calls as the model wrote them: the text of a value inside a text that is
-JSON.
-"""
+"""The arguments of tool calls as the model wrote them: the text of a value inside JSON text."""
 
 from __future__ import annotations
 
@@ -13,13 +11,12 @@ _BLANKS = " \t\r\n"
 
 
 def arguments_texts(body: str, arguments: list[Any]) -> list[str] | None:
-    """JSON texts of the arguments of several calls, in order; None where one of them is not an
-    object.
+    """Return the JSON texts of the arguments of several calls, or None if one is not an object.
 
-    body: what the model wrote between the tags of the calls. Where it is JSON, arguments come
-    exactly as they are there; else, or where a template converted them, as json.dumps writes them.
-    None and "" count as {}, and a string that is the JSON of an object as this string. Raises
-    ValueError for values that JSON does not have.
+    body: the text that the model wrote between the tags of the calls. If it is JSON, arguments are
+    copied from it unchanged; else, or if a template converted them, json.dumps writes them. None
+    and "" count as {}; a string that is the JSON of an object is used as it is. Raises ValueError
+    for values that JSON does not have.
     """
     try:
         written = list(_objects(body))
@@ -57,8 +54,8 @@ def _refuse(constant: str) -> None:
 
 
 def _objects(text: str) -> Iterator[tuple[str, Any]]:
-    """The objects that may be arguments, with their text: `text` itself, its members, those of the
-    objects in it.
+    """Yield the objects that may be arguments, with their text: `text` itself, its members, and
+    members of the objects in it.
     """
     value = json.loads(text)
     start = _skip(text, 0)
@@ -71,7 +68,7 @@ def _objects(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _elements(text: str, at: int) -> Iterator[tuple[int, int]]:
-    """Where the elements of the array at `at` begin and end."""
+    """Yield the begin and the end of each element of the array at `at`."""
     decoder = json.JSONDecoder()
     at = _skip(text, at + 1)
     while text[at] != "]":
@@ -83,7 +80,7 @@ def _elements(text: str, at: int) -> Iterator[tuple[int, int]]:
 
 
 def _members(text: str, at: int, end: int) -> Iterator[tuple[str, Any]]:
-    """The members of the object at `at` that are objects."""
+    """Yield the members of the object at `at` that are objects."""
     decoder = json.JSONDecoder()
     if text[at] != "{":
         return

@@ -1,4 +1,4 @@
-"""Errors in the shape of Anthropic's API, whose clients make exceptions of the status and the type."""
+"""Errors in the shape of Anthropic's API, whose clients derive exceptions from status and type."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _TYPES = {
 
 
 def error_body(error: ApiError) -> dict[str, object]:
-    """The envelope of Anthropic's API. It has no field for the parameter at fault; messages begin
-    with it.
+    """Return the error envelope of Anthropic's API. It has no field for the parameter at fault;
+    messages begin with it.
     """
     kind = _TYPES.get(error.status) or (
         "invalid_request_error" if error.status < 500 else "api_error"

@@ -1,7 +1,7 @@
-"""The answer of `/v1/messages`, streamed or whole, from the deltas of its request.
+"""The answer of `/v1/messages`, streamed or complete, from the deltas of its request.
 
-Each block of the answer is one block of `content`. In a stream all usage stands in `message_delta`,
-near the end: `message_start` has what is known by then.
+Each block of the answer is one block of `content`. In a stream the final usage is in
+`message_delta`, near the end; `message_start` has the usage known by then.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class MessagesReply:
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens so far. The prompt's are divided into those that were computed and those found in
-        the cache.
+        """Return the tokens so far. Those of the prompt are split into computed and found in the
+        cache.
         """
         usage = self._blocks.usage
         return {
@@ -89,7 +89,7 @@ class MessagesReply:
             return "tool_use"
         if blocks.finish_reason is FinishReason.LENGTH:
             most = self._work.params.max_tokens
-            # The context's end may come first: max_tokens is not required to fit.
+            # The context may be full first: max_tokens need not fit into it.
             return (
                 "max_tokens"
                 if most is None or blocks.usage.completion >= most
@@ -104,7 +104,7 @@ class MessagesReply:
         return self._empty(block) | {name: block.text}
 
     def _empty(self, block: Block) -> dict[str, Any]:
-        """The block before anything is in it."""
+        """Return the block as it is before it has any text."""
         if block.kind is PieceKind.TOOL_CALL:
             return {
                 "type": "tool_use",

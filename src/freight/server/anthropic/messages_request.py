@@ -1,8 +1,8 @@
 """`POST /v1/messages` and its `count_tokens`: a body becomes a MessagesCall.
 
-The conversation and the fields become those of a chat. What has no meaning here is left out and
-named in `x-freight-ignored`; images are refused. As in Anthropic's API a request that does not ask
-for thinking gets none, as far as the model's template can turn it off, and a last message of the
+The conversation and the fields become those of a chat. Fields that have no meaning here are left
+out and listed in `x-freight-ignored`; images are refused. As in Anthropic's API a request that does
+not ask for thinking gets none, if the model's template can turn it off, and a last message of the
 assistant is continued.
 """
 
@@ -37,11 +37,11 @@ from freight.server.openai.fields import named, part, refuse
 from freight.server.openai.tool_fields import ToolName
 from freight.server.transport.errors import ApiError
 
-# A block of `system` that differs in every request, before all else: it would leave nothing of the
-# prefix to reuse.
+# The start of a `system` block that clients put first and that differs in every request: with it
+# no prefix could be reused.
 _BILLING = "x-anthropic-billing-header"
 MEDIA = ("image", "document")
-# What blocks have without effect here: clients send answers back as they were.
+# Fields of blocks that are not reported as ignored: clients send answers back unchanged.
 _QUIET = frozenset(
     {"type", "text", "id", "name", "input", "tool_use_id", "content", "thinking", "signature"}
 )
@@ -137,7 +137,7 @@ class _Config(Open):
 
 
 class CountBody(LikeChat):
-    """The body of count_tokens. The reader looks into lists."""
+    """The body of count_tokens. `_Reader` checks the lists."""
 
     messages: SkipValidation[
         Annotated[list[_User | _System | _Assistant], Field(min_length=1, max_length=MOST.messages)]
@@ -168,13 +168,13 @@ class MessagesBody(CountBody):
 
 @dataclass(frozen=True)
 class MessagesCall(CallAsChat):
-    """A request for a message that was understood."""
+    """A parsed request for a message."""
 
     def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> Reply:
-        """The answer to come. Raises ApiError when the prompt leaves no room for an answer.
+        """Return the empty reply. Raises ApiError if the prompt leaves no room for an answer.
 
-        A max_tokens that is more than there is room for is no error: it is a required field, and
-        agents send one value to every model. The answer's stop_reason says which limit it reached.
+        A max_tokens larger than the remaining room is no error: the field is required, and agents
+        send one value to every model. The answer's stop_reason tells which limit it reached.
         """
         check_context(len(work[0].token_ids), None, served.max_model_len, "messages")
         return MessagesReply(head, served, work[0], self.chat.tools.tools, self.chat.parallel)
@@ -184,7 +184,7 @@ class MessagesCall(CallAsChat):
 
 
 def parse_messages(body: object, served: Served, limits: ServingLimits) -> MessagesCall:
-    """The call that `body`, parsed JSON, asks for.
+    """Build the call from `body`, decoded JSON.
 
     Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not
     served.
@@ -201,7 +201,7 @@ def parse_messages(body: object, served: Served, limits: ServingLimits) -> Messa
 
 
 def parse_count(body: object, served: Served, limits: ServingLimits) -> MessagesCall:
-    """The call whose prompt is to be counted. Raises ApiError as `parse_messages` does."""
+    """Build the call whose prompt is to be counted. Raises ApiError as `parse_messages` does."""
     return _parse(present(check_body(body, limits)), served, limits)
 
 
@@ -214,15 +214,10 @@ def _parse(given: dict[str, Any], served: Served, limits: ServingLimits) -> Mess
         (r"response_format", "output_config.format"),
         (r"reasoning_effort", "output_config.effort"),
         (r"tools\[\]\.function\.parameters", "tools[].input_schema"),
-        *(
-            pair
-            for at, index in enumerate(reader.places)
-            for pair in (
-                (rf"tools\[{at}\]\.function\.parameters", f"tools[{index}].input_schema"),
-                (rf"tools\[{at}\]\.function", f"tools[{index}]"),
-            )
-        ),
     ]
+    for at, index in enumerate(reader.places):
+        renamed.append((rf"tools\[{at}\]\.function\.parameters", f"tools[{index}].input_schema"))
+        renamed.append((rf"tools\[{at}\]\.function", f"tools[{index}]"))
     call = chat_call(chat, served, limits, renamed)
     return MessagesCall(call, named((*reader.ignored, *call.ignored)))
 
@@ -230,7 +225,7 @@ def _parse(given: dict[str, Any], served: Served, limits: ServingLimits) -> Mess
 class _Reader:
     """Reads one body. `ignored` and `places` are complete after `chat`.
 
-    places  of each tool of the chat its place in the request
+    places  for each tool of the chat, its index in the request
     """
 
     def __init__(self, given: dict[str, Any], limits: ServingLimits) -> None:
@@ -241,7 +236,7 @@ class _Reader:
         self.places: list[int] = []
 
     def chat(self) -> dict[str, Any]:
-        """The same as a chat's body."""
+        """Return the equivalent body of a chat."""
         body = self._body
         chat = body.common("max_tokens")
         messages = Messages()
@@ -353,7 +348,7 @@ class _Reader:
             self._name_others(read)
 
     def _text(self, where: str, blocks: Sequence[Mapping[str, Any]]) -> str:
-        """The text of blocks, each on lines of its own."""
+        """Return the texts of blocks, joined by newlines."""
         texts = []
         for index, block in enumerate(blocks):
             if block.get("type") == "text":
@@ -377,7 +372,7 @@ class _Reader:
         ]
 
     def _read_tools(self, chat: dict[str, Any]) -> None:
-        """Functions, and which of them has to be called."""
+        """Read the functions, and `tool_choice`."""
         tools = []
         listed = [] if self._body.tools is None else self._body.tools
         known = _Tool.model_fields

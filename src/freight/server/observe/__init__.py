@@ -1,1 +1,1 @@
-"""What operators see: metrics, the log, and the live view."""
+"""Monitoring for operators: metrics, the log, and the live view."""

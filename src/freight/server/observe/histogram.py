@@ -1,8 +1,8 @@
-"""Histograms that are cheap to fill: one bisection an observation, and `count` equal observations
-at once.
+"""Histograms that are cheap to fill: one bisection per observation, for `count` equal values at
+once.
 
-prometheus_client's own walk through all buckets under a lock, one observation at a time; a server
-observes one for every token of every stream.
+Those of prometheus_client walk through all buckets under a lock for every observation; a server
+makes one for every token of every stream.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import accumulate
 
 
 class Buckets:
-    """Counts by upper bound, inclusive, and the sum of what was observed. Written by one thread."""
+    """Counts by inclusive upper bound, and the sum of the observations. Written by one thread."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         assert list(bounds) == sorted(set(bounds))
@@ -26,8 +26,8 @@ class Buckets:
         self.sum += value * count
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound as text, observations up to it), the last without a bound, as Prometheus has
-        them.
+        """Return (upper bound as text, number of observations up to it) pairs; the last bound is
+        "+Inf", as in Prometheus.
         """
         bounds = [str(float(bound)) for bound in self._bounds] + ["+Inf"]
         return [

@@ -1,8 +1,7 @@
-"""The server's log: one line a finished request, one summary every few seconds, as text or as JSON.
+"""The server's log: a line per finished request, a summary every few seconds, as text or JSON.
 
-No line has text of a prompt or an answer. What a client chose, its request id, is checked before it
-is used, so that a line is always one line. A line that is written while a request is handled has
-its id.
+No line has text of a prompt or an answer. A request id from a client is checked before it is used,
+so that an entry is always one line. A line written while a request is handled has its id.
 """
 
 from __future__ import annotations
@@ -25,13 +24,9 @@ from freight.server.observe.state import cache_use, prefix_hit_rate, rates
 SECONDS_BETWEEN_SUMMARIES = 10.0
 
 logger = logging.getLogger("freight.server")
-current_request: ContextVar[str | None] = ContextVar(
-    "current_request", default=None
-)  # id of what is being handled
-
-current_trace: ContextVar[str | None] = ContextVar(
-    "current_trace", default=None
-)  # the trace that it belongs to
+# Id of the request that is being handled, and of its trace.
+current_request: ContextVar[str | None] = ContextVar("current_request", default=None)
+current_trace: ContextVar[str | None] = ContextVar("current_trace", default=None)
 
 _TRACEPARENT = re.compile(
     r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?", re.ASCII
@@ -42,7 +37,7 @@ _PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f-\x9f]+")
 
 
 class LogFormat(StrEnum):
-    """`--log-format`."""
+    """The values of `--log-format`."""
 
     TEXT = "text"
     JSON = "json"
@@ -50,13 +45,12 @@ class LogFormat(StrEnum):
 
 @dataclass(frozen=True)
 class RequestLine:
-    """A finished request, as it is logged. Token counts are over all its completions.
+    """The log entry of a finished request. Token counts are over all its completions.
 
     status         of the HTTP answer
     finish_reason  None if the request was refused
     key_name       of the API key; None without keys
-    route          what was asked, and `code` and `param` of the error: of a request that was
-                   refused
+    route          of a refused request, as are `code` and `param` of its error
     """
 
     request_id: str
@@ -73,19 +67,21 @@ class RequestLine:
 
 
 def request_id_of(header: str | None) -> str:
-    """The client's X-Request-Id if it is 1 to 128 of A-Z a-z 0-9 . _ -, else a new one."""
+    """Return the client's X-Request-Id if it is 1 to 128 of A-Z a-z 0-9 . _ -, else a new one."""
     return header if header is not None and _ID.fullmatch(header) else uuid.uuid4().hex
 
 
 def loggable(param: str | None) -> str | None:
-    """The path of a field as a log may have it: a name that a client made up may be any text."""
+    """Return the path of a field if it is safe to log, else "other": a client may send any text as
+    a name.
+    """
     return param if param is None or _PARAM.fullmatch(param) else "other"
 
 
 def trace_id_of(header: str | None) -> str | None:
-    """The trace id of a `traceparent` header (W3C Trace Context); None for an invalid one.
+    """Return the trace id of a `traceparent` header (W3C Trace Context), or None if it is invalid.
 
-    What a later version than 00 adds comes behind a dash, and is not read.
+    Versions after 00 may append fields behind a dash; these are ignored.
     """
     match = _TRACEPARENT.fullmatch(header or "")
     return None if match is None or (match[1] == "00" and match[3] is not None) else match[2]
@@ -106,10 +102,9 @@ def log_request(line: RequestLine) -> None:
 def summary(
     stats: EngineStats, previous: EngineStats | None, seconds: float
 ) -> tuple[int, dict[str, Any]]:
-    """The level and the fields of the summary line: what the engine did in the `seconds` since
-    `previous`.
+    """Return the level and the fields of the summary line, for the `seconds` since `previous`.
 
-    The level is DEBUG when it did nothing and has nothing to do.
+    The level is DEBUG if the engine did nothing and has nothing to do.
     """
     done = rates(stats, previous, seconds)
     idle = not (stats.running or stats.waiting or done.prompt_tokens or done.generated_tokens)
@@ -131,9 +126,7 @@ def log_summary(stats: EngineStats, previous: EngineStats | None, seconds: float
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields of an event, and the ids of the request that is being handled and of its trace, if
-    there are any.
-    """
+    """Return the fields of an event, with the ids of the current request and its trace, if any."""
     given: Mapping[str, Any] = getattr(record, "fields", {})
     handled = {"request_id": current_request.get(), "trace_id": current_trace.get()}
     return {**{name: value for name, value in handled.items() if value is not None}, **given}
@@ -198,6 +191,6 @@ def _one_line(text: str) -> str:
 
 
 def _text(value: object) -> str:
-    """A value without blanks as it is, any other as a JSON string."""
+    """Return a value without blanks as it is, any other as a JSON string."""
     text = str(value)
     return text if _PLAIN.fullmatch(text) and text.isprintable() else json.dumps(text)

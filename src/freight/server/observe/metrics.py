@@ -1,12 +1,12 @@
-"""/metrics: what the server and its engine did, under the names that routers and dashboards read.
+"""/metrics: counters and histograms, under the names that routers and dashboards read.
 
-Names, labels and buckets are vLLM's (`vllm:`), so that boards, load balancers and benchmarks made
-for it work; what only Freight has is `freight:`. docs/metrics.md has the table of all of them.
-Labels are bounded: handlers are routes, keys are the configured ones. Nothing is exported that
-cannot move, and engine series only while there is an engine.
+Names, labels and buckets are vLLM's (`vllm:`), so that dashboards, load balancers and benchmarks
+made for it work; metrics that only Freight has are `freight:`. docs/metrics.md lists all of them.
+Labels are bounded: handlers are routes, keys are the configured ones. No series is exported that
+could never change, and engine series only while there is an engine.
 
-Everything is written and rendered by one thread. Totals of the engine are shown as they were last
-told; an engine that starts anew begins at 0, which Prometheus knows as a reset.
+One thread writes and renders everything. Totals of the engine are those of its last report; a new
+engine starts at 0, which Prometheus treats as a counter reset.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TTFT = (
     640.0,
     2560.0,
 )  # seconds
-_SHORT = (0.001, 0.0025, 0.005)  # vLLM's begin at 0.01, which a small model is faster than
+_SHORT = (0.001, 0.0025, 0.005)  # below vLLM's first bound, 0.01: small models are faster
 ITL = (*_SHORT, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, *_LONG)
 _REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
 LATENCY = (*_REQUEST, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
@@ -59,17 +59,15 @@ PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
 _to_openmetrics: Callable[[Collector, str], bytes] = openmetrics.generate_latest
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
-MOST_HANDLERS = (
-    64  # a server has fewer routes; a raw path that was passed by mistake must not fill the memory
-)
-UNNAMED = "unnamed"  # the key of requests that came with none of the configured keys
-MOST_KEYS = (
-    256  # names that were ever configured: what a file has at each SIGHUP must not fill the memory
-)
+# More than the routes of a server: raw paths passed by mistake must not fill the memory.
+MOST_HANDLERS = 64
+UNNAMED = "unnamed"  # the label of requests without one of the configured keys
+# Names configured since the start: the new names of each SIGHUP must not fill the memory.
+MOST_KEYS = 256
 
 
 class Rejection(StrEnum):
-    """Why a request was refused before it was queued."""
+    """The reason why a request was refused before it was queued."""
 
     QUEUE_FULL = "queue_full"
     TOO_LONG = "too_long"
@@ -80,7 +78,7 @@ class Rejection(StrEnum):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What does not change while an engine runs: the labels of the info series."""
+    """Labels of the info series, which are constant while an engine runs."""
 
     cache: CacheFacts
     max_model_len: int
@@ -89,7 +87,7 @@ class ModelFacts:
 
 
 def token_buckets(most: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, …, up to `most`."""
+    """Return the bounds 1, 2, 5, 10, 20, 50, …, up to `most`."""
     series = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]
     return [bound for bound in series if bound <= most] or [1]
 
@@ -97,10 +95,10 @@ def token_buckets(most: int) -> list[int]:
 class Metrics:
     """All series of one server.
 
-    model_name  the label of that name
-    keys        names of the configured API keys; requests with another one count under 'unnamed'
-    most_tokens the largest bound of histograms of tokens: max_model_len, where it is known already
-    old_names   also the names that vLLM gave up, which some routers still read
+    model_name  the value of the label `model_name`
+    keys        names of the configured API keys; all other requests count under 'unnamed'
+    most_tokens the largest bound of histograms of tokens: max_model_len, if it is known already
+    old_names   also export names that vLLM has dropped and some routers still read
     """
 
     def __init__(
@@ -111,9 +109,8 @@ class Metrics:
         most_tokens: int = 1_000_000,
         old_names: bool = False,
     ) -> None:
-        name = model_name.encode(
-            "utf-8", "replace"
-        ).decode()  # a path may have bytes that are no text
+        # A path may have bytes that are not UTF-8.
+        name = model_name.encode("utf-8", "replace").decode()
         self._labels = {"model_name": name, "engine": "0"}
         self._old_names = old_names
         self._stats: EngineStats | None = None
@@ -143,17 +140,17 @@ class Metrics:
         self._registry.register(_Collector(self))
 
     # -------------------------------------------------------------------------------------------
-    # what the server tells
+    # recording
 
     def set_stats(self, stats: EngineStats | None) -> None:
-        """The engine's latest stats. None: there is no engine, and its series are left out."""
+        """Set the engine's latest stats. None: there is no engine, and its series are left out."""
         self._stats = stats
 
     def add_keys(self, names: Sequence[str]) -> None:
-        """Count requests with these keys under their names from now on, up to MOST_KEYS names;
-        others as 'unnamed'.
+        """Count requests with these keys under their names from now on. Beyond MOST_KEYS names,
+        further keys count as 'unnamed'.
 
-        Names that are not configured any more keep their counts, as counters never fall.
+        Names that are no longer configured keep their counts, as counters never decrease.
         """
         for name in names:
             if len(self._by_key["requests"]) <= MOST_KEYS:
@@ -161,34 +158,32 @@ class Metrics:
                     counts.setdefault(name, 0)
 
     def set_stalled(self, is_stalled: bool) -> None:
-        """Whether the engine's process gives no sign of life."""
+        """Record whether the engine's process gives no sign of life."""
         self._is_stalled = is_stalled
 
     def set_info(self, facts: ModelFacts) -> None:
-        """What does not change while an engine runs."""
+        """Set the labels that are constant while an engine runs."""
         self._facts = facts
 
     def observe_step(self, seconds: float, num_tokens: int) -> None:
-        """A step of the engine took `seconds` and computed `num_tokens` tokens, of prompts and of
-        generation.
-        """
+        """Record a step of the engine: its time, and its tokens of prompts and of generation."""
         self._step_seconds.observe(seconds)
         self._step_tokens.observe(num_tokens)
 
     def request_queued(self, params_n: int, max_tokens: int | None, prompt_tokens: int) -> None:
-        """A request was accepted: `prompt_tokens` over all its prompts."""
+        """Record an accepted request. prompt_tokens: over all its prompts."""
         self._params_n.observe(params_n)
         if max_tokens is not None:
             self._params_max_tokens.observe(max_tokens)
         self._prompt.observe(prompt_tokens)
 
     def first_token(self, seconds: float) -> None:
-        """The first token of a request came `seconds` after the request."""
+        """Record the first token of a request, `seconds` after the request."""
         self._ttft.observe(seconds)
 
     def inter_token(self, seconds: float, num_tokens: int = 1) -> None:
-        """A completion's next `num_tokens` tokens came `seconds` after the ones before. None came:
-        nothing happens.
+        """Record `num_tokens` tokens of a completion that came `seconds` after the ones before; 0
+        tokens record nothing.
         """
         if num_tokens > 0:
             self._itl.observe(seconds / num_tokens, num_tokens)
@@ -204,12 +199,13 @@ class Metrics:
         key_name: str = UNNAMED,
         longest_completion: int | None = None,
     ) -> None:
-        """A queued request ended, by whatever `reason`, a FinishReason.
+        """Record the end of a queued request. reason: a FinishReason.
 
-        times               the engine's; None if it never reached the engine
-        generated_tokens    over all completions; `longest_completion` has those of the longest,
-                            where there are several
-        Raises ValueError for a reason that is none.
+        times               the engine's; None if the request never reached the engine
+        generated_tokens    over all completions
+        longest_completion  tokens of the longest completion; None: there is only one
+
+        Raises ValueError for an unknown reason.
         """
         self._finished[str(FinishReason(reason))] += 1
         self._e2e.observe(e2e_seconds)
@@ -235,14 +231,14 @@ class Metrics:
             self._by_key[kind][key] += count
 
     def rejected(self, reason: str) -> None:
-        """A request was refused before it was queued. Raises ValueError for a reason that is no
-        Rejection.
+        """Count a request that was refused before it was queued. Raises ValueError if `reason` is
+        not a Rejection.
         """
         self._rejected[str(Rejection(reason))] += 1
 
     def http_request(self, handler: str, method: str, status: int) -> None:
-        """An answer was given. `handler` is the route's template, such as '/v1/models/{id}', never
-        the raw path.
+        """Count an answer. handler: the route's template, such as '/v1/models/{id}', never the raw
+        path.
         """
         if handler not in self._handlers:
             if len(self._handlers) >= MOST_HANDLERS:
@@ -251,10 +247,10 @@ class Metrics:
         self._http[handler, method if method in METHODS else "other", str(status)] += 1
 
     def render(self, accept: str | None = None) -> tuple[bytes, str]:
-        """The exposition and its content type: OpenMetrics if the Accept header asks for it, else
-        Prometheus' text.
+        """Return the exposition and its content type: OpenMetrics if the Accept header asks for it,
+        else Prometheus' text format.
         """
-        # The library's own choice writes `vllm_` for `vllm:` in OpenMetrics. Our names are legal
+        # By default the library writes `vllm_` for `vllm:` in OpenMetrics. These names are legal
         # under every escaping that a client may ask for, so none is applied.
         if "application/openmetrics-text" in (accept or "").lower():
             text = _to_openmetrics(self._registry, "allow-utf-8")
@@ -263,11 +259,11 @@ class Metrics:
             self._registry
         ), "text/plain; version=0.0.4; charset=utf-8"
 
-    # ----------------------------------------------------------------------------------------------------------
+    # -------------------------------------------------------------------------------------------
     # series
 
     def collect(self) -> Iterator[Metric]:
-        """Every series with its present value."""
+        """Yield every series with its present value."""
         if self._stats is not None:
             yield from self._of_engine(self._stats)
         if self._facts is not None:
@@ -302,7 +298,7 @@ class Metrics:
         )
         yield counter("vllm:generation_tokens", "Tokens generated.", stats.generated)
         yield counter(
-            "vllm:num_preemptions", "How often a sequence lost its blocks.", stats.preemptions
+            "vllm:num_preemptions", "Times that a sequence lost its blocks.", stats.preemptions
         )
         yield counter(
             "vllm:prefix_cache_queries",
@@ -314,7 +310,7 @@ class Metrics:
         )
         yield counter(
             "vllm:corrupted_requests",
-            "Completions that could not be computed further.",
+            "Completions that failed (NaN, undecodable text, a failed step).",
             stats.failed,
         )
         yield gauge(
@@ -328,10 +324,14 @@ class Metrics:
             stats.capacity_tokens,
         )
         yield gauge(
-            "freight:cache_held_tokens", "Of them, in blocks that requests hold.", stats.held_tokens
+            "freight:cache_held_tokens",
+            "Tokens of the KV cache in blocks that requests hold.",
+            stats.held_tokens,
         )
         yield gauge(
-            "freight:cache_reusable_tokens", "Of them, kept for prefix hits.", stats.reusable_tokens
+            "freight:cache_reusable_tokens",
+            "Tokens of the KV cache kept for prefix hits.",
+            stats.reusable_tokens,
         )
         yield counter(
             "freight:kv_saturated_values", "Values beyond the range of their scale.", stats.clipped
@@ -402,10 +402,14 @@ class Metrics:
             ("inference_time_seconds", "From the first step to the end.", self._inference),
             ("prompt_tokens", "Prompt tokens of a request.", self._prompt),
             ("generation_tokens", "Tokens generated for a request.", self._generation),
-            ("max_num_generation_tokens", "Tokens of its longest completion.", self._longest),
+            (
+                "max_num_generation_tokens",
+                "Tokens of a request's longest completion.",
+                self._longest,
+            ),
             ("params_n", "The parameter n.", self._params_n),
             ("params_max_tokens", "The parameter max_tokens.", self._params_max_tokens),
-            ("num_preemptions", "How often it lost its blocks.", self._preemptions),
+            ("num_preemptions", "Preemptions of a request.", self._preemptions),
         ):
             yield self._histogram(of_request + name, text, buckets)
         yield self._histogram(
@@ -447,7 +451,7 @@ class Metrics:
 
 
 class _Collector(Collector):
-    """What a registry asks for the series. They are made when they are asked for."""
+    """The collector that a registry calls. Series are built on demand."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

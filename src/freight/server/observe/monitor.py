@@ -1,4 +1,4 @@
-"""Monitor: once a second, what the engine does, for the page's live view and the log."""
+"""Monitor: the engine's state once a second, for the page's live view and the log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EVERY = 1.0  # seconds
 
 
 class Monitor:
-    """`state` is the newest; who waits for the next one calls `next_state`."""
+    """`state` is the latest; `next_state` waits for the next one."""
 
     def __init__(self, service: Service, metrics: Metrics) -> None:
         self.state: dict[str, Any] = {}
@@ -31,7 +31,7 @@ class Monitor:
         self._tick = asyncio.Event()
 
     def set_facts(self, facts: EngineFacts, model: str) -> None:
-        """The model is loaded."""
+        """Set the facts of the loaded model."""
         kv = facts.kv_cache
         self._cache = CacheFacts(
             format=kv["dtype"],
@@ -52,7 +52,7 @@ class Monitor:
         return self.state
 
     async def run(self) -> None:
-        """Go on until cancelled."""
+        """Update `state` every second, until cancelled."""
         previous: EngineStats | None = None
         at = summarised_at = time.monotonic()
         summarised: EngineStats | None = None

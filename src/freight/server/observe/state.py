@@ -1,8 +1,7 @@
-"""What the page and the log show of an engine: rates, from two readings of its totals, and the
-cache in tokens.
+"""The engine's state as the page and the log show it: rates between two readings, and cache use.
 
-An engine that was started anew begins its totals at 0; a total that fell is therefore counted from
-0, so no rate is ever negative.
+A new engine starts its totals at 0. A total that fell is therefore counted from 0, so no rate is
+ever negative.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from freight.outputs import EngineStats
 
 @dataclass(frozen=True)
 class CacheFacts:
-    """The KV cache of the engine, which does not change while it runs.
+    """Constants of the engine's KV cache.
 
     format                  'fp8_e4m3', 'bfloat16', …
     granularity             of its scales; None without scales
-    scale_source            where the scales come from; None without scales
-    num_blocks              blocks for whole sequences, of `block_size` tokens
+    scale_source            the origin of the scales; None without scales
+    num_blocks              blocks for full-length sequences, of `block_size` tokens
     equivalent_16bit_tokens tokens that the same memory would hold at 16 bits a value
     """
 
@@ -35,8 +34,8 @@ class CacheFacts:
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens between two readings. A prompt's tokens count whether they were computed or found in
-    the cache.
+    """Tokens between two readings. Prompt tokens count whether they were computed or found in the
+    cache.
     """
 
     prompt_tokens: int
@@ -53,7 +52,7 @@ class Rates:
 
 
 def rates(stats: EngineStats, previous: EngineStats | None, seconds: float) -> Rates:
-    """What was done in the `seconds` since `previous`; nothing where there is no previous reading."""
+    """Return the tokens of the `seconds` since `previous`; 0 without a previous reading."""
     if previous is None:
         return Rates(0, 0, seconds)
     return Rates(
@@ -62,15 +61,15 @@ def rates(stats: EngineStats, previous: EngineStats | None, seconds: float) -> R
 
 
 def cache_use(stats: EngineStats) -> float:
-    """Share of the cache that requests hold, from 0 to 1. What is only kept for prefix hits is
-    free.
+    """Return the share of the cache that requests hold, 0 to 1. Blocks kept only for prefix hits
+    count as free.
     """
     return stats.held_tokens / stats.capacity_tokens if stats.capacity_tokens else 0.0
 
 
 def prefix_hit_rate(stats: EngineStats) -> float:
-    """Share of the looked-up prompt tokens that were found, since the start, from 0 to 1; 0 before
-    the first.
+    """Return the share of looked-up prompt tokens that were found since the start, 0 to 1; 0 before
+    the first lookup.
     """
     return stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
 
@@ -78,11 +77,10 @@ def prefix_hit_rate(stats: EngineStats) -> float:
 def engine_state(
     stats: EngineStats, previous: EngineStats | None, seconds: float, facts: CacheFacts
 ) -> dict[str, Any]:
-    """The engine for the page's live view, for json.dumps.
+    """Return the engine's state for the page's live view, for json.dumps.
 
-    `previous` are the stats of `seconds` seconds ago. Rates are in tokens per second,
-    `prefix_hit_rate` is from 0 to 1 and since the start, as are the counts of values and
-    preemptions.
+    `previous`: the stats of `seconds` seconds ago. Rates are in tokens per second.
+    `prefix_hit_rate` (0 to 1) and the counts of values and preemptions are since the start.
     """
     done = rates(stats, previous, seconds)
     return {

@@ -1,8 +1,7 @@
-"""What the APIs have in common that are read as a chat: their messages and fields become a chat's
-body.
+"""Translation of other APIs to a chat: their messages and fields become a chat's body.
 
 `parse_chat` then checks the values, so that one value means the same in every API. Its errors are
-told in the names of the field that the client sent.
+renamed to the field that the client sent.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ from freight.server.openai.fields import refuse
 from freight.server.openai.sampling_fields import CommonFields
 from freight.server.transport.errors import ApiError
 
-Renamed = Sequence[
-    tuple[str, str]
-]  # (pattern of a chat's field, what stands for it in the API's own names)
+Renamed = Sequence[tuple[str, str]]  # (pattern of a chat's field, its name in the API)
 
 
 @dataclass(frozen=True)
 class CallAsChat:
-    """The part of a `Call` that is the chat's. `ignored` are the API's own fields without effect."""
+    """The part of a `Call` that is a chat. `ignored`: the API's own fields without effect."""
 
     chat: ChatCall
     ignored: tuple[str, ...]
@@ -53,12 +50,12 @@ class CallAsChat:
 
 
 class Open(Nullable):
-    """An object whose unknown fields are kept, to be named as ignored."""
+    """An object whose unknown fields are kept, to be reported as ignored."""
 
     model_config = ConfigDict(extra="allow")
 
     def others(self, prefix: str = "", but: Collection[str] = ()) -> list[str]:
-        """The names of its unknown fields, behind `prefix`."""
+        """Return the names of its unknown fields, with `prefix`."""
         return [f"{prefix}{name}" for name in present(self.model_extra) if name not in but]
 
 
@@ -68,29 +65,30 @@ class LikeChat(CommonFields, Open):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def common(self, *others: str) -> dict[str, Any]:
-        """Its fields that a chat has by the same name: those that all have, and `others`."""
+        """Return the fields that a chat has under the same name: those of CommonFields, and
+        `others`.
+        """
         names = (*CommonFields.model_fields, "chat_template_kwargs", *others)
         return present({name: getattr(self, name) for name in names})
 
 
 def unlike(*kinds: str) -> Any:
-    """The type of an object that is left out, and named as ignored: none of `kinds`."""
+    """Return the type of an object that is left out and reported as ignored: none of `kinds`."""
     return Field(json_schema_extra={"not": {"enum": [*kinds]}})
 
 
 class JsonSchema(Open):
-    """The form of an answer."""
+    """A JSON schema for the answer."""
 
     type: Literal["json_schema"]
     schema_: SkipValidation[dict[str, Any] | bool] = Field(alias="schema")
 
 
 class Messages:
-    """Messages for the chat template, while they are read from another form.
+    """Messages for the chat template, built from those of another API.
 
-    Instructions that stand before the conversation become one system message: many templates have
-    room for one only. Parts of one answer (reasoning, text, calls) become one message, in this
-    order.
+    Instructions before the conversation become one system message: many templates take only one.
+    Parts of one answer (reasoning, text, calls) become one message, in this order.
     """
 
     def __init__(self) -> None:
@@ -110,12 +108,12 @@ class Messages:
         answer["reasoning"] = answer.get("reasoning", "") + text
 
     def begin_answer(self) -> None:
-        """What comes next is a new answer, where the API itself says where one begins."""
+        """Begin a new answer, for an API that marks where an answer begins."""
         self.all.append({"role": "assistant"})
 
     def answer(self, text: str, joined: bool = False) -> None:
-        """joined: whether it goes on where the text of the answer so far ends; else it is another
-        answer.
+        """Add text of the assistant. joined: it continues the text of the present answer; else it
+        begins another answer.
         """
         answer = self._answer("tool_calls", *(() if joined else ("content",)))
         answer["content"] = answer.get("content", "") + text
@@ -129,14 +127,14 @@ class Messages:
         self.all.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def finished(self) -> list[dict[str, Any]]:
-        """All of them, each with content, as templates need it."""
+        """Return all messages, each with content, as templates need it."""
         for message in self.all:
             if "tool_calls" not in message:
                 message.setdefault("content", "")
         return self.all
 
     def _answer(self, *ends: str) -> dict[str, Any]:
-        """The answer that grows, or a new one if it already has one of `ends`."""
+        """Return the present answer, or a new one if it already has one of `ends`."""
         if (
             not self.all
             or self.all[-1]["role"] != "assistant"
@@ -149,30 +147,29 @@ class Messages:
 def chat_call(
     body: Mapping[str, Any], served: Served, limits: ServingLimits, renamed: Renamed
 ) -> ChatCall:
-    """The call of a chat's body. Raises ApiError in the names of the API that the body was made
+    """Parse a chat's body. Raises ApiError with the field names of the API that the body was made
     for.
     """
     try:
         call = parse_chat(dict(body), served, limits)
     except ApiError as error:
-        raise retold(error, renamed) from None
-    work = tuple(replace(one, form_from=_told(one.form_from, renamed)) for one in call.work)
-    return replace(call, work=work, ignored=tuple(_told(name, renamed) for name in call.ignored))
+        raise with_renamed_field(error, renamed) from None
+    work = tuple(replace(one, form_from=_rename(one.form_from, renamed)) for one in call.work)
+    return replace(call, work=work, ignored=tuple(_rename(name, renamed) for name in call.ignored))
 
 
-def retold(error: ApiError, renamed: Renamed) -> ApiError:
-    """`error` with the first pattern that its field begins with replaced, in `param` and in the
-    message.
-    """
+def with_renamed_field(error: ApiError, renamed: Renamed) -> ApiError:
+    """Return `error` with its field renamed, in `param` and at the beginning of the message."""
     param, message = error.param, error.message
     if param is not None:
-        told = _told(param, renamed)
-        message = told + message[len(param) :] if message.startswith(param) else message
-        param = told
+        name = _rename(param, renamed)
+        message = name + message[len(param) :] if message.startswith(param) else message
+        param = name
     return ApiError(error.status, message, param=param, code=error.code, headers=error.headers)
 
 
-def _told(param: str, renamed: Renamed) -> str:
+def _rename(param: str, renamed: Renamed) -> str:
+    """Replace the first pattern in `renamed` that `param` begins with."""
     for pattern, name in renamed:
         if (found := re.match(rf"{pattern}(?![\w])", param)) is not None:
             return found.expand(name) + param[found.end() :]
@@ -180,7 +177,9 @@ def _told(param: str, renamed: Renamed) -> str:
 
 
 def entries(where: str, given: object, most: int) -> list[dict[str, Any]]:
-    """`given` as a list of objects. Raises ApiError for anything else, and for more than `most`."""
+    """Return `given`, a list of objects. Raises ApiError for anything else, and for more than
+    `most`.
+    """
     if not isinstance(given, list):
         raise refuse(where, f"{where} is {show(given)}; it must be a list")
     if len(given) > most:
@@ -194,7 +193,7 @@ def entries(where: str, given: object, most: int) -> list[dict[str, Any]]:
 
 
 def string(where: str, given: object) -> str:
-    """`given` as a string. Raises ApiError for anything else."""
+    """Return `given`, a string. Raises ApiError for anything else."""
     if not isinstance(given, str):
         what = "missing" if given is None else show(given)
         raise refuse(where, f"{where} is {what}; it must be a string")

@@ -1,7 +1,7 @@
-"""The answer to a chat completion, streamed or whole, from the deltas of its request.
+"""The answer to a chat completion, streamed or complete, from the deltas of its request.
 
-Both come from the same state, so they cannot differ. A chunk costs one `json.dumps` of what is new
-beside text that is prepared once.
+Both come from the same state, so they cannot differ. A chunk costs one `json.dumps` of its delta;
+the rest of it is text that is prepared once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class _Choice:
     """One completion so far. Log-probabilities and ids wait for the next chunk: a token may add no
     text by itself.
 
-    cut      whether text was left that could have become a call: then not every call is complete
+    cut      whether the answer ended in text that could have become a call: then not every call is
+             complete
     """
 
     index: int
@@ -62,8 +63,8 @@ class ChatReply:
         tools: Sequence[Mapping[str, Any]] = (),
         parallel: bool = True,
     ) -> None:
-        """parallel: whether an answer may have several tool calls; else those after the first are
-        left out.
+        """Start with no tokens. parallel: whether an answer may have several tool calls; else those
+        after the first are dropped.
         """
         self._head, self._options, self._work = head, options, work
         self._tokenizer, self._has_tools, self._parallel = served.tokenizer, bool(tools), parallel
@@ -79,8 +80,8 @@ class ChatReply:
         )
 
     def start(self) -> bytes:
-        """The role of every choice, in order: clients make room for a choice when they see its
-        index first.
+        """Return the role of every choice, in order: clients create a choice when they first see
+        its index.
         """
         role = '{"role": "assistant", "content": ""}'
         return "".join(self._chunk(choice, role) for choice in self._choices).encode("ascii")
@@ -127,7 +128,7 @@ class ChatReply:
             chunks.append(self._chunk(choice, "{}", f'"{choice.finish_reason}"'))
 
     def _take(self, choice: _Choice, piece: Piece) -> Delta | None:
-        """Add a piece to the message; returns it as a delta, None where it adds nothing."""
+        """Add a piece to the message; returns it as a delta, or None if it adds nothing."""
         if piece.kind is PieceKind.TOOL_CALL and self._has_tools:
             if choice.calls and not self._parallel:
                 return None
@@ -142,12 +143,10 @@ class ChatReply:
             if not piece.text:
                 return None
             choice.reasoning.append(piece.text)
-            return {
-                "reasoning": piece.text,
-                "reasoning_content": piece.text,
-            }  # clients read one or the other
+            # Clients read one field or the other.
+            return {"reasoning": piece.text, "reasoning_content": piece.text}
         text = piece.text
-        if piece.kind is PieceKind.TOOL_CALL:  # of a tool that nobody offered
+        if piece.kind is PieceKind.TOOL_CALL:  # a call, although the request has no tools
             text = f'{{"name": {json.dumps(piece.name)}, "arguments": {piece.text}}}'
         if not text:
             return None
@@ -155,12 +154,14 @@ class ChatReply:
         return {"content": text}
 
     def _call_id(self, choice: _Choice) -> str:
-        """Different for every call of every request, as the next request's messages refer to it."""
+        """Return an id that is unique over all calls of all requests: the next request's messages
+        refer to it.
+        """
         name = f"{self._head.request_id}/{choice.index}/{len(choice.calls)}"
         return "call_" + hashlib.sha256(name.encode()).hexdigest()[:24]
 
     def _chunk(self, choice: _Choice, delta: str, finish_reason: str = "null") -> str:
-        """The chunk of a delta, given as JSON, with what waits for a chunk."""
+        """Return the chunk of a delta, given as JSON, with pending log-probabilities and ids."""
         logprobs = "null"
         if len(choice.logprobs) > choice.logprobs_sent:
             logprobs = json.dumps({"content": choice.logprobs[choice.logprobs_sent :]})

@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`: a body becomes a ChatCall.
 
-Whatever a client asks for is done, or named as ignored, or refused with the field's path. Messages
-are brought into the form that templates read by `freight.text.messages`, so a conversation means
+Everything that a client asks for is done, or reported as ignored, or refused with the field's path.
+`freight.text.messages` converts messages to the form that templates read, so a conversation means
 the same here and in Python.
 """
 
@@ -37,7 +37,7 @@ from freight.server.openai.tool_fields import Tool, ToolUse, tool_use
 from freight.server.transport.errors import ApiError
 from freight.text.messages import to_template_messages
 
-_WITH_CONTENT: dict[str, Any] = {  # or calls in its place
+_WITH_CONTENT: dict[str, Any] = {  # content, or calls instead
     "anyOf": [
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
         {
@@ -52,29 +52,27 @@ _REFUSED_IN_MESSAGES = {"audio": "only text can be read", "function_call": "use 
 
 
 class TextPart(Part):
-    """Text in a message, among others."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(Part):
-    """What was called. `arguments` as JSON, or as what JSON says."""
+    """The function of a call. `arguments`: a JSON string, or the object itself."""
 
     name: str
     arguments: str | dict[str, Any]
 
 
 class ToolCall(Part):
-    """A call in an answer that is sent back."""
+    """A call in an earlier answer."""
 
     function: CalledFunction
 
 
 class Message(Part):
-    """One message. Other fields than these are named as ignored: clients send back what they were
-    given.
-    """
+    """One message. Unknown fields are reported as ignored: clients send answers back unchanged."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_WITH_CONTENT)
 
@@ -108,7 +106,7 @@ class ChatRequest(SharedFields):
 
 @dataclass(frozen=True)
 class ChatCall:
-    """A chat completion that was understood. `request_id` is the client's own, if it gave one."""
+    """A parsed chat completion. `request_id`: the client's, if it sent one."""
 
     stream: bool
     model: str
@@ -121,7 +119,7 @@ class ChatCall:
     request_id: str | None = None
 
     def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> Reply:
-        """The answer to come. Raises ApiError when prompt and max_tokens exceed the context."""
+        """Return the empty reply. Raises ApiError if prompt and max_tokens exceed the context."""
         check_context(len(work[0].token_ids), self.max_tokens, served.max_model_len, "messages")
         return ChatReply(head, served, work[0], self.options, self.tools.tools, self.parallel)
 
@@ -130,7 +128,7 @@ class ChatCall:
 
 
 def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
-    """The call that `body`, parsed JSON, asks for.
+    """Build the call from `body`, decoded JSON.
 
     Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not
     served.
@@ -145,7 +143,7 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
     parallel = request.parallel_tool_calls is not False
     form = form_of(request, served.strict_schemas)
     forcing, unheld = _forcing(tools, served.strict_schemas)
-    if tools.forced:  # a call is no answer yet: the form is that of the answer that comes after it
+    if tools.forced:  # a call is not the answer yet: the form is for the answer after it
         unheld += () if form.values is None else (form.field,)
     else:
         unheld += form.ignored
@@ -197,8 +195,8 @@ def _forced_call(
 
 
 def _forcing(tools: ToolUse, strict_schemas: bool) -> tuple[ToolUse, tuple[str, ...]]:
-    """`tools` with parameters that a grammar can hold, where a call is forced, and what of them is
-    left out.
+    """Return `tools` with parameters that a grammar can enforce, if a call is forced, and the
+    keywords that it cannot.
     """
     if not tools.forced:
         return tools, ()
@@ -222,7 +220,9 @@ def _reasoned(
 
 
 def _own_values(request: ChatRequest, served: Served) -> tuple[dict[str, str], dict[str, Any]]:
-    """(SamplingParams' name -> field, values) of what has other names here than SamplingParams has."""
+    """Return (SamplingParams' name -> field, values) of the parameters whose field has another name
+    here.
+    """
     renamed = {"logprobs": "top_logprobs"}
     if request.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
@@ -239,9 +239,8 @@ def _own_values(request: ChatRequest, served: Served) -> tuple[dict[str, str], d
         "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
     }
     if served.parser_of is not None:
-        own["skip_special_tokens"] = (
-            False  # the parser reads them, and gives none out, whatever was asked for
-        )
+        # The parser needs special tokens, and always removes them from its output.
+        own["skip_special_tokens"] = False
     return renamed, own
 
 
@@ -260,9 +259,9 @@ def _check_messages(messages: object, limits: ServingLimits) -> None:
 
 
 def _messages(given: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Messages for the template, and the names of their fields that it does not get."""
+    """Return the messages for the template, and the names of fields that are left out."""
     messages, ignored = [], []
-    fields = Message.model_fields  # pydantic takes its time to tell them
+    fields = Message.model_fields  # looked up once: it is slow in pydantic
     for index, message in enumerate(given):
         for name, value in message.items():
             if value is None or name in fields:

@@ -1,8 +1,7 @@
-"""The answer to a completion, streamed or whole, from the deltas of its requests: one request for
-each prompt.
+"""The answer to a completion, streamed or complete, from the deltas of its requests.
 
-A prompt that is echoed with log-probabilities is scored once. Its choices wait for that: each
-begins with the prompt.
+Each prompt is one request. A prompt that is echoed with log-probabilities is scored once. Its
+choices wait for the scores: each begins with the prompt.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from freight.server.openai.stream import (
 )
 from freight.server.transport.errors import ApiError
 
-_TOKENS_OF_CHUNK = (
-    1024  # of a prompt with log-probabilities: to write more at once holds up everybody else
-)
+# Prompt tokens with log-probabilities in one chunk: writing more at once delays other requests.
+_TOKENS_OF_CHUNK = 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -39,12 +37,12 @@ class _Choice:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    begun: bool = False  # its first chunk is out
+    begun: bool = False  # its first chunk was sent
 
 
 @dataclass(eq=False, slots=True)
 class _Prompt:
-    """One prompt with its choices. `held` waits until the prompt is scored."""
+    """One prompt with its choices. `held`: deltas that wait until the prompt is scored."""
 
     work: TokenizedWork
     choices: list[_Choice]
@@ -66,7 +64,7 @@ class CompletionReply:
         options: AnswerOptions,
         echo: bool,
     ) -> None:
-        """echo: the text of each choice begins with its prompt."""
+        """Start with no tokens. echo: the text of each choice begins with its prompt."""
         self._head, self._options, self._echo = head, options, echo
         self._tokenizer = served.tokenizer
         self._prompts: list[_Prompt] = []
@@ -102,7 +100,7 @@ class CompletionReply:
         )
 
     def start(self) -> bytes:
-        """The prompts that are echoed without a score."""
+        """Return the prompts that are echoed without scores."""
         chunks: list[str] = []
         for prompt in self._prompts:
             if self._echo and not prompt.waits:
@@ -110,8 +108,8 @@ class CompletionReply:
         return "".join(chunks).encode("ascii")
 
     def _send_prompt(self, prompt: _Prompt, chunks: list[str]) -> None:
-        """The text of a prompt, and its log-probabilities, of which there may be many, in several
-        chunks.
+        """Add the chunks of a prompt: its text, then its log-probabilities, in several chunks if
+        they are many.
         """
         for choice in prompt.choices:
             chunks.append(self._chunk(prompt, choice, choice.text[0], most=_TOKENS_OF_CHUNK))
@@ -119,7 +117,8 @@ class CompletionReply:
                 chunks.append(self._chunk(prompt, choice, "", most=_TOKENS_OF_CHUNK))
 
     def advance(self, index: int, delta: RequestDelta) -> bytes:
-        prompt, chunks = self._prompts[index], []  # type: tuple[_Prompt, list[str]]
+        prompt = self._prompts[index]
+        chunks: list[str] = []
         self._usage.cached += max(0, delta.num_cached_tokens - prompt.cached)
         prompt.cached = max(prompt.cached, delta.num_cached_tokens)
         if delta.scores is not None:
@@ -169,7 +168,7 @@ class CompletionReply:
         token_ids: Sequence[int] = (),
         most: int | None = None,
     ) -> str:
-        """A chunk with the log-probabilities that were not told yet, of `most` tokens at most."""
+        """Return a chunk with the log-probabilities not sent yet, of `most` tokens at most."""
         logprobs = "null" if choice.logprobs is None else json.dumps(choice.logprobs.take(most))
         finish_reason = "null" if choice.finish_reason is None else f'"{choice.finish_reason}"'
         more = f', "token_ids": {json.dumps(list(token_ids))}' if self._options.token_ids else ""

@@ -1,7 +1,7 @@
 """`POST /v1/completions`: a body becomes a CompletionCall.
 
-A prompt is text or token ids, or a list of either; the choices of prompt p are p × n to p × n + n -
-1.
+A prompt is text or token ids, or a list of either. The choices of prompt p have the indices p × n
+to p × n + n - 1.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CompletionRequest(SharedFields):
 
 @dataclass(frozen=True)
 class CompletionCall:
-    """A completion that was understood. `request_id` is the client's own, if it gave one."""
+    """A parsed completion. `request_id`: the client's, if it sent one."""
 
     stream: bool
     model: str
@@ -59,7 +59,7 @@ class CompletionCall:
     request_id: str | None = None
 
     def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> Reply:
-        """The answer to come. Raises ApiError when a prompt and max_tokens exceed the context."""
+        """Return the empty reply. Raises ApiError if a prompt and max_tokens exceed the context."""
         for item in work:
             check_context(len(item.token_ids), self.max_tokens, served.max_model_len, "prompt")
         return CompletionReply(head, served, work, self.options, self.echo)
@@ -69,7 +69,7 @@ class CompletionCall:
 
 
 def parse_completion(body: object, served: Served, limits: ServingLimits) -> CompletionCall:
-    """The call that `body`, parsed JSON, asks for.
+    """Build the call from `body`, decoded JSON.
 
     Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not
     served.
@@ -86,7 +86,7 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
         )
     scored = request.logprobs if echo else None
     if request.max_tokens == 0 and scored is None:
-        scored = 0  # the engine generates nothing only where it scores
+        scored = 0  # the engine accepts max_tokens 0 only for a request that scores its prompt
     own = {
         "max_tokens": request.max_tokens,
         "logprobs": request.logprobs,
@@ -114,7 +114,7 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
 
 
 def _prompts(request: CompletionRequest, served: Served, most: int) -> list[str | list[int]]:
-    """The prompts of `request`, each with at least one character or token id."""
+    """Return the prompts of `request`, each with at least one character or token id."""
     given = request.prompt
     if isinstance(given, str):
         return [_text("prompt", given)]
@@ -156,11 +156,11 @@ def _ids(where: str, ids: list[Any], served: Served, request: CompletionRequest)
     if not ids:
         raise refuse(where, f"{where} is []: it has no tokens")
     if len(ids) > served.max_model_len and request.truncate_prompt_tokens is None:
-        # first: to look at a million ids takes time
+        # Checked first: validating a million ids takes time.
         check_context(len(ids), request.max_tokens, served.max_model_len, where)
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids
-    for position, token in enumerate(ids):  # slower: finds which one it is
+    for position, token in enumerate(ids):  # slower: finds the bad one
         if type(token) is not int or not 0 <= token < vocab_size:
             path = f"{where}[{position}]"
             raise refuse(

@@ -1,9 +1,8 @@
-"""What every request of OpenAI's API goes through: its fields, their types, and one error for the
-first fault.
+"""Reading of OpenAI's requests: their fields, the types of these, and an error for the first fault.
 
-A field is acted on, or accepted without effect and then named to the client, or accepted at a value
-that asks for nothing (`neutral.py`), or refused. `null` means that a field is absent. Each failure
-is one ApiError with status 400 and the path of the field, such as `messages[2].role`.
+A field takes effect, or is accepted without effect and reported to the client, or is accepted at a
+value that asks for nothing (`neutral.py`), or is refused. `null` counts as absent. Each failure is
+one ApiError with status 400 and the path of the field, such as `messages[2].role`.
 """
 
 from __future__ import annotations
@@ -24,27 +23,23 @@ from freight.server.limits import ServingLimits, check_body
 from freight.server.openai.neutral import NEUTRAL
 from freight.server.transport.errors import ApiError
 
-# Accepted without effect: what changes nothing about the tokens of an answer.
+# Fields accepted without effect: none of them changes the tokens of an answer.
 ACCEPTED = (
-    *(
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-    ),
-    *(
-        "prompt_cache_options",
-        "verbosity",
-        "modalities",
-        "prediction",
-        "include_reasoning",
-        "session_id",
-    ),
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+    "verbosity",
+    "modalities",
+    "prediction",
+    "include_reasoning",
+    "session_id",
 )
-_ANY_MODEL = ("", "dummy", "tgi")  # what clients send that know of one model only
+_ANY_MODEL = ("", "dummy", "tgi")  # placeholders from clients that assume a single model
 _MOST_NAMED = 32  # names in `ignored`, which becomes a header
 _NAME = re.compile(r"[A-Za-z0-9_.$\[\]-]{1,64}")
 _PATH = re.compile(r"[A-Za-z_]\w*(?:\[\d+\]|\.\w+)*")
@@ -54,21 +49,21 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Fields:
-    """A body's fields that are acted on, none of them null, and the names of those that are not."""
+    """The fields of a body that take effect, none of them null, and the names of ignored ones."""
 
     values: dict[str, Any]
     ignored: tuple[str, ...]
 
 
 def refuse(param: str, message: str) -> ApiError:
-    """The 400 for one field. `message` names the field itself."""
+    """Return the 400 for one field. `message` names the field itself."""
     return ApiError(400, message, param=param)
 
 
 def read_fields(
     body: object, model: type[BaseModel], served: Served, limits: ServingLimits
 ) -> Fields:
-    """The fields of `body` by their class. Raises ApiError for what is refused."""
+    """Sort the fields of `body` by their treatment. Raises ApiError for a refused one."""
     values: dict[str, Any] = {}
     ignored: list[str] = []
     known = model.model_fields
@@ -100,7 +95,7 @@ def read_fields(
 
 
 def named(names: Sequence[str]) -> tuple[str, ...]:
-    """Names that can stand in a header: what is not one shows as "?", and there are at most 32."""
+    """Return names that are safe in a header: unsafe ones become "?", and there are 32 at most."""
     safe = [name if _NAME.fullmatch(name) else "?" for name in dict.fromkeys(names)]
     return (*safe[:_MOST_NAMED], "...") if len(safe) > _MOST_NAMED else tuple(safe)
 
@@ -115,7 +110,9 @@ def _unsupported(name: str, value: object) -> ApiError:
 
 
 def part(model: type[M], where: str, given: object) -> M:
-    """`given`, which stands at `where` in a body, as `model`. Raises ApiError for the first fault."""
+    """Validate `given`, at the path `where` of a body, as `model`. Raises ApiError for the first
+    fault.
+    """
 
     def refused(path: str, words: str, value: object) -> ApiError:
         path = f"{where}.{path}".strip(".")
@@ -129,14 +126,14 @@ def part(model: type[M], where: str, given: object) -> M:
 
 
 def served_name(model: str | None, served: Served) -> str:
-    """The name that answers give the model. Raises ApiError, 404, for a model that is not served."""
+    """Return the model's name for answers. Raises ApiError, 404, for a model that is not served."""
     if model is None or model in _ANY_MODEL:
         return served.names[0]
     if model not in served.names:
         names = ", ".join(served.names)
         raise ApiError(
             404,
-            f"the model {model[:100]!r} is not served here; there is {names}",
+            f"the model {model[:100]!r} is not served here; this server has {names}",
             param="model",
             code="model_not_found",
         )
@@ -144,10 +141,9 @@ def served_name(model: str | None, served: Served) -> str:
 
 
 def from_request_error(error: RequestError, renamed: Mapping[str, str] | None = None) -> ApiError:
-    """The 400 for what the engine's own validators refuse. Their messages begin with the name of
-    the field.
+    """Return the 400 for an error of the engine's validators, whose messages begin with a field.
 
-    renamed: their name -> the field of this API that it came from
+    renamed  the validators' name -> the field of this API
     """
     message = str(error)
     found = _PATH.match(message)

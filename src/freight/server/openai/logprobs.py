@@ -1,5 +1,5 @@
-"""Log-probabilities in the shapes of chat and of completions. JSON has no infinity: -inf is -9999.0
-there.
+"""Log-probabilities in the shapes of chat and of completions. JSON has no infinity: -inf becomes
+-9999.0.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ _ROWS_OF_SLICE = 64
 
 
 def finite(logprob: float) -> float:
-    """`logprob` as a number that JSON has."""
+    """Return `logprob`, or -9999.0 for one that JSON does not have."""
     return logprob if math.isfinite(logprob) else LOWEST
 
 
 def name_of(token: int) -> str:
-    """A token by its id, as vLLM writes it."""
+    """Return a token by its id, as vLLM writes it."""
     return f"token_id:{token}"
 
 
 def text_of(token: int, entry: Logprob, tokenizer: Tokenizer | None) -> str:
-    """The text of a token by itself; its id where there is no tokenizer."""
+    """Return the text of a token by itself; its id without a tokenizer."""
     return plain_text(token, tokenizer) if entry.decoded_token is None else entry.decoded_token
 
 
 def plain_text(token: int, tokenizer: Tokenizer | None) -> str:
-    """`text_of` a token whose text the engine did not tell."""
+    """Return `text_of` a token whose text the engine did not send."""
     return tokenizer.token_text(token) if tokenizer else name_of(token)
 
 
 def _bytes_of(token: int, text: str, tokenizer: Tokenizer | None) -> list[int]:
-    """The bytes that a token adds: a part of a character has no text that tells them."""
+    """Return the bytes that a token adds. A token that is part of a character has no text to take
+    them from.
+    """
     pieces = tokenizer.pieces(False) if tokenizer and "\ufffd" in text else None
     piece = None if pieces is None else pieces[token]
     return list(piece) if isinstance(piece, bytes) else list(text.encode())
@@ -50,10 +52,9 @@ def chat_entries(
     tokenizer: Tokenizer | None,
     as_ids: bool = False,
 ) -> list[dict[str, Any]]:
-    """An entry of `logprobs.content` for each token, with the `asked` most likely tokens in their
-    order.
+    """Return an entry of `logprobs.content` per token, with the `asked` most likely tokens.
 
-    as_ids: `token` is "token_id:42"; `bytes` are those of its text all the same.
+    as_ids: `token` is "token_id:42"; `bytes` are still those of its text.
     """
     result = []
     for token, candidates in zip(token_ids, entries, strict=True):
@@ -71,15 +72,14 @@ def chat_entries(
 
 
 class PromptLogprobs:
-    """`prompt_logprobs`: for each token of the prompt its candidates by token id; None for the
-    first.
+    """`prompt_logprobs`: for each token of the prompt its candidates by id; None for the first.
 
-    There may be millions: they are values where they are looped over, and otherwise text, a slice
-    at a time.
+    There may be millions. Iterating gives them as values; `json_slices` writes them as text, a
+    slice at a time.
     """
 
     def __init__(self, scores: Sequence[Scores], tokenizer: Tokenizer | None) -> None:
-        """scores: of the prompt's tokens from the second on, in parts."""
+        """Keep the scores of the prompt's tokens, from the second token on, in parts."""
         self._scores, self._tokenizer = scores, tokenizer
 
     def __iter__(self) -> Iterator[Any]:
@@ -96,12 +96,11 @@ class PromptLogprobs:
                 }
 
     def json_slices(self) -> Iterator[str]:
-        """The same as JSON, without white space. Twice as fast as to make dictionaries and write
-        them.
+        """Yield the same as JSON, without white space. Twice as fast as building dictionaries and
+        dumping them.
         """
-        around: dict[
-            int, tuple[str, str]
-        ] = {}  # what each token has before its log-probability and behind its rank
+        # The JSON of each token before its log-probability, and behind its rank.
+        around: dict[int, tuple[str, str]] = {}
         yield "[null"
         for part in self._scores:
             rows: list[str] = []
@@ -125,10 +124,10 @@ class PromptLogprobs:
 
 
 class TextLogprobs:
-    """`logprobs` of one choice of a completion, as four lists that grow together.
+    """`logprobs` of one choice of a completion, as four lists of equal length.
 
     skipped  ids of tokens that add no text, because special tokens are left out
-    as_ids   tokens are "token_id:42"; offsets are those of their text all the same
+    as_ids   tokens are "token_id:42"; offsets are still those of their text
     """
 
     def __init__(
@@ -142,10 +141,10 @@ class TextLogprobs:
         self._logprobs: list[float | None] = []
         self._top: list[dict[str, float] | None] = []
         self._offsets: list[int] = []
-        self._told = 0
+        self._taken = 0
 
     def add(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
-        """Take tokens of the answer."""
+        """Append tokens of the answer."""
         for token, candidates in zip(token_ids, entries, strict=True):
             texts = {
                 other: text_of(other, entry, self._tokenizer) for other, entry in candidates.items()
@@ -156,9 +155,7 @@ class TextLogprobs:
             )
 
     def add_prompt(self, token_ids: Sequence[int], scores: Sequence[Scores]) -> None:
-        """Take the tokens of a prompt with their scores, in parts; nothing precedes the first
-        token.
-        """
+        """Append the tokens of a prompt with their scores, in parts; the first has no score."""
         texts = _PlainTexts(self._tokenizer)
         self._add(token_ids[0], texts[token_ids[0]], None, None)
         scored = (entries for part in scores for entries in part)
@@ -181,8 +178,8 @@ class TextLogprobs:
     def _by_text(
         self, candidates: Iterable[tuple[int, float]], texts: Mapping[int, str]
     ) -> dict[str, float]:
-        """Candidates by text. Of tokens with the same text the most likely one counts, as a reader
-        cannot tell them.
+        """Return candidates by text. Of tokens with the same text only the most likely one is kept:
+        a reader cannot tell them apart.
         """
         best: dict[str, float] = {}
         for token, logprob in candidates:
@@ -193,17 +190,17 @@ class TextLogprobs:
 
     @property
     def has_more(self) -> bool:
-        """Whether `take` has not given all."""
-        return self._told < len(self._tokens)
+        """True while `take` has not returned everything."""
+        return self._taken < len(self._tokens)
 
     def take(self, most: int | None = None) -> dict[str, Any]:
-        """What is new since the last call, of `most` tokens at most."""
-        first, end = self._told, len(self._tokens)
-        self._told = end if most is None else min(end, first + most)
-        return self._body(first, self._told)
+        """Return the entries since the last call, of `most` tokens at most."""
+        first, end = self._taken, len(self._tokens)
+        self._taken = end if most is None else min(end, first + most)
+        return self._body(first, self._taken)
 
     def body(self) -> dict[str, Any]:
-        """Everything."""
+        """Return all entries."""
         return self._body(0, len(self._tokens))
 
     def _body(self, first: int, end: int) -> dict[str, Any]:
@@ -216,7 +213,7 @@ class TextLogprobs:
 
 
 class _PlainTexts(dict[int, str]):
-    """`plain_text` of tokens."""
+    """A cache of `plain_text` by token."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer

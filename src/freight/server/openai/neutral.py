@@ -1,9 +1,8 @@
-"""Fields that other servers know and this one does not act on: the values that ask for nothing, and
-the way out. Data.
+"""Fields of other servers that are not implemented here, with their neutral values. Data.
 
-Clients, routers and gateways write such fields into every request: vLLM's and SGLang's own clients,
-sglang-router, vllm-router. At a value that asks for nothing a field is no fault; at any other it is
-refused.
+Clients, routers and gateways send such fields in every request: vLLM's and SGLang's own clients,
+sglang-router, vllm-router. A neutral value asks for nothing and is accepted; any other is refused,
+with a way out.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Neutral:
-    """values: those that ask for nothing; none: only null does. instead: why others are refused, or
-    what to use.
+    """The treatment of one field.
+
+    values   the neutral values; none: only null is neutral
+    instead  why other values are refused, or what to use instead
     """
 
     values: tuple[object, ...]
     instead: str
 
     def asks_nothing(self, value: object) -> bool:
-        """Whether `value`, of parsed JSON, is one of them. 1 and 1.0 are one number; true is no
-        number.
-        """
+        """Return whether `value`, of parsed JSON, is neutral. 1 equals 1.0; true is not 1."""
         return any(
             value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
             for neutral in self.values
@@ -74,8 +73,8 @@ NEUTRAL: Mapping[str, Neutral] = {
     "logprob_token_ids": Neutral((), "use logprobs, which gives the most likely tokens"),
     "watermarking": Neutral((False,), "answers have no watermark"),
     "logits_processors": Neutral(([],), "no code of a request is executed; use logit_bias"),
-    "vllm_xargs": Neutral(({},), "there are no extensions that would read it"),
-    "detokenize": Neutral((True,), "use return_token_ids, which gives the ids beside the text"),
+    "vllm_xargs": Neutral(({},), "there are no extensions to read it"),
+    "detokenize": Neutral((True,), "use return_token_ids, which returns the ids with the text"),
     **_all(("guided_decoding_backend", "guided_whitespace_pattern"), (), _ONE_COMPILER),
     **_all(("mm_processor_kwargs", "media_io_kwargs"), ({},), _TEXT_ONLY),
     **_all(("kv_transfer_params", "ec_transfer_params"), (), _NO_SPLIT),

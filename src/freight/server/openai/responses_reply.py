@@ -1,8 +1,8 @@
-"""The answer of `/v1/responses`, streamed or whole, from the deltas of its request.
+"""The answer of `/v1/responses`, streamed or complete, from the deltas of its request.
 
 Each block of the answer is one item of `output`. Events are numbered from 0 without gaps; the first
-two are those of `start`, also where the first delta was taken before. The stream has no `[DONE]`:
-its last event has the whole response.
+two are those of `start`, even if a delta was taken before it. The stream has no `[DONE]`: its last
+event has the complete response.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ResponsesReply:
         parallel: bool,
         echo: Mapping[str, Any],
     ) -> None:
-        """echo: fields of every response object that say what was asked for."""
+        """Start with no tokens. echo: fields of the request that every response object repeats."""
         self._head, self._echo = head, echo
         self._blocks = Blocks(served, work, tools, parallel)
         self._next = 2  # the number of the next event; those of `start` are 0 and 1
@@ -98,7 +98,7 @@ class ResponsesReply:
         }
 
     def _item(self, block: Block, status: str, empty: bool = False) -> Item:
-        """The item of a block; `empty`: as it is before anything is in it."""
+        """Return the item of a block. empty: before it has any text."""
         request_id = self._head.request_id
         item: Item = {"id": block.id(_PREFIX[block.kind], request_id), "status": status}
         if block.kind is PieceKind.TOOL_CALL:
@@ -152,7 +152,7 @@ class ResponsesReply:
         ]
 
     def _of(self, block: Block, name: str, fields: Mapping[str, Any]) -> bytes:
-        """An event within the item of `block`."""
+        """Return an event within the item of `block`."""
         where: dict[str, Any] = {
             "item_id": block.id(_PREFIX[block.kind], self._head.request_id),
             "output_index": block.index,

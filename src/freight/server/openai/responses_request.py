@@ -1,9 +1,9 @@
 """`POST /v1/responses`, without state: a body becomes a ResponsesCall.
 
 The items of `input` become a conversation, and the other fields those of a chat. Nothing is kept
-between requests, so what refers to an earlier response is refused. Agents send more than any server
-knows: tools that are no functions, items of theirs and fields that nobody here knows are left out
-and named in `x-freight-ignored`.
+between requests, so a reference to an earlier response is refused. Agents send more than any one
+server implements: tools that are not functions, unknown items and unknown fields are left out and
+listed in `x-freight-ignored`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TextKind = Literal["input_text", "output_text", "text", "summary_text", "reason
 _Role = Literal["user", "assistant", "system", "developer"]
 _ROLES = get_args(_Role)
 _MEDIA = ("input_image", "input_file", "input_audio")
-# What an item has without effect, because answers have it and clients send answers back.
+# Fields of items that are not reported as ignored: clients send answers back unchanged.
 _QUIET = frozenset(
     {"id", "type", "status", "phase", "role", "content", "summary", "encrypted_content", "call_id"}
 )
@@ -129,7 +129,7 @@ class _Effort(Open):
 
 
 class ResponsesBody(LikeChat):
-    """The body of a request for a response. The reader looks into lists."""
+    """The body of a request for a response. `_Reader` checks the lists."""
 
     previous_response_id: SkipValidation[None] = None
     conversation: SkipValidation[None] = None
@@ -157,12 +157,12 @@ class ResponsesBody(LikeChat):
 
 @dataclass(frozen=True)
 class ResponsesCall(CallAsChat):
-    """A request for a response that was understood. `echo`: what the answer repeats of the request."""
+    """A parsed request for a response. `echo`: fields of the request that the answer repeats."""
 
     echo: Mapping[str, Any]
 
     def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> Reply:
-        """The answer to come. Raises ApiError when the prompt and max_output_tokens exceed the
+        """Return the empty reply. Raises ApiError if the prompt and max_output_tokens exceed the
         context.
         """
         check_context(len(work[0].token_ids), self.chat.max_tokens, served.max_model_len, "input")
@@ -175,7 +175,7 @@ class ResponsesCall(CallAsChat):
 
 
 def parse_responses(body: object, served: Served, limits: ServingLimits) -> ResponsesCall:
-    """The call that `body`, parsed JSON, asks for.
+    """Build the call from `body`, decoded JSON.
 
     Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not
     served.
@@ -202,7 +202,7 @@ def parse_responses(body: object, served: Served, limits: ServingLimits) -> Resp
 class _Reader:
     """Reads one body. `ignored` and `places` are complete after `chat`.
 
-    places  of each tool of the chat its place in the request
+    places  for each tool of the chat, its index in the request
     """
 
     def __init__(self, given: dict[str, Any], limits: ServingLimits) -> None:
@@ -214,7 +214,7 @@ class _Reader:
         self.places: list[int] = []
 
     def chat(self) -> dict[str, Any]:
-        """The same as a chat's body."""
+        """Return the equivalent body of a chat."""
         given = self._given
         for name, why in _STATE.items():
             if name in given and not (name == "background" and given[name] is False):
@@ -237,7 +237,7 @@ class _Reader:
         return chat
 
     def echo(self, call: ChatCall) -> dict[str, Any]:
-        """The fields of the answer that say what was asked for."""
+        """Return the fields of the answer that repeat the request."""
         given, params = self._given, call.work[0].params
         reasoning, text, metadata = (given.get(name) for name in ("reasoning", "text", "metadata"))
         return {
@@ -287,8 +287,8 @@ class _Reader:
                     f"{where}.role",
                     f"{where}.role is {show(role)}; it must be one of {', '.join(_ROLES)}",
                 )
-            tell = {"user": messages.user, "assistant": messages.answer}.get(role, messages.system)
-            tell(text)
+            add = {"user": messages.user, "assistant": messages.answer}.get(role, messages.system)
+            add(text)
         elif isinstance(read, _Call):
             messages.call(read.call_id, read.name, read.arguments)
         elif isinstance(read, _Output):
@@ -296,7 +296,7 @@ class _Reader:
         elif kind == "reasoning":
             name = "content" if item.get("content") else "summary"
             text = self._text(f"{where}.{name}", item.get(name) or "")
-            if text:  # it may be encrypted, by somebody else
+            if text:  # without text it is encrypted, by another server
                 messages.reasoning(text)
         elif kind == "item_reference":
             path = f"{where}.type"
@@ -330,7 +330,7 @@ class _Reader:
         return "".join(texts)
 
     def _read_tools(self, chat: dict[str, Any], body: ResponsesBody) -> None:
-        """Functions, and which of them has to be called."""
+        """Read the functions, and `tool_choice`."""
         if body.tools is not None:
             for index, tool in enumerate(entries("tools", body.tools, self._limits.tools)):
                 if string(f"tools[{index}].type", tool.get("type")) != "function":
@@ -350,7 +350,7 @@ class _Reader:
                 choice = {"type": "function", "function": {"name": choice.get("name")}}
             elif kind == "allowed_tools":
                 choice = self._allowed(choice)
-            else:  # it names a tool that was left out
+            else:  # the choice is of a tool that was left out
                 self.ignored.append(f"tool_choice.{kind}")
                 choice = self._choice = "auto"
         if self._tools:
@@ -359,7 +359,7 @@ class _Reader:
             chat["tool_choice"] = choice
 
     def _allowed(self, choice: Mapping[str, Any]) -> object:
-        """`tool_choice` of the tools that may be called; only these are left."""
+        """Keep only the tools that may be called; returns the `tool_choice` for them."""
         where = "tool_choice.tools"
         names = [
             tool.get("name") for tool in entries(where, choice.get("tools"), self._limits.tools)

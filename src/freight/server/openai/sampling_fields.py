@@ -1,8 +1,7 @@
-"""The fields that chat and completions share, and the one place where SamplingParams is made of
-them.
+"""The fields that chat and completions share, and their conversion to SamplingParams.
 
-The types here are what `pydantic` checks and what /openapi.json shows. Ranges are shown there, and
-held by the sampler's own validator.
+pydantic checks the types, and /openapi.json shows them. Ranges are shown there, and checked by the
+sampler's own validator.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from freight.server.openai.stream import AnswerOptions
 from freight.server.openai.structure import Form
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
-_SAME_NAME = {one.name for one in fields(SamplingParams)} - {  # these have a form of their own
+_SAME_NAME = {one.name for one in fields(SamplingParams)} - {  # converted separately
     "logit_bias",
     "logprobs",
     "structured_outputs",
@@ -42,8 +41,8 @@ _Biases = Annotated[
 
 
 class StreamOptions(Part):
-    """`stream_options`. `include_obfuscation` is accepted: what it asks for is padding against
-    eavesdroppers.
+    """`stream_options`. `include_obfuscation` is accepted without effect: it asks for padding
+    against eavesdroppers.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -54,7 +53,7 @@ class StreamOptions(Part):
 
 
 class CommonFields(Part):
-    """Fields that mean the same in every API that is read as a chat, null or absent unless given."""
+    """Fields with the same meaning in every API that is read as a chat."""
 
     model: str | None = None
     stream: bool | None = None
@@ -91,7 +90,7 @@ class CommonFields(Part):
 
 
 class SharedFields(CommonFields, Closed):
-    """Fields of chat and completions alike, null or absent unless given."""
+    """Fields of both chat and completions."""
 
     model_config = ConfigDict(extra="forbid")
     neutral = NEUTRAL
@@ -113,7 +112,7 @@ class SharedFields(CommonFields, Closed):
     modalities: Any = Field(default=None, json_schema_extra={"enum": [["text"], None]})
 
     def answer_options(self) -> AnswerOptions:
-        """What the client wants to see beside the text."""
+        """Return the options for the contents of the answer."""
         stream = self.stream_options or StreamOptions()
         return AnswerOptions(
             include_usage=bool(stream.include_usage),
@@ -125,14 +124,12 @@ class SharedFields(CommonFields, Closed):
 
 
 def check_shared(request: SharedFields, limits: ServingLimits) -> None:
-    """Raises ApiError for shared fields that only make sense together with others, or with one
-    value.
-    """
+    """Raise ApiError for shared fields that need others, or allow a single value."""
     if request.stream_options is not None and not request.stream:
         raise refuse("stream_options", "stream_options needs stream: true")
     if request.prompt_logprobs is not None and request.stream:
         raise refuse(
-            "prompt_logprobs", "prompt_logprobs come with a whole answer only; leave stream out"
+            "prompt_logprobs", "prompt_logprobs come with a complete answer only; leave stream out"
         )
     if request.priority:
         raise refuse(
@@ -158,16 +155,15 @@ def sampling_from(
     forced: Mapping[str, Any] | None = None,
     around: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> SamplingParams:
-    """SamplingParams of a request: what it gives, else the model's defaults, else SamplingParams'
-    own.
+    """Build the SamplingParams: from the request, else the model's defaults, else the class's.
 
-    own      values that the API decides itself, by SamplingParams' names; None: the default
-    renamed  SamplingParams' name -> the field of this API that it came from
-    form     that the request gives its answer
-    forced   keyword arguments of StructuredOutputs that hold in place of `form`: a forced tool call
-    around   makes the form of the whole answer out of the one that the request gives
+    own      values that the API sets itself, by SamplingParams' names; None: the default
+    renamed  SamplingParams' name -> the field of this API
+    form     the form that the request asks for
+    forced   keyword arguments of StructuredOutputs that replace `form`: a forced tool call
+    around   wraps the requested form to that of the full answer, reasoning included
 
-    Raises ApiError, 400, with the field that is at fault.
+    Raises ApiError, 400, with the field at fault.
     """
     given = {
         name: value for name in _SAME_NAME if (value := getattr(request, name, None)) is not None
@@ -192,8 +188,8 @@ def sampling_from(
 
 
 def _biases(given: object) -> object:
-    """Biases with their keys as integers. JSON's keys are strings; what is no object is left to the
-    sampler's check.
+    """Convert the keys of biases to integers: JSON's keys are strings. The sampler's check refuses
+    a value that is not an object.
     """
     if not isinstance(given, dict):
         return given

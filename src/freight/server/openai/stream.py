@@ -1,6 +1,4 @@
-"""What the streams and bodies of chat and completions have in common: options, usage, errors, the
-events' bytes.
-"""
+"""Options, usage, errors and event bytes that the answers of chat and completions share."""
 
 from __future__ import annotations
 
@@ -21,14 +19,13 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What a client wants to see beside the text.
+    """The contents of an answer besides its text.
 
     include_usage     the stream ends with a chunk of usage
     continuous_usage  every chunk has the usage so far
     token_ids         the ids of prompt and answer
-    tokens_as_ids     tokens of log-probabilities by their ids, "token_id:42", in place of their
-                      text
-    prompt_logprobs   log-probabilities of the prompt, in a field of their own
+    tokens_as_ids     tokens of log-probabilities are ids, "token_id:42", instead of texts
+    prompt_logprobs   log-probabilities of the prompt, in a separate field
     """
 
     include_usage: bool = False
@@ -48,9 +45,9 @@ class Usage:
     reasoning: int = 0
 
     def count_reasoning(self, tokenizer: Tokenizer | None, texts: Sequence[str]) -> None:
-        """Add the tokens of the reasoning of a completion that has ended, by its text.
+        """Add the number of reasoning tokens of a finished completion, by tokenizing its text.
 
-        Not as they come: several tokens may come at once, of which some are reasoning.
+        They cannot be counted as they come: a delta may have tokens of both reasoning and content.
         """
         if tokenizer is not None and texts:
             self.reasoning += len(tokenizer.encode("".join(texts), add_special_tokens=False))
@@ -65,7 +62,9 @@ class Usage:
         }
 
     def json(self) -> str:
-        """`body` as JSON, in a tenth of json.dumps' time: a stream may have it in every chunk."""
+        """Return `body` as JSON, in a tenth of json.dumps' time: a stream may have it in every
+        chunk.
+        """
         return (
             f'{{"prompt_tokens": {self.prompt}, "completion_tokens": {self.completion}, '
             f'"total_tokens": {self.prompt + self.completion}, '
@@ -75,51 +74,49 @@ class Usage:
 
 
 class Chunks:
-    """Writes the chunks of one stream: what they have in common is prepared once."""
+    """Writes the chunks of one stream. Their common part is prepared once."""
 
     def __init__(self, common: Mapping[str, Any], options: AnswerOptions, usage: Usage) -> None:
-        """common: the fields of every chunk besides `choices` and `usage`."""
+        """Prepare the common part. common: the fields of every chunk but `choices` and `usage`."""
         self._lead = f'data: {json.dumps(common)[:-1]}, "choices": ['
         self._options, self._usage = options, usage
         self._tail = ', "usage": null}\n\n' if options.include_usage else "}\n\n"
 
     def chunk(self, choice: str, more: str = "") -> str:
-        """The chunk of one choice, given as JSON. more: further fields of this chunk, each as `,
-        "name": value`.
+        """Return the chunk of one choice, given as JSON. more: further fields of this chunk, each
+        as `, "name": value`.
         """
         if self._options.continuous_usage:
             return f'{self._lead}{choice}]{more}, "usage": {self._usage.json()}}}\n\n'
         return f"{self._lead}{choice}]{more}{self._tail}"
 
     def end(self) -> bytes:
-        """The usage, where it is asked for, and the end of the stream."""
+        """Return the usage, if asked for, and the end of the stream."""
         if not self._options.include_usage:
             return DONE
         return f'{self._lead}], "usage": {self._usage.json()}}}\n\n'.encode("ascii") + DONE
 
 
 def event(data: object) -> bytes:
-    """One server-sent event. ASCII, so that no character is taken for the end of a line."""
+    """Return one server-sent event. It is ASCII, so that no character can be read as a line end."""
     return f"data: {json.dumps(data)}\n\n".encode("ascii")
 
 
 def failure_events(error: ApiError) -> bytes:
-    """The end of a stream that failed: clients raise for the first event, and wait for the second."""
+    """Return the end of a failed stream: clients raise for the first event, and wait for the
+    second.
+    """
     return event(error.openai_body()) + DONE
 
 
 def check_ending(output: CompletionDelta) -> None:
-    """Raises ApiError for a completion that ended otherwise than by its own end or a limit on its
-    length.
-    """
+    """Raise ApiError for a completion that ended by error, timeout or abort."""
     if output.finish_reason is FinishReason.ERROR:
-        if (output.error or "").startswith(
-            CANNOT_GO_ON
-        ):  # the request's own grammar: nothing failed here
+        error = output.error or ""
+        # Both are faults of the request: its grammar, or parameters that exclude every token.
+        if error.startswith(CANNOT_GO_ON):
             raise ApiError(400, f"the answer was ended: {output.error}", code="invalid_grammar")
-        if (output.error or "").startswith(
-            NO_TOKEN_LEFT
-        ):  # nor here: its parameters and its grammar bar everything
+        if error.startswith(NO_TOKEN_LEFT):
             raise ApiError(400, f"the answer was ended: {output.error}", code="no_token_left")
         raise ApiError(
             500, f"the answer could not be computed further: {output.error or 'no reason is known'}"
@@ -133,7 +130,7 @@ def check_ending(output: CompletionDelta) -> None:
 
 
 def common_fields(head: ReplyHead, prefix: str, kind: str) -> dict[str, Any]:
-    """The fields with which every body and every chunk of an answer begins."""
+    """Return the fields that every body and every chunk of an answer begins with."""
     return {
         "id": f"{prefix}-{head.request_id}",
         "object": kind,

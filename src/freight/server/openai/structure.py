@@ -1,8 +1,7 @@
-"""The form that an answer must have: `response_format` and its relatives as arguments of
-StructuredOutputs.
+"""Structured output: `response_format` and its relatives as arguments of StructuredOutputs.
 
-Four ways to say it are in use: OpenAI's `response_format`, the form that the hub's client sends in
-its place, `structured_outputs`, and the older `guided_…`. A request uses one of them.
+Clients use four notations: OpenAI's `response_format`, the variant of the Hugging Face hub's
+client, `structured_outputs`, and the older `guided_…`. A request uses one of them.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _FORMAT_FIELDS = ("type", "json_schema", "schema", "value")
 
 @dataclass(frozen=True)
 class Form:
-    """The form that a request gives its answer.
+    """The form that a request asks of its answer.
 
     values   keyword arguments of StructuredOutputs; None: free text
-    field    of the request, that they come from
+    field    the field of the request that they come from
     ignored  keywords of a JSON schema that are not enforced, as paths of the request
     """
 
@@ -38,10 +37,10 @@ class Form:
 
 
 def form_of(request: Any, strict_schemas: bool) -> Form:
-    """What `response_format`, `structured_outputs` and `guided_…` of a request ask for.
+    """Read `response_format`, `structured_outputs` and `guided_…` of a request.
 
-    Raises ApiError, 400, for a form that is not known, for several at once, and with strict_schemas
-    for a schema that cannot be enforced whole.
+    Raises ApiError, 400, for an unknown form, for several at once, and with strict_schemas for a
+    schema that can be enforced only in part.
     """
     values, field = _values(request)
     if values is None or "json" not in values:
@@ -57,13 +56,12 @@ def form_of(request: Any, strict_schemas: bool) -> Form:
 def enforced(
     schema: Any, field: str, where: str, strict_schemas: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Arguments of StructuredOutputs for a JSON schema as far as a grammar can hold it, and what of
-    it is left out.
+    """Return StructuredOutputs' arguments for the enforceable part of a schema, and the rest of it.
 
-    field, where  the field that is at fault in errors, and the schema's path in what is left out
+    field  the field to name in errors
+    where  the path of the schema, for the keywords that are left out
 
-    A format that is not known is never a fault: to JSON Schema it is an annotation. Raises
-    ApiError, 400.
+    An unknown `format` is never refused: in JSON Schema it is an annotation. Raises ApiError, 400.
     """
     try:
         form, left_out = StructuredOutputs.enforceable(schema)
@@ -84,7 +82,7 @@ def enforced(
 
 
 def _values(request: Any) -> tuple[dict[str, Any] | None, str]:
-    """Keyword arguments of StructuredOutputs, and the field that they come from."""
+    """Return keyword arguments of StructuredOutputs, and the field that they come from."""
     found: dict[str, dict[str, Any]] = {}
     if request.response_format is not None:
         form = _response_format(request.response_format)
@@ -140,11 +138,11 @@ def _response_format(given: object) -> dict[str, Any] | None:
     )
 
 
-def _schema(given: dict[str, Any], beside: object) -> object:
-    """The schema of OpenAI's form, or the one that stands beside `type` in the hub's."""
+def _schema(given: dict[str, Any], flat: object) -> object:
+    """Return the schema in `json_schema`, as in OpenAI's API, or `flat`, next to `type`."""
     inside = given.get("json_schema")
-    if inside is None and beside is not None:
-        return _checked(beside, "response_format.value")
+    if inside is None and flat is not None:
+        return _checked(flat, "response_format.value")
     if not isinstance(inside, dict):
         raise refuse(
             "response_format.json_schema",
@@ -160,10 +158,10 @@ def _checked(schema: object, param: str) -> object:
 
 
 def as_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`schema` with `"type": "object"` where it has properties and no type.
+    """Add `"type": "object"` to a schema that has properties and no type.
 
-    By the letter such a schema allows a number too. The hub's clients and their documentation mean
-    an object by it.
+    Strictly, such a schema allows a number too. The hub's clients and their documentation mean an
+    object by it.
     """
     return (
         {"type": "object", **schema} if "properties" in schema and "type" not in schema else schema

@@ -1,7 +1,7 @@
-"""`tools` and `tool_choice`: what a conversation offers, and whether a call is demanded.
+"""`tools` and `tool_choice`: the functions of a conversation, and whether a call is forced.
 
-The parameters' schemas are checked as far as their shape goes. A demanded call is compiled as a
-grammar later, which checks them whole.
+Only the outer shape of the parameters' schemas is checked here. A forced call is compiled to a
+grammar later, which checks them completely.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Arguments(Part):
 
 
 class Tool(Part):
-    """What a conversation offers."""
+    """A tool that a conversation offers."""
 
     type: Literal["function"]
     function: Function
@@ -50,10 +50,10 @@ class Tool(Part):
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says of tools.
+    """The tools of a request.
 
-    tools   as they were given; empty when none may be called
-    forced  the names of which one has to be called; empty: the model decides
+    tools   as given; empty if none may be called
+    forced  names of which one must be called; empty: the model decides
     named   whether `tool_choice` names the function: then there is exactly one call, whatever
             parallel_tool_calls says
     """
@@ -64,9 +64,7 @@ class ToolUse:
 
 
 def tool_use(tools: object, choice: object, limits: ServingLimits) -> ToolUse:
-    """Both fields, either of them None when absent. Raises ApiError, 400, with the path of what is
-    at fault.
-    """
+    """Read both fields, None if absent. Raises ApiError, 400, with the path of the fault."""
     offered = _tools(tools, limits) if tools is not None else {}
     if choice is None or choice == "auto":
         return ToolUse(tuple(offered.values()))

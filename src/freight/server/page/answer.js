@@ -1,18 +1,18 @@
-// One exchange: what the user gave and the answer while it grows. Text is collected and drawn once per frame, or less often
-// where drawing takes long: a paragraph of thousands of words leaves most of the time to the user's own input.
+// One exchange: the user's prompt and the growing answer. Text is collected and drawn once per frame, or less often if
+// drawing is slow, so that a paragraph of thousands of words does not block the user's input.
 
 import { copyButton, count, duration, el, rate } from "./dom.js";
 import { Markdown } from "./markdown.js";
 
 const ENDS = { length: "token limit reached", stop: "complete", tool_calls: "tool call" };
-const QUICK = 8; // ms that a drawing may take to be followed by one in the next frame
-const STATS_EVERY = 250; // ms: figures that change with every frame cannot be read
+const QUICK = 8; // ms: after a longer drawing, the next one waits four times as long as it took
+const STATS_EVERY = 250; // ms: figures that change with every frame are unreadable
 
 export class Exchange {
-  text = ""; // the answer's content so far: what the next request's history says
+  text = ""; // the answer's content so far, which the next request repeats as history
   reasoning = "";
   failed = false;
-  #pending = ""; // of text, reasoning: what is not drawn yet
+  #pending = ""; // text that is not drawn yet; the same for reasoning below
   #pendingReasoning = "";
   #scheduled = false;
   #cost = 0; // ms that the last drawing took, layout included
@@ -45,7 +45,7 @@ export class Exchange {
     return this.mode === "chat" ? this.text : this.prompt + this.text;
   }
 
-  /** The request goes out. */
+  /** Empties the exchange: its request is sent now. */
   begin() {
     this.text = this.reasoning = "";
     this.failed = false;
@@ -79,7 +79,7 @@ export class Exchange {
     this.#arrived();
   }
 
-  /** One entry of a delta's tool_calls. Its arguments may come in pieces. */
+  /** Adds one entry of a delta's tool_calls. Its arguments may come in pieces. */
   addToolCall({ index = 0, function: called = {} }) {
     this.#calls[index] ??= this.#openCall();
     const call = this.#calls[index];
@@ -92,7 +92,7 @@ export class Exchange {
     this.#usage = usage;
   }
 
-  /** The answer is whole, or was stopped (`end` "stopped"). */
+  /** Ends the exchange: the answer is complete, or was stopped (`end` "stopped"). */
   finish(end) {
     this.#end();
     this.#showStats(ENDS[end] ?? end);
@@ -123,7 +123,7 @@ export class Exchange {
 
   #draw() {
     const begin = performance.now();
-    this.#scheduled = false; // a hidden tab has no frames: the end draws what is left
+    this.#scheduled = false; // a hidden tab has no frames: the end draws the rest
     if (this.#pendingReasoning) this.#drawReasoning();
     if (this.#pending) this.view.append(this.#pending);
     this.#pending = this.#pendingReasoning = "";

@@ -7,7 +7,7 @@ export const key = {
   set: (value) => sessionStorage.setItem(KEY, value),
 };
 
-/** An answer of the server that is not a result. `status` is that of HTTP; 200 for an error inside a stream. */
+/** An error answer of the server. `status` is the HTTP status; 200 for an error inside a stream. */
 export class ServerError extends Error {
   constructor(message, status) {
     super(message);
@@ -15,7 +15,7 @@ export class ServerError extends Error {
   }
 }
 
-/** The server's own words for a failure, in OpenAI's shape or TGI's; none: "". */
+/** Returns the server's error message, in OpenAI's shape or TGI's; "" if there is none. */
 export function reason(body) {
   const found = body?.error?.message ?? body?.error ?? body?.message ?? body?.detail;
   return typeof found === "string" ? found : "";

@@ -1,14 +1,14 @@
-// What the engine does, from one object a second: figures, the cache as a bar, and the last two minutes as lines.
+// The engine's state, from one object per second: figures, the cache as a bar, and the last two minutes as lines.
 
 import { $, count, isNumber, rate, share } from "./dom.js";
 
 const WINDOW = 120; // seconds
-const FIRST_WINDOW = 30; // what the pictures show at first; they grow to WINDOW
+const FIRST_WINDOW = 30; // seconds that the charts show at first; they grow to WINDOW
 const GAP = 5; // seconds without an object: the line is interrupted
 const HEIGHT = 30;
 const SVG = "http://www.w3.org/2000/svg";
 
-/** The paths of one picture: `fields` from the largest to the smallest, each drawn over the one before. */
+/** The paths of one chart: `fields` from the largest to the smallest, each drawn over the one before. */
 class Spark {
   constructor(id, fields) {
     this.svg = $(id);
@@ -84,7 +84,7 @@ export class LiveView {
     this.#write($("uptime"), ["lines: up to two minutes", age(state.uptime_s)].filter(Boolean).join(" · "));
   }
 
-  /** Without a connection the figures are old: the view says so. */
+  /** Marks the figures as old (no connection), or as current. */
   stale(is) {
     $("live").classList.toggle("stale", is);
   }

@@ -1,8 +1,8 @@
 // A small part of Markdown, drawn while it arrives: paragraphs, headings, lists, code blocks, inline code, bold.
 //
-// Everything else stays the text that it is; nothing of a model's text is ever parsed as HTML. A block that is complete
-// is never touched again, so a long answer costs what its last paragraph costs. How the text was cut into pieces
-// changes nothing of the result.
+// Everything else stays plain text; no part of a model's text is ever parsed as HTML. A complete block is never touched
+// again, so an update costs as much as the last paragraph, however long the answer. The result does not depend on how
+// the text was cut into pieces.
 
 import { copyButton, el } from "./dom.js";
 
@@ -10,10 +10,10 @@ const FENCE = /^\s*(`{3,})\s*([^`]*)$/;
 const HEADING = /^(#{1,6})\s+(.*)$/;
 const ITEM = /^(\s*)([-*+]|(\d{1,9})[.)])\s+(.*)$/;
 const RULE = /^ {0,3}(-{3,}|\*{3,}|_{3,})\s*$/;
-// the beginning of a line whose kind the next characters decide
+// The beginning of a line whose kind depends on the next characters.
 const UNDECIDED = /^\s*([-*+_#]*\s*|\d{0,9}[.)]?\s*|`{1,2}|`{3,}[^`]*)$/;
 
-/** Nodes of one line or paragraph. Linear in its length: a marker without its partner is looked for once. */
+/** Nodes of one line or paragraph. Linear in its length: the partner of a marker is searched for once. */
 export function inline(text) {
   const nodes = [];
   const unpaired = new Set();
@@ -46,8 +46,8 @@ export function inline(text) {
 
 export class Markdown {
   #root;
-  #line = ""; // what has arrived of the current line
-  #begun = null; // how the current line goes on, once its kind is known
+  #line = ""; // the current line so far
+  #begun = null; // the handler of the rest of the current line, once its kind is known
   #leaf = null; // the element that the next line of text may continue
   #source = ""; // its text
   #lists = []; // the open lists, outermost first: {indent, list}
@@ -64,7 +64,7 @@ export class Markdown {
     if (this.#line && (this.#begun || !UNDECIDED.test(this.#line))) this.#draw(this.#line, false);
   }
 
-  /** No more text comes. */
+  /** Ends the text. */
   end() {
     if (this.#line) this.#draw(this.#line, true);
     this.#line = "";

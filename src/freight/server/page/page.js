@@ -54,7 +54,7 @@ async function connect() {
   }
 }
 
-/** What is served: its name, and whether it has a chat template. */
+/** Asks for the served model: its name, and whether it has a chat template. */
 async function identify() {
   const models = await (await ask("v1/models")).json();
   const info = await ask("info").then((response) => response.json(), orMissing({}));
@@ -76,7 +76,7 @@ async function identify() {
   showStatus("ready", "Ready");
 }
 
-/** For a promise's failure: `value` where the server does not have the path. */
+/** Returns a handler of a promise's failure: `value` if the server does not have the path (404). */
 function orMissing(value) {
   return (error) => {
     if (error.status === 404) return value;
@@ -102,7 +102,7 @@ async function follow() {
   }
 }
 
-/** The same, for a server or proxy without the stream. */
+/** Polls for the same objects, for a server or proxy without the stream. */
 async function poll() {
   for (;;) {
     const state = await ask("state", { signal: AbortSignal.timeout(SILENCE) }).catch(orMissing(null));
@@ -140,7 +140,7 @@ function showMode() {
   $("parameters").elements.max_tokens.placeholder = chat ? "default" : COMPLETION_TOKENS;
 }
 
-/** The sampling parameters that were given; what is empty is left to the server. */
+/** Returns the sampling parameters that were entered; the server decides the empty ones. */
 function parameters() {
   const given = {};
   for (const input of $("parameters").elements) {
@@ -160,7 +160,7 @@ function request(exchange) {
   if (system) messages.push({ role: "system", content: system });
   for (const earlier of exchanges) {
     if (earlier === exchange) break;
-    // an exchange without an answer is left out: many templates refuse two messages of the user in a row
+    // An exchange without an answer is left out: many templates refuse two user messages in a row.
     if (earlier.mode !== "chat" || !earlier.text) continue;
     messages.push({ role: "user", content: earlier.prompt }, { role: "assistant", content: earlier.text });
   }
@@ -231,7 +231,7 @@ function send() {
   answer(exchange);
 }
 
-/** A message that was not sent goes back to where it was written. */
+/** Puts a message that was not sent back into the input. */
 function takeBack(exchange) {
   exchanges.splice(exchanges.indexOf(exchange), 1);
   exchange.element.remove();

@@ -1,5 +1,5 @@
-"""Processes of the server. Ctrl-C in a terminal reaches them too, and may find them while Python
-imports.
+"""Spawning of the server's processes. Ctrl-C in a terminal reaches them too, possibly while Python
+is still importing.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SECRETS = ("FREIGHT_API_KEY",)  # variables that only the server's first process needs
+SECRETS = ("FREIGHT_API_KEY",)  # variables that only the server's main process needs
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` as the other processes may have it."""
+    """Return `environ` without secrets, for the other processes."""
     return {name: value for name, value in environ.items() if name not in SECRETS}
 
 
 def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """subprocess.Popen of a command that begins with SIGINT, SIGTERM and SIGHUP blocked; later it
-    ignores them itself.
+    """Start a process with SIGINT, SIGTERM and SIGHUP blocked, until it ignores them itself.
 
-    What arrives here meanwhile is delivered when this returns.
+    A signal that this process receives meanwhile is delivered when the call returns.
     """
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,9 +1,9 @@
-"""EngineClient: the engine's process, from the server's side. Starts it, sends requests, hands out
-what comes back.
+"""EngineClient: the engine's process, from the server's side. Starts it, sends requests, routes
+the deltas.
 
-What comes of the requests of an answer is put into its `Inbox`. When the process ends, every
-request that runs fails with an ApiError, `state` says so, and `on_end` is called: the server
-decides whether to start another.
+The deltas of an answer's requests go to its `Inbox`. When the process exits, every running request
+fails with an ApiError, `state` is ENDED, and `on_end` is called: the server decides whether to
+start another.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ logger = logging.getLogger("freight")
 class EngineState(StrEnum):
     LOADING = "loading"
     READY = "ready"
-    STALLED = "stalled"  # it was ready, and gives no sign of life
+    STALLED = "stalled"  # was ready, and gives no sign of life
     ENDED = "ended"
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What the engine's process is started with: the fields of EngineArgs, and more than these.
+    """Options of the engine's process: the fields of EngineArgs, and those of the process.
 
-    events_per_second  how often tokens are told at most (`engine.loop`)
+    events_per_second  reports of new tokens per second at most (`engine.loop`)
     stall_timeout      seconds without a sign of life after which the engine counts as stalled; 0:
                        never
     """
@@ -56,7 +56,7 @@ class WorkerOptions:
 
 
 class Running:
-    """One request in the engine, the index-th of its answer."""
+    """One request in the engine: the index-th of its answer."""
 
     def __init__(self, request_id: str, index: int, num_sequences: int, inbox: Inbox) -> None:
         self.request_id = request_id
@@ -69,11 +69,11 @@ class Running:
         self.inbox.fail(error)
         if not self.accepted.done():
             self.accepted.set_exception(error)
-            self.accepted.exception()  # seen: nobody may be waiting for it any more
+            self.accepted.exception()  # marks it as retrieved: there may be no waiter any more
 
 
 class EngineClient(asyncio.Protocol):
-    """The engine's process and its connection. To be used within one event loop."""
+    """The engine's process and its connection. For use within one event loop."""
 
     def __init__(
         self,
@@ -85,9 +85,8 @@ class EngineClient(asyncio.Protocol):
         self._options = options
         self._on_stats, self._on_step, self._on_end = on_stats, on_step, on_end
         self.state = EngineState.LOADING
-        self.failure: tuple[str, int] | None = (
-            None  # why it could not be loaded, and the exit status for that
-        )
+        # The reason why the model could not be loaded, and the exit status for it.
+        self.failure: tuple[str, int] | None = None
         self.stats: EngineStats | None = None
         self._running: dict[str, Running] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -95,11 +94,11 @@ class EngineClient(asyncio.Protocol):
         self._frames = Decoder(wire.CAP)
         self.between_ticks = min(1.0, options.stall_timeout / 4)  # seconds
         self._silence = Silence(self.between_ticks)
-        self._was_asked = False  # a ping has no answer yet
+        self._is_ping_pending = False
 
     def not_ready(self) -> ApiError:
-        """The answer while no request can be served: an engine may be ready before the rest of the
-        server.
+        """Return the error for requests that arrive while no engine serves. An engine may be ready
+        before the rest of the server.
         """
         if self.state is EngineState.ENDED:
             return ApiError(503, "the engine's process has ended", code="engine_ended")
@@ -116,12 +115,12 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def num_running(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._running)
 
     @property
     def num_sequences(self) -> int:
-        """Their completions."""
+        """Number of their completions."""
         return sum(one.num_sequences for one in self._running.values())
 
     async def start(self) -> None:
@@ -148,8 +147,11 @@ class EngineClient(asyncio.Protocol):
         self._send([wire.START, values.pop("engine_args"), values])
 
     def submit(self, request_id: str, index: int, work: TokenizedWork, inbox: Inbox) -> Running:
-        """Send a request, whose deltas go to `inbox`. Raises ApiError 503 while no engine is ready,
-        413 for one that is too long for a message."""
+        """Send a request, whose deltas go to `inbox`.
+
+        Raises ApiError: 503 while no engine is ready, 413 for a request that is too long for a
+        message.
+        """
         if self.state is not EngineState.READY:
             raise self.not_ready()
         try:
@@ -157,13 +159,15 @@ class EngineClient(asyncio.Protocol):
                 [wire.ADD, request_id, work.text, work.token_ids, wire.params_to_json(work.params)]
             )
         except FrameError as error:
-            message = f"the request is too long to be handed to the engine: {error}. Send a shorter prompt"
+            message = (
+                f"the request is too long to be sent to the engine: {error}. Send a shorter prompt"
+            )
             raise ApiError(413, message, code="request_too_large") from None
         running = self._running[request_id] = Running(request_id, index, work.params.n, inbox)
         return running
 
     def abort(self, running: Running) -> None:
-        """Nothing of the request is wanted any more. One that has ended is left alone."""
+        """Abort a request. Does nothing if it has ended."""
         if (
             self._running.pop(running.request_id, None) is not None
             and self.state is not EngineState.ENDED
@@ -171,11 +175,9 @@ class EngineClient(asyncio.Protocol):
             self._send([wire.ABORT, running.request_id])
 
     def tick(self, now: float) -> float:
-        """Called every `between_ticks` seconds: asks for a sign of life. Returns the seconds
-        without one.
+        """Ping the engine, every `between_ticks` seconds; returns its seconds of silence.
 
-        `state` is STALLED while they are more than `stall_timeout`. A model that loads is asked for
-        nothing.
+        `state` is STALLED while they exceed `stall_timeout`. A loading engine is not pinged.
         """
         if self.state not in (EngineState.READY, EngineState.STALLED):
             return 0.0
@@ -183,8 +185,8 @@ class EngineClient(asyncio.Protocol):
         self.state = (
             EngineState.STALLED if silent > self._options.stall_timeout else EngineState.READY
         )
-        if not self._was_asked:
-            self._was_asked = True
+        if not self._is_ping_pending:
+            self._is_ping_pending = True
             self._send([wire.PING])
         return silent
 
@@ -194,8 +196,8 @@ class EngineClient(asyncio.Protocol):
         self._process.kill()
 
     async def stop(self) -> None:
-        """End the process: it leaves after the step under way, or is killed, as one that loads or
-        is stalled is.
+        """End the process after the step under way; kill it while it loads or is stalled, or after
+        10 seconds.
         """
         if self._process is not None and self.state in (EngineState.LOADING, EngineState.STALLED):
             self._process.kill()
@@ -209,14 +211,14 @@ class EngineClient(asyncio.Protocol):
                 await asyncio.to_thread(self._process.wait)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's derives from nothing
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's has no base class
 
     def data_received(self, data: bytes) -> None:
         self._silence.heard()
         try:
             messages = self._frames.feed(data)
         except FrameError:
-            logger.exception("the engine's process sent what cannot be read")
+            logger.exception("the engine's process sent a message that cannot be read")
             self.kill()
             return
         for message in messages:
@@ -253,16 +255,16 @@ class EngineClient(asyncio.Protocol):
         elif name == wire.LOST:
             self._lose(*values)
         elif name == wire.PONG:
-            self._was_asked = False
-            self._silence.told(values[0])
+            self._is_ping_pending = False
+            self._silence.pong(values[0])
         elif name == wire.STATS:
             self.stats = wire.stats_from_json(values[0])
             self._on_stats(self.stats)
         elif name == wire.OPENED:
-            _tell(self.opened, values[0])
+            _resolve(self.opened, values[0])
         elif name == wire.READY:
             self.state = EngineState.READY
-            _tell(self.ready, values[0])
+            _resolve(self.ready, values[0])
         elif name == wire.FAILED:
             self.failure = (str(values[0]), int(values[1]))
 
@@ -291,21 +293,21 @@ class EngineClient(asyncio.Protocol):
         running = self._running.get(request_id)
         if running is not None:
             self.abort(running)
-            running.fail(ApiError(500, f"what the engine said of the answer is too long: {error}"))
+            running.fail(ApiError(500, f"the engine's report on the answer is too long: {error}"))
 
 
-def _tell(waiting: asyncio.Future[wire.EngineFacts], facts: dict[str, Any]) -> None:
-    """Give facts to who waits for them: nobody does any more where the server was ended meanwhile."""
+def _resolve(waiting: asyncio.Future[wire.EngineFacts], facts: dict[str, Any]) -> None:
+    """Resolve a future with facts, unless it was cancelled because the server is shutting down."""
     if not waiting.done():
         waiting.set_result(wire.facts_from_json(facts))
 
 
 def _flags() -> list[str]:
-    """The interpreter's own options that change what code does: -O, -X dev, -W."""
+    """Return the interpreter options of this process that change what code does: -O and -X dev."""
     optimize = ["-" + "O" * sys.flags.optimize] if sys.flags.optimize else []
     return [*optimize, *(["-X", "dev"] if sys.flags.dev_mode else [])]
 
 
 def describe_exit(status: int) -> str:
-    """'signal 9' or 'exit status 1'."""
+    """Return 'signal 9' or 'exit status 1'."""
     return f"signal {-status}" if status < 0 else f"exit status {status}"

@@ -1,12 +1,11 @@
-"""Messages between the server's processes: JSON in frames of a known length, over a stream of
-bytes.
+"""Messages between the server's processes: JSON in length-prefixed frames, over a byte stream.
 
-A frame is four bytes, the length of what follows (big-endian), and that many bytes of JSON in
-ASCII. JSON cannot make the reader run code, as pickle can. The length is compared with a cap before
-anything is kept, so a peer that goes wrong cannot take this process's memory. What JSON does to
-values holds here: tuples come back as lists and keys of mappings as strings. Beyond its standard,
-NaN and infinities come back as they are, and so does a lone surrogate in a string. An error of a
-frame ends the connection: what follows it cannot be found.
+A frame is a length of four bytes (big-endian) and that many bytes of JSON in ASCII. JSON cannot
+make the reader run code, as pickle can. The length is checked against a cap before the body is
+stored, so a faulty peer cannot exhaust this process's memory. Values change as JSON changes them:
+tuples come back as lists and keys of mappings as strings. Beyond the standard, NaN and infinities
+survive, and so does a lone surrogate in a string. A bad frame ends the connection: the next one
+cannot be found.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ _CHUNK = 1 << 18  # bytes read at a time
 
 
 class FrameError(Exception):
-    """Bytes that are no frame, or a message that is too long for one."""
+    """Bytes that are not a frame, or a message that is too long for one."""
 
 
 def encode(message: object, cap: int = CAP) -> bytes:
-    """The frame of `message`, which is made of what JSON has.
+    """Return the frame of `message`, a value that JSON can hold.
 
-    Raises FrameError for more than `cap` bytes, TypeError for what JSON has not.
+    Raises FrameError for more than `cap` bytes, TypeError for a value that JSON cannot hold.
     """
     body = json.dumps(message, separators=(",", ":")).encode("ascii")
     _check_length(len(body), cap)
@@ -37,15 +36,15 @@ def encode(message: object, cap: int = CAP) -> bytes:
 
 
 class Decoder:
-    """Frames out of bytes that come in pieces of any size."""
+    """Decodes frames from bytes that come in pieces of any size."""
 
     def __init__(self, cap: int = CAP) -> None:
         self._cap = cap
         self._held = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """The messages that are complete with `data`. Raises FrameError for a frame beyond the cap,
-        or not JSON.
+        """Return the messages that `data` completes. Raises FrameError for a frame over the cap, or
+        not JSON.
         """
         held = self._held
         held += data
@@ -62,7 +61,7 @@ class Decoder:
         return messages
 
     def finish(self) -> None:
-        """The stream has ended. Raises FrameError when it ended within a frame."""
+        """Check the end of the stream. Raises FrameError if it ended within a frame."""
         if self._held:
             raise FrameError(f"the connection ended {len(self._held)} bytes into a frame")
 
@@ -73,7 +72,7 @@ def send(connection: socket.socket, message: object, cap: int = CAP) -> None:
 
 
 def receive(connection: socket.socket, cap: int = CAP) -> Iterator[Any]:
-    """The messages of a blocking socket until its end. Raises FrameError and OSError."""
+    """Yield the messages of a blocking socket until its end. Raises FrameError and OSError."""
     decoder = Decoder(cap)
     while data := connection.recv(_CHUNK):
         yield from decoder.feed(data)
@@ -81,7 +80,7 @@ def receive(connection: socket.socket, cap: int = CAP) -> Iterator[Any]:
 
 
 async def messages(reader: asyncio.StreamReader, cap: int = CAP) -> AsyncIterator[Any]:
-    """The messages of a stream until its end. Raises FrameError and OSError."""
+    """Yield the messages of a stream until its end. Raises FrameError and OSError."""
     decoder = Decoder(cap)
     while data := await reader.read(_CHUNK):
         for message in decoder.feed(data):

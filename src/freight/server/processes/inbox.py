@@ -1,7 +1,7 @@
-"""What comes of an answer's requests, until its reader takes it.
+"""The queue between the engine's deltas and the reader of an answer.
 
-A reader gets everything that has come since its last look; `merged` makes one delta for each
-request of it. A slow reader therefore holds up nobody.
+A reader takes everything that has arrived since its last call; `merged` turns that into one delta
+per request. A slow reader therefore delays nobody else.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from freight.outputs import CompletionDelta, FinishReason, RequestDelta, Scores
 
 T = TypeVar("T")
 
-_WHOLE = (None, FinishReason.STOP, FinishReason.LENGTH)  # how a completion stands that did not fail
+_NOT_FAILED = (None, FinishReason.STOP, FinishReason.LENGTH)  # None: the completion continues
 
 
 class Inbox:
-    """What comes of all the requests of one answer. For use within one event loop."""
+    """The pending deltas of all requests of one answer. For use within one event loop."""
 
     def __init__(self) -> None:
         self._deltas: list[tuple[int, RequestDelta]] = []
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = (
-            None  # a future costs half of what an asyncio.Event does
-        )
+        self._waiter: asyncio.Future[None] | None = None  # half the cost of an asyncio.Event
 
     async def next(self) -> list[tuple[int, RequestDelta]]:
-        """All that has come since the last call, with the index of its request; empty after
+        """Return all deltas since the last call, each with the index of its request; empty after
         `nudge`.
         """
         if not self._deltas and self._error is None:
@@ -44,27 +42,27 @@ class Inbox:
         self.nudge()
 
     def fail(self, error: Exception) -> None:
-        """End the answer, after what has come: `next` raises `error`."""
+        """End the answer after the pending deltas: `next` then raises `error`."""
         self._error = self._error or error
         self.nudge()
 
     def nudge(self) -> None:
-        """Make `next` return, with nothing if there is nothing."""
+        """Make `next` return, empty if there is nothing."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 def merged(deltas: Sequence[tuple[int, RequestDelta]]) -> list[tuple[int, RequestDelta]]:
-    """One delta for each request in place of several, as if the engine had reported less often.
+    """Merge the deltas of each request into one, as if the engine had reported less often.
 
-    A completion that fails keeps a delta of its own: what came before is sent before the error.
+    A failure stays a separate delta, so that the text before it is sent before the error.
     """
     if len(deltas) == 1:
         return list(deltas)
     runs: dict[int, list[list[RequestDelta]]] = {}
     for index, delta in deltas:
         request = runs.setdefault(index, [[]])
-        if any(one.finish_reason not in _WHOLE for one in delta.outputs):
+        if any(one.finish_reason not in _NOT_FAILED for one in delta.outputs):
             request.append([])
         request[-1].append(delta)
     return [(index, _as_one(run)) for index, request in runs.items() for run in request if run]

@@ -1,43 +1,43 @@
-"""Whether the engine's process gets on: what it measures of itself, and what the server makes of
-its silence.
+"""Detection of a stalled engine: progress measured in its process, silence measured in the server.
 
-The server pings, and the thread of the engine's process that reads commands answers, also while a
-step runs. So a long step is no silence, and a process that was stopped, is swapped out or is
-deadlocked is one. A step that hangs while that thread still answers shows in the answer: it has
-used no processor for so long. Pure: times come from outside.
+The server pings, and the command thread of the engine's process answers, even during a step. So a
+long step is not silence, but a process that was stopped, is swapped out or is deadlocked is silent.
+A step that hangs while the command thread still answers shows in the answer: the time for which
+the process has used no CPU. Pure: times come from outside.
 """
 
 from __future__ import annotations
 
-_WORKS = 0.005  # of a processor: what computes uses more, and what answers a ping a second less
-_LONGEST_ON_GPU = 600.0  # seconds: no step takes as long, kernels compiled within it included
-_BETWEEN_PINGS = (
-    2.0  # seconds: they come each second; what is longer, all processes stood still together
-)
+# Share of a core: a computing process uses more, one that only answers a ping a second uses less.
+_WORKS = 0.005
+_LONGEST_ON_GPU = 600.0  # seconds: no step takes that long, even if it compiles kernels
+# Seconds. Pings come every second; after a longer gap, all processes stood still together.
+_BETWEEN_PINGS = 2.0
 
 
 class Progress:
-    """The engine's side: for how long the turn under way has stood still.
+    """The engine's side: the time for which the current turn has made no progress.
 
-    on_gpu  the host waits for a GPU by spinning, so the time of its processor says nothing; a very
-            long turn does
+    on_gpu  the host spins while it waits for a GPU, so its CPU time proves nothing: a very long
+            turn counts as stuck
     """
 
     def __init__(self, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
         self._turn: float | None = None
-        self._long = self._still = (
-            0.0  # seconds of this turn, and those of them without progress until now
-        )
+        # Seconds of this turn, and the latest of them without progress.
+        self._long = self._still = 0.0
         self._seen = self._used = 0.0
 
     def stuck(self, began: float | None, now: float, used: float) -> float:
-        """Seconds without progress; called again and again.
+        """Return the seconds without progress. Called at every ping.
 
-        began: when the turn of the stepping thread began, None while it waits for work; `now` of
-        the same clock; used: seconds of processors that the process has used
+        began  the start of the stepping thread's turn; None while it waits for work
+        now    the present, on the same clock
+        used   CPU seconds of the process so far
 
-        Time in which nobody asked hardly counts: the machine or the container may have been paused.
+        A gap between two calls counts as _BETWEEN_PINGS at most: the machine or the container may
+        have been paused.
         """
         passed = min(now - self._seen, _BETWEEN_PINGS)
         self._long = self._long + passed if began == self._turn else 0.0
@@ -50,8 +50,9 @@ class Progress:
 
 
 class Silence:
-    """The server's side: for how long the engine's process has given no sign of life. every:
-    seconds between ticks.
+    """The server's side: the time without a sign of life from the engine's process.
+
+    every  seconds between ticks
     """
 
     def __init__(self, every: float) -> None:
@@ -60,18 +61,18 @@ class Silence:
         self._at: float | None = None
 
     def heard(self) -> None:
-        """Anything came from the process."""
+        """Reset the silence: the process sent something."""
         self._quiet = 0.0
 
-    def told(self, stuck: float) -> None:
-        """It answered a ping: its steps have stood still for so long."""
+    def pong(self, stuck: float) -> None:
+        """Record the answer to a ping: the seconds without progress in the engine."""
         self._stuck = stuck
 
     def tick(self, now: float) -> float:
-        """Called about every `every` seconds; the seconds of silence so far.
+        """Return the seconds of silence so far. Called about every `every` seconds.
 
-        Time in which this process itself stood still does not count: what came meanwhile has not
-        been read yet.
+        Time in which this process itself stood still does not count: the messages that came
+        meanwhile have not been read yet.
         """
         if self._at is not None:
             self._quiet += min(now - self._at, 2 * self._every)

@@ -1,11 +1,11 @@
-"""The process that renders chat templates and tries grammars: `python -m
-freight.server.processes.render_process FD`.
+"""The process that renders chat templates and tries grammars.
 
-A template is a program that comes with a model, and a grammar is one that comes with a request.
-Either may run for ever, take all memory or crash the library that reads it. Only a process can be
-ended then without harm to others, so this one holds nothing but a tokenizer, and answers one
-message after another over the socket FD (`renderer.py` has the other end). It limits its own
-memory, ends with its parent, and keeps no request.
+Run as `python -m freight.server.processes.render_process FD`. A template is a program that comes
+with a model, and a grammar is one that comes with a request. Either may loop for ever, take all
+memory or crash the library that reads it. Only a separate process can then be killed without harm
+to other requests. So this one holds nothing but a tokenizer, and answers one message after another
+over the socket FD (`renderer.py` has the other end). It limits its own memory, ends with its
+parent, and keeps no request.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from freight.errors import FreightError
 from freight.server.processes import frames
 from freight.text.tokenizer import Tokenizer
 
-CAP = 64 << 20  # bytes of a frame: the longest conversation, with twelve bytes for a character
+CAP = 64 << 20  # bytes of a frame: LONGEST_TEXT with 12 bytes per character (a surrogate pair)
 LONGEST_TEXT = 4 << 20  # characters of a rendered conversation
 _LONGEST_REASON = 500  # characters of an error's message
+# Parameters of Tokenizer.render_chat, which template values must not replace.
 _OWN_NAMES = ("self", "messages", "add_generation_prompt", "continue_final_message")
 _PR_SET_PDEATHSIG = 1
 _PAGE = resource.getpagesize()
 
 
 class Answers:
-    """What this process can be asked. Each answer is {"value": ...} or {"refused": why}.
+    """The requests that this process answers, with {"value": ...} or {"refused": why}.
 
-    With "last": True this process ends after it, because memory was short within it.
+    An answer with "last": True is the last one: memory ran out, and the process ends after it.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Raises CheckpointError when there is no tokenizer in the folder."""
+        """Load the tokenizer. Raises CheckpointError if there is none in the folder."""
         self._settings = settings
         self._tokenizer = Tokenizer.load(settings["folder"])
         if settings["chat_template"] is not None:
@@ -67,7 +68,7 @@ class Answers:
             return {"refused": "it takes too much memory", "last": True}
 
     def _render(self, conversation: Mapping[str, Any]) -> list[Any]:
-        """A ChatText, as a list of its fields."""
+        """Render a conversation; returns a ChatText, as a list of its fields."""
         values = conversation["template_values"]
         for name in _OWN_NAMES:
             if name in values:
@@ -97,35 +98,34 @@ class Answers:
 
 
 def _presentable(error: Exception) -> str:
-    """The message of an error, short and without addresses."""
+    """Return the message of an error, shortened and without addresses."""
     text = re.sub(r" at 0x[0-9a-fA-F]+", "", str(error))
     return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + "..."
 
 
 def _end_with_parent() -> None:
-    """Let the parent alone decide when this process ends, and end when it is gone."""
+    """Ignore signals, so that only the parent ends this process, and die with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.platform == "linux":
-        # A template that loops does not see that the socket has ended.
+        # A template that loops does not notice that the socket was closed.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _limit_memory(more: int) -> None:
-    """At most `more` bytes of address space above what there is now, and no core file, which would
-    hold prompts.
+    """Limit the address space to `more` bytes above the present use. Also disable core files, which
+    would hold prompts.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # only Linux says how much there is, and honours the limit
+    # Only Linux reports the present use and honours the limit.
+    with contextlib.suppress(OSError, ValueError):
         now = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * _PAGE
         resource.setrlimit(resource.RLIMIT_AS, (now + more, now + more))
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer what comes until the connection ends. The first message has the settings."""
+    """Answer messages until the connection ends. The first message has the settings."""
     messages = frames.receive(connection, CAP)
     settings = next(messages, None)
     if settings is None:

@@ -1,11 +1,10 @@
-"""`Renderer`: chat templates and grammars, tried in a process of their own that is killed at a
-deadline.
+"""`Renderer`: chat templates and grammars, run in a separate process that is killed at a deadline.
 
 Guarantees: a request whose template or grammar loops, takes too much memory or crashes gets an
-error, nobody else's request fails, and the next one has a fresh process. One request is in that
-process at a time; beyond a number that wait, the answer is 429. The process is started at the first
-use, or by `start`, with an environment that has no secrets, and it ends with this one. Messages are
-JSON, not pickle.
+error, no other request fails, and the next one gets a fresh process. The process handles one
+request at a time; when too many wait, the answer is 429. It is started at the first use, or by
+`start`, with an environment without secrets, and it ends with this process. Messages are JSON, not
+pickle.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ _PASSED_ON = (
     "PYTHONHOME",
     "LD_LIBRARY_PATH",
 )
-_CRASHES = (
+_CRASHES = (  # exit statuses of a library that crashed on its input
     -signal.SIGSEGV,
     -signal.SIGABRT,
     -signal.SIGBUS,
     -signal.SIGILL,
-)  # of a library, by what it read
+)
 
 
 class Renderer:
-    """Renders conversations and tries grammars. One event loop owns it."""
+    """Renders conversations and checks grammars. For use within one event loop."""
 
     def __init__(
         self,
@@ -67,18 +66,18 @@ class Renderer:
         grammar_checker: str = GRAMMAR_CHECKER,
         chat_template: str | None = None,
     ) -> None:
-        """Starts nothing yet.
+        """Keep the settings; the process is not started yet.
 
-        folder           with the tokenizer
-        vocab_size       of the model, and stop_token_ids the model's own: what a grammar is
-                         compiled for
-        deadline_s       for one request, from when the process takes it
+        folder           the folder of the tokenizer
+        vocab_size       of the model; grammars are compiled for it
+        stop_token_ids   of the model; grammars are compiled for them
+        deadline_s       seconds for one request, from when the process takes it
         max_waiting      requests that wait for the process at most
         memory           bytes of address space for one request
-        grammar_checker  "module:function" that is called with tokenizer, vocab_size and
-                         stop_token_ids, and makes what is called with a grammar and raises
-                         RequestError for one that cannot be used
-        chat_template    in place of the model's own
+        grammar_checker  "module:function": called with tokenizer, vocab_size and stop_token_ids, it
+                         returns a function that raises RequestError for a grammar that cannot be
+                         used
+        chat_template    replaces the model's template
         """
         self._settings = {
             "folder": str(folder),
@@ -98,11 +97,11 @@ class Renderer:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """Id of the render process; None before it starts."""
         return self._process.popen.pid if self._process else None
 
     async def start(self) -> None:
-        """Have the process ready for the first request. Raises ApiError when it cannot be."""
+        """Start the process before the first request. Raises ApiError if that fails."""
         async with self._turn:
             await self._ready()
 
@@ -113,11 +112,10 @@ class Renderer:
             await self._end(self._process)
 
     async def render(self, conversation: Conversation) -> ChatText:
-        """The text of `conversation`, with all special tokens that the template writes, for
-        `Tokenizer.encode_chat`.
+        """Render `conversation` to the text for `Tokenizer.encode_chat`, special tokens included.
 
-        Raises ApiError: 400 for what the template refuses, 429 when too many wait, 500 when it did
-        not end in time.
+        Raises ApiError: 400 for a conversation that the template refuses, 429 if too many requests
+        wait, 500 if the template did not end in time.
         """
         request = {
             "conversation": {
@@ -146,8 +144,8 @@ class Renderer:
     async def check_grammar(self, outputs: Mapping[str, Any]) -> None:
         """Compile a grammar (`SamplingParams.structured_outputs`) and drop it.
 
-        Raises ApiError: 400 for one that cannot be used, or is too large to compile within the
-        deadline; 429 when too many wait, 500 when the process was ended from outside.
+        Raises ApiError: 400 for a grammar that cannot be used, or is too large to compile within
+        the deadline; 429 if too many requests wait, 500 if the process was killed from outside.
         """
         too_large = ApiError(
             400,
@@ -168,7 +166,7 @@ class Renderer:
             ) from None
 
     async def _ask(self, request: object, param: str) -> Any:
-        """The value that the process answers. Raises ApiError, TimeoutError, _EndedError."""
+        """Return the value that the process answers. Raises ApiError, TimeoutError, _EndedError."""
         try:
             frame = frames.encode(request, CAP)
         except (FrameError, TypeError, ValueError, RecursionError) as error:
@@ -186,8 +184,8 @@ class Renderer:
             await self._turn.acquire()
         finally:
             self._waiting -= 1
-        # An exchange goes on when its caller is cancelled: the process has the request, and its
-        # answer must not be taken for the next one's.
+        # An exchange goes on if its caller is cancelled: the process has the request, and its
+        # answer must not be taken for that of the next request.
         exchange = asyncio.create_task(self._exchange(frame))
         exchange.add_done_callback(self._exchanged)
         reply = await asyncio.shield(exchange)
@@ -198,7 +196,7 @@ class Renderer:
     def _exchanged(self, exchange: asyncio.Task[dict[str, Any]]) -> None:
         self._turn.release()
         if not exchange.cancelled():
-            exchange.exception()  # seen, also when nobody waits any more
+            exchange.exception()  # marks it as retrieved: there may be no waiter any more
 
     async def _exchange(self, frame: bytes) -> dict[str, Any]:
         process = await self._ready()
@@ -207,7 +205,7 @@ class Renderer:
                 reply = await process.ask(frame)
         except TimeoutError:
             logger.warning(
-                "a chat template or a grammar took longer than %g s; its process is ended",
+                "a chat template or a grammar took longer than %g s; its process is killed",
                 self._deadline_s,
             )
             await self._end(process)
@@ -223,7 +221,7 @@ class Renderer:
         return reply
 
     async def _ready(self) -> _Process:
-        """The process, started if there is none that runs. Raises ApiError."""
+        """Return the process, started if none runs. Raises ApiError."""
         if self._is_closed:
             raise ApiError(
                 503,
@@ -258,7 +256,7 @@ class Renderer:
 
 
 class _EndedError(Exception):
-    """The process ended within a request, with this exit status."""
+    """The process exited during a request, with this status."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -266,7 +264,7 @@ class _EndedError(Exception):
 
 
 class _Process:
-    """The running process and our end of its socket."""
+    """The running process and this end of its socket."""
 
     def __init__(
         self,
@@ -281,7 +279,9 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        """Its socket is closed before it can be waited for: to free its memory takes a moment."""
+        """True once the process is ending. Its socket closes before its exit: freeing its memory
+        takes a moment.
+        """
         return self._reader.at_eof() or self.popen.poll() is not None
 
     @classmethod
@@ -309,9 +309,7 @@ class _Process:
         return cls(popen, reader, writer)
 
     async def ask(self, frame: bytes) -> dict[str, Any]:
-        """Send a frame; the message that comes back. Raises FrameError, and OSError when the
-        process ended.
-        """
+        """Send a frame; returns the reply. Raises FrameError, and OSError if the process ended."""
         self._writer.write(frame)
         await self._writer.drain()
         reply: dict[str, Any] | None = await anext(self._messages, None)
@@ -320,7 +318,9 @@ class _Process:
         return reply
 
     async def end(self) -> int:
-        """Kill the process; its exit status, which is its own if it had ended before."""
+        """Kill the process; returns its exit status, which is from before the kill if it had
+        already exited.
+        """
         self.popen.kill()
         self._writer.close()
-        return await asyncio.to_thread(self.popen.wait)  # to free gigabytes takes a moment
+        return await asyncio.to_thread(self.popen.wait)  # freeing gigabytes takes a moment

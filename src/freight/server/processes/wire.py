@@ -1,10 +1,9 @@
-"""The messages between the server's two processes, as JSON values; `frames.py` puts them on a
-socket.
+"""The messages between the server's two processes, as JSON values; `frames.py` sends them.
 
 To the engine: a start, then requests, aborts and pings. From the engine: facts about the model,
-then what happens. Every message is a list whose first entry names it. A step, the message that
-there are many of, is flat, without names. A prompt's log-probabilities are columns of numbers in
-base64, in this machine's order of bytes: both are on it.
+then events. Every message is a list whose first entry names it. The contents of a step, the most
+frequent message, are flat lists without names. Log-probabilities of a prompt are columns of numbers
+in base64, in native byte order: both processes are on one machine.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from freight.sampling import SamplingParams
 from freight.structured import StructuredOutputs
 
 CAP = 1 << 28  # bytes of a message
-_MOST_ENTRIES = 8192  # log-probabilities in a message, about: some 200 KB, or more with their texts
+_MOST_ENTRIES = 8192  # log-probabilities in a message, roughly: some 200 KB, more with their texts
 
 # from the engine's process
-OPENED = "opened"  # headers are read: an EngineFacts without what needs weights
-READY = "ready"  # the model is loaded: a whole EngineFacts
+OPENED = "opened"  # headers are read: an EngineFacts without the fields that need weights
+READY = "ready"  # the model is loaded: a complete EngineFacts
 FAILED = "failed"  # it cannot be loaded: the error, and the process's exit status
 ACCEPTED = "accepted"
 REFUSED = "refused"
 STEPPED = "stepped"
 STATS = "stats"
-LOST = "lost"  # what is new of a request cannot be told: the request, and why
-PONG = "pong"  # the answer to a ping: for how many seconds the steps have stood still
+LOST = "lost"  # a delta is too long for a message: the request, and why
+PONG = "pong"  # the answer to a ping: seconds without progress in the steps
 # to it
 START = "start"
 ADD = "add"
@@ -50,13 +49,13 @@ PING = "ping"
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the server's other process has to know of the model.
+    """Facts about the model that the server's main process needs.
 
     tokenizer     the folder of its tokenizer; None: there is none, and prompts are token ids
     defaults      sampling parameters of generation_config.json
     kv_cache      `LLM.kv_cache_info`, and `tokens_at_16_bits` that the same memory would hold;
                   empty until loaded
-    reproducible  whether the same fingerprint and seed promise the same bits
+    reproducible  whether an equal fingerprint and seed guarantee equal bits
     """
 
     tokenizer: str | None
@@ -82,7 +81,7 @@ _DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingP
 
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
-    """The fields that are not at their default."""
+    """Return the fields that are not at their default."""
     changed = {
         name: getattr(params, name)
         for name, value in _DEFAULTS.items()
@@ -91,14 +90,13 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
     if "structured_outputs" in changed:
         changed["structured_outputs"] = StructuredOutputs.of(changed["structured_outputs"]).given()
     if "logit_bias" in changed:
-        changed["logit_bias"] = list(
-            changed["logit_bias"].items()
-        )  # JSON has no whole numbers as keys
+        # JSON has no integer keys.
+        changed["logit_bias"] = list(changed["logit_bias"].items())
     return changed
 
 
 def params_from_json(value: Mapping[str, Any]) -> SamplingParams:
-    """The same parameters; those that made the value were valid, so these are."""
+    """Build the parameters from `params_to_json`. They were valid when they were sent."""
     values = dict(value)
     if "logit_bias" in values:
         values["logit_bias"] = dict(map(tuple, values["logit_bias"]))
@@ -108,20 +106,20 @@ def params_from_json(value: Mapping[str, Any]) -> SamplingParams:
 def step_messages(
     deltas: Sequence[RequestDelta], steps: Sequence[tuple[float, int]]
 ) -> Iterator[list[Any]]:
-    """What is new after some steps, as messages that are all short enough to be read between two
-    other things.
+    """Yield the deltas of some steps, as messages short enough not to block the reader for long.
 
-    A prompt's log-probabilities, of which there may be hundreds of megabytes, are told in parts.
+    A prompt's log-probabilities, which may be hundreds of megabytes, are split over messages.
     """
     held: list[Any] = []
     room = _MOST_ENTRIES
-    for part in (part for delta in deltas for part in _parts(delta)):
-        held.append(delta_to_json(part))
-        room -= 0 if part.scores is None else len(part.scores.ids)
-        room -= sum(_num_entries(one.logprobs or ()) for one in part.outputs)
-        if room <= 0:
-            yield [STEPPED, held, []]
-            held, room = [], _MOST_ENTRIES
+    for delta in deltas:
+        for part in _parts(delta):
+            held.append(delta_to_json(part))
+            room -= 0 if part.scores is None else len(part.scores.ids)
+            room -= sum(_num_entries(one.logprobs or ()) for one in part.outputs)
+            if room <= 0:
+                yield [STEPPED, held, []]
+                held, room = [], _MOST_ENTRIES
     yield [STEPPED, held, steps]
 
 
@@ -130,7 +128,7 @@ def _num_entries(logprobs: Sequence[TokenLogprobs]) -> int:
 
 
 def _parts(delta: RequestDelta) -> Iterator[RequestDelta]:
-    """`delta` as several that say the same, each with few log-probabilities of the prompt."""
+    """Split `delta` into several with few prompt log-probabilities each, equivalent together."""
     scores = delta.scores
     if scores is None:
         yield delta

@@ -1,11 +1,9 @@
-"""The engine's process: `python -m freight.server.processes.worker FD`, with FD one end of a socket
-pair.
+"""The engine's process: `python -m freight.server.processes.worker FD`, FD being a socket's end.
 
-It owns the engine and everything of torch. Its main thread loads the model and steps; a second
-thread only reads commands, and answers pings. It ends when the other end of the socket closes, so
-it never outlives the server. Interrupts, SIGTERM and SIGHUP are the server's business, which lets
-requests finish first: here they are ignored. Until then, while Python starts, the server has them
-blocked (`children.py`).
+It owns the engine and all of torch. Its main thread loads the model and steps; a second thread only
+reads commands and answers pings. It ends when the other end of the socket closes, so it never
+outlives the server. It ignores SIGINT, SIGTERM and SIGHUP: the server handles them, and lets
+requests finish first. While Python starts, the server has them blocked (`children.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from freight.models.open import OpenModel
 
 _READ = 1 << 16  # bytes
-_PATIENCE = 5.0  # seconds for the step under way when the server is gone
+_PATIENCE = 5.0  # seconds for the step under way once the server is gone
 
 
 def main() -> None:
@@ -60,15 +58,13 @@ def main() -> None:
             channel.send([wire.FAILED, str(error), status])
             sys.exit(status)
         gc.collect()
-        # a full collection of all that is loaded takes 0.2 s, in the middle of everybody's stream
+        # Exempt what is loaded: a full collection of it would stall every stream for 0.2 s.
         gc.freeze()
         loop.run()
 
 
 class Channel:
-    """The connection to the server, which the stepping thread and the one that reads commands both
-    write to.
-    """
+    """The connection to the server. The stepping thread and the command thread both write to it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -77,15 +73,15 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, message: list[Any]) -> None:
-        """Raises FrameError for a message that is too long, and ConnectionError once the server is
-        gone.
+        """Send a message. Raises FrameError if it is too long, and ConnectionError once the server
+        is gone.
         """
         frame = encode(message, wire.CAP)
         with self._lock:
             self.connection.sendall(frame)
 
     def send_step(self, message: list[Any]) -> None:
-        """Send what is new after some steps. A request whose part is too long is lost alone."""
+        """Send the deltas of some steps. A delta that is too long fails its request only."""
         try:
             self.send(message)
         except FrameError as error:
@@ -104,7 +100,7 @@ class Channel:
 
 
 def _build(channel: Channel, args: dict[str, Any], options: dict[str, Any], commands: Any) -> Any:
-    """Load the model, saying so on the way; returns the Loop."""
+    """Load the model, reporting progress to the server; returns the Loop."""
     from freight.config.engine import EngineArgs
     from freight.config.parse import sampling_defaults
     from freight.config.resolve import for_serving
@@ -130,18 +126,21 @@ def _build(channel: Channel, args: dict[str, Any], options: dict[str, Any], comm
     channel.send([wire.OPENED, wire.facts_to_json(facts)])
     engine, config = start_engine(opened)
     kernels = opened.kernels(config)
-    whole = asdict(facts) | {
+    complete_facts = asdict(facts) | {
         "max_model_len": config.max_model_len,
         "kv_cache": cache_facts(engine.runner.pool, config),
         "kernels": kernels.name,
         "fingerprint": fingerprint(opened, config, kernels, __version__),
         "reproducible": is_reproducible(opened, kernels),
     }
-    channel.send([wire.READY, whole])
+    channel.send([wire.READY, complete_facts])
 
     def emit(event: Event) -> None:
         for message in _messages(event):
-            (channel.send_step if message[0] == wire.STEPPED else channel.send)(message)
+            if message[0] == wire.STEPPED:
+                channel.send_step(message)
+            else:
+                channel.send(message)
 
     channel.progress = Progress(on_gpu=config.device != "cpu")
     channel.loop = Loop(engine, commands, emit, events_per_second=options["events_per_second"])
@@ -149,7 +148,7 @@ def _build(channel: Channel, args: dict[str, Any], options: dict[str, Any], comm
 
 
 def _tokenizer_folder(opened: OpenModel) -> str | None:
-    """Where the tokenizer is, so that the server's process need not look for it."""
+    """Return the folder of the tokenizer, so that the main process need not look for it."""
     if opened.checkpoint is None or opened.args.skip_tokenizer_init:
         return None
     from freight.checkpoint.reader import resolve_model
@@ -175,7 +174,7 @@ def _messages(event: Event) -> Iterator[list[Any]]:
 
 
 def _first(connection: socket.socket, frames: Decoder) -> list[Any]:
-    """The message that says what to load."""
+    """Return the first message, which has the options of the model to load."""
     while True:
         data = connection.recv(_READ)
         if not data:
@@ -185,7 +184,7 @@ def _first(connection: socket.socket, frames: Decoder) -> list[Any]:
 
 
 def read(channel: Channel, frames: Decoder, commands: Any) -> None:
-    """Pass commands on until the server is gone."""
+    """Queue commands until the server is gone, and answer pings."""
     from freight.engine.loop import Abort, Add, Stop
 
     while data := _received(channel.connection):
@@ -196,11 +195,11 @@ def read(channel: Channel, frames: Decoder, commands: Any) -> None:
             elif name == wire.ABORT:
                 commands.put(Abort(*values))
             elif name == wire.PING:
-                with contextlib.suppress(OSError):  # the server is gone: the next read says so
+                with contextlib.suppress(OSError):  # the server is gone: the next read shows it
                     channel.answer_ping()
     commands.put(Stop())
     time.sleep(_PATIENCE)
-    os._exit(1)  # a step that hangs, or a model still loading
+    os._exit(1)  # a step hangs, or the model is still loading
 
 
 def _received(connection: socket.socket) -> bytes:

@@ -1,9 +1,9 @@
 """Answers of TGI's API: deltas -> events of a stream, or one body; and its errors.
 
 Guarantees: the texts of a stream's tokens, joined, are its `generated_text` (without the prompt),
-and that is the text of the same answer in one piece. A token's `text` is therefore what it adds: ""
-for one that ends within a character, and for one that is no part of the text (end of text). As in
-TGI, `generated_text` includes the stop string that ended it.
+and that equals the text of the same answer without streaming. A token's `text` is therefore what it
+adds: "" for one that ends within a character, and for one that is not part of the text (end of
+text). As in TGI, `generated_text` includes the stop string that ended it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _ERROR_TYPES = {
     429: "overloaded",
     503: "overloaded",
 }
-_LOWEST = -9999.0  # in place of minus infinity, which JSON does not have
+_LOWEST = -9999.0  # replaces minus infinity, which JSON does not have
 
 
 @dataclass(frozen=True)
 class ReplyOptions:
-    """What a request wants to see.
+    """The contents of an answer, as the request asks for them.
 
-    details       finish reason, tokens, ...
-    top_n_tokens  the most likely tokens at each position; 0: none
-    prefix        before the generated text: the prompt, or nothing
+    details       add finish reason, tokens, ...
+    top_n_tokens  number of most likely tokens at each position; 0: none
+    prefix        the text before the generated one: the prompt, or nothing
     as_list       the body is a list with one answer
     """
 
@@ -55,10 +55,10 @@ class ReplyOptions:
 
 
 def error_body(error: ApiError) -> dict[str, object]:
-    """The envelope of TGI's API, whose `error_type` its clients make exceptions of.
+    """Return the error envelope of TGI's API; its clients derive exceptions from `error_type`.
 
-    TGI has no type for a key that is wrong and for what is not there. These get names of their own,
-    or clients would say that the request's fields are at fault.
+    TGI has no type for a wrong key, and none for an unknown path. These get types that TGI does not
+    have: with "validation" clients would blame the request's fields.
     """
     kind = _ERROR_TYPES.get(error.status) or (
         "validation" if 400 <= error.status < 500 else "generation"
@@ -69,7 +69,7 @@ def error_body(error: ApiError) -> dict[str, object]:
 
 
 class GenerateReply:
-    """One answer while it grows."""
+    """One answer in progress."""
 
     def __init__(
         self,
@@ -78,21 +78,22 @@ class GenerateReply:
         tokenizer: Tokenizer,
         stop_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """stop_token_ids: the model's own, which are no text whatever the tokenizer says of them."""
+        """Start with no tokens. stop_token_ids: the model's own, which are never text, whatever the
+        tokenizer says.
+        """
         self._special = tokenizer.special_token_ids | stop_token_ids
         self._options = options
         self._work = work
         self._tokenizer = tokenizer
-        # Of tokens without regard to stop strings: a delta holds text back, but each token has its
-        # event at once.
+        # Ignores stop strings: a delta may hold text back, but each token gets its event at once.
         self._detokenizer = Detokenizer(tokenizer, SamplingParams(), work.token_ids)
-        self._given = 0  # characters that tokens have had
+        self._given = 0  # characters assigned to tokens so far
         self._pieces: list[str] = []
         self._tokens: list[dict[str, Any]] = []
         self._top_tokens: list[list[dict[str, Any]]] = []
         self._scores: list[Scores] = []
         self._finish: str | None = None
-        self._text = ""  # all of it, when it has ended
+        self._text = ""  # the full text, once the answer has ended
 
     def start(self) -> bytes:
         return b""
@@ -130,7 +131,7 @@ class GenerateReply:
         return _sse(error_body(error))
 
     def _take(self, delta: CompletionDelta) -> None:
-        """Raises ApiError for a completion that could not be finished."""
+        """Take a delta. Raises ApiError for a completion that could not be finished."""
         _check_finish(delta)
         self._pieces.append(delta.text)
         ends = delta.finish_reason is not None
@@ -145,8 +146,8 @@ class GenerateReply:
             self._add(token, entry, ends and number == len(delta.token_ids))
 
     def _add(self, token: int, entry: TokenLogprobs, last: bool) -> None:
-        # The last has all that is left: also what waited for more tokens, and nothing behind a stop
-        # string.
+        # The last token gets the rest of the text: it includes characters that waited for more
+        # tokens, and ends at a stop string.
         text = self._text[self._given :] if last else self._detokenizer.append([token])
         self._given += len(text)
         own = entry.get(token)
@@ -162,7 +163,7 @@ class GenerateReply:
             self._top_tokens.append([self._alone(other, entry[other]) for _, other in best])
 
     def _alone(self, token: int, found: Logprob) -> dict[str, Any]:
-        """A token that is not in the text, with its own text."""
+        """Describe a candidate token, with its text outside of any context."""
         tokenizer = self._tokenizer
         return {
             "id": token,
@@ -185,9 +186,7 @@ class GenerateReply:
         return _sse(event)
 
     def _no_token(self) -> dict[str, Any]:
-        """In the last event of an answer that ended without one more token: what was left of the
-        text.
-        """
+        """Return the token of a last event without a token: it carries the rest of the text."""
         last = self._tokens[-1]["id"] if self._tokens else 0
         return {"id": last, "text": self._text[self._given :], "logprob": 0.0, "special": True}
 
@@ -199,15 +198,12 @@ class GenerateReply:
         }
 
     def _prefill(self) -> list[dict[str, Any]]:
-        """The prompt's tokens, the first without a log-probability; empty unless they were asked
-        for.
-        """
+        """Return the prompt's tokens, the first without a log-probability; empty by default."""
         if self._work.params.prompt_logprobs is None:
             return []
         text_of, scores = self._tokenizer.token_text, Scores.joined(self._scores)
-        own = scores.logprobs[
-            scores.width - 1 :: scores.width
-        ]  # the last of each token's entries is the token itself
+        # The last of each position's entries is the prompt's token itself.
+        own = scores.logprobs[scores.width - 1 :: scores.width]
         logprobs = [None, *(value if math.isfinite(value) else _LOWEST for value in own)]
         return [
             {"id": token, "text": text_of(token), "logprob": logprob}
@@ -219,7 +215,7 @@ def _check_finish(delta: CompletionDelta) -> None:
     if delta.finish_reason is FinishReason.ERROR:
         raise ApiError(424, delta.error or "the answer could not be computed further")
     if delta.finish_reason in (FinishReason.ABORT, FinishReason.TIMEOUT):
-        why = "took too long" if delta.finish_reason is FinishReason.TIMEOUT else "was given up"
+        why = "took too long" if delta.finish_reason is FinishReason.TIMEOUT else "was aborted"
         raise ApiError(
             424, f"the request {why} before its answer was complete", code="incomplete_generation"
         )

@@ -1,8 +1,8 @@
 """The API of Hugging Face's text-generation-inference (TGI): a body -> `GenerateCall`, and `info`.
 
 As in TGI, a request is greedy unless it says otherwise, takes no sampling defaults from
-generation_config.json, and generates 100 tokens where it names no number. What TGI has but we do
-not compute is refused, not ignored.
+generation_config.json, and generates 100 tokens by default. Features of TGI that are not
+implemented are refused, not ignored.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ _KINDS = "json, json_schema or regex"
 
 
 class Grammar(Part):
-    """The form of the answer. `value`: a schema, also as JSON, or a regular expression."""
+    """The grammar of the answer. `value`: a JSON schema, as an object or as text, or a regular
+    expression.
+    """
 
     type: Literal["json", "json_schema", "regex"]
     value: dict[str, Any] | str
 
 
 class Parameters(Body):
-    """How to generate. What TGI has and we do not compute is `neutral`."""
+    """The generation parameters. Those of TGI that are not implemented are in `neutral`."""
 
-    neutral = {  # noqa: RUF012, pydantic's models have no other way
+    neutral = {  # noqa: RUF012, a ClassVar annotation is on the base class
         "adapter_id": Neutral((), "this server has no adapters; leave it out"),
         "best_of": Neutral((1,), "only 1 is possible; send several requests with a seed each"),
         "typical_p": Neutral((1,), "typical sampling is not implemented; use top_p"),
@@ -83,7 +85,7 @@ class GenerateBody(Body):
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """A request to generate, understood."""
+    """A parsed request to generate."""
 
     stream: bool
     model: str
@@ -111,10 +113,9 @@ class GenerateCall:
 def parse_generate(
     body: Mapping[str, Any], served: Served, limits: SamplingLimits, stream: bool | None
 ) -> GenerateCall:
-    """What a body asks for. `stream`: what the path decides; None, for `POST /`, where the body
-    does.
+    """Parse a body. Raises ApiError (422).
 
-    Raises ApiError (422) for what cannot be served.
+    stream  set by the path; None, for `POST /`: the body decides
     """
     if served.tokenizer is None:
         raise _no_tokenizer()
@@ -151,7 +152,7 @@ def parse_generate(
 
 
 def _unknown(prefix: str, given: Mapping[str, Any], model: type[Body], served: Served) -> list[str]:
-    """Names of fields that nothing here knows. Raises ApiError unless the server ignores them."""
+    """Return the names of unknown fields. Raises ApiError unless the server ignores them."""
     known = (*model.model_fields, *model.neutral, *model.accepted)
     unknown = [name for name, value in given.items() if name not in known and value is not None]
     if unknown and served.unknown_fields != "ignore":
@@ -164,7 +165,7 @@ def _unknown(prefix: str, given: Mapping[str, Any], model: type[Body], served: S
 
 
 def _check_parameters(given: Mapping[str, Any], streams: bool) -> None:
-    """Raises ApiError for what this API has but we do not compute, and for contradictions."""
+    """Raise ApiError for features that are not implemented, and for contradictions."""
     for name, known in Parameters.neutral.items():
         if name in given and not known.asks_nothing(given[name]):
             raise _invalid(f"{name}: {known.instead}", f"parameters.{name}")
@@ -181,7 +182,7 @@ def _sampling(
     max_model_len: int,
     form: dict[str, Any] | None,
 ) -> SamplingParams:
-    """Raises ApiError for a value outside its range."""
+    """Build the SamplingParams. Raises ApiError for a value outside its range."""
     samples = given.get("do_sample", False) or any(
         name in given for name in ("temperature", "top_k", "top_p")
     )
@@ -208,7 +209,7 @@ def _sampling(
             "temperature is 0, which is greedy, and do_sample is true", "parameters.temperature"
         )
     if samples and not params.greedy and params.seed is None:
-        # TGI tells the seed of what it drew. Up to 2**53 every reader of JSON keeps all digits.
+        # TGI reports the seed that it drew. Up to 2**53 every JSON reader keeps all digits.
         params = replace(params, seed=secrets.randbits(53))
     return params
 
@@ -221,8 +222,8 @@ def _in_tgis_names(message: str) -> str:
 
 
 def _grammar(given: object, strict_schemas: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """`grammar` as SamplingParams.structured_outputs has it, and what of its schema is not
-    enforced.
+    """Return `grammar` as SamplingParams.structured_outputs, and the parts of its schema that are
+    not enforced.
     """
     if not isinstance(given, Mapping) or "value" not in given:
         raise _invalid(
@@ -245,7 +246,7 @@ def _grammar(given: object, strict_schemas: bool) -> tuple[dict[str, Any], tuple
                 "the value of a grammar must be a JSON schema", "parameters.grammar.value"
             ) from None
     if kind == "json_schema" and isinstance(value, Mapping):
-        value = value.get("schema")  # beside a name
+        value = value.get("schema")  # next to a name
     if not isinstance(value, Mapping):
         raise _invalid(
             "the value of a grammar must be a JSON schema, an object", "parameters.grammar.value"
@@ -281,9 +282,7 @@ def _no_tokenizer() -> ApiError:
 
 
 def as_tgi_error(error: ApiError) -> ApiError:
-    """`error` with the status that TGI's clients know: 422 for what was asked, 429 overloaded, 424
-    for the rest.
-    """
+    """Return `error` with TGI's status: 422 for an invalid request, 424 for a failure."""
     if error.status in (400, 413):
         status = 422
     elif error.status in (500, 502, 504):
@@ -297,12 +296,12 @@ def as_tgi_error(error: ApiError) -> ApiError:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What `/info` says beyond the model.
+    """Facts for `/info` besides those of the model.
 
-    max_concurrent_requests  that run or wait; more are refused
-    max_prompts              in one request of /v1/completions
+    max_concurrent_requests  requests that run or wait; more are refused
+    max_prompts              prompts in one request of /v1/completions
     kv_cache                 format, capacity, ... of the cache
-    kernels                  which kernels compute
+    kernels                  name of the kernels in use
     """
 
     version: str
@@ -314,7 +313,7 @@ class ServerFacts:
 
 
 def info(served: Served, limits: SamplingLimits, facts: ServerFacts) -> dict[str, Any]:
-    """The answer of `/info`: TGI's keys, then ours."""
+    """Return the answer of `/info`: TGI's keys, then Freight's."""
     tokenizer = served.tokenizer
     return {
         "model_id": served.names[0],

@@ -1,8 +1,8 @@
-"""API keys, and which addresses need one.
+"""API keys, and the addresses that need one.
 
-A key has a name, which is what logs and metrics show. Of its value only a digest is kept, under a
-secret of this process. Each key has its own part of the prefix cache, so that nobody learns from
-the time of an answer what others have sent.
+Logs and metrics show the name of a key. Of its value only a digest is kept, made with a secret of
+this process (HMAC-SHA256). Each key has a separate part of the prefix cache, so that the time of an
+answer reveals nothing about the prompts of others.
 """
 
 from __future__ import annotations
@@ -24,15 +24,12 @@ _VALUE = re.compile(r"[!-~]{1,512}")
 
 
 class Keys:
-    """The keys that open this server; none: it is open to all.
-
-    Make it with `Keys.read`.
-    """
+    """The keys that this server accepts; without any, it is open to all. Built by `Keys.read`."""
 
     def __init__(
         self, values: Iterable[tuple[str, str]], shared_prefix_cache: bool = False
     ) -> None:
-        """`values`: (name, value) of each key, both without duplicates."""
+        """Keep the digests of `values`: the (name, value) of each key, both without duplicates."""
         self._secret = self._salts = secrets.token_bytes(32)
         self._digests = tuple((name, self._digest(value.encode())) for name, value in values)
         self._shared = shared_prefix_cache
@@ -44,12 +41,11 @@ class Keys:
         files: Sequence[Path] = (),
         shared_prefix_cache: bool = False,
     ) -> Keys:
-        """Keys as the command line gives them: VALUE or NAME:VALUE, and files with one of these a
-        line.
+        """Read keys from the command line (VALUE or NAME:VALUE) and from files with one per line.
 
         In a file, empty lines and lines that begin with `#` are skipped. Keys without a name are
-        called key-1, key-2, ... in their order. Raises ConfigError, which names the file and line
-        but never a key's value.
+        named key-1, key-2, ... in order. Raises ConfigError, which names the file and line but
+        never a key's value.
         """
         entries = [("--api-key", text) for text in given]
         for path in files:
@@ -61,8 +57,8 @@ class Keys:
             name, colon, value = text.partition(":")
             if colon and not _NAME.fullmatch(name):
                 raise ConfigError(
-                    f"{where}: before its ':' is no name, which has 1 to 64 letters, digits, . _ -; "
-                    "give VALUE or NAME:VALUE, and a value with a ':' its name"
+                    f"{where}: the text before the ':' is not a name, which has 1 to 64 letters, digits, . _ -; "
+                    "give VALUE or NAME:VALUE; a value with a ':' needs a name"
                 )
             if not colon:
                 name, value = "", text
@@ -73,7 +69,7 @@ class Keys:
                 problem = (
                     "is empty"
                     if not value
-                    else "is longer than 512 characters or has blanks or other than ASCII"
+                    else "is longer than 512 characters, or has blanks or characters outside ASCII"
                 )
                 raise ConfigError(
                     f"{where}: the key {problem}; give VALUE or NAME:VALUE, NAME of letters, digits, . _ -"
@@ -90,7 +86,7 @@ class Keys:
         return cls(named.items(), shared_prefix_cache)
 
     def take(self, other: Keys) -> None:
-        """Have the keys of `other` from now on. A name keeps its part of the prefix cache."""
+        """Replace the keys by those of `other`. A name keeps its part of the prefix cache."""
         self._secret, self._digests = other._secret, other._digests
 
     @property
@@ -98,15 +94,16 @@ class Keys:
         return tuple(name for name, _ in self._digests)
 
     def __bool__(self) -> bool:
-        """Whether a key is needed."""
+        """Return whether a key is needed."""
         return bool(self._digests)
 
     def check(self, authorization: str | None, x_api_key: str | None) -> str | None:
-        """The name of the key that a request carries, or None.
+        """Return the name of the key that a request carries, or None.
 
-        authorization  the header `Authorization: Bearer VALUE`; x_api_key: the header of that name
-                       (Anthropic's)
-        The time it takes does not depend on which key matches, or how far.
+        authorization  the header `Authorization: Bearer VALUE`
+        x_api_key      the header of that name (Anthropic's)
+
+        The comparison takes constant time: it does not depend on which key matches, or how far.
         """
         scheme, _, value = (authorization or "").partition(" ")
         bearer = value.strip() if scheme.lower() == "bearer" else ""
@@ -119,10 +116,9 @@ class Keys:
         return found
 
     def salt_for(self, name: str | None, request_salt: str | None) -> str | None:
-        """The cache salt of a request that came with the key `name`: requests share prefixes where
-        it is equal.
+        """Return the cache salt of a request with the key `name`. Equal salts share prefixes.
 
-        request_salt  what the request itself asks for; it divides the key's part further
+        request_salt  the request's `cache_salt`; it divides the key's part further
         """
         if name is None or self._shared:
             return request_salt
@@ -148,24 +144,24 @@ def _lines(path: Path) -> list[tuple[str, str]]:
         if line and line[0] != "#"
     ]
     if not found:
-        raise ConfigError(f"--api-key-file {path}: there is no key in it; write one a line")
+        raise ConfigError(f"--api-key-file {path}: there is no key in it; write one per line")
     return found
 
 
 def check_binding(host: str, keys: Keys, insecure: bool) -> None:
-    """Raise ConfigError where the server would be open to other machines without a key."""
+    """Raise ConfigError if other machines could reach the server without a key."""
     if keys or insecure or is_loopback(host):
         return
     shown = host or "an empty host (all addresses)"
     raise ConfigError(
-        f"--host {shown} is reached by other machines, and no key is set: give --api-key or --api-key-file, "
-        "bind 127.0.0.1, or say --insecure if anybody may use this server"
+        f"--host {shown} is reachable from other machines, and no key is set: give --api-key or --api-key-file, "
+        "bind 127.0.0.1, or give --insecure if anybody may use this server"
     )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address or name. Raises ConfigError for a name that is
-    not known.
+    """Return whether only this machine reaches an address or name. Raises ConfigError for an
+    unknown name.
     """
     if host == "localhost":
         return True

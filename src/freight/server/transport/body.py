@@ -1,9 +1,7 @@
-"""The body of a request, from ASGI messages to a JSON object, within limits that hold before
-anything is parsed.
+"""The body of a request, from ASGI messages to a JSON object, within limits checked before parsing.
 
 Time and memory are linear in the bytes received, whatever they are: nesting, digits and surrogates
-are checked without recursion, on the bytes. What is returned can be written as JSON and as UTF-8
-again.
+are checked without recursion, on the bytes. The result can be written as JSON and as UTF-8 again.
 """
 
 from __future__ import annotations
@@ -22,28 +20,28 @@ from freight.server.transport.http_limits import HttpLimits
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
-_STRING = re.compile(
-    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL
-)  # never walks back: linear, with or without its end
+# A JSON string. It never backtracks: linear, even if the closing quote is missing.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_STEP = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # one level deeper, one less, as signed bytes
+_STEP = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # +1 and -1 level, as signed bytes
 _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
-_LARGE_EXPONENT = re.compile(
-    rb"[eE]\+?[0-9]{3}"
-)  # of two digits, with at most number_digits: below 1e308
+# Exponents of two digits cannot overflow: with number_digits digits before them, below 1e308.
+_LARGE_EXPONENT = re.compile(rb"[eE]\+?[0-9]{3}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class DisconnectedError(Exception):
-    """The client left, or was refused, before its body was complete: there is nobody to answer."""
+    """The client left, or was refused, before its body was complete: nobody reads an answer."""
 
 
 async def read_body(
     receive: Receive, headers: Iterable[tuple[bytes, bytes]], limits: HttpLimits
 ) -> bytes:
-    """The bytes of a body that is declared as JSON, for `parse_object`.
+    """Read a body that is declared as JSON, for `parse_object`.
 
-    receive  of ASGI; headers: of the ASGI scope
+    receive  of ASGI
+    headers  of the ASGI scope
+
     Raises ApiError: 413 too large (the rest is not read), 415 not declared as JSON. Raises
     DisconnectedError.
     """
@@ -73,8 +71,8 @@ def _check_type(values: dict[bytes, str]) -> None:
     declared = values.get(b"content-type", "")
     kind, _, parameters = (part.strip().lower() for part in declared.partition(";"))
     charset = re.sub(r'[\s"]', "", parameters)
-    # Without this check a page of any origin could send requests to a server on its reader's machine: a browser asks
-    # for permission only before JSON.
+    # Without this check a web page of any origin could send requests to a server on the machine of
+    # its reader: a browser sends a CORS preflight before JSON, but not before a form's types.
     if kind != "application/json" or charset not in ("", "charset=utf-8"):
         what = f"{declared[:100]!r}" if declared else "missing"
         raise ApiError(
@@ -87,9 +85,7 @@ def _check_type(values: dict[bytes, str]) -> None:
 
 
 def parse_object(body: bytes, limits: HttpLimits) -> dict[str, Any]:
-    """A JSON object from its bytes. Of equal keys the last one counts. Raises ApiError with status
-    400.
-    """
+    """Parse a JSON object. Of equal keys the last one counts. Raises ApiError with status 400."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -100,11 +96,10 @@ def parse_object(body: bytes, limits: HttpLimits) -> dict[str, Any]:
         raise ApiError(400, f"body has more than {limits.json_containers} arrays and objects")
     if max(accumulate(steps), default=0) > limits.json_depth:
         raise ApiError(400, f"body has arrays and objects more than {limits.json_depth} deep")
-    if b"0" * (limits.number_digits + 1) in bare.translate(
-        _AS_ZEROS
-    ):  # a regular expression takes twenty times longer
+    # A search for a run of zeros takes a twentieth of the time of a regular expression.
+    if b"0" * (limits.number_digits + 1) in bare.translate(_AS_ZEROS):
         raise ApiError(400, f"body has a number of more than {limits.number_digits} digits")
-    # A call for each number costs time, and few bodies need it.
+    # A call of _finite for each number costs time, and few bodies need it.
     may_overflow = (b"e" in bare or b"E" in bare) and _LARGE_EXPONENT.search(bare) is not None
     try:
         value = json.loads(
@@ -124,7 +119,7 @@ def parse_object(body: bytes, limits: HttpLimits) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ApiError(400, f"body is not valid JSON: {name} is no JSON number")
+    raise ApiError(400, f"body is not valid JSON: {name} is not a JSON number")
 
 
 def _finite(digits: str) -> float:

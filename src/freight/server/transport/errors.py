@@ -1,10 +1,10 @@
-"""ApiError: an answer that is not a result, before each API gives it its own shape."""
+"""ApiError: a failure with an HTTP status, before each API gives it a shape."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-_TYPES = {  # status -> the type that OpenAI's clients know
+_TYPES = {  # status -> OpenAI's type of error
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
@@ -18,7 +18,7 @@ _TYPES = {  # status -> the type that OpenAI's clients know
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-_PASSING = (408, 429, 503)  # what may succeed when it is tried again
+_TRANSIENT = (408, 429, 503)  # statuses of failures for which a retry may succeed
 
 
 class ApiError(Exception):
@@ -46,13 +46,13 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
-        if status >= 500 and status not in _PASSING:
-            # OpenAI's clients repeat every request that fails with 500 or more. These would fail
+        if status >= 500 and status not in _TRANSIENT:
+            # OpenAI's clients retry every request that fails with 500 or more. These would fail
             # again.
             self.headers.setdefault("x-should-retry", "false")
 
     def openai_body(self) -> dict[str, object]:
-        """The envelope of OpenAI's API."""
+        """Return the error envelope of OpenAI's API."""
         return {
             "error": {
                 "message": self.message,
@@ -64,7 +64,7 @@ class ApiError(Exception):
 
 
 def took_too_long() -> ApiError:
-    """The end of an answer whose time has passed: `--request-timeout`."""
+    """Return the error of an answer whose time limit has passed: `--request-timeout`."""
     return ApiError(
         504, "the answer took longer than this server allows; ask for fewer tokens", code="timeout"
     )

@@ -1,9 +1,8 @@
-"""The head of an HTTP/1 request (request line and headers), checked as bytes before any parser sees
-it.
+"""The head of an HTTP/1 request (request line and headers), checked as bytes before it is parsed.
 
-What passes here means the same to every HTTP parser: one Host, one length, no folded lines, no bare
-line ends. So a proxy in front and the parser behind cannot disagree about where a request ends or
-where it goes. Pure: no socket.
+An accepted head means the same to every HTTP parser: one Host, one length, no folded lines, no bare
+line ends. So a proxy in front and the parser behind cannot disagree about the end of a request or
+its target (request smuggling). Pure: no socket.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _LENGTH = re.compile(rb"[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class Head:
-    """A head that may be parsed.
+    """A checked head.
 
-    raw         its bytes for the parser, without what asks for another protocol: servers may ignore
-                Upgrade, and some clients (Java's) ask for HTTP/2 with every request
-    body_bytes  bytes of the body that follow; None: it comes in chunks
+    raw         its bytes for the parser, without the headers that ask for another protocol: servers
+                may ignore Upgrade, and some clients (Java's) ask for HTTP/2 with every request
+    body_bytes  length of the body that follows; None: it comes in chunks
     """
 
     raw: bytes
@@ -36,8 +35,8 @@ class Head:
 
 
 def refuse_early(part: bytes, limits: HttpLimits) -> None:
-    """Raise ApiError for the beginning of a head that cannot become a good one, so that nobody
-    waits for its end.
+    """Raise ApiError for the beginning of a head that cannot become valid, without waiting for its
+    end.
     """
     if len(part) > limits.head_bytes:
         raise ApiError(
@@ -56,7 +55,7 @@ def refuse_early(part: bytes, limits: HttpLimits) -> None:
 
 
 def read_head(raw: bytes, limits: HttpLimits) -> Head:
-    """Check a whole head, its empty line included. Raises ApiError with status 400, 413 or 431."""
+    """Check a complete head, its empty line included. Raises ApiError: 400, 413 or 431."""
     refuse_early(raw, limits)
     request_line, *lines = raw.removesuffix(END_OF_HEAD).split(b"\r\n")
     match = _REQUEST_LINE.fullmatch(request_line)
@@ -81,7 +80,7 @@ def _too_many(limits: HttpLimits) -> ApiError:
 
 def _field(line: bytes) -> tuple[bytes, bytes]:
     if line[:1] in (b" ", b"\t"):
-        raise ApiError(400, "a header goes on in a second line; write it in one")
+        raise ApiError(400, "a header continues on a second line; write it on one")
     name, colon, value = line.partition(b":")
     if not colon or not _NAME.fullmatch(name):
         raise ApiError(400, "a header line is not NAME: VALUE")
@@ -118,8 +117,8 @@ def _body_bytes(
 
 
 def body_too_large(limits: HttpLimits) -> ApiError:
-    """The answer to a body over the limit. The connection cannot be used again: the rest of the
-    body is not read.
+    """Return the error for a body over the limit. It closes the connection: the rest of the body is
+    not read.
     """
     message = f"the body is larger than {limits.body_bytes} bytes; send less in one request"
     return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})

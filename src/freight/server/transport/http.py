@@ -1,11 +1,10 @@
-"""The server's end of an HTTP/1.1 connection: uvicorn's, with limits on what a client sends and how
-long it takes.
+"""HTTP/1.1 connections: uvicorn's protocol, with limits on sizes and times.
 
 uvicorn alone accepts headers of any size and number, waits for ever for the rest of a request, and
-loses sight of a client that sends a second request while its first one runs. Here a request's head
-is collected and checked before it is parsed (`head.py`), the next request is not looked at while
-one runs, and each wait has an end. Refusals have OpenAI's envelope. `server_config` is how uvicorn
-is to be started.
+does not notice that a client leaves after it has sent a second request. Here a request's head is
+collected and checked before it is parsed (`head.py`), the next request is not read while one runs,
+and every wait has a time limit. Refusals have OpenAI's envelope. `server_config` builds the
+configuration for uvicorn.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ _TOO_SLOW = ApiError(
 
 
 class _Output:
-    """What uvicorn writes an answer to: the transport, but the end of the connection goes through
-    its protocol.
-    """
+    """The transport for uvicorn's answers. Closing it goes through the protocol."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -59,8 +56,8 @@ class _Output:
 class Connection(HttpToolsProtocol):
     """One connection. `limits` is set by the subclass that `server_config` makes.
 
-    ending      nothing is read or answered any more
-    idle_since  time of the event loop at which the last answer ended, or the connection began
+    ending      True once nothing more is read or answered
+    idle_since  when the last answer ended, or the connection began, in the event loop's time
     """
 
     limits = HttpLimits()
@@ -73,22 +70,21 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.timeout_keep_alive = cast(
-            int, self.limits.idle_seconds
-        )  # any number of seconds will do
+        # uvicorn declares an int; a float works.
+        self.timeout_keep_alive = cast(int, self.limits.idle_seconds)
         self.ending = False
         self.idle_since = self.loop.time()
         self._input = bytearray()  # received and not parsed
         self._body_left: int | None = 0  # bytes of the body to come; None: chunks
         self._body_received = 0
-        self._between_chunks = 0  # bytes since the last byte of a body in chunks
+        self._between_chunks = 0  # bytes of chunk framing since the last byte of the body
         self._head_expected = False
         self._head_done = False
         self._body_begun = self._body_seen = 0.0  # times
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._unsent = 0
-        self._is_spare = False  # its place is for /health alone, until another one is free
+        self._is_spare = False  # holds a spare place, for /health alone, until another is free
 
     @property
     def _is_one_too_many(self) -> bool:
@@ -96,7 +92,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def lingers(self) -> bool:
-        """It has its last answer, and waits for nothing but the client to read it."""
+        """True while the last answer is sent and only the client's reading is awaited."""
         return self.ending and self._read_timer is not None
 
     @property
@@ -108,7 +104,7 @@ class Connection(HttpToolsProtocol):
         return (self._body_begun, self._body_received) if self._body_left != 0 else None
 
     def give_way(self) -> None:
-        """Leave this place to another connection."""
+        """Free this place for another connection."""
         if self.ending:
             self._drop()
         elif self.is_idle:
@@ -118,7 +114,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def running(self) -> bool:
-        """Whether a request has no complete answer yet."""
+        """True while a request has no complete answer."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -154,28 +150,25 @@ class Connection(HttpToolsProtocol):
         self._advance()
 
     def _advance(self) -> None:
-        """Parse what was received, as far as it can be."""
+        """Parse the received bytes as far as possible."""
         try:
-            while (
-                self._input
-                and not self.ending
-                and (self._take_head() if self._body_left == 0 else self._take_body())
-            ):
-                pass
+            while self._input and not self.ending:
+                take = self._take_head if self._body_left == 0 else self._take_body
+                if not take():
+                    break
         except ApiError as error:
             self._refuse(error)
         except httptools.HttpParserError:
             self._refuse(ApiError(400, "the request is not valid HTTP/1.1"))
 
     def _take_head(self) -> bool:
-        """Parse a head from the input. False: it is not there yet."""
-        if self.running:  # its turn comes in on_response_complete
+        """Parse a head from the input; returns False if it is not complete yet."""
+        if self.running:  # on_response_complete goes on with the next request
             if len(self._input) > self.limits.head_bytes:
                 self._drop()
             return False
-        del self._input[
-            : len(self._input) - len(self._input.lstrip(b"\r\n"))
-        ]  # some clients end a body with an empty line
+        # Some clients end a body with an empty line.
+        del self._input[: len(self._input) - len(self._input.lstrip(b"\r\n"))]
         if not self._input:
             self._wait_for_a_request()
             return False
@@ -202,10 +195,9 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _take_body(self) -> bool:
-        """Give the parser what the input has of the body."""
-        most = (
-            self._body_left or self.limits.head_bytes
-        )  # of chunks, little enough to see what lies between two
+        """Feed the received part of the body to the parser."""
+        # Chunks are fed in small parts, so that the bytes between two of them can be counted.
+        most = self._body_left or self.limits.head_bytes
         size = min(most, len(self._input))
         part = bytes(self._input[:size])
         del self._input[:size]
@@ -222,17 +214,15 @@ class Connection(HttpToolsProtocol):
         return True
 
     def on_message_begin(self) -> None:
-        if (
-            not self._head_expected
-        ):  # after a body in chunks, in the same packet: its head was not checked
+        # A request behind a chunked body in the same bytes: its head was not checked.
+        if not self._head_expected:
             raise ValueError("a request that was not expected")
         self._head_expected = False
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if (
-            not self._head_done
-        ):  # what follows a body in chunks is no header of the request: it was not checked
+        # Trailers behind a chunked body are dropped: they were not checked.
+        if not self._head_done:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -254,7 +244,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self.idle_since = self.loop.time()
         if not self.ending and self._body_left != 0 and self.expect_100_continue:
-            self.end()  # nobody knows whether the body will come
+            self.end()  # the client may or may not send the body, so the connection is unusable
         if self.ending:
             self.server_state.total_requests += 1
             return
@@ -270,9 +260,9 @@ class Connection(HttpToolsProtocol):
         )
 
     def _check_body(self) -> None:
-        """Called when the body may be late: ends the request, or says when to look again."""
+        """End a request whose body is late, or set the timer for the next check."""
         now = self.loop.time()
-        if self.flow.read_paused:  # the server does not read at present, so the client cannot go on
+        if self.flow.read_paused:  # the server is not reading, so the client cannot send
             self._body_seen = now
         left = min(
             self._body_seen + self.limits.body_seconds - now,
@@ -286,12 +276,12 @@ class Connection(HttpToolsProtocol):
             self.end()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what cannot be served, and end the connection."""
+        """Send an error and end the connection."""
         if self.ending or self.transport.is_closing():
             return
         _log.debug("refused: %d %s", error.status, error.message)
         if self.running and self.cycle.response_started:
-            self._drop()  # a second answer in the middle of the first would be read as a part of it
+            self._drop()  # an error inside the running answer would be read as a part of it
             return
         if self.running:
             self.cycle.disconnected = True
@@ -306,15 +296,16 @@ class Connection(HttpToolsProtocol):
         lines = [name + b": " + value for name, value in self.server_state.default_headers]
         lines += [f"{name}: {value}".encode("latin-1") for name, value in headers.items()]
         self.transport.write(STATUS_LINE[error.status] + b"\r\n".join(lines) + END_OF_HEAD + body)
-        self.end(linger=error.status != 503)  # those wait for a free place: hold none
+        self.end(linger=error.status != 503)  # after a 503 the place is needed: do not linger
 
     def end(self, linger: bool | None = None) -> None:
-        """Close the connection once all is sent. linger: unread input may be left, by default a
-        rest of the body.
+        """Close the connection once everything is sent.
 
-        A connection that is closed with unread input is reset, and the client may lose the answer.
-        So the answer is followed by an end of the stream, nothing more is read, and the close comes
-        a little later.
+        linger  delay the close, for unread input; by default if the body is incomplete
+
+        Closing a connection with unread input resets it, and the client may lose the answer. So the
+        write side is shut down first, nothing more is read, and the close comes after
+        `linger_seconds`.
         """
         if self.ending:
             return
@@ -325,7 +316,7 @@ class Connection(HttpToolsProtocol):
         linger = self._body_left != 0 if linger is None else linger
         if linger and not self.transport.is_closing():
             self.flow.pause_reading()
-            if self.transport.can_write_eof():  # TLS has no half of an end
+            if self.transport.can_write_eof():  # TLS cannot be half-closed
                 self.transport.write_eof()
             self._read_timer = self.loop.call_later(self.limits.linger_seconds, self._drop)
             self.idle_since = 0.0  # the first to give way
@@ -334,9 +325,8 @@ class Connection(HttpToolsProtocol):
             self._watch_writing()
 
     def _close(self) -> None:
-        if (
-            not self.transport.is_closing()
-        ):  # asyncio's TLS transport cannot tell its buffer's size if closed twice
+        # asyncio's TLS transport, closed twice, fails when it is asked for its buffer's size.
+        if not self.transport.is_closing():
             self.transport.close()
 
     def _drop(self) -> None:
@@ -346,11 +336,11 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def shutdown(self) -> None:
-        """Called by uvicorn when the server ends."""
+        """Close the connection, after the running answer. uvicorn calls it when the server ends."""
         if self.running:
             self.cycle.keep_alive = False
         elif self.ending:
-            self._close()  # the event loop ends before the time to linger does
+            self._close()  # the event loop ends before linger_seconds have passed
         else:
             self.end(linger=False)
 
@@ -378,8 +368,8 @@ class Connection(HttpToolsProtocol):
             self._write_timer = self.loop.call_later(self.limits.write_seconds, self._check_writing)
 
     def _check_writing(self) -> None:
-        """Drop a connection whose client has read nothing since the last look, although something
-        waits for it.
+        """Drop the connection if its client has read nothing since the last check, although data is
+        waiting.
         """
         self._write_timer = None
         unsent = self.transport.get_write_buffer_size()
@@ -400,7 +390,7 @@ class Connection(HttpToolsProtocol):
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes the event loop of the server's process: uvloop's, where it is installed; None:
+    """Return the factory of the server's event loop: uvloop's, if it is installed; None for
     asyncio's own.
     """
     if importlib.util.find_spec("uvloop") is None:
@@ -412,12 +402,11 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def server_config(app: Any, limits: HttpLimits, drain_seconds: int | None = None) -> uvicorn.Config:
-    """How uvicorn runs `app`, for `uvicorn.Server(...).serve(sockets=[...])`.
+    """Return uvicorn's configuration for `app`, for `uvicorn.Server(...).serve(sockets=[...])`.
 
     No lifespan, no WebSocket, no trust in X-Forwarded-*, no `Server` header, logging untouched. No
     more connections than the limit on open files of this process (RLIMIT_NOFILE) leaves room for.
-    `drain_seconds`: how long answers may go on after the server was asked to end; None: until they
-    are done.
+    `drain_seconds`: the time for running answers after the server was asked to end; None: no limit.
     """
     given = fitted(limits)
 

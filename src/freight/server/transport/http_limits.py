@@ -1,4 +1,4 @@
-"""HttpLimits: every number of the HTTP floor, in one place, so that tests can take short times and
+"""HttpLimits: every limit of the HTTP layer in one place, so that tests can use short times and
 small sizes.
 """
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """What one client may send, and how long it may take. Sizes in bytes, times in seconds.
+    """Limits on the sizes and the times of one client. Sizes in bytes, times in seconds.
 
-    max_connections  open at once; above it one gives way (`places.py`), and where none can the new
-                     one gets 503
+    max_connections  open at once; above it an idle one gives way (`places.py`), or the new one gets
+                     503
     head_bytes       request line and headers together; more is 431
     head_seconds     from the first byte of a request to the end of its headers; longer is 408
     body_bytes       more is 413
     body_seconds     without any byte of the body; longer is 408
     body_total       from the end of the headers to the end of the body; longer is 408
     idle_seconds     between requests; then the connection is closed
-    write_seconds    in which the client reads nothing of what waits for it; then the connection is
+    write_seconds    without the client reading data that waits for it; then the connection is
                      dropped
-    linger_seconds   between an answer that ends a connection early and its end, in which the client
-                     can read the answer
+    linger_seconds   between an answer that ends a connection early and the close, so that the
+                     client can read the answer
     json_depth       nesting of arrays and objects in a JSON body
     json_containers  arrays and objects in a JSON body
     number_digits    digits in a row outside strings in a JSON body

@@ -1,9 +1,8 @@
-"""What stands around every route: request ids, other origins, the last resort for errors, and the
-key.
+"""Middleware around every route: request ids, other origins, unexpected errors, and the API key.
 
 Plain ASGI, from outside to inside in this order (`guarded`). Denied by default: a path is open only
-if it is listed. Decisions use `scope["path"]`, which is what is routed, never an address that is
-put together from headers.
+if it is listed. Decisions use `scope["path"]`, which is also what is routed, never a URL built from
+headers.
 """
 
 from __future__ import annotations
@@ -30,24 +29,21 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info"})
-OPEN_PATHS = frozenset(
-    {"/", "/health", "/ping"}
-)  # for GET and HEAD: the page itself holds nothing that is secret
+# Served to GET and HEAD without a key: the page itself holds nothing secret.
+OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 FAILED = "the server failed on this request; its log has the cause under the request's id"
 
 EXPOSED = (  # headers of answers that a page of another origin may read
-    *(
-        "x-request-id",
-        "x-freight-ignored",
-        "x-freight-reproducible",
-        "x-should-retry",
-        "retry-after",
-    ),
+    "x-request-id",
+    "x-freight-ignored",
+    "x-freight-reproducible",
+    "x-should-retry",
+    "retry-after",
 )
 
 _log = logging.getLogger(__name__)
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+")
-_SHORT = 1 << 16  # bytes: no error of ours is longer
+_SHORT = 1 << 16  # bytes, more than any error of this server: a longer body is passed through
 
 
 def guarded(
@@ -57,7 +53,7 @@ def guarded(
     open_paths: Collection[str] = OPEN_PATHS,
     allow_origins: Sequence[str] = (),
 ) -> App:
-    """`app` behind everything in this module."""
+    """Wrap `app` in all middleware of this module."""
     inner: App = Errors(RequireKey(app, keys, open_paths))
     if allow_origins:
         inner = allowing(inner, allow_origins)
@@ -65,7 +61,7 @@ def guarded(
 
 
 def error_body(path: str, error: ApiError) -> dict[str, object]:
-    """The body of an error in the shape that the clients of this path know."""
+    """Return the body of an error in the shape that clients of this path expect."""
     if path in anthropic.PATHS:
         return anthropic.error_body(error)
     if path not in TGI_PATHS:
@@ -74,7 +70,7 @@ def error_body(path: str, error: ApiError) -> dict[str, object]:
 
 
 async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
-    """A whole answer that says what failed."""
+    """Send a complete error answer."""
     body = json.dumps(error_body(scope["path"], error)).encode()
     headers = [
         (name.lower().encode("latin-1"), value.encode("latin-1"))
@@ -89,18 +85,15 @@ async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The value of a header that a request has once. None: it is absent, or its value is not
-    certain.
-    """
+    """Return the value of a header that occurs once, or None if it is absent or repeated."""
     values = [value for key, value in scope["headers"] if key == name]
     return values[0] if len(values) == 1 else None
 
 
 class RequestIds:
-    """Gives each request an id: the client's `x-request-id` where it is plain, else a new one.
+    """Gives each request an id: the client's `x-request-id` if it is valid, else a new one.
 
-    It is in `scope["state"]["request_id"]`, in the answer's headers and in the log, and is used for
-    nothing else.
+    It is in `scope["state"]["request_id"]`, in the answer's headers and in the log.
     """
 
     def __init__(self, app: App) -> None:
@@ -128,11 +121,10 @@ class RequestIds:
 
 
 class Errors:
-    """Turns what fails into an answer: ApiError as it says, anything else into a 500 that gives
-    nothing away.
+    """Turns exceptions into answers: an ApiError into its status, any other into an opaque 500.
 
-    A framework's own 404, 405 and 500 get the shape of this API too. An exception after the answer
-    began ends the connection.
+    The framework's own 404, 405 and 500 get the shape of the path's API too. An exception after the
+    answer began ends the connection.
     """
 
     def __init__(self, app: App) -> None:
@@ -161,8 +153,9 @@ class Errors:
 
 
 class _ShapedSend:
-    """`send`, which holds back a framework's own 404, 405 or 500 until it is clear whether it has
-    our shape.
+    """A `send` that holds back a 404, 405 or 500 until it is clear whether it has an API's shape.
+
+    The framework's own errors do not have it, and are replaced.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -184,7 +177,7 @@ class _ShapedSend:
                 await self._pass(message.get("more_body", False))
 
     async def finish(self) -> None:
-        """The app is done: send what was held back."""
+        """Send the answer that was held back, once the app has returned."""
         if self._held is None or self.started:
             return
         if _has_error(self._body):
@@ -224,11 +217,11 @@ def _has_error(body: bytes) -> bool:
 
 
 def allowing(app: App, origins: Sequence[str]) -> App:
-    """`app` for pages of the listed origins too. Exact origins only, such as
-    https://chat.example.com.
+    """Wrap `app` so that pages of these origins may call it (CORS).
 
-    A page may send any header: clients in JavaScript send many of their own. Without the key none
-    of them opens anything. Raises ConfigError for what is no origin: a path, a pattern, `*`.
+    Exact origins only, such as https://chat.example.com. A page may send any header, because
+    clients in JavaScript send many; none of them replaces the key. Raises ConfigError for a value
+    that is not an origin: a path, a pattern, `*`.
     """
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
@@ -246,10 +239,9 @@ def allowing(app: App, origins: Sequence[str]) -> App:
 
 
 class RequireKey:
-    """Lets a request through with a known key, or to a path that is open for GET and HEAD. All else
-    is a 401.
+    """Answers 401 to requests without a known key, except GET and HEAD of open paths.
 
-    Also what is neither HTTP nor the start of the server is refused. The key's name is in
+    Also closes connections that are neither HTTP nor lifespan. The key's name is in
     `scope["state"]["key_name"]`; None without a key.
     """
 

@@ -1,9 +1,8 @@
-"""Places for connections: how many there are, who gives way when they are short, and the options of
-each.
+"""Places for connections: their number, eviction when they run out, and socket options.
 
-Who asks for /health is answered also when all places are taken: a few more are kept for that. A
-connection gives way to a new one while nobody works for it: the one that is idle longest, else the
-one whose body comes slowest. So neither idle clients nor bodies that never end keep others out.
+/health is answered even when all places are taken: a few spare ones are kept for it. A connection
+gives way to a new one only while no answer is computed for it: the one that is idle longest, else
+the one whose body comes slowest. So neither idle clients nor endless bodies lock others out.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ except ImportError:  # not on Windows, which has no such limit either
 
 SPARE = 16  # places beyond the limit, for `asks_for_health` alone
 _OTHER_FILES = 64  # descriptors that the process needs besides connections
-_BEGUN = (
-    16 << 10
-)  # bytes that a body counts for when it begins, so that a new one is not the slowest
+# Bytes credited to a body when it begins, so that a new one is not the slowest.
+_BEGUN = 16 << 10
 _HEALTH = re.compile(rb"(?:GET|HEAD) /(?:health|ping|metrics)(?:\?[^ ]*)? HTTP/1\.[01]\r\n")
 
 _log = logging.getLogger(__name__)
@@ -37,10 +35,9 @@ _log = logging.getLogger(__name__)
 class Holder(Protocol):
     """A connection that holds a place. Times are of the event loop.
 
-    is_idle     nobody works for it and no body is expected
+    is_idle     no answer is computed for it, and no body is expected
     idle_since  when the last answer ended, or the connection began
-    body        (time when it began, bytes received) of a body that is not complete; None: there is
-                none
+    body        (start time, bytes received) of an incomplete body; None: there is none
     """
 
     @property
@@ -55,7 +52,7 @@ H = TypeVar("H", bound=Holder)
 
 
 def gives_way(holders: Iterable[H], now: float) -> H | None:
-    """The one of `holders` whose place somebody else may have; None: all of them are worked for."""
+    """Return the connection whose place may be reused, or None if answers are computed for all."""
     holders = list(holders)
     idle = [one for one in holders if one.is_idle]
     if idle:
@@ -70,13 +67,13 @@ def gives_way(holders: Iterable[H], now: float) -> H | None:
 
 
 def asks_for_health(head: bytes, has_body: bool) -> bool:
-    """Whether the head of a request asks for what operators need of a full server."""
+    """Return whether a request's head asks for a path that operators need of a full server."""
     return not has_body and _HEALTH.match(head) is not None
 
 
 def fitted(limits: HttpLimits) -> HttpLimits:
-    """`limits` with no more connections than this process may have open files (RLIMIT_NOFILE); says
-    so.
+    """Reduce `max_connections` to the open files that this process may have (RLIMIT_NOFILE), with a
+    warning.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else -1
     room = sys.maxsize if files < 0 else max(files - _OTHER_FILES - SPARE, 1)  # -1: RLIM_INFINITY
@@ -90,16 +87,14 @@ def fitted(limits: HttpLimits) -> HttpLimits:
 
 
 def set_options(transport: asyncio.Transport, limits: HttpLimits) -> None:
-    """Options of a TCP connection: what is written is sent at once, and a client whose machine is
-    gone is noticed.
-    """
+    """Set the options of a TCP connection: no delay, and detection of clients that are gone."""
     options = transport.get_extra_info("socket")
     if options is None or options.family not in (socket.AF_INET, socket.AF_INET6):
         return
-    # uvloop leaves this to us for a socket that it is given. Without it the body of an answer waits
+    # uvloop does not set this on a socket that it is given. Without it the body of an answer waits
     # until the client has acknowledged the head, which it delays by 40 ms.
     options.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Also while nothing is written: a machine that is gone sends nothing.
+    # Probes also while nothing is written: a machine that is gone sends nothing.
     options.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = max(round(limits.write_seconds), 1)
     values = {

@@ -1,7 +1,7 @@
-"""Large answers: made in a thread, one at a time, so that the event loop goes on meanwhile.
+"""Serialization of large answers: in a thread, one at a time, so that the event loop goes on.
 
-A thread alone is not enough: Python's JSON encoder lets no other thread run until all of a value is
-written. So a large value is written in slices, each of which takes milliseconds.
+A thread alone is not enough: Python's JSON encoder holds the GIL until a value is written
+completely. So a large value is written in slices, each of which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_DEPTH = 3  # containers around what is written as a slice: body, choices, choice
+_DEPTH = 3  # containers around a slice: body, choices, choice
 _ITEMS = 64  # of a list, in one slice
 
-_BYTES = 1 << 18  # of a part: to write 100 MB as one is a copy that takes a tenth of a second
+_BYTES = 1 << 18  # of a part: writing 100 MB as one part copies them, which takes 0.1 s
 
 
 @runtime_checkable
 class Sliced(Protocol):
-    """A long list that is written without being made: a loop over it gives the list's values."""
+    """A long list that is written without being built. Iterating it yields the list's values."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
     def json_slices(self) -> Iterator[str]:
-        """The list as JSON, in slices that take milliseconds each. No white space, and no NaN or
+        """Yield the list as JSON, in slices that take milliseconds each. No white space, no NaN, no
         infinities.
         """
 
 
-# Several would take turns with the event loop, which would wait for each of them.
+# One thread: several would compete with the event loop for the GIL.
 _maker = ThreadPoolExecutor(1, thread_name_prefix="large answers")
 
 
 async def in_turn(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `function` returns, called in the one thread for large answers."""
+    """Call `function` in the single thread for large answers; returns its result."""
     return await asyncio.get_running_loop().run_in_executor(
         _maker, lambda: function(*args, **kwargs)
     )
 
 
 def json_bytes(value: object) -> bytes:
-    """`value` as JSON, which has no NaN and no infinities."""
+    """Return `value` as JSON in UTF-8. Raises ValueError for NaN and infinities."""
     text = json.dumps(
         value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=plain
     )
@@ -53,14 +53,14 @@ def json_bytes(value: object) -> bytes:
 
 
 def plain(value: object) -> object:
-    """What json.dumps cannot write: a Sliced as a list. Raises TypeError for all else."""
+    """Convert a Sliced to a list, for json.dumps. Raises TypeError for anything else."""
     if isinstance(value, Sliced):
         return list(value)
-    raise TypeError(f"{type(value).__name__} is nothing that JSON has")
+    raise TypeError(f"JSON has no {type(value).__name__}")
 
 
 def json_in_slices(value: object) -> list[bytes]:
-    """The same bytes as `json_bytes`, written in slices, in parts. Keys of mappings have to be
+    """Return the bytes of `json_bytes`, written in slices, in parts. Keys of mappings must be
     strings.
     """
     parts, held, size = [], [], 0

@@ -1,9 +1,8 @@
-"""An Answer as HTTP: as a stream of events, or whole. Watches for the client to leave, and frees
-what it held.
+"""AnswerResponse: an Answer over HTTP, streamed or complete, which ends when its client leaves.
 
-A stream's status line is sent with the first token, or after a few seconds without one, so that
-what fails before then fails with its own status. Once it is sent, an error is an event of the
-stream: a stream never just ends.
+A stream's status line is sent with the first token, or after a few seconds without one, so that an
+early failure still has its own status. After that an error is an event of the stream: a stream
+never ends silently.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from freight.server.transport.slices import in_turn, json_bytes, json_in_slices
 
 logger = logging.getLogger("freight")
 
-_HEADERS_AFTER = 5.0  # seconds without a token after which the status line is sent all the same
+_HEADERS_AFTER = 5.0  # seconds without a token after which the status line is sent anyway
 _COMMENT = b": keep-alive\n\n"
 
 
 class ClientLeftError(Exception):
-    """Nobody reads the answer any more."""
+    """The client has disconnected: nobody reads the answer any more."""
 
 
 class AnswerResponse(Response):
@@ -49,7 +48,7 @@ class AnswerResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._answer
-        status = 499  # the client left; also for a task that is cancelled
+        status = 499  # the client left, or the task was cancelled
         try:
             async with _watched(receive, answer):
                 await (self._stream(send) if self._call.stream else self._whole(send))
@@ -64,10 +63,7 @@ class AnswerResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         answer, reply = self._answer, self._answer.reply
-        first, start = (
-            b"",
-            reply.start(),
-        )  # before any token: what it says of the answer is its beginning
+        first, start = b"", reply.start()  # `start` first: it shows the state before any token
         with contextlib.suppress(TimeoutError):
             first = await asyncio.wait_for(answer.advance(), _HEADERS_AFTER)
         kind = {
@@ -102,7 +98,7 @@ class AnswerResponse(Response):
         await _send_json(send, 200, parts, self._extra)
 
     async def _refuse(self, send: Send, error: ApiError) -> None:
-        """An error before the status line was sent."""
+        """Send an error before the status line was sent."""
         error = self._as_error(error)
         body = json_bytes(self._call.failure_body(error))
         await _send_json(send, error.status, [body], {**self._extra, **error.headers})

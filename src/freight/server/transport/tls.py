@@ -1,6 +1,4 @@
-"""HTTPS: a context from the files of `--ssl-certfile` and `--ssl-keyfile`, and uvicorn's server
-with it.
-"""
+"""HTTPS: the context for `--ssl-certfile` and `--ssl-keyfile`, and uvicorn's server with it."""
 
 from __future__ import annotations
 
@@ -23,11 +21,11 @@ from freight.server.transport.http_limits import HttpLimits
 def tls_context(
     certfile: Path | None, keyfile: Path | None, password: str | None
 ) -> ssl.SSLContext | None:
-    """TLS 1.2 and newer with this certificate (chain) and key; None without any. Raises
-    ConfigError.
+    """Build a context for TLS 1.2 and newer; None without a certificate. Raises ConfigError.
 
-    keyfile: None where `certfile` has the key, too. password: of an encrypted key; nobody is asked
-    for one.
+    certfile  a certificate (chain) in PEM
+    keyfile   its key; None: `certfile` has the key, too
+    password  of an encrypted key; without it the key is refused, and OpenSSL does not prompt
     """
     if certfile is None:
         if keyfile is not None or password is not None:
@@ -53,7 +51,7 @@ def tls_context(
         context.load_cert_chain(certfile, keyfile, lambda: password or "")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            raise ConfigError(f"{files}: the key is not that of the certificate") from None
+            raise ConfigError(f"{files}: the key does not match the certificate") from None
         raise ConfigError(
             f"{files}: not a certificate and its key in PEM, or the key's password is missing or wrong "
             f"(--ssl-keyfile-password): {error.reason or error}"
@@ -64,10 +62,9 @@ def tls_context(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which leaves signals to its caller, and gives a TLS handshake as long as a
-    request's head.
+    """uvicorn's server, without signal handlers, and with a time limit on TLS handshakes.
 
-    uvicorn passes no such time on, and asyncio's is a minute.
+    The limit is `head_seconds`. uvicorn does not pass one on, and asyncio's default is a minute.
     """
 
     def __init__(
