@@ -23,8 +23,8 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockAllocator:
-    """Hands out the blocks 0 … num_blocks - 1 of `block_size` tokens, and finds computed ones again
-    by their key.
+    """An allocator of the blocks 0 … num_blocks - 1, of `block_size` tokens each. Finds computed
+    blocks again by their key.
 
     Without prefix caching `register` does nothing and `acquire_prefix` finds nothing.
     """
@@ -67,12 +67,12 @@ class BlockAllocator:
         return len(self._free) + len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens occupy."""
+        """Return the blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with unspecified content, one reference each; None, and no change, if
-        there are fewer.
+        """Allocate `count` blocks with unspecified content, one reference each; None, and no
+        change, if fewer are available.
 
         Free blocks go first, then cached ones are evicted.
         """
@@ -87,8 +87,8 @@ class BlockAllocator:
         return blocks
 
     def acquire_prefix(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest indexed run at the start of `keys`, with a reference taken on
-        each.
+        """Take a reference on each block of the longest indexed run at the start of `keys`, and
+        return them.
 
         They are shared: the holder reads them and never writes them.
         """
@@ -119,8 +119,8 @@ class BlockAllocator:
         self._index[key] = block
 
     def release(self, blocks: Sequence[int], forget: bool = False) -> None:
-        """Give back one reference to each block of a sequence, in sequence order. Unheld ones
-        become cached or free.
+        """Release one reference to each block of a sequence, given in sequence order. A block
+        without references becomes cached or free.
 
         With `forget` their content is removed from the index, so no later request reuses it.
         """
@@ -140,8 +140,8 @@ class BlockAllocator:
                 self._cached[block] = None
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Remove content from the index, so that no later request reuses it; what nobody holds
-        becomes free.
+        """Remove content from the index, so that no later request reuses it. Blocks that no request
+        holds become free.
         """
         for key in keys:
             block = self._index.get(key)

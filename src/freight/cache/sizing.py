@@ -1,5 +1,4 @@
-"""How much memory a request takes, and how a cache's memory is split over its groups. Imports no
-torch.
+"""The memory of a request, and the split of a cache's memory over its groups. Imports no torch.
 
 Layers without a window need room for every token of a sequence, layers with one (and all others
 that give blocks back) for the window only, however long the sequence. A split that serves long
@@ -29,18 +28,18 @@ MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
 def blocks_of_request(spec: KVCacheSpec, num_tokens: int, step_tokens: int) -> tuple[int, ...]:
-    """Blocks by group that a request holds at most until it has `num_tokens` tokens."""
+    """Return the most blocks, by group, that a request holds until it has `num_tokens` tokens."""
     return tuple(group.most_blocks(num_tokens, step_tokens) for group in spec.groups)
 
 
 def bytes_of_request(spec: KVCacheSpec, num_tokens: int, step_tokens: int) -> int:
-    """Bytes that a request holds at most until it has `num_tokens` tokens."""
+    """Return the most bytes that a request holds until it has `num_tokens` tokens."""
     return spec.bytes_of(blocks_of_request(spec, num_tokens, step_tokens))
 
 
 def longest_request(spec: KVCacheSpec, memory: int, limit: int, step_tokens: int) -> int:
-    """Tokens of the longest request that fits into `memory` bytes, in whole blocks; `limit` or more
-    ends the search.
+    """Return the tokens of the longest request that fits into `memory` bytes, a multiple of the
+    block size. The search ends at the first length of `limit` or more.
     """
     size = spec.block_size
     lengths = range(size, limit + size, size)
@@ -50,7 +49,7 @@ def longest_request(spec: KVCacheSpec, memory: int, limit: int, step_tokens: int
 
 
 def held_memory(spec: KVCacheSpec, max_model_len: int, num_seqs: int, step_tokens: int) -> int:
-    """Bytes that `num_seqs` requests of `max_model_len` tokens need at once."""
+    """Return the bytes that `num_seqs` requests of `max_model_len` tokens need at once."""
     return spec.bytes_of(
         tuple(group.held_by(num_seqs, max_model_len, step_tokens) for group in spec.groups)
     )
@@ -59,7 +58,7 @@ def held_memory(spec: KVCacheSpec, max_model_len: int, num_seqs: int, step_token
 def useful_memory(
     spec: KVCacheSpec, max_model_len: int, max_num_seqs: int, step_tokens: int
 ) -> int:
-    """`held_memory`, and what is worth having besides."""
+    """Return `held_memory` plus the spare blocks of each group (`LayerGroup.spare`), in bytes."""
     return spec.bytes_of(
         tuple(_useful(group, max_model_len, max_num_seqs, step_tokens) for group in spec.groups)
     )
@@ -68,7 +67,9 @@ def useful_memory(
 def split_memory(
     spec: KVCacheSpec, memory: int, max_model_len: int, max_num_seqs: int, step_tokens: int
 ) -> tuple[int, ...]:
-    """Blocks of each group. `memory`, in bytes, must hold a request of `max_model_len` tokens."""
+    """Return the blocks of each group. `memory`, in bytes, must hold a request of `max_model_len`
+    tokens.
+    """
     request = blocks_of_request(spec, max_model_len, step_tokens)
     needed = spec.bytes_of(request)
     assert needed <= memory, f"a request of {max_model_len} tokens takes {needed} bytes of {memory}"
@@ -78,7 +79,9 @@ def split_memory(
     whole_request = whole * -(-max_model_len // spec.block_size)
 
     def windows(num_seqs: int) -> tuple[int, ...]:
-        """For 0 sequences what a request takes."""
+        """Return the blocks of the windows for `num_seqs` sequences; for 0, those of a single
+        request.
+        """
         return tuple(
             0
             if group.keeps_all
@@ -89,8 +92,8 @@ def split_memory(
         )
 
     def too_many(num_seqs: int) -> bool:
-        """False for 0, because `memory` holds a request; once True it stays so, because `windows`
-        only grow.
+        """Return whether `num_seqs` sequences leave too little for full layers. False for 0,
+        because `memory` holds a request; monotonic, because `windows` only grows.
         """
         rest = memory - spec.bytes_of(windows(num_seqs))
         return rest < (whole_request if 2 * rest >= memory else num_seqs * whole_request)

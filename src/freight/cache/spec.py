@@ -1,5 +1,5 @@
-"""What a layer's cache looks like, what a token costs in it, and which layers form a group. Imports
-no torch.
+"""The cache of a layer: its form, its bytes per token, and the groups that layers form. Imports no
+torch.
 
 Format and granularity belong to each layer, so mixed caches need no new concept; the pool sums
 bytes, scales included. `_SPECS` says what a kind of mixer keeps, pages or a state, and `groups.py`
@@ -65,8 +65,9 @@ class LayerKVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V of one token, with its measured scales in bfloat16: `token`, one per KV head, K
-        and V apart unless V is in K; `group`, with channels of K that are not of V in bfloat16.
+        """Bytes of K and V of one token, with measured scales in bfloat16. `token`: one scale per
+        KV head, for K and V separately unless V lies in K. `group`: scales, and the channels of K
+        outside V, in bfloat16.
         """
         if self.source is not None:
             return 0
@@ -83,20 +84,20 @@ class LayerKVSpec:
 
     @property
     def key(self) -> Hashable:
-        """Layers with the same one form a group."""
+        """Key of the layer's group: layers with equal keys form a group."""
         return "pages", self.window
 
     @property
     def alone(self) -> LayerKVSpec:
-        """The same layer where every token of a sequence is kept, in pages of its own."""
+        """The same layer with every token of a sequence kept, in pages that it does not share."""
         return replace(self, window=None, source=None)
 
     def unquantized(self, format: Format) -> LayerKVSpec:
-        """The same layer in `format`, of 16 or 32 bits."""
+        """Return the same layer in `format`, of 16 or 32 bits."""
         return replace(self, format=format, granularity=None)
 
     def grouped(self, members: Mapping[int, LayerSpec], spec: KVCacheSpec) -> Pages:
-        """The group of `members`, layers by index, which have this one's `key`."""
+        """Build the group of `members`, layers by index, which have this layer's `key`."""
         return Pages(
             tuple(members),
             sum(one.bytes_per_token for one in members.values()),
@@ -120,8 +121,7 @@ class StatePart:
 
 @dataclass(frozen=True)
 class LayerStateSpec:
-    """One layer's state: what it keeps of all tokens before, in a size that does not grow with
-    them.
+    """One layer's state: its summary of all tokens before, in a size that does not grow with them.
 
     It has the properties of `LayerKVSpec`. No token has a place in it, and no layer reads that of
     another.
@@ -138,12 +138,12 @@ class LayerStateSpec:
 
     @property
     def state_format(self) -> Format | None:
-        """Of the matrices; None for a layer that keeps none."""
+        """Format of the state's matrices; None for a layer without matrices."""
         return next((part.format for part in self.parts if part.name == "state"), None)
 
     @property
     def float32_bytes_per_state(self) -> int:
-        """With the matrices in float32, which need no scales."""
+        """Bytes of a state with its matrices in float32, which need no scales."""
         parts = (
             replace(part, format=Format.FLOAT32) if part.name == "state" else part
             for part in self.parts
@@ -159,7 +159,7 @@ class LayerStateSpec:
         return self
 
     def unquantized(self, format: Format) -> LayerStateSpec:
-        """Itself: the formats of pages do not apply to states."""
+        """Return the spec unchanged: the formats of pages do not apply to states."""
         return self
 
     def grouped(self, members: Mapping[int, LayerSpec], spec: KVCacheSpec) -> StateBlocks:
@@ -184,7 +184,7 @@ def _latents_of(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Forma
 
 
 def _columns(channels: int, width: int, compute: Format) -> StatePart:
-    """The last inputs of a convolution."""
+    """Build the part for the last inputs of a convolution."""
     return StatePart("columns", (width - 1, channels), compute)
 
 
@@ -197,8 +197,8 @@ def _matrices(
     state: Format,
     by_channel: bool = False,
 ) -> tuple[StatePart, ...]:
-    """What `KernelSet.recurrence` keeps (`operands/states.py`); `by_channel`: with a decay of each
-    channel of a key.
+    """Build the parts that `KernelSet.recurrence` keeps (`operands/states.py`). `by_channel`: each
+    channel of a key has its decay.
     """
     scale = (StatePart("scale", (heads, v_dim), Format.BFLOAT16),) if state.is_quantized else ()
     return (
@@ -255,7 +255,7 @@ _SPECS: Mapping[type, Callable[[Mixer, LayerKVFormat, Format, Format], LayerSpec
 def layer_spec(
     mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format | None = None
 ) -> LayerSpec | None:
-    """What the cache holds of a layer with this mixer; None: nothing.
+    """Return the cache spec of a layer with this mixer; None if it keeps nothing.
 
     Pages are stored as `kind`, states as `state` (None: `default_state`), all else in `compute`.
     """
@@ -274,8 +274,8 @@ def cache_spec(
     state_every: int | None = None,
     max_len: int | None = None,
 ) -> KVCacheSpec:
-    """The cache of every layer of `model`, stored as `kv` says, for sequences of up to `max_len`
-    tokens.
+    """Build the spec of the cache of every layer of `model`, stored in the formats of `kv`, for
+    sequences of up to `max_len` tokens.
 
     compute       what is computed in; None: the checkpoint's dtype
     state_every   tokens between the states that stay behind; None: `default_every`
@@ -303,8 +303,8 @@ def cache_spec(
 
 
 def default_every(spec: KVCacheSpec, max_len: int) -> int:
-    """The least power of two, from LEAST_EVERY on, at which a state takes no more than the pages of
-    as many tokens.
+    """Return the least power of two, from LEAST_EVERY on, at which a state takes no more memory
+    than the pages of as many tokens.
 
     It is at most an eighth of `max_len`, so that short contexts have prefix hits, too.
     """
@@ -317,7 +317,8 @@ def default_every(spec: KVCacheSpec, max_len: int) -> int:
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """All layers of one model's cache. Keys of prefixes are made for every `block_size` tokens.
+    """The spec of all layers of one model's cache. Prefix keys are made for every `block_size`
+    tokens.
 
     layers        None for a layer that needs nothing of the tokens before
     state_every   tokens of a block of states; None where no layer keeps one
@@ -329,12 +330,12 @@ class KVCacheSpec:
 
     @property
     def kept(self) -> dict[int, LayerSpec]:
-        """The layers that have a part in the cache, their own or another layer's, by index."""
+        """Layers that have a part in the cache, stored or another layer's, by index."""
         return {index: layer for index, layer in enumerate(self.layers) if layer is not None}
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """In the order of their first layers."""
+        """Groups of layers with equal keys, in the order of their first layers."""
         members: dict[Hashable, dict[int, LayerSpec]] = {}
         for index, layer in self.kept.items():
             if layer.source is None:
@@ -343,19 +344,19 @@ class KVCacheSpec:
 
     @property
     def repeatable(self) -> bool:
-        """Whether a step that is computed again stores the same: not where a state would have its
-        tokens twice.
+        """True if a step that is computed again stores the same; a state would take in its tokens
+        twice.
         """
         return all(group.has_slots for group in self.groups)
 
     @property
     def bytes_per_state(self) -> int:
-        """Of the states of one sequence in all layers."""
+        """Bytes of the states of one sequence in all layers."""
         return sum(layer.bytes_per_state for layer in self.kept.values())
 
     @property
     def state_format(self) -> Format | None:
-        """How recurrent states are stored; None where no layer keeps one."""
+        """Stored format of recurrent states; None if no layer keeps one."""
         return next(
             (one.state_format for one in self._states if one.state_format is not None), None
         )
@@ -371,43 +372,42 @@ class KVCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a token that every layer with pages sees."""
+        """Bytes of a token that every layer with pages keeps."""
         return sum(layer.bytes_per_token for layer in self.kept.values())
 
     @property
     def values_per_token(self) -> int:
-        """Numbers in the pages of a token that every layer sees."""
+        """Values in the pages of a token that every layer keeps."""
         return sum(layer.values_per_token for layer in self.kept.values())
 
     def blocks_of(self, num_tokens: int) -> tuple[int, ...]:
-        """Blocks by group that hold a sequence of `num_tokens` tokens of which nothing is given
-        back.
-        """
+        """Return the blocks, by group, of a sequence of `num_tokens` tokens that releases none."""
         return tuple(-(-num_tokens // group.tokens_per_block) for group in self.groups)
 
     def unquantized(self, format: Format) -> KVCacheSpec:
-        """The cache of the same layers in `format`, of 16 or 32 bits."""
+        """Return the cache of the same layers in `format`, of 16 or 32 bits."""
         return replace(
             self, layers=tuple(layer and layer.unquantized(format) for layer in self.layers)
         )
 
     def tokens_in(self, memory: int) -> int:
-        """How many tokens that every layer sees `memory` bytes hold, in whole blocks; where no
-        layer has pages, those of the states that stay behind."""
+        """Return the tokens that fit into `memory` bytes in every layer, a multiple of the block
+        size; if no layer has pages, the tokens of the kept states.
+        """
         if self.bytes_per_token == 0 and self.state_every is not None:
             return memory // self.bytes_per_state * self.state_every
         return memory // (self.bytes_per_token * self.block_size) * self.block_size
 
     def capacity_tokens(self, num_blocks: tuple[int, ...]) -> int:
-        """Tokens of whole sequences in so many blocks of each group: of those that keep all, if
-        there are any.
+        """Return the tokens of complete sequences that `num_blocks` blocks of each group hold: the
+        least of the groups that keep all blocks, or of all groups if none does.
         """
         groups = list(zip(self.groups, num_blocks, strict=True))
         whole = [one for one in groups if one[0].keeps_all]
         return min(count * group.tokens_per_block for group, count in whole or groups)
 
     def bytes_of(self, num_blocks: tuple[int, ...]) -> int:
-        """Bytes of so many blocks in each group."""
+        """Return the bytes of `num_blocks` blocks in each group."""
         return sum(
             count * group.bytes_per_block
             for count, group in zip(num_blocks, self.groups, strict=True)

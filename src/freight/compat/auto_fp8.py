@@ -62,8 +62,8 @@ _PASSED_OVER = (
 
 @dataclass
 class BaseQuantizeConfig:
-    """How to quantize. `ignore_patterns` are module names, or `re:` and an expression searched in
-    them.
+    """The options of a quantization. `ignore_patterns` are module names, or `re:` and an expression
+    searched in them.
 
     `kv_cache_quant_targets` asks for KV scales, as in ("k_proj", "v_proj"). Raises ConfigError, a
     ValueError, for another method or scheme. After use, `ignored_layers` and
@@ -89,7 +89,8 @@ class BaseQuantizeConfig:
 
 
 class AutoFP8ForCausalLM:
-    """A checkpoint on its way to FP8. `model` is its folder: weights are read when they are needed.
+    """A checkpoint to be quantized to FP8. `model` is its folder; weights are read when they are
+    needed.
 
     `print(model)` shows its modules with their shapes and formats, as they are, or after `quantize`
     as they will be.
@@ -160,7 +161,7 @@ class AutoFP8ForCausalLM:
         self._quantized = True
 
     def save_quantized(self, save_dir: str | Path, overwrite: bool = True) -> None:
-        """Calibrate, if that is still to be done, and write the checkpoint, tokenizer included.
+        """Calibrate, unless done before, and write the checkpoint, tokenizer included.
 
         `save_dir` may be a folder that Freight wrote, unless `overwrite` is False. Raises
         ConfigError, before anything is calibrated, if it is taken otherwise; CheckpointError if the
@@ -195,8 +196,8 @@ class AutoFP8ForCausalLM:
         return model_tree(self._opened.checkpoint, self.config, plan, self._ignored)
 
     def _kv_layers(self, targets: Iterable[str]) -> list[str]:
-        """Names of the modules whose output is cached, which `targets` end. One scale for K needs
-        one for V.
+        """Return the names of the modules whose output is cached and that end in one of `targets`.
+        Raises ConfigError unless these are all of them: a scale for K needs one for V.
         """
         targets = tuple(targets)
         projections = [
@@ -213,14 +214,16 @@ class AutoFP8ForCausalLM:
 
 
 def _is_text(data: Any) -> bool:
-    """A path or the name of a data set, or a list of texts."""
+    """Return whether `data` is a path, the name of a data set, or a list of texts."""
     return isinstance(data, str | Path) or (
         isinstance(data, list) and bool(data) and isinstance(data[0], str)
     )
 
 
 def _rows(tokens: Any) -> list[list[int]]:
-    """Lists of token ids without padding."""
+    """Return lists of token ids without padding. Raises ConfigError for anything that is not token
+    ids.
+    """
     if tokens is None:
         raise ConfigError(
             "activation_scheme='static' needs calibration tokens: quantize(tokenizer(texts, …)), without "

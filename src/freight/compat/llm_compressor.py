@@ -76,8 +76,7 @@ _SAVE_PASSED_OVER = frozenset(
 
 
 class OneshotModel:
-    """A checkpoint that oneshot has quantized. Its weights are read, and written in FP8, when it is
-    saved.
+    """A checkpoint that oneshot has quantized. Weights are read, and written in FP8, at each save.
 
     `result` says what the last save wrote; None before.
     """
@@ -217,7 +216,9 @@ def _count(name: str, value: object) -> int:
 
 
 def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str | None]:
-    """(folder or hub id, revision) of a model, loaded or not."""
+    """Return (folder or hub id, revision) of a model, loaded or not. Raises ConfigError for another
+    tokenizer.
+    """
     revision = None if model_revision == "main" else model_revision
     if isinstance(model, str | Path):
         name = str(model)
@@ -241,8 +242,7 @@ def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str |
 
 
 def _open(name: str, revision: str | None, model: Any, wanted: Recipe) -> Unquantized:
-    """The model as it is quantized. A loaded `model` is compared with it under the names of the
-    checkpoint.
+    """Open the model in its quantized form, after comparing a loaded `model` with the checkpoint.
     """
     opened = open_unquantized(name, revision)
     _require_same_weights(model, opened)
@@ -255,8 +255,8 @@ def _open(name: str, revision: str | None, model: Any, wanted: Recipe) -> Unquan
 def _decide(
     wanted: Recipe, opened: Unquantized
 ) -> tuple[QuantizePlan, tuple[str, ...], tuple[str, ...]]:
-    """The plan, the modules that stay in 16 bits, and those whose merged group is partly among
-    them.
+    """Return the plan, the modules that stay in 16 bits, and those that are only part of their
+    merged group.
     """
     head = head_module(opened.model)
     linear, always = (*linear_modules(opened.model), head), kept_modules(opened.model)
@@ -296,7 +296,7 @@ def _decide(
 
 
 def _data(dataset: Any, text_column: str, splits: Any, num_samples: int) -> Path | list[Any]:
-    """A file, or the first samples: texts, lists of token ids, or {"messages": …}."""
+    """Return a file, or the first samples: texts, lists of token ids, or {"messages": …}."""
     if isinstance(dataset, str | Path):
         if not is_hub_id(str(dataset)):
             return _file(dataset, text_column)
@@ -335,8 +335,8 @@ def _file(dataset: str | Path, text_column: str) -> Path:
 
 
 def _part(splits: Any) -> tuple[str | None, tuple[int | None, int | None]]:
-    """`train[:512]` -> (the part's name, (its first row, the one after the last)); (None, all rows)
-    without splits.
+    """Parse `train[:512]` as (the part's name, (its first row, the one after the last)); (None, all
+    rows) without splits.
     """
     if isinstance(splits, Mapping):
         splits = splits.get("calibration")
@@ -354,7 +354,8 @@ def _part(splits: Any) -> tuple[str | None, tuple[int | None, int | None]]:
 
 
 def _split(dataset: Any, splits: Any) -> tuple[Any, tuple[int | None, int | None]]:
-    """(the part of `dataset` that `splits` names, the first row of it and the one after the last)."""
+    """Return (the part of `dataset` that `splits` names, (its first row, the one after the last)).
+    """
     name, rows = _part(splits)
     parts = isinstance(dataset, Mapping) and "input_ids" not in dataset
     if not parts and name is None:
@@ -371,7 +372,7 @@ def _split(dataset: Any, splits: Any) -> tuple[Any, tuple[int | None, int | None
 
 
 def _column(columns: Iterable[str], text_column: str) -> str:
-    """The column that is calibrated with."""
+    """Return the column to calibrate with. Raises ConfigError if there is none."""
     columns = list(columns)
     for name in ("input_ids", text_column, "messages"):
         if name in columns:
@@ -401,8 +402,8 @@ def _rows(dataset: Iterable[Any], text_column: str) -> Iterator[Any]:
 
 
 def _unpadded(row: Mapping[str, Any]) -> Iterator[list[int]]:
-    """The token ids of a row, or of each row of a batch, without those that its attention mask
-    marks as padding.
+    """Yield the token ids of a row, or of each row of a batch, without those that its attention
+    mask marks as padding.
     """
     ids, mask = _list(row["input_ids"]), _list(row.get("attention_mask"))
     batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
@@ -420,13 +421,13 @@ def _unpadded(row: Mapping[str, Any]) -> Iterator[list[int]]:
 
 
 def _list(values: Any) -> Any:
-    """A tensor or an array as lists."""
+    """Return a tensor or an array as lists; other values unchanged."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 
 def _require_same_weights(model: Any, opened: Unquantized) -> None:
-    """Raises ConfigError if a loaded model has other weights than its folder, which would be
-    quantized without them.
+    """Raise ConfigError if a loaded model has other weights than its folder: those of the folder
+    would be quantized.
     """
     for name, parameter in getattr(model, "named_parameters", dict)() or ():
         if name not in opened.checkpoint.names or parameter.is_meta:

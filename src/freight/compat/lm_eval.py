@@ -66,7 +66,7 @@ _RENAMED = {"min_new_tokens": "min_tokens"}
 
 
 class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """What lm-eval asks of a model.
+    """A model of lm-eval that generates and scores with Freight.
 
     pretrained       the model: a folder, a hub id or 'demo'. Or `llm`, one that is loaded
     add_bos_token    True or False; None: the special tokens that the tokenizer puts around a text,
@@ -153,7 +153,9 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids of a text. By default with BOS as `add_bos_token` says, and never twice."""
+        """Encode a text to token ids. By default BOS is added according to `add_bos_token`, never
+        twice.
+        """
         if add_special_tokens is None:
             add_special_tokens = self.add_bos_token
         bos = self._tokenizer.special_tokens.get("bos_token")
@@ -167,8 +169,8 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """(log-probability in nats of the continuation, whether it is the greedy one) of (key,
-        context, continuation).
+        """Return, for each (key, context, continuation), the log-probability in nats of the
+        continuation, and whether it is the greedy one.
 
         Log-probabilities are float32 and are added as Python's floats, from the first token to the
         last.
@@ -200,8 +202,8 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability of each whole text, in windows that do not overlap, each after one
-        token of context.
+        """Return the log-probability of each full text, in windows that do not overlap, each after
+        one token of context.
         """
         windows: list[tuple[None, list[int], list[int]]] = []
         counts = []
@@ -221,8 +223,8 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Each text that follows, up to one of the task's stop strings. Greedy unless the task
-        gives a temperature.
+        """Generate each text up to one of the task's stop strings. Greedy unless the task gives a
+        temperature.
         """
         prompts, params = [], []
         for request in requests:
@@ -254,7 +256,7 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
 
 def check_generation_kwargs(given: Mapping[str, Any]) -> None:
-    """Raises RequestError for a task's generation_kwargs that no request can have, before anything
+    """Raise RequestError for a task's generation_kwargs that no request can have, before anything
     is computed.
     """
     options = normalize_gen_kwargs(given)
@@ -263,7 +265,7 @@ def check_generation_kwargs(given: Mapping[str, Any]) -> None:
 
 
 def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of SamplingParams in a task's generation_kwargs.
+    """Return the fields of SamplingParams in a task's generation_kwargs.
 
     Arguments of transformers' `generate` that change no token at their value are left out:
     `num_beams: 1`, say. Raises RequestError for one that would.
@@ -283,7 +285,7 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _score(token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> tuple[float, bool]:
-    """The sum over the tokens, and whether no other token is likelier than any of them."""
+    """Return the sum of log-probabilities, and whether every token is a likeliest one."""
     pairs = [
         (entry[token].logprob, entry)
         for token, entry in zip(token_ids, entries, strict=True)
@@ -295,8 +297,8 @@ def _score(token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) ->
 
 
 def main() -> None:
-    """lm-eval's command, which knows `--model freight`. An error of Freight is one line, with exit
-    status 1.
+    """Run lm-eval's command, with `--model freight` registered. An error of Freight is one line,
+    with exit status 1.
     """
     from lm_eval.__main__ import cli_evaluate
 

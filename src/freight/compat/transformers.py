@@ -57,7 +57,7 @@ KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
 
 
 class FP8Layer(DynamicLayer):
-    """A layer that attends to all tokens. `keys` and `values` are what is stored, in FP8: `tokens`
+    """A layer that attends to all tokens. `keys` and `values` are the stored FP8 values; `tokens`
     has the scales.
     """
 
@@ -71,7 +71,7 @@ class FP8Layer(DynamicLayer):
         return sum(side.num_bytes for side in self.tokens)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the views of what is stored: pickle cannot write FP8 tensors, and copies would
+        """Leave out the views of stored values: pickle cannot write FP8 tensors, and copies would
         not share memory.
         """
         return self.__dict__ | {"keys": None, "values": None}
@@ -90,8 +90,8 @@ class FP8Layer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store new keys and values, [batch, num_kv_heads, new tokens, head_dim]; returns all that
-        are stored.
+        """Store new keys and values, [batch, num_kv_heads, new tokens, head_dim], and return all
+        stored ones.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -102,8 +102,8 @@ class FP8Layer(DynamicLayer):
         return k.read(key_states.dtype), v.read(value_states.dtype)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens. `tokens_to_remove` is their number with a minus, as for
-        transformers' own layers.
+        """Forget the last tokens. `tokens_to_remove` is their negated number, as for transformers'
+        layers. Raises ConfigError for a positive number.
         """
         if tokens_to_remove > 0:
             raise ConfigError(
@@ -136,16 +136,16 @@ class FP8Layer(DynamicLayer):
         self._show()
 
     def _show(self) -> None:
-        """`keys` and `values` are views, for transformers' own code: it reads lengths and devices
-        off them.
+        """Set `keys` and `values` to views for transformers' code, which reads lengths and devices
+        from them.
         """
         if self.is_initialized:
             self.keys, self.values = (side.stored for side in self.tokens)
 
 
 class FP8SlidingLayer(FP8Layer, DynamicSlidingWindowLayer):
-    """A layer with a window: it keeps the last `sliding_window` - 1 tokens, which the next one sees
-    beside itself.
+    """A layer with a window. It keeps the last `sliding_window` - 1 tokens: the next one sees these
+    and itself.
 
     With `record_past`, as transformers sets it for assisted generation, it keeps all until `crop`
     is called.
@@ -157,8 +157,8 @@ class FP8SlidingLayer(FP8Layer, DynamicSlidingWindowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As `FP8Layer.update`; returns the tokens that the new ones see, as `get_mask_sizes`
-        counts them.
+        """Store new keys and values like `FP8Layer.update`, and return the tokens that the new ones
+        see, as `get_mask_sizes` counts them.
         """
         keys, values = super().update(key_states, value_states)
         self.cumulative_length += key_states.shape[2]
@@ -245,8 +245,8 @@ class FP8Cache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the cache holds: FP8 values, scales, and the room for tokens to
-        come.
+        """Bytes of memory that the cache holds: FP8 values, scales, and spare room for further
+        tokens.
         """
         return sum(_num_bytes(layer) for layer in self.layers)
 
@@ -278,7 +278,7 @@ def _decide(
     model: str | PathLike[str] | None,
     stored: Sequence[Any],
 ) -> tuple[KVCacheConfig, list[Sides]]:
-    """What each layer of `stored`, those of a DynamicCache, stores here, by the rules of
+    """Decide the storage of each layer of `stored`, those of a DynamicCache, by the rules of
     `config.resolve`.
     """
     num_layers, source = len(stored), args.kv_scales
@@ -328,7 +328,9 @@ def _decide(
 
 
 def _skipped(args: EngineArgs, stored: Sequence[Any]) -> frozenset[int]:
-    """The layers of `stored` that are not quantized. Raises ConfigError."""
+    """Return the layers of `stored` that are not quantized. Raises ConfigError for names that
+    select none.
+    """
     names = args.kv_cache_dtype_skip_layers
     check_skipped(names, args.kv_cache_dtype)
     layers = {
@@ -347,7 +349,7 @@ def _skipped(args: EngineArgs, stored: Sequence[Any]) -> frozenset[int]:
 
 
 def _dtype_of(config: PreTrainedConfig) -> Format:
-    """What the model's own cache would store."""
+    """Return the format in which the model's default cache would store."""
     name = str(getattr(config, "dtype", None)).removeprefix("torch.")
     return Format(name) if name in map(str, COMPUTE_FORMATS) else Format.BFLOAT16
 
@@ -359,8 +361,8 @@ def _value_scale(scales: tuple[float, ...], mixer: AttentionConfig) -> Tensor:
 def _key_scale(
     scales: tuple[float, ...], mixer: AttentionConfig, ropes: Sequence[RopeConfig]
 ) -> Tensor:
-    """In the order of the checkpoint's channels, where Freight has another one
-    (`RopeConfig.interleaved`).
+    """Return scales of keys in the order of the checkpoint's channels, which may differ from
+    Freight's (`RopeConfig.interleaved`).
     """
     found = expand_scale(scales, mixer.num_kv_heads, mixer.k_dim)
     if mixer.rope is None or not ropes[mixer.rope].interleaved:
@@ -371,7 +373,7 @@ def _key_scale(
 def _open(
     config: PreTrainedConfig, source: str, model: str | PathLike[str] | None
 ) -> OpenCheckpoint | None:
-    """The checkpoint whose scales are asked for; None for a model that was not loaded from one.
+    """Open the checkpoint with the requested scales; None for a model that was not loaded from one.
 
     transformers computes the model: what Freight would refuse of its config.json is no obstacle.
     """
@@ -397,7 +399,7 @@ def _without_centers(opened: OpenCheckpoint) -> KVScales:
 
 
 def _stored_in_fp8(layer: Any, sides: Sides) -> Any:
-    """The layer to take in place of one that `DynamicCache` would take."""
+    """Return the layer that replaces one of `DynamicCache`."""
     if sides is None:
         return layer
     if type(layer) is DynamicLayer:

@@ -1,4 +1,4 @@
-"""The attention of each layer, out of a config.json: windows, ropes, heads that differ by layer.
+"""The attention of each layer, read from a config.json: windows, ropes, heads that differ by layer.
 Imports no torch.
 """
 
@@ -15,7 +15,7 @@ MOST_LAYERS = 10_000  # a damaged number would take all memory, one layer after 
 
 
 def parse_mixers(config: JsonObject, family: Family) -> tuple[AttentionConfig, ...]:
-    """The attention of each layer, also of those that will have another mixer
+    """Return the attention of each layer, including the layers whose mixer `derive` replaces
     (`Family.other_layers`).
 
     `config` has the family's defaults.
@@ -43,8 +43,8 @@ def require_multiple(
 
 
 def _mixer(config: JsonObject, family: Family) -> AttentionConfig:
-    """The attention of every layer, without window, as the keys without a kind of layer in their
-    name say.
+    """Build the attention of every layer, without a window, from the keys that name no kind of
+    layer.
     """
     heads = integer(config, "num_attention_heads")
     # null means one KV head per attention head, as does absence where the family has no default
@@ -70,7 +70,9 @@ def _mixer(config: JsonObject, family: Family) -> AttentionConfig:
 
 
 def parse_head_dim(config: JsonObject) -> int:
-    """Channels of a head."""
+    """Return the channels of a head: `head_dim`, else the heads' share of `hidden_size`. Raises
+    CheckpointError if they are odd, or if no integer is.
+    """
     if config.get("head_dim") is not None:
         return even_head_dim({}, integer(config, "head_dim"))
     hidden_size, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
@@ -92,9 +94,10 @@ def even_head_dim(own: JsonObject, default: int) -> int:
 
 
 def _windows(config: JsonObject, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: `layer_types` decides, else `sliding_window_pattern` (every n-th
-    layer has none), else `max_window_layers` (the layers before have none), else all layers have
-    it."""
+    """Return the window of each layer: `layer_types` decides, else `sliding_window_pattern` (every
+    n-th layer has none), else `max_window_layers` (the layers before it have none), else every
+    layer has it.
+    """
     window = config.get("sliding_window")
     if not flag(config, "use_sliding_window"):
         window = None

@@ -1,4 +1,4 @@
-"""Family: what the models of one model_type have in common, as data. Imports no torch."""
+"""Family: the properties shared by the models of one model_type, as data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ATTENTION_BIAS = ("attention_bias", "attention_bias", "mlp_bias")
 
 
 class RopeForm(StrEnum):
-    """What the ropes of some families may have, and those of others may not."""
+    """A rope feature that only some families may have."""
 
     PROPORTIONAL = "proportional"  # this kind
     # `llama_4_scaling_beta` of yarn: queries are multiplied by a factor of position
@@ -43,8 +43,8 @@ Derive: TypeAlias = Callable[[JsonObject, ModelConfig], ModelConfig]
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of one model_type have in common. A `..._key` is the key of config.json that
-    has the value.
+    """The properties shared by the models of one model_type. A `..._key` is the key of config.json
+    that holds the value.
 
     architecture       the only value of `architectures`, but for `same`, which are other names of
                        it

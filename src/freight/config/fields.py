@@ -39,7 +39,7 @@ def integer(config: JsonObject, key: str, default: int | None = None, least: int
 def number(
     config: JsonObject, key: str, default: float | None = None, least: float | None = None
 ) -> float:
-    """A finite number > 0, or ≥ `least` if that is given."""
+    """Return a finite number > 0, or ≥ `least` if that is given."""
     value = default if config.get(key) is None else config[key]
     if is_number(value) and abs(value) <= sys.float_info.max:
         number = float(value)
@@ -59,7 +59,7 @@ def flag(config: JsonObject, key: str, default: bool = False) -> bool:
 
 
 def token_ids(config: JsonObject, key: str, default: int | None) -> tuple[int, ...]:
-    """One id, a list of ids, or none (null)."""
+    """Return the ids of a value that is one id, a list of ids, or null."""
     value = config.get(key, default)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
@@ -69,6 +69,6 @@ def token_ids(config: JsonObject, key: str, default: int | None) -> tuple[int, .
 
 
 def shortened(value: object, most: int = 40) -> str:
-    """A value for a message, in at most `most` characters."""
+    """Return the repr of a value, cut to `most` characters, for a message."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,5 +1,4 @@
-"""The keys of a config.json: which are read, which are refused, and which are read over. Imports no
-torch.
+"""The keys of a config.json: read, refused, or skipped. Imports no torch.
 
 A key that no row reads is refused if it decides what some model computes: `computing_keys.txt`
 lists these (`tools/config_keys.py`). It is read over where its value switches it off (null, false,
@@ -93,7 +92,7 @@ _OF_WRAPPER = ("architecture", "tensors", "bodies", "text_type", "text_key", "fl
 
 
 class _EveryKey(Collection[str]):
-    """Has any key, and lists none."""
+    """A collection that contains any key and lists none."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -112,8 +111,8 @@ EVERY_KEY = (
 
 @cache
 def computing_keys() -> frozenset[str]:
-    """Keys that decide what some language model computes: those of the list, and all that the rows
-    read.
+    """Return the keys that decide what some language model computes: those of the list, and all
+    that the rows read.
     """
     lines = Path(__file__).with_name("computing_keys.txt").read_text(encoding="utf-8").splitlines()
     found = READ | {line for line in lines if not line.startswith("#")}
@@ -124,8 +123,8 @@ def computing_keys() -> frozenset[str]:
 
 
 def find_family(config: JsonObject) -> tuple[str, Family]:
-    """(model_type, its row). Raises CheckpointError for a model_type, or an architecture of it,
-    that is not here.
+    """Return (model_type, its row). Raises CheckpointError for an unknown model_type, and for an
+    architecture that its row does not have.
     """
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -156,8 +155,8 @@ def find_family(config: JsonObject) -> tuple[str, Family]:
 
 
 def decoder_config(config: JsonObject) -> tuple[Family, JsonObject]:
-    """(the decoder's row, the keys that describe it), out of `Family.text_key` if that is where
-    they are.
+    """Return (the decoder's row, the keys that describe it), taken from `Family.text_key` if it is
+    there.
     """
     family, text_type, text = _decoder_row(config, find_family(config)[1])
     if text_type is None:
@@ -169,8 +168,8 @@ def decoder_config(config: JsonObject) -> tuple[Family, JsonObject]:
 
 
 def check_keys(config: JsonObject, ignore: Collection[str] = ()) -> UnreadKeys:
-    """The keys of `config` that are not read, of which `ignore` may name some that are refused
-    otherwise.
+    """Return the keys of `config` that are not read. `ignore` names keys to accept that would be
+    refused.
 
     Raises CheckpointError for a key that computes and is not implemented, and for another value
     than those in `Family.fixed`, false too; ConfigError for a key in `ignore` that is read, or that
@@ -204,7 +203,7 @@ _READ, _UNKNOWN, _HARMLESS, _IGNORED = "read", "unknown", "harmless", "ignored"
 
 @dataclass(frozen=True)
 class _Part:
-    """An object of a config.json: all of it, or its `text_config`. `fixed` is that of the family."""
+    """An object of a config.json: all of it, or its `text_config`. `fixed` is the family's."""
 
     config: JsonObject
     read: frozenset[str]
@@ -212,7 +211,7 @@ class _Part:
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     def kind(self, key: str, ignore: Collection[str]) -> str:
-        """What becomes of a key. Raises CheckpointError for one that computes and is not
+        """Return the class of a key. Raises CheckpointError for one that computes and is not
         implemented.
         """
         if key in self.read:
@@ -230,7 +229,7 @@ class _Part:
         return _READ if decided else _UNKNOWN
 
     def _obstacle(self, key: str) -> str | None:
-        """Why a key stands in the way; None for one that does not."""
+        """Return why a key must be refused; None if it need not be."""
         value = self.config[key]
         if (
             value is None
@@ -253,7 +252,7 @@ class _Part:
 
 
 def _require_ignorable(name: str, parts: Sequence[_Part]) -> None:
-    """Raises ConfigError for a key that --ignore-config-keys cannot pass."""
+    """Raise ConfigError for a key that --ignore-config-keys cannot skip."""
     if not any(name in part.config for part in parts):
         known = sorted({key for part in parts for key in part.config})
         raise ConfigError(
@@ -270,8 +269,8 @@ def _require_ignorable(name: str, parts: Sequence[_Part]) -> None:
 def _decoder_row(
     config: JsonObject, family: Family
 ) -> tuple[Family, str, JsonObject] | tuple[Family, None, JsonObject]:
-    """(the row of the decoder, the model_type in `text_config`, that object), or (family, None,
-    config) without one.
+    """Return (the decoder's row, the model_type in `text_config`, that object), or (family, None,
+    config) for a config without one.
 
     The decoder's row has the wrapper's architecture, names of tensors and keys outside.
     """
@@ -297,7 +296,7 @@ def _decoder_row(
 
 
 def with_defaults(config: JsonObject, family: Family) -> dict[str, Any]:
-    """`config` with the family's defaults of what it lacks, and each key under the name that is
+    """Return `config` with the family's defaults filled in, and each key under the name that is
     read.
 
     Raises CheckpointError for two names of one value that differ.

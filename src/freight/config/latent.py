@@ -1,4 +1,6 @@
-"""Latent attention (`LatentConfig`) in a config.json: what its families share. Imports no torch."""
+"""Latent attention (`LatentConfig`) in a config.json: the parts that its families share. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,8 @@ _SHARE = "partial_rotary_factor"
 
 
 def translate_latent(config: JsonObject, whole_heads: bool = False) -> JsonObject:
-    """`config` with the heads that the common reading asks for. Raises CheckpointError for heads of
-    another size, and for a `rope_interleave` of null, which switches it off where transformers
-    reads it.
+    """Return `config` with the heads that `parse_mixers` expects. Raises CheckpointError for heads
+    of another size, and for a `rope_interleave` of null, which transformers reads as false.
 
     `whole_heads`: `head_dim` counts all channels of a head, and `partial_rotary_factor` is the
     share of them that is rotated (Mistral 4). Else `head_dim` counts those that are rotated.
@@ -68,15 +69,16 @@ def translate_latent(config: JsonObject, whole_heads: bool = False) -> JsonObjec
 
 
 def translate_indexed(config: JsonObject) -> JsonObject:
-    """`translate_latent` without `head_dim`, which transformers reads over: 192 in GLM-5.2, where
-    64 are rotated.
+    """Translate like `translate_latent`, but drop `head_dim`, which transformers ignores here: it
+    is 192 in GLM-5.2, where 64 channels are rotated.
     """
     return translate_latent({key: value for key, value in config.items() if key != "head_dim"})
 
 
 def _without_share(config: JsonObject, rotated: int, whole: int) -> JsonObject:
-    """`config` without `partial_rotary_factor`, in a rope or outside. Raises CheckpointError unless
-    it is the share that `rotated` is of `whole`."""
+    """Return `config` without `partial_rotary_factor`, in a rope or outside. Raises CheckpointError
+    unless it equals `rotated` / `head_channels`.
+    """
     found = dict(config)
     for where in ("", "rope_parameters", "rope_scaling"):
         part = found.get(where) if where else found
@@ -93,8 +95,8 @@ def _without_share(config: JsonObject, rotated: int, whole: int) -> JsonObject:
 
 
 def refuse_tied(config: JsonObject) -> None:
-    """Of families whose class in transformers has a head of its own whatever `tie_word_embeddings`
-    says.
+    """Raise CheckpointError for tied embeddings, for families whose class in transformers always
+    has a separate head.
     """
     if flag(config, "tie_word_embeddings"):
         raise CheckpointError(
@@ -104,13 +106,13 @@ def refuse_tied(config: JsonObject) -> None:
 
 
 def with_latent(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """`model` with latent attention in every layer."""
+    """Return `model` with latent attention in every layer."""
     mixer = latent_of(config)
     return replace(model, layers=tuple(replace(layer, mixer=mixer) for layer in model.layers))
 
 
 def latent_of(config: JsonObject) -> LatentConfig:
-    """The latent attention that the keys describe."""
+    """Build the latent attention that the keys describe."""
     nope, rotated = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
     return LatentConfig(
         num_heads=integer(config, "num_attention_heads"),
@@ -124,8 +126,8 @@ def latent_of(config: JsonObject) -> LatentConfig:
 
 
 def with_indexed(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """`model` with latent attention in every layer, for contexts in which the sparse one attends to
-    all tokens.
+    """Return `model` with latent attention in every layer, limited to contexts in which the sparse
+    one attends to all tokens.
     """
     limit = integer(config, "index_topk")
     positions = min(model.max_position_embeddings, limit)
@@ -133,7 +135,9 @@ def with_indexed(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _sharper(config: JsonObject) -> float:
-    """What YaRN multiplies scores by, where it has `mscale_all_dim`."""
+    """Return the factor by which YaRN multiplies scores where it has `mscale_all_dim`; 1.0
+    elsewhere.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, Mapping) or not rope.get("mscale_all_dim"):
         return 1.0

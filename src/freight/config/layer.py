@@ -86,7 +86,7 @@ class AttentionConfig:
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
-        """Values of q, k and v that a token has."""
+        """Values of q, k and v per token."""
         return (
             self.num_heads * self.k_dim,
             self.num_kv_heads * self.k_dim,
@@ -95,7 +95,7 @@ class AttentionConfig:
 
     @property
     def factor_groups(self) -> tuple[int, int]:
-        """Equal parts of a token's q and k, and of its v: the fewest with which no part has
+        """Equal parts of a token's q and k together, and of its v: the fewest such that no part has
         channels of both.
         """
         q, k, v = self.qkv_sizes
@@ -104,7 +104,7 @@ class AttentionConfig:
 
     @property
     def projected_sizes(self) -> tuple[int, ...]:
-        """Rows of the projections of q and, if it has them, k and v."""
+        """Rows of the projections of q and, if the layer has them, k and v."""
         q, k, v = self.qkv_sizes
         if self.output_gate is not None and self.output_gate.in_q:
             q += self.output_gate_size
@@ -119,7 +119,7 @@ class AttentionConfig:
 
     @property
     def values_per_token(self) -> int:
-        """Numbers that the cache holds of one token."""
+        """Values that the cache holds per token."""
         return self.num_kv_heads * (self.k_dim + self.v_dim)
 
 
@@ -172,7 +172,9 @@ class LatentConfig:
 
     @property
     def q_sizes(self) -> tuple[int, int]:
-        """Values of q that a token has, and of what is computed of the layer's input for it."""
+        """Values of q per token, and rows of the first projection towards q: `q_rank` of them if q
+        has a latent.
+        """
         size = self.num_heads * (self.nope + self.rotated)
         return size, self.q_rank or size
 
@@ -193,8 +195,8 @@ class ShortConvConfig:
 
 @dataclass(frozen=True)
 class DeltaNetConfig:
-    """A gated delta net (Yang et al. 2024): linear attention whose state decays, and forgets what
-    it knew of a key.
+    """A gated delta net (Yang et al. 2024): linear attention whose state decays, and whose update
+    replaces the value stored for a key (the delta rule).
 
     q, k and v go through one convolution of `width` inputs and SiLU; the result of each head is
     normed, and weighed by SiLU of a gate, before it is projected.
@@ -210,7 +212,7 @@ class DeltaNetConfig:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: q, k, v."""
+        """Channels of the convolution: q, k, v."""
         return 2 * self.key_heads * self.k_dim + self.heads * self.v_dim
 
 
@@ -266,7 +268,7 @@ class Mamba2Config:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: x, B, C."""
+        """Channels of the convolution: x, B, C."""
         return self.heads * self.head_dim + 2 * self.groups * self.state_size
 
 
@@ -287,8 +289,8 @@ PagedMixer = AttentionConfig | LatentConfig  # those whose layers read keys and 
 
 @dataclass(frozen=True)
 class DenseConfig:
-    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x)));
-    `intermediate_size` values wide between.
+    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x))), with
+    `intermediate_size` values in between.
     """
 
     intermediate_size: int
@@ -347,16 +349,16 @@ class MoEConfig:
 
     @property
     def expert(self) -> DenseConfig:
-        """One expert alone."""
+        """A single expert as a feed-forward."""
         return DenseConfig(self.intermediate_size, self.activation, self.bias)
 
     @property
     def up_sizes(self) -> tuple[int, ...]:
-        """As `DenseConfig.up_sizes`, of each expert."""
+        """Rows of each expert's projections before the activation."""
         return self.expert.up_sizes
 
     def expert_channels(self, hidden_size: int) -> int:
-        """Channels of what each expert takes and returns."""
+        """Return the channels that each expert takes and returns."""
         return self.latent_size or hidden_size
 
 
@@ -365,8 +367,8 @@ FeedForward = DenseConfig | MoEConfig | None
 
 @dataclass(frozen=True)
 class PerLayerEmbeddingConfig:
-    """A vector that each token has for this layer alone (per-layer embeddings of Gemma 4): behind
-    the feed-forward, x += norm(projection(activation(gate(x)) * vector)).
+    """A vector per token for this layer alone (per-layer embeddings of Gemma 4). After the
+    feed-forward, x += norm(projection(activation(gate(x)) * vector)).
 
     size   channels of the vector
     """
@@ -376,18 +378,18 @@ class PerLayerEmbeddingConfig:
 
 
 class NormKind(StrEnum):
-    """What a norm computes."""
+    """The formula of a norm."""
 
     RMS = "rms"  # x / rms(x) * weight (Zhang and Sennrich 2019)
     LAYER = "layer"  # (x - mean(x)) / std(x) * weight + bias (Ba et al. 2016)
 
 
 class NormPlacement(StrEnum):
-    """What is normed in a layer."""
+    """The tensors of a layer that are normed."""
 
     @property
     def has_outputs(self) -> bool:
-        """Whether what mixer and feed-forward return is normed before it is added."""
+        """True if the outputs of mixer and feed-forward are normed before they are added."""
         return self in (NormPlacement.SANDWICH, NormPlacement.OUTPUT)
 
     PRE = "pre"  # the inputs of mixer and feed-forward
@@ -399,8 +401,8 @@ class NormPlacement(StrEnum):
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms where `norms` says.
-    Without a mixer, or without a feed-forward, it is one of the two parts, with that part's norms.
+    """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms placed by `norms`. A
+    layer without a mixer or without a feed-forward has only the other part, with that part's norms.
 
     scalar      whether the sum is multiplied by a number that the checkpoint has for this layer
                 (Gemma 4)

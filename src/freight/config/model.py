@@ -24,8 +24,7 @@ _ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg", "classifier"
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """What is known of a model that runs through the modules of transformers
-    (`models/fallback.py`).
+    """A model that runs through the modules of transformers (`models/fallback.py`).
 
     attention          the name of each layer's attention module
     tensors            names of the parameters with their shapes
@@ -42,7 +41,7 @@ class ForeignModel:
 
     @property
     def rounded(self) -> tuple[str, ...]:
-        """Those that `--quantization fp8` rounds: routers stay in 16 bits."""
+        """The matrices that `--quantization fp8` rounds: routers stay in 16 bits."""
         return tuple(name for name in self.linears if not _ROUTERS.intersection(name.split(".")))
 
 
@@ -76,8 +75,8 @@ class RopeConfig:
     interleaved: bool = False
 
     def for_context(self, max_len: int) -> RopeConfig:
-        """As both lists of longrope, the factors that contexts of up to `max_len` tokens take;
-        other kinds alone.
+        """Return longrope with both lists set to the factors for contexts of up to `max_len`
+        tokens; return other kinds unchanged.
         """
         if self.kind != "longrope":
             return self
@@ -100,7 +99,7 @@ class UnreadKeys:
     ignored: tuple[str, ...] = ()
 
     def describe(self) -> str | None:
-        """One line for the start; None if every key is read."""
+        """Return one line for the log at start-up; None if every key is read."""
         parts = [f"{', '.join(self.unknown)} (unknown to Freight)"] if self.unknown else []
         parts += (
             [f"{', '.join(self.ignored)} (--ignore-config-keys: results may differ)"]
@@ -199,14 +198,15 @@ class ModelConfig:
 
     @property
     def position_limit(self) -> int:
-        """Positions that the ropes cover; linear and yarn scaling may reach past
-        `max_position_embeddings`. None is beyond `dense_limit`."""
+        """Positions that the ropes cover, at most `dense_limit`; linear and yarn scaling may exceed
+        `max_position_embeddings`.
+        """
         covered = max((self.max_position_embeddings, *map(self._covered, self.ropes)))
         return covered if self.dense_limit is None else min(covered, self.dense_limit)
 
     @property
     def limit_words(self) -> str:
-        """What no context is longer than, for errors."""
+        """The limit on contexts and its reason, for errors."""
         if self.position_limit != self.dense_limit:
             return f"the {self.position_limit} positions of this model"
         return (
@@ -215,8 +215,8 @@ class ModelConfig:
         )
 
     def for_context(self, max_len: int) -> ModelConfig:
-        """With the ropes of contexts of up to `max_len` tokens: tables of any length then have the
-        same values.
+        """Return the model with its ropes fixed for contexts of up to `max_len` tokens: tables of
+        any length then have the same values.
         """
         return replace(self, ropes=tuple(rope.for_context(max_len) for rope in self.ropes))
 
@@ -234,7 +234,7 @@ class ModelConfig:
 
     @cached_property
     def attention(self) -> dict[int, AttentionConfig]:
-        """The layers whose mixer is attention with keys and values of their own, by index."""
+        """Layers with attention over keys and values (not latents), by index."""
         return {
             index: mixer
             for index, mixer in self.paged.items()
@@ -243,7 +243,7 @@ class ModelConfig:
 
     @cached_property
     def paged(self) -> dict[int, PagedMixer]:
-        """The layers that read stored keys and values, by index: with attention, or with latent
+        """Layers that read stored keys and values, by index: with attention, or with latent
         attention.
         """
         mixers = enumerate(layer.mixer for layer in self.layers)
@@ -251,16 +251,14 @@ class ModelConfig:
 
     @property
     def without_pages(self) -> frozenset[int]:
-        """The layers that neither store keys and values nor read another's: they have no KV scales
-        and miss none.
-        """
+        """Layers that neither store keys and values nor read another's: they need no KV scales."""
         return frozenset(range(self.num_layers)).difference(
             self.paged
         )  # `-` of keys is a set, which has no hash
 
     @property
     def recurrent(self) -> bool:
-        """Whether a layer keeps a recurrent state, whose format --state-dtype chooses."""
+        """True if a layer keeps a recurrent state, in the format of --state-dtype."""
         return any(
             isinstance(layer.mixer, DeltaNetConfig | KimiDeltaConfig | Mamba2Config)
             for layer in self.layers
@@ -268,7 +266,5 @@ class ModelConfig:
 
     @property
     def per_layer_size(self) -> int:
-        """Columns of the table of `LayerConfig.per_layer`: those of each layer in turn, all alike;
-        0: there is none.
-        """
+        """Columns of the table of `LayerConfig.per_layer`, over all layers; 0 without one."""
         return sum(layer.per_layer.size for layer in self.layers if layer.per_layer is not None)

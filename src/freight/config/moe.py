@@ -1,4 +1,4 @@
-"""Mixtures of experts: what a config.json says of them -> MoEConfig. Imports no torch."""
+"""Mixtures of experts in a config.json, read as MoEConfig. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from freight.operands.routing import Routing, Scoring
 
 @dataclass(frozen=True)
 class MoEFamily:
-    """How the experts of one model_type are described. A `..._key` is the key of config.json that
-    has the value.
+    """The description of experts in the files of one model_type. A `..._key` is the key of
+    config.json that holds the value.
 
     count            number of experts, where none of `count_keys` is there
     count_keys       number of experts; transformers writes other names than the hub's files have,
@@ -67,7 +67,7 @@ class MoEFamily:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The keys of config.json that are read here."""
+        """All keys of config.json that these fields name."""
         named = (
             self.width_key,
             self.norm_key,
@@ -98,7 +98,7 @@ DEEPSEEK_EXPERTS_BY_LAYER = replace(
 
 
 def has_experts(config: JsonObject, family: MoEFamily) -> bool:
-    """Whether there are experts at all (`MoEFamily.switch_key`)."""
+    """Return whether there are experts at all (`MoEFamily.switch_key`)."""
     key = family.switch_key
     if key is None:
         return True
@@ -106,8 +106,8 @@ def has_experts(config: JsonObject, family: MoEFamily) -> bool:
 
 
 def parse_moe(config: JsonObject, family: MoEFamily, activation: AnyActivation) -> MoEConfig:
-    """The experts of every layer that has them. Raises CheckpointError for what is missing or
-    contradictory.
+    """Read the configuration of the experts, the same in every layer that has them. Raises
+    CheckpointError for a missing or contradictory value.
     """
     width = integer(config, family.width_key)
     activation = family.activation or activation
@@ -154,7 +154,7 @@ def _routing(config: JsonObject, family: MoEFamily) -> Routing:
 
 
 def _one_of(config: JsonObject, keys: tuple[str, ...]) -> str:
-    """A key that is there, or the first. Raises CheckpointError for values that differ."""
+    """Return a key that is present, or the first. Raises CheckpointError for values that differ."""
     named = {key: config[key] for key in keys if config.get(key) is not None}
     if len(set(map(str, named.values()))) > 1:
         raise CheckpointError(
@@ -178,7 +178,7 @@ def _shared(
 
 
 def layers_with_experts(config: JsonObject, num_layers: int) -> list[bool]:
-    """Which layers have experts; the others have one feed-forward."""
+    """Return for each layer whether it has experts; the others have a dense feed-forward."""
     if config.get("mlp_layer_types"):
         return _sparse_types(config["mlp_layer_types"], num_layers)
     step = integer(config, "decoder_sparse_step", integer(config, "moe_layer_interval", 1))

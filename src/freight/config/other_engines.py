@@ -1,4 +1,4 @@
-"""Options of other engines (vLLM, Aphrodite, SGLang, TGI), and what to use here instead. Data;
+"""Options of other engines (vLLM, Aphrodite, SGLang, TGI) and their replacements here. Data;
 imports no torch.
 
 A sentence names our options as {field}: `spell` writes them as keywords ('kv_cache_memory') or as
@@ -160,7 +160,7 @@ CALLS = {  # keywords of their `generate` and `chat`
 
 @dataclass(frozen=True)
 class TgiOption:
-    """One option of TGI's launcher; its variable is the name in capitals.
+    """An option of TGI's launcher; its environment variable is the name in capitals.
 
     field    ours that does the same; its value is passed on
     asks     values that ask for nothing that is not so already
@@ -283,9 +283,7 @@ def as_flag(field: str) -> str:
 
 
 def instead_of(name: str, spell: Callable[[str], str] = as_keyword) -> str | None:
-    """What to use instead of the option `name` of another engine, None for a name that none is
-    known to have.
-    """
+    """Return the replacement for option `name` of another engine; None for an unknown name."""
     if name in RENAMED:
         return f"use {spell(RENAMED[name])}"
     sentence = SENTENCES.get(name)
@@ -296,5 +294,5 @@ def instead_of(name: str, spell: Callable[[str], str] = as_keyword) -> str | Non
 
 
 def spelled(sentence: str, spell: Callable[[str], str]) -> str:
-    """`sentence` with each {field} written by `spell`."""
+    """Return `sentence` with each {field} written by `spell`."""
     return re.sub(r"\{(\w+)\}", lambda field: spell(field[1]), sentence)

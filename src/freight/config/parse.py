@@ -45,7 +45,7 @@ def parse_model_config(
     stored: Format | None = None,
     ignore_keys: Collection[str] = (),
 ) -> ModelConfig:
-    """Read the content of a config.json. Raises CheckpointError for what is missing, contradictory
+    """Read the content of a config.json. Raises CheckpointError for anything missing, contradictory
     or not implemented.
 
     `tensors` are the names of the checkpoint's tensors: where the decoder is one part of a model,
@@ -97,7 +97,7 @@ def parse_model_config(
 
 
 def stop_token_ids(config: JsonObject, generation_config: JsonObject | None) -> frozenset[int]:
-    """The ids that end a completion: the union of config.json's and generation_config.json's
+    """Return the ids that end a completion: the union of config.json's and generation_config.json's
     `eos_token_id`.
 
     The default of the model_type applies only if neither file has that key.
@@ -115,7 +115,7 @@ def stop_token_ids(config: JsonObject, generation_config: JsonObject | None) -> 
 
 
 def sampling_defaults(generation_config: JsonObject | None) -> dict[str, float]:
-    """What generation_config.json says of sampling, by SamplingParams' names.
+    """Return generation_config.json's sampling parameters, by SamplingParams' names.
 
     `do_sample` is not followed: its absence in many files that give a temperature does not mean
     greedy.
@@ -137,15 +137,18 @@ def _tied(
     prefix: str,
     tensors: Collection[str],
 ) -> bool:
-    """Of a decoder that is one part of a model, transformers reads the key outside, which ties
-    without being there; but a head that is stored is used."""
+    """Return whether the head is the embedding. If the decoder is one part of a model, transformers
+    reads the outer key, whose default is true; a stored head is used all the same.
+    """
     if family.text_type is not None and outer.get("tie_word_embeddings") is None and tensors:
         return f"{prefix}lm_head.weight" not in tensors
     return flag(config, "tie_word_embeddings")
 
 
 def _ropes(config: JsonObject, family: Family, model: ModelConfig) -> tuple[RopeConfig, ...]:
-    """By `AttentionConfig.rope`; a rope that no layer has is made for heads like the others."""
+    """Build the ropes, indexed by `AttentionConfig.rope`. A rope that no layer uses gets the head
+    size of the first layer.
+    """
     mixers = list(model.paged.values())
     unrotated = all(
         isinstance(mixer, LatentConfig) and mixer.rope is None for mixer in mixers
@@ -158,13 +161,13 @@ def _ropes(config: JsonObject, family: Family, model: ModelConfig) -> tuple[Rope
 
 
 def _rotary_size(mixer: PagedMixer) -> int:
-    """Channels of a head of which a rope rotates all, or a share."""
+    """Return the channels of a head to which a rope, or its partial factor, applies."""
     return mixer.rotated if isinstance(mixer, LatentConfig) else mixer.k_dim
 
 
 def _activation(config: JsonObject, family: Family) -> AnyActivation:
-    """What the family's key names; another key, which transformers does not read, must not name
-    another.
+    """Return the activation that the family's key names. The keys that transformers does not read
+    must not contradict it.
     """
     known: Mapping[str, AnyActivation] = _ACTIVATIONS if family.gated else _UNGATED
     own = config.get(family.activation_key, "silu")
@@ -184,7 +187,7 @@ def _activation(config: JsonObject, family: Family) -> AnyActivation:
 def _feed_forwards(
     config: JsonObject, family: Family, num_layers: int
 ) -> list[DenseConfig | MoEConfig]:
-    """The feed-forward of each layer."""
+    """Build the feed-forward of each layer."""
     activation = _activation(config, family)
     described = family.moe if family.moe is not None and has_experts(config, family.moe) else None
     experts = [False] * num_layers if described is None else layers_with_experts(config, num_layers)

@@ -202,12 +202,12 @@ _SMALL_VOCABULARY = 8192  # of a preset with fewer layers: what is measured are 
 
 
 def is_preset(shape: str) -> bool:
-    """Whether `shape` is the name of a preset, alone or with a number of layers."""
+    """Return whether `shape` is the name of a preset, alone or with a number of layers."""
     return shape.partition(":")[0] in PRESETS
 
 
 def preset(shape: str) -> JsonObject:
-    """The config.json content of NAME, NAME:LAYERS or NAME:LAYERS:VOCABULARY.
+    """Return the config.json content of NAME, NAME:LAYERS or NAME:LAYERS:VOCABULARY.
 
     With LAYERS it is a model of that many layers alone, and its vocabulary is VOCABULARY, by
     default the smaller of 8192 and its own, so that nearly all of it is layers. Raises ConfigError
@@ -234,8 +234,8 @@ def preset(shape: str) -> JsonObject:
 
 
 def shape_config(shape: str) -> JsonObject:
-    """config.json content for `--random-weights SHAPE`: a preset, or the path of a config.json or
-    its folder.
+    """Return config.json content for `--random-weights SHAPE`: a preset, or the path of a
+    config.json or its folder.
 
     Raises ConfigError for anything else.
     """

@@ -19,7 +19,7 @@ from freight.fp8.formats import Format, Granularity
 
 
 class WeightScheme(StrEnum):
-    """Which elements of a weight share a scale."""
+    """The elements of a weight that share a scale."""
 
     TENSOR = "fp8"
     CHANNEL = "fp8-channel"  # one output row
@@ -28,7 +28,7 @@ class WeightScheme(StrEnum):
 
 
 class ActivationScheme(StrEnum):
-    """What the checkpoint declares about the inputs of quantized Linear modules."""
+    """The scheme that the checkpoint declares for the inputs of quantized Linear modules."""
 
     DYNAMIC = "dynamic"
     STATIC = "static"
@@ -44,7 +44,7 @@ class Layout(StrEnum):
 
 
 class ObserverKind(StrEnum):
-    """How a scale is derived from the observed values."""
+    """The rule that derives a scale from the observed values."""
 
     ABSMAX = "absmax"
     PERCENTILE = "percentile"
@@ -75,12 +75,12 @@ class QuantizePlan:
 
     @property
     def needs_data(self) -> bool:
-        """Whether anything is calibrated."""
+        """True if anything is calibrated."""
         return self.activations is ActivationScheme.STATIC or self.kv_granularity is not None
 
     @property
     def needed_by(self) -> str:
-        """The settings that need calibration data, for messages."""
+        """Settings that need calibration data, for messages."""
         static = ["--activations static"] * (self.activations is ActivationScheme.STATIC)
         cache = "--kv-budget" if self.kv_budget else "--kv-cache fp8"
         return " and ".join(static + [cache] * (self.kv_granularity is not None))
@@ -132,7 +132,7 @@ class QuantizeArgs:
 
     @staticmethod
     def from_options(**options: Any) -> QuantizeArgs:
-        """QuantizeArgs from keyword options. Raises ConfigError for an unknown name, with the
+        """Build QuantizeArgs from keyword options. Raises ConfigError for an unknown name, with the
         nearest known one.
         """
         require_known(options, [f.name for f in fields(QuantizeArgs)], _SYNONYMS)
@@ -189,7 +189,7 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
 
 
 def _budget(args: QuantizeArgs, text: str, layout: Layout) -> KVBudget:
-    """Raises ConfigError for a budget given with a choice that it would make itself."""
+    """Parse a budget. Raises ConfigError if it is given with a choice that it makes itself."""
     budget = parse_budget(text)
     given = {
         "--kv-cache none": args.kv_cache == "none",
@@ -231,7 +231,7 @@ def _check_scheme(plan: QuantizePlan) -> None:
 
 
 def _check_layout(plan: QuantizePlan) -> None:
-    """Raises ConfigError for a scheme that the output format cannot express."""
+    """Raise ConfigError for a scheme that the output format cannot express."""
     if plan.layout is Layout.FP8:
         if plan.weights not in (WeightScheme.TENSOR, WeightScheme.BLOCK):
             raise ConfigError(

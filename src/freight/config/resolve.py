@@ -49,9 +49,7 @@ _MAKE_SCALES = (
 
 
 def check(args: EngineArgs) -> None:
-    """Everything that is decidable from the settings alone. Raises ConfigError; `resolve` begins
-    with it.
-    """
+    """Check all that the settings alone decide. Raises ConfigError. `resolve` calls it first."""
     choose("--dtype", args.dtype, ("auto", *DTYPES))
     choose("--kv-cache-dtype", args.kv_cache_dtype, KV_DTYPES)
     choose("--device", args.device, DEVICES)
@@ -138,7 +136,7 @@ def resolve(
 
 
 def step_tokens(device: str, model: ModelConfig) -> int:
-    """The tokens of a step at most, where --max-num-batched-tokens does not say it.
+    """Return the default of --max-num-batched-tokens, the most tokens of a step.
 
     On a CPU a step reads all experts of a mixture for few rows each. It takes so many tokens, a
     multiple of 512 up to 2,048, that an expert has 64 rows on average: then products take longer
@@ -155,7 +153,7 @@ def step_tokens(device: str, model: ModelConfig) -> int:
 
 
 def for_serving(args: EngineArgs, device: str) -> EngineArgs:
-    """`args` of a server on 'cpu' or 'cuda': with --max-step-seconds, where it is not given.
+    """Return `args` for a server on 'cpu' or 'cuda', with a default for --max-step-seconds.
 
     On a CPU a step of prompts takes seconds, in which nobody else gets a token. Offline nobody
     waits for single tokens, and longer steps have the better rate.
@@ -177,7 +175,8 @@ def parse_memory(
     flag: str = "--kv-cache-memory",
     otherwise: str = "; omit it to use a share of the free memory",
 ) -> int | None:
-    """Bytes of '4GiB', '512MiB', '4GB', '1e9' or a number; None for None. Raises ConfigError.
+    """Return the bytes of '4GiB', '512MiB', '4GB', '1e9' or a number; None for None. Raises
+    ConfigError.
 
     `flag` is the option that has the value, `otherwise` what may be done instead.
     """
@@ -204,8 +203,8 @@ def parse_memory(
 
 
 def for_variant(scales: KVScales, format: Format) -> KVScales:
-    """Scales made for one E4M3 variant, for a cache in the other: doubled FN -> FNUZ, halved FNUZ
-    -> FN, both exact.
+    """Convert scales made for one E4M3 variant for a cache in the other: doubled FN -> FNUZ, halved
+    FNUZ -> FN, both exact.
 
     An FNUZ byte decodes to half its FN value, so with a doubled scale the stored values are the
     same. Only the ranges differ: FNUZ's largest value, 240, is 480 at the FN scale, where FN
@@ -243,7 +242,7 @@ def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
 def _kv_format(
     args: EngineArgs, compute: Format, scheme: Scheme, native: Format
 ) -> tuple[Format, str]:
-    """The cache's format, and where it comes from, for messages."""
+    """Return the cache's format, and its origin for messages."""
     dtype = args.kv_cache_dtype
     if dtype == "auto" and scheme.kv_format is None:
         return (
@@ -264,8 +263,8 @@ def resolve_kv_cache(
     native: Format,
     skipped: Set[int],
 ) -> KVCacheConfig:
-    """--kv-cache-dtype selects the format, --kv-scales the source of scales; `auto` depends on the
-    checkpoint.
+    """Resolve the cache: --kv-cache-dtype selects the format, --kv-scales the source of scales;
+    `auto` follows the checkpoint.
 
     Part of `resolve`, which has checked the settings. `compute` is the format of an unquantized
     cache, `native` the E4M3 of the device; the layers of `skipped` stay in `compute` and need no
@@ -287,7 +286,7 @@ def resolve_kv_cache(
 def _cache(
     args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, native: Format
 ) -> KVCacheConfig:
-    """`resolve_kv_cache`, before layers are skipped that `scales` may have as unneeded."""
+    """Resolve the cache of all layers; `scales` already marks skipped layers as unneeded."""
     source = kv_source(args)
     asked = scales.mixed and source.word in ("auto", "checkpoint")
     if asked and args.kv_cache_dtype == "auto":
@@ -332,7 +331,8 @@ def _cache(
 def _from_checkpoint(
     format: Format, source: str, scheme: Scheme, scales: KVScales
 ) -> KVCacheConfig:
-    """E4M3 with `auto` or `checkpoint`: the checkpoint decides; missing scales are never guessed.
+    """Resolve an E4M3 cache with `auto` or `checkpoint`: the checkpoint decides; missing scales are
+    never guessed.
 
     A scale of K alone serves V as well, as in vLLM and SGLang; one of V alone says nothing about
     keys.
@@ -379,9 +379,7 @@ def _skipped(args: EngineArgs) -> str:
 def mixed_cache(
     scales: KVScales, compute: Format, native: Format, source: ScaleSource
 ) -> KVCacheConfig:
-    """The cache of `scales.mixed`: `compute`, the format of an unquantized cache, in the layers of
-    16 bits.
-    """
+    """Build the cache of `scales.mixed`; layers of 16 bits are stored in `compute`."""
     kinds = tuple(LayerKVFormat(native if chosen else compute, chosen) for chosen in scales.mixed)
     chosen = {granularity for granularity in scales.mixed if granularity is not None}
     if not chosen:
@@ -422,7 +420,7 @@ def _dynamic(format: Format, note: str) -> KVCacheConfig:
 
 
 def _by_group(kv: KVCacheConfig) -> KVCacheConfig:
-    """`kv` of latents with a scale for each group instead of each token.
+    """Return `kv`, a cache of latents with scales per token, with scales per group instead.
 
     On a model that was trained they cost a quarter of the KL of scales per token in E4M3, and a
     sixth in INT8, for an eighth more bytes (docs/numerics.md).

@@ -1,4 +1,4 @@
-"""Which rotary embedding a config.json asks for, in both of its spellings. Imports no torch."""
+"""Rotary embedding in a config.json, in both of its spellings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _LENGTH = "original_max_position_embeddings"
 
 
 def yarn_mscale(scale: float, weight: float = 1.0) -> float:
-    """How much sharper attention is made for contexts that are `scale` times as long (YaRN, Peng et
-    al. 2023).
+    """Return YaRN's attention factor for contexts that are `scale` times as long (Peng et al.
+    2023).
     """
     return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
@@ -55,8 +55,8 @@ def yarn_mscale(scale: float, weight: float = 1.0) -> float:
 def parse_ropes(
     config: JsonObject, family: Family, max_positions: int, head_dims: tuple[int, ...]
 ) -> tuple[RopeConfig, ...]:
-    """The rope of all layers; or, where layers with a window have their own, that of the others and
-    then theirs.
+    """Return the rope of all layers; or, if layers with a window have a separate rope, that of the
+    other layers and then theirs.
 
     Both spellings: `rope_theta`, `rope_local_base_freq` and `rope_scaling`, or `rope_parameters` with the theta inside,
     for each kind of layer where there are two ropes. `head_dims` has the head size of each of the two kinds.
@@ -81,7 +81,7 @@ def parse_ropes(
 
 
 def _without_length(by_kind: JsonObject) -> dict[str, Any]:
-    """`by_kind` without a pretrained length next to the ropes, which Laguna-XS.2 repeats there.
+    """Drop the pretrained length that Laguna-XS.2 repeats next to the ropes of `by_kind`.
 
     transformers does not read it, and others take it for the default of the ropes: each that needs
     one must name it.
@@ -121,7 +121,7 @@ def _parse_rope(
 def _plain(
     config: JsonObject, rope: JsonObject, family: Family, theta: float, head_dim: int
 ) -> RopeConfig:
-    """A rope without scaling; `rope` may say how many channels it rotates."""
+    """Build a rope without scaling; `rope` may limit the channels it rotates."""
     rotary_dim = _rotary_dim(config, _of_heads(rope, family), family, head_dim)
     return RopeConfig(
         rotary_dim, number(config, "rope_theta", theta), interleaved=family.interleaved
@@ -129,8 +129,8 @@ def _plain(
 
 
 def _of_text(where: str, rope: JsonObject) -> JsonObject:
-    """`rope` without the sections for time, height and width: a text token has one position in all
-    of them.
+    """Drop the sections for time, height and width from `rope`: a text token has the same position
+    in all of them.
     """
     sections = rope.get(_SECTIONS)
     if sections is not None and not (
@@ -146,7 +146,9 @@ def _of_text(where: str, rope: JsonObject) -> JsonObject:
 
 
 def _of_heads(rope: JsonObject, family: Family) -> JsonObject:
-    """`rope` without a share of the rotated channels that is a number of its kind (`RopeConfig`)."""
+    """Drop the partial factor from `rope` where it is a parameter of the proportional kind
+    (`RopeConfig`).
+    """
     own = RopeForm.PROPORTIONAL in family.ropes and PROPORTIONAL in (
         rope.get("rope_type"),
         rope.get("type"),
@@ -155,7 +157,9 @@ def _of_heads(rope: JsonObject, family: Family) -> JsonObject:
 
 
 def _rotary_dim(config: JsonObject, rope: JsonObject, family: Family, head_dim: int) -> int:
-    """Channels that are rotated: all, or as many as `partial_rotary_factor` says, here or there."""
+    """Return the number of rotated channels: all, or the share `partial_rotary_factor` of `rope` or
+    `config`.
+    """
     factors = [number(source, _SHARE) for source in (rope, config) if source.get(_SHARE)]
     factors = factors or [1.0 if family.rotary_factor is None else family.rotary_factor]
     if set(factors) == {1}:
@@ -251,7 +255,9 @@ def _parse(
 
 
 def _with_query_scaling(where: str, rope: JsonObject, kind: str) -> JsonObject:
-    """`rope` of a family with RopeForm.QUERY_SCALING, without the model's length, which it repeats."""
+    """Return `rope` of a family with RopeForm.QUERY_SCALING, without the model's length, which it
+    repeats.
+    """
     if kind != "yarn" or rope.get(QUERY_SCALING) is None:
         raise CheckpointError(
             f"config.json: {where} = {dict(rope)!r} must be of type 'yarn' and have {QUERY_SCALING}, 0 for queries "
@@ -264,7 +270,7 @@ _FACTORS = ("short_factor", "long_factor")
 
 
 def _factors(where: str, values: dict[str, Any], key: str, rotary_dim: int) -> tuple[float, ...]:
-    """Remove from `values` what divides each frequency."""
+    """Remove the divisors of frequencies from `values` and return them, [rotary_dim / 2]."""
     found = values.pop(key, None)
     if not isinstance(found, list) or len(found) != rotary_dim // 2:
         raise CheckpointError(

@@ -1,5 +1,5 @@
-"""--state-every: after how many tokens a state stays behind; --state-dtype: how recurrent states
-are stored.
+"""The options of recurrent states: --state-every, the tokens between kept states, and
+--state-dtype, their format.
 
 All kernel sets take the same formats of states, and 16 bits are bfloat16 alone. Imports no torch.
 """
@@ -34,14 +34,14 @@ _REFUSED: dict[object, str] = {
 
 
 def check_states(every: object, dtype: object, block_size: int) -> None:
-    """Raises ConfigError for values of --state-every and --state-dtype that no model takes."""
+    """Raise ConfigError for values of --state-every and --state-dtype that no model takes."""
     _check_every(every, block_size)
     _check_dtype(dtype)
 
 
 def _check_every(value: object, block_size: int) -> None:
-    """None, or a power of two that is a multiple of the block size and of a state's tile. Raises
-    ConfigError.
+    """Require None, or a power of two that is a multiple of the block size and of a state's tile.
+    Raises ConfigError.
     """
     if value is None:
         return
@@ -64,7 +64,7 @@ def _check_dtype(value: object) -> None:
 
 
 def default_state(compute: Format) -> Format:
-    """The format of states that are not quantized: float32 beside float32, else bfloat16, whose
+    """Return the format of unquantized states: float32 if computed in float32, else bfloat16, whose
     range they need.
     """
     return Format.FLOAT32 if compute is Format.FLOAT32 else Format.BFLOAT16
@@ -73,7 +73,7 @@ def default_state(compute: Format) -> Format:
 def with_state(
     kv: KVCacheConfig, asked: str, compute: Format, native: Format, model: ModelConfig
 ) -> KVCacheConfig:
-    """`kv` with the format of states that --state-dtype `asked` means with it. `native`: the
+    """Return `kv` with the format of states that --state-dtype `asked` selects. `native`: the
     device's E4M3.
 
     `auto` is INT8 where keys and values have 8 bits: it has less error in states than E4M3. The

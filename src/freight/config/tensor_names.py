@@ -1,4 +1,4 @@
-"""TensorNames: what the tensors of a checkpoint are called. Imports no torch."""
+"""TensorNames: the names of a checkpoint's tensors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class AttentionNames:
     output_gate: str = "self_attn.g_proj"
 
     def qkv_of(self, mixer: AttentionConfig) -> tuple[str, ...]:
-        """The modules of q, k and v that a layer has: those of `AttentionConfig.projected_sizes`,
-        or one for all.
+        """Return the modules of q, k and v that a layer has: those of
+        `AttentionConfig.projected_sizes`, or one for all.
         """
         return self.qkv if len(self.qkv) == 1 else self.qkv[: len(mixer.projected_sizes)]
 
@@ -230,7 +230,8 @@ NORMED_OUTPUTS = TensorNames(
 
 
 def not_run(part: str, *patterns: str) -> tuple[tuple[str, str], ...]:
-    """`TensorNames.unused` for a part of the model that is not its text model."""
+    """Build the entries of `TensorNames.unused` for a part of the model that is not its text model.
+    """
     return tuple(
         (pattern, f"of the {part} model: Freight runs the text model alone") for pattern in patterns
     )

@@ -29,7 +29,9 @@ def torch_dtype(format: Format) -> torch.dtype:
 
 
 def format_of(tensor: Tensor) -> Format:
-    """The format a tensor is stored in. Raises KernelError for dtypes that are not a `Format`."""
+    """Return the format in which a tensor is stored. Raises KernelError for dtypes that are not a
+    `Format`.
+    """
     if tensor.dtype not in _FORMATS:
         raise KernelError(
             f"a tensor of dtype {tensor.dtype} where one of {', '.join(map(str, _FORMATS))} was expected"
@@ -51,7 +53,7 @@ def encode(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
 
 
 def num_clipped(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
-    """How many values of x `encode` clips because they lie beyond the range of their scale: int64
+    """Count the values of x that `encode` clips because they exceed the range of their scale: int64
     [].
     """
     divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
@@ -59,7 +61,9 @@ def num_clipped(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
 
 
 def decode(stored: Tensor, scale: Tensor | float | None = None) -> Tensor:
-    """float32 values of a quantized (or 16-bit) tensor, multiplied by `scale` if there is one."""
+    """Return the float32 values of a quantized (or 16-bit) tensor, multiplied by `scale` if there
+    is one.
+    """
     values = stored.float()
     if stored.dtype == torch.int8:
         values = values.masked_fill(values == _INT8_NAN, torch.nan)
@@ -67,8 +71,8 @@ def decode(stored: Tensor, scale: Tensor | float | None = None) -> Tensor:
 
 
 def amax(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Largest finite magnitude along `dim`, float32; 0 where there is none. Non-finite values do
-    not count.
+    """Return the largest finite magnitude along `dim`, float32; 0 if there is none. Non-finite
+    values do not count.
     """
     magnitude = x.float().abs()
     return torch.where(magnitude < torch.inf, magnitude, 0.0).amax(
@@ -80,16 +84,16 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal float32
 
 
 def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
-    """scale = amax / format.max, float32, at least the smallest normal float32 (so an all-zero
-    vector gets that).
+    """Return amax / format.max, float32, at least the smallest normal float32 (the scale of an
+    all-zero vector).
     """
     largest = torch.tensor(format.max, dtype=torch.float32, device=amax.device)
     return (amax.float() / largest).clamp(min=SMALLEST_SCALE)
 
 
 def token_scale(amax: Tensor, format: Format) -> Tensor:
-    """The scale of a `token` vector: `scale_from_amax`, rounded to bfloat16, the dtype in which the
-    cache stores it.
+    """Return the scale of a `token` vector: `scale_from_amax`, rounded to bfloat16, the dtype in
+    which the cache stores it.
 
     Rounding moves it by at most 2 ** -8, less than half a step of E4M3, E5M2 and INT8 at their top,
     so the largest value still becomes the format's largest. A power of two would take one byte, but

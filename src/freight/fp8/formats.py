@@ -13,7 +13,8 @@ from enum import IntEnum, StrEnum
 
 
 class Format(StrEnum):
-    """How a number is stored. The value is the name used on the command line and in every JSON."""
+    """The format of a stored number. The value is the name on the command line and in every JSON.
+    """
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -25,7 +26,7 @@ class Format(StrEnum):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether a stored number is a byte that encodes the true one divided by a scale."""
+        """True if a stored number is a byte that encodes the true one divided by a scale."""
         return self.is_fp8 or self is Format.INT8
 
     @property
@@ -53,7 +54,7 @@ class Format(StrEnum):
 
     @property
     def overflow(self) -> float:
-        """Half a step above `max`: larger magnitudes do not round to it; they are clipped.
+        """Half a step above `max`: larger magnitudes do not round to `max` but are clipped.
         Quantized formats only.
         """
         return {
@@ -70,8 +71,8 @@ class Format(StrEnum):
 
 
 def amd_fp8(arch: str) -> frozenset[Format]:
-    """The formats that the matrix units of AMD's GPU `arch` ('gfx942:…') multiply: FNUZ on CDNA 3,
-    OCP's on CDNA 4.
+    """Return the formats that the matrix units of AMD's GPU `arch` ('gfx942:…') multiply: FNUZ on
+    CDNA 3, OCP's on CDNA 4.
     """
     if arch.startswith("gfx94"):
         return frozenset({Format.E4M3FNUZ})
@@ -85,8 +86,9 @@ SCALE_GROUP = 128  # channels of a latent that share a `group` scale
 
 
 class Granularity(StrEnum):
-    """Which values share one KV scale. `TENSOR`, `HEAD` and `CHANNEL` are static; `TOKEN` and
-    `GROUP`, which is for latents alone, are measured at the store."""
+    """The values that share one KV scale. `TENSOR`, `HEAD` and `CHANNEL` are static. `TOKEN` and
+    `GROUP`, the latter for latents only, are measured at the store.
+    """
 
     TENSOR = "tensor"  # one per layer for K, one for V
     HEAD = "head"  # [num_kv_heads]
@@ -97,11 +99,13 @@ class Granularity(StrEnum):
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether scales are measured when a token is stored, and stored beside it."""
+        """True if scales are measured when a token is stored, and stored with it."""
         return self in (Granularity.TOKEN, Granularity.GROUP)
 
     def num_scales(self, num_kv_heads: int, head_dim: int) -> int:
-        """How many scales one layer's keys, or its values, have; static granularities only."""
+        """Return the number of scales of one layer's keys, or of its values; static granularities
+        only.
+        """
         return {
             Granularity.TENSOR: 1,
             Granularity.HEAD: num_kv_heads,
@@ -110,7 +114,7 @@ class Granularity(StrEnum):
 
 
 class ScaleKind(IntEnum):
-    """The form of a cache's scales, as kernels distinguish it: the numbers are part of their
+    """The form of a cache's scales, as kernels distinguish it. The numbers are part of their
     interfaces.
     """
 
@@ -122,7 +126,7 @@ class ScaleKind(IntEnum):
 
 
 class ScaleSource(StrEnum):
-    """Where the KV scales in use came from."""
+    """The origin of the KV scales in use."""
 
     CHECKPOINT = "checkpoint"
     CALIBRATED = "calibrated"

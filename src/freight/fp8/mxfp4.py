@@ -39,7 +39,7 @@ _MAGNITUDES = 0x7777777777777777  # of sixteen codes
 
 
 def exact_rows(blocks: Tensor, scales: Tensor) -> Tensor:
-    """bool [..]: which rows are exactly E4M3 with a scale. Groups of zeros have no exponent.
+    """Return which rows are exactly E4M3 with a scale, bool [..]. Groups of zeros have no exponent.
 
     blocks: uint8 [.., groups, 16]; scales: uint8 [.., groups].
     """
@@ -53,7 +53,7 @@ def exact_rows(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def finite(blocks: Tensor, scales: Tensor) -> bool:
-    """Whether no value is NaN, or 2 ** 128 or more. Arguments as in `exact_rows`."""
+    """Return whether no value is NaN, or 2 ** 128 or more. Arguments as in `exact_rows`."""
     large = scales >= 2 * BIAS - 1
     if not large.any():
         return True
@@ -66,16 +66,17 @@ def finite(blocks: Tensor, scales: Tensor) -> bool:
 
 
 def normal(blocks: Tensor, scales: Tensor) -> bool:
-    """Whether kernels compute with them as they are: no group but of zeros has a scale outside of 3
-    to 252, so that a value's exponent is that of its code plus that of its scale. Arguments as in
-    `exact_rows`."""
+    """Return whether kernels can compute with these numbers unchanged: only groups of zeros have a
+    scale outside of 3 to 252, so a value's exponent is that of its code plus that of its scale.
+    Arguments as in `exact_rows`.
+    """
     beyond = (scales < _NORMAL.start) | (scales >= _NORMAL.stop)
     return not bool((blocks[beyond] & 0x77).any())
 
 
 def to_e4m3(blocks: Tensor, scales: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """`exact_rows` -> (E4M3 [rows, inputs] in the variant `format`, float32 [rows]: a power of two
-    each).
+    """Convert `exact_rows` to (E4M3 [rows, inputs] in the variant `format`, float32 [rows]: a power
+    of two each).
 
     blocks: uint8 [rows, groups, 16]; scales: uint8 [rows, groups].
     """
@@ -89,13 +90,13 @@ def to_e4m3(blocks: Tensor, scales: Tensor, format: Format) -> tuple[Tensor, Ten
 
 
 def to_bfloat16(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Finite rows -> bfloat16 [rows, inputs]. Arguments as in `to_e4m3`."""
+    """Convert finite rows to bfloat16 [rows, inputs]. Arguments as in `to_e4m3`."""
     return _looked_up(_bfloat16_pairs(blocks.device), blocks, scales.int()).view(torch.bfloat16)
 
 
 def _looked_up(pairs: Tensor, blocks: Tensor, exponents: Tensor) -> Tensor:
-    """[rows, inputs / 2]: the entry of `pairs` for each byte and its group's exponent, int32 [rows,
-    groups].
+    """Look up each byte with its group's exponent, int32 [rows, groups], in `pairs`: [rows, inputs
+    / 2].
     """
     index = blocks.int().bitwise_or_(exponents[..., None] << 8)
     return (
@@ -104,8 +105,8 @@ def _looked_up(pairs: Tensor, blocks: Tensor, exponents: Tensor) -> Tensor:
 
 
 def _exponents(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """int32 [rows]: the largest and the smallest byte of the groups that are not all zeros; without
-    any: 0 and 255.
+    """Return the largest and the smallest scale of the groups that are not all zeros, int32 [rows]
+    each; 0 and 255 for a row without any.
     """
     zeros = ((blocks.contiguous().view(torch.int64) & _MAGNITUDES) == 0).all(-1)
     return scales.masked_fill(zeros, 0).amax(-1).int(), scales.masked_fill(zeros, NAN).amin(
@@ -114,7 +115,7 @@ def _exponents(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pairs(exponents: range) -> Tensor:
-    """float64 [exponents, 256, 2]: the two values of a byte times 2 ** exponent."""
+    """Build the two values of each byte times 2 ** exponent: float64 [exponents, 256, 2]."""
     codes = torch.tensor(
         [*VALUES, *(-value for value in VALUES)], dtype=torch.float64, device="cpu"
     )
@@ -126,7 +127,7 @@ def _pairs(exponents: range) -> Tensor:
 
 @cache
 def _e4m3_pairs(device: torch.device) -> Tensor:
-    """int16 by byte | (k - _LEAST) << 8"""
+    """Build the table of E4M3 pairs, int16, indexed by byte | (k - _LEAST) << 8."""
     values = _pairs(range(_LEAST, _MOST + 1)).float()
     return (
         encode(values, torch.ones_like(values), Format.E4M3FN)
@@ -138,7 +139,7 @@ def _e4m3_pairs(device: torch.device) -> Tensor:
 
 @cache
 def _bfloat16_pairs(device: torch.device) -> Tensor:
-    """int32 by byte | scale << 8"""
+    """Build the table of bfloat16 pairs, int32, indexed by byte | scale << 8."""
     return (
         _pairs(range(-BIAS, NAN + 1 - BIAS))
         .to(torch.bfloat16)

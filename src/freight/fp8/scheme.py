@@ -1,5 +1,5 @@
-"""What a checkpoint declares about its quantization, and the KV scales it carries, as plain values.
-Imports no torch.
+"""The quantization that a checkpoint declares, and its KV scales, as plain values. Imports no
+torch.
 
 Scales are Python floats (exact images of the float32 values), always multipliers: `true ≈ stored *
 scale`.
@@ -16,7 +16,7 @@ from freight.fp8.formats import Format, Granularity
 
 
 class Activations(StrEnum):
-    """How a Linear quantizes its input before the product."""
+    """The quantization of a Linear's input before the product."""
 
     PLAIN = "plain"  # not at all: weight-only quantization, or none
     # rounds each row to E4M3 with a scale from its own amax (1 x 128 groups under block scales)
@@ -25,7 +25,7 @@ class Activations(StrEnum):
 
 
 class WeightScales(StrEnum):
-    """Which elements of a weight share one scale."""
+    """The elements of a weight that share one scale."""
 
     TENSOR = "tensor"
     ROW = "row"  # one output feature
@@ -34,7 +34,7 @@ class WeightScales(StrEnum):
 
 @dataclass(frozen=True)
 class LinearScheme:
-    """How one Linear was quantized, as its checkpoint declares it.
+    """The quantization of one Linear, as its checkpoint declares it.
 
     block          rows and columns that share a scale; only with BLOCK
     input_limit    with DYNAMIC: inputs are clipped to this magnitude before their scale is measured
@@ -59,8 +59,8 @@ class LinearScheme:
 
 @dataclass(frozen=True)
 class Rule:
-    """`pattern` matches module names from their start; `linear` is None for modules that stay
-    unquantized.
+    """A pattern of module names, matched from their start, and their scheme: None for modules that
+    stay unquantized.
     """
 
     pattern: re.Pattern[str]
@@ -119,7 +119,7 @@ class KVScales:
         )
 
     def without(self, layers: Set[int]) -> KVScales:
-        """The scales for a cache in which `layers` stay unquantized."""
+        """Return the scales for a cache in which `layers` stay unquantized."""
         return replace(
             self,
             layers=tuple(None if i in layers else layer for i, layer in enumerate(self.layers)),
@@ -128,14 +128,16 @@ class KVScales:
         )
 
     def alone(self, side: str) -> tuple[int, ...]:
-        """Indices of the layers where only `side`, 'k' or 'v', has a scale."""
+        """Return the indices of the layers where only `side`, 'k' or 'v', has a scale."""
         return tuple(
             i for i, layer in enumerate(self.layers) if layer is not None and layer.alone == side
         )
 
     @property
     def by_granularity(self) -> str:
-        """For messages about a mixed choice: 'layers 0, 2 per channel, layer 1 in 16 bits'."""
+        """Description of a mixed choice, for messages: 'layers 0, 2 per channel, layer 1 in 16
+        bits'.
+        """
         members: dict[Granularity | None, list[int]] = {}
         for index, granularity in enumerate(self.mixed):
             members.setdefault(granularity, []).append(index)
@@ -147,13 +149,13 @@ class KVScales:
 
     @property
     def empty(self) -> bool:
-        """Whether no layer has scales, and none is declared to have a format of its own."""
+        """True if no layer has scales, and no format is declared per layer."""
         return not self.mixed and not any(self.layers)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """What config.json (or hf_quant_config.json) declares.
+    """The quantization that config.json (or hf_quant_config.json) declares.
 
     `method` is the producer's name ('compressed-tensors', 'fp8', 'modelopt', …) or None for an
     unquantized model; `weight_format` is FP8 when Linear weights are declared quantized, and
@@ -181,7 +183,7 @@ class Scheme:
         return f"weights {self.weight_format}, {' or '.join(kinds)}" if kinds else ""
 
     def linear(self, module: str) -> LinearScheme | None:
-        """How the weight of `module` ('model.layers.0.mlp.down_proj') was quantized; None: it was
-        not.
+        """Return the scheme of the weight of `module` ('model.layers.0.mlp.down_proj'); None if it
+        was not quantized.
         """
         return next((rule.linear for rule in self.rules if rule.pattern.match(module)), None)

@@ -25,7 +25,7 @@ _PIECE = 2**20  # elements of a weight in float32 at a time: they fit the CPU's 
 def quantize_rows(
     weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32
 ) -> tuple[Tensor, Tensor]:
-    """[rows, columns] -> (FP8 of that shape, float32 [rows]: one scale per output row).
+    """Quantize [rows, columns] to (FP8 of that shape, float32 [rows]: one scale per output row).
 
     Works in pieces: beyond the result it needs memory for a few million numbers.
     """
@@ -38,8 +38,8 @@ def quantize_rows(
 
 
 def fit_rows(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """`quantize_rows`, but each row has the scale with the smallest squared error of four
-    candidates.
+    """Quantize like `quantize_rows`, but give each row the scale with the smallest squared error of
+    four candidates.
 
     The candidates are amax / max times 2 ** (0, 1/4, 1/2, 3/4): nothing saturates, and each rounds
     the row to another grid. A factor of 2 would give the grid of the first again. Errors are
@@ -65,7 +65,9 @@ def fit_rows(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 def quantize_tensor(
     weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32
 ) -> tuple[Tensor, Tensor]:
-    """[rows, columns] -> (FP8 of that shape, float32 []: one scale). In pieces, as `quantize_rows`."""
+    """Quantize [rows, columns] to (FP8 of that shape, float32 []: one scale), in pieces like
+    `quantize_rows`.
+    """
     largest = torch.stack([amax(weight[rows], (0, 1)) for rows in _pieces(weight)]).amax()
     scale = _stored(scale_from_amax(largest, format), scale_format)
     stored = torch.empty_like(weight, dtype=torch_dtype(format))
@@ -80,15 +82,15 @@ def _pieces(weight: Tensor) -> list[slice]:
 
 
 def _stored(scale: Tensor, format: Format) -> Tensor:
-    """`scale` rounded to `format`, as float32."""
+    """Return `scale` rounded to `format`, as float32."""
     return scale.to(torch_dtype(format)).float()
 
 
 def quantize_blocks(
     weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32
 ) -> tuple[Tensor, Tensor]:
-    """[rows, columns] -> (FP8 of that shape, float32 [ceil(rows / 128), ceil(columns / 128)]: one
-    scale per block).
+    """Quantize [rows, columns] to (FP8 of that shape, float32 [ceil(rows / 128), ceil(columns /
+    128)]: one scale per block).
     """
     rows, columns = weight.shape
     stored = torch.empty_like(weight, dtype=torch_dtype(format))
@@ -102,7 +104,9 @@ def quantize_blocks(
 
 
 def expand_blocks(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """Block scales [ceil(rows / 128), ceil(columns / 128)] -> [rows, columns], each over its block."""
+    """Expand block scales [ceil(rows / 128), ceil(columns / 128)] to [rows, columns], each over its
+    block.
+    """
     return scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
 
 

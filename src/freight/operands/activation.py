@@ -1,4 +1,5 @@
-"""Activations of a feed-forward, with a gate and without, and functions of gates. Imports no torch."""
+"""Activations of a feed-forward, with a gate and without, and functions of gates. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class GatedFunction(StrEnum):
 
 @dataclass(frozen=True)
 class GatedActivation:
-    """A `GatedFunction` with its number.
+    """A `GatedFunction` with its parameter.
 
     limit   of CLAMPED_SILU; 0.0 with the others
     """
@@ -50,7 +51,7 @@ GatedActivation.GELU_TANH = GatedActivation(GatedFunction.GELU_TANH)
 
 
 def clamped_silu(limit: float) -> GatedActivation:
-    """SiLU whose result is at most `limit`, times up bounded to [-limit, limit]."""
+    """Return SiLU whose result is at most `limit`, times up bounded to [-limit, limit]."""
     return GatedActivation(GatedFunction.CLAMPED_SILU, limit)
 
 
@@ -65,7 +66,7 @@ AnyActivation = GatedActivation | Activation  # of a feed-forward
 
 
 class GateFunction(StrEnum):
-    """What makes a factor of the number that a gate projects to."""
+    """The function that turns a gate's projection into a factor."""
 
     SOFTPLUS = "softplus"  # ln(1 + e^x)
     SIGMOID = "sigmoid"  # 1 / (1 + e^-x)

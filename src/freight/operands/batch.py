@@ -12,8 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequences:
-    """What attention needs to know about the sequences of a batch: their rows, and where their keys
-    lie.
+    """The sequences of a batch, as attention needs them: their rows, and the blocks of their keys.
 
     query_starts   [num_seqs + 1] int32, row where each sequence's tokens begin; the last is
                    num_tokens
@@ -35,7 +34,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The tokens of one step, the sequences they belong to laid end to end.
+    """The tokens of one step, with its sequences concatenated.
 
     token_ids      [num_tokens] int64
     positions      [num_tokens] int64, position in its sequence, from 0
@@ -65,7 +64,7 @@ class ForwardBatch:
         return self.context_lens.shape[0]
 
     def sequences(self, group: int) -> Sequences:
-        """The sequences as the layers of a cache group see them."""
+        """Return the sequences with the block tables of a cache group."""
         return self._by_group[group]
 
     @cached_property

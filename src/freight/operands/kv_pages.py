@@ -1,5 +1,5 @@
 """KVPages: one layer's pages of the KV cache, the scales they were written with, and the center
-subtracted before.
+subtracted from keys before.
 
 The format follows from the tensor's dtype and is never passed.
 """
@@ -18,8 +18,8 @@ from freight.fp8.formats import SCALE_GROUP, Format, ScaleKind
 
 @dataclass(frozen=True)
 class KeyCenter:
-    """A constant b, subtracted from keys before their rotary embedding R; attention adds it back to
-    the scores.
+    """A constant b, subtracted from keys before their rotary embedding R; attention adds its part
+    back to the scores.
 
     What is stored is R(p)(k - b), p the key's position, so a score is q . stored + q . R(p)b. With
     c and s the cosine and sine of a pair's angle at p, its part of q . R(p)b is c (q1 b1 + q2 b2) +
@@ -40,15 +40,15 @@ class KeyCenter:
 
     @staticmethod
     def angle_tiles(table: Tensor) -> Tensor:
-        """Cosines or sines by position, [positions, rotary_dim / 2], by tiles of 64 positions, the
-        last padded.
+        """Cut cosines or sines by position, [positions, rotary_dim / 2], into tiles of 64
+        positions, the last padded: [tiles, rotary_dim / 2, 64].
         """
         padded = torch.cat((table, table.new_zeros(-len(table) % 64, table.shape[1])))
         return padded.view(-1, 64, table.shape[1]).transpose(1, 2).contiguous()
 
     @staticmethod
     def of(b: Tensor, cos: Tensor, sin: Tensor) -> KeyCenter:
-        """From b, not all zero, and the angles as `angle_tiles` makes them."""
+        """Build the center from b, not all zero, and the angles from `angle_tiles`."""
         half = cos.shape[1]
         assert not b[:, 2 * half :].any()
         halves = torch.stack(
@@ -61,8 +61,8 @@ class KeyCenter:
         return KeyCenter(b, pairs.int().contiguous(), parts, cos, sin)
 
     def coefficients(self, q: Tensor) -> Tensor:
-        """What multiplies the cosines, then the sines, of each row: float32 [rows, num_kv_heads,
-        group, 2 * num_pairs].
+        """Return the factors of the cosines, then of the sines, for each row: float32 [rows,
+        num_kv_heads, group, 2 * num_pairs].
 
         q: float32 [rows, num_kv_heads, group, k_dim], rotated.
         """
@@ -73,8 +73,8 @@ class KeyCenter:
         return torch.cat((first * b1 + second * b2, second * b1 - first * b2), -1)
 
     def angles(self, tile: int) -> Tensor:
-        """Cosines, then sines, of the pairs in a tile of 64 positions: float32 [num_kv_heads, 2 *
-        num_pairs, 64].
+        """Return the cosines, then the sines, of the pairs in a tile of 64 positions: float32
+        [num_kv_heads, 2 * num_pairs, 64].
         """
         pairs = self.pairs.long()
         return torch.cat((self.cos[tile][pairs], self.sin[tile][pairs]), 1)
@@ -150,14 +150,16 @@ class KVPages:
 
     @property
     def strides(self) -> tuple[Strides, Strides, Strides, Strides]:
-        """Of k, v, and their `token` or `group` scales, without meaning where there are none."""
+        """Strides of k, v, and their `token` or `group` scales; placeholders for scales that do not
+        exist.
+        """
         scales = (self.k_scale, self.v_scale) if self.dynamic else (None, None)
         k, v, k_scale, v_scale = (_strides_of(tensor) for tensor in (self.k, self.v, *scales))
         return k, v, k_scale, v_scale
 
     @property
     def dynamic(self) -> bool:
-        """Whether each token has its own scales, `token` or `group`, measured when it is stored."""
+        """True if each token has scales measured when it is stored: `token` or `group`."""
         return self.scale_kind in (ScaleKind.TOKEN, ScaleKind.GROUP)
 
     @property
@@ -168,8 +170,8 @@ class KVPages:
 
 
 def read_slots(page: Tensor, slots: Tensor) -> Tensor:
-    """What `slots` [rows] hold: [rows, num_kv_heads, dim] of k or v, [rows, num_kv_heads] of
-    `token` scales, with another dimension of `group` scales.
+    """Return the content of `slots` [rows]: [rows, num_kv_heads, dim] of k or v, [rows,
+    num_kv_heads] of `token` scales, with a further dimension for `group` scales.
 
     Slot s is token s % block_size of block s // block_size, whatever the strides of `page`.
     """
@@ -178,14 +180,15 @@ def read_slots(page: Tensor, slots: Tensor) -> Tensor:
 
 
 def write_slots(page: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Make `slots` [rows] hold `values`, of the dtype and shape that `read_slots` returns."""
+    """Store `values` in `slots` [rows], in the dtype and shape that `read_slots` returns."""
     block_size = page.shape[1]
     _bytes(page)[slots // block_size, slots % block_size] = _bytes(values)
 
 
 def spread(scales: Tensor) -> Tensor:
-    """`token` or `group` scales as `read_slots` returns them -> what multiplies the values: float32
-    [rows, num_kv_heads, 1 or v_dim]."""
+    """Expand `token` or `group` scales from `read_slots` to factors of the values: float32 [rows,
+    num_kv_heads, 1 or v_dim].
+    """
     return (
         scales.float()[..., None]
         if scales.ndim == 2
@@ -194,5 +197,5 @@ def spread(scales: Tensor) -> Tensor:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """FP8 as bytes, because torch does not index it; other dtypes as they are."""
+    """View FP8 as bytes, because torch cannot index it; return other dtypes unchanged."""
     return values.view(torch.uint8) if values.itemsize == 1 else values

@@ -1,6 +1,4 @@
-"""Rotary: the parameters of what a layer does to queries and keys between their projection and the
-cache.
-"""
+"""Rotary: the parameters of the step between the projection of queries and keys and the cache."""
 
 from __future__ import annotations
 

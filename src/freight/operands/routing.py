@@ -1,5 +1,5 @@
-"""Routing: how the logits of a router choose the experts of a token, and weigh them. Imports no
-torch.
+"""Routing: the choice of a token's experts from the logits of a router, and their weights. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class Scoring(StrEnum):
-    """What makes scores of a router's logits."""
+    """The function from a router's logits to scores."""
 
     SOFTMAX = "softmax"  # over all experts (Fedus et al. 2021)
     SIGMOID = "sigmoid"  # of each alone (DeepSeek-V3, arXiv 2412.19437)

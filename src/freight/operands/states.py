@@ -1,5 +1,5 @@
-"""States: one layer's part of the blocks in which sequences keep a state, and which block each row
-of a step uses.
+"""States: one layer's part of the blocks in which sequences keep a state, and the blocks that each
+row of a step uses.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Stretch:
 
 @dataclass(frozen=True)
 class States:
-    """The states of one layer. A block has that of one sequence behind the last token so far of its
-    `every` tokens.
+    """The states of one layer. A block holds the state of one sequence after the last computed
+    token of the block's `every` tokens.
 
     parts    by name: [num_blocks, *shape of one state]. A block that was never written holds
              anything
@@ -57,8 +57,8 @@ class States:
     every: int
 
     def stretches(self, sequences: Sequences) -> Iterator[Stretch]:
-        """The rows of a step in the order in which they have to be computed. Reads lengths on the
-        host.
+        """Yield the rows of a step in the order in which they must be computed. Copies lengths to
+        the host.
         """
         starts, lengths = sequences.query_starts.tolist(), sequences.context_lens.tolist()
         for begin, end, length, table in zip(

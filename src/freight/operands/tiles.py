@@ -1,4 +1,6 @@
-"""How attention walks the keys of a sequence, and where states are written. Imports no torch."""
+"""Tiles at absolute positions: of the keys that attention reads, and of the tokens of a state.
+Imports no torch.
+"""
 
 # Keys are walked in tiles of this many, at absolute positions, so a row's sums do not depend on
 # where its chunk begins. A sliding window begins somewhere inside a tile, which is read whole.

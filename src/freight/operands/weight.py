@@ -1,4 +1,4 @@
-"""Weight: the matrix of a Linear with its scales, and how the input of that Linear is quantized.
+"""Weight: the matrix of a Linear with its scales, and the quantization of that Linear's input.
 
 The format follows from the tensor's dtype and is never passed.
 """
@@ -22,8 +22,8 @@ from freight.operands.packed import PackedWeight
 
 @dataclass(frozen=True)
 class Weight(PackedWeight):
-    """The matrix of a Linear, and what it is packed to by sets of kernels that compute with it as
-    it is.
+    """The matrix of a Linear. Also its own packed form, in sets of kernels that compute with it
+    unchanged.
 
     data           [out_features, in_features], contiguous; FP8 or 16/32-bit; or MXFP4:
                    float4_e2m1fn_x2 [out_features, in_features / 2], for sets of kernels that take
@@ -65,7 +65,9 @@ class Weight(PackedWeight):
         return self.data.view(torch.uint8).view(*scales.shape, mxfp4.GROUP // 2), scales
 
     def dequantized(self) -> Tensor:
-        """[out_features, in_features] float32: every stored value times its scale, rounded once."""
+        """Return [out_features, in_features] float32: every stored value times its scale, rounded
+        once.
+        """
         if self.is_mxfp4:
             return mxfp4.to_bfloat16(*self.mxfp4_bytes).float()
         if self.scale is None:
@@ -78,8 +80,8 @@ class Weight(PackedWeight):
         return decode(self.data, scale)
 
     def reordered(self, rows: Tensor, name: str) -> Weight:
-        """The matrix of the output rows `rows`, int64, each at most once: exact, every row keeps
-        its bits.
+        """Return the matrix of the output rows `rows`, int64, each at most once. Exact: every row
+        keeps its bits.
 
         Raises CheckpointError, which calls the matrix `name`, where 128 rows would not be those of
         one block of scales.
@@ -104,8 +106,8 @@ class Weight(PackedWeight):
 
     @staticmethod
     def mergeable(parts: Sequence[Weight]) -> bool:
-        """Whether `concat` is exact: schemes and input scales agree, and no block of 128 rows spans
-        two parts.
+        """Return whether `concat` is exact: schemes and input scales agree, and no block of 128
+        rows spans two parts.
         """
         blocks = any(part.scale is not None and part.scale.ndim == 2 for part in parts)
         return Weight.alike(parts) and not (
@@ -114,7 +116,8 @@ class Weight(PackedWeight):
 
     @staticmethod
     def alike(weights: Sequence[Weight]) -> bool:
-        """Whether format, scales and inputs are of one kind."""
+        """Return whether all weights have the same format, form of scales, and input quantization.
+        """
         return len({weight._kind for weight in weights}) == 1
 
     @property
@@ -124,7 +127,7 @@ class Weight(PackedWeight):
 
     @staticmethod
     def concat(parts: Sequence[Weight]) -> Weight:
-        """Merge `mergeable` parts along the output features (q, k, v or gate, up): exact, rows keep
+        """Merge `mergeable` parts along the output features (q, k, v or gate, up). Exact: rows keep
         their bits.
         """
         first = parts[0]
@@ -140,8 +143,9 @@ class Weight(PackedWeight):
 
 
 class Weights(Protocol):
-    """The matrices of all experts, by id. Iterated over once: they may be read as they are asked
-    for, so what needs one at a time has one in memory at a time."""
+    """The matrices of all experts, by id. Iterated over once; they may be read lazily, so that one
+    at a time is in memory.
+    """
 
     def __len__(self) -> int: ...
 

@@ -51,7 +51,9 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 def _per_layer_embedding(
     config: JsonObject, model: ModelConfig
 ) -> tuple[PerLayerEmbeddingConfig | None, int | None]:
-    """What each layer has of a token for itself, and the rows of its table."""
+    """Return the per-layer embedding of a token, and the rows of its table; None for both without
+    one.
+    """
     size = integer(config, "hidden_size_per_layer_input", 0, least=0)
     if not size:
         return None, None
@@ -68,7 +70,7 @@ def _per_layer_embedding(
 
 
 def _wider(mlp: FeedForward) -> FeedForward:
-    """Twice as wide, as layers have it that read the keys and values of another."""
+    """Double the width, as in layers that read the keys and values of another."""
     assert mlp is not None
     if isinstance(mlp, MoEConfig):
         assert mlp.shared is not None
@@ -79,8 +81,9 @@ def _wider(mlp: FeedForward) -> FeedForward:
 
 
 def _with_shared(config: JsonObject, mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
-    """`mixers` whose last `num_kv_shared_layers` read the keys and values of the last layer before
-    them of their kind, with a window or without."""
+    """Make the last `num_kv_shared_layers` of `mixers` read the keys and values of the last layer
+    before them of their kind, with a window or without.
+    """
     first = len(mixers) - integer(config, "num_kv_shared_layers", 0, least=0)
     found = list(mixers[: max(first, 0)])
     for index, mixer in list(enumerate(mixers))[len(found) :]:
@@ -97,7 +100,7 @@ def _with_shared(config: JsonObject, mixers: Sequence[AttentionConfig]) -> list[
 
 
 def _with_own_heads(config: JsonObject, mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
-    """`mixers` with what layers without a window have of their own.
+    """Set the heads of layers without a window in `mixers`.
 
     Both spellings: `global_head_dim` and `num_global_key_value_heads`, which counts where
     `attention_k_eq_v` is true, or `per_layer_config`, which has for some layers, by index, the keys

@@ -47,8 +47,8 @@ _SIZES = words("mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_gro
 
 
 def _translate_hybrid(config: JsonObject) -> JsonObject:
-    """Without `layer_types` every layer has a state; without experts the shared one is the
-    feed-forward.
+    """Fill in the defaults: without `layer_types` every layer has a state; without experts the
+    shared one is the feed-forward.
     """
     own = {
         "layer_types": config.get("layer_types")

@@ -37,7 +37,8 @@ _LISTS = {
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """`linear_attn_config` as the keys that transformers writes; `head_dim` is that of no layer.
+    """Translate `linear_attn_config` to the keys that transformers writes. `head_dim` is dropped:
+    no layer has it.
 
     Raises CheckpointError for keys of it that are not implemented, and for layers of no kind, or of
     two.
@@ -61,7 +62,9 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _kinds(nested: JsonObject, num_layers: int) -> list[str]:
-    """The kind of each layer; without lists every fourth but the first attends, as in transformers."""
+    """Return the kind of each layer; without lists every fourth but the first attends, as in
+    transformers.
+    """
     if not _LISTS.keys() <= nested.keys():
         return [
             _ATTENTION if index and index % 4 == 0 else _STATEFUL for index in range(num_layers)

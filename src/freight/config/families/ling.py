@@ -36,8 +36,8 @@ _SIZES = {
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """The keys that transformers writes; `head_dim` is that of recurrent layers where these have no
-    own.
+    """Translate to the keys that transformers writes. `head_dim` is the size of recurrent layers
+    that name none.
 
     Raises CheckpointError for a share of rotated channels that is not `qk_rope_head_dim`, for
     shared experts of another width than experts, and for layers behind the last whole group.
@@ -67,7 +67,9 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _require_rotated(config: JsonObject) -> None:
-    """Latent attention rotates `qk_rope_head_dim` channels, whatever else is written."""
+    """Raise CheckpointError if another key contradicts `qk_rope_head_dim`, the channels that latent
+    attention rotates.
+    """
     rotated, share = integer(config, "qk_rope_head_dim"), config.get("partial_rotary_factor")
     of_heads = (1, rotated / integer(config, "head_dim"))  # no sets: a value may be a list
     for key, value, allowed in (
@@ -82,7 +84,7 @@ def _require_rotated(config: JsonObject) -> None:
 
 
 def _kinds(config: JsonObject) -> list[str]:
-    """The last layer of each group attends."""
+    """Return the kind of each layer: the last layer of each group attends."""
     size, num_layers = integer(config, "layer_group_size"), integer(config, "num_hidden_layers")
     if num_layers % size:
         raise CheckpointError(

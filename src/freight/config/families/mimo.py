@@ -19,8 +19,8 @@ _SHARE = 0.334  # of a head's channels that are rotated
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """The hub's keys as transformers has them: which layers slide and which have experts, ropes and
-    the window.
+    """Translate the hub's keys to those of transformers: layers with a window, layers with experts,
+    ropes and the window.
 
     SGLang, for which the weights were published, and transformers see `sliding_window_size` tokens
     before a query.
@@ -51,7 +51,7 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _by_layer(config: JsonObject, key: str, names: tuple[str, str]) -> list[str] | None:
-    """A list of 0 and 1, one for each layer, as `names`; None: there is none."""
+    """Translate a list of 0 and 1, one for each layer, to `names`; None if it is absent."""
     pattern = config.get(key)
     if pattern is None:
         return None
@@ -63,8 +63,8 @@ def _by_layer(config: JsonObject, key: str, names: tuple[str, str]) -> list[str]
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Layers with a window have twice as many KV heads, and sinks. Values have a size and a factor
-    of their own.
+    """Give layers with a window twice as many KV heads, and sinks; give values their head size and
+    factor.
     """
     v_dim = integer(config, "v_head_dim")
     factor = (
@@ -89,7 +89,7 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _require(config: JsonObject, key: str, only: int) -> None:
-    """Raises CheckpointError for another value of `key` than the one that transformers computes."""
+    """Raise CheckpointError for another value of `key` than the one that transformers computes."""
     if config.get(key) is not None and integer(config, key) != only:
         raise CheckpointError(f"config.json: {key} = {config[key]!r} is not implemented; {only} is")
 

@@ -30,8 +30,8 @@ _WORDS = {"mamba": _MAMBA, "attention": _ATTENTION, **{kind: kind for kind in _L
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """The kinds of layers out of `layers_block_type` or `hybrid_override_pattern`; their number
-    follows from these.
+    """Derive the kinds of layers, and their number, from `layers_block_type` or
+    `hybrid_override_pattern`.
     """
     listed, pattern = config.get("layer_types"), config.get("hybrid_override_pattern")
     if listed is None and pattern is None:
@@ -59,7 +59,7 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _kinds(key: str, value: Any, form: type[Sequence[Any]], known: Mapping[str, str]) -> list[str]:
-    """The kind of each layer."""
+    """Return the kind of each layer. Raises CheckpointError for an unknown kind."""
     if (
         not isinstance(value, form)
         or not value
@@ -72,7 +72,7 @@ def _kinds(key: str, value: Any, form: type[Sequence[Any]], known: Mapping[str, 
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Each layer has the one part that its kind names. Attention rotates nothing."""
+    """Give each layer the one part that its kind names. Attention rotates nothing."""
     if flag(config, "mlp_bias") and _MOE in config["layer_types"]:
         raise CheckpointError(
             "config.json: mlp_bias = True is not implemented for layers with experts"
@@ -100,8 +100,10 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _mamba2(config: JsonObject) -> Mamba2Config:
-    """transformers 5.23 raises steps to `time_step_min`, which NVIDIA's code has for the first
-    values of weights alone (transformers#48989); the limits are `time_step_limit`."""
+    """Build the mixer of layers with a state. Its limits are `time_step_limit`: `time_step_min`, to
+    which transformers 5.23 raises steps, only bounds initial weights in NVIDIA's code
+    (transformers#48989).
+    """
     heads, groups = integer(config, "mamba_num_heads"), integer(config, "n_groups")
     require_multiple(heads, groups, "n_groups", "mamba_num_heads")
     return Mamba2Config(

@@ -22,7 +22,7 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """LayerNorm, learned positions, and an embedding that may have a width of its own."""
+    """Set LayerNorm, learned positions, and a separate width of the embedding if there is one."""
     norms, final_norm = _norms(config)
     model = with_attention(model, rope=None)
     layers = [replace(layer, norms=norms) for layer in model.layers]
@@ -38,7 +38,9 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _norms(config: JsonObject) -> tuple[NormPlacement, bool]:
-    """What is normed in each layer, and whether the output of the last layer is."""
+    """Return the placement of norms in each layer, and whether the output of the last layer is
+    normed.
+    """
     if not flag(config, "layer_norm_elementwise_affine"):
         raise CheckpointError(
             "config.json: layer_norm_elementwise_affine = False is not implemented; only True is"

@@ -34,7 +34,7 @@ _DEFAULTS = {
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """Without `layer_types` every n-th layer has attention, `full_attention_interval` = n."""
+    """Fill in `layer_types`: every n-th layer has attention, with n = `full_attention_interval`."""
     if config.get("layer_types"):
         return config
     interval, num_layers = (
@@ -48,8 +48,7 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Norms multiply by 1 + weight, and attention is weighed by a gate; the other layers have a
-    delta net.
+    """Set norms that multiply by 1 + weight, gated attention, and a delta net in the other layers.
     """
     if _STATEFUL in config["layer_types"]:
         require_silu(config)

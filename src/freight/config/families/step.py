@@ -25,7 +25,8 @@ _FIRST_SPARSE = 3  # layers before it have no experts, where no key says which h
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """The hub's lists, one entry for each layer, as transformers has them: by kind of layer."""
+    """Translate the hub's lists, one entry for each layer, to transformers' keys by kind of layer.
+    """
     num_layers = integer(config, "num_hidden_layers")
     padded = num_layers + integer(config, "num_nextn_predict_layers", 0, least=0)
     found = dict(config)
@@ -49,7 +50,8 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _rope(config: JsonObject, kind: str) -> dict[str, Any]:
-    """The rope of the first layer of this kind, which is that of all."""
+    """Return the rope of the first layer of this kind. Raises CheckpointError if the others differ.
+    """
     index = config["layer_types"].index(kind)
     rope: dict[str, Any] = {"rope_type": "default"}
     for key, of_rope in (
@@ -74,7 +76,7 @@ def _rope(config: JsonObject, kind: str) -> dict[str, Any]:
 
 
 def _mlp_types(config: JsonObject, num_layers: int) -> list[str]:
-    """`moe_layers_enum` lists the layers with experts: numbers, or text with commas."""
+    """Translate `moe_layers_enum`, the layers with experts: numbers, or text with commas."""
     given = config.get("moe_layers_enum")
     if given is None:
         sparse = set(range(_FIRST_SPARSE, num_layers))
@@ -89,7 +91,9 @@ def _mlp_types(config: JsonObject, num_layers: int) -> list[str]:
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Norms multiply by 1 + weight; each head has a gate; activations are bounded in some layers."""
+    """Set norms that multiply by 1 + weight, a gate per head, and the bounded activations of some
+    layers.
+    """
     gate = OutputGateConfig(GateFunction.SIGMOID, by_head=True)
     heads = _sliding_heads(config, model.attention[0])
     routed, shared = (
@@ -121,7 +125,7 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _sliding_heads(config: JsonObject, mixer: AttentionConfig) -> int:
-    """Query heads of layers with a window."""
+    """Return the query heads of layers with a window."""
     other = config.get("attention_other_setting") or {}
     if not isinstance(other, Mapping):
         raise CheckpointError(
@@ -144,7 +148,7 @@ def _sliding_heads(config: JsonObject, mixer: AttentionConfig) -> int:
 
 
 def _check_per_layer(config: JsonObject, model: ModelConfig, heads: int) -> None:
-    """Raises CheckpointError for a `per_layer_config` that says anything but the heads of layers
+    """Raise CheckpointError for a `per_layer_config` that says anything but the heads of layers
     with a window.
     """
     given = config.get("per_layer_config")
@@ -162,7 +166,7 @@ def _check_per_layer(config: JsonObject, model: ModelConfig, heads: int) -> None
 
 
 def _activations(config: JsonObject, key: str, num_layers: int) -> list[GatedActivation]:
-    """The activation of each layer, by its bound; 0 and null are none."""
+    """Return the activation of each layer, by its bound; 0 and null mean no bound."""
     limits = config.get(key) or [None] * num_layers
     if not isinstance(limits, list) or len(limits) != num_layers:
         raise CheckpointError(
