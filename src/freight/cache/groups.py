@@ -79,8 +79,7 @@ class LayerGroup(CacheGroup, Protocol):
         ...
 
     def spare(self, held: int) -> int:
-        """Return the blocks worth having in addition to `held`, for prefix hits of later requests.
-        """
+        """Return the blocks worth having besides `held`, for prefix hits of later requests."""
         ...
 
     def read_bytes(self, num_tokens: float) -> float:

@@ -242,8 +242,7 @@ def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str |
 
 
 def _open(name: str, revision: str | None, model: Any, wanted: Recipe) -> Unquantized:
-    """Open the model in its quantized form, after comparing a loaded `model` with the checkpoint.
-    """
+    """Open the model in its quantized form; a loaded `model` is compared with the checkpoint first."""
     opened = open_unquantized(name, revision)
     _require_same_weights(model, opened)
     kept: list[str] = []
@@ -335,7 +334,7 @@ def _file(dataset: str | Path, text_column: str) -> Path:
 
 
 def _part(splits: Any) -> tuple[str | None, tuple[int | None, int | None]]:
-    """Parse `train[:512]` as (the part's name, (its first row, the one after the last)); (None, all
+    """Parse `train[:512]` as (the part's name, (its first row, one after its last)); (None, all
     rows) without splits.
     """
     if isinstance(splits, Mapping):
@@ -354,8 +353,7 @@ def _part(splits: Any) -> tuple[str | None, tuple[int | None, int | None]]:
 
 
 def _split(dataset: Any, splits: Any) -> tuple[Any, tuple[int | None, int | None]]:
-    """Return (the part of `dataset` that `splits` names, (its first row, the one after the last)).
-    """
+    """Return (the part of `dataset` that `splits` names, (its first row, one after its last))."""
     name, rows = _part(splits)
     parts = isinstance(dataset, Mapping) and "input_ids" not in dataset
     if not parts and name is None:

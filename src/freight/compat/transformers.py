@@ -328,8 +328,8 @@ def _decide(
 
 
 def _skipped(args: EngineArgs, stored: Sequence[Any]) -> frozenset[int]:
-    """Return the layers of `stored` that are not quantized. Raises ConfigError for names that
-    select none.
+    """Return the layers of `stored` that are not quantized. Raises ConfigError for names of layers
+    that cannot be skipped.
     """
     names = args.kv_cache_dtype_skip_layers
     check_skipped(names, args.kv_cache_dtype)

@@ -12,8 +12,8 @@ from freight.config.layer import AttentionConfig, Mixer
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 
-_LARGEST = 3.4e38  # of float32
-_WIDEST = 8  # convolution of the CPU kernels
+_LARGEST = 3.4e38  # slightly below the largest float32
+_WIDEST = 8  # the widest convolution of the CPU kernels
 
 
 def with_mixers(model: ModelConfig, mixers: Iterable[AttentionConfig]) -> ModelConfig:

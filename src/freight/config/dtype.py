@@ -17,7 +17,7 @@ class DtypeSource(StrEnum):
     JSON.
     """
 
-    OPTION = "--dtype"  # of what is computed in; never that of a checkpoint
+    OPTION = "--dtype"  # for the compute dtype only; never for that of a checkpoint
     CONFIG = "config.json"
     TEXT_CONFIG = "text_config"  # the object in config.json that describes the text model
     TENSORS = "tensors"  # the headers of the safetensors files
@@ -38,9 +38,9 @@ def checkpoint_dtype(
 ) -> tuple[Format, DtypeSource]:
     """Return the dtype of a checkpoint and its source. `config` is the content of config.json.
 
-    In this order: config.json, its `text_config`, `stored` (that of the tensors, None: not known),
-    bfloat16. Raises CheckpointError for a dtype that is not implemented, and for two that differ in
-    one object.
+    In order of precedence: config.json, its `text_config`, `stored` (the dtype of the tensors; None
+    if not known), bfloat16. Raises CheckpointError for a dtype that is not implemented, and for two
+    that differ in one object.
     """
     for source, part in _places(config):
         named = _named(part)

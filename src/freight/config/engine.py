@@ -21,7 +21,7 @@ from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSourc
 from freight.fp8.scheme import KVScales
 
 KV_SCALES = ("auto", "checkpoint", "dynamic", "group", "unit")
-# further values of --kv-scales are described, because they have no name
+# choices for messages: the last two values have no fixed name, so they are described
 KV_SCALES_FORMS = (*KV_SCALES, "FILE.json", "a number, or two for K and V as in 0.03,0.02")
 
 
@@ -153,20 +153,16 @@ def listed_layers(layers: Sequence[int], num_layers: int) -> str:
     return f"layers {', '.join(most)} and {last}" if most else f"layer {last}"
 
 
-_LISTED = 8
+_LISTED = 8  # layers that `listed_layers` writes out
 MIXED = "mixed"  # for `dtype` or `granularity` in a JSON of a cache whose layers differ
 
 
 class PageLayout(StrEnum):
     """The order of a layer's pages in memory. Results are the same bit for bit in every layout."""
 
-    TOKENS = (
-        "tokens"  # K apart from V; in a block one token after another, its heads next to each other
-    )
-    HEADS = (
-        "heads"  # K apart from V; in a block one head after another, its tokens next to each other
-    )
-    BLOCKS = "blocks"  # a block's K, V and token scales are one run of bytes
+    TOKENS = "tokens"  # K and V separate; in a block token by token, the heads of a token adjacent
+    HEADS = "heads"  # K and V separate; in a block head by head, the tokens of a head adjacent
+    BLOCKS = "blocks"  # K, V and token scales of a block are contiguous
 
 
 @dataclass(frozen=True)
@@ -175,10 +171,10 @@ class KVCacheConfig:
     16 bits.
 
     `granularity` and `scale_source` are None for a 16-bit cache. `note` explains the choice in the
-    log at start-up. `layers`, if not None, is how each layer is stored where they differ; `format`
-    and `granularity` are then those of the quantized layers, the finest of the granularities, and
-    `scales` has None for layers that need no static ones. `state` is how layers with a recurrent
-    state store it (`states.default_state` if None).
+    log at start-up. `layers` is the stored format of each layer if they differ. `format` is then
+    that of the quantized layers, `granularity` the finest of theirs, and `scales` has None for
+    layers without static scales. `state` is the format of recurrent states; None:
+    `states.default_state`.
     """
 
     format: Format
@@ -268,14 +264,16 @@ def _common(names: set[str]) -> str | None:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All settings, resolved before a weight is read. `kv_cache_memory` in bytes; None: a share of
-    the free memory.
+    """All settings, resolved before a weight is read.
 
-    `weight_format` is the format of Linear weights; weights (the head included) that a quantized
-    checkpoint leaves unquantized have `compute_format`. `fp8_attention`: attention multiplies FP8
-    by FP8 where the hardware can. `state_every`: tokens between states that stay behind; None:
-    `cache.spec.default_every`, where layers have states. `max_step_seconds`: prompts leave a step
-    in which a request decodes about so short; 0: as long as they are.
+    weight_format      of Linear weights. Weights that a quantized checkpoint leaves unquantized,
+                       the head included, have `compute_format`
+    max_step_seconds   target duration of a step in which a request decodes: prompts are cut into
+                       chunks for it; 0: no target
+    kv_cache_memory    bytes; None: a share of the free memory
+    fp8_attention      whether attention multiplies FP8 by FP8
+    state_every        tokens between kept states, in models whose layers have states; None:
+                       `cache.spec.default_every`
     """
 
     compute_format: Format

@@ -1,9 +1,9 @@
 """The keys of a config.json: read, refused, or skipped. Imports no torch.
 
 A key that no row reads is refused if it decides what some model computes: `computing_keys.txt`
-lists these (`tools/config_keys.py`). It is read over where its value switches it off (null, false,
-0, empty), and where the user names it (`--ignore-config-keys`). Every other key is read over and
-named at start: publishers add what they like.
+lists these (`tools/config_keys.py`). It is skipped if its value switches it off (null, false, 0,
+empty), or if the user names it (`--ignore-config-keys`). Every other key is skipped and logged at
+start-up, because publishers add keys freely.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ READ = words(
     attn_logit_softcapping final_logit_softcapping hidden_act hidden_activation partial_rotary_factor
     """
 )
-# of these, keys that a model of several parts has outside of `text_config`, and that hold for the
-# decoder
+# of these, outer keys that hold for the decoder of a model with several parts
 _SHARED = words(
     """
     dtype torch_dtype bos_token_id eos_token_id tie_word_embeddings quantization_config compression_config
     kv_cache_torch_dtype kv_cache_dtype freight
     """
 )
-# training, bookkeeping, and defaults of transformers' generate(). pretraining_tp cuts products into
-# parts of one sum; max_window_layers is one of Qwen's, and of files made from theirs;
-# model_max_length is a tokenizer's, but for Kimi's
+# Training, bookkeeping, and defaults of transformers' generate(). pretraining_tp splits products
+# into parts of the same sum; max_window_layers matters to Qwen's rows only, but files made from
+# Qwen's have it too; model_max_length belongs to tokenizers, except in Kimi's row.
 HARMLESS = words(
     """
     transformers_version use_cache initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout
@@ -58,9 +57,8 @@ HARMLESS = words(
     aux_loss_alpha seq_aux block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init
     """
 )
-NEUTRAL: Mapping[
-    str, tuple[object, ...]
-] = {  # keys that change the computation, and the values that do not
+# keys that change the computation -> the values at which they do not
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "rotary_pct": (1,),
     "rope_ratio": (1,),
     "full_attn_mod": (1,),
@@ -78,7 +76,7 @@ NEUTRAL: Mapping[
     "is_encoder_decoder": (),
     "add_cross_attention": (),
 }
-# an explicit null of these is a value of its own; of any other key it means the default
+# an explicit null of these keys is a value; for any other key it means the default
 _NULLABLE = words(
     """
     num_key_value_heads head_dim sliding_window bos_token_id eos_token_id attn_logit_softcapping
@@ -87,7 +85,7 @@ _NULLABLE = words(
 )
 
 
-# what the row of a decoder takes from that of the model around it
+# fields that the row of a decoder takes from the row of the model around it
 _OF_WRAPPER = ("architecture", "tensors", "bodies", "text_type", "text_key", "flat", "wrapper_keys")
 
 
@@ -104,9 +102,8 @@ class _EveryKey(Collection[str]):
         return 0
 
 
-EVERY_KEY = (
-    _EveryKey()
-)  # to ignore whatever would be refused: for callers that do not compute the model
+# ignores every key that would be refused, for callers that do not compute the model
+EVERY_KEY = _EveryKey()
 
 
 @cache
@@ -135,7 +132,7 @@ def find_family(config: JsonObject) -> tuple[str, Family]:
     assert isinstance(model_type, str)
     architectures = config.get("architectures") or [family.architecture]
     refuse_uncompared_architecture(architectures)
-    # the first Llama files write LLaMAForCausalLM, and transformers
+    # Spellings vary: the first Llama files have LLaMAForCausalLM, and transformers writes
     # Kimi_K25ForConditionalGeneration
     known = (str([one]).lower().replace("_", "") for one in (family.architecture, *family.same))
     if str(architectures).lower().replace("_", "") not in known:
@@ -171,9 +168,8 @@ def check_keys(config: JsonObject, ignore: Collection[str] = ()) -> UnreadKeys:
     """Return the keys of `config` that are not read. `ignore` names keys to accept that would be
     refused.
 
-    Raises CheckpointError for a key that computes and is not implemented, and for another value
-    than those in `Family.fixed`, false too; ConfigError for a key in `ignore` that is read, or that
-    is not there.
+    Raises CheckpointError for a key that computes and is not implemented, and for a value that is
+    not in `Family.fixed`, false included; ConfigError for a key in `ignore` that is read or absent.
     """
     model_type, family = find_family(config)
     family, text_type, text = _decoder_row(config, family)
@@ -185,17 +181,18 @@ def check_keys(config: JsonObject, ignore: Collection[str] = ()) -> UnreadKeys:
     if text_type is not None:
         outside = _SHARED | family.wrapper_keys | {"model_type", "architectures", family.text_key}
         outside |= {key for key in config if config[key] == text.get(key)}
-        outside |= read if family.flat else set()  # `text_config` has them again, and decides
+        outside |= read if family.flat else set()  # repeated in `text_config`, which decides
         parts.append(_Part(config, outside, model_type))
     for name in ignore:
         _require_ignorable(name, parts)
-    found = [(key, part.kind(key, ignore)) for part in parts for key in part.config]
-    return UnreadKeys(
-        *(
-            tuple(dict.fromkeys(key for key, kind in found if kind == one))
-            for one in (_UNKNOWN, _HARMLESS, _IGNORED)
-        )
+    keys_of: dict[str, dict[str, None]] = {}  # by kind, each key once and in the file's order
+    for part in parts:
+        for key in part.config:
+            keys_of.setdefault(part.kind(key, ignore), {})[key] = None
+    unknown, harmless, ignored = (
+        tuple(keys_of.get(kind, ())) for kind in (_UNKNOWN, _HARMLESS, _IGNORED)
     )
+    return UnreadKeys(unknown, harmless, ignored)
 
 
 _READ, _UNKNOWN, _HARMLESS, _IGNORED = "read", "unknown", "harmless", "ignored"
@@ -221,7 +218,7 @@ class _Part:
         obstacle = self._obstacle(key)
         if obstacle is not None and key not in ignore:
             raise CheckpointError(
-                f"{obstacle}. --ignore-config-keys {key} reads over it, and results may differ"
+                f"{obstacle}. --ignore-config-keys {key} ignores it, and results may differ"
             )
         if obstacle is not None:
             return _IGNORED
@@ -272,7 +269,7 @@ def _decoder_row(
     """Return (the decoder's row, the model_type in `text_config`, that object), or (family, None,
     config) for a config without one.
 
-    The decoder's row has the wrapper's architecture, names of tensors and keys outside.
+    The decoder's row has the wrapper's architecture, tensor names and outer keys.
     """
     if family.text_type is None:
         return family, None, config

@@ -139,8 +139,7 @@ def groups_fit(layers: Mapping[int, PagedMixer]) -> bool:
 
 
 def uniform_scales(values: tuple[float, float], num_layers: int) -> KVScales:
-    """Build the same two scales, of K and of V, for every layer: one per tensor, made for E4M3FN.
-    """
+    """Build the same two scales, of K and of V, for every layer: one per tensor, for E4M3FN."""
     k, v = values
     return KVScales((LayerScales((k,), (v,), Granularity.TENSOR, ("--kv-scales",)),) * num_layers)
 

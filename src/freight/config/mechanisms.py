@@ -47,8 +47,7 @@ class Mechanism:
 
 
 def _kind(words: tuple[str, ...]) -> Callable[[JsonObject], str | None]:
-    """Build a rule: the key that lists kinds of layers, if a kind has one of `words` in its name.
-    """
+    """Build a rule: the key that lists kinds of layers, if one of `words` is part of a kind's name."""
 
     def find(config: JsonObject) -> str | None:
         for key in ("layer_types", "layers_block_type"):

@@ -230,8 +230,7 @@ NORMED_OUTPUTS = TensorNames(
 
 
 def not_run(part: str, *patterns: str) -> tuple[tuple[str, str], ...]:
-    """Build the entries of `TensorNames.unused` for a part of the model that is not its text model.
-    """
+    """Build the entries of `TensorNames.unused` for a part of the model outside its text model."""
     return tuple(
         (pattern, f"of the {part} model: Freight runs the text model alone") for pattern in patterns
     )

@@ -13,8 +13,7 @@ from enum import IntEnum, StrEnum
 
 
 class Format(StrEnum):
-    """The format of a stored number. The value is the name on the command line and in every JSON.
-    """
+    """The format of a stored number. Values are the names on the command line and in every JSON."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"

@@ -1,5 +1,4 @@
-"""Activations of a feed-forward, with a gate and without, and functions of gates. Imports no torch.
-"""
+"""Activations of a feed-forward, gated and not, and functions of gates. Imports no torch."""
 
 from __future__ import annotations
 

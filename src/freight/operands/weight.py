@@ -116,8 +116,7 @@ class Weight(PackedWeight):
 
     @staticmethod
     def alike(weights: Sequence[Weight]) -> bool:
-        """Return whether all weights have the same format, form of scales, and input quantization.
-        """
+        """Return whether all weights have the same format, kind of scales, and input quantization."""
         return len({weight._kind for weight in weights}) == 1
 
     @property

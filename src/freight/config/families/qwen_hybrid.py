@@ -48,8 +48,7 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Set norms that multiply by 1 + weight, gated attention, and a delta net in the other layers.
-    """
+    """Set norms that multiply by 1 + weight, gated attention, and a delta net in other layers."""
     if _STATEFUL in config["layer_types"]:
         require_silu(config)
     key_heads, heads = (

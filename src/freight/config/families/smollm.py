@@ -12,8 +12,7 @@ from freight.errors import CheckpointError
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Make layers that rotate see everything, unless `layer_types` lists the layers with a window.
-    """
+    """Make layers that rotate see everything, unless `layer_types` lists layers with a window."""
     mixers = []
     wide = config.get("sliding_window") if flag(config, "use_sliding_window") else None
     for mixer, rotates in zip(

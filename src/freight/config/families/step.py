@@ -25,8 +25,7 @@ _FIRST_SPARSE = 3  # layers before it have no experts, where no key says which h
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """Translate the hub's lists, one entry for each layer, to transformers' keys by kind of layer.
-    """
+    """Translate the hub's lists, one entry per layer, to transformers' keys by kind of layer."""
     num_layers = integer(config, "num_hidden_layers")
     padded = num_layers + integer(config, "num_nextn_predict_layers", 0, least=0)
     found = dict(config)
@@ -50,8 +49,7 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _rope(config: JsonObject, kind: str) -> dict[str, Any]:
-    """Return the rope of the first layer of this kind. Raises CheckpointError if the others differ.
-    """
+    """Return the rope of all layers of this kind. Raises CheckpointError if they differ."""
     index = config["layer_types"].index(kind)
     rope: dict[str, Any] = {"rope_type": "default"}
     for key, of_rope in (
