@@ -91,7 +91,9 @@ def _tensors(
 
 
 def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) -> Tensor:
-    """Expand 1, num_kv_heads or num_kv_heads * head_dim scales: float32 [num_kv_heads, head_dim]."""
+    """Expand 1, num_kv_heads or num_kv_heads * head_dim scales to a float32 tensor [num_kv_heads,
+    head_dim].
+    """
     size = num_kv_heads * head_dim
     assert len(values) in (1, num_kv_heads, size), (
         f"{len(values)} scales for {num_kv_heads} KV heads"

@@ -242,7 +242,8 @@ def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str |
 
 
 def _open(name: str, revision: str | None, model: Any, wanted: Recipe) -> Unquantized:
-    """Open the model in its quantized form; a loaded `model` is compared with the checkpoint first."""
+    """Open the model in its quantized form. A loaded `model` is compared with its checkpoint first.
+    """
     opened = open_unquantized(name, revision)
     _require_same_weights(model, opened)
     kept: list[str] = []

@@ -1,7 +1,7 @@
 """Values of a config.json, read with their types checked. Imports no torch.
 
-Each function raises a CheckpointError that names the key and its value. `default` is the value of an
-absent key.
+Each raises a CheckpointError that names the key and its value. `default` is the value of an absent
+key.
 """
 
 from __future__ import annotations

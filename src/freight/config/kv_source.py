@@ -30,7 +30,8 @@ KV_DTYPES = (
     "int8",
 )
 _GROUPS = f"scales per group of {SCALE_GROUP} channels are for latents (MLA)"
-_FITTING = {  # others: E4M3 takes all
+# words of --kv-scales that a format accepts; E4M3 accepts all
+_FITTING = {
     Format.INT8: ("auto", "dynamic", "group"),
     Format.E5M2: ("auto", "dynamic", "unit"),
 }
@@ -55,8 +56,8 @@ def kv_source(args: EngineArgs) -> KVSource:
     """Return the source that `args` name. Raises ConfigError for an unknown source, for two of
     them, and for a missing file.
 
-    A source that the named cache cannot use is refused as well. Whether an `auto` cache can is
-    decided by `config.resolve.resolve`.
+    Also raises it for a source that the named cache cannot use; `config.resolve.resolve` decides
+    that for an `auto` cache.
     """
     if args.quantization_param_path is None:
         source = _parse(args.kv_scales)

@@ -1,8 +1,8 @@
 """Mechanisms of published models that Freight does not have, recognised by keys of a config.json.
 Imports no torch.
 
-A model type without a row is refused for the mechanism that stands in the way, before transformers'
-modules are tried: a user then knows what is missing, and docs/models.md counts models by it.
+A model type without a row is refused for its missing mechanism before transformers' modules are
+tried. The error then names what is missing, and docs/models.md counts models by it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Mechanism:
     """A mechanism and its signs in a config.json: `keys` that have a value, `prefixes` of such
     keys, or the rule `sign`.
 
-    `excluded` says of a config.json that beginnings of keys show nothing in it.
+    `excluded` returns True for a config.json in which `prefixes` show nothing.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Mechanism:
 
 
 def _kind(words: tuple[str, ...]) -> Callable[[JsonObject], str | None]:
-    """Build a rule: the key that lists kinds of layers, if one of `words` is part of a kind's name."""
+    """Build a rule: the key that lists kinds of layers, if one of `words` is part of a kind."""
 
     def find(config: JsonObject) -> str | None:
         for key in ("layer_types", "layers_block_type"):
@@ -135,7 +135,7 @@ MECHANISMS = (
 )
 
 
-# model types whose results could be compared with nothing -> their models
+# model types without a public implementation to compare results with -> their models
 UNCOMPARED: Mapping[str, str] = {
     "plamo3": "PLaMo 3",
     "bailing_moe": "Ling and Ring 1T",
@@ -143,7 +143,7 @@ UNCOMPARED: Mapping[str, str] = {
 }
 
 
-# the same of architectures whose model_type has a row for another one
+# the same for architectures whose model_type has a row for another architecture
 UNCOMPARED_ARCHITECTURES: Mapping[str, str] = {
     "BailingMoeV2_5ForCausalLM": "Ling 2.6 and Ring 2.6, with lightning attention",
 }

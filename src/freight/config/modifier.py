@@ -1,10 +1,10 @@
-"""QuantizationModifier: what a recipe of llm-compressor quantizes -> weights, activations, KV
-scales. Imports no torch.
+"""QuantizationModifier of llm-compressor, resolved to weights, activations and KV scales. Imports no
+torch.
 
 `QuantizationModifier` and `QuantizationArgs` have the fields and defaults of llm-compressor's and
-compressed-tensors' classes of these names; objects of those classes are read as well. What Freight
-does not do is an error that names it: another number format, several schemes in one model, an
-observer that clips. No field is passed over.
+compressed-tensors' classes of these names; objects of those classes are read as well. Anything that
+Freight does not do is an error that names it: another number format, several schemes in one model,
+an observer that clips. No field is ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PRESETS = {  # names of schemes -> weights, activations
     "FP8_DYNAMIC": (WeightScheme.CHANNEL, ActivationScheme.DYNAMIC),
     "FP8_BLOCK": (WeightScheme.BLOCK, ActivationScheme.DYNAMIC),
 }
-_NOT_WRITTEN = frozenset(  # further preset schemes of compressed-tensors
+_NOT_WRITTEN = frozenset(  # compressed-tensors' other preset schemes, which Freight does not write
     (
         "UNQUANTIZED",
         "W8A16",
@@ -132,7 +132,7 @@ class Recipe:
         """Return (modules of `linear` that stay in 16 bits, patterns of `ignore` that match none of
         them).
 
-        Raises ConfigError for a target that is no Linear module.
+        Raises ConfigError for a target that matches no Linear module.
         """
         if self.weights is WeightScheme.NONE:
             return list(linear), []

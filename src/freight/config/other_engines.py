@@ -2,8 +2,8 @@
 imports no torch.
 
 A sentence names our options as {field}: `spell` writes them as keywords ('kv_cache_memory') or as
-flags ('--kv-cache-memory'). Options that do what one of ours does are in RENAMED; TGI's launcher
-has a table of its own, because `freight --model-id M` reads its flags and variables.
+flags ('--kv-cache-memory'). RENAMED has the options with an equivalent of ours. TGI's launcher has a
+separate table, because `freight --model-id M` reads its flags and variables.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ CALLS = {  # keywords of their `generate` and `chat`
 class TgiOption:
     """An option of TGI's launcher; its environment variable is the name in capitals.
 
-    field    ours that does the same; its value is passed on
-    asks     values that ask for nothing that is not so already
-    instead  what to use here, or why nothing is lost
-    harmless ignoring it changes no answer and no promise
-    switch   on the command line it stands without a value
+    field    our option with the same meaning; the value is passed on
+    asks     values that match Freight's behaviour, so that nothing has to be done
+    instead  the replacement, or why none is needed
+    harmless whether ignoring it changes neither answers nor guarantees
+    switch   whether it takes no value on the command line
     """
 
     field: str | None = None
@@ -186,7 +186,7 @@ TGI_OPTIONS = {
     "dtype": TgiOption("dtype"),
     "quantize": TgiOption("quantization", ("compressed-tensors",)),
     "port": TgiOption("port"),
-    "hostname": TgiOption("host"),  # by its flag only: every container sets the variable
+    "hostname": TgiOption("host"),  # its flag only: every container sets the HOSTNAME variable
     "api_key": TgiOption("api_key"),
     "cors_allow_origin": TgiOption("allow_origin"),
     "max_total_tokens": TgiOption("max_model_len"),

@@ -53,12 +53,13 @@ class ObserverKind(StrEnum):
 
 @dataclass(frozen=True)
 class QuantizePlan:
-    """A resolved quantizer run. `kv_granularity` is None if the KV cache is not quantized; `center`
-    requires one.
+    """A resolved quantizer run.
 
-    `lm_head`: the output head is quantized like the other Linear modules. With `kv_budget` the
-    granularity is chosen by layer (`calibrate.budget`), and `kv_granularity` is the finest of those
-    to choose from.
+    kv_granularity   None if the KV cache is not quantized; with `kv_budget`, the finest granularity
+                     to choose from
+    center           whether keys are centered; requires `kv_granularity`
+    lm_head          whether the output head is quantized like the other Linear modules
+    kv_budget        a limit within which each layer's granularity is chosen (`calibrate.budget`)
     """
 
     weights: WeightScheme
@@ -88,8 +89,8 @@ class QuantizePlan:
 
 KV_CACHES = ("fp8", "none")
 KV_GRANULARITIES = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)
-NUM_SAMPLES = 512
-MAX_SEQ_LEN = 2048
+NUM_SAMPLES = 512  # the default of llm-compressor's oneshot
+MAX_SEQ_LEN = 2048  # tokens of a sample at most
 _SYNONYMS = {  # other tools' names -> ours
     "quantization": "weights",
     "activation_scheme": "activations",
@@ -127,8 +128,8 @@ class QuantizeArgs:
     max_seq_len: int | None = None
     observer: str | None = None
     format: str = Layout.COMPRESSED_TENSORS
-    dtype: str | None = None  # that of the model, as other tools ask for it; another one is refused
-    device: str | None = None  # where the model runs while it is calibrated
+    dtype: str | None = None  # as in other tools; refused if it differs from the model's
+    device: str | None = None  # device on which the model is calibrated
 
     @staticmethod
     def from_options(**options: Any) -> QuantizeArgs:

@@ -1,8 +1,8 @@
-"""llm-compressor's recipes -> Recipe. Imports no torch, reads no weight.
+"""Recipes of llm-compressor, read as Recipe. Imports no torch, reads no weight.
 
 A recipe is YAML text, the path of a YAML or JSON file, a `QuantizationModifier`, or a list of
-these. Another modifier, and a key that is not understood, is an error that names it. Passed over is
-only what llm-compressor itself does not use (`start`, `end`).
+these. Another modifier, or an unknown key, is an error that names it. Only keys that llm-compressor
+does not use either, such as `start` and `end`, are ignored.
 """
 
 from __future__ import annotations
@@ -107,13 +107,8 @@ def _from_mapping(content: JsonObject) -> Iterator[QuantizationModifier]:
             )
 
 
-_UNUSED = (
-    "start",
-    "end",
-    "update",
-    "index",
-    "group",
-)  # of every modifier; oneshot does not use them
+# keys of every modifier that oneshot does not use
+_UNUSED = ("start", "end", "update", "index", "group")
 
 
 def _modifier(options: JsonObject) -> QuantizationModifier:

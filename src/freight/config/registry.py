@@ -8,11 +8,8 @@ from pathlib import Path
 
 from freight.config.family import Family
 
-_FIRST = (
-    "llama",
-    "mistral",
-    "qwen",
-)  # lists of model types begin with what is best known; then by file
+# lists of model types begin with the best known families; the others follow by file name
+_FIRST = ("llama", "mistral", "qwen")
 
 
 def family_files() -> tuple[str, ...]:

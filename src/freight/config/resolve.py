@@ -33,12 +33,10 @@ DTYPES = {"half": Format.FLOAT16, "float": Format.FLOAT32} | {
 QUANTIZATIONS = ("fp8",)
 KERNELS = ("auto", "reference")
 ATTENTION_COMPUTES = ("auto", "fp8")
-STEP_TOKENS = {
-    "cpu": 512,
-    "cuda": 8192,
-}  # per step at most: they keep the device busy, and a step short
-SERVED_STEP_SECONDS = 0.5  # on a CPU: the time between two tokens that a reader hardly notices
-EXPERT_ROWS, MOST_STEP_TOKENS = 64, 2048  # of mixtures of experts on a CPU (`step_tokens`)
+# most tokens per step: enough to keep the device busy, few enough to keep a step short
+STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+SERVED_STEP_SECONDS = 0.5  # on a CPU: a pause between two tokens that a reader hardly notices
+EXPERT_ROWS, MOST_STEP_TOKENS = 64, 2048  # for mixtures of experts on a CPU (`step_tokens`)
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
@@ -94,8 +92,8 @@ def resolve(
 ) -> EngineConfig:
     """Resolve all settings before a weight is read.
 
-    `kv_scales` are those of the checkpoint, or those that `kv_source` names: of a file, or uniform
-    ones. Raises ConfigError, and CheckpointError where the checkpoint is at fault.
+    `kv_scales` are the checkpoint's, or those that `kv_source` names: from a file, or uniform.
+    Raises ConfigError, and CheckpointError if the checkpoint is at fault.
     """
     check(args)
     if args.device not in ("auto", device.kind):
@@ -138,9 +136,9 @@ def resolve(
 def step_tokens(device: str, model: ModelConfig) -> int:
     """Return the default of --max-num-batched-tokens, the most tokens of a step.
 
-    On a CPU a step reads all experts of a mixture for few rows each. It takes so many tokens, a
-    multiple of 512 up to 2,048, that an expert has 64 rows on average: then products take longer
-    than reading their weights.
+    On a CPU a step of a mixture reads all experts, for few rows each. The default is then a multiple
+    of 512, up to 2,048, with which an expert has 64 rows on average: with as many rows, products
+    take longer than reading their weights.
     """
     least = STEP_TOKENS[device]
     if device != "cpu":
@@ -155,8 +153,8 @@ def step_tokens(device: str, model: ModelConfig) -> int:
 def for_serving(args: EngineArgs, device: str) -> EngineArgs:
     """Return `args` for a server on 'cpu' or 'cuda', with a default for --max-step-seconds.
 
-    On a CPU a step of prompts takes seconds, in which nobody else gets a token. Offline nobody
-    waits for single tokens, and longer steps have the better rate.
+    On a CPU a step of prompts takes seconds, during which no other request gets a token. Offline no
+    client waits for single tokens, and longer steps have a higher throughput.
     """
     if args.max_step_seconds is not None or device != "cpu":
         return args
@@ -178,7 +176,8 @@ def parse_memory(
     """Return the bytes of '4GiB', '512MiB', '4GB', '1e9' or a number; None for None. Raises
     ConfigError.
 
-    `flag` is the option that has the value, `otherwise` what may be done instead.
+    flag        the option, for messages
+    otherwise   the alternative, for messages
     """
     if value is None:
         return None
@@ -206,9 +205,9 @@ def for_variant(scales: KVScales, format: Format) -> KVScales:
     """Convert scales made for one E4M3 variant for a cache in the other: doubled FN -> FNUZ, halved
     FNUZ -> FN, both exact.
 
-    An FNUZ byte decodes to half its FN value, so with a doubled scale the stored values are the
-    same. Only the ranges differ: FNUZ's largest value, 240, is 480 at the FN scale, where FN
-    saturates at 448.
+    An FNUZ byte decodes to half its FN value, so the doubled scale gives the same stored values.
+    Only the ranges differ: FNUZ's largest value, 240, is 480 at the FN scale, where FN saturates at
+    448.
     """
     if scales.format is format:
         return scales
@@ -294,7 +293,7 @@ def _cache(
     format, cache = _kv_format(args, compute, scheme, native)
     if asked and format.is_e4m3:
         raise ConfigError(
-            f"{cache}, but the checkpoint was made for a cache of its own ({scales.by_granularity}): use "
+            f"{cache}, but the checkpoint chooses the cache of each layer ({scales.by_granularity}): use "
             "--kv-cache-dtype auto for that, or --kv-scales dynamic for FP8 in every layer"
         )
     require_fit(format, cache, source)
@@ -312,7 +311,7 @@ def _cache(
     if source.word == "dynamic" or format is Format.INT8:
         return _dynamic(format, "measured per token as stored")
     if source.word == "unit":
-        return _unit(format, "1.0 as asked for")
+        return _unit(format, "1.0 as requested")
     if format is Format.E5M2:
         if not scales.empty:
             raise ConfigError(
@@ -334,8 +333,8 @@ def _from_checkpoint(
     """Resolve an E4M3 cache with `auto` or `checkpoint`: the checkpoint decides; missing scales are
     never guessed.
 
-    A scale of K alone serves V as well, as in vLLM and SGLang; one of V alone says nothing about
-    keys.
+    A scale of K alone is used for V as well, as in vLLM and SGLang. A scale of V alone is an error:
+    it says nothing about keys.
     """
     if scales.alone("v"):
         raise CheckpointError(
@@ -373,7 +372,7 @@ def _from_checkpoint(
 def _skipped(args: EngineArgs) -> str:
     if args.kv_cache_dtype == "auto":
         return "the checkpoint's KV scales are skipped, as it declares no FP8 cache; --kv-cache-dtype fp8 uses them"
-    return "the checkpoint's KV scales are skipped: 16 bits were asked for"
+    return "the checkpoint's KV scales are skipped: 16 bits were requested"
 
 
 def mixed_cache(
@@ -422,8 +421,8 @@ def _dynamic(format: Format, note: str) -> KVCacheConfig:
 def _by_group(kv: KVCacheConfig) -> KVCacheConfig:
     """Return `kv`, a cache of latents with scales per token, with scales per group instead.
 
-    On a model that was trained they cost a quarter of the KL of scales per token in E4M3, and a
-    sixth in INT8, for an eighth more bytes (docs/numerics.md).
+    On a trained model they have a quarter of the KL of scales per token in E4M3, and a sixth in
+    INT8, for an eighth more bytes (docs/numerics.md).
     """
     layers = kv.layers and tuple(
         layer if layer.granularity is None else replace(layer, granularity=Granularity.GROUP)

@@ -58,8 +58,9 @@ def parse_ropes(
     """Return the rope of all layers; or, if layers with a window have a separate rope, that of the
     other layers and then theirs.
 
-    Both spellings: `rope_theta`, `rope_local_base_freq` and `rope_scaling`, or `rope_parameters` with the theta inside,
-    for each kind of layer where there are two ropes. `head_dims` has the head size of each of the two kinds.
+    Both spellings are read: `rope_theta`, `rope_local_base_freq` and `rope_scaling`, or
+    `rope_parameters` with the theta inside, by kind of layer if there are two ropes. `head_dims` has
+    the head size of each of the two kinds.
     """
     if family.local_theta is None:
         return (_parse_rope(config, family, family.theta, max_positions, head_dims[0]),)
@@ -71,8 +72,8 @@ def parse_ropes(
             f"config.json: rope_parameters = {by_kind!r}: {family.architecture} needs one entry for each of "
             f"{choices(_LAYER_KINDS)}, and no other"
         )
-    whole, windowed = (by_kind.get(kind) for kind in _LAYER_KINDS)
-    shared = {**config, "rope_parameters": whole}
+    full, windowed = (by_kind.get(kind) for kind in _LAYER_KINDS)
+    shared = {**config, "rope_parameters": full}
     local = {"rope_parameters": windowed, "rope_theta": config.get("rope_local_base_freq")}
     return (
         _parse_rope(shared, family, family.theta, max_positions, head_dims[0]),
@@ -83,16 +84,16 @@ def parse_ropes(
 def _without_length(by_kind: JsonObject) -> dict[str, Any]:
     """Drop the pretrained length that Laguna-XS.2 repeats next to the ropes of `by_kind`.
 
-    transformers does not read it, and others take it for the default of the ropes: each that needs
-    one must name it.
+    transformers does not read it there, and other programs take it as the ropes' default. So each
+    rope that needs a length must repeat it; raises CheckpointError otherwise.
     """
     for kind, rope in by_kind.items():
-        own = rope if isinstance(rope, Mapping) else {}
-        needed = _LENGTH in _REQUIRED.get(str(own.get("rope_type") or own.get("type")), ())
-        if needed and own.get(_LENGTH) != by_kind[_LENGTH]:
+        keys = rope if isinstance(rope, Mapping) else {}
+        needed = _LENGTH in _REQUIRED.get(str(keys.get("rope_type") or keys.get("type")), ())
+        if needed and keys.get(_LENGTH) != by_kind[_LENGTH]:
             raise CheckpointError(
                 f"config.json contradicts itself: {_LENGTH} = {by_kind[_LENGTH]!r} in rope_parameters, and in its "
-                f"{kind} {own.get(_LENGTH)!r}"
+                f"{kind} {keys.get(_LENGTH)!r}"
             )
     return {kind: rope for kind, rope in by_kind.items() if kind != _LENGTH}
 
@@ -149,11 +150,10 @@ def _of_heads(rope: JsonObject, family: Family) -> JsonObject:
     """Drop the partial factor from `rope` where it is a parameter of the proportional kind
     (`RopeConfig`).
     """
-    own = RopeForm.PROPORTIONAL in family.ropes and PROPORTIONAL in (
-        rope.get("rope_type"),
-        rope.get("type"),
-    )
-    return {key: value for key, value in rope.items() if not (own and key == _SHARE)}
+    named = (rope.get("rope_type"), rope.get("type"))
+    if RopeForm.PROPORTIONAL not in family.ropes or PROPORTIONAL not in named:
+        return rope
+    return {key: value for key, value in rope.items() if key != _SHARE}
 
 
 def _rotary_dim(config: JsonObject, rope: JsonObject, family: Family, head_dim: int) -> int:
@@ -226,8 +226,8 @@ def _parse(
         _factors(where, values, key, plain.rotary_dim) if kind == "longrope" else ()
         for key in _FACTORS
     ]
-    # a pretrained length outside of this object takes precedence; without either, it is
-    # max_position_embeddings
+    # a pretrained length outside of this object takes precedence over the one inside; the default of
+    # both is max_position_embeddings
     inside, outside = values.pop(_LENGTH, max_positions), config.get(_LENGTH)
     if _LENGTH in required[kind]:
         values[_LENGTH] = inside if outside is None else outside
@@ -283,8 +283,8 @@ def _value(where: str, values: JsonObject, key: str) -> float | bool:
     value = values[key]
     if key == "attn_factor" and "attention_factor" in values:
         raise CheckpointError(
-            f"config.json: {where} has attn_factor = {value!r} beside attention_factor = "
-            f"{values['attention_factor']!r}, and only one of them can say what multiplies attention"
+            f"config.json: {where} has attn_factor = {value!r} and attention_factor = "
+            f"{values['attention_factor']!r}; only one of them can be the factor of attention"
         )
     if key == "truncate":
         if not isinstance(value, bool):

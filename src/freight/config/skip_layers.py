@@ -16,7 +16,7 @@ from freight.errors import ConfigError, nearest, shown
 from freight.fp8.formats import COMPUTE_FORMATS
 
 FLAG = "--kv-cache-dtype-skip-layers"
-SLIDING = "sliding_window"  # every layer with a window
+SLIDING = "sliding_window"  # selects every layer with a window
 _WAY_OUT = f"give layer numbers, as in 0,2, or {SLIDING} for the layers with a window"
 
 
@@ -60,7 +60,7 @@ def check_skipped(given: Sequence[object], kv_cache_dtype: str) -> None:
             continue
         if name.startswith("-") and name[1:].isdecimal():
             raise ConfigError(
-                f"{FLAG} {shown(name)}: layers count from 0, from the first on; {_WAY_OUT}"
+                f"{FLAG} {shown(name)}: layers count from 0, starting with the first; {_WAY_OUT}"
             )
         raise ConfigError(
             f"{FLAG} {shown(name)} is unknown{nearest(name[:80], [SLIDING])}: {_WAY_OUT}"

@@ -16,7 +16,7 @@ from freight.errors import ConfigError
 from freight.fp8.formats import Format
 from freight.operands.tiles import STATE_TILE
 
-_MOST_EVERY = 2**30  # kernels take 32 bits, and no context is as long
+_MOST_EVERY = 2**30  # kernels take 32-bit numbers, and no context is as long
 STATE_DTYPES = (
     "auto",
     "bfloat16",
@@ -27,7 +27,7 @@ STATE_DTYPES = (
     "fp8_e4m3fn",
     "fp8_e4m3fnuz",
 )
-_REFUSED: dict[object, str] = {
+_REFUSED: dict[object, str] = {  # formats of keys and values that states cannot have -> the reason
     "float16": "a state may grow beyond its largest number, 65,504; use bfloat16, which takes as much, or float32",
     "fp8_e5m2": "two bits of mantissa make twice the error of E4M3; use int8, which has the least of 8 bits, or fp8",
 }
@@ -76,10 +76,9 @@ def with_state(
     """Return `kv` with the format of states that --state-dtype `asked` selects. `native`: the
     device's E4M3.
 
-    `auto` is INT8 where keys and values have 8 bits: it has less error in states than E4M3. The
-    dtype that a config.json may name (`mamba_ssm_dtype`) is that of its publisher's own code, and
-    decides nothing here. Raises ConfigError for a format that is named where no layer has such a
-    state.
+    `auto` is INT8 if keys and values have 8 bits, because its error in states is smaller than that
+    of E4M3. A config.json may name a dtype (`mamba_ssm_dtype`), but it describes the publisher's
+    code and is ignored. Raises ConfigError if a format is named and no layer has a recurrent state.
     """
     if not model.recurrent:
         if asked != "auto":

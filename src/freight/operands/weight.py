@@ -116,7 +116,8 @@ class Weight(PackedWeight):
 
     @staticmethod
     def alike(weights: Sequence[Weight]) -> bool:
-        """Return whether all weights have the same format, kind of scales, and input quantization."""
+        """Return whether format, kind of scales and input quantization are the same in all weights.
+        """
         return len({weight._kind for weight in weights}) == 1
 
     @property
