@@ -1,11 +1,11 @@
-"""StoredTokens: keys or values of one layer in FP8, in one tensor, for attention that is not paged.
+"""StoredTokens: keys or values of one layer in FP8, in one tensor, for unpaged attention.
 
 The bytes and scales are those that `rotate_store` writes into pages for the same keys and values.
 `read` decodes all of them. `append`, `keep` and `select` are the only writers.
 
-Memory is allocated outside of inference mode: tensors made in it could not be written to after it,
-and a cache that was filled in `torch.inference_mode()` is often continued by `generate`, which runs
-under `no_grad` only.
+Memory is allocated outside of inference mode: an inference tensor cannot be written to later, and a
+cache that was filled in `torch.inference_mode()` is often continued by `generate`, which runs under
+`no_grad` only.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from freight.errors import ConfigError
 from freight.fp8.cast import amax, decode, encode, token_scale, torch_dtype
 from freight.fp8.formats import Format
 
-SPARE_TOKENS = (
-    16  # memory is taken for this many tokens more than there are, or for a part of theirs more
-)
-SPARE_PART = 32
+# memory is allocated for this many further tokens, or for this part of the tokens if that is more
+SPARE_TOKENS = 16
+SPARE_PART = 32  # one 32nd
 
 
 @dataclass(frozen=True)
 class Storage:
     """The stored form of a layer's keys, or of its values.
 
-    `scale` is [num_kv_heads, head_dim] float32: static; None with `dynamic`, and where stored
-    values are the true ones.
+    `scale` is the static scale, [num_kv_heads, head_dim] float32; None with `dynamic`, and if
+    stored values need no scale.
     """
 
     format: Format
@@ -59,7 +58,7 @@ class StoredTokens:
         self._static = None if storage.scale is None else storage.scale.to(states.device)
         self._bytes = torch.empty((batch, heads, 0, dim), dtype=torch.uint8, device=states.device)
         self._scales = torch.empty((batch, heads, 0), dtype=torch.bfloat16, device=states.device)
-        self._begin = self._end = 0  # the tokens in use; what lies outside may hold anything
+        self._begin = self._end = 0  # the range of tokens in use; content outside is unspecified
 
     @property
     def num_tokens(self) -> int:
@@ -130,11 +129,8 @@ class StoredTokens:
     @torch.inference_mode(False)
     def _allocate(self, tokens: int) -> None:
         """Move the tokens in use to new memory for `tokens` tokens and a reserve."""
-        (batch, heads, _, dim), capacity, used = (
-            self._bytes.shape,
-            tokens + _spare(tokens),
-            self.num_tokens,
-        )
+        batch, heads, _, dim = self._bytes.shape
+        capacity, used = tokens + _spare(tokens), self.num_tokens
         stored = self._bytes.new_empty((batch, heads, capacity, dim))
         stored[:, :, :used] = self._bytes[:, :, self._begin : self._end]
         if self._dynamic:

@@ -1,11 +1,11 @@
-"""Groups of layers that share block tables: which blocks a sequence needs in each. Imports no
+"""Groups of layers that share block tables, and the blocks that a sequence needs in each. Imports no
 torch.
 
-A group is the layers of one kind and window, however many bytes a token has in each of them. A
-group has its own blocks and its own block tables: a window's layers give back blocks that no later
-token sees, while other layers keep theirs. There are two kinds of groups. In pages every token has
-a place. Of a state a sequence has one, which every token changes; what it was stays behind every so
-many tokens.
+A group is the layers of one kind and window, whatever the bytes of a token in each of them. Blocks
+and block tables are per group: layers with a window release blocks that no later token sees, while
+other layers keep theirs. There are two kinds of groups. Pages have a slot for every token. States
+are one per sequence, and every token changes it; the one after every `tokens_per_block` tokens is
+kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CacheGroup(Protocol):
     block i of the sequence.
 
     tokens_per_block    a multiple of the block size that prefix keys are made for
-    keeps_all           whether it gives no block back before the end: `first_block` is always 0
+    keeps_all           whether no block is released before the end: `first_block` is always 0
     """
 
     @property
@@ -34,8 +34,8 @@ class CacheGroup(Protocol):
         """Return the first entry that is read to compute a token at position `start` or later; it
         never decreases as `start` grows.
 
-        So a sequence can continue at `start`, a multiple of tokens_per_block, from the entries
-        first_block(start) … start / tokens_per_block - 1 alone.
+        So a sequence can continue at `start`, a multiple of tokens_per_block, if it has the entries
+        first_block(start) … start / tokens_per_block - 1.
         """
         ...
 
@@ -53,11 +53,11 @@ class CacheGroup(Protocol):
 class LayerGroup(CacheGroup, Protocol):
     """A `CacheGroup` with the layers whose memory lies in its blocks.
 
-    layers             indices into the model's
-    bytes_per_block    of all of them together
-    has_slots          whether each token of a sequence has a place of its own in the block that its
-                       position falls into: then computing it twice stores the same as once
-    kind               behind a number of layers: 'with a window of 1,024'
+    layers             indices into the model's layers
+    bytes_per_block    bytes of a block in all these layers together
+    has_slots          whether each token has a separate slot in the block of its position, so that
+                       computing it twice stores the same as once
+    kind               text after a number of layers: 'with a window of 1,024'
     """
 
     @property
@@ -116,8 +116,8 @@ class Pages:
         """Return the block that holds the start of the first key tile that the window of the token
         at `start` touches.
 
-        Attention reads that tile whole, so a key before the window must not have been overwritten
-        if it lies there.
+        Attention reads all of that tile, so keys in it that precede the window must not be
+        overwritten.
         """
         if self.window is None or start < self.window:
             return 0
@@ -163,9 +163,10 @@ class Pages:
 class StateBlocks:
     """The states of `layers`. A sequence has one block of states per `tokens_per_block` tokens.
 
-    Block i holds the state behind the last token so far that falls into it. Its first token reads
-    the state of block i - 1 and writes block i, later ones read and write block i. So a full block,
-    which others may share, is never written: layout does what copying on write would do.
+    Block i holds the state after the last computed token whose position falls into it. The block's
+    first token reads the state of block i - 1 and writes block i; later tokens read and write block
+    i. So a full block, which other sequences may share, is never written, and needs no copy on
+    write.
     """
 
     layers: tuple[int, ...]

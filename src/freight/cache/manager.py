@@ -1,14 +1,14 @@
 """CacheManager: the blocks of each sequence, in every group of the cache. The Scheduler's interface
 to the cache. Imports no torch.
 
-Every group has a BlockAllocator of its own. A sequence has a block table per group, and tables are
-absolute: entry i is block i of the sequence. What a group no longer reads
-(`CacheGroup.first_block`) is given back before the next chunk is computed; those entries become 0.
-Full blocks are indexed as they are computed, and stay cached when they are given back.
+There is one BlockAllocator per group. A sequence has a block table per group, and tables are
+absolute: entry i is block i of the sequence. Blocks that a group no longer reads
+(`CacheGroup.first_block`) are released before the next chunk is computed; their entries become 0.
+Full blocks are indexed as they are computed, and stay cached when they are released.
 
-A prefix hit is the longest prefix that every group can serve. A group has to have only the blocks
-that the first token to compute reads: all of them for full attention, those of the last window for
-a sliding one.
+A prefix hit is the longest prefix that every group can serve. A group only needs the blocks that
+the first token to compute reads: all of them for full attention, those of the last window for a
+sliding one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Held:
     """The blocks of one sequence, by group. Replaced, never changed in place, so that a step may
     keep a reference.
 
-    block_ids    the block tables; () for a sequence that holds nothing
-    given_back   by group, how many entries at the start of the table are 0 and not held
-    room         the tokens up to which every table reaches
+    block_ids    block tables; () for a sequence that holds nothing
+    given_back   by group, the number of released entries at the start of the table, which are 0
+    room         tokens for which every table has blocks
     """
 
     block_ids: tuple[tuple[int, ...], ...] = ()
@@ -63,8 +63,9 @@ class CacheManager:
     """The block allocators of all groups, with `num_blocks` blocks in each. Prefix keys are made
     for every `block_size` tokens.
 
-    A step computes at most `step_tokens` tokens of a sequence. `capacity_tokens` is what fits of
-    whole sequences: in the groups that give nothing back before the end, if there are any.
+    A step computes at most `step_tokens` tokens of a sequence. `capacity_tokens` are the tokens of
+    complete sequences that fit: into the groups that release nothing before the end, or into all
+    groups if none does.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class CacheManager:
         """Return the tokens of `capacity_tokens` in held blocks, and in cached blocks without
         references.
 
-        Of the group of which the largest share is held: its blocks, as shares of `capacity_tokens`.
+        Both are those of the group with the largest held share, scaled to `capacity_tokens`.
         """
         fullest = max(self.allocators, key=lambda one: one.num_held / one.num_blocks)
         capacity, num_blocks = self.capacity_tokens, fullest.num_blocks
@@ -137,9 +138,8 @@ class CacheManager:
         """Take the blocks of the longest cached prefix; return them and its tokens. None, and no
         change, if the request does not fit.
 
-        keys: those of the full blocks that may be hits, from the first. It is too much if some
-        group could not also give the blocks for the rest of `num_tokens` tokens, and `reserve`
-        more.
+        `keys` are those of the full blocks that may be hits, from the first on. The request fits if
+        every group has the blocks for the rest of `num_tokens` tokens, and `reserve` more.
         """
         start = self._longest_hit(keys)
         tables, given_back, fits = [], [], True
@@ -207,7 +207,7 @@ class CacheManager:
     def register(self, held: Held, keys: Sequence[bytes], before: int, after: int) -> None:
         """Index the blocks that became full when the computed tokens rose from `before` to `after`.
 
-        keys: those of the sequence's full blocks, `after` // block_size at least.
+        `keys` are those of the sequence's full blocks, at least `after` // block_size.
         """
         for group, allocator, table in zip(
             self.groups, self.allocators, held.block_ids, strict=True
@@ -258,9 +258,7 @@ class CacheManager:
         size = group.tokens_per_block
         per = size // self.block_size
         end = length // size
-        if (
-            group.first_block(end * size) == 0
-        ):  # every block is needed, so the first that is missing ends it
+        if group.first_block(end * size) == 0:  # every block is needed: the first gap ends the hit
             run = 0
             while run < end and allocator.is_indexed(keys[(run + 1) * per - 1]):
                 run += 1

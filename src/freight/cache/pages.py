@@ -42,8 +42,7 @@ def allocate_pages(
         k_scale, v_scale = tensors[len(sizes)].squeeze(-1), tensors[-1].squeeze(-1)
     elif scales is not None:
         k_scale = expand_scale(scales.k, spec.num_kv_heads, spec.k_dim).to(device)
-        # values in keys have been stored with the scale of keys, whatever a checkpoint says of
-        # values
+        # values in keys are stored with the scale of keys; the checkpoint's for values is ignored
         v_scale = (
             k_scale[:, first:].contiguous()
             if spec.v_in_k

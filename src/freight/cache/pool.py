@@ -65,8 +65,8 @@ class LayerKV(Protocol):
 class PagedKV:
     """A `LayerKV` over pages, with the kernels that write and read them.
 
-    `group` is the cache group whose slots and block tables the layer follows. The pages are those
-    of another layer if it is `shared`.
+    `group` is the cache group whose slots and block tables the layer uses. With `shared` the pages
+    are another layer's, and this one never stores.
     """
 
     pages: KVPages
@@ -104,7 +104,7 @@ class PagedState:
     """One layer's states, as its mixer sees them: it reads the source of each stretch and writes
     its target.
 
-    group   the cache group whose block tables the layer follows
+    group   cache group whose block tables the layer uses
     """
 
     states: States
@@ -115,8 +115,7 @@ class PagedState:
         return self.states.stretches(batch.sequences(self.group))
 
 
-# What a layer's mixer has of the tokens before, of the mixer's kind; None for a layer that keeps
-# nothing.
+# A layer's part of the cache, of its mixer's kind; None for a layer that keeps nothing.
 LayerCache = LayerKV | PagedState | None
 
 
@@ -139,12 +138,12 @@ class KVPool:
         """Blocks that limit complete sequences: the fewest of the groups that keep all blocks, or
         of all groups if none does.
         """
-        whole = [
+        full = [
             count
             for count, group in zip(self.num_blocks, self.spec.groups, strict=True)
             if group.keeps_all
         ]
-        return min(whole or self.num_blocks)
+        return min(full or self.num_blocks)
 
     @property
     def capacity_tokens(self) -> int:
@@ -152,7 +151,7 @@ class KVPool:
 
     @property
     def whole(self) -> tuple[range, ...]:
-        """The block tables of a sequence that has the pool to itself."""
+        """Block tables of a single sequence that has the pool to itself."""
         return tuple(range(count) for count in self.num_blocks)
 
     @property
@@ -190,7 +189,7 @@ class KVPool:
         return nans, clipped
 
 
-Angles = tuple[Tensor, Tensor]  # cos, sin, as `KeyCenter.angle_tiles` makes them
+Angles = tuple[Tensor, Tensor]  # cos, sin, from `KeyCenter.angle_tiles`
 
 
 def allocate_pool(
@@ -204,7 +203,7 @@ def allocate_pool(
     """Allocate pages and states: `num_blocks` by group. The system commits memory at the first
     write, not here.
 
-    `rotaries` has the rotary tables of each layer, None for a layer without; they are needed for
+    `rotaries` has the rotary tables of each layer, None for a layer without. They are needed for
     centered keys only.
     """
     of_layers = kv.scales.layers if kv.scales is not None else (None,) * len(spec.layers)
@@ -243,11 +242,11 @@ class AngleTables:
     """The angle tables of key centers, one pair for all layers that share their rotary tables."""
 
     def __init__(self) -> None:
-        self._tiles: dict[
-            int, tuple[Tensor, Angles]
-        ] = {}  # by address; the tensor keeps it from being used again
+        # by the address of the cosines; the stored tensor keeps the address from being reused
+        self._tiles: dict[int, tuple[Tensor, Angles]] = {}
 
     def of(self, rotary: Rotary) -> Angles:
+        """Return the tiles of the cosines and sines of `rotary`."""
         address = rotary.cos.data_ptr()
         if address not in self._tiles:
             tiles = KeyCenter.angle_tiles(rotary.cos), KeyCenter.angle_tiles(rotary.sin)

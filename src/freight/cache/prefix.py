@@ -2,8 +2,8 @@
 torch.
 
 The key of a full block is a digest over the key of the block before it and its own token ids; the
-first block's parent is a digest of the request's cache salt. The digest is cryptographic: a caller
-must not be able to construct a prompt that is answered from someone else's blocks.
+first block's parent is a digest of the request's cache salt. The digest is cryptographic: a client
+must not be able to construct a prompt that is answered from another client's blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def extend_keys(
     """Extend `keys`, those of a sequence in order, to at least `count`; only missing ones are
     computed.
 
-    `tokens(start, stop)` gives the token ids at positions start … stop - 1.
+    `tokens(start, stop)` returns the token ids at positions start … stop - 1.
     """
     while len(keys) < count:
         parent = keys[-1] if keys else root_key(salt)

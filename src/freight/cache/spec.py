@@ -1,9 +1,9 @@
 """The cache of a layer: its form, its bytes per token, and the groups that layers form. Imports no
 torch.
 
-Format and granularity belong to each layer, so mixed caches need no new concept; the pool sums
-bytes, scales included. `_SPECS` says what a kind of mixer keeps, pages or a state, and `groups.py`
-what follows for a sequence's blocks.
+Format and granularity belong to each layer, so mixed caches need no further concept; the pool sums
+bytes, scales included. `_SPECS` maps each kind of mixer to what it keeps, pages or a state;
+`groups.py` has the rules for a sequence's blocks.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from freight.errors import ConfigError
 from freight.fp8.formats import SCALE_GROUP, Format, Granularity
 from freight.operands.tiles import STATE_TILE
 
-LEAST_EVERY = 64  # tokens of a block of states, where nothing else is asked for
+LEAST_EVERY = 64  # least tokens of a block of states by default
 
 
 @dataclass(frozen=True)
 class LayerKVSpec:
-    """One layer's K and V pages. `granularity` is None for 16 bits, `window` for a layer that sees
-    every token.
+    """One layer's K and V pages.
 
-    `source` is the layer whose pages this one reads; it has none of its own then. With `v_in_k`
-    values are the last `v_dim` channels of keys, and take no memory (`KVPages.v_in_k`).
+    granularity   None for 16 bits
+    window        tokens that the layer sees; None: every token
+    source        layer whose pages this one reads; it then has no pages. None: it has pages
+    v_in_k        whether values are the last `v_dim` channels of keys, so that they take no memory
+                  (`KVPages.v_in_k`)
     """
 
     format: Format
@@ -123,8 +125,8 @@ class StatePart:
 class LayerStateSpec:
     """One layer's state: its summary of all tokens before, in a size that does not grow with them.
 
-    It has the properties of `LayerKVSpec`. No token has a place in it, and no layer reads that of
-    another.
+    It has the properties of `LayerKVSpec`. Tokens have no slots in it, and no layer reads another
+    layer's state.
     """
 
     parts: tuple[StatePart, ...]
@@ -240,8 +242,7 @@ def _mamba2(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -
     return LayerStateSpec((*matrices, _columns(mixer.channels, mixer.width, compute)))
 
 
-# The mixer, how its layer's keys and values would be stored, what is computed in, and how states
-# are stored -> the layer's spec.
+# (mixer, format of its layer's keys and values, compute format, format of states) -> the spec
 _SPECS: Mapping[type, Callable[[Mixer, LayerKVFormat, Format, Format], LayerSpec]] = {
     AttentionConfig: _pages_of,
     LatentConfig: _latents_of,
@@ -259,11 +260,9 @@ def layer_spec(
 
     Pages are stored as `kind`, states as `state` (None: `default_state`), all else in `compute`.
     """
-    return (
-        None
-        if mixer is None
-        else _SPECS[type(mixer)](mixer, kind, compute, state or default_state(compute))
-    )
+    if mixer is None:
+        return None
+    return _SPECS[type(mixer)](mixer, kind, compute, state or default_state(compute))
 
 
 def cache_spec(
@@ -277,11 +276,11 @@ def cache_spec(
     """Build the spec of the cache of every layer of `model`, stored in the formats of `kv`, for
     sequences of up to `max_len` tokens.
 
-    compute       what is computed in; None: the checkpoint's dtype
-    state_every   tokens between the states that stay behind; None: `default_every`
-    max_len       None: what the model was made for
+    compute       compute format; None: the checkpoint's dtype
+    state_every   tokens between kept states; None: `default_every`
+    max_len       longest sequence in tokens; None: `max_position_embeddings`
 
-    Raises ConfigError for a `state_every` where no layer keeps a state.
+    Raises ConfigError for a `state_every` if no layer keeps a state.
     """
     compute = compute or model.checkpoint_format
     layers = (
@@ -306,7 +305,7 @@ def default_every(spec: KVCacheSpec, max_len: int) -> int:
     """Return the least power of two, from LEAST_EVERY on, at which a state takes no more memory
     than the pages of as many tokens.
 
-    It is at most an eighth of `max_len`, so that short contexts have prefix hits, too.
+    It is at most an eighth of `max_len`, so that short contexts have prefix hits as well.
     """
     longest = max(spec.block_size, STATE_TILE, 1 << max(0, (max_len // 8).bit_length() - 1))
     every = min(max(LEAST_EVERY, spec.block_size), longest)
@@ -320,8 +319,8 @@ class KVCacheSpec:
     """The spec of all layers of one model's cache. Prefix keys are made for every `block_size`
     tokens.
 
-    layers        None for a layer that needs nothing of the tokens before
-    state_every   tokens of a block of states; None where no layer keeps one
+    layers        specs by layer; None for a layer that keeps nothing
+    state_every   tokens of a block of states; None if no layer keeps one
     """
 
     layers: tuple[LayerSpec | None, ...]
@@ -403,8 +402,8 @@ class KVCacheSpec:
         least of the groups that keep all blocks, or of all groups if none does.
         """
         groups = list(zip(self.groups, num_blocks, strict=True))
-        whole = [one for one in groups if one[0].keeps_all]
-        return min(count * group.tokens_per_block for group, count in whole or groups)
+        full = [one for one in groups if one[0].keeps_all]
+        return min(count * group.tokens_per_block for group, count in full or groups)
 
     def bytes_of(self, num_blocks: tuple[int, ...]) -> int:
         """Return the bytes of `num_blocks` blocks in each group."""

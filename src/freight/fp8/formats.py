@@ -92,7 +92,7 @@ class Granularity(StrEnum):
     TENSOR = "tensor"  # one per layer for K, one for V
     HEAD = "head"  # [num_kv_heads]
     CHANNEL = "channel"  # [num_kv_heads, head_dim]
-    TOKEN = "token"  # one per token and KV head, stored beside the page
+    TOKEN = "token"  # one per token and KV head, stored with the page
     # one per token and SCALE_GROUP channels of its latent; the rotated channels stay in bfloat16
     GROUP = "group"
 
@@ -130,6 +130,6 @@ class ScaleSource(StrEnum):
     CHECKPOINT = "checkpoint"
     CALIBRATED = "calibrated"
     FILE = "file"
-    GIVEN = "given"  # numbers among the options
+    GIVEN = "given"  # numbers in the options
     DYNAMIC = "dynamic"
     UNIT = "unit"

@@ -4,8 +4,8 @@ section 5.2 and 5.3).
 A byte holds two codes, the earlier input in its low half. A scale is a byte, E8M0: 2 ** (byte -
 127); 255 is NaN.
 
-A set of kernels that computes with them takes them as they are, in torch's dtypes (`CODES`,
-`SCALES`), where `normal`.
+Some sets of kernels compute with these numbers unchanged, in torch's dtypes (`CODES`, `SCALES`), if
+they are `normal`.
 
 Both conversions here are exact. Every E2M1 value times 2 ** k is an E4M3 value for k from -8 to 6,
 so a row whose exponents lie within 14 of each other is E4M3 with one power of two; any finite row
@@ -22,20 +22,16 @@ from torch import Tensor
 from freight.fp8.cast import E8M0, convert_e4m3, encode, torch_dtype
 from freight.fp8.formats import Format
 
-CODES, SCALES = (
-    torch.float4_e2m1fn_x2,
-    E8M0,
-)  # [rows, inputs / 2] and [rows, inputs / 32] of a Weight
+CODES, SCALES = torch.float4_e2m1fn_x2, E8M0  # of a Weight: [rows, inputs / 2], [rows, inputs / 32]
 GROUP = 32  # inputs that share a scale
-BIAS = 127  # of a scale's exponent
-NAN = 255  # the scale that is NaN
+BIAS = 127  # bias of a scale's exponent
+NAN = 255  # byte of the scale that is NaN
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are negative
-_NORMAL = range(
-    3, 253
-)  # scales with which every value but 0, and 0.25 besides, is a normal bfloat16
-_LEAST, _MOST = -8, 6  # k, for E4M3
+# scales with which every nonzero value, and also 0.25, is a normal bfloat16
+_NORMAL = range(3, 253)
+_LEAST, _MOST = -8, 6  # range of k for which all values times 2 ** k are E4M3
 SPAN = _MOST - _LEAST
-_MAGNITUDES = 0x7777777777777777  # of sixteen codes
+_MAGNITUDES = 0x7777777777777777  # mask of the magnitudes of sixteen codes
 
 
 def exact_rows(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -45,7 +41,7 @@ def exact_rows(blocks: Tensor, scales: Tensor) -> Tensor:
     """
     shape, blocks, scales = scales.shape[:-1], blocks.flatten(0, -3), scales.flatten(0, -2)
     exact = scales.amax(-1).int() - scales.amin(-1) <= SPAN
-    rest = (~exact).nonzero()[:, 0]  # where groups of zeros may be what is far from the others
+    rest = (~exact).nonzero()[:, 0]  # some of these only because of groups of zeros
     if len(rest):
         most, least = _exponents(blocks[rest], scales[rest])
         exact[rest] = most - least <= SPAN
@@ -59,9 +55,8 @@ def finite(blocks: Tensor, scales: Tensor) -> bool:
         return True
     scales, magnitude = scales[large].int()[:, None], blocks[large] & 0x77
     value = torch.maximum(magnitude & 7, magnitude >> 4)
-    power = torch.where(
-        value >= 6, 2, torch.where(value >= 4, 1, 0)
-    )  # of the largest power of two in the value
+    # exponent of the largest power of two in the value
+    power = torch.where(value >= 6, 2, torch.where(value >= 4, 1, 0))
     return not ((scales == NAN) | (scales - BIAS + power > BIAS)).any()
 
 
@@ -81,11 +76,10 @@ def to_e4m3(blocks: Tensor, scales: Tensor, format: Format) -> tuple[Tensor, Ten
     blocks: uint8 [rows, groups, 16]; scales: uint8 [rows, groups].
     """
     most, _ = _exponents(blocks, scales)
-    base = (most - _MOST).clamp(min=1)  # a scale is no subnormal
-    k = (scales.int() - base[:, None]).clamp(_LEAST, _MOST)  # groups of zeros may have any
-    data = _looked_up(_e4m3_pairs(blocks.device), blocks, k - _LEAST).view(
-        torch_dtype(Format.E4M3FN)
-    )
+    base = (most - _MOST).clamp(min=1)  # 0 would be a subnormal scale
+    k = (scales.int() - base[:, None]).clamp(_LEAST, _MOST)  # only groups of zeros are clamped
+    codes = _looked_up(_e4m3_pairs(blocks.device), blocks, k - _LEAST)
+    data = codes.view(torch_dtype(Format.E4M3FN))
     return convert_e4m3(data, torch.exp2((base - BIAS).double()).float(), format)
 
 
@@ -99,9 +93,8 @@ def _looked_up(pairs: Tensor, blocks: Tensor, exponents: Tensor) -> Tensor:
     / 2].
     """
     index = blocks.int().bitwise_or_(exponents[..., None] << 8)
-    return (
-        pairs.index_select(0, index.flatten()).view(blocks.shape).flatten(1)
-    )  # several times as fast as pairs[index]
+    # several times as fast as pairs[index]
+    return pairs.index_select(0, index.flatten()).view(blocks.shape).flatten(1)
 
 
 def _exponents(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,9 +102,9 @@ def _exponents(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     each; 0 and 255 for a row without any.
     """
     zeros = ((blocks.contiguous().view(torch.int64) & _MAGNITUDES) == 0).all(-1)
-    return scales.masked_fill(zeros, 0).amax(-1).int(), scales.masked_fill(zeros, NAN).amin(
-        -1
-    ).int()
+    most = scales.masked_fill(zeros, 0).amax(-1)
+    least = scales.masked_fill(zeros, NAN).amin(-1)
+    return most.int(), least.int()
 
 
 def _pairs(exponents: range) -> Tensor:

@@ -19,7 +19,7 @@ class Activations(StrEnum):
     """The quantization of a Linear's input before the product."""
 
     PLAIN = "plain"  # not at all: weight-only quantization, or none
-    # rounds each row to E4M3 with a scale from its own amax (1 x 128 groups under block scales)
+    # rounds each row to E4M3 with a scale from its amax (1 x 128 groups with block scales)
     DYNAMIC = "dynamic"
     STATIC = "static"  # rounds to E4M3 with one calibrated scale
 
@@ -36,11 +36,11 @@ class WeightScales(StrEnum):
 class LinearScheme:
     """The quantization of one Linear, as its checkpoint declares it.
 
-    block          rows and columns that share a scale; only with BLOCK
-    input_limit    with DYNAMIC: inputs are clipped to this magnitude before their scale is measured
+    block          (rows, columns) that share a scale; only with BLOCK
+    input_limit    with DYNAMIC: magnitude to which inputs are clipped before they are scaled
     or_plain       whether the producer may leave a matrix in 16 or 32 bits without listing it as
                    unquantized
-    bits           of a stored number: 8 are FP8, 4 are E2M1 with powers of two as scales
+    bits           bits of a stored number: 8 for FP8, 4 for E2M1 with powers of two as scales
                    (`fp8.mxfp4`)
     """
 
@@ -94,15 +94,15 @@ class LayerScales:
 class KVScales:
     """KV scales by layer, `None` where a layer has none, and the format they were made for.
 
-    `format_assumed`: nothing declares the format, and E4M3FN, which every producer writes, is
+    `format_assumed`: nothing declares the format, so E4M3FN, which every producer writes, is
     assumed.
 
-    `mixed`, if not empty, is a choice by layer, which only `checkpoint.extras` expresses: the
-    granularity of an FP8 layer, None for a layer of 16 bits. Layers with a static granularity then
-    have scales in `layers`, and no others.
+    `mixed`, if not empty, is a choice by layer, which only `checkpoint.extras` can express: the
+    granularity of an FP8 layer, None for a layer of 16 bits. Only layers with a static granularity
+    then have scales in `layers`.
 
-    `unneeded` are layers that have no scales and miss none: those that stay unquantized whatever is
-    declared for them, and those that store no keys and values.
+    `unneeded` are layers that need no scales: those that stay unquantized despite a declaration,
+    and those that store no keys and values.
     """
 
     layers: tuple[LayerScales | None, ...]
@@ -157,12 +157,16 @@ class KVScales:
 class Scheme:
     """The quantization that config.json (or hf_quant_config.json) declares.
 
-    `method` is the producer's name ('compressed-tensors', 'fp8', 'modelopt', …) or None for an
-    unquantized model; `weight_format` is FP8 when Linear weights are declared quantized, and
-    `rules` say which and how, the first that matches; `kv_format` is FP8 when an FP8 KV cache is
-    declared; `kv_static` is True when the checkpoint must have static KV scales, and False for
-    ModelOpt's cast mode, which stores none. `unused` are tensors that the producer writes and that
-    Freight does not need: (pattern of `*` and `?`, reason). `description` is one line for the user.
+    method          the producer's name ('compressed-tensors', 'fp8', 'modelopt', …), None for an
+                    unquantized model
+    weight_format   FP8 if Linear weights are declared quantized
+    kv_format       FP8 if an FP8 KV cache is declared
+    kv_static       whether the checkpoint must have static KV scales; False for ModelOpt's cast
+                    mode, which stores none
+    description     one line for the user
+    rules           schemes of Linear weights; the first rule that matches counts
+    unused          (pattern of `*` and `?`, reason) of tensors that the producer writes and Freight
+                    does not need
     """
 
     method: str | None = None

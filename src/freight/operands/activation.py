@@ -25,7 +25,7 @@ class GatedFunction(StrEnum):
 class GatedActivation:
     """A `GatedFunction` with its parameter.
 
-    limit   of CLAMPED_SILU; 0.0 with the others
+    limit   bound of CLAMPED_SILU, > 0; 0.0 for the others
     """
 
     function: GatedFunction
@@ -37,7 +37,7 @@ class GatedActivation:
 
     def __post_init__(self) -> None:
         assert (self.limit > 0) == (self.function is GatedFunction.CLAMPED_SILU), (
-            "a limit belongs to CLAMPED_SILU"
+            "only CLAMPED_SILU has a limit"
         )
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Activation(StrEnum):
     RELU_SQUARED = "relu_squared"  # max(x, 0)² (So et al. 2021, "Primer")
 
 
-AnyActivation = GatedActivation | Activation  # of a feed-forward
+AnyActivation = GatedActivation | Activation
 
 
 class GateFunction(StrEnum):

@@ -21,10 +21,10 @@ class KeyCenter:
     """A constant b, subtracted from keys before their rotary embedding R; attention adds its part
     back to the scores.
 
-    What is stored is R(p)(k - b), p the key's position, so a score is q . stored + q . R(p)b. With
-    c and s the cosine and sine of a pair's angle at p, its part of q . R(p)b is c (q1 b1 + q2 b2) +
-    s (q2 b1 - q1 b2), at every position. b is 0 except in `num_pairs` channel pairs (i, i +
-    rotary_dim / 2) of each KV head, so also in every channel that is not rotated.
+    The stored key is R(p)(k - b), with p the key's position, so a score is q . stored + q . R(p)b.
+    With c and s the cosine and sine of a pair's angle at p, the pair's part of q . R(p)b is
+    c (q1 b1 + q2 b2) + s (q2 b1 - q1 b2). b is 0 except in `num_pairs` channel pairs
+    (i, i + rotary_dim / 2) of each KV head, so also in every channel that is not rotated.
 
     b          [num_kv_heads, k_dim] float32
     pairs      [num_kv_heads, num_pairs] int32; padded with pairs whose b is 0
@@ -80,12 +80,13 @@ class KeyCenter:
         return torch.cat((self.cos[tile][pairs], self.sin[tile][pairs]), 1)
 
 
-# From block to block, token to token and head to head in units of as many values as the last one
-# says, the largest that there can be: numbers of units have 32 bits.
+# Distances of blocks, tokens and heads, in units of as many values as the last number: their
+# greatest common divisor, because kernels count units in 32 bits.
 Strides = tuple[int, int, int, int]
 
 
 def _strides_of(tensor: Tensor | None) -> Strides:
+    """Return the strides of pages or scales; a placeholder for None."""
     if tensor is None:
         return 0, 1, 0, 1
     block, token, head = tensor.stride()[:3]
@@ -103,19 +104,23 @@ class KVPages:
     """One layer's pages, the scales they were written with, and the center subtracted from keys
     before that.
 
-    k, v                [num_blocks, block_size, num_kv_heads, k_dim or v_dim], quantized or 16/32-bit, of any strides
-                        that keep the values of one head of a token neighbours: they are the layout of a block.
-    k_scale, v_scale    None: stored values are the true ones (16 or 32 bits, or `unit`);
-                        [num_kv_heads, k_dim or v_dim] float32: static, whatever the granularity they came in;
-                        [num_blocks, block_size, num_kv_heads] bfloat16, of any strides: `token`;
-                        [num_blocks, block_size, num_kv_heads, v_dim / SCALE_GROUP] bfloat16, neighbours, and the same
-                        for both: `group`
-    counters            [2] int64: NaNs that were stored so far (they stay NaN), and values that were clipped
-                        because they lay beyond the range of their scale
-    k_center            subtracted from keys by `rotate_store`, added back to the scores by `attention`
-    v_in_k              v is a view of channels of k, as a latent's values are: who stores the keys has stored them
-    rotated             with `group` scales alone: the first channels of keys, [num_blocks, block_size, num_kv_heads,
-                        k_dim - v_dim] bfloat16, of any strides as k. k has the others then, which are those of v
+    k, v               [num_blocks, block_size, num_kv_heads, k_dim or v_dim], quantized or
+                       16/32-bit. The values of a head of a token are adjacent; other strides are
+                       free and make the layout of a block
+    k_scale, v_scale   None: stored values need no scale (16 or 32 bits, or `unit`);
+                       [num_kv_heads, k_dim or v_dim] float32: static, of any granularity;
+                       [num_blocks, block_size, num_kv_heads] bfloat16, of any strides: `token`;
+                       [num_blocks, block_size, num_kv_heads, v_dim / SCALE_GROUP] bfloat16, the
+                       last dimension adjacent, the same tensor for both: `group`
+    counters           [2] int64: NaNs stored so far (they stay NaN), and values clipped because
+                       they exceeded the range of their scale
+    k_center           subtracted from keys by `rotate_store`, added back to the scores by
+                       `attention`
+    v_in_k             whether v is a view of channels of k, as for latents: storing the keys stores
+                       the values
+    rotated            with `group` scales only: the first channels of keys, [num_blocks,
+                       block_size, num_kv_heads, k_dim - v_dim] bfloat16, of any strides like k. k
+                       then has the other channels, which are v's
     """
 
     k: Tensor
@@ -132,7 +137,7 @@ class KVPages:
         assert (self.rotated is not None) == (self.scale_kind is ScaleKind.GROUP)
         assert self.rotated is None or self.v_in_k
         assert self.k_center is None or not self.v_in_k, (
-            "what is subtracted from keys would be missing in the values"
+            "the values would lack what is subtracted from keys"
         )
 
     @property

@@ -1,8 +1,8 @@
 """Values that a set of kernels makes and models pass on unread: packed matrices, and rows quantized
 for one.
 
-Each set has classes of its own that derive from these. Where it takes them back, it asserts that
-they are its own: a model is built with one set, so another's are a fault of ours.
+Each set derives its classes from these, and asserts that the objects passed back to it are of these
+classes: a model is built with one set, so an object of another set is a bug.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ class QuantizedRows:
     """
 
 
-Rows = (
-    Tensor | QuantizedRows
-)  # what a norm, an activation or attention hands to the next product, [rows, in_features]
+# the result of a norm, an activation or attention, for the next product: [rows, in_features]
+Rows = Tensor | QuantizedRows
 
 JoinedPart = tuple[
     Tensor, Tensor | None
-]  # x, and the weight of its norm or None (`KernelSet.join`)
+]  # x and the weight of its norm, or None (`KernelSet.join`)
 
 
 def plain(rows: Rows) -> Tensor:

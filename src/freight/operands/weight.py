@@ -25,17 +25,17 @@ class Weight(PackedWeight):
     """The matrix of a Linear. Also its own packed form, in sets of kernels that compute with it
     unchanged.
 
-    data           [out_features, in_features], contiguous; FP8 or 16/32-bit; or MXFP4:
+    data           [out_features, in_features], contiguous, FP8 or 16/32-bit; or MXFP4,
                    float4_e2m1fn_x2 [out_features, in_features / 2], for sets of kernels that take
                    it (`KernelSet.packs_mxfp4`)
-    scale          None for 16/32 bits; float32 [out_features], one per output row; or float32
-                   [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block; of
-                   MXFP4: float8_e8m0fnu [out_features, in_features / 32], from 3 to 252 but for
-                   groups of zeros
-    activations    how the input is quantized; PLAIN unless data is FP8
-    input_scale    the static activation scale, > 0; only with STATIC
-    input_limit    only with DYNAMIC: the Linear layer clips its input to this magnitude; kernels do
-                   not see it
+    scale          None for 16/32 bits; float32 [out_features], one per output row; float32
+                   [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block; or
+                   for MXFP4 float8_e8m0fnu [out_features, in_features / 32], bytes 3 to 252 except
+                   in groups of zeros
+    activations    quantization of the input; PLAIN unless data is FP8
+    input_scale    static activation scale, > 0; only with STATIC
+    input_limit    only with DYNAMIC: magnitude to which the Linear layer clips its input; kernels
+                   do not see it
     """
 
     data: Tensor
@@ -50,7 +50,7 @@ class Weight(PackedWeight):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """out_features, in_features."""
+        """(out_features, in_features)."""
         rows, columns = self.data.shape
         return rows, 2 * columns if self.is_mxfp4 else columns
 
@@ -83,21 +83,20 @@ class Weight(PackedWeight):
         """Return the matrix of the output rows `rows`, int64, each at most once. Exact: every row
         keeps its bits.
 
-        Raises CheckpointError, which calls the matrix `name`, where 128 rows would not be those of
-        one block of scales.
+        Raises CheckpointError, naming the matrix `name`, if 128 new rows would mix the rows of
+        several blocks of scales.
         """
         rows = rows.to(self.data.device)
-        data, scale = (
-            self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data,
-            self.scale,
-        )
+        # torch cannot index FP8, so its bytes are indexed
+        data = self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data
+        scale = self.scale
         if scale is not None and scale.ndim == 2:
             blocks = rows // BLOCK
-            taken = blocks[::BLOCK]  # of the first of each 128 rows
+            taken = blocks[::BLOCK]  # the block of the first of each 128 rows
             if not torch.equal(blocks, taken.repeat_interleave(BLOCK)[: len(rows)]):
                 raise CheckpointError(
-                    f"{name}: its rows are brought into another order, and heads that span blocks of 128 x 128 scales "
-                    "do not allow it; quantize it with a scale per row"
+                    f"{name}: its rows have to be reordered, which is not possible with heads that span blocks of "
+                    "128 x 128 scales; quantize it with a scale per row"
                 )
             scale = scale[taken]
         elif scale is not None:
@@ -116,8 +115,7 @@ class Weight(PackedWeight):
 
     @staticmethod
     def alike(weights: Sequence[Weight]) -> bool:
-        """Return whether format, kind of scales and input quantization are the same in all weights.
-        """
+        """Return whether format, kind of scales and input quantization are the same in all weights."""
         return len({weight._kind for weight in weights}) == 1
 
     @property
