@@ -8,8 +8,8 @@ its import changed.
     model.save_pretrained(OUT)
 
 The output is a compressed-tensors checkpoint. Its scales are llm-compressor's with the observer
-`static_minmax`: the largest magnitude over all samples. What a script asks and Freight does not do
-is refused by name before a weight is read. The first `num_calibration_samples` are taken in their
+`static_minmax`: the largest magnitude over all samples. Options that Freight does not implement are
+refused by name before a weight is read. The first `num_calibration_samples` are used in their
 order; llm-compressor shuffles.
 """
 
@@ -51,8 +51,8 @@ __all__ = ["OneshotModel", "QuantizationArgs", "QuantizationModifier", "oneshot"
 
 logger = logging.getLogger("freight")
 
-# how llm-compressor loads and calibrates, which has no counterpart here or changes no scale
-_PASSED_OVER = frozenset(
+# options of loading and calibration that have no counterpart here, or change no scale
+_IGNORED = frozenset(
     """
     precision trust_remote_code_model tie_word_embeddings config_name clear_sparse_session batch_size
     shuffle_calibration_samples pad_to_max_length streaming overwrite_cache preprocessing_num_workers
@@ -70,7 +70,7 @@ _REFUSED = {  # options that would change the scales or the output -> what to do
     "stage": "give the recipe of that stage only",
     "oneshot_device": "the device is chosen by Freight",
 }
-_SAVE_PASSED_OVER = frozenset(
+_SAVE_IGNORED = frozenset(  # options of save_pretrained
     ("safe_serialization", "max_shard_size", "skip_sparsity_compression_stats", "is_main_process")
 )
 
@@ -78,7 +78,7 @@ _SAVE_PASSED_OVER = frozenset(
 class OneshotModel:
     """A checkpoint that oneshot has quantized. Weights are read, and written in FP8, at each save.
 
-    `result` says what the last save wrote; None before.
+    `result` describes what the last save wrote; None before.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class OneshotModel:
     def save_pretrained(
         self, save_directory: str | Path, save_compressed: bool = True, **options: Any
     ) -> None:
-        """Write the quantized checkpoint, tokenizer included, into a folder; its parents are made.
+        """Write the quantized checkpoint, tokenizer included, into a folder; parents are created.
 
-        A folder that Freight wrote before is replaced; one that this object has already written
-        stays as it is. Raises ConfigError if it is taken otherwise, for `save_compressed=False`,
-        and for an unknown option; CapacityError for a full disk.
+        A folder that Freight wrote before is replaced; the folder that this object saved last is
+        kept. Raises ConfigError for any other folder that exists, for `save_compressed=False`, and
+        for an unknown option; CapacityError for a full disk.
         """
         for name, value in options.items():
-            if name not in _SAVE_PASSED_OVER and value:
+            if name not in _SAVE_IGNORED and value:
                 raise ConfigError(f"save_pretrained has no option {name!r} here; omit it")
         if not save_compressed:
             raise ConfigError("save_compressed=False: Freight writes FP8 weights only; omit it")
@@ -140,20 +140,20 @@ def oneshot(
     save_compressed: bool = True,
     **options: Any,
 ) -> OneshotModel:
-    """Quantize `model` as `recipe` says, and write it if there is an `output_dir`.
+    """Quantize `model` according to `recipe`, and write it if there is an `output_dir`.
 
-    model     a folder, a hub id, or a model of transformers that was loaded from one. Its weights
-              must be those of the folder. Its `save_pretrained` then writes the quantized
-              checkpoint; `generate` stays that of 16 bits
+    model     a folder, a hub id, or a model of transformers that was loaded from one. The weights
+              of a loaded model must be those of its folder. Its `save_pretrained` then writes the
+              quantized checkpoint; its `generate` still computes in 16 bits
     recipe    YAML, the path of a YAML file, a QuantizationModifier, or a list of these
     dataset   the path of a text or .jsonl file; a data set of the hub by `owner/name`; rows with
-              `input_ids` (those that `attention_mask` marks), `text` (or `text_column`) or
-              `messages`, as `datasets` and data loaders have them; or a list of texts or token ids.
-              `splits` chooses one of several parts, as in `train[:512]`
+              `input_ids` (without padding marked by `attention_mask`), `text` (or `text_column`) or
+              `messages`, from `datasets` or data loaders; or a list of texts or token ids.
+              `splits` selects one of several parts, as in `train[:512]`
     max_seq_length   longest sample in tokens; default: the model's context
 
-    Raises ConfigError for what is not understood or not done, before a weight is read;
-    CheckpointError for the model.
+    Raises ConfigError for options that are unknown or not implemented, before a weight is read;
+    CheckpointError if the model is at fault.
     """
     _check_options(options, save_compressed)
     _count("num_calibration_samples", num_calibration_samples)
@@ -184,9 +184,8 @@ def oneshot(
     calibration = opened.calibrate(decided, samples, ignored) if calibrated else NOTHING_CALIBRATED
     quantized = OneshotModel(opened, decided, ignored, torn, calibration)
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = (
-            quantized.save_pretrained
-        )  # as llm-compressor does: scripts save the model they gave
+        # as in llm-compressor: scripts save the model that they passed
+        model.save_pretrained = quantized.save_pretrained
     if output_dir is not None:
         quantized.save_pretrained(output_dir)
     return quantized
@@ -194,11 +193,11 @@ def oneshot(
 
 def _check_options(options: Mapping[str, Any], save_compressed: bool) -> None:
     for name, value in options.items():
-        if name in _PASSED_OVER:
+        if name in _IGNORED:
             continue
         if name not in _REFUSED:
             raise ConfigError(
-                f"oneshot has no option {name!r}{nearest(name, (*_PASSED_OVER, *_REFUSED))}"
+                f"oneshot has no option {name!r}{nearest(name, (*_IGNORED, *_REFUSED))}"
             )
         harmless = value in (None, False) or (name == "data_collator" and isinstance(value, str))
         if not harmless:
@@ -227,7 +226,7 @@ def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str |
         name = getattr(model, "name_or_path", None) or getattr(config, "_name_or_path", None) or ""
         if not name:
             raise ConfigError(
-                f"the model is {shown(model)}, of no known folder; give the folder or hub id that it was loaded "
+                f"the model is {shown(model)}, without a known folder; give the folder or hub id that it was loaded "
                 "from, or save it first"
             )
         if not Path(name).is_dir():
@@ -242,12 +241,11 @@ def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str |
 
 
 def _open(name: str, revision: str | None, model: Any, wanted: Recipe) -> Unquantized:
-    """Open the model in its quantized form. A loaded `model` is compared with its checkpoint first.
-    """
+    """Open the model in its quantized form. A loaded `model` is compared with its checkpoint first."""
     opened = open_unquantized(name, revision)
     _require_same_weights(model, opened)
     kept: list[str] = []
-    with suppress(ConfigError):  # a target by a name that the model has only as it is quantized
+    with suppress(ConfigError):  # a target may name a module that only the quantized form has
         kept, _ = wanted.unquantized(linear_modules(opened.model))
     return opened.quantized_as(wanted.weights, Layout.COMPRESSED_TENSORS, kept)
 
@@ -259,25 +257,24 @@ def _decide(
     merged group.
     """
     head = head_module(opened.model)
-    linear, always = (*linear_modules(opened.model), head), kept_modules(opened.model)
-    stays, others = opened.modules_beside, set(opened.modules_beside)
-    named, idle = wanted.unquantized((*linear, *always, *stays))
-    kept = [name for name in named if name not in others]
-    meant = sorted({*always} - {*kept})
+    linear, always_kept = (*linear_modules(opened.model), head), kept_modules(opened.model)
+    other_parts = opened.modules_beside  # outside the text model
+    unquantized, idle = wanted.unquantized((*linear, *always_kept, *other_parts))
+    kept = [name for name in unquantized if name not in set(other_parts)]
+    refused = sorted({*always_kept} - {*kept})  # the recipe would quantize these
     for pattern in idle:
         logger.warning("recipe: ignore %r matches no Linear module of the model", pattern)
-    if meant:
-        why = "routers, gates of shared experts and projections beside the embedding are not quantized"
+    if refused:
+        why = "routers, gates of shared experts and projections of the embedding are not quantized"
         logger.warning(
-            "recipe: %s (%d modules in all) stay in 16 bits: %s", meant[0], len(meant), why
+            "recipe: %s (%d modules in all) stay in 16 bits: %s", refused[0], len(refused), why
         )
-    if stays and others.isdisjoint(named):
+    if other_parts and set(other_parts).isdisjoint(unquantized):
         logger.warning(
-            "recipe: %s and others beside the text model are not quantized; they stay as stored",
-            stays[0],
+            "recipe: %s and others outside the text model are not quantized; they stay as stored",
+            other_parts[0],
         )
-    whole = any(name not in kept for name in linear)
-    if not whole and wanted.kv is None:
+    if all(name in kept for name in linear) and wanted.kv is None:
         raise ConfigError(f"recipe: ignore leaves no module to quantize in {opened.name}")
     lm_head = head not in kept
     if lm_head and (
@@ -323,7 +320,7 @@ def _file(dataset: str | Path, text_column: str) -> Path:
     path = Path(dataset).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"dataset {shown(str(dataset))} is no file; a data set of the hub is named with its owner, as in "
+            f"dataset {shown(str(dataset))} is not a file; a data set of the hub is named with its owner, as in "
             "HuggingFaceH4/ultrachat_200k"
         )
     if path.suffix in (".json", ".csv", ".parquet", ".arrow") or text_column != "text":

@@ -1,17 +1,17 @@
-"""FP8Cache: a KV cache in FP8 for transformers' own `generate`.
+"""FP8Cache: a KV cache in FP8 for transformers' `generate`.
 
     from freight.transformers import FP8Cache
 
     model.generate(**inputs, past_key_values=FP8Cache(model.config))
 
-It stores what Freight's engine stores for the same keys and values: the same bytes, with the same
-scales. `update` returns what is stored, also for the tokens that are new, so attention sees the
-same values for a token in every step. transformers' attention takes whole tensors in the compute
-dtype: each layer's keys and values are decoded in every step. That saves memory, and no time.
+It stores the same bytes and scales as Freight's engine for the same keys and values. `update`
+returns stored values, for new tokens as well, so attention sees the same values for a token in
+every step. transformers' attention takes full tensors in the compute dtype, so each layer's keys
+and values are decoded in every step: the cache saves memory, not time.
 
-Keys come after their rotary embedding, as the engine stores them. Centers of keys, which are
-subtracted before it, cannot be used here: the scales that are valid without them are. No gradient
-passes through the cache.
+Keys arrive after their rotary embedding, as the engine stores them. Centers of keys are subtracted
+before it, so they cannot be used here; the scales for keys without centers are. No gradient passes
+through the cache.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class FP8Layer(DynamicLayer):
         self._keep(self.get_seq_length(), -tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget everything; the next `update` begins anew."""
+        """Forget everything; the next `update` starts from an empty layer."""
         self.keys = self.values = None
         self.tokens = ()
         self.is_initialized = False
@@ -147,8 +147,8 @@ class FP8SlidingLayer(FP8Layer, DynamicSlidingWindowLayer):
     """A layer with a window. It keeps the last `sliding_window` - 1 tokens: the next one sees these
     and itself.
 
-    With `record_past`, as transformers sets it for assisted generation, it keeps all until `crop`
-    is called.
+    With `record_past`, which transformers sets for assisted generation, it keeps all tokens until
+    `crop` is called.
     """
 
     def __init__(self, k: Storage, v: Storage, sliding_window: int) -> None:
@@ -168,8 +168,11 @@ class FP8SlidingLayer(FP8Layer, DynamicSlidingWindowLayer):
         return keys[:, :, -visible:], values[:, :, -visible:]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, and those that no later token sees. Raises ConfigError where
-        tokens that became visible again are gone: `activate_past_recording` keeps them."""
+        """Forget the last tokens, and those that no later token sees.
+
+        Raises ConfigError for a positive number, and if tokens that become visible again were
+        already dropped: `activate_past_recording` keeps them.
+        """
         if tokens_to_remove > 0:
             raise ConfigError(
                 f"crop({tokens_to_remove}): write crop(-N) to remove the last N tokens"
@@ -199,18 +202,18 @@ class FP8Cache(Cache):
     config          the model's: `model.config`
     kv_cache_dtype  `fp8` or `fp8_e4m3` (E4M3 in the device's variant), `fp8_e4m3fn`,
                     `fp8_e4m3fnuz`, `fp8_e5m2`
-    kv_scales       as for `freight generate`. `auto`: those of the checkpoint, else one per token
-                    and KV head, measured as it is stored; E5M2 takes none. `dynamic`: those per
-                    token. `checkpoint`: those of the checkpoint. `unit`: 1.0. Or a
-                    kv_cache_scales.json, or numbers: `0.03`, `0.03,0.02`.
+    kv_scales       as for `freight generate`. `auto`: the checkpoint's scales, else one per token
+                    and KV head, measured when it is stored; E5M2 has none. `dynamic`: scales per
+                    token. `checkpoint`: the checkpoint's. `unit`: 1.0. Or a kv_cache_scales.json,
+                    or numbers: `0.03`, `0.03,0.02`
     kv_cache_dtype_skip_layers  layers that keep the dtype of their keys and values: numbers, or
                                 `sliding_window`
-    model           the folder or hub id whose scales `auto` and `checkpoint` use: by default the
-                    one that `config` was loaded from
+    model           folder or hub id whose scales `auto` and `checkpoint` use; by default the one
+                    that `config` was loaded from
 
-    `kv_cache` says what was decided, and why. Raises ConfigError for an unknown value, a
-    contradiction, and layers that are not attention; CheckpointError if scales are missing in part,
-    or damaged.
+    `kv_cache` holds the resolved cache and the reason of the choice. Raises ConfigError for an
+    unknown value, a contradiction, and layers that are not attention; CheckpointError if scales are
+    damaged, or missing in some layers.
     """
 
     def __init__(
@@ -286,8 +289,8 @@ def _decide(
     asked = kv_source(args)
     if asked.word == "group":
         raise ConfigError(
-            "kv_scales='group' has a scale for 128 channels of a latent (MLA): transformers' cache has the parts of a "
-            "latent in two; use kv_scales='dynamic'"
+            "kv_scales='group' has a scale for 128 channels of a latent (MLA): transformers' cache stores a latent in "
+            "two parts; use kv_scales='dynamic'"
         )
     scheme, scales, shape = Scheme(), KVScales((None,) * num_layers), None
     if asked.file is not None:
@@ -308,13 +311,13 @@ def _decide(
         return kv, [None if index in skipped else (storage, storage) for index in range(num_layers)]
     if len(shape.layers) != num_layers:
         raise ConfigError(
-            f"KV scales of {len(shape.layers)} layers, but the model has {num_layers}; name the model's own folder, "
+            f"KV scales of {len(shape.layers)} layers, but the model has {num_layers}; name the model's folder, "
             "FP8Cache(config, model=FOLDER)"
         )
     if len(shape.attention) < len(shape.paged):
         raise ConfigError(
             "the KV scales of a model with latent attention (MLA) are for keys and values in one: transformers' cache "
-            "has the parts of a latent in two; use kv_scales='dynamic'"
+            "stores a latent in two parts; use kv_scales='dynamic'"
         )
     return kv, [
         None
@@ -375,7 +378,8 @@ def _open(
 ) -> OpenCheckpoint | None:
     """Open the checkpoint with the requested scales; None for a model that was not loaded from one.
 
-    transformers computes the model: what Freight would refuse of its config.json is no obstacle.
+    Keys of its config.json that Freight would refuse are ignored, because transformers computes the
+    model.
     """
     name = str(model or config.name_or_path or "")
     if not name:
