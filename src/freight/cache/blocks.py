@@ -104,6 +104,7 @@ class BlockAllocator:
         return blocks
 
     def is_indexed(self, key: bytes) -> bool:
+        """Return whether a block is indexed under `key`; takes no reference."""
         return key in self._index
 
     def register(self, block: int, key: bytes) -> None:

@@ -133,9 +133,8 @@ class Pages:
         return -(-num_tokens // self.tokens_per_block)
 
     def held_by(self, num_seqs: int, num_tokens: int, step_tokens: int) -> int:
-        together = num_seqs * self.most_blocks(num_tokens, 1) + -(
-            -step_tokens // self.tokens_per_block
-        )
+        step_blocks = -(-step_tokens // self.tokens_per_block)
+        together = num_seqs * self.most_blocks(num_tokens, 1) + step_blocks
         return min(num_seqs * self.most_blocks(num_tokens, step_tokens), together)
 
     def spare(self, held: int) -> int:

@@ -131,6 +131,7 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all pages and states."""
         return self.spec.bytes_of(self.num_blocks)
 
     @property
@@ -147,6 +148,7 @@ class KVPool:
 
     @property
     def capacity_tokens(self) -> int:
+        """Tokens of complete sequences that fit (`KVCacheSpec.capacity_tokens`)."""
         return self.spec.capacity_tokens(self.num_blocks)
 
     @property

@@ -61,6 +61,7 @@ class LayerKVSpec:
 
     @property
     def values_per_token(self) -> int:
+        """Values of K and V of one token; 0 for a layer that reads another's pages."""
         if self.source is not None:
             return 0
         return self.num_kv_heads * (self.k_dim if self.v_in_k else self.k_dim + self.v_dim)

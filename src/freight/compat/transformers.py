@@ -81,6 +81,7 @@ class FP8Layer(DynamicLayer):
         self._show()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Start empty, for states of these shapes and on their device."""
         states = (key_states, value_states)
         tokens = tuple(StoredTokens(*pair) for pair in zip(self.storage, states, strict=True))
         super().lazy_initialization(key_states, value_states)
@@ -121,11 +122,13 @@ class FP8Layer(DynamicLayer):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch `repeats` times, next to each other."""
         if self.keys is not None:
             rows = torch.arange(self.keys.shape[0], dtype=torch.int64, device=self.keys.device)
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Replace the batch by these rows of it: indices, or a mask."""
         for side in self.tokens:
             side.select(indices)
         self._show()

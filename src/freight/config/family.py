@@ -15,6 +15,7 @@ from freight.config.tensor_names import TensorNames
 
 
 def words(text: str) -> frozenset[str]:
+    """Return the words of a text, separated by white space."""
     return frozenset(text.split())
 
 

@@ -255,9 +255,8 @@ class ModelConfig:
     @property
     def without_pages(self) -> frozenset[int]:
         """Layers that neither store keys and values nor read another's: they need no KV scales."""
-        return frozenset(range(self.num_layers)).difference(
-            self.paged
-        )  # `-` of keys is a set, which has no hash
+        # difference(), because `-` with keys gives a set, which has no hash
+        return frozenset(range(self.num_layers)).difference(self.paged)
 
     @property
     def recurrent(self) -> bool:

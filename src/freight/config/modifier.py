@@ -395,6 +395,7 @@ def _says(args: QuantizationArgs) -> str:
 
 
 def require_mapping(what: str, value: Any) -> JsonObject:
+    """Return `value`, called `what` in errors. Raises ConfigError unless it is a mapping."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{what} is {shown(value)}, not a mapping")
     return value

@@ -275,10 +275,12 @@ OTHER_QUANTIZATIONS = {  # values of `quantization` elsewhere
 
 
 def as_keyword(field: str) -> str:
+    """Spell a field as a keyword of Python: 'kv_cache_memory'."""
     return field
 
 
 def as_flag(field: str) -> str:
+    """Spell a field as a flag of the command line: '--kv-cache-memory'."""
     return "--model-id" if field == "model" else "--" + field.replace("_", "-")
 
 

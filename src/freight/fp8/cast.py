@@ -25,6 +25,7 @@ E8M0 = torch.float8_e8m0fnu  # dtype of scales that are powers of two (`fp8.mxfp
 
 
 def torch_dtype(format: Format) -> torch.dtype:
+    """Return the torch dtype in which numbers of `format` are stored."""
     return _DTYPES[format]
 
 

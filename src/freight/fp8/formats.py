@@ -30,10 +30,12 @@ class Format(StrEnum):
 
     @property
     def is_fp8(self) -> bool:
+        """True for E4M3FN, E4M3FNUZ and E5M2."""
         return self in (Format.E4M3FN, Format.E4M3FNUZ, Format.E5M2)
 
     @property
     def is_e4m3(self) -> bool:
+        """True for both variants of E4M3, FN and FNUZ."""
         return self in (Format.E4M3FN, Format.E4M3FNUZ)
 
     @property

@@ -51,9 +51,8 @@ class KeyCenter:
         """Build the center from b, not all zero, and the angles from `angle_tiles`."""
         half = cos.shape[1]
         assert not b[:, 2 * half :].any()
-        halves = torch.stack(
-            (b[:, :half], b[:, half : 2 * half])
-        )  # [2, num_kv_heads, rotary_dim / 2]
+        # [2, num_kv_heads, rotary_dim / 2]
+        halves = torch.stack((b[:, :half], b[:, half : 2 * half]))
         used = (halves != 0).any(0)
         num_pairs = int(used.sum(-1).max())
         pairs = torch.sort(used.byte(), dim=-1, descending=True, stable=True).indices[:, :num_pairs]
@@ -142,6 +141,7 @@ class KVPages:
 
     @property
     def format(self) -> Format:
+        """Stored format of keys and values, from the dtype of k."""
         return format_of(self.k)
 
     @property
@@ -151,6 +151,7 @@ class KVPages:
 
     @property
     def block_size(self) -> int:
+        """Tokens of a block."""
         return self.k.shape[1]
 
     @property
@@ -169,6 +170,7 @@ class KVPages:
 
     @property
     def scale_kind(self) -> ScaleKind:
+        """Form of the scales, from their number of dimensions."""
         if self.k_scale is None:
             return ScaleKind.NONE
         return {2: ScaleKind.STATIC, 3: ScaleKind.TOKEN, 4: ScaleKind.GROUP}[self.k_scale.ndim]

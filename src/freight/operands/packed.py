@@ -29,9 +29,8 @@ class QuantizedRows:
 # the result of a norm, an activation or attention, for the next product: [rows, in_features]
 Rows = Tensor | QuantizedRows
 
-JoinedPart = tuple[
-    Tensor, Tensor | None
-]  # x and the weight of its norm, or None (`KernelSet.join`)
+# x and the weight of its norm, or None (`KernelSet.join`)
+JoinedPart = tuple[Tensor, Tensor | None]
 
 
 def plain(rows: Rows) -> Tensor:

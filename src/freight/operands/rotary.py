@@ -30,4 +30,5 @@ class Rotary:
 
     @property
     def rotary_dim(self) -> int:
+        """Rotated channels of a head, the first ones."""
         return 2 * self.cos.shape[1]

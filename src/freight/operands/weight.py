@@ -46,6 +46,7 @@ class Weight(PackedWeight):
 
     @property
     def is_mxfp4(self) -> bool:
+        """True if `data` holds MXFP4 codes."""
         return self.data.dtype is mxfp4.CODES
 
     @property

@@ -85,8 +85,8 @@ _V1 = Family(
     words("attention_bias moe_intermediate_size"),
     bias_keys=("attention_bias", "attention_bias", ""),
     synonyms={"attention_head_dim": "head_dim"},
-    # what its first code could have and transformers does not: layers that read the keys of others,
-    # latent attention
+    # features of the publisher's first code that transformers does not have, such as layers that
+    # read the keys of others (cla) and latent attention (mla)
     fixed={
         "use_qk_norm": (True,),
         "norm_topk_prob": (True,),
@@ -150,7 +150,7 @@ ROWS = {
             "router_scaling_factor": 2.826,
             "first_k_dense_replace": 1,
         },
-        # sums and the softmax of attention are in float32 here whatever these say
+        # Freight computes experts' sums and the softmax of attention in float32 in any case
         words(
             "attention_bias enable_moe_fp32_combine enable_lm_head_fp32 enable_attention_fp32_softmax"
         ),

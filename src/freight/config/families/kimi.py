@@ -23,25 +23,23 @@ from freight.config.tensor_names import TensorNames
 from freight.errors import CheckpointError
 
 _STATEFUL, _ATTENTION = "linear_attention", "full_attention"
-_NESTED = "linear_attn_config"  # of the publisher's files
-# its keys -> those that transformers writes
+_NESTED = "linear_attn_config"  # in the publisher's files
+# keys in it -> keys that transformers writes
 _SIZES = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-_LISTS = {
-    "kda_layers": _STATEFUL,
-    "full_attn_layers": _ATTENTION,
-}  # of layers, the first of which is 1
+# lists of layers, counted from 1
+_LISTS = {"kda_layers": _STATEFUL, "full_attn_layers": _ATTENTION}
 
 
 def _translate(config: JsonObject) -> JsonObject:
     """Translate `linear_attn_config` to the keys that transformers writes. `head_dim` is dropped:
     no layer has it.
 
-    Raises CheckpointError for keys of it that are not implemented, and for layers of no kind, or of
-    two.
+    Raises CheckpointError for keys in it that are not implemented, and for layers that have no kind
+    or two.
     """
     nested = config.get(_NESTED) or {}
     if not isinstance(nested, Mapping):
@@ -69,11 +67,10 @@ def _kinds(nested: JsonObject, num_layers: int) -> list[str]:
         return [
             _ATTENTION if index and index % 4 == 0 else _STATEFUL for index in range(num_layers)
         ]
-    listed = [
-        (number, kind)
-        for key, kind in _LISTS.items()
-        for number in (nested[key] if isinstance(nested[key], list) else [nested[key]])
-    ]
+    listed = []
+    for key, kind in _LISTS.items():
+        numbers = nested[key] if isinstance(nested[key], list) else [nested[key]]
+        listed += [(number, kind) for number in numbers]
     if sorted(str(number) for number, _ in listed) != sorted(
         str(index + 1) for index in range(num_layers)
     ):
@@ -99,7 +96,7 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     return with_layers(config, model, {_STATEFUL: recurrent, _ATTENTION: latent})
 
 
-# of files from before transformers had these models
+# keys of files that are older than transformers' support of these models
 KIMI_SYNONYMS = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",

@@ -15,15 +15,15 @@ from freight.config.tensor_names import PREDICTS, AttentionNames, TensorNames
 from freight.errors import CheckpointError
 from freight.operands.routing import Scoring
 
-_SHARE = 0.334  # of a head's channels that are rotated
+_SHARE = 0.334  # default of partial_rotary_factor
 
 
 def _translate(config: JsonObject) -> JsonObject:
     """Translate the hub's keys to those of transformers: layers with a window, layers with experts,
     ropes and the window.
 
-    SGLang, for which the weights were published, and transformers see `sliding_window_size` tokens
-    before a query.
+    In SGLang, for which the weights were published, and in transformers a query sees
+    `sliding_window_size` tokens before it, so the window is one more.
     """
     num_layers = integer(config, "num_hidden_layers")
     found = dict(config)
@@ -123,7 +123,7 @@ ROWS = {
             "num_experts_per_tok": 8,
             "norm_topk_prob": True,
         },
-        # attention_chunk_size repeats the window, for another engine
+        # attention_chunk_size repeats the window for another engine
         words(
             "attention_bias v_head_dim sliding_window sliding_window_size layer_types "
             "attention_value_scale hybrid_layer_pattern moe_layer_freq attention_chunk_size "

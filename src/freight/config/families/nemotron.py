@@ -19,13 +19,9 @@ from freight.config.tensor_names import PREDICTS, AttentionNames, MambaNames, Te
 from freight.errors import CheckpointError, choices
 from freight.operands.routing import Scoring
 
-_MAMBA, _ATTENTION, _MLP, _MOE = (
-    "linear_attention",
-    "full_attention",
-    "mlp",
-    "moe",
-)  # transformers' words
-_LETTERS = {"M": _MAMBA, "E": _MOE, "*": _ATTENTION, "-": _MLP}  # of `hybrid_override_pattern`
+# transformers' words
+_MAMBA, _ATTENTION, _MLP, _MOE = "linear_attention", "full_attention", "mlp", "moe"
+_LETTERS = {"M": _MAMBA, "E": _MOE, "*": _ATTENTION, "-": _MLP}  # in `hybrid_override_pattern`
 _WORDS = {"mamba": _MAMBA, "attention": _ATTENTION, **{kind: kind for kind in _LETTERS.values()}}
 
 
@@ -79,8 +75,8 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
         )
     if flag(config, "tie_word_embeddings"):
         raise CheckpointError(
-            "config.json: tie_word_embeddings = True is not implemented: NVIDIA's code takes the embedding for the "
-            "head then, and transformers a head of its own"
+            "config.json: tie_word_embeddings = True is not implemented: NVIDIA's code then uses the embedding as "
+            "head, and transformers a separate head"
         )
     if not {_MAMBA, _ATTENTION}.intersection(config["layer_types"]):
         raise CheckpointError(
@@ -180,7 +176,7 @@ _NEMOTRON_H = Family(
         ssm_state_size conv_kernel use_conv_bias use_bias time_step_limit
         """
     )
-    # of the first values of weights, of programs, and of layers that predict further tokens
+    # keys of initial weights, of kernels, and of layers that predict further tokens
     | words(
         """
         chunk_size expand time_step_min time_step_max time_step_floor time_step_rank rescale_prenorm_residual
@@ -220,7 +216,7 @@ _NEMOTRON_H = Family(
     translate=_translate,
     derive=_derive,
 )
-# of the models around it: the names of NVIDIA's code, and of transformers
+# outer keys of the multimodal models: NVIDIA's names, and transformers'
 _VL = words(
     """
     vision_config downsample_ratio force_image_size image_tag_type img_context_token img_context_token_id img_end_token

@@ -14,11 +14,8 @@ from freight.errors import CheckpointError
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    return {
-        **config,
-        "intermediate_size": integer(config, "ffn_dim"),
-        "rms_norm_eps": 1e-5,
-    }  # not a key of OPT
+    # OPT has no key for the epsilon of its norms
+    return {**config, "intermediate_size": integer(config, "ffn_dim"), "rms_norm_eps": 1e-5}
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
@@ -83,7 +80,7 @@ ROWS = {
         bias_keys=("enable_bias",) * 3,
         translate=_translate,
         derive=_derive,
-        bodies=(("model.decoder.", ""), ("decoder.", "")),  # facebook's own files have the second
+        bodies=(("model.decoder.", ""), ("decoder.", "")),  # facebook's files have the second
         tensors=TensorNames(
             norm="final_layer_norm.weight",
             attention=AttentionNames(o="self_attn.out_proj"),

@@ -17,11 +17,12 @@ from freight.errors import CheckpointError
 from freight.operands.activation import GatedActivation, GateFunction, clamped_silu
 from freight.operands.routing import Scoring
 
+# lists that may have further entries, for the layers that predict further tokens
 _BY_LAYER = words(
     "layer_types mlp_layer_types swiglu_limits swiglu_limits_shared rope_theta partial_rotary_factors"
-)  # lists that may have entries behind, of the layers that predict further tokens
+)
 _KINDS = ("full_attention", "sliding_attention")
-_FIRST_SPARSE = 3  # layers before it have no experts, where no key says which have
+_FIRST_SPARSE = 3  # the first layer with experts, without a key that lists them
 
 
 def _translate(config: JsonObject) -> JsonObject:
@@ -152,13 +153,17 @@ def _check_per_layer(config: JsonObject, model: ModelConfig, heads: int) -> None
     given = config.get("per_layer_config")
     if given is None:
         return
-    usual, own = model.attention[0].num_heads, {"num_attention_heads": heads}
-    expected = {index: own for index, mixer in model.attention.items() if mixer.window is not None}
+    usual = model.attention[0].num_heads
+    expected = {
+        index: {"num_attention_heads": heads}
+        for index, mixer in model.attention.items()
+        if mixer.window is not None
+    }
     read = isinstance(given, Mapping) and all(str(key).isdecimal() for key in given)
     found = {int(key): value for key, value in given.items()} if read else given
     if found != expected and not (found == {} and heads == usual):
         raise CheckpointError(
-            f"config.json: per_layer_config = {given!r} is not implemented beside num_sliding_attention_heads = "
+            f"config.json: per_layer_config = {given!r} is not implemented with num_sliding_attention_heads = "
             f"{heads}; {expected!r} is"
         )
 
