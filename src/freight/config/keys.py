@@ -190,7 +190,7 @@ def check_keys(config: JsonObject, ignore: Collection[str] = ()) -> UnreadKeys:
         for key in part.config:
             keys_of.setdefault(part.kind(key, ignore), {})[key] = None
     unknown, harmless, ignored = (
-        tuple(keys_of.get(kind, ())) for kind in (_UNKNOWN, _HARMLESS, _IGNORED)
+        tuple(keys_of.get(kind, {})) for kind in (_UNKNOWN, _HARMLESS, _IGNORED)
     )
     return UnreadKeys(unknown, harmless, ignored)
 

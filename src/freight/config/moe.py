@@ -109,7 +109,7 @@ def parse_moe(config: JsonObject, family: MoEFamily, activation: AnyActivation) 
     """
     width = integer(config, family.width_key)
     activation = family.activation or activation
-    latent_size = None
+    latent_size: int | None = None
     if family.latent_key is not None and config.get(family.latent_key) is not None:
         latent_size = integer(config, family.latent_key)
     return MoEConfig(

@@ -10,13 +10,12 @@ from typing import ClassVar
 class GatedFunction(StrEnum):
     """activation(gate) * up (Shazeer 2020, "GLU variants improve transformer")."""
 
-    SILU = "silu"  # g / (1 + e^-g): SwiGLU
+    SILU = "silu"  # SwiGLU: g / (1 + e^-g)
     # g / (1 + e^(-1.702 g)) * (u + 1), with g = min(gate, 7) and u = up bounded to [-7, 7]
     # (gpt-oss, arXiv 2508.10925)
     CLAMPED_SWIGLU = "clamped_swiglu"
-    GELU_TANH = (
-        "gelu_tanh"  # g/2 (1 + tanh(√(2/π) (g + 0.044715 g³))) (Hendrycks and Gimpel 2016): GeGLU
-    )
+    # GeGLU: g/2 (1 + tanh(√(2/π) (g + 0.044715 g³))) (Hendrycks and Gimpel 2016)
+    GELU_TANH = "gelu_tanh"
     # min(g / (1 + e^-g), limit) * u, with u = up bounded to [-limit, limit] (Step-3.7)
     CLAMPED_SILU = "clamped_silu"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from freight.config.deriving import conv_width, require_silu, with_layers
 from freight.config.family import Family, words
@@ -67,7 +68,7 @@ def _kinds(nested: JsonObject, num_layers: int) -> list[str]:
         return [
             _ATTENTION if index and index % 4 == 0 else _STATEFUL for index in range(num_layers)
         ]
-    listed = []
+    listed: list[tuple[Any, str]] = []
     for key, kind in _LISTS.items():
         numbers = nested[key] if isinstance(nested[key], list) else [nested[key]]
         listed += [(number, kind) for number in numbers]
