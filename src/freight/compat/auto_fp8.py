@@ -112,7 +112,7 @@ class AutoFP8ForCausalLM:
         kept = matched_modules(model.model, self._plan.ignore)
         self._opened = model.quantized_as(self._plan.weights, self._plan.layout, kept)
         self.config = self._opened.model
-        self._ignored, self._torn = ignored_modules(
+        self._ignored, self._partly_kept = ignored_modules(
             self.config, self._plan.ignore, others=self._opened.modules_beside
         )
         require_any(self.config, self._plan, self._ignored)
@@ -179,7 +179,7 @@ class AutoFP8ForCausalLM:
                     self._calibration = self._opened.calibrate(
                         self._plan, self._samples, self._ignored, on_progress
                     )
-            source = self._opened, self._plan, self._ignored, self._torn
+            source = self._opened, self._plan, self._ignored, self._partly_kept
             result = write(*source, self._calibration, out, on_progress, overwrite)
         for warning in result.warnings:
             logger.warning("%s", warning)

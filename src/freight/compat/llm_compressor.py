@@ -86,10 +86,10 @@ class OneshotModel:
         opened: Unquantized,
         plan: QuantizePlan,
         ignored: tuple[str, ...],
-        torn: tuple[str, ...],
+        partly_kept: tuple[str, ...],
         calibration: Calibration,
     ) -> None:
-        self._parts = opened, plan, ignored, torn, calibration
+        self._parts = opened, plan, ignored, partly_kept, calibration
         self.result: QuantizeResult | None = None
 
     def save_pretrained(
@@ -113,13 +113,13 @@ class OneshotModel:
             and out.is_dir()
         ):
             return
-        opened, plan, ignored, torn, calibration = self._parts
+        opened, plan, ignored, partly_kept, calibration = self._parts
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         require_new(out, overwrite=True)
         require_other(opened.checkpoint, out)
         check_disk_space(opened.checkpoint, out)
         self.result = write_checkpoint(
-            opened, plan, ignored, torn, calibration, out, overwrite=True
+            opened, plan, ignored, partly_kept, calibration, out, overwrite=True
         )
         for warning in self.result.warnings:
             logger.warning("%s", warning)
@@ -176,13 +176,13 @@ def oneshot(
     opened = _open(name, revision, model, wanted)
     if output_dir is not None:
         require_other(opened.checkpoint, Path(output_dir).expanduser())
-    decided, ignored, torn = _decide(wanted, opened)
+    decided, ignored, partly_kept = _decide(wanted, opened)
     require_blocks(opened.model, decided, ignored)
     length = max_seq_length or opened.model.max_position_embeddings
     decided = replace(decided, num_samples=num_calibration_samples, max_seq_len=length)
     samples = load_samples(opened, decided, rows) if calibrated else []
     calibration = opened.calibrate(decided, samples, ignored) if calibrated else NOTHING_CALIBRATED
-    quantized = OneshotModel(opened, decided, ignored, torn, calibration)
+    quantized = OneshotModel(opened, decided, ignored, partly_kept, calibration)
     if hasattr(model, "save_pretrained"):
         # as in llm-compressor: scripts save the model that they passed
         model.save_pretrained = quantized.save_pretrained

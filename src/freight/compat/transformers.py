@@ -287,23 +287,23 @@ def _decide(
     """Decide the storage of each layer of `stored`, those of a DynamicCache, by the rules of
     `config.resolve`.
     """
-    num_layers, source = len(stored), args.kv_scales
+    num_layers, word = len(stored), args.kv_scales
     skipped = _skipped(args, stored)
-    asked = kv_source(args)
-    if asked.word == "group":
+    scale_source = kv_source(args)
+    if scale_source.word == "group":
         raise ConfigError(
             "kv_scales='group' has a scale for 128 channels of a latent (MLA): transformers' cache stores a latent in "
             "two parts; use kv_scales='dynamic'"
         )
     scheme, scales, shape = Scheme(), KVScales((None,) * num_layers), None
-    if asked.file is not None:
+    if scale_source.file is not None:
         shape = parse_model_config(config.to_dict(), ignore_keys=EVERY_KEY)
-        scales = read_scale_json(asked.file, shape)
-    elif asked.values is not None:
+        scales = read_scale_json(scale_source.file, shape)
+    elif scale_source.values is not None:
         shape = parse_model_config(config.to_dict(), ignore_keys=EVERY_KEY)
-        scales = uniform_scales(asked.values, num_layers)
-    elif source in ("auto", "checkpoint"):
-        opened = _open(config, source, model)
+        scales = uniform_scales(scale_source.values, num_layers)
+    elif word in ("auto", "checkpoint"):
+        opened = _open(config, word, model)
         if opened is not None:
             scheme, scales, shape = opened.scheme, _without_centers(opened), opened.model
     kv = resolve_kv_cache(
@@ -377,7 +377,7 @@ def _key_scale(
 
 
 def _open(
-    config: PreTrainedConfig, source: str, model: str | PathLike[str] | None
+    config: PreTrainedConfig, word: str, model: str | PathLike[str] | None
 ) -> OpenCheckpoint | None:
     """Open the checkpoint with the requested scales; None for a model that was not loaded from one.
 
@@ -386,7 +386,7 @@ def _open(
     """
     name = str(model or config.name_or_path or "")
     if not name:
-        if source == "checkpoint":
+        if word == "checkpoint":
             raise ConfigError(
                 "kv_scales='checkpoint', but config was not loaded from one: name it, FP8Cache(config, model=FOLDER)"
             )

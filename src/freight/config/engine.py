@@ -27,8 +27,8 @@ KV_SCALES_FORMS = (*KV_SCALES, "FILE.json", "a number, or two for K and V as in 
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """Options as given, with the names that other engines use. Sizes in tokens, memory in bytes or
-    as '4GiB'.
+    """Options as given, under the names that other engines use. Sizes are in tokens, memory in bytes
+    or as '4GiB'.
     """
 
     model: str = "demo"

@@ -82,7 +82,7 @@ def _attention_problem(compute: Format | None, stored: Format | None) -> str:
     format that is not known yet.
     """
     if stored is not None and not stored.is_e4m3:
-        return f"a cache in {stored}: it multiplies E4M3 as it is stored; use --kv-cache-dtype fp8"
+        return f"a cache in {stored}: it multiplies stored E4M3 only; use --kv-cache-dtype fp8"
     if compute is Format.FLOAT32:
         return "--dtype float32, whose precision it would lose; use --dtype bfloat16 or float16"
     return ""

@@ -38,6 +38,7 @@ STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 SERVED_STEP_SECONDS = 0.5  # on a CPU: a pause between two tokens that a reader hardly notices
 EXPERT_ROWS, MOST_STEP_TOKENS = 64, 2048  # for mixtures of experts on a CPU (`step_tokens`)
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+# units of memory in capitals: KB … TB and KIB … TIB
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 _MAKE_SCALES = (
@@ -146,8 +147,8 @@ def step_tokens(device: str, model: ModelConfig) -> int:
     mixtures = {
         one.feed_forward.routing for one in model.layers if isinstance(one.feed_forward, MoEConfig)
     }
-    wanted = max((EXPERT_ROWS * one.num_experts // one.top_k for one in mixtures), default=0)
-    return min(max(least, -(-wanted // least) * least), MOST_STEP_TOKENS)
+    tokens = max((EXPERT_ROWS * one.num_experts // one.top_k for one in mixtures), default=0)
+    return min(max(least, -(-tokens // least) * least), MOST_STEP_TOKENS)
 
 
 def for_serving(args: EngineArgs, device: str) -> EngineArgs:
@@ -287,11 +288,11 @@ def _cache(
 ) -> KVCacheConfig:
     """Resolve the cache of all layers; `scales` already marks skipped layers as unneeded."""
     source = kv_source(args)
-    asked = scales.mixed and source.word in ("auto", "checkpoint")
-    if asked and args.kv_cache_dtype == "auto":
+    by_layer = scales.mixed and source.word in ("auto", "checkpoint")  # the checkpoint's choice
+    if by_layer and args.kv_cache_dtype == "auto":
         return mixed_cache(scales, compute, native, ScaleSource.CHECKPOINT)
     format, cache = _kv_format(args, compute, scheme, native)
-    if asked and format.is_e4m3:
+    if by_layer and format.is_e4m3:
         raise ConfigError(
             f"{cache}, but the checkpoint chooses the cache of each layer ({scales.by_granularity}): use "
             "--kv-cache-dtype auto for that, or --kv-scales dynamic for FP8 in every layer"

@@ -81,8 +81,7 @@ ROWS = {
         },
         words("attention_bias sliding_window layer_types gating num_attention_heads_per_layer"),
         bias_keys=ATTENTION_BIAS,
-        # what a router does, in the words of older files; of these, mlp_layer_types says which
-        # layers have experts
+        # keys of older files about routers and layers with experts; mlp_layer_types decides the latter
         fixed={
             "norm_topk_prob": (True,),
             "moe_router_use_sigmoid": (True,),
