@@ -49,8 +49,8 @@ _HUB = "the hub's variables select the folder of downloads: set HF_HOME or HF_HU
 _ROPE = "rotary embedding follows config.json: change it there"
 
 SENTENCES = {
-    "calculate_kv_scales": "{kv_scales}='dynamic' measures a scale for each token as it is stored; a checkpoint without "
-    "scales has it by default",
+    "calculate_kv_scales": "{kv_scales}='dynamic' measures a scale for each token as it is stored; a checkpoint "
+    "without scales has it by default",
     "kv_cache_scheme": "{kv_cache_dtype} selects the format of the cache; its default is the checkpoint's scheme",
     "mamba_cache_dtype": "use {state_dtype} for recurrent states; inputs of convolutions are kept in the compute dtype",
     "fp8_kv_cache": "{kv_cache_dtype}='fp8' does it",
