@@ -1,4 +1,4 @@
-"""Groups of layers that share block tables, and the blocks that a sequence needs in each. Imports no
+"""Groups of layers that share block tables, and the blocks a sequence needs in each. Imports no
 torch.
 
 A group is the layers of one kind and window, whatever the bytes of a token in each of them. Blocks

@@ -1,4 +1,4 @@
-"""QuantizationModifier of llm-compressor, resolved to weights, activations and KV scales. Imports no
+"""QuantizationModifier of llm-compressor, resolved to weights, activations, KV scales. Imports no
 torch.
 
 `QuantizationModifier` and `QuantizationArgs` have the fields and defaults of llm-compressor's and

@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5 of Liquid AI: short convolutions, and attention in some layers. Imports no torch."""
+"""LFM2 and LFM2.5 of Liquid AI: short convolutions, attention in some layers. Imports no torch."""
 
 from __future__ import annotations
 
