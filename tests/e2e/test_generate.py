@@ -299,7 +299,7 @@ def test_chat_refuses_what_is_no_list_of_messages(chat_model: Path, given: Any):
             {"chat_template_kwargs": {"enable_thinking": False}},
             "'chat_template_kwargs': give its entries as keywords",
         ),
-        ({"chat_template": TEMPLATE}, "'chat_template': the model's own is used"),
+        ({"chat_template": TEMPLATE}, "'chat_template': the model's template is used"),
         ({"tools": []}, "'tools': the model's chat template does not read it"),
         ({"tokenize": False}, "'tokenize': the model's chat template does not read it"),
     ],

@@ -345,7 +345,7 @@ def test_a_model_changed_after_loading_is_refused():
         ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight of the loaded model differs"
     ):
         oneshot(model=model, recipe=DYNAMIC)
-    with pytest.raises(ConfigError, match="of no known folder"):
+    with pytest.raises(ConfigError, match="without a known folder"):
         oneshot(
             model=AutoModelForCausalLM.from_config(model.config.__class__(**SMALL)), recipe=DYNAMIC
         )
@@ -410,7 +410,7 @@ def of_yaml(modifier: str) -> str:
         ({"dataset": None}, "give oneshot a dataset"),
         (
             {"dataset": "ultrachat_200k"},
-            "is no file; a data set of the hub is named with its owner",
+            "is not a file; a data set of the hub is named with its owner",
         ),
         ({"dataset": {"a": IDS}}, "splits 'train' names no part of the dataset; it has a"),
         (
@@ -424,7 +424,7 @@ def of_yaml(modifier: str) -> str:
         ({"data_collator": batch}, "data_collator is not implemented; apply it before"),
         ({"max_seq_len": 3}, "no option 'max_seq_len'"),
         ({"save_compressed": False}, "save_compressed=False"),
-        ({"model": None}, "of no known folder"),
+        ({"model": None}, "without a known folder"),
         ({"output_dir": FIXTURES}, "exists"),
     ],
 )

@@ -1,18 +1,18 @@
-"""BlockAllocator: which blocks are in use. The only writer of reference counts, free list and
-prefix index.
+"""BlockAllocator: the blocks in use. The only writer of reference counts, free list and prefix
+index.
 
 A block is in exactly one of three states, so that num_free + num_held + num_cached is always the
 size of the pool:
 
-    free     no request refers to it, and its content is unspecified
-    held     at least one request refers to it
-    cached   no request refers to it, but its content is indexed: a later request may reuse it, or
-             it is evicted
+    free     no references; its content is unspecified
+    held     at least one request has a reference
+    cached   no references, but its content is indexed: a later request may reuse it, or it is
+             evicted
 
 The prefix index maps a key (cache/prefix.py) to the block with that content.
 
 Eviction takes the block that was released longest ago; of blocks released together, the one
-farthest from the start of the sequence, because a block is only found after those before it. Not
+farthest from the start of the sequence, because a prefix hit needs all blocks before it. Not
 thread-safe. Imports no torch.
 """
 
@@ -23,8 +23,8 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockAllocator:
-    """Hands out the blocks 0 … num_blocks - 1 of `block_size` tokens, and finds computed ones again
-    by their key.
+    """An allocator of the blocks 0 … num_blocks - 1, of `block_size` tokens each. Finds computed
+    blocks again by their key.
 
     Without prefix caching `register` does nothing and `acquire_prefix` finds nothing.
     """
@@ -40,13 +40,12 @@ class BlockAllocator:
 
     def reset(self) -> None:
         """Make every block free and forget what was indexed."""
-        self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack: low numbers leave first
+        self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack: low numbers first
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest release first
         self._num_held = 0
         self._references = [0] * self.num_blocks
-        self._keys: list[bytes | None] = [
-            None
-        ] * self.num_blocks  # key under which a block is indexed
+        # key under which each block is indexed
+        self._keys: list[bytes | None] = [None] * self.num_blocks
         self._index: dict[bytes, int] = {}  # the inverse of _keys
 
     @property
@@ -63,18 +62,18 @@ class BlockAllocator:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out: free ones, and cached ones after eviction."""
+        """Blocks that `allocate` can return: free ones, and cached ones after eviction."""
         return len(self._free) + len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens occupy."""
+        """Return the blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with unspecified content, one reference each; None, and no change, if
-        there are fewer.
+        """Allocate `count` blocks with unspecified content, one reference each; None, and no
+        change, if fewer are available.
 
-        Free blocks go first, then cached ones are evicted.
+        Free blocks are used first; then cached ones are evicted.
         """
         if count > self.num_available:
             return None
@@ -87,10 +86,10 @@ class BlockAllocator:
         return blocks
 
     def acquire_prefix(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest indexed run at the start of `keys`, with a reference taken on
-        each.
+        """Take a reference on each block of the longest indexed run at the start of `keys`, and
+        return them.
 
-        They are shared: the holder reads them and never writes them.
+        They are shared: a holder reads them and never writes them.
         """
         blocks = []
         for key in keys:
@@ -105,6 +104,7 @@ class BlockAllocator:
         return blocks
 
     def is_indexed(self, key: bytes) -> bool:
+        """Return whether a block is indexed under `key`; takes no reference."""
         return key in self._index
 
     def register(self, block: int, key: bytes) -> None:
@@ -119,8 +119,8 @@ class BlockAllocator:
         self._index[key] = block
 
     def release(self, blocks: Sequence[int], forget: bool = False) -> None:
-        """Give back one reference to each block of a sequence, in sequence order. Unheld ones
-        become cached or free.
+        """Release one reference to each block of a sequence, given in sequence order. A block
+        without references becomes cached or free.
 
         With `forget` their content is removed from the index, so no later request reuses it.
         """
@@ -140,8 +140,8 @@ class BlockAllocator:
                 self._cached[block] = None
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Remove content from the index, so that no later request reuses it; what nobody holds
-        becomes free.
+        """Remove content from the index, so that no later request reuses it. Blocks that no request
+        holds become free.
         """
         for key in keys:
             block = self._index.get(key)

@@ -1,11 +1,11 @@
-"""StoredTokens: keys or values of one layer in FP8, in one tensor, for attention that is not paged.
+"""StoredTokens: keys or values of one layer in FP8, in one tensor, for unpaged attention.
 
 The bytes and scales are those that `rotate_store` writes into pages for the same keys and values.
 `read` decodes all of them. `append`, `keep` and `select` are the only writers.
 
-Memory is allocated outside of inference mode: tensors made in it could not be written to after it,
-and a cache that was filled in `torch.inference_mode()` is often continued by `generate`, which runs
-under `no_grad` only.
+Memory is allocated outside of inference mode: an inference tensor cannot be written to later, and a
+cache that was filled in `torch.inference_mode()` is often continued by `generate`, which runs under
+`no_grad` only.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from freight.errors import ConfigError
 from freight.fp8.cast import amax, decode, encode, token_scale, torch_dtype
 from freight.fp8.formats import Format
 
-SPARE_TOKENS = (
-    16  # memory is taken for this many tokens more than there are, or for a part of theirs more
-)
-SPARE_PART = 32
+# memory is allocated for this many further tokens, or for this part of the tokens if that is more
+SPARE_TOKENS = 16
+SPARE_PART = 32  # one 32nd
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How the keys, or the values, of a layer are stored.
+    """The stored form of a layer's keys, or of its values.
 
-    `scale` is [num_kv_heads, head_dim] float32: static; None with `dynamic`, and where stored
-    values are the true ones.
+    `scale` is the static scale, [num_kv_heads, head_dim] float32; None with `dynamic`, and if
+    stored values need no scale.
     """
 
     format: Format
@@ -39,14 +38,16 @@ class Storage:
 
 
 class StoredTokens:
-    """The keys, or the values, of one layer: bytes [batch, num_kv_heads, tokens, head_dim], and
-    bfloat16 scales [batch, num_kv_heads, tokens] if they are dynamic, in memory with some room for
-    tokens to come."""
+    """The keys, or the values, of one layer: bytes [batch, num_kv_heads, tokens, head_dim], and, if
+    dynamic, bfloat16 scales [batch, num_kv_heads, tokens], in memory with spare room for further
+    tokens.
+    """
 
     @torch.inference_mode(False)
     def __init__(self, storage: Storage, states: Tensor) -> None:
-        """Nothing yet, for states of the shape and on the device of `states`. Raises ConfigError if
-        the scales have another shape."""
+        """Start empty, for states of the shape and on the device of `states`. Raises ConfigError if
+        the scales have another shape.
+        """
         batch, heads, _, dim = states.shape
         if storage.scale is not None and storage.scale.shape != (heads, dim):
             raise ConfigError(
@@ -57,7 +58,7 @@ class StoredTokens:
         self._static = None if storage.scale is None else storage.scale.to(states.device)
         self._bytes = torch.empty((batch, heads, 0, dim), dtype=torch.uint8, device=states.device)
         self._scales = torch.empty((batch, heads, 0), dtype=torch.bfloat16, device=states.device)
-        self._begin = self._end = 0  # the tokens in use; what lies outside may hold anything
+        self._begin = self._end = 0  # the range of tokens in use; content outside is unspecified
 
     @property
     def num_tokens(self) -> int:
@@ -70,14 +71,14 @@ class StoredTokens:
 
     @property
     def scale(self) -> Tensor | None:
-        """Their scales: bfloat16 [batch, num_kv_heads, tokens], or float32 [num_kv_heads,
-        head_dim], or none.
+        """The scales: bfloat16 [batch, num_kv_heads, tokens], float32 [num_kv_heads, head_dim], or
+        None.
         """
         return self._scales[:, :, self._begin : self._end] if self._dynamic else self._static
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is held, with the room for tokens to come and the scales."""
+        """Allocated memory in bytes, with the scales and the spare room."""
         return (
             self._bytes.nbytes
             + self._scales.nbytes
@@ -85,7 +86,7 @@ class StoredTokens:
         )
 
     def append(self, states: Tensor) -> None:
-        """Quantize states, [batch, num_kv_heads, new tokens, head_dim], and store them behind the
+        """Quantize states, [batch, num_kv_heads, new tokens, head_dim], and store them after the
         others.
         """
         states, end = states.detach(), self._end + states.shape[2]
@@ -104,7 +105,7 @@ class StoredTokens:
         self._end = end
 
     def read(self, dtype: torch.dtype) -> Tensor:
-        """The values that are stored, [batch, num_kv_heads, tokens, head_dim]."""
+        """Return the stored values in `dtype`, [batch, num_kv_heads, tokens, head_dim]."""
         scale = self.scale
         if scale is None:
             return decode(self.stored).to(dtype)
@@ -113,26 +114,23 @@ class StoredTokens:
         ).to(dtype)
 
     def keep(self, last: int, but: int = 0) -> None:
-        """Forget the `but` last tokens, and of the others all but the `last` ones."""
+        """Forget the last `but` tokens, and of the others all but the last `last` ones."""
         self._end = max(self._begin, self._end - but)
         self._begin = max(self._begin, self._end - last)
         if self._bytes.shape[2] > self.num_tokens + 2 * _spare(self.num_tokens):
             self._allocate(self.num_tokens)
 
     def select(self, rows: Tensor) -> None:
-        """Take these rows of the batch instead: indices, or a mask."""
+        """Replace the batch by these rows of it: indices, or a mask."""
         rows = rows.to(self._bytes.device)
         with torch.inference_mode(False):
             self._bytes, self._scales = self._bytes[rows], self._scales[rows]
 
     @torch.inference_mode(False)
     def _allocate(self, tokens: int) -> None:
-        """Move what is in use to memory for `tokens` tokens and some more."""
-        (batch, heads, _, dim), capacity, used = (
-            self._bytes.shape,
-            tokens + _spare(tokens),
-            self.num_tokens,
-        )
+        """Move the tokens in use to new memory for `tokens` tokens and a reserve."""
+        batch, heads, _, dim = self._bytes.shape
+        capacity, used = tokens + _spare(tokens), self.num_tokens
         stored = self._bytes.new_empty((batch, heads, capacity, dim))
         stored[:, :, :used] = self._bytes[:, :, self._begin : self._end]
         if self._dynamic:

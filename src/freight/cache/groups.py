@@ -1,11 +1,11 @@
-"""Groups of layers that share block tables: which blocks a sequence needs in each. Imports no
+"""Groups of layers that share block tables, and the blocks a sequence needs in each. Imports no
 torch.
 
-A group is the layers of one kind and window, however many bytes a token has in each of them. A
-group has its own blocks and its own block tables: a window's layers give back blocks that no later
-token sees, while other layers keep theirs. There are two kinds of groups. In pages every token has
-a place. Of a state a sequence has one, which every token changes; what it was stays behind every so
-many tokens.
+A group is the layers of one kind and window, whatever the bytes of a token in each of them. Blocks
+and block tables are per group: layers with a window release blocks that no later token sees, while
+other layers keep theirs. There are two kinds of groups. Pages have a slot for every token. States
+are one per sequence, and every token changes it; the one after every `tokens_per_block` tokens is
+kept.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from freight.operands.tiles import KEY_TILE
 
 
 class CacheGroup(Protocol):
-    """What decides which blocks a sequence needs in one group. Entry i of its block table is block
-    i of the sequence.
+    """The rule for the blocks that a sequence needs in one group. Entry i of its block table is
+    block i of the sequence.
 
     tokens_per_block    a multiple of the block size that prefix keys are made for
-    keeps_all           whether it gives no block back before the end: `first_block` is always 0
+    keeps_all           whether no block is released before the end: `first_block` is always 0
     """
 
     @property
@@ -31,33 +31,33 @@ class CacheGroup(Protocol):
     def keeps_all(self) -> bool: ...
 
     def first_block(self, start: int) -> int:
-        """The first entry that computing a token at position `start`, or a later one, reads; rises
-        with `start`.
+        """Return the first entry that is read to compute a token at position `start` or later; it
+        never decreases as `start` grows.
 
-        So a sequence can continue at `start`, a multiple of tokens_per_block, from the entries
-        first_block(start) … start / tokens_per_block - 1 alone.
+        So a sequence can continue at `start`, a multiple of tokens_per_block, if it has the entries
+        first_block(start) … start / tokens_per_block - 1.
         """
         ...
 
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Blocks that a sequence holds at most at once until it has `num_tokens` tokens,
-        `step_tokens` a step.
+        """Return the most blocks that a sequence holds at once until it has `num_tokens` tokens,
+        computed `step_tokens` per step.
         """
         ...
 
     def describe(self) -> str:
-        """Its layers, for messages: 'the layers with a window of 1024 tokens'."""
+        """Describe its layers, for messages: 'the layers with a window of 1024 tokens'."""
         ...
 
 
 class LayerGroup(CacheGroup, Protocol):
-    """A `CacheGroup` with the layers that have their memory in its blocks.
+    """A `CacheGroup` with the layers whose memory lies in its blocks.
 
-    layers             indices into the model's
-    bytes_per_block    of all of them together
-    has_slots          whether each token of a sequence has a place of its own in the block that its
-                       position falls into: then computing it twice stores the same as once
-    kind               behind a number of layers: 'with a window of 1,024'
+    layers             indices into the model's layers
+    bytes_per_block    bytes of a block in all these layers together
+    has_slots          whether each token has a separate slot in the block of its position, so that
+                       computing it twice stores the same as once
+    kind               text after a number of layers: 'with a window of 1,024'
     """
 
     @property
@@ -73,29 +73,28 @@ class LayerGroup(CacheGroup, Protocol):
     def kind(self) -> str: ...
 
     def held_by(self, num_seqs: int, num_tokens: int, step_tokens: int) -> int:
-        """Blocks that sequences of up to `num_tokens` tokens need at once, which compute
-        `step_tokens` in a step together; of one sequence `most_blocks`."""
-        ...
-
-    def spare(self, held: int) -> int:
-        """Further blocks that are worth having besides `held`, for what requests to come may find
-        again.
+        """Return the blocks that `num_seqs` sequences of up to `num_tokens` tokens need at once, if
+        they compute `step_tokens` per step together. For one sequence it is `most_blocks`.
         """
         ...
 
+    def spare(self, held: int) -> int:
+        """Return the blocks worth having besides `held`, for prefix hits of later requests."""
+        ...
+
     def read_bytes(self, num_tokens: float) -> float:
-        """Bytes that a decode step reads of one sequence of `num_tokens` tokens."""
+        """Return the bytes that a decode step reads for one sequence of `num_tokens` tokens."""
         ...
 
     def facts(self) -> dict[str, int | None]:
-        """What tells it from other groups, for every JSON: {"window": 1024}."""
+        """Return its distinguishing property, for every JSON: {"window": 1024}."""
         ...
 
 
 @dataclass(frozen=True)
 class Pages:
-    """The K and V pages of `layers`, indices into the model's. `bytes_per_token` is the sum over
-    them.
+    """The K and V pages of `layers`, indices into the model's layers. `bytes_per_token` is their
+    sum.
     """
 
     layers: tuple[int, ...]
@@ -114,27 +113,28 @@ class Pages:
         return self.window is None
 
     def first_block(self, start: int) -> int:
-        """The block in which the first key tile lies that the window of the token at `start`
-        touches.
+        """Return the block that holds the start of the first key tile that the window of the token
+        at `start` touches.
 
-        Attention reads that tile whole, so a key before the window must not have been overwritten
-        if it lies there.
+        Attention reads all of that tile, so keys in it that precede the window must not be
+        overwritten.
         """
         if self.window is None or start < self.window:
             return 0
         return (start - self.window + 1) // KEY_TILE * KEY_TILE // self.tokens_per_block
 
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Of a window: itself and a step, and what lies before it in its first tile or block."""
+        """Return the blocks of all tokens, or with a window those of window + one step, rounded up
+        to the tile or block in which the window begins.
+        """
         if self.window is not None:
             before = max(KEY_TILE, self.tokens_per_block) - 1
             num_tokens = min(num_tokens, before + self.window - 1 + step_tokens)
         return -(-num_tokens // self.tokens_per_block)
 
     def held_by(self, num_seqs: int, num_tokens: int, step_tokens: int) -> int:
-        together = num_seqs * self.most_blocks(num_tokens, 1) + -(
-            -step_tokens // self.tokens_per_block
-        )
+        step_blocks = -(-step_tokens // self.tokens_per_block)
+        together = num_seqs * self.most_blocks(num_tokens, 1) + step_blocks
         return min(num_seqs * self.most_blocks(num_tokens, step_tokens), together)
 
     def spare(self, held: int) -> int:
@@ -160,11 +160,12 @@ class Pages:
 
 @dataclass(frozen=True)
 class StateBlocks:
-    """The states of `layers`, of which a sequence has a block for every `tokens_per_block` tokens.
+    """The states of `layers`. A sequence has one block of states per `tokens_per_block` tokens.
 
-    Block i holds the state behind the last token so far that falls into it. Its first token reads
-    the state of block i - 1 and writes block i, later ones read and write block i. So a full block,
-    which others may share, is never written: layout does what copying on write would do.
+    Block i holds the state after the last computed token whose position falls into it. The block's
+    first token reads the state of block i - 1 and writes block i; later tokens read and write block
+    i. So a full block, which other sequences may share, is never written, and needs no copy on
+    write.
     """
 
     layers: tuple[int, ...]
@@ -175,27 +176,29 @@ class StateBlocks:
     keeps_all = False
 
     def first_block(self, start: int) -> int:
-        """The block of the token before: what it holds is the state that the token at `start`
-        begins with.
+        """Return the block of the token before `start`: it holds the state from which `start` is
+        computed.
         """
         return max(0, start - 1) // self.tokens_per_block
 
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """The one that is read, and those that a step writes."""
+        """Count the block that is read, and those that a step writes."""
         return min(
             -(-num_tokens // self.tokens_per_block), 1 + -(-step_tokens // self.tokens_per_block)
         )
 
     def held_by(self, num_seqs: int, num_tokens: int, step_tokens: int) -> int:
-        """One for each sequence, and two in the one step of `tokens_per_block` that begins a block:
-        an eighth more is room for that, as sequences are not all at the same place. Those that find
-        none wait, or begin anew."""
+        """Return one block for each sequence, an eighth more, and the blocks of one step. A
+        sequence needs two blocks in the one step of `tokens_per_block` that begins a block;
+        sequences do so at different times, so an eighth is room enough. A sequence that finds none
+        waits, or is preempted.
+        """
         together = num_seqs + -(-num_seqs // 8) + -(-step_tokens // self.tokens_per_block)
         return min(num_seqs * self.most_blocks(num_tokens, step_tokens), together)
 
     def spare(self, held: int) -> int:
-        """As many again: a prefix is found again by the state behind it, while pages have room left
-        in any case.
+        """Return `held`: a prefix hit needs the state at its end, while pages have free blocks
+        anyway.
         """
         return held
 

@@ -1,14 +1,14 @@
-"""CacheManager: which blocks each sequence has, in every group of the cache. What the Scheduler
-asks. Imports no torch.
+"""CacheManager: the blocks of each sequence, in every group of the cache. The Scheduler's interface
+to the cache. Imports no torch.
 
-Every group has a BlockAllocator of its own. A sequence has a block table per group, and tables are
-absolute: entry i is block i of the sequence. What a group no longer reads
-(`CacheGroup.first_block`) is given back before the next chunk is computed; those entries become 0.
-Full blocks are indexed as they are computed, and stay cached when they are given back.
+There is one BlockAllocator per group. A sequence has a block table per group, and tables are
+absolute: entry i is block i of the sequence. Blocks that a group no longer reads
+(`CacheGroup.first_block`) are released before the next chunk is computed; their entries become 0.
+Full blocks are indexed as they are computed, and stay cached when they are released.
 
-A prefix hit is the longest prefix that every group can serve. A group has to have only the blocks
-that the first token to compute reads: all of them for full attention, those of the last window for
-a sliding one.
+A prefix hit is the longest prefix that every group can serve. A group only needs the blocks that
+the first token to compute reads: all of them for full attention, those of the last window for a
+sliding one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from freight.cache.groups import CacheGroup
 @dataclass(frozen=True, slots=True)
 class Held:
     """The blocks of one sequence, by group. Replaced, never changed in place, so that a step may
-    keep them.
+    keep a reference.
 
-    block_ids    the block tables; () for a sequence that holds nothing
-    given_back   by group, how many entries at the start of the table are 0 and not held
-    room         the tokens up to which every table reaches
+    block_ids    block tables; () for a sequence that holds nothing
+    given_back   by group, the number of released entries at the start of the table, which are 0
+    room         tokens for which every table has blocks
     """
 
     block_ids: tuple[tuple[int, ...], ...] = ()
@@ -40,15 +40,15 @@ NOTHING = Held()
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A sequence holds `needed` blocks in `group` at once, which has `num_blocks`."""
+    """A group with `num_blocks` blocks, of which one sequence would hold `needed` at once."""
 
     group: CacheGroup
     needed: int
     num_blocks: int
 
     def describe(self, limit: int) -> str:
-        """Tokens that there is room for, and those needed at once where a window makes them less
-        than all `limit`.
+        """Return the tokens that fit, and for a group that needs less than all `limit` tokens at
+        once, those needed.
         """
         size = self.group.tokens_per_block
         has, needed = self.num_blocks * size, self.needed * size
@@ -60,11 +60,12 @@ class Shortfall:
 
 
 class CacheManager:
-    """The blocks of all groups: `num_blocks` of each. Prefix keys are made for every `block_size`
-    tokens.
+    """The block allocators of all groups, with `num_blocks` blocks in each. Prefix keys are made
+    for every `block_size` tokens.
 
-    A step computes at most `step_tokens` tokens of a sequence. `capacity_tokens` is what fits of
-    whole sequences: in the groups that give nothing back before the end, if there are any.
+    A step computes at most `step_tokens` tokens of a sequence. `capacity_tokens` are the tokens of
+    complete sequences that fit: into the groups that release nothing before the end, or into all
+    groups if none does.
     """
 
     def __init__(
@@ -98,16 +99,16 @@ class CacheManager:
 
     @property
     def used_share(self) -> float:
-        """Share of blocks that are held, in the group in which it is largest."""
+        """Share of held blocks, in the group in which it is largest."""
         return max(
             1.0 - allocator.num_available / allocator.num_blocks for allocator in self.allocators
         )
 
     def usage(self) -> tuple[int, int]:
-        """Tokens of `capacity_tokens` in blocks that are held, and in cached blocks that nobody
-        holds.
+        """Return the tokens of `capacity_tokens` in held blocks, and in cached blocks without
+        references.
 
-        Of the group of which the largest share is held: its blocks, as shares of `capacity_tokens`.
+        Both are those of the group with the largest held share, scaled to `capacity_tokens`.
         """
         fullest = max(self.allocators, key=lambda one: one.num_held / one.num_blocks)
         capacity, num_blocks = self.capacity_tokens, fullest.num_blocks
@@ -122,7 +123,7 @@ class CacheManager:
             allocator.reset()
 
     def shortfall(self, num_tokens: int) -> Shortfall | None:
-        """The first group that could not hold a sequence of `num_tokens` tokens, were it alone;
+        """Return the first group that could not hold a sequence of `num_tokens` tokens even alone;
         None if all could.
         """
         for group, allocator in zip(self.groups, self.allocators, strict=True):
@@ -134,12 +135,11 @@ class CacheManager:
     def admit(
         self, keys: Sequence[bytes], num_tokens: int, reserve: int
     ) -> tuple[Held, int] | None:
-        """The blocks of the longest cached prefix, and its tokens. None, and no change, if that is
-        too much.
+        """Take the blocks of the longest cached prefix; return them and its tokens. None, and no
+        change, if the request does not fit.
 
-        keys: those of the full blocks that may be hits, from the first. It is too much if some
-        group could not also give the blocks for the rest of `num_tokens` tokens, and `reserve`
-        more.
+        `keys` are those of the full blocks that may be hits, from the first on. The request fits if
+        every group has the blocks for the rest of `num_tokens` tokens, and `reserve` more.
         """
         start = self._longest_hit(keys)
         tables, given_back, fits = [], [], True
@@ -160,11 +160,11 @@ class CacheManager:
 
     @property
     def gives_back(self) -> bool:
-        """Whether `trim` can have an effect in some group."""
+        """True if `trim` can have an effect in some group."""
         return bool(self._giving_back)
 
     def trim(self, held: Held, start: int) -> Held:
-        """Give back the blocks that no token from position `start` on reads."""
+        """Release the blocks that no token from position `start` on reads."""
         block_ids = given_back = None
         for index in self._giving_back:
             first, before = self.groups[index].first_block(start), held.given_back[index]
@@ -180,8 +180,8 @@ class CacheManager:
         return Held(tuple(block_ids), tuple(given_back), held.room)
 
     def grow(self, held: Held, num_tokens: int) -> Held | None:
-        """Add the blocks that `num_tokens` tokens need; None, and no change, if a group has not
-        enough.
+        """Allocate the missing blocks for `num_tokens` tokens; None, and no change, if a group has
+        too few.
         """
         if num_tokens <= held.room:
             return held
@@ -207,7 +207,7 @@ class CacheManager:
     def register(self, held: Held, keys: Sequence[bytes], before: int, after: int) -> None:
         """Index the blocks that became full when the computed tokens rose from `before` to `after`.
 
-        keys: those of the sequence's full blocks, `after` // block_size at least.
+        `keys` are those of the sequence's full blocks, at least `after` // block_size.
         """
         for group, allocator, table in zip(
             self.groups, self.allocators, held.block_ids, strict=True
@@ -219,11 +219,11 @@ class CacheManager:
                 allocator.register(block, key)
 
     def release(self, held: Held) -> None:
-        """Give back everything. Full blocks stay cached."""
+        """Release all blocks. Full blocks stay cached."""
         self._release(held, forget=False)
 
     def forget(self, held: Held, keys: Sequence[bytes]) -> None:
-        """Give back everything, and remove from the index what the sequence computed, given back
+        """Release all blocks, and remove from the index all that the sequence computed, released
         before or not.
         """
         if not held.block_ids:
@@ -242,8 +242,8 @@ class CacheManager:
             allocator.release(table[first:], forget)
 
     def _longest_hit(self, keys: Sequence[bytes]) -> int:
-        """Tokens of the longest prefix that every group can serve: what one cannot, the others need
-        not.
+        """Return the tokens of the longest prefix that every group can serve. The groups shorten it
+        in turn until all agree.
         """
         length, agreed, index = len(keys) * self.block_size, 0, 0
         while agreed < len(self.groups):
@@ -253,14 +253,12 @@ class CacheManager:
         return length
 
     def _longest_hit_of(self, index: int, keys: Sequence[bytes], length: int) -> int:
-        """Tokens of the longest prefix, `length` at most, that one group can serve."""
+        """Return the tokens of the longest prefix, `length` at most, that one group can serve."""
         group, allocator = self.groups[index], self.allocators[index]
         size = group.tokens_per_block
         per = size // self.block_size
         end = length // size
-        if (
-            group.first_block(end * size) == 0
-        ):  # every block is needed, so the first that is missing ends it
+        if group.first_block(end * size) == 0:  # every block is needed: the first gap ends the hit
             run = 0
             while run < end and allocator.is_indexed(keys[(run + 1) * per - 1]):
                 run += 1
@@ -275,6 +273,8 @@ class CacheManager:
     def _keys_of(
         self, group: CacheGroup, keys: Sequence[bytes], first: int, end: int
     ) -> Sequence[bytes]:
-        """The keys of a group's blocks first … end - 1: each that of the last tokens in it."""
+        """Return the keys of a group's blocks first … end - 1: each is the key of the last
+        `block_size` tokens in the block.
+        """
         per = group.tokens_per_block // self.block_size
         return keys[(first + 1) * per - 1 : end * per : per]

@@ -1,5 +1,5 @@
-"""The memory of one layer's pages. Kernels follow the strides they find; a layout is chosen here
-alone.
+"""The memory of one layer's pages. Kernels follow the strides they find; only this module chooses a
+layout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def allocate_pages(
     block_size: int,
     device: str,
 ) -> KVPages:
-    """`num_blocks` blocks of one layer, in memory that is touched when it is first written.
+    """Allocate `num_blocks` blocks of one layer. The system commits memory at the first write.
     `scales` are static.
     """
     if spec.granularity is Granularity.GROUP:
@@ -42,8 +42,7 @@ def allocate_pages(
         k_scale, v_scale = tensors[len(sizes)].squeeze(-1), tensors[-1].squeeze(-1)
     elif scales is not None:
         k_scale = expand_scale(scales.k, spec.num_kv_heads, spec.k_dim).to(device)
-        # values in keys have been stored with the scale of keys, whatever a checkpoint says of
-        # values
+        # values in keys are stored with the scale of keys; the checkpoint's for values is ignored
         v_scale = (
             k_scale[:, first:].contiguous()
             if spec.v_in_k
@@ -56,7 +55,7 @@ def allocate_pages(
 def _grouped_pages(
     spec: LayerKVSpec, layout: PageLayout, shape: tuple[int, int, int], device: str
 ) -> KVPages:
-    """`allocate_pages` of `group` scales: codes of the latent, what comes before it in bfloat16,
+    """Allocate pages with `group` scales: codes of the latent, the channels before it in bfloat16,
     and scales.
     """
     sizes = spec.k_dim - spec.v_dim, spec.v_dim // SCALE_GROUP
@@ -72,8 +71,8 @@ def _tensors(
     shape: tuple[int, int, int],
     device: str,
 ) -> list[Tensor]:
-    """[num_blocks, block_size, num_kv_heads, size] of each part's size and dtype, laid out as
-    `layout` says.
+    """Allocate [num_blocks, block_size, num_kv_heads, size] for each part's size and dtype, in
+    `layout`.
     """
     num_blocks, block_size, heads = shape
     if layout is PageLayout.TOKENS:
@@ -91,7 +90,9 @@ def _tensors(
 
 
 def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) -> Tensor:
-    """1, num_kv_heads or num_kv_heads * head_dim scales -> [num_kv_heads, head_dim] float32."""
+    """Expand 1, num_kv_heads or num_kv_heads * head_dim scales to a float32 tensor [num_kv_heads,
+    head_dim].
+    """
     size = num_kv_heads * head_dim
     assert len(values) in (1, num_kv_heads, size), (
         f"{len(values)} scales for {num_kv_heads} KV heads"

@@ -1,5 +1,5 @@
-"""KVPool: the memory of the cache, by layer. `PagedKV.store` is the only writer of pages and their
-scales; a state is written by the mixer of its layer alone.
+"""KVPool: the memory of the cache, by layer. Only `PagedKV.store` writes pages and their scales;
+only the mixer of its layer writes a state.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from freight.operands.states import States, Stretch
 
 
 class LayerKV(Protocol):
-    """One layer's part of the cache, as the layer sees it. `store` comes first in a step, then
+    """One layer's part of the cache, as the layer sees it. In a step, `store` comes before
     `attend`.
     """
 
     def store(self, qkv: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
         """Norm and rotate the queries and keys in qkv, quantize keys and values into the batch's
-        slots; returns q.
+        slots, and return q.
 
         qkv: [num_tokens, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], as projected; q:
         [num_tokens, num_heads, k_dim].
@@ -38,8 +38,8 @@ class LayerKV(Protocol):
         ...
 
     def rotate(self, q: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
-        """In place of `store` where another layer has stored keys and values: norm and rotate the
-        queries.
+        """Norm and rotate the queries only, in place of `store`, for a layer that reads another
+        layer's keys and values.
 
         q: [num_tokens, num_heads * k_dim], as projected; returns [num_tokens, num_heads, k_dim].
         """
@@ -55,8 +55,8 @@ class LayerKV(Protocol):
         sinks: Tensor | None = None,
         consumer: PackedWeight | None = None,
     ) -> Rows:
-        """Attention of q over what is stored, [num_tokens, num_heads, v_dim], for `consumer`:
-        `KernelSet.attention`.
+        """Compute attention of q over the stored keys and values, [num_tokens, num_heads, v_dim],
+        for `consumer`: see `KernelSet.attention`.
         """
         ...
 
@@ -65,8 +65,8 @@ class LayerKV(Protocol):
 class PagedKV:
     """A `LayerKV` over pages, with the kernels that write and read them.
 
-    `group` is the cache group whose slots and block tables the layer follows. The pages are those
-    of another layer if it is `shared`.
+    `group` is the cache group whose slots and block tables the layer uses. With `shared` the pages
+    are another layer's, and this one never stores.
     """
 
     pages: KVPages
@@ -101,29 +101,28 @@ class PagedKV:
 
 @dataclass(frozen=True)
 class PagedState:
-    """One layer's states, as its mixer sees them: it reads the source of each stretch, and writes
+    """One layer's states, as its mixer sees them: it reads the source of each stretch and writes
     its target.
 
-    group   the cache group whose block tables the layer follows
+    group   cache group whose block tables the layer uses
     """
 
     states: States
     group: int = 0
 
     def stretches(self, batch: ForwardBatch) -> Iterator[Stretch]:
-        """`States.stretches` of this layer's blocks."""
+        """Yield `States.stretches` for this layer's blocks."""
         return self.states.stretches(batch.sequences(self.group))
 
 
-# What a layer's mixer has of the tokens before, of the mixer's kind; None for a layer that keeps
-# nothing.
+# A layer's part of the cache, of its mixer's kind; None for a layer that keeps nothing.
 LayerCache = LayerKV | PagedState | None
 
 
 @dataclass(frozen=True)
 class KVPool:
-    """The cache of all layers: in each group, `num_blocks` blocks. A layer that keeps nothing has
-    None.
+    """The cache of all layers, with `num_blocks` blocks in each group. The entry of a layer that
+    keeps nothing is None.
     """
 
     layers: tuple[PagedKV | PagedState | None, ...]
@@ -132,43 +131,47 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all pages and states."""
         return self.spec.bytes_of(self.num_blocks)
 
     @property
     def capacity_blocks(self) -> int:
-        """Blocks for whole sequences: those of the groups that keep all of them, if there are any."""
-        whole = [
+        """Blocks that limit complete sequences: the fewest of the groups that keep all blocks, or
+        of all groups if none does.
+        """
+        full = [
             count
             for count, group in zip(self.num_blocks, self.spec.groups, strict=True)
             if group.keeps_all
         ]
-        return min(whole or self.num_blocks)
+        return min(full or self.num_blocks)
 
     @property
     def capacity_tokens(self) -> int:
+        """Tokens of complete sequences that fit (`KVCacheSpec.capacity_tokens`)."""
         return self.spec.capacity_tokens(self.num_blocks)
 
     @property
     def whole(self) -> tuple[range, ...]:
-        """The block tables of a sequence that has the pool to itself."""
+        """Block tables of a single sequence that has the pool to itself."""
         return tuple(range(count) for count in self.num_blocks)
 
     @property
     def paged(self) -> dict[int, PagedKV]:
-        """The layers with pages, their own or another layer's, by index."""
+        """Layers with pages, allocated or another layer's, by index."""
         return {
             index: layer for index, layer in enumerate(self.layers) if isinstance(layer, PagedKV)
         }
 
     @property
     def states(self) -> dict[int, PagedState]:
-        """The layers with a state, by index."""
+        """Layers with a state, by index."""
         return {
             index: layer for index, layer in enumerate(self.layers) if isinstance(layer, PagedState)
         }
 
     def with_layers(self, layers: Mapping[int, PagedKV | PagedState]) -> KVPool:
-        """The pool with these in place of its own, by index."""
+        """Return the pool with these layers replaced, by index."""
         return replace(
             self, layers=tuple(layers.get(index, layer) for index, layer in enumerate(self.layers))
         )
@@ -178,8 +181,8 @@ class KVPool:
         return self.spec.values_per_token
 
     def counters(self) -> tuple[int, int]:
-        """(NaNs stored since the start, values clipped to their scale's range); a working model
-        stores no NaN.
+        """Return (NaNs stored since the start, values clipped to their scale's range). A working
+        model stores no NaN.
         """
         counts = [layer.pages.counters for layer in self.paged.values() if not layer.shared]
         if not counts:  # states are not counted
@@ -188,7 +191,7 @@ class KVPool:
         return nans, clipped
 
 
-Angles = tuple[Tensor, Tensor]  # cos, sin, as `KeyCenter.angle_tiles` makes them
+Angles = tuple[Tensor, Tensor]  # cos, sin, from `KeyCenter.angle_tiles`
 
 
 def allocate_pool(
@@ -199,10 +202,10 @@ def allocate_pool(
     device: str = "cpu",
     rotaries: Sequence[Rotary | None] | None = None,
 ) -> KVPool:
-    """Allocate pages and states: `num_blocks` by group. Memory is touched when it is first written,
-    not here.
+    """Allocate pages and states: `num_blocks` by group. The system commits memory at the first
+    write, not here.
 
-    `rotaries` has the rotary tables of each layer, None for a layer without; they are needed for
+    `rotaries` has the rotary tables of each layer, None for a layer without. They are needed for
     centered keys only.
     """
     of_layers = kv.scales.layers if kv.scales is not None else (None,) * len(spec.layers)
@@ -238,14 +241,14 @@ def allocate_pool(
 
 
 class AngleTables:
-    """The angle tables of key centers; one pair for all layers that share their rotary tables."""
+    """The angle tables of key centers, one pair for all layers that share their rotary tables."""
 
     def __init__(self) -> None:
-        self._tiles: dict[
-            int, tuple[Tensor, Angles]
-        ] = {}  # by address; the tensor keeps it from being used again
+        # by the address of the cosines; the stored tensor keeps the address from being reused
+        self._tiles: dict[int, tuple[Tensor, Angles]] = {}
 
     def of(self, rotary: Rotary) -> Angles:
+        """Return the tiles of the cosines and sines of `rotary`."""
         address = rotary.cos.data_ptr()
         if address not in self._tiles:
             tiles = KeyCenter.angle_tiles(rotary.cos), KeyCenter.angle_tiles(rotary.sin)

@@ -2,8 +2,8 @@
 torch.
 
 The key of a full block is a digest over the key of the block before it and its own token ids; the
-first block's parent is a digest of the request's cache salt. The digest is cryptographic: a caller
-must not be able to construct a prompt that is answered from someone else's blocks.
+first block's parent is a digest of the request's cache salt. The digest is cryptographic: a client
+must not be able to construct a prompt that is answered from another client's blocks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from collections.abc import Callable, Sequence
 
 
 def root_key(salt: str | None) -> bytes:
-    """Parent key of a sequence's first block. No salt and the empty salt are two different salts."""
+    """Return the parent key of a sequence's first block. No salt and the empty salt are different
+    salts.
+    """
     content = b"" if salt is None else b"salt" + salt.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(content, digest_size=32, person=b"root").digest()
 
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Key of a full block that holds `token_ids` and follows the block (or root) with key `parent`."""
+    """Return the key of a full block that holds `token_ids` and follows the block (or root) with
+    key `parent`.
+    """
     return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=32).digest()
 
 
@@ -31,10 +35,10 @@ def extend_keys(
     salt: str | None,
     tokens: Callable[[int, int], Sequence[int]],
 ) -> None:
-    """Have at least `count` keys of a sequence in `keys`, in its order; only missing ones are
+    """Extend `keys`, those of a sequence in order, to at least `count`; only missing ones are
     computed.
 
-    `tokens(start, stop)` gives the token ids at positions start … stop - 1.
+    `tokens(start, stop)` returns the token ids at positions start … stop - 1.
     """
     while len(keys) < count:
         parent = keys[-1] if keys else root_key(salt)

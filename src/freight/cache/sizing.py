@@ -1,19 +1,18 @@
-"""How much memory a request takes, and how a cache's memory is split over its groups. Imports no
-torch.
+"""The memory of a request, and the split of a cache's memory over its groups. Imports no torch.
 
-Layers without a window need room for every token of a sequence, layers with one (and all others
-that give blocks back) for the window only, however long the sequence. A split that serves long
-sequences best, in the ratio of what one of `max_model_len` tokens takes, leaves the windows room
-for a few sequences; short sequences, which take as many tokens of one group as of the other, would
-then wait for windows with memory free. So windows come first: they get room for as many sequences
-as run at once, of which each holds its window and all together compute one step, but
+Layers without a window need room for every token of a sequence. Layers with one (and all others
+that release blocks) need room for the window only, however long the sequence. The split that serves
+long sequences best has the ratio of what one sequence of `max_model_len` tokens takes, and leaves
+the windows room for a few sequences. Short sequences take as many tokens of each group, and would
+then wait for window blocks while other memory is free. So windows come first: they get room for as
+many sequences as run at once, each with its window, and all together computing one step, but
 
 - never so much that a request of `max_model_len` tokens does not fit, and
-- more than half of the memory only where the rest holds as many whole sequences of `max_model_len`
+- more than half of the memory only if the rest holds as many complete sequences of `max_model_len`
   tokens.
 
-Layers that keep a state for each sequence are as windows, with as many states again for prefixes
-that are found again. Layers without a window get the rest.
+Layers that keep a state for each sequence count as windows, with as many states again for prefix
+hits. Layers without a window get the rest.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from bisect import bisect_left, bisect_right
 from freight.cache.groups import LayerGroup
 from freight.cache.spec import KVCacheSpec
 
-# Of what is free once the weights are loaded, when --kv-cache-memory is not given; a GPU is rarely
-# shared.
+# Share of the memory that is free once the weights are loaded, without --kv-cache-memory. A GPU is
+# rarely shared with other processes.
 MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
 def blocks_of_request(spec: KVCacheSpec, num_tokens: int, step_tokens: int) -> tuple[int, ...]:
-    """Blocks by group that a request holds at most until it has `num_tokens` tokens."""
+    """Return the most blocks, by group, that a request holds until it has `num_tokens` tokens."""
     return tuple(group.most_blocks(num_tokens, step_tokens) for group in spec.groups)
 
 
 def bytes_of_request(spec: KVCacheSpec, num_tokens: int, step_tokens: int) -> int:
-    """Bytes that a request holds at most until it has `num_tokens` tokens."""
+    """Return the most bytes that a request holds until it has `num_tokens` tokens."""
     return spec.bytes_of(blocks_of_request(spec, num_tokens, step_tokens))
 
 
 def longest_request(spec: KVCacheSpec, memory: int, limit: int, step_tokens: int) -> int:
-    """Tokens of the longest request that fits into `memory` bytes, in whole blocks; `limit` or more
-    ends the search.
+    """Return the tokens of the longest request that fits into `memory` bytes, a multiple of the
+    block size. The search ends at the first length of `limit` or more.
     """
     size = spec.block_size
     lengths = range(size, limit + size, size)
@@ -50,7 +49,7 @@ def longest_request(spec: KVCacheSpec, memory: int, limit: int, step_tokens: int
 
 
 def held_memory(spec: KVCacheSpec, max_model_len: int, num_seqs: int, step_tokens: int) -> int:
-    """Bytes that `num_seqs` requests of `max_model_len` tokens need at once."""
+    """Return the bytes that `num_seqs` requests of `max_model_len` tokens need at once."""
     return spec.bytes_of(
         tuple(group.held_by(num_seqs, max_model_len, step_tokens) for group in spec.groups)
     )
@@ -59,7 +58,7 @@ def held_memory(spec: KVCacheSpec, max_model_len: int, num_seqs: int, step_token
 def useful_memory(
     spec: KVCacheSpec, max_model_len: int, max_num_seqs: int, step_tokens: int
 ) -> int:
-    """`held_memory`, and what is worth having besides."""
+    """Return `held_memory` plus the spare blocks of each group (`LayerGroup.spare`), in bytes."""
     return spec.bytes_of(
         tuple(_useful(group, max_model_len, max_num_seqs, step_tokens) for group in spec.groups)
     )
@@ -68,36 +67,42 @@ def useful_memory(
 def split_memory(
     spec: KVCacheSpec, memory: int, max_model_len: int, max_num_seqs: int, step_tokens: int
 ) -> tuple[int, ...]:
-    """Blocks of each group. `memory`, in bytes, must hold a request of `max_model_len` tokens."""
+    """Return the blocks of each group. `memory`, in bytes, must hold a request of `max_model_len`
+    tokens.
+    """
     request = blocks_of_request(spec, max_model_len, step_tokens)
     needed = spec.bytes_of(request)
     assert needed <= memory, f"a request of {max_model_len} tokens takes {needed} bytes of {memory}"
-    whole = sum(group.bytes_per_block for group in spec.groups if group.keeps_all)
-    if whole in (0, sum(group.bytes_per_block for group in spec.groups)):  # windows only, or none
+    # the layers that keep every block of a sequence
+    full_bytes = sum(group.bytes_per_block for group in spec.groups if group.keeps_all)
+    if full_bytes in (0, sum(group.bytes_per_block for group in spec.groups)):  # only one kind
         return tuple(count * memory // needed for count in request)
-    whole_request = whole * -(-max_model_len // spec.block_size)
+    full_request = full_bytes * -(-max_model_len // spec.block_size)
 
     def windows(num_seqs: int) -> tuple[int, ...]:
-        """For 0 sequences what a request takes."""
-        return tuple(
-            0
-            if group.keeps_all
-            else _useful(group, max_model_len, num_seqs, step_tokens)
-            if num_seqs
-            else alone
-            for group, alone in zip(spec.groups, request, strict=True)
-        )
+        """Return the blocks of the windows for `num_seqs` sequences; for 0, those of a single
+        request.
+        """
+        counts = []
+        for group, alone in zip(spec.groups, request, strict=True):
+            if group.keeps_all:
+                counts.append(0)
+            elif num_seqs:
+                counts.append(_useful(group, max_model_len, num_seqs, step_tokens))
+            else:
+                counts.append(alone)
+        return tuple(counts)
 
     def too_many(num_seqs: int) -> bool:
-        """False for 0, because `memory` holds a request; once True it stays so, because `windows`
-        only grow.
+        """Return whether `num_seqs` sequences leave too little for full layers. False for 0,
+        because `memory` holds a request; monotonic, because `windows` only grows.
         """
         rest = memory - spec.bytes_of(windows(num_seqs))
-        return rest < (whole_request if 2 * rest >= memory else num_seqs * whole_request)
+        return rest < (full_request if 2 * rest >= memory else num_seqs * full_request)
 
     counts = windows(bisect_left(range(max_num_seqs + 1), True, key=too_many) - 1)
     rest = memory - spec.bytes_of(counts)
-    return tuple(count or rest // whole for count in counts)
+    return tuple(count or rest // full_bytes for count in counts)
 
 
 def _useful(group: LayerGroup, max_model_len: int, num_seqs: int, step_tokens: int) -> int:

@@ -1,9 +1,9 @@
-"""What a layer's cache looks like, what a token costs in it, and which layers form a group. Imports
-no torch.
+"""The cache of a layer: its form, its bytes per token, and the groups that layers form. Imports no
+torch.
 
-Format and granularity belong to each layer, so mixed caches need no new concept; the pool sums
-bytes, scales included. `_SPECS` says what a kind of mixer keeps, pages or a state, and `groups.py`
-what follows for a sequence's blocks.
+Format and granularity belong to each layer, so mixed caches need no further concept; the pool sums
+bytes, scales included. `_SPECS` maps each kind of mixer to what it keeps, pages or a state;
+`groups.py` has the rules for a sequence's blocks.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from freight.errors import ConfigError
 from freight.fp8.formats import SCALE_GROUP, Format, Granularity
 from freight.operands.tiles import STATE_TILE
 
-LEAST_EVERY = 64  # tokens of a block of states, where nothing else is asked for
+LEAST_EVERY = 64  # least tokens of a block of states by default
 
 
 @dataclass(frozen=True)
 class LayerKVSpec:
-    """One layer's K and V pages. `granularity` is None for 16 bits, `window` for a layer that sees
-    every token.
+    """One layer's K and V pages.
 
-    `source` is the layer whose pages this one reads; it has none of its own then. With `v_in_k`
-    values are the last `v_dim` channels of keys, and take no memory (`KVPages.v_in_k`).
+    granularity   None for 16 bits
+    window        tokens that the layer sees; None: every token
+    source        layer whose pages this one reads; it then has no pages. None: it has pages
+    v_in_k        whether values are the last `v_dim` channels of keys, so that they take no memory
+                  (`KVPages.v_in_k`)
     """
 
     format: Format
@@ -59,14 +61,16 @@ class LayerKVSpec:
 
     @property
     def values_per_token(self) -> int:
+        """Values of K and V of one token; 0 for a layer that reads another's pages."""
         if self.source is not None:
             return 0
         return self.num_kv_heads * (self.k_dim if self.v_in_k else self.k_dim + self.v_dim)
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V of one token, with its measured scales in bfloat16: `token`, one per KV head, K
-        and V apart unless V is in K; `group`, with channels of K that are not of V in bfloat16.
+        """Bytes of K and V of one token, with measured scales in bfloat16. `token`: one scale per
+        KV head, for K and V separately unless V lies in K. `group`: scales, and the channels of K
+        outside V, in bfloat16.
         """
         if self.source is not None:
             return 0
@@ -83,20 +87,20 @@ class LayerKVSpec:
 
     @property
     def key(self) -> Hashable:
-        """Layers with the same one form a group."""
+        """Key of the layer's group: layers with equal keys form a group."""
         return "pages", self.window
 
     @property
     def alone(self) -> LayerKVSpec:
-        """The same layer where every token of a sequence is kept, in pages of its own."""
+        """The same layer with every token of a sequence kept, in pages that it does not share."""
         return replace(self, window=None, source=None)
 
     def unquantized(self, format: Format) -> LayerKVSpec:
-        """The same layer in `format`, of 16 or 32 bits."""
+        """Return the same layer in `format`, of 16 or 32 bits."""
         return replace(self, format=format, granularity=None)
 
     def grouped(self, members: Mapping[int, LayerSpec], spec: KVCacheSpec) -> Pages:
-        """The group of `members`, layers by index, which have this one's `key`."""
+        """Build the group of `members`, layers by index, which have this layer's `key`."""
         return Pages(
             tuple(members),
             sum(one.bytes_per_token for one in members.values()),
@@ -120,11 +124,10 @@ class StatePart:
 
 @dataclass(frozen=True)
 class LayerStateSpec:
-    """One layer's state: what it keeps of all tokens before, in a size that does not grow with
-    them.
+    """One layer's state: its summary of all tokens before, in a size that does not grow with them.
 
-    It has the properties of `LayerKVSpec`. No token has a place in it, and no layer reads that of
-    another.
+    It has the properties of `LayerKVSpec`. Tokens have no slots in it, and no layer reads another
+    layer's state.
     """
 
     parts: tuple[StatePart, ...]
@@ -138,12 +141,12 @@ class LayerStateSpec:
 
     @property
     def state_format(self) -> Format | None:
-        """Of the matrices; None for a layer that keeps none."""
+        """Format of the state's matrices; None for a layer without matrices."""
         return next((part.format for part in self.parts if part.name == "state"), None)
 
     @property
     def float32_bytes_per_state(self) -> int:
-        """With the matrices in float32, which need no scales."""
+        """Bytes of a state with its matrices in float32, which need no scales."""
         parts = (
             replace(part, format=Format.FLOAT32) if part.name == "state" else part
             for part in self.parts
@@ -159,7 +162,7 @@ class LayerStateSpec:
         return self
 
     def unquantized(self, format: Format) -> LayerStateSpec:
-        """Itself: the formats of pages do not apply to states."""
+        """Return the spec unchanged: the formats of pages do not apply to states."""
         return self
 
     def grouped(self, members: Mapping[int, LayerSpec], spec: KVCacheSpec) -> StateBlocks:
@@ -184,7 +187,7 @@ def _latents_of(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Forma
 
 
 def _columns(channels: int, width: int, compute: Format) -> StatePart:
-    """The last inputs of a convolution."""
+    """Build the part for the last inputs of a convolution."""
     return StatePart("columns", (width - 1, channels), compute)
 
 
@@ -197,8 +200,8 @@ def _matrices(
     state: Format,
     by_channel: bool = False,
 ) -> tuple[StatePart, ...]:
-    """What `KernelSet.recurrence` keeps (`operands/states.py`); `by_channel`: with a decay of each
-    channel of a key.
+    """Build the parts that `KernelSet.recurrence` keeps (`operands/states.py`). `by_channel`: each
+    channel of a key has its decay.
     """
     scale = (StatePart("scale", (heads, v_dim), Format.BFLOAT16),) if state.is_quantized else ()
     return (
@@ -240,8 +243,7 @@ def _mamba2(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -
     return LayerStateSpec((*matrices, _columns(mixer.channels, mixer.width, compute)))
 
 
-# The mixer, how its layer's keys and values would be stored, what is computed in, and how states
-# are stored -> the layer's spec.
+# (mixer, format of its layer's keys and values, compute format, format of states) -> the spec
 _SPECS: Mapping[type, Callable[[Mixer, LayerKVFormat, Format, Format], LayerSpec]] = {
     AttentionConfig: _pages_of,
     LatentConfig: _latents_of,
@@ -255,15 +257,13 @@ _SPECS: Mapping[type, Callable[[Mixer, LayerKVFormat, Format, Format], LayerSpec
 def layer_spec(
     mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format | None = None
 ) -> LayerSpec | None:
-    """What the cache holds of a layer with this mixer; None: nothing.
+    """Return the cache spec of a layer with this mixer; None if it keeps nothing.
 
     Pages are stored as `kind`, states as `state` (None: `default_state`), all else in `compute`.
     """
-    return (
-        None
-        if mixer is None
-        else _SPECS[type(mixer)](mixer, kind, compute, state or default_state(compute))
-    )
+    if mixer is None:
+        return None
+    return _SPECS[type(mixer)](mixer, kind, compute, state or default_state(compute))
 
 
 def cache_spec(
@@ -274,14 +274,14 @@ def cache_spec(
     state_every: int | None = None,
     max_len: int | None = None,
 ) -> KVCacheSpec:
-    """The cache of every layer of `model`, stored as `kv` says, for sequences of up to `max_len`
-    tokens.
+    """Build the spec of the cache of every layer of `model`, stored in the formats of `kv`, for
+    sequences of up to `max_len` tokens.
 
-    compute       what is computed in; None: the checkpoint's dtype
-    state_every   tokens between the states that stay behind; None: `default_every`
-    max_len       None: what the model was made for
+    compute       compute format; None: the checkpoint's dtype
+    state_every   tokens between kept states; None: `default_every`
+    max_len       longest sequence in tokens; None: `max_position_embeddings`
 
-    Raises ConfigError for a `state_every` where no layer keeps a state.
+    Raises ConfigError for a `state_every` if no layer keeps a state.
     """
     compute = compute or model.checkpoint_format
     layers = (
@@ -303,10 +303,10 @@ def cache_spec(
 
 
 def default_every(spec: KVCacheSpec, max_len: int) -> int:
-    """The least power of two, from LEAST_EVERY on, at which a state takes no more than the pages of
-    as many tokens.
+    """Return the least power of two, from LEAST_EVERY on, at which a state takes no more memory
+    than the pages of as many tokens.
 
-    It is at most an eighth of `max_len`, so that short contexts have prefix hits, too.
+    It is at most an eighth of `max_len`, so that short contexts have prefix hits as well.
     """
     longest = max(spec.block_size, STATE_TILE, 1 << max(0, (max_len // 8).bit_length() - 1))
     every = min(max(LEAST_EVERY, spec.block_size), longest)
@@ -317,10 +317,11 @@ def default_every(spec: KVCacheSpec, max_len: int) -> int:
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """All layers of one model's cache. Keys of prefixes are made for every `block_size` tokens.
+    """The spec of all layers of one model's cache. Prefix keys are made for every `block_size`
+    tokens.
 
-    layers        None for a layer that needs nothing of the tokens before
-    state_every   tokens of a block of states; None where no layer keeps one
+    layers        specs by layer; None for a layer that keeps nothing
+    state_every   tokens of a block of states; None if no layer keeps one
     """
 
     layers: tuple[LayerSpec | None, ...]
@@ -329,12 +330,12 @@ class KVCacheSpec:
 
     @property
     def kept(self) -> dict[int, LayerSpec]:
-        """The layers that have a part in the cache, their own or another layer's, by index."""
+        """Layers that have a part in the cache, stored or another layer's, by index."""
         return {index: layer for index, layer in enumerate(self.layers) if layer is not None}
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """In the order of their first layers."""
+        """Groups of layers with equal keys, in the order of their first layers."""
         members: dict[Hashable, dict[int, LayerSpec]] = {}
         for index, layer in self.kept.items():
             if layer.source is None:
@@ -343,19 +344,19 @@ class KVCacheSpec:
 
     @property
     def repeatable(self) -> bool:
-        """Whether a step that is computed again stores the same: not where a state would have its
-        tokens twice.
+        """True if a step that is computed again stores the same; a state would take in its tokens
+        twice.
         """
         return all(group.has_slots for group in self.groups)
 
     @property
     def bytes_per_state(self) -> int:
-        """Of the states of one sequence in all layers."""
+        """Bytes of the states of one sequence in all layers."""
         return sum(layer.bytes_per_state for layer in self.kept.values())
 
     @property
     def state_format(self) -> Format | None:
-        """How recurrent states are stored; None where no layer keeps one."""
+        """Stored format of recurrent states; None if no layer keeps one."""
         return next(
             (one.state_format for one in self._states if one.state_format is not None), None
         )
@@ -371,43 +372,42 @@ class KVCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a token that every layer with pages sees."""
+        """Bytes of a token that every layer with pages keeps."""
         return sum(layer.bytes_per_token for layer in self.kept.values())
 
     @property
     def values_per_token(self) -> int:
-        """Numbers in the pages of a token that every layer sees."""
+        """Values in the pages of a token that every layer keeps."""
         return sum(layer.values_per_token for layer in self.kept.values())
 
     def blocks_of(self, num_tokens: int) -> tuple[int, ...]:
-        """Blocks by group that hold a sequence of `num_tokens` tokens of which nothing is given
-        back.
-        """
+        """Return the blocks, by group, of a sequence of `num_tokens` tokens that releases none."""
         return tuple(-(-num_tokens // group.tokens_per_block) for group in self.groups)
 
     def unquantized(self, format: Format) -> KVCacheSpec:
-        """The cache of the same layers in `format`, of 16 or 32 bits."""
+        """Return the cache of the same layers in `format`, of 16 or 32 bits."""
         return replace(
             self, layers=tuple(layer and layer.unquantized(format) for layer in self.layers)
         )
 
     def tokens_in(self, memory: int) -> int:
-        """How many tokens that every layer sees `memory` bytes hold, in whole blocks; where no
-        layer has pages, those of the states that stay behind."""
+        """Return the tokens that fit into `memory` bytes in every layer, a multiple of the block
+        size; if no layer has pages, the tokens of the kept states.
+        """
         if self.bytes_per_token == 0 and self.state_every is not None:
             return memory // self.bytes_per_state * self.state_every
         return memory // (self.bytes_per_token * self.block_size) * self.block_size
 
     def capacity_tokens(self, num_blocks: tuple[int, ...]) -> int:
-        """Tokens of whole sequences in so many blocks of each group: of those that keep all, if
-        there are any.
+        """Return the tokens of complete sequences that `num_blocks` blocks of each group hold: the
+        least of the groups that keep all blocks, or of all groups if none does.
         """
         groups = list(zip(self.groups, num_blocks, strict=True))
-        whole = [one for one in groups if one[0].keeps_all]
-        return min(count * group.tokens_per_block for group, count in whole or groups)
+        full = [one for one in groups if one[0].keeps_all]
+        return min(count * group.tokens_per_block for group, count in full or groups)
 
     def bytes_of(self, num_blocks: tuple[int, ...]) -> int:
-        """Bytes of so many blocks in each group."""
+        """Return the bytes of `num_blocks` blocks in each group."""
         return sum(
             count * group.bytes_per_block
             for count, group in zip(num_blocks, self.groups, strict=True)

@@ -1,3 +1,5 @@
-"""Other tools' interfaces, for their scripts. Users import them as
-`freight.auto_fp8`, `freight.llm_compressor`, `freight.lm_eval` and `freight.transformers`.
+"""Other tools' interfaces, for their scripts.
+
+Users import them as `freight.auto_fp8`, `freight.llm_compressor`, `freight.lm_eval` and
+`freight.transformers`.
 """

@@ -8,16 +8,15 @@ changed.
     model.quantize([])
     model.save_quantized(OUT)
 
-A script's `tokenizer(…).to("cuda")` needs a GPU, because that object belongs to transformers:
-delete `.to("cuda")` to run on a CPU, Freight takes the tokens from wherever they are. `quantize`
-also takes a file, the name of a data set on the hub, or texts, as `freight quantize
---calibration-data` does. Calibration runs in `save_quantized`, when it is known that the output can
-be written.
+A script's `tokenizer(…).to("cuda")` needs a GPU, because it is a method of transformers. Delete
+`.to("cuda")` to run on a CPU: Freight accepts tokens on any device. `quantize` also accepts a file,
+the name of a data set on the hub, or texts, like `freight quantize --calibration-data`. Calibration
+runs in `save_quantized`, once the output path has been checked.
 
-The output has AutoFP8's own layout. The scales are those of `freight quantize`: observed on the
-unquantized model, keys after rotary embedding. AutoFP8's are less exact, because it observed a
-model whose earlier layers were already quantized. Padding that an attention mask marks is not
-observed, unlike in AutoFP8.
+The output has AutoFP8's layout. The scales are those of `freight quantize`: observed on the
+unquantized model, for keys after rotary embedding. AutoFP8's are less exact, because it observes a
+model whose earlier layers are already quantized. Unlike AutoFP8, Freight does not observe padding
+that an attention mask marks.
 """
 
 from __future__ import annotations
@@ -50,20 +49,19 @@ from freight.errors import ConfigError
 
 logger = logging.getLogger("freight")
 
-_PASSED_OVER = (
-    frozenset(  # options of from_pretrained about loading by transformers, which is not used here
-        """
+# options of from_pretrained about loading with transformers, which is not used here
+_IGNORED = frozenset(
+    """
     torch_dtype dtype device_map trust_remote_code low_cpu_mem_usage attn_implementation use_safetensors cache_dir
     force_download resume_download proxies local_files_only use_auth_token token subfolder _commit_hash
     """.split()  # noqa: SIM905, a list would take a page
-    )
 )
 
 
 @dataclass
 class BaseQuantizeConfig:
-    """How to quantize. `ignore_patterns` are module names, or `re:` and an expression searched in
-    them.
+    """The options of a quantization. `ignore_patterns` are module names, or `re:` and an expression
+    searched in them.
 
     `kv_cache_quant_targets` asks for KV scales, as in ("k_proj", "v_proj"). Raises ConfigError, a
     ValueError, for another method or scheme. After use, `ignored_layers` and
@@ -89,10 +87,11 @@ class BaseQuantizeConfig:
 
 
 class AutoFP8ForCausalLM:
-    """A checkpoint on its way to FP8. `model` is its folder: weights are read when they are needed.
+    """A checkpoint to be quantized to FP8. `model` is its folder; weights are read when they are
+    needed.
 
-    `print(model)` shows its modules with their shapes and formats, as they are, or after `quantize`
-    as they will be.
+    `print(model)` shows its modules with their shapes and formats; after `quantize`, the formats to
+    be written.
     """
 
     def __init__(self, model: Unquantized, quantize_config: BaseQuantizeConfig) -> None:
@@ -113,7 +112,7 @@ class AutoFP8ForCausalLM:
         kept = matched_modules(model.model, self._plan.ignore)
         self._opened = model.quantized_as(self._plan.weights, self._plan.layout, kept)
         self.config = self._opened.model
-        self._ignored, self._torn = ignored_modules(
+        self._ignored, self._partly_kept = ignored_modules(
             self.config, self._plan.ignore, others=self._opened.modules_beside
         )
         require_any(self.config, self._plan, self._ignored)
@@ -131,13 +130,12 @@ class AutoFP8ForCausalLM:
         quantize_config: BaseQuantizeConfig,
         **model_init_kwargs: Any,
     ) -> AutoFP8ForCausalLM:
-        """Open a folder or a hub id. Options about how transformers would load the model have no
-        effect.
+        """Open a folder or a hub id. Options about loading with transformers have no effect.
 
         Raises ConfigError for an unknown option, CheckpointError for a model that cannot be
         quantized.
         """
-        unknown = sorted(set(model_init_kwargs) - _PASSED_OVER - {"revision"})
+        unknown = sorted(set(model_init_kwargs) - _IGNORED - {"revision"})
         if unknown:
             raise ConfigError(f"from_pretrained has no option {unknown[0]!r}")
         revision = model_init_kwargs.get("revision")
@@ -146,25 +144,25 @@ class AutoFP8ForCausalLM:
     def quantize(self, calibration_tokens: Any = None) -> None:
         """Take the calibration data, if the activation scheme is static.
 
-        calibration_tokens: [rows, length] token ids (a tensor or lists), or a tokenizer's answer,
-        whose attention mask says what is padding; or a path, the name of a data set on the hub, or
-        a list of texts. Raises ConfigError without enough of them. `save_quantized` calibrates.
+        `calibration_tokens` are [rows, length] token ids (a tensor or lists), or a tokenizer's
+        result with an attention mask that marks padding; or a path, the name of a data set on the
+        hub, or a list of texts. Raises ConfigError if they are too few. `save_quantized` calibrates.
         """
         if self._plan.activations is ActivationScheme.STATIC:
-            every = replace(self._plan, max_seq_len=self.config.max_position_embeddings)
+            limits = replace(self._plan, max_seq_len=self.config.max_position_embeddings)
             data = calibration_tokens if _is_text(calibration_tokens) else _rows(calibration_tokens)
             if isinstance(data, list):
-                every = replace(every, num_samples=max(1, len(data)))
-            self._samples = load_samples(self._opened, every, data)
+                limits = replace(limits, num_samples=max(1, len(data)))
+            self._samples = load_samples(self._opened, limits, data)
         self._calibration = None
         self._quantized = True
 
     def save_quantized(self, save_dir: str | Path, overwrite: bool = True) -> None:
-        """Calibrate, if that is still to be done, and write the checkpoint, tokenizer included.
+        """Calibrate, unless done before, and write the checkpoint, tokenizer included.
 
-        `save_dir` may be a folder that Freight wrote, unless `overwrite` is False. Raises
-        ConfigError, before anything is calibrated, if it is taken otherwise; CheckpointError if the
-        model computes NaN.
+        A folder that Freight wrote is replaced, unless `overwrite` is False. Raises ConfigError,
+        before anything is calibrated, for any other folder that exists; CheckpointError if the model
+        computes NaN.
         """
         if not self._quantized:
             raise ConfigError("call quantize(calibration_tokens) before save_quantized")
@@ -181,7 +179,7 @@ class AutoFP8ForCausalLM:
                     self._calibration = self._opened.calibrate(
                         self._plan, self._samples, self._ignored, on_progress
                     )
-            source = self._opened, self._plan, self._ignored, self._torn
+            source = self._opened, self._plan, self._ignored, self._partly_kept
             result = write(*source, self._calibration, out, on_progress, overwrite)
         for warning in result.warnings:
             logger.warning("%s", warning)
@@ -195,16 +193,15 @@ class AutoFP8ForCausalLM:
         return model_tree(self._opened.checkpoint, self.config, plan, self._ignored)
 
     def _kv_layers(self, targets: Iterable[str]) -> list[str]:
-        """Names of the modules whose output is cached, which `targets` end. One scale for K needs
-        one for V.
+        """Return the names of the modules whose output is cached and that end in one of `targets`.
+        Raises ConfigError unless these are all of them: a scale for K needs one for V.
         """
         targets = tuple(targets)
         projections = [
             name for layer in layer_modules(self.config) for name in layer.mixed.get("qkv", ())[1:]
         ]
-        if targets and sorted({name for name in projections if name.endswith(targets)}) != sorted(
-            projections
-        ):
+        matched = {name for name in projections if name.endswith(targets)}
+        if targets and sorted(matched) != sorted(projections):
             raise ConfigError(
                 f"kv_cache_quant_targets={targets!r} do not name the key and value projections; use "
                 f"{tuple(name.rpartition('.')[2] for name in projections[:2])!r}"
@@ -213,14 +210,16 @@ class AutoFP8ForCausalLM:
 
 
 def _is_text(data: Any) -> bool:
-    """A path or the name of a data set, or a list of texts."""
+    """Return whether `data` is a path, the name of a data set, or a list of texts."""
     return isinstance(data, str | Path) or (
         isinstance(data, list) and bool(data) and isinstance(data[0], str)
     )
 
 
 def _rows(tokens: Any) -> list[list[int]]:
-    """Lists of token ids without padding."""
+    """Return lists of token ids without padding. Raises ConfigError for anything that is not token
+    ids.
+    """
     if tokens is None:
         raise ConfigError(
             "activation_scheme='static' needs calibration tokens: quantize(tokenizer(texts, …)), without "
@@ -241,6 +240,6 @@ def _lists(values: Any) -> list[list[int]]:
     rows: Any = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ConfigError(
-            "calibration tokens are [rows, length]; give a 2-D tensor, or what the tokenizer returns"
+            "calibration tokens must be [rows, length]; give a 2-D tensor, or the tokenizer's result"
         )
     return rows

@@ -8,8 +8,8 @@ its import changed.
     model.save_pretrained(OUT)
 
 The output is a compressed-tensors checkpoint. Its scales are llm-compressor's with the observer
-`static_minmax`: the largest magnitude over all samples. What a script asks and Freight does not do
-is refused by name before a weight is read. The first `num_calibration_samples` are taken in their
+`static_minmax`: the largest magnitude over all samples. Options that Freight does not implement are
+refused by name before a weight is read. The first `num_calibration_samples` are used in their
 order; llm-compressor shuffles.
 """
 
@@ -51,8 +51,8 @@ __all__ = ["OneshotModel", "QuantizationArgs", "QuantizationModifier", "oneshot"
 
 logger = logging.getLogger("freight")
 
-# how llm-compressor loads and calibrates, which has no counterpart here or changes no scale
-_PASSED_OVER = frozenset(
+# options of loading and calibration that have no counterpart here, or change no scale
+_IGNORED = frozenset(
     """
     precision trust_remote_code_model tie_word_embeddings config_name clear_sparse_session batch_size
     shuffle_calibration_samples pad_to_max_length streaming overwrite_cache preprocessing_num_workers
@@ -70,16 +70,15 @@ _REFUSED = {  # options that would change the scales or the output -> what to do
     "stage": "give the recipe of that stage only",
     "oneshot_device": "the device is chosen by Freight",
 }
-_SAVE_PASSED_OVER = frozenset(
+_SAVE_IGNORED = frozenset(  # options of save_pretrained
     ("safe_serialization", "max_shard_size", "skip_sparsity_compression_stats", "is_main_process")
 )
 
 
 class OneshotModel:
-    """A checkpoint that oneshot has quantized. Its weights are read, and written in FP8, when it is
-    saved.
+    """A checkpoint that oneshot has quantized. Weights are read, and written in FP8, at each save.
 
-    `result` says what the last save wrote; None before.
+    `result` describes what the last save wrote; None before.
     """
 
     def __init__(
@@ -87,23 +86,23 @@ class OneshotModel:
         opened: Unquantized,
         plan: QuantizePlan,
         ignored: tuple[str, ...],
-        torn: tuple[str, ...],
+        partly_kept: tuple[str, ...],
         calibration: Calibration,
     ) -> None:
-        self._parts = opened, plan, ignored, torn, calibration
+        self._parts = opened, plan, ignored, partly_kept, calibration
         self.result: QuantizeResult | None = None
 
     def save_pretrained(
         self, save_directory: str | Path, save_compressed: bool = True, **options: Any
     ) -> None:
-        """Write the quantized checkpoint, tokenizer included, into a folder; its parents are made.
+        """Write the quantized checkpoint, tokenizer included, into a folder; parents are created.
 
-        A folder that Freight wrote before is replaced; one that this object has already written
-        stays as it is. Raises ConfigError if it is taken otherwise, for `save_compressed=False`,
-        and for an unknown option; CapacityError for a full disk.
+        A folder that Freight wrote before is replaced; the folder that this object saved last is
+        kept. Raises ConfigError for any other folder that exists, for `save_compressed=False`, and
+        for an unknown option; CapacityError for a full disk.
         """
         for name, value in options.items():
-            if name not in _SAVE_PASSED_OVER and value:
+            if name not in _SAVE_IGNORED and value:
                 raise ConfigError(f"save_pretrained has no option {name!r} here; omit it")
         if not save_compressed:
             raise ConfigError("save_compressed=False: Freight writes FP8 weights only; omit it")
@@ -114,13 +113,13 @@ class OneshotModel:
             and out.is_dir()
         ):
             return
-        opened, plan, ignored, torn, calibration = self._parts
+        opened, plan, ignored, partly_kept, calibration = self._parts
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         require_new(out, overwrite=True)
         require_other(opened.checkpoint, out)
         check_disk_space(opened.checkpoint, out)
         self.result = write_checkpoint(
-            opened, plan, ignored, torn, calibration, out, overwrite=True
+            opened, plan, ignored, partly_kept, calibration, out, overwrite=True
         )
         for warning in self.result.warnings:
             logger.warning("%s", warning)
@@ -141,20 +140,20 @@ def oneshot(
     save_compressed: bool = True,
     **options: Any,
 ) -> OneshotModel:
-    """Quantize `model` as `recipe` says, and write it if there is an `output_dir`.
+    """Quantize `model` according to `recipe`, and write it if there is an `output_dir`.
 
-    model     a folder, a hub id, or a model of transformers that was loaded from one. Its weights
-              must be those of the folder. Its `save_pretrained` then writes the quantized
-              checkpoint; `generate` stays that of 16 bits
+    model     a folder, a hub id, or a model of transformers that was loaded from one. The weights
+              of a loaded model must be those of its folder. Its `save_pretrained` then writes the
+              quantized checkpoint; its `generate` still computes in 16 bits
     recipe    YAML, the path of a YAML file, a QuantizationModifier, or a list of these
     dataset   the path of a text or .jsonl file; a data set of the hub by `owner/name`; rows with
-              `input_ids` (those that `attention_mask` marks), `text` (or `text_column`) or
-              `messages`, as `datasets` and data loaders have them; or a list of texts or token ids.
-              `splits` chooses one of several parts, as in `train[:512]`
+              `input_ids` (without padding marked by `attention_mask`), `text` (or `text_column`) or
+              `messages`, from `datasets` or data loaders; or a list of texts or token ids.
+              `splits` selects one of several parts, as in `train[:512]`
     max_seq_length   longest sample in tokens; default: the model's context
 
-    Raises ConfigError for what is not understood or not done, before a weight is read;
-    CheckpointError for the model.
+    Raises ConfigError for options that are unknown or not implemented, before a weight is read;
+    CheckpointError if the model is at fault.
     """
     _check_options(options, save_compressed)
     _count("num_calibration_samples", num_calibration_samples)
@@ -177,17 +176,16 @@ def oneshot(
     opened = _open(name, revision, model, wanted)
     if output_dir is not None:
         require_other(opened.checkpoint, Path(output_dir).expanduser())
-    decided, ignored, torn = _decide(wanted, opened)
+    decided, ignored, partly_kept = _decide(wanted, opened)
     require_blocks(opened.model, decided, ignored)
     length = max_seq_length or opened.model.max_position_embeddings
     decided = replace(decided, num_samples=num_calibration_samples, max_seq_len=length)
     samples = load_samples(opened, decided, rows) if calibrated else []
     calibration = opened.calibrate(decided, samples, ignored) if calibrated else NOTHING_CALIBRATED
-    quantized = OneshotModel(opened, decided, ignored, torn, calibration)
+    quantized = OneshotModel(opened, decided, ignored, partly_kept, calibration)
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = (
-            quantized.save_pretrained
-        )  # as llm-compressor does: scripts save the model they gave
+        # as in llm-compressor: scripts save the model that they passed
+        model.save_pretrained = quantized.save_pretrained
     if output_dir is not None:
         quantized.save_pretrained(output_dir)
     return quantized
@@ -195,11 +193,11 @@ def oneshot(
 
 def _check_options(options: Mapping[str, Any], save_compressed: bool) -> None:
     for name, value in options.items():
-        if name in _PASSED_OVER:
+        if name in _IGNORED:
             continue
         if name not in _REFUSED:
             raise ConfigError(
-                f"oneshot has no option {name!r}{nearest(name, (*_PASSED_OVER, *_REFUSED))}"
+                f"oneshot has no option {name!r}{nearest(name, (*_IGNORED, *_REFUSED))}"
             )
         harmless = value in (None, False) or (name == "data_collator" and isinstance(value, str))
         if not harmless:
@@ -217,7 +215,9 @@ def _count(name: str, value: object) -> int:
 
 
 def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str | None]:
-    """(folder or hub id, revision) of a model, loaded or not."""
+    """Return (folder or hub id, revision) of a model, loaded or not. Raises ConfigError for another
+    tokenizer.
+    """
     revision = None if model_revision == "main" else model_revision
     if isinstance(model, str | Path):
         name = str(model)
@@ -226,7 +226,7 @@ def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str |
         name = getattr(model, "name_or_path", None) or getattr(config, "_name_or_path", None) or ""
         if not name:
             raise ConfigError(
-                f"the model is {shown(model)}, of no known folder; give the folder or hub id that it was loaded "
+                f"the model is {shown(model)}, without a known folder; give the folder or hub id that it was loaded "
                 "from, or save it first"
             )
         if not Path(name).is_dir():
@@ -241,13 +241,11 @@ def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str |
 
 
 def _open(name: str, revision: str | None, model: Any, wanted: Recipe) -> Unquantized:
-    """The model as it is quantized. A loaded `model` is compared with it under the names of the
-    checkpoint.
-    """
+    """Open the model in its quantized form. A loaded `model` is compared with its checkpoint first."""
     opened = open_unquantized(name, revision)
     _require_same_weights(model, opened)
     kept: list[str] = []
-    with suppress(ConfigError):  # a target by a name that the model has only as it is quantized
+    with suppress(ConfigError):  # a target may name a module that only the quantized form has
         kept, _ = wanted.unquantized(linear_modules(opened.model))
     return opened.quantized_as(wanted.weights, Layout.COMPRESSED_TENSORS, kept)
 
@@ -255,29 +253,28 @@ def _open(name: str, revision: str | None, model: Any, wanted: Recipe) -> Unquan
 def _decide(
     wanted: Recipe, opened: Unquantized
 ) -> tuple[QuantizePlan, tuple[str, ...], tuple[str, ...]]:
-    """The plan, the modules that stay in 16 bits, and those whose merged group is partly among
-    them.
+    """Return the plan, the modules that stay in 16 bits, and those that are only part of their
+    merged group.
     """
     head = head_module(opened.model)
-    linear, always = (*linear_modules(opened.model), head), kept_modules(opened.model)
-    stays, others = opened.modules_beside, set(opened.modules_beside)
-    named, idle = wanted.unquantized((*linear, *always, *stays))
-    kept = [name for name in named if name not in others]
-    meant = sorted({*always} - {*kept})
+    linear, always_kept = (*linear_modules(opened.model), head), kept_modules(opened.model)
+    other_parts = opened.modules_beside  # outside the text model
+    unquantized, idle = wanted.unquantized((*linear, *always_kept, *other_parts))
+    kept = [name for name in unquantized if name not in set(other_parts)]
+    refused = sorted({*always_kept} - {*kept})  # the recipe would quantize these
     for pattern in idle:
         logger.warning("recipe: ignore %r matches no Linear module of the model", pattern)
-    if meant:
-        why = "routers, gates of shared experts and projections beside the embedding are not quantized"
+    if refused:
+        why = "routers, gates of shared experts and projections of the embedding are not quantized"
         logger.warning(
-            "recipe: %s (%d modules in all) stay in 16 bits: %s", meant[0], len(meant), why
+            "recipe: %s (%d modules in all) stay in 16 bits: %s", refused[0], len(refused), why
         )
-    if stays and others.isdisjoint(named):
+    if other_parts and set(other_parts).isdisjoint(unquantized):
         logger.warning(
-            "recipe: %s and others beside the text model are not quantized; they stay as stored",
-            stays[0],
+            "recipe: %s and others outside the text model are not quantized; they stay as stored",
+            other_parts[0],
         )
-    whole = any(name not in kept for name in linear)
-    if not whole and wanted.kv is None:
+    if all(name in kept for name in linear) and wanted.kv is None:
         raise ConfigError(f"recipe: ignore leaves no module to quantize in {opened.name}")
     lm_head = head not in kept
     if lm_head and (
@@ -296,7 +293,7 @@ def _decide(
 
 
 def _data(dataset: Any, text_column: str, splits: Any, num_samples: int) -> Path | list[Any]:
-    """A file, or the first samples: texts, lists of token ids, or {"messages": …}."""
+    """Return a file, or the first samples: texts, lists of token ids, or {"messages": …}."""
     if isinstance(dataset, str | Path):
         if not is_hub_id(str(dataset)):
             return _file(dataset, text_column)
@@ -323,7 +320,7 @@ def _file(dataset: str | Path, text_column: str) -> Path:
     path = Path(dataset).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"dataset {shown(str(dataset))} is no file; a data set of the hub is named with its owner, as in "
+            f"dataset {shown(str(dataset))} is not a file; a data set of the hub is named with its owner, as in "
             "HuggingFaceH4/ultrachat_200k"
         )
     if path.suffix in (".json", ".csv", ".parquet", ".arrow") or text_column != "text":
@@ -335,8 +332,8 @@ def _file(dataset: str | Path, text_column: str) -> Path:
 
 
 def _part(splits: Any) -> tuple[str | None, tuple[int | None, int | None]]:
-    """`train[:512]` -> (the part's name, (its first row, the one after the last)); (None, all rows)
-    without splits.
+    """Parse `train[:512]` as (the part's name, (its first row, one after its last)); (None, all
+    rows) without splits.
     """
     if isinstance(splits, Mapping):
         splits = splits.get("calibration")
@@ -354,7 +351,7 @@ def _part(splits: Any) -> tuple[str | None, tuple[int | None, int | None]]:
 
 
 def _split(dataset: Any, splits: Any) -> tuple[Any, tuple[int | None, int | None]]:
-    """(the part of `dataset` that `splits` names, the first row of it and the one after the last)."""
+    """Return (the part of `dataset` that `splits` names, (its first row, one after its last))."""
     name, rows = _part(splits)
     parts = isinstance(dataset, Mapping) and "input_ids" not in dataset
     if not parts and name is None:
@@ -371,7 +368,7 @@ def _split(dataset: Any, splits: Any) -> tuple[Any, tuple[int | None, int | None
 
 
 def _column(columns: Iterable[str], text_column: str) -> str:
-    """The column that is calibrated with."""
+    """Return the column to calibrate with. Raises ConfigError if there is none."""
     columns = list(columns)
     for name in ("input_ids", text_column, "messages"):
         if name in columns:
@@ -401,8 +398,8 @@ def _rows(dataset: Iterable[Any], text_column: str) -> Iterator[Any]:
 
 
 def _unpadded(row: Mapping[str, Any]) -> Iterator[list[int]]:
-    """The token ids of a row, or of each row of a batch, without those that its attention mask
-    marks as padding.
+    """Yield the token ids of a row, or of each row of a batch, without those that its attention
+    mask marks as padding.
     """
     ids, mask = _list(row["input_ids"]), _list(row.get("attention_mask"))
     batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
@@ -420,13 +417,13 @@ def _unpadded(row: Mapping[str, Any]) -> Iterator[list[int]]:
 
 
 def _list(values: Any) -> Any:
-    """A tensor or an array as lists."""
+    """Return a tensor or an array as lists; other values unchanged."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 
 def _require_same_weights(model: Any, opened: Unquantized) -> None:
-    """Raises ConfigError if a loaded model has other weights than its folder, which would be
-    quantized without them.
+    """Raise ConfigError if a loaded model has other weights than its folder: those of the folder
+    would be quantized.
     """
     for name, parameter in getattr(model, "named_parameters", dict)() or ():
         if name not in opened.checkpoint.names or parameter.is_meta:

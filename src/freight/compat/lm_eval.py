@@ -1,15 +1,15 @@
 """Freight as a model of lm-eval, in process: `FreightLM` is a `TemplateLM` over `LLM`.
 
-lm-eval 0.4.13 knows the models in its own table and those that were registered in the process; it
-looks for no plugins. So there are three ways to use this one:
+lm-eval 0.4.13 knows the models of its table and those that were registered in the process; it does
+not search for plugins. So there are three ways to use this one:
 
     freight evaluate tasks MODEL --tasks arc_easy               two caches at once, with the difference
     python -m freight.lm_eval --model freight --tasks arc_easy --model_args pretrained=MODEL,kv_cache_dtype=fp8
     import freight.lm_eval, then lm_eval.simple_evaluate(model="freight", model_args={"pretrained": MODEL}, …)
 
-The second is lm-eval's own command, with all of its options. A request gets the tokens, the order
-of additions and the stop strings that lm-eval's `local-completions` would send to `freight serve`,
-so both give the same numbers to the last digit, given the same `add_bos_token` and prefix token.
+The second is lm-eval's command, with all of its options. Requests have the tokens and stop strings
+that lm-eval's `local-completions` would send to `freight serve`, and sums have the same order. So
+both give the same numbers to the last digit, with the same `add_bos_token` and prefix token.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ except ModuleNotFoundError as error:
     raise ConfigError(f"lm-eval is needed ({error}): {install('eval')}") from None
 
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=1)
-AT_ONCE = 256  # requests whose log-probabilities are held at once
-COMMAND_DEVICE = "cuda:0"  # what lm-eval's command passes when no device was named
-SEED = 1234  # what lm-eval's clients of servers send; only requests that draw depend on it
+AT_ONCE = 256  # requests per batch: bounds the log-probabilities in memory
+COMMAND_DEVICE = "cuda:0"  # the device that lm-eval's command passes by default
+SEED = 1234  # the seed of lm-eval's clients of servers; only requests with sampling depend on it
 # Arguments of transformers' `generate` -> the values at which they change no token
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
@@ -41,7 +41,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1,),
     "best_of": (1,),
     "use_beam_search": (False,),
-    "n": (1,),  # one answer for a request is all that lm-eval reads
+    "n": (1,),  # lm-eval reads one answer per request
     "diversity_penalty": (0.0,),
     "penalty_alpha": (0.0,),
     "typical_p": (1.0,),
@@ -52,8 +52,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (1.0,),
     "renormalize_logits": (False,),
 }
-# Arguments without effect at any value: of beams alone, of how transformers computes, and
-# `do_sample`, which `normalize_gen_kwargs` has put into the temperature
+# Arguments without effect at any value: those of beam search only, those of transformers'
+# computation, and `do_sample`, which `normalize_gen_kwargs` has translated to the temperature
 _NO_EFFECT = (
     "do_sample",
     "early_stopping",
@@ -66,20 +66,21 @@ _RENAMED = {"min_new_tokens": "min_tokens"}
 
 
 class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """What lm-eval asks of a model.
+    """A model of lm-eval that generates and scores with Freight.
 
-    pretrained       the model: a folder, a hub id or 'demo'. Or `llm`, one that is loaded
-    add_bos_token    True or False; None: the special tokens that the tokenizer puts around a text,
-                     as `--model hf`
-    prefix_token_id  what stands before a text that has nothing before it; None: BOS, else EOS
-    max_length       tokens of context and continuation; what is longer loses its beginning. None:
-                     the model's context
-    max_gen_toks     tokens to generate where a task does not say
+    pretrained       the model: a folder, a hub id or 'demo'
+    llm              a loaded model, in place of `pretrained`
+    add_bos_token    True or False; None: the special tokens that the tokenizer adds to a text, as
+                     with `--model hf`
+    prefix_token_id  token before a text without context; None: BOS, else EOS
+    max_length       most tokens of context and continuation; longer ones are cut at the start.
+                     None: the model's context
+    max_gen_toks     tokens to generate if a task does not give a number
     device           "auto", "cpu" or "cuda"; "cuda:0", the default of lm-eval's command, is "auto"
     options          the other fields of `EngineArgs`: kv_cache_dtype, kv_scales, dtype, …
 
-    `batch_size` and `max_batch_size`, which lm-eval always passes, change nothing: the engine forms
-    its own batches (`max_num_seqs`). Raises ConfigError and CheckpointError as `LLM` does, and
+    `batch_size` and `max_batch_size`, which lm-eval always passes, have no effect: the engine forms
+    batches itself (`max_num_seqs`). Raises ConfigError and CheckpointError like `LLM`, and
     RequestError for a request that cannot be served.
     """
 
@@ -115,16 +116,13 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             raise ConfigError(f"max_length is {max_length}; it must be 2 to {limit}, the context")
         self.max_length = max_length or limit
         self.max_gen_toks = max_gen_toks
-        prefix = next(
-            (
-                i
-                for i in (prefix_token_id, tokenizer.bos_token_id, self.eot_token_id)
-                if i is not None
-            ),
-            None,
-        )
+        prefix = prefix_token_id
         if prefix is None:
-            raise ConfigError("the tokenizer names neither BOS nor EOS: say prefix_token_id")
+            prefix = tokenizer.bos_token_id
+        if prefix is None:
+            prefix = self.eot_token_id
+        if prefix is None:
+            raise ConfigError("the tokenizer names neither BOS nor EOS: give prefix_token_id")
         self._prefix = prefix
 
     @property
@@ -137,7 +135,7 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def tokenizer_name(self) -> str:
-        """Part of the key of lm-eval's cache of requests."""
+        """Part of the key in lm-eval's request cache."""
         return self.model.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -153,7 +151,9 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids of a text. By default with BOS as `add_bos_token` says, and never twice."""
+        """Encode a text to token ids. By default BOS is added according to `add_bos_token`, never
+        twice.
+        """
         if add_special_tokens is None:
             add_special_tokens = self.add_bos_token
         bos = self._tokenizer.special_tokens.get("bos_token")
@@ -167,10 +167,10 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """(log-probability in nats of the continuation, whether it is the greedy one) of (key,
-        context, continuation).
+        """Return, for each (key, context, continuation), the log-probability in nats of the
+        continuation, and whether it is the greedy one.
 
-        Log-probabilities are float32 and are added as Python's floats, from the first token to the
+        Log-probabilities are float32, and are added as Python floats from the first token to the
         last.
         """
         prompts, starts = [], []
@@ -200,8 +200,8 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability of each whole text, in windows that do not overlap, each after one
-        token of context.
+        """Return the log-probability of each full text, in windows that do not overlap, each after
+        one token of context.
         """
         windows: list[tuple[None, list[int], list[int]]] = []
         counts = []
@@ -210,9 +210,9 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             parts = get_rolling_token_windows(
                 token_ids, self.prefix_token_id, self.max_length - 1, 1
             )
-            own = [make_disjoint_window(part) for part in parts]
-            windows += [(None, context, continuation) for context, continuation in own]
-            counts.append(len(own))
+            disjoint = [make_disjoint_window(part) for part in parts]
+            windows += [(None, context, continuation) for context, continuation in disjoint]
+            counts.append(len(disjoint))
         scores = iter(self._loglikelihood_tokens(windows, disable_tqdm))
         found = []
         for request, count in zip(requests, counts, strict=True):
@@ -221,8 +221,8 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Each text that follows, up to one of the task's stop strings. Greedy unless the task
-        gives a temperature.
+        """Generate each text up to one of the task's stop strings. Greedy unless the task gives a
+        temperature.
         """
         prompts, params = [], []
         for request in requests:
@@ -254,7 +254,7 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
 
 def check_generation_kwargs(given: Mapping[str, Any]) -> None:
-    """Raises RequestError for a task's generation_kwargs that no request can have, before anything
+    """Raise RequestError for a task's generation_kwargs that no request can have, before anything
     is computed.
     """
     options = normalize_gen_kwargs(given)
@@ -263,10 +263,10 @@ def check_generation_kwargs(given: Mapping[str, Any]) -> None:
 
 
 def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of SamplingParams in a task's generation_kwargs.
+    """Return the fields of SamplingParams in a task's generation_kwargs.
 
-    Arguments of transformers' `generate` that change no token at their value are left out:
-    `num_beams: 1`, say. Raises RequestError for one that would.
+    Arguments of transformers' `generate` are left out if their value changes no token, such as
+    `num_beams: 1`. Raises RequestError for a value that would.
     """
     found = {}
     for name, value in options.items():
@@ -283,20 +283,22 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _score(token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> tuple[float, bool]:
-    """The sum over the tokens, and whether no other token is likelier than any of them."""
+    """Return the sum of log-probabilities, and whether every token is a likeliest one."""
     pairs = [
         (entry[token].logprob, entry)
         for token, entry in zip(token_ids, entries, strict=True)
         if entry
     ]
     assert len(pairs) == len(token_ids)
-    greedy = all(own == max(other.logprob for other in entry.values()) for own, entry in pairs)
-    return sum(own for own, _ in pairs), greedy
+    greedy = all(
+        logprob == max(other.logprob for other in entry.values()) for logprob, entry in pairs
+    )
+    return sum(logprob for logprob, _ in pairs), greedy
 
 
 def main() -> None:
-    """lm-eval's command, which knows `--model freight`. An error of Freight is one line, with exit
-    status 1.
+    """Run lm-eval's command, with `--model freight` registered. An error of Freight is one line,
+    with exit status 1.
     """
     from lm_eval.__main__ import cli_evaluate
 

@@ -1,17 +1,17 @@
-"""FP8Cache: a KV cache in FP8 for transformers' own `generate`.
+"""FP8Cache: a KV cache in FP8 for transformers' `generate`.
 
     from freight.transformers import FP8Cache
 
     model.generate(**inputs, past_key_values=FP8Cache(model.config))
 
-It stores what Freight's engine stores for the same keys and values: the same bytes, with the same
-scales. `update` returns what is stored, also for the tokens that are new, so attention sees the
-same values for a token in every step. transformers' attention takes whole tensors in the compute
-dtype: each layer's keys and values are decoded in every step. That saves memory, and no time.
+It stores the same bytes and scales as Freight's engine for the same keys and values. `update`
+returns stored values, for new tokens as well, so attention sees the same values for a token in
+every step. transformers' attention takes full tensors in the compute dtype, so each layer's keys
+and values are decoded in every step: the cache saves memory, not time.
 
-Keys come after their rotary embedding, as the engine stores them. Centers of keys, which are
-subtracted before it, cannot be used here: the scales that are valid without them are. No gradient
-passes through the cache.
+Keys arrive after their rotary embedding, as the engine stores them. Centers of keys are subtracted
+before it, so they cannot be used here; the scales for keys without centers are. No gradient passes
+through the cache.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
 
 
 class FP8Layer(DynamicLayer):
-    """A layer that attends to all tokens. `keys` and `values` are what is stored, in FP8: `tokens`
+    """A layer that attends to all tokens. `keys` and `values` are the stored FP8 values; `tokens`
     has the scales.
     """
 
@@ -71,7 +71,7 @@ class FP8Layer(DynamicLayer):
         return sum(side.num_bytes for side in self.tokens)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the views of what is stored: pickle cannot write FP8 tensors, and copies would
+        """Leave out the views of stored values: pickle cannot write FP8 tensors, and copies would
         not share memory.
         """
         return self.__dict__ | {"keys": None, "values": None}
@@ -81,6 +81,7 @@ class FP8Layer(DynamicLayer):
         self._show()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Start empty, for states of these shapes and on their device."""
         states = (key_states, value_states)
         tokens = tuple(StoredTokens(*pair) for pair in zip(self.storage, states, strict=True))
         super().lazy_initialization(key_states, value_states)
@@ -90,8 +91,8 @@ class FP8Layer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store new keys and values, [batch, num_kv_heads, new tokens, head_dim]; returns all that
-        are stored.
+        """Store new keys and values, [batch, num_kv_heads, new tokens, head_dim], and return all
+        stored ones.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -102,8 +103,8 @@ class FP8Layer(DynamicLayer):
         return k.read(key_states.dtype), v.read(value_states.dtype)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens. `tokens_to_remove` is their number with a minus, as for
-        transformers' own layers.
+        """Forget the last tokens. `tokens_to_remove` is their negated number, as for transformers'
+        layers. Raises ConfigError for a positive number.
         """
         if tokens_to_remove > 0:
             raise ConfigError(
@@ -112,7 +113,7 @@ class FP8Layer(DynamicLayer):
         self._keep(self.get_seq_length(), -tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget everything; the next `update` begins anew."""
+        """Forget everything; the next `update` starts from an empty layer."""
         self.keys = self.values = None
         self.tokens = ()
         self.is_initialized = False
@@ -121,11 +122,13 @@ class FP8Layer(DynamicLayer):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch `repeats` times, next to each other."""
         if self.keys is not None:
             rows = torch.arange(self.keys.shape[0], dtype=torch.int64, device=self.keys.device)
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Replace the batch by these rows of it: indices, or a mask."""
         for side in self.tokens:
             side.select(indices)
         self._show()
@@ -136,19 +139,19 @@ class FP8Layer(DynamicLayer):
         self._show()
 
     def _show(self) -> None:
-        """`keys` and `values` are views, for transformers' own code: it reads lengths and devices
-        off them.
+        """Set `keys` and `values` to views for transformers' code, which reads lengths and devices
+        from them.
         """
         if self.is_initialized:
             self.keys, self.values = (side.stored for side in self.tokens)
 
 
 class FP8SlidingLayer(FP8Layer, DynamicSlidingWindowLayer):
-    """A layer with a window: it keeps the last `sliding_window` - 1 tokens, which the next one sees
-    beside itself.
+    """A layer with a window. It keeps the last `sliding_window` - 1 tokens: the next one sees these
+    and itself.
 
-    With `record_past`, as transformers sets it for assisted generation, it keeps all until `crop`
-    is called.
+    With `record_past`, which transformers sets for assisted generation, it keeps all tokens until
+    `crop` is called.
     """
 
     def __init__(self, k: Storage, v: Storage, sliding_window: int) -> None:
@@ -157,8 +160,8 @@ class FP8SlidingLayer(FP8Layer, DynamicSlidingWindowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As `FP8Layer.update`; returns the tokens that the new ones see, as `get_mask_sizes`
-        counts them.
+        """Store new keys and values like `FP8Layer.update`, and return the tokens that the new ones
+        see, as `get_mask_sizes` counts them.
         """
         keys, values = super().update(key_states, value_states)
         self.cumulative_length += key_states.shape[2]
@@ -168,8 +171,11 @@ class FP8SlidingLayer(FP8Layer, DynamicSlidingWindowLayer):
         return keys[:, :, -visible:], values[:, :, -visible:]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, and those that no later token sees. Raises ConfigError where
-        tokens that became visible again are gone: `activate_past_recording` keeps them."""
+        """Forget the last tokens, and those that no later token sees.
+
+        Raises ConfigError for a positive number, and if tokens that become visible again were
+        already dropped: `activate_past_recording` keeps them.
+        """
         if tokens_to_remove > 0:
             raise ConfigError(
                 f"crop({tokens_to_remove}): write crop(-N) to remove the last N tokens"
@@ -199,18 +205,18 @@ class FP8Cache(Cache):
     config          the model's: `model.config`
     kv_cache_dtype  `fp8` or `fp8_e4m3` (E4M3 in the device's variant), `fp8_e4m3fn`,
                     `fp8_e4m3fnuz`, `fp8_e5m2`
-    kv_scales       as for `freight generate`. `auto`: those of the checkpoint, else one per token
-                    and KV head, measured as it is stored; E5M2 takes none. `dynamic`: those per
-                    token. `checkpoint`: those of the checkpoint. `unit`: 1.0. Or a
-                    kv_cache_scales.json, or numbers: `0.03`, `0.03,0.02`.
+    kv_scales       as for `freight generate`. `auto`: the checkpoint's scales, else one per token
+                    and KV head, measured when it is stored; E5M2 has none. `dynamic`: scales per
+                    token. `checkpoint`: the checkpoint's. `unit`: 1.0. Or a kv_cache_scales.json,
+                    or numbers: `0.03`, `0.03,0.02`
     kv_cache_dtype_skip_layers  layers that keep the dtype of their keys and values: numbers, or
                                 `sliding_window`
-    model           the folder or hub id whose scales `auto` and `checkpoint` use: by default the
-                    one that `config` was loaded from
+    model           folder or hub id whose scales `auto` and `checkpoint` use; by default the one
+                    that `config` was loaded from
 
-    `kv_cache` says what was decided, and why. Raises ConfigError for an unknown value, a
-    contradiction, and layers that are not attention; CheckpointError if scales are missing in part,
-    or damaged.
+    `kv_cache` holds the resolved cache and the reason of the choice. Raises ConfigError for an
+    unknown value, a contradiction, and layers that are not attention; CheckpointError if scales are
+    damaged, or missing in some layers.
     """
 
     def __init__(
@@ -245,8 +251,8 @@ class FP8Cache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the cache holds: FP8 values, scales, and the room for tokens to
-        come.
+        """Bytes of memory that the cache holds: FP8 values, scales, and spare room for further
+        tokens.
         """
         return sum(_num_bytes(layer) for layer in self.layers)
 
@@ -278,26 +284,26 @@ def _decide(
     model: str | PathLike[str] | None,
     stored: Sequence[Any],
 ) -> tuple[KVCacheConfig, list[Sides]]:
-    """What each layer of `stored`, those of a DynamicCache, stores here, by the rules of
+    """Decide the storage of each layer of `stored`, those of a DynamicCache, by the rules of
     `config.resolve`.
     """
-    num_layers, source = len(stored), args.kv_scales
+    num_layers, word = len(stored), args.kv_scales
     skipped = _skipped(args, stored)
-    asked = kv_source(args)
-    if asked.word == "group":
+    scale_source = kv_source(args)
+    if scale_source.word == "group":
         raise ConfigError(
-            "kv_scales='group' has a scale for 128 channels of a latent (MLA): transformers' cache has the parts of a "
-            "latent in two; use kv_scales='dynamic'"
+            "kv_scales='group' has a scale for 128 channels of a latent (MLA): transformers' cache stores a latent in "
+            "two parts; use kv_scales='dynamic'"
         )
     scheme, scales, shape = Scheme(), KVScales((None,) * num_layers), None
-    if asked.file is not None:
+    if scale_source.file is not None:
         shape = parse_model_config(config.to_dict(), ignore_keys=EVERY_KEY)
-        scales = read_scale_json(asked.file, shape)
-    elif asked.values is not None:
+        scales = read_scale_json(scale_source.file, shape)
+    elif scale_source.values is not None:
         shape = parse_model_config(config.to_dict(), ignore_keys=EVERY_KEY)
-        scales = uniform_scales(asked.values, num_layers)
-    elif source in ("auto", "checkpoint"):
-        opened = _open(config, source, model)
+        scales = uniform_scales(scale_source.values, num_layers)
+    elif word in ("auto", "checkpoint"):
+        opened = _open(config, word, model)
         if opened is not None:
             scheme, scales, shape = opened.scheme, _without_centers(opened), opened.model
     kv = resolve_kv_cache(
@@ -308,13 +314,13 @@ def _decide(
         return kv, [None if index in skipped else (storage, storage) for index in range(num_layers)]
     if len(shape.layers) != num_layers:
         raise ConfigError(
-            f"KV scales of {len(shape.layers)} layers, but the model has {num_layers}; name the model's own folder, "
+            f"KV scales of {len(shape.layers)} layers, but the model has {num_layers}; name the model's folder, "
             "FP8Cache(config, model=FOLDER)"
         )
     if len(shape.attention) < len(shape.paged):
         raise ConfigError(
             "the KV scales of a model with latent attention (MLA) are for keys and values in one: transformers' cache "
-            "has the parts of a latent in two; use kv_scales='dynamic'"
+            "stores a latent in two parts; use kv_scales='dynamic'"
         )
     return kv, [
         None
@@ -328,7 +334,9 @@ def _decide(
 
 
 def _skipped(args: EngineArgs, stored: Sequence[Any]) -> frozenset[int]:
-    """The layers of `stored` that are not quantized. Raises ConfigError."""
+    """Return the layers of `stored` that are not quantized. Raises ConfigError for names of layers
+    that cannot be skipped.
+    """
     names = args.kv_cache_dtype_skip_layers
     check_skipped(names, args.kv_cache_dtype)
     layers = {
@@ -347,7 +355,7 @@ def _skipped(args: EngineArgs, stored: Sequence[Any]) -> frozenset[int]:
 
 
 def _dtype_of(config: PreTrainedConfig) -> Format:
-    """What the model's own cache would store."""
+    """Return the format in which the model's default cache would store."""
     name = str(getattr(config, "dtype", None)).removeprefix("torch.")
     return Format(name) if name in map(str, COMPUTE_FORMATS) else Format.BFLOAT16
 
@@ -359,8 +367,8 @@ def _value_scale(scales: tuple[float, ...], mixer: AttentionConfig) -> Tensor:
 def _key_scale(
     scales: tuple[float, ...], mixer: AttentionConfig, ropes: Sequence[RopeConfig]
 ) -> Tensor:
-    """In the order of the checkpoint's channels, where Freight has another one
-    (`RopeConfig.interleaved`).
+    """Return scales of keys in the order of the checkpoint's channels, which may differ from
+    Freight's (`RopeConfig.interleaved`).
     """
     found = expand_scale(scales, mixer.num_kv_heads, mixer.k_dim)
     if mixer.rope is None or not ropes[mixer.rope].interleaved:
@@ -369,15 +377,16 @@ def _key_scale(
 
 
 def _open(
-    config: PreTrainedConfig, source: str, model: str | PathLike[str] | None
+    config: PreTrainedConfig, word: str, model: str | PathLike[str] | None
 ) -> OpenCheckpoint | None:
-    """The checkpoint whose scales are asked for; None for a model that was not loaded from one.
+    """Open the checkpoint with the requested scales; None for a model that was not loaded from one.
 
-    transformers computes the model: what Freight would refuse of its config.json is no obstacle.
+    Keys of its config.json that Freight would refuse are ignored, because transformers computes the
+    model.
     """
     name = str(model or config.name_or_path or "")
     if not name:
-        if source == "checkpoint":
+        if word == "checkpoint":
             raise ConfigError(
                 "kv_scales='checkpoint', but config was not loaded from one: name it, FP8Cache(config, model=FOLDER)"
             )
@@ -397,7 +406,7 @@ def _without_centers(opened: OpenCheckpoint) -> KVScales:
 
 
 def _stored_in_fp8(layer: Any, sides: Sides) -> Any:
-    """The layer to take in place of one that `DynamicCache` would take."""
+    """Return the layer that replaces one of `DynamicCache`."""
     if sides is None:
         return layer
     if type(layer) is DynamicLayer:

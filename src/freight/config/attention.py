@@ -1,4 +1,4 @@
-"""The attention of each layer, out of a config.json: windows, ropes, heads that differ by layer.
+"""The attention of each layer, read from a config.json: windows, ropes, heads that differ by layer.
 Imports no torch.
 """
 
@@ -15,13 +15,13 @@ MOST_LAYERS = 10_000  # a damaged number would take all memory, one layer after 
 
 
 def parse_mixers(config: JsonObject, family: Family) -> tuple[AttentionConfig, ...]:
-    """The attention of each layer, also of those that will have another mixer
+    """Return the attention of each layer, including the layers whose mixer `derive` replaces
     (`Family.other_layers`).
 
     `config` has the family's defaults.
     """
     mixer = _mixer(config, family)
-    local = 0 if family.local_theta is None else 1  # the rope of layers with a window
+    local = 0 if family.local_theta is None else 1  # index of the rope of layers with a window
     num_layers = integer(config, "num_hidden_layers")
     if num_layers > MOST_LAYERS:
         raise CheckpointError(
@@ -36,6 +36,7 @@ def parse_mixers(config: JsonObject, family: Family) -> tuple[AttentionConfig, .
 def require_multiple(
     heads: int, kv_heads: int, key: str, heads_key: str = "num_attention_heads"
 ) -> None:
+    """Raise CheckpointError unless `heads` is a multiple of `kv_heads`; both keys are named."""
     if heads % kv_heads:
         raise CheckpointError(
             f"config.json contradicts itself: {heads_key} = {heads} is not a multiple of {key} = {kv_heads}"
@@ -43,8 +44,8 @@ def require_multiple(
 
 
 def _mixer(config: JsonObject, family: Family) -> AttentionConfig:
-    """The attention of every layer, without window, as the keys without a kind of layer in their
-    name say.
+    """Build the attention of every layer, without a window, from the keys that name no kind of
+    layer.
     """
     heads = integer(config, "num_attention_heads")
     # null means one KV head per attention head, as does absence where the family has no default
@@ -70,7 +71,9 @@ def _mixer(config: JsonObject, family: Family) -> AttentionConfig:
 
 
 def parse_head_dim(config: JsonObject) -> int:
-    """Channels of a head."""
+    """Return the channels of a head: `head_dim`, else the heads' share of `hidden_size`. Raises
+    CheckpointError if they are odd, or if no integer is.
+    """
     if config.get("head_dim") is not None:
         return even_head_dim({}, integer(config, "head_dim"))
     hidden_size, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
@@ -82,8 +85,9 @@ def parse_head_dim(config: JsonObject) -> int:
     return even_head_dim({}, hidden_size // heads)
 
 
-def even_head_dim(own: JsonObject, default: int) -> int:
-    head_dim = integer(own, "head_dim", default)
+def even_head_dim(keys: JsonObject, default: int) -> int:
+    """Return `head_dim`, or `default`. Raises CheckpointError for an odd one."""
+    head_dim = integer(keys, "head_dim", default)
     if head_dim % 2:
         raise CheckpointError(
             f"config.json: head_dim = {head_dim} is odd; rotary embedding rotates pairs of channels"
@@ -92,9 +96,10 @@ def even_head_dim(own: JsonObject, default: int) -> int:
 
 
 def _windows(config: JsonObject, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: `layer_types` decides, else `sliding_window_pattern` (every n-th
-    layer has none), else `max_window_layers` (the layers before have none), else all layers have
-    it."""
+    """Return the window of each layer: `layer_types` decides, else `sliding_window_pattern` (every
+    n-th layer has none), else `max_window_layers` (the layers before it have none), else every
+    layer has it.
+    """
     window = config.get("sliding_window")
     if not flag(config, "use_sliding_window"):
         window = None
@@ -102,14 +107,15 @@ def _windows(config: JsonObject, family: Family, num_layers: int) -> tuple[int |
         window = integer(config, "sliding_window")
     first = integer(config, "max_window_layers", 0, least=0)
     pattern = integer(config, "global_attn_every_n_layers", num_layers + 1)
-    if not config.get("layer_types"):  # else EXAONE 4 has 0 there, or a word of letters: 'LLLG'
+    # with layer_types, EXAONE 4 has other values in this key: 0, or letters such as 'LLLG'
+    if not config.get("layer_types"):
         pattern = integer(config, "sliding_window_pattern", pattern)
-    default = [
+    slides_by_index = [
         window is not None and i >= first and (i + 1) % pattern != 0 for i in range(num_layers)
     ]
     layer_types = config.get("layer_types")
     if not layer_types:
-        return tuple(window if slides else None for slides in default)
+        return tuple(window if slides else None for slides in slides_by_index)
     kinds = {"full_attention": False, "attention": False, "sliding_attention": True}
     kinds |= dict.fromkeys(family.other_layers, False)
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
@@ -128,7 +134,7 @@ def _windows(config: JsonObject, family: Family, num_layers: int) -> tuple[int |
             "config.json contradicts itself: layer_types has 'sliding_attention', but sliding_window = "
             f"{config.get('sliding_window')!r} with use_sliding_window = {config.get('use_sliding_window')!r}"
         )
-    if not family.mixed_windows and slides != default:
+    if not family.mixed_windows and slides != slides_by_index:
         raise CheckpointError(
             f"config.json: layer_types = {layer_types!r} with sliding_window = {window}: "
             f"in {family.architecture} all layers have the same window"
@@ -137,4 +143,5 @@ def _windows(config: JsonObject, family: Family, num_layers: int) -> tuple[int |
 
 
 def soft_cap(config: JsonObject, key: str) -> float | None:
+    """Return the bound of a soft cap, > 0; None if it is absent or null."""
     return None if config.get(key) is None else number(config, key)

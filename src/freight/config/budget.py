@@ -1,4 +1,4 @@
-"""`--kv-budget`: what a mixed KV cache may cost, in divergence or in bits. Imports no torch."""
+"""The argument of `--kv-budget`: the cost limit of a mixed KV cache. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from freight.errors import ConfigError
 
 
 class BudgetKind(StrEnum):
-    """What is limited: `KL` in nats per token, or `BITS` per stored value, scales per token
+    """The limited quantity: `KL` in nats per token, or `BITS` per stored value, scales per token
     included.
     """
 
@@ -21,7 +21,7 @@ class BudgetKind(StrEnum):
 
 @dataclass(frozen=True)
 class KVBudget:
-    """At most `limit` of `kind`; the other of the two is made as small as it gets."""
+    """A limit on one kind of cost; the quantizer minimizes the other kind."""
 
     kind: BudgetKind
     limit: float
@@ -31,8 +31,8 @@ class KVBudget:
 
 
 def parse_budget(text: str) -> KVBudget:
-    """'kl=0.002' or 'bits=9'. Raises ConfigError for anything else, and for fewer than the 8 bits
-    of FP8.
+    """Parse 'kl=0.002' or 'bits=9'. Raises ConfigError for anything else, and for fewer than the 8
+    bits of FP8.
     """
     match = re.fullmatch(r"\s*(kl|bits)\s*=\s*(\S+)\s*", text) if isinstance(text, str) else None
     try:

@@ -1,4 +1,4 @@
-"""What `derive` functions of families share: a model with changed mixers. Imports no torch."""
+"""Helpers of the families' `derive` functions: a model with changed mixers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from freight.config.layer import AttentionConfig, Mixer
 from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 
-_LARGEST = 3.4e38  # of float32
-_WIDEST = 8  # convolution of the CPU kernels
+_LARGEST = 3.4e38  # slightly below the largest float32
+_WIDEST = 8  # the widest convolution of the CPU kernels
 
 
 def with_mixers(model: ModelConfig, mixers: Iterable[AttentionConfig]) -> ModelConfig:
-    """`model` with each of `ModelConfig.attention` replaced by these, in order."""
+    """Return `model` with each layer of `ModelConfig.attention` given the next of `mixers`."""
     layers = list(model.layers)
     for index, mixer in zip(model.attention, mixers, strict=True):
         layers[index] = replace(layers[index], mixer=mixer)
@@ -25,12 +25,12 @@ def with_mixers(model: ModelConfig, mixers: Iterable[AttentionConfig]) -> ModelC
 
 
 def with_attention(model: ModelConfig, **values: Any) -> ModelConfig:
-    """`model` with these fields of `AttentionConfig` in every layer that has it."""
+    """Return `model` with these fields of `AttentionConfig` in every layer that has attention."""
     return with_mixers(model, [replace(mixer, **values) for mixer in model.attention.values()])
 
 
 def with_layers(config: JsonObject, model: ModelConfig, kinds: Mapping[str, Mixer]) -> ModelConfig:
-    """`model` with these mixers in the layers of these kinds, by `layer_types`
+    """Return `model` with these mixers in the layers of these kinds, by `layer_types`
     (`Family.other_layers`).
     """
     layers = tuple(
@@ -41,7 +41,7 @@ def with_layers(config: JsonObject, model: ModelConfig, kinds: Mapping[str, Mixe
 
 
 def rotate_in_windows(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Layers without a window do not rotate queries and keys, in a model that has a window."""
+    """Return `model` with rotary embedding in the layers with a window only, if it has a window."""
     if config.get("sliding_window") is None:
         return model
     mixers = model.attention.values()
@@ -52,8 +52,8 @@ def rotate_in_windows(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def conv_width(config: JsonObject, key: str) -> int:
-    """Inputs of a channel that a convolution sees. Raises CheckpointError for what no kernel
-    computes.
+    """Return the inputs of a channel that a convolution sees. Raises CheckpointError for a width
+    that no kernel computes.
     """
     width = integer(config, key)
     if not 2 <= width <= _WIDEST:
@@ -64,7 +64,7 @@ def conv_width(config: JsonObject, key: str) -> int:
 
 
 def require_silu(config: JsonObject) -> None:
-    """For mixers whose convolution has the activation that `hidden_act` names. Raises
+    """Require SiLU as `hidden_act`, for mixers whose convolution uses that activation. Raises
     CheckpointError for another.
     """
     named = config.get("hidden_act", "silu")
@@ -76,8 +76,9 @@ def require_silu(config: JsonObject) -> None:
 
 
 def step_limits(config: JsonObject) -> tuple[float, float]:
-    """`Mamba2Config.limits` as `time_step_limit` has them: two numbers; infinity may be an object,
-    as transformers writes it, or beyond float32. Raises CheckpointError for anything else."""
+    """Read `Mamba2Config.limits` from `time_step_limit`: two numbers. Infinity may be written as
+    transformers' object, or as a number beyond float32. Raises CheckpointError for anything else.
+    """
     given = config.get("time_step_limit") or (0.0, inf)
     values = (
         [inf if one == {"__float__": "Infinity"} else one for one in given]
@@ -94,7 +95,7 @@ def step_limits(config: JsonObject) -> tuple[float, float]:
 
 
 def default_rope(config: JsonObject, rope: JsonObject) -> JsonObject:
-    """`config` with `rope` where it names none in either spelling."""
+    """Return `config` with `rope` added if it names none in either spelling."""
     if config.get("rope_parameters") or config.get("rope_scaling"):
         return config
     return {**config, "rope_parameters": rope}

@@ -13,9 +13,11 @@ TEXT_KEYS = ("text_config", "llm_config")  # every `Family.text_key`
 
 
 class DtypeSource(StrEnum):
-    """Where a dtype was found, in the order of precedence. The value is the name in every JSON."""
+    """The place where a dtype was found, in order of precedence. The value is the name in every
+    JSON.
+    """
 
-    OPTION = "--dtype"  # of what is computed in; never that of a checkpoint
+    OPTION = "--dtype"  # for the compute dtype only; never for that of a checkpoint
     CONFIG = "config.json"
     TEXT_CONFIG = "text_config"  # the object in config.json that describes the text model
     TENSORS = "tensors"  # the headers of the safetensors files
@@ -34,11 +36,11 @@ _FOUND = {
 def checkpoint_dtype(
     config: JsonObject, stored: Format | None = None
 ) -> tuple[Format, DtypeSource]:
-    """The dtype of the checkpoint that has `config`, the content of its config.json.
+    """Return the dtype of a checkpoint and its source. `config` is the content of config.json.
 
-    In this order: config.json, its `text_config`, `stored` (that of the tensors, None: not known),
-    bfloat16. Raises CheckpointError for a dtype that is not implemented, and for two that differ in
-    one object.
+    In order of precedence: config.json, its `text_config`, `stored` (the dtype of the tensors; None
+    if not known), bfloat16. Raises CheckpointError for a dtype that is not implemented, and for two
+    that differ in one object.
     """
     for source, part in _places(config):
         named = _named(part)
@@ -50,12 +52,14 @@ def checkpoint_dtype(
 
 
 def names_dtype(config: JsonObject) -> bool:
-    """Whether a config.json names a dtype, implemented or not: then the tensors do not decide."""
+    """Return whether a config.json names a dtype, implemented or not; if so, the tensors do not
+    decide.
+    """
     return any(_values(part) for _, part in _places(config))
 
 
 def describe_dtype(format: Format, source: DtypeSource) -> str:
-    """'bfloat16, from config.json'."""
+    """Describe a dtype and its source: 'bfloat16, from config.json'."""
     return f"{format}, {_FOUND[source]}"
 
 
@@ -67,7 +71,7 @@ def _places(config: JsonObject) -> Iterator[tuple[DtypeSource, JsonObject]]:
 
 
 def _values(part: JsonObject) -> dict[str, str]:
-    """What `dtype` and `torch_dtype` name; 'torch.bfloat16' is 'bfloat16'."""
+    """Return the values of `dtype` and `torch_dtype`; 'torch.bfloat16' becomes 'bfloat16'."""
     return {
         key: str(part[key]).removeprefix("torch.")
         for key in ("dtype", "torch_dtype")

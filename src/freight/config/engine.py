@@ -21,14 +21,14 @@ from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSourc
 from freight.fp8.scheme import KVScales
 
 KV_SCALES = ("auto", "checkpoint", "dynamic", "group", "unit")
-# further values of --kv-scales are described, because they have no name
+# choices for messages: the last two values have no fixed name, so they are described
 KV_SCALES_FORMS = (*KV_SCALES, "FILE.json", "a number, or two for K and V as in 0.03,0.02")
 
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """Options as given, with the names that other engines use. Sizes in tokens, memory in bytes or
-    as '4GiB'.
+    """Options as given, under the names that other engines use. Sizes are in tokens, memory in bytes
+    or as '4GiB'.
     """
 
     model: str = "demo"
@@ -58,7 +58,9 @@ class EngineArgs:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Numbers of other types, such as NumPy's, are kept as Python's, and names as a tuple."""
+        """Convert numbers of other types, such as NumPy's, to Python's, and lists of names to
+        tuples.
+        """
         object.__setattr__(self, "ignore_config_keys", names_of(self.ignore_config_keys))
         object.__setattr__(
             self, "kv_cache_dtype_skip_layers", layer_names(self.kv_cache_dtype_skip_layers)
@@ -71,7 +73,7 @@ class EngineArgs:
 
     @staticmethod
     def from_options(**options: Any) -> EngineArgs:
-        """EngineArgs from keyword options; `kv_scales` may be a number or a pair (K, V) as well.
+        """Build EngineArgs from keyword options; `kv_scales` may also be a number or a pair (K, V).
 
         Raises ConfigError for an unknown name, with what to use instead.
         """
@@ -86,15 +88,15 @@ class EngineArgs:
         return EngineArgs(**options)
 
     def with_cache(self, kv_cache_dtype: str) -> EngineArgs:
-        """The same for another cache. One that is not quantized has no layers to skip."""
+        """Return the same options for another cache. An unquantized cache has no layers to skip."""
         skipped = (
             () if kv_cache_dtype in map(str, COMPUTE_FORMATS) else self.kv_cache_dtype_skip_layers
         )
         return replace(self, kv_cache_dtype=kv_cache_dtype, kv_cache_dtype_skip_layers=skipped)
 
     def with_plain_cache(self, kv_cache_dtype: str = "float32") -> EngineArgs:
-        """The same with an unquantized cache, states too, and without the options that only a
-        quantized one has.
+        """Return the same options for an unquantized cache and states, without the options that
+        only a quantized cache has.
         """
         state = self.state_dtype if self.state_dtype in map(str, COMPUTE_FORMATS) else "auto"
         plain = replace(
@@ -108,7 +110,8 @@ class EngineArgs:
 
 
 def _written(value: object) -> str:
-    """`kv_scales` as on the command line: a number or a pair (K, V) becomes '0.03' or '0.03,0.02'.
+    """Write `kv_scales` as on the command line: a number or a pair (K, V) becomes '0.03' or
+    '0.03,0.02'.
 
     Raises ConfigError for anything that is neither text, a number nor one or two numbers.
     """
@@ -122,7 +125,9 @@ def _written(value: object) -> str:
 
 
 def names_of(value: object) -> tuple[str, ...]:
-    """The names in a text with commas or spaces between them, or in a list of such texts."""
+    """Return the names in a text, separated by commas or spaces, or in a list of such texts. Raises
+    ConfigError for anything else.
+    """
     wrong = ConfigError(
         f"ignore_config_keys is {value!r}; give names of keys, as in ['alibi', 'scale_emb']"
     )
@@ -131,7 +136,7 @@ def names_of(value: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LayerKVFormat:
-    """How one layer's keys and values are stored. `granularity` is None for 16 bits."""
+    """The stored format of one layer's keys and values. `granularity` is None for 16 bits."""
 
     format: Format
     granularity: Granularity | None
@@ -141,27 +146,23 @@ class LayerKVFormat:
 
 
 def listed_layers(layers: Sequence[int], num_layers: int) -> str:
-    """'layers 0 and 2', or '40 of 48 layers' where they are many."""
+    """Describe layers: 'layers 0 and 2', or '40 of 48 layers' for more than 8."""
     if len(layers) > _LISTED:
         return f"{len(layers)} of {num_layers} layers"
     *most, last = map(str, layers)
     return f"layers {', '.join(most)} and {last}" if most else f"layer {last}"
 
 
-_LISTED = 8
+_LISTED = 8  # layers that `listed_layers` writes out
 MIXED = "mixed"  # for `dtype` or `granularity` in a JSON of a cache whose layers differ
 
 
 class PageLayout(StrEnum):
-    """How a layer's pages lie in memory. No bit of a result depends on it."""
+    """The order of a layer's pages in memory. Results are the same bit for bit in every layout."""
 
-    TOKENS = (
-        "tokens"  # K apart from V; in a block one token after another, its heads next to each other
-    )
-    HEADS = (
-        "heads"  # K apart from V; in a block one head after another, its tokens next to each other
-    )
-    BLOCKS = "blocks"  # a block's K, V and token scales are one run of bytes
+    TOKENS = "tokens"  # K and V separate; in a block token by token, the heads of a token adjacent
+    HEADS = "heads"  # K and V separate; in a block head by head, the tokens of a head adjacent
+    BLOCKS = "blocks"  # K, V and token scales of a block are contiguous
 
 
 @dataclass(frozen=True)
@@ -170,10 +171,10 @@ class KVCacheConfig:
     16 bits.
 
     `granularity` and `scale_source` are None for a 16-bit cache. `note` explains the choice in the
-    log at start-up. `layers`, if not None, is how each layer is stored where they differ; `format`
-    and `granularity` are then those of the quantized layers, the finest of the granularities, and
-    `scales` has None for layers that need no static ones. `state` is how layers with a recurrent
-    state store it (`states.default_state` if None).
+    log at start-up. `layers` is the stored format of each layer if they differ. `format` is then
+    that of the quantized layers, `granularity` the finest of theirs, and `scales` has None for
+    layers without static scales. `state` is the format of recurrent states; None:
+    `states.default_state`.
     """
 
     format: Format
@@ -187,7 +188,7 @@ class KVCacheConfig:
 
     @property
     def grouped(self) -> bool:
-        """Whether layers have `group` scales."""
+        """True if layers have `group` scales."""
         return self.granularity is Granularity.GROUP
 
     @property
@@ -196,7 +197,7 @@ class KVCacheConfig:
         return self.format, self.state
 
     def of_layer(self, index: int) -> LayerKVFormat:
-        """How layer `index` is stored."""
+        """Return the stored format of layer `index`."""
         return (
             LayerKVFormat(self.format, self.granularity)
             if self.layers is None
@@ -204,8 +205,8 @@ class KVCacheConfig:
         )
 
     def skipping(self, skipped: Set[int], num_layers: int, compute: Format) -> KVCacheConfig:
-        """This quantized cache of `num_layers` layers with those of `skipped`, fewer than all, in
-        `compute`.
+        """Return this quantized cache with the layers of `skipped` stored in `compute`. `skipped`
+        must not be all of the `num_layers` layers.
         """
         if not skipped:
             return self
@@ -220,8 +221,8 @@ class KVCacheConfig:
         )
 
     def describe(self) -> str:
-        """'fp8_e4m3fn, layers 0 and 2 in bfloat16'; 'mixed' where quantized layers differ from each
-        other.
+        """Describe the formats: 'fp8_e4m3fn, layers 0 and 2 in bfloat16'; 'mixed' if quantized
+        layers differ.
         """
         if self.layers is None:
             return str(self.format)
@@ -231,8 +232,8 @@ class KVCacheConfig:
         return f"{self.format}, {listed_layers(plain, len(self.layers))} in {self.layers[plain[0]].format}"
 
     def layer_names(self) -> list[dict[str, str | None]] | None:
-        """`dtype` and `granularity` of each layer, as every JSON has them; None where layers do not
-        differ.
+        """Return `dtype` and `granularity` of each layer, for every JSON; None if all layers are
+        alike.
         """
         kinds = [
             (str(kind.format), kind.granularity and str(kind.granularity))
@@ -243,7 +244,7 @@ class KVCacheConfig:
         ] or None
 
     def names(self) -> dict[str, str | None]:
-        """`dtype`, `granularity` and `scale_source`, as every JSON has them; `mixed` where layers
+        """Return `dtype`, `granularity` and `scale_source`, for every JSON; `mixed` if layers
         differ.
         """
         kinds = self.layers or (self.of_layer(0),)
@@ -257,20 +258,22 @@ class KVCacheConfig:
 
 
 def _common(names: set[str]) -> str | None:
-    """The one name, `mixed` for several, None for none."""
+    """Return the one name, `mixed` for several, None for none."""
     return MIXED if len(names) > 1 else next(iter(names), None)
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All settings, resolved before a weight is read. `kv_cache_memory` in bytes; None: a share of
-    the free memory.
+    """All settings, resolved before a weight is read.
 
-    `weight_format` is the format of Linear weights; weights (the head included) that a quantized
-    checkpoint leaves unquantized have `compute_format`. `fp8_attention`: attention multiplies FP8
-    by FP8 where the hardware can. `state_every`: tokens between states that stay behind; None:
-    `cache.spec.default_every`, where layers have states. `max_step_seconds`: prompts leave a step
-    in which a request decodes about so short; 0: as long as they are.
+    weight_format      of Linear weights. Weights that a quantized checkpoint leaves unquantized,
+                       the head included, have `compute_format`
+    max_step_seconds   target duration of a step in which a request decodes: prompts are cut into
+                       chunks for it; 0: no target
+    kv_cache_memory    bytes; None: a share of the free memory
+    fp8_attention      whether attention multiplies FP8 by FP8
+    state_every        tokens between kept states, in models whose layers have states; None:
+                       `cache.spec.default_every`
     """
 
     compute_format: Format

@@ -1,4 +1,4 @@
-"""Family: what the models of one model_type have in common, as data. Imports no torch."""
+"""Family: the properties shared by the models of one model_type, as data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from freight.config.tensor_names import TensorNames
 
 
 def words(text: str) -> frozenset[str]:
+    """Return the words of a text, separated by white space."""
     return frozenset(text.split())
 
 
 WINDOW_KEYS = words("sliding_window use_sliding_window layer_types")
-# `Family.bodies` of a text model that has a vision model with it
+# `Family.bodies` of a text model that comes with a vision model
 LANGUAGE_MODEL = (("model.language_model.", ""), ("language_model.model.", "language_model."))
 # `Family.bias_keys` where there are such keys
 ATTENTION_BIAS = ("attention_bias", "attention_bias", "mlp_bias")
 
 
 class RopeForm(StrEnum):
-    """What the ropes of some families may have, and those of others may not."""
+    """A rope feature that only some families may have."""
 
-    PROPORTIONAL = "proportional"  # this kind
+    PROPORTIONAL = "proportional"  # `RopeConfig.kind` proportional
     # `llama_4_scaling_beta` of yarn: queries are multiplied by a factor of position
     QUERY_SCALING = "query scaling"
     # for time, height and width (M-RoPE): a text token has one position in all of them
@@ -43,56 +44,52 @@ Derive: TypeAlias = Callable[[JsonObject, ModelConfig], ModelConfig]
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of one model_type have in common. A `..._key` is the key of config.json that
-    has the value.
+    """The properties shared by the models of one model_type. A `..._key` is the key of config.json
+    that holds the value.
 
-    architecture       the only value of `architectures`, but for `same`, which are other names of
-                       it
-    tensors            what its tensors are called
-    defaults           of keys that a config.json lacks, as transformers' configuration class has
-                       them
+    architecture       the only value of `architectures`, apart from its other names, `same`
+    tensors            names of its tensors
+    defaults           values of keys that a config.json lacks, from transformers' configuration
+                       class
     keys               keys that this family has and others do not
-    fixed              keys that it has, with the only values that are computed; of a list, those of
-                       its entries
+    fixed              keys that it has, with the only values that are implemented; for a list,
+                       those of its entries
     synonyms           further names of keys that this family has
     lacks              keys that every other family has and this one does not
     qkv_bias           whether q, k and v have biases whatever the value of `attention_bias`
-    bias_keys          whether q, k and v, the output of attention, and the feed-forward have
-                       biases; "": they have none
+    bias_keys          keys that give biases to q, k and v, to the output of attention, and to the
+                       feed-forward; "": none
     qk_norm            whether q and k are normed, head by head
-    norms              what is normed in a layer
+    norms              placement of the norms in a layer
     wide_norms         whether norms multiply by their weight in float32, before they round
     scales_embedding   whether the embedding's rows are multiplied by the square root of
                        `hidden_size`, rounded to the compute dtype
     mixed_windows      whether layers may differ in their window
-    other_layers       kinds in `layer_types` whose mixer is no attention: `derive` puts it in
+    other_layers       kinds in `layer_types` whose mixer is not plain attention: `derive` sets it
     gated              whether the feed-forward has a gate
-    activation_key     names the activation; the other one is not read
-    theta              of rotary embedding, where config.json names none
-    local_theta        the same of layers with a window, if these have a rope of their own
+    activation_key     key of the activation. The other spelling must not contradict it
+    theta              base of rotary embedding, if config.json names none
+    local_theta        the same for layers with a window, if these have a separate rope
                        (`rope_local_base_freq`)
-    rotary_factor      share of a head's channels that are rotated, where no `partial_rotary_factor`
-                       says it; None: all are, and no key may say otherwise
-    interleaved        whether the rope's pairs are neighbours (`RopeConfig.interleaved`)
-    ropes              what a rope may have that others may not
-    bodies             what may precede the names of the decoder's tensors, and that of its head;
-                       the first is usual
-    moe                what its config.json says of experts; None: it has none
-    text_type          the model_type in `text_config`, where the decoder is described, if it is one
-                       part of the model
-    text_key           that key, where it has another name
-    flat               whether the decoder may be described by the keys outside, without a
-                       `text_config`
-    other_texts        further model_types that `text_config` may have; their own rows describe the
-                       decoder then
-    wrapper_keys       keys outside of `text_config`; they describe the other parts
-    next_token_keys    number of layers behind the decoder's own, which predict further tokens and
-                       do not run
-    translate          the keys as the common reading takes them, with those that only this family
-                       has put into others; None: they are
-    derive             what the common reading made of the keys, changed where only this family
-                       differs; ropes are read after it, for the layers that it returns. None:
-                       nothing is
+    rotary_factor      share of a head's channels that are rotated, without a
+                       `partial_rotary_factor`; None: all channels are, and no key may differ
+    interleaved        whether the rope rotates adjacent channels (`RopeConfig.interleaved`)
+    ropes              rope features that this family may have
+    bodies             possible prefixes of the decoder's tensors and of its head; the first is the
+                       default
+    moe                description of its experts in a config.json; None: it has none
+    text_type          the model_type in `text_config`, if the decoder is one part of the model and
+                       described there
+    text_key           the name of that key
+    flat               whether the outer keys may describe the decoder, without a `text_config`
+    other_texts        further model_types of `text_config`; their rows then describe the decoder
+    wrapper_keys       keys outside of `text_config` that describe the other parts
+    next_token_keys    keys for the number of layers after the decoder's that predict further
+                       tokens; they do not run
+    translate          maps the keys of this family to those that the common parser reads; None:
+                       they are the same
+    derive             adapts the ModelConfig of the common parser where this family differs; ropes
+                       are parsed afterwards, for the returned layers. None: no change
     """
 
     architecture: str

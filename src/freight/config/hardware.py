@@ -1,4 +1,4 @@
-"""Refuse what a device cannot compute, before anything is read. Imports no torch."""
+"""Checks that reject what a device cannot compute, before any file is read. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from freight.fp8.formats import Format
 
 
 def check_hardware(args: EngineArgs, compute: Format | None) -> None:
-    """What the named device cannot compute, as far as the options alone say it: `compute` is
-    --dtype, None for 'auto'. Raises ConfigError."""
+    """Reject options that the named device cannot compute. `compute` is the format of --dtype, None
+    for 'auto'. Raises ConfigError.
+    """
     if args.kv_cache_dtype == Format.INT8 and args.device == "cuda" and args.kernels != "reference":
         raise _no_int8("--device cuda")
     if args.kv_scales == "group" and args.device == "cuda" and args.kernels != "reference":
@@ -33,7 +34,7 @@ def check_hardware(args: EngineArgs, compute: Format | None) -> None:
 
 
 def check_kernels(kv: KVCacheConfig, device: DeviceFacts, kernels: str) -> None:
-    """Raises ConfigError for a cache that the kernels for `device` do not have; `kernels` is
+    """Raise ConfigError for a cache that the kernels for `device` do not have; `kernels` is
     --kernels.
     """
     if device.kind == "cpu" or kernels == "reference":
@@ -45,13 +46,13 @@ def check_kernels(kv: KVCacheConfig, device: DeviceFacts, kernels: str) -> None:
 
 
 def has_groups(device: DeviceFacts, kernels: str) -> bool:
-    """Whether the kernels have latents with a scale for each group; `kernels` is --kernels."""
+    """Return whether the kernels have latents with a scale per group; `kernels` is --kernels."""
     return device.kind == "cpu" or kernels == "reference"
 
 
 def takes_groups(stored: Mapping[int, PagedMixer], args: EngineArgs, device: DeviceFacts) -> bool:
-    """Whether `stored`, the layers whose keys and values are quantized, can have scales per group
-    here.
+    """Return whether the layers `stored`, whose keys and values are quantized, can have scales per
+    group on this device.
     """
     here = has_groups(device, args.kernels) and args.attention_compute != "fp8"
     return here and groups_fit(stored)
@@ -77,11 +78,11 @@ _ON_A_CPU = (
 
 
 def _attention_problem(compute: Format | None, stored: Format | None) -> str:
-    """Why attention cannot multiply in FP8 with these formats, '' if it can; None is a format not
-    known yet.
+    """Return why attention cannot multiply in FP8 with these formats, '' if it can. None is a
+    format that is not known yet.
     """
     if stored is not None and not stored.is_e4m3:
-        return f"a cache in {stored}: it multiplies E4M3 as it is stored; use --kv-cache-dtype fp8"
+        return f"a cache in {stored}: it multiplies stored E4M3 only; use --kv-cache-dtype fp8"
     if compute is Format.FLOAT32:
         return "--dtype float32, whose precision it would lose; use --dtype bfloat16 or float16"
     return ""
@@ -92,8 +93,8 @@ def _no_fp8_attention(problem: str) -> ConfigError:
 
 
 def fp8_attention(args: EngineArgs, compute: Format, stored: Format, device: DeviceFacts) -> bool:
-    """Whether attention multiplies FP8 by FP8. The reference kernels do it anywhere, to measure its
-    accuracy.
+    """Return whether attention multiplies FP8 by FP8. The reference kernels do it on any device, to
+    measure its accuracy. Raises ConfigError if it was requested and cannot be done.
     """
     if args.attention_compute == "auto":
         return False

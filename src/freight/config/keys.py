@@ -1,10 +1,9 @@
-"""The keys of a config.json: which are read, which are refused, and which are read over. Imports no
-torch.
+"""The keys of a config.json: read, refused, or skipped. Imports no torch.
 
 A key that no row reads is refused if it decides what some model computes: `computing_keys.txt`
-lists these (`tools/config_keys.py`). It is read over where its value switches it off (null, false,
-0, empty), and where the user names it (`--ignore-config-keys`). Every other key is read over and
-named at start: publishers add what they like.
+lists these (`tools/config_keys.py`). It is skipped if its value switches it off (null, false, 0,
+empty), or if the user names it (`--ignore-config-keys`). Every other key is skipped and logged at
+start-up, because publishers add keys freely.
 """
 
 from __future__ import annotations
@@ -32,17 +31,16 @@ READ = words(
     attn_logit_softcapping final_logit_softcapping hidden_act hidden_activation partial_rotary_factor
     """
 )
-# of these, keys that a model of several parts has outside of `text_config`, and that hold for the
-# decoder
+# of these, outer keys that hold for the decoder of a model with several parts
 _SHARED = words(
     """
     dtype torch_dtype bos_token_id eos_token_id tie_word_embeddings quantization_config compression_config
     kv_cache_torch_dtype kv_cache_dtype freight
     """
 )
-# training, bookkeeping, and defaults of transformers' generate(). pretraining_tp cuts products into
-# parts of one sum; max_window_layers is one of Qwen's, and of files made from theirs;
-# model_max_length is a tokenizer's, but for Kimi's
+# Training, bookkeeping, and defaults of transformers' generate(). pretraining_tp splits products
+# into parts of the same sum; max_window_layers matters to Qwen's rows only, but files made from
+# Qwen's have it too; model_max_length belongs to tokenizers, except in Kimi's row.
 HARMLESS = words(
     """
     transformers_version use_cache initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout
@@ -59,9 +57,8 @@ HARMLESS = words(
     aux_loss_alpha seq_aux block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init
     """
 )
-NEUTRAL: Mapping[
-    str, tuple[object, ...]
-] = {  # keys that change the computation, and the values that do not
+# keys that change the computation -> the values at which they do not
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "rotary_pct": (1,),
     "rope_ratio": (1,),
     "full_attn_mod": (1,),
@@ -79,7 +76,7 @@ NEUTRAL: Mapping[
     "is_encoder_decoder": (),
     "add_cross_attention": (),
 }
-# an explicit null of these is a value of its own; of any other key it means the default
+# an explicit null of these keys is a value; for any other key it means the default
 _NULLABLE = words(
     """
     num_key_value_heads head_dim sliding_window bos_token_id eos_token_id attn_logit_softcapping
@@ -88,12 +85,12 @@ _NULLABLE = words(
 )
 
 
-# what the row of a decoder takes from that of the model around it
+# fields that the row of a decoder takes from the row of the model around it
 _OF_WRAPPER = ("architecture", "tensors", "bodies", "text_type", "text_key", "flat", "wrapper_keys")
 
 
 class _EveryKey(Collection[str]):
-    """Has any key, and lists none."""
+    """A collection that contains any key and lists none."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -105,15 +102,14 @@ class _EveryKey(Collection[str]):
         return 0
 
 
-EVERY_KEY = (
-    _EveryKey()
-)  # to ignore whatever would be refused: for callers that do not compute the model
+# ignores every key that would be refused, for callers that do not compute the model
+EVERY_KEY = _EveryKey()
 
 
 @cache
 def computing_keys() -> frozenset[str]:
-    """Keys that decide what some language model computes: those of the list, and all that the rows
-    read.
+    """Return the keys that decide what some language model computes: those of the list, and all
+    that the rows read.
     """
     lines = Path(__file__).with_name("computing_keys.txt").read_text(encoding="utf-8").splitlines()
     found = READ | {line for line in lines if not line.startswith("#")}
@@ -124,8 +120,8 @@ def computing_keys() -> frozenset[str]:
 
 
 def find_family(config: JsonObject) -> tuple[str, Family]:
-    """(model_type, its row). Raises CheckpointError for a model_type, or an architecture of it,
-    that is not here.
+    """Return (model_type, its row). Raises CheckpointError for an unknown model_type, and for an
+    architecture that its row does not have.
     """
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -136,7 +132,7 @@ def find_family(config: JsonObject) -> tuple[str, Family]:
     assert isinstance(model_type, str)
     architectures = config.get("architectures") or [family.architecture]
     refuse_uncompared_architecture(architectures)
-    # the first Llama files write LLaMAForCausalLM, and transformers
+    # Spellings vary: the first Llama files have LLaMAForCausalLM, and transformers writes
     # Kimi_K25ForConditionalGeneration
     known = (str([one]).lower().replace("_", "") for one in (family.architecture, *family.same))
     if str(architectures).lower().replace("_", "") not in known:
@@ -156,8 +152,8 @@ def find_family(config: JsonObject) -> tuple[str, Family]:
 
 
 def decoder_config(config: JsonObject) -> tuple[Family, JsonObject]:
-    """(the decoder's row, the keys that describe it), out of `Family.text_key` if that is where
-    they are.
+    """Return (the decoder's row, the keys that describe it), taken from `Family.text_key` if it is
+    there.
     """
     family, text_type, text = _decoder_row(config, find_family(config)[1])
     if text_type is None:
@@ -169,12 +165,11 @@ def decoder_config(config: JsonObject) -> tuple[Family, JsonObject]:
 
 
 def check_keys(config: JsonObject, ignore: Collection[str] = ()) -> UnreadKeys:
-    """The keys of `config` that are not read, of which `ignore` may name some that are refused
-    otherwise.
+    """Return the keys of `config` that are not read. `ignore` names keys to accept that would be
+    refused.
 
-    Raises CheckpointError for a key that computes and is not implemented, and for another value
-    than those in `Family.fixed`, false too; ConfigError for a key in `ignore` that is read, or that
-    is not there.
+    Raises CheckpointError for a key that computes and is not implemented, and for a value that is
+    not in `Family.fixed`, false included; ConfigError for a key in `ignore` that is read or absent.
     """
     model_type, family = find_family(config)
     family, text_type, text = _decoder_row(config, family)
@@ -186,17 +181,18 @@ def check_keys(config: JsonObject, ignore: Collection[str] = ()) -> UnreadKeys:
     if text_type is not None:
         outside = _SHARED | family.wrapper_keys | {"model_type", "architectures", family.text_key}
         outside |= {key for key in config if config[key] == text.get(key)}
-        outside |= read if family.flat else set()  # `text_config` has them again, and decides
+        outside |= read if family.flat else set()  # repeated in `text_config`, which decides
         parts.append(_Part(config, outside, model_type))
     for name in ignore:
         _require_ignorable(name, parts)
-    found = [(key, part.kind(key, ignore)) for part in parts for key in part.config]
-    return UnreadKeys(
-        *(
-            tuple(dict.fromkeys(key for key, kind in found if kind == one))
-            for one in (_UNKNOWN, _HARMLESS, _IGNORED)
-        )
+    keys_of: dict[str, dict[str, None]] = {}  # by kind, each key once and in the file's order
+    for part in parts:
+        for key in part.config:
+            keys_of.setdefault(part.kind(key, ignore), {})[key] = None
+    unknown, harmless, ignored = (
+        tuple(keys_of.get(kind, {})) for kind in (_UNKNOWN, _HARMLESS, _IGNORED)
     )
+    return UnreadKeys(unknown, harmless, ignored)
 
 
 _READ, _UNKNOWN, _HARMLESS, _IGNORED = "read", "unknown", "harmless", "ignored"
@@ -204,7 +200,7 @@ _READ, _UNKNOWN, _HARMLESS, _IGNORED = "read", "unknown", "harmless", "ignored"
 
 @dataclass(frozen=True)
 class _Part:
-    """An object of a config.json: all of it, or its `text_config`. `fixed` is that of the family."""
+    """An object of a config.json: all of it, or its `text_config`. `fixed` is the family's."""
 
     config: JsonObject
     read: frozenset[str]
@@ -212,7 +208,7 @@ class _Part:
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     def kind(self, key: str, ignore: Collection[str]) -> str:
-        """What becomes of a key. Raises CheckpointError for one that computes and is not
+        """Return the class of a key. Raises CheckpointError for one that computes and is not
         implemented.
         """
         if key in self.read:
@@ -222,7 +218,7 @@ class _Part:
         obstacle = self._obstacle(key)
         if obstacle is not None and key not in ignore:
             raise CheckpointError(
-                f"{obstacle}. --ignore-config-keys {key} reads over it, and results may differ"
+                f"{obstacle}. --ignore-config-keys {key} ignores it, and results may differ"
             )
         if obstacle is not None:
             return _IGNORED
@@ -230,7 +226,7 @@ class _Part:
         return _READ if decided else _UNKNOWN
 
     def _obstacle(self, key: str) -> str | None:
-        """Why a key stands in the way; None for one that does not."""
+        """Return why a key must be refused; None if it need not be."""
         value = self.config[key]
         if (
             value is None
@@ -253,7 +249,7 @@ class _Part:
 
 
 def _require_ignorable(name: str, parts: Sequence[_Part]) -> None:
-    """Raises ConfigError for a key that --ignore-config-keys cannot pass."""
+    """Raise ConfigError for a key that --ignore-config-keys cannot skip."""
     if not any(name in part.config for part in parts):
         known = sorted({key for part in parts for key in part.config})
         raise ConfigError(
@@ -270,10 +266,10 @@ def _require_ignorable(name: str, parts: Sequence[_Part]) -> None:
 def _decoder_row(
     config: JsonObject, family: Family
 ) -> tuple[Family, str, JsonObject] | tuple[Family, None, JsonObject]:
-    """(the row of the decoder, the model_type in `text_config`, that object), or (family, None,
-    config) without one.
+    """Return (the decoder's row, the model_type in `text_config`, that object), or (family, None,
+    config) for a config without one.
 
-    The decoder's row has the wrapper's architecture, names of tensors and keys outside.
+    The decoder's row has the wrapper's architecture, tensor names and outer keys.
     """
     if family.text_type is None:
         return family, None, config
@@ -297,7 +293,7 @@ def _decoder_row(
 
 
 def with_defaults(config: JsonObject, family: Family) -> dict[str, Any]:
-    """`config` with the family's defaults of what it lacks, and each key under the name that is
+    """Return `config` with the family's defaults filled in, and each key under the name that is
     read.
 
     Raises CheckpointError for two names of one value that differ.

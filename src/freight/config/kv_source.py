@@ -1,5 +1,5 @@
-"""What --kv-scales and --quantization-param-path ask for. Values only: reads no file, imports no
-torch.
+"""The source of KV scales, from --kv-scales and --quantization-param-path. Reads no file, imports
+no torch.
 
 A source of scales that cannot belong to the named cache is refused here, from the options alone.
 """
@@ -30,7 +30,8 @@ KV_DTYPES = (
     "int8",
 )
 _GROUPS = f"scales per group of {SCALE_GROUP} channels are for latents (MLA)"
-_FITTING = {  # others: E4M3 takes all
+# words of --kv-scales that a format accepts; E4M3 accepts all
+_FITTING = {
     Format.INT8: ("auto", "dynamic", "group"),
     Format.E5M2: ("auto", "dynamic", "unit"),
 }
@@ -38,7 +39,7 @@ _FITTING = {  # others: E4M3 takes all
 
 @dataclass(frozen=True)
 class KVSource:
-    """Where scales come from. `flag` and `named` are the option and its value, for messages.
+    """A source of scales. `flag` and `named` are the option and its value, for messages.
 
     At most one of `word` (not 'auto'), `file` and `values` (K, V) is given; without any of them
     `word` is 'auto'.
@@ -52,11 +53,11 @@ class KVSource:
 
 
 def kv_source(args: EngineArgs) -> KVSource:
-    """What `args` ask for. Raises ConfigError for an unknown source, for two of them, and for a
-    file that is missing.
+    """Return the source that `args` name. Raises ConfigError for an unknown source, for two of
+    them, and for a missing file.
 
-    A source that the named cache cannot use is refused as well. Whether an `auto` cache can is
-    decided by `config.resolve.resolve`.
+    Also raises it for a source that the named cache cannot use; `config.resolve.resolve` decides
+    that for an `auto` cache.
     """
     if args.quantization_param_path is None:
         source = _parse(args.kv_scales)
@@ -81,7 +82,7 @@ def kv_source(args: EngineArgs) -> KVSource:
 
 
 def require_fit(format: Format, cache: str, source: KVSource) -> None:
-    """Raises ConfigError if a cache in `format`, described by `cache`, cannot have scales from
+    """Raise ConfigError if a cache in `format`, described by `cache`, cannot have scales from
     `source`.
     """
     fitting = ("auto",) if not format.is_quantized else _FITTING.get(format, KV_SCALES)
@@ -110,8 +111,9 @@ def require_fit(format: Format, cache: str, source: KVSource) -> None:
 
 
 def check_groups(layers: Mapping[int, PagedMixer], model_type: str) -> None:
-    """Raises ConfigError for `--kv-scales group` unless `layers`, those that store quantized keys
-    and values, are latents of whole groups."""
+    """Raise ConfigError for `--kv-scales group` unless `layers`, those that store quantized keys
+    and values, are latents that consist of full groups.
+    """
     for index, mixer in layers.items():
         if not isinstance(mixer, LatentConfig):
             raise ConfigError(
@@ -131,20 +133,20 @@ def check_groups(layers: Mapping[int, PagedMixer], model_type: str) -> None:
 
 
 def groups_fit(layers: Mapping[int, PagedMixer]) -> bool:
-    """Whether `check_groups` would pass."""
+    """Return whether `check_groups` would pass."""
     return bool(layers) and all(
         isinstance(x, LatentConfig) and x.latent % SCALE_GROUP == 0 for x in layers.values()
     )
 
 
 def uniform_scales(values: tuple[float, float], num_layers: int) -> KVScales:
-    """The same two scales, of K and of V, in every layer: one per tensor, made for E4M3FN."""
+    """Build the same two scales, of K and of V, for every layer: one per tensor, for E4M3FN."""
     k, v = values
     return KVScales((LayerScales((k,), (v,), Granularity.TENSOR, ("--kv-scales",)),) * num_layers)
 
 
 def _parse(text: str) -> KVSource:
-    """`--kv-scales TEXT`."""
+    """Parse `--kv-scales TEXT`."""
     if text in KV_SCALES:
         return KVSource("--kv-scales", text, text)
     if text.endswith(".json"):
@@ -163,7 +165,7 @@ def _parse(text: str) -> KVSource:
 
 
 def nearest_float32(number: float) -> float:
-    """`number` rounded to float32; infinite beyond its range."""
+    """Round `number` to float32; infinite beyond its range."""
     try:
         stored: float = struct.unpack("<f", struct.pack("<f", number))[0]
     except OverflowError:
@@ -172,7 +174,9 @@ def nearest_float32(number: float) -> float:
 
 
 def _float32(text: str, number: float) -> float:
-    """The nearest float32, which scales are. Raises ConfigError unless it is positive and finite."""
+    """Round a scale to float32, its stored dtype. Raises ConfigError unless it is positive and
+    finite.
+    """
     stored = nearest_float32(number)
     if not (math.isfinite(stored) and stored > 0):
         raise ConfigError(

@@ -1,4 +1,6 @@
-"""Latent attention (`LatentConfig`) in a config.json: what its families share. Imports no torch."""
+"""Latent attention (`LatentConfig`) in a config.json: the parts that its families share. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from freight.errors import CheckpointError
 LATENT_KEYS = words(
     "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim"
 )
-# `Family.fixed`: other values of these are in no published file. False is the only `attention_bias`
-# that is run
+# `Family.fixed`: no published file has other values of these keys. `attention_bias` is false or
+# absent: other values are not implemented.
 LATENT_FIXED: Mapping[str, tuple[object, ...]] = {
     "rope_interleave": (True,),
     "attention_bias": (False,),
 }
-# of an indexer, which does not run: up to `index_topk` tokens it would choose all of them
+# keys of an indexer. It does not run: in contexts up to `index_topk` it would choose every token
 INDEXER_KEYS = words(
     "index_topk index_head_dim index_n_heads index_topk_freq index_topk_pattern "
     "index_skip_topk_offset index_share_for_mtp_iteration indexer_rope_interleave indexer_types "
@@ -31,61 +33,62 @@ INDEXED = "indexed_attention"  # in `layer_types`, as transformers writes them
 INDEXER = (
     (
         "*.self_attn.indexer.*",
-        "of an indexer: up to index_topk tokens, sparse attention attends to all",
+        "of an indexer: in contexts up to index_topk, sparse attention attends to all tokens",
     ),
 )
 _SHARE = "partial_rotary_factor"
 
 
 def translate_latent(config: JsonObject, whole_heads: bool = False) -> JsonObject:
-    """`config` with the heads that the common reading asks for. Raises CheckpointError for heads of
-    another size, and for a `rope_interleave` of null, which switches it off where transformers
-    reads it.
+    """Return `config` with the heads that `parse_mixers` expects. Raises CheckpointError for heads
+    of another size, and for a `rope_interleave` of null, which transformers reads as false.
 
     `whole_heads`: `head_dim` counts all channels of a head, and `partial_rotary_factor` is the
-    share of them that is rotated (Mistral 4). Else `head_dim` counts those that are rotated.
+    share of rotated ones (Mistral 4). Otherwise `head_dim` counts the rotated channels only.
     """
     if config.get("rope_interleave", True) not in (True,):
         raise CheckpointError(
             f"config.json: rope_interleave = {config['rope_interleave']!r} is not implemented; true is, or no such key"
         )
     heads, rotated = integer(config, "num_attention_heads"), integer(config, "qk_rope_head_dim")
-    whole = integer(config, "qk_nope_head_dim") + rotated
-    config = _without_share(config, rotated, whole) if whole_heads else config
-    named = whole if whole_heads else rotated
+    channels = integer(config, "qk_nope_head_dim") + rotated
+    config = _without_share(config, rotated, channels) if whole_heads else config
+    named = channels if whole_heads else rotated
     for key, expected in (
         ("num_key_value_heads", heads),
         ("head_dim", named),
-        ("qk_head_dim", whole),
+        ("qk_head_dim", channels),
     ):
         if config.get(key) is not None and config[key] != expected:
             raise CheckpointError(
                 f"config.json contradicts itself: {key} = {config[key]!r}, but latent attention with "
-                f"num_attention_heads = {heads}, qk_nope_head_dim = {whole - rotated} and qk_rope_head_dim = {rotated} "
-                f"has {expected}"
+                f"num_attention_heads = {heads}, qk_nope_head_dim = {channels - rotated} and "
+                f"qk_rope_head_dim = {rotated} has {expected}"
             )
     return {**config, "num_key_value_heads": heads, "head_dim": rotated}
 
 
 def translate_indexed(config: JsonObject) -> JsonObject:
-    """`translate_latent` without `head_dim`, which transformers reads over: 192 in GLM-5.2, where
-    64 are rotated.
+    """Translate like `translate_latent`, but drop `head_dim`, which transformers ignores here: it
+    is 192 in GLM-5.2, where 64 channels are rotated.
     """
     return translate_latent({key: value for key, value in config.items() if key != "head_dim"})
 
 
-def _without_share(config: JsonObject, rotated: int, whole: int) -> JsonObject:
-    """`config` without `partial_rotary_factor`, in a rope or outside. Raises CheckpointError unless
-    it is the share that `rotated` is of `whole`."""
+def _without_share(config: JsonObject, rotated: int, channels: int) -> JsonObject:
+    """Return `config` without `partial_rotary_factor`, in a rope or outside. Raises CheckpointError
+    unless it equals `rotated` / `channels`.
+    """
     found = dict(config)
     for where in ("", "rope_parameters", "rope_scaling"):
         part = found.get(where) if where else found
         if not isinstance(part, Mapping) or part.get(_SHARE) is None:
             continue
-        if abs(number(part, _SHARE) * whole - rotated) > 1e-3:
+        # a thousandth of a channel: the share is a rounded decimal
+        if abs(number(part, _SHARE) * channels - rotated) > 1e-3:
             raise CheckpointError(
                 f"config.json contradicts itself: {_SHARE} = {part[_SHARE]!r}{f' in {where}' * bool(where)}, but "
-                f"qk_rope_head_dim = {rotated} of the {whole} channels of a head are rotated"
+                f"qk_rope_head_dim = {rotated} of the {channels} channels of a head are rotated"
             )
         kept = {key: value for key, value in part.items() if key != _SHARE}
         found = {**found, where: kept} if where else kept
@@ -93,8 +96,8 @@ def _without_share(config: JsonObject, rotated: int, whole: int) -> JsonObject:
 
 
 def refuse_tied(config: JsonObject) -> None:
-    """Of families whose class in transformers has a head of its own whatever `tie_word_embeddings`
-    says.
+    """Raise CheckpointError for tied embeddings, for families whose class in transformers always
+    has a separate head.
     """
     if flag(config, "tie_word_embeddings"):
         raise CheckpointError(
@@ -104,13 +107,13 @@ def refuse_tied(config: JsonObject) -> None:
 
 
 def with_latent(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """`model` with latent attention in every layer."""
+    """Return `model` with latent attention in every layer."""
     mixer = latent_of(config)
     return replace(model, layers=tuple(replace(layer, mixer=mixer) for layer in model.layers))
 
 
 def latent_of(config: JsonObject) -> LatentConfig:
-    """The latent attention that the keys describe."""
+    """Build the latent attention that the keys describe."""
     nope, rotated = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
     return LatentConfig(
         num_heads=integer(config, "num_attention_heads"),
@@ -124,8 +127,8 @@ def latent_of(config: JsonObject) -> LatentConfig:
 
 
 def with_indexed(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """`model` with latent attention in every layer, for contexts in which the sparse one attends to
-    all tokens.
+    """Return `model` with latent attention in every layer, limited to contexts in which the sparse
+    one attends to all tokens.
     """
     limit = integer(config, "index_topk")
     positions = min(model.max_position_embeddings, limit)
@@ -133,7 +136,9 @@ def with_indexed(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _sharper(config: JsonObject) -> float:
-    """What YaRN multiplies scores by, where it has `mscale_all_dim`."""
+    """Return the factor by which YaRN multiplies scores where it has `mscale_all_dim`; 1.0
+    elsewhere.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, Mapping) or not rope.get("mscale_all_dim"):
         return 1.0

@@ -1,8 +1,8 @@
 """LayerConfig: one decoder layer as data. Imports no torch.
 
 A layer is a mixer (attention over the tokens before, or a state of them), a feed-forward, and norms
-around both. It may lack one of the two. Models that differ in these values need no code of their
-own; layers of one model may differ as well.
+around both. It may lack one of the two. Models that differ only in these values need no separate
+code, and the layers of one model may differ.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class OutputGateConfig:
     """A projection of the layer's input, whose `function` multiplies what attention returns, before
     it is projected.
 
-    by_head   whether all channels of a head have one factor; else each channel has its own
-    in_q      whether it is part of the projection of q: the rows of each head's gate stand behind
-              those of its q
+    by_head   whether all channels of a head share a factor; otherwise there is one per channel
+    in_q      whether it is part of the projection of q: the rows of each head's gate follow those
+              of its q
     """
 
     function: GateFunction
@@ -37,23 +37,22 @@ class AttentionConfig:
     k_dim, v_dim     channels of a query or key head, and of a value head
     softmax_scale    multiplies q . k
     window           sliding window in tokens: a key at distance < window is seen; None: every key
-                     is
     rope             index into `ModelConfig.ropes`; None: queries and keys are not rotated
-    qk_norm          RMSNorm over each head of q and of k, before the rotation
-    qk_norm_whole    whether that norm is over all heads of q together, and of k, instead
-    qk_norm_last     whether it comes behind the rotation instead (Hunyuan)
+    qk_norm          whether an RMSNorm is applied to each head of q and of k, before the rotation
+    qk_norm_whole    whether that norm spans all heads of q, and all of k, instead
+    qk_norm_last     whether it comes after the rotation instead (Hunyuan)
     qk_norm_bare     whether it has no weights (Muse-Glimmer)
-    v_norm           whether each head of v is divided by its root mean square; there is no weight
-    v_factor         multiplies v, rounded to the compute dtype, before v is stored; None: nothing
-                     does
-    k_eq_v           whether v is k as it is projected, before its norm and rotation: there is no
+    v_norm           whether each head of v is divided by its root mean square, without a weight
+    v_factor         multiplies v, rounded to the compute dtype, before v is stored; None: v is
+                     stored as projected
+    k_eq_v           whether v is the projected k, before its norm and rotation: there is no
                      projection of v
-    kv_from          the layer whose keys and values this one reads; it has neither its own
-                     projections of them nor pages. None: it has its own
+    kv_from          index of the layer whose keys and values this one reads; this layer then has
+                     neither projections of them nor pages. None: it stores its keys and values
     qkv_bias, o_bias whether the projections have biases
     soft_cap         a score s becomes soft_cap * tanh(s / soft_cap); None: unbounded
     sinks            whether each query head has a sink (`KernelSet.attention`)
-    output_gate      what weighs the result of each head; None: nothing does
+    output_gate      gate of the result of each head; None: no gate
     """
 
     num_heads: int
@@ -86,7 +85,7 @@ class AttentionConfig:
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
-        """Values of q, k and v that a token has."""
+        """Values of q, k and v per token."""
         return (
             self.num_heads * self.k_dim,
             self.num_kv_heads * self.k_dim,
@@ -95,7 +94,7 @@ class AttentionConfig:
 
     @property
     def factor_groups(self) -> tuple[int, int]:
-        """Equal parts of a token's q and k, and of its v: the fewest with which no part has
+        """Equal parts of a token's q and k together, and of its v: the fewest such that no part has
         channels of both.
         """
         q, k, v = self.qkv_sizes
@@ -104,7 +103,7 @@ class AttentionConfig:
 
     @property
     def projected_sizes(self) -> tuple[int, ...]:
-        """Rows of the projections of q and, if it has them, k and v."""
+        """Rows of the projections of q and, if the layer has them, k and v."""
         q, k, v = self.qkv_sizes
         if self.output_gate is not None and self.output_gate.in_q:
             q += self.output_gate_size
@@ -119,7 +118,7 @@ class AttentionConfig:
 
     @property
     def values_per_token(self) -> int:
-        """Numbers that the cache holds of one token."""
+        """Values that the cache holds per token."""
         return self.num_kv_heads * (self.k_dim + self.v_dim)
 
 
@@ -129,21 +128,21 @@ class LatentConfig:
     projections of one latent vector of the token, which the cache holds, and one rotated part
     that the keys of all heads share.
 
-    It is computed absorbed: queries are multiplied by each head's projection of keys, and what
-    attention returns by that of values. So there is one KV head. Its key is the rotated part and
-    the latent, and its value is the latent.
+    It is computed in the absorbed form: queries are multiplied by each head's projection of keys,
+    and the result of attention by that of values. So there is one KV head. Its key is the rotated
+    part followed by the latent, and its value is the latent.
 
-    q_rank          channels of the latent of q, normed before q is projected; None: q is projected
-                    from the input
+    q_rank          channels of the latent of q, which is normed before q is projected from it;
+                    None: q is projected from the input
     latent          channels of the latent of keys and values
-    nope, rotated   channels of a query that are not rotated, and that are
+    nope, rotated   unrotated and rotated channels of a query
     head_size       channels of a value of each head
     softmax_scale   multiplies q . k
-    rope            index into `ModelConfig.ropes`; None: nothing is rotated, and the `rotated`
-                    channels of the key are shared by all heads as they are (Kimi Linear)
-    eps             of the norms of both latents
-    output_gate     whether a sigmoid of one more projection weighs the result of each head (Ling
-                    3.0)
+    rope            index into `ModelConfig.ropes`; None: nothing is rotated, and all heads share
+                    the `rotated` channels of the key unrotated (Kimi Linear)
+    eps             epsilon of the norms of both latents
+    output_gate     whether a sigmoid of a further projection multiplies the result of each head
+                    (Ling 3.0)
     """
 
     num_heads: int
@@ -172,7 +171,9 @@ class LatentConfig:
 
     @property
     def q_sizes(self) -> tuple[int, int]:
-        """Values of q that a token has, and of what is computed of the layer's input for it."""
+        """Values of q per token, and rows of the first projection towards q: `q_rank` of them if q
+        has a latent.
+        """
         size = self.num_heads * (self.nope + self.rotated)
         return size, self.q_rank or size
 
@@ -182,8 +183,8 @@ class ShortConvConfig:
     """out(c * convolution(b * x)), where b, c and x are projections of the input (LFM2).
 
     channels   of each of the three
-    width      inputs of a channel that its convolution sees, the token's own included
-    bias       whether the convolution and both projections have one
+    width      inputs of a channel that its convolution sees, the current token's included
+    bias       whether the convolution and both projections have a bias
     """
 
     channels: int
@@ -193,11 +194,11 @@ class ShortConvConfig:
 
 @dataclass(frozen=True)
 class DeltaNetConfig:
-    """A gated delta net (Yang et al. 2024): linear attention whose state decays, and forgets what
-    it knew of a key.
+    """A gated delta net (Yang et al. 2024): linear attention whose state decays, and whose update
+    replaces the value stored for a key (the delta rule).
 
-    q, k and v go through one convolution of `width` inputs and SiLU; the result of each head is
-    normed, and weighed by SiLU of a gate, before it is projected.
+    q, k and v go through one convolution of `width` inputs and SiLU. The result of each head is
+    normed, and multiplied by SiLU of a gate, before it is projected.
 
     key_heads   heads of q and k; each serves heads / key_heads neighbouring value heads
     """
@@ -210,22 +211,21 @@ class DeltaNetConfig:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: q, k, v."""
+        """Channels of the convolution: q, k, v."""
         return 2 * self.key_heads * self.k_dim + self.heads * self.v_dim
 
 
 @dataclass(frozen=True)
 class KimiDeltaConfig:
-    """Kimi delta attention (Kimi Linear, 2025): a gated delta net where each channel of a key has
-    its own decay.
+    """Kimi delta attention (Kimi Linear, 2025): a gated delta net with a decay per key channel.
 
-    q, k and v go each through a convolution of `width` inputs and SiLU; the result of each head is
-    normed, and weighed by a sigmoid of a gate, before it is projected.
+    q, k and v each go through a convolution of `width` inputs and SiLU. The result of each head is
+    normed, and multiplied by a sigmoid of a gate, before it is projected.
 
     head_dim   channels of a head of q, k and v
-    rank       values between the two projections of which decays come, and gates; None: each is one
-               projection
-    bound      of log decays, below 0 (`KernelSet.decays`); None: they have none
+    rank       values between the two projections that produce decays, and gates; None: there is one
+               projection for each
+    bound      lower bound of log decays, below 0 (`KernelSet.decays`); None: unbounded
     """
 
     heads: int
@@ -236,22 +236,22 @@ class KimiDeltaConfig:
 
     @property
     def size(self) -> int:
-        """Channels of q; of k and v, too."""
+        """Channels of q, over all heads; k and v have as many."""
         return self.heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class Mamba2Config:
-    """Mamba-2 (Dao and Gu 2024): linear attention with a decay of each head and token.
+    """Mamba-2 (Dao and Gu 2024): linear attention with a decay per head and token.
 
     Its x (values), B (keys) and C (queries) go through one convolution of `width` inputs and SiLU.
-    The result, weighed by SiLU of a gate, is normed in `norm_groups` equal parts and projected.
+    The result, multiplied by SiLU of a gate, is normed in `norm_groups` equal parts and projected.
 
     groups       heads of B and C; each serves heads / groups neighbouring heads of x
     head_dim     channels of a head of x
     state_size   channels of a head of B and C
-    bias         whether both projections have one
-    limits       bounds of the step size dt
+    bias         whether both projections have a bias
+    limits       lower and upper bound of the step size dt
     """
 
     groups: int
@@ -266,13 +266,13 @@ class Mamba2Config:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: x, B, C."""
+        """Channels of the convolution: x, B, C."""
         return self.heads * self.head_dim + 2 * self.groups * self.state_size
 
 
-# What a layer does across tokens; None: nothing. Another kind stands here, in `models/mixers.py`
-# with its builder, in `models/mixer_parts.py` with its tensors, and in `cache/spec.py` with what it
-# keeps of the tokens before.
+# The part of a layer that works across tokens; None: the layer has none. A new kind is added here,
+# in `models/mixers.py` (its builder), `models/mixer_parts.py` (its tensors) and `cache/spec.py`
+# (what the cache keeps for it).
 Mixer = (
     AttentionConfig
     | LatentConfig
@@ -282,13 +282,13 @@ Mixer = (
     | Mamba2Config
     | None
 )
-PagedMixer = AttentionConfig | LatentConfig  # those whose layers read keys and values
+PagedMixer = AttentionConfig | LatentConfig  # mixers that read stored keys and values
 
 
 @dataclass(frozen=True)
 class DenseConfig:
-    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x)));
-    `intermediate_size` values wide between.
+    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x))), with
+    `intermediate_size` values in between.
     """
 
     intermediate_size: int
@@ -308,21 +308,21 @@ class MoEConfig:
     """A mixture of experts: each token goes through the experts that its router chooses, and
     through `shared`.
 
-    routing            how experts are chosen
-    intermediate_size  of each expert
-    activation         of each expert, with a gate or without
-    latent_size        channels of what the experts take and return: the token goes through one
-                       projection to them, and the sum of its experts through another one back.
-                       Router and `shared` take the token itself, and what `shared` returns is added
-                       behind the second projection (Nemotron 3 Super, "LatentMoE"). None: the
-                       experts take the token
+    routing            choice of experts
+    intermediate_size  width of each expert
+    activation         activation of each expert, gated or not
+    latent_size        channels of the experts' inputs and outputs: one projection maps the token to
+                       them, and another maps the sum of its experts back. Router and `shared` take
+                       the token itself, and the result of `shared` is added after the second
+                       projection (Nemotron 3 Super, "LatentMoE"). None: the experts take the token
     router_bias, choice_bias   whether the router has these (`KernelSet.route`)
     bias               whether the projections of experts have biases
     shared             a feed-forward that every token goes through
-    shared_gate        whether a sigmoid of one more projection multiplies its result
-    beside             whether router and experts take the residual stream, as `shared` does, each
-                       with a norm of its own, and both results are normed before they are added;
-                       `expert_scale` of the router multiplies the weight of each expert (Gemma 4)
+    shared_gate        whether a sigmoid of a further projection multiplies the result of `shared`
+    beside             whether the experts run parallel to `shared`: router, experts and `shared`
+                       each norm the residual stream separately, and both results are normed before
+                       they are added; `expert_scale` of the router multiplies the weight of each
+                       expert (Gemma 4)
     """
 
     routing: Routing
@@ -338,7 +338,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         assert not (self.beside and self.latent_size), (
-            "experts with a norm of their own take the stream"
+            "latent experts have no separate norm of the residual stream"
         )
 
     @property
@@ -347,16 +347,16 @@ class MoEConfig:
 
     @property
     def expert(self) -> DenseConfig:
-        """One expert alone."""
+        """A single expert as a feed-forward."""
         return DenseConfig(self.intermediate_size, self.activation, self.bias)
 
     @property
     def up_sizes(self) -> tuple[int, ...]:
-        """As `DenseConfig.up_sizes`, of each expert."""
+        """Rows of each expert's projections before the activation."""
         return self.expert.up_sizes
 
     def expert_channels(self, hidden_size: int) -> int:
-        """Channels of what each expert takes and returns."""
+        """Return the channels that each expert takes and returns."""
         return self.latent_size or hidden_size
 
 
@@ -365,8 +365,8 @@ FeedForward = DenseConfig | MoEConfig | None
 
 @dataclass(frozen=True)
 class PerLayerEmbeddingConfig:
-    """A vector that each token has for this layer alone (per-layer embeddings of Gemma 4): behind
-    the feed-forward, x += norm(projection(activation(gate(x)) * vector)).
+    """A vector per token for this layer alone (per-layer embeddings of Gemma 4). After the
+    feed-forward, x += norm(projection(activation(gate(x)) * vector)).
 
     size   channels of the vector
     """
@@ -376,36 +376,37 @@ class PerLayerEmbeddingConfig:
 
 
 class NormKind(StrEnum):
-    """What a norm computes."""
+    """The formula of a norm."""
 
     RMS = "rms"  # x / rms(x) * weight (Zhang and Sennrich 2019)
     LAYER = "layer"  # (x - mean(x)) / std(x) * weight + bias (Ba et al. 2016)
 
 
 class NormPlacement(StrEnum):
-    """What is normed in a layer."""
+    """The tensors of a layer that are normed."""
 
     @property
     def has_outputs(self) -> bool:
-        """Whether what mixer and feed-forward return is normed before it is added."""
+        """True if the outputs of mixer and feed-forward are normed before they are added."""
         return self in (NormPlacement.SANDWICH, NormPlacement.OUTPUT)
 
     PRE = "pre"  # the inputs of mixer and feed-forward
-    # their inputs, and their outputs before these are added to the residual stream (Gemma 2)
+    # the inputs, and the outputs before they are added to the residual stream (Gemma 2)
     SANDWICH = "sandwich"
-    OUTPUT = "output"  # the outputs alone, before these are added (OLMo 2, arXiv 2501.00656)
+    OUTPUT = "output"  # only the outputs, before they are added (OLMo 2, arXiv 2501.00656)
     POST = "post"  # the residual stream after each addition (Vaswani et al. 2017; OPT 350M)
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms where `norms` says.
-    Without a mixer, or without a feed-forward, it is one of the two parts, with that part's norms.
+    """One layer: x += mixer(norm(x)); x += feed_forward(norm(x)), with norms placed by `norms`. A
+    layer without a mixer or without a feed-forward has only the other part, with that part's norms.
 
     scalar      whether the sum is multiplied by a number that the checkpoint has for this layer
                 (Gemma 4)
-    per_layer   what each token has for this layer alone; None: nothing. Both need a feed-forward
-                before them
+    per_layer   the per-layer embedding; None: there is none
+
+    `scalar` and `per_layer` are applied after the feed-forward, so they need one.
     """
 
     mixer: Mixer
@@ -417,5 +418,5 @@ class LayerConfig:
     def __post_init__(self) -> None:
         assert self.mixer is not None or self.feed_forward is not None, "a layer without parts"
         assert self.feed_forward is not None or not (self.scalar or self.per_layer), (
-            "these stand behind a feed-forward"
+            "scalar and per_layer need a feed-forward"
         )

@@ -1,8 +1,8 @@
 """Mechanisms of published models that Freight does not have, recognised by keys of a config.json.
 Imports no torch.
 
-A model type without a row is refused for the mechanism that stands in the way, before transformers'
-modules are tried: a user then knows what is missing, and docs/models.md counts models by it.
+A model type without a row is refused for its missing mechanism before transformers' modules are
+tried. The error then names what is missing, and docs/models.md counts models by it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _TEXTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 @dataclass(frozen=True)
 class Mechanism:
-    """`keys` show it where they have a value, `prefixes` are beginnings of such keys; `sign` is a
-    rule for others.
+    """A mechanism and its signs in a config.json: `keys` that have a value, `prefixes` of such
+    keys, or the rule `sign`.
 
-    `excluded` says of a config.json that beginnings of keys show nothing in it.
+    `excluded` returns True for a config.json in which `prefixes` show nothing.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Mechanism:
     excluded: Callable[[JsonObject], bool] = lambda config: False
 
     def key_in(self, config: JsonObject) -> str | None:
-        """The key of `config` that shows this mechanism."""
+        """Return the key of `config` that shows this mechanism, None without one."""
         named = next((key for key in self.keys if config.get(key)), None)
         prefixes = () if self.excluded(config) else self.prefixes
         begins = next(
@@ -47,7 +47,7 @@ class Mechanism:
 
 
 def _kind(words: tuple[str, ...]) -> Callable[[JsonObject], str | None]:
-    """A key that lists the kinds of layers, one of which has one of `words` in its name."""
+    """Build a rule: the key that lists kinds of layers, if one of `words` is part of a kind."""
 
     def find(config: JsonObject) -> str | None:
         for key in ("layer_types", "layers_block_type"):
@@ -62,8 +62,8 @@ def _kind(words: tuple[str, ...]) -> Callable[[JsonObject], str | None]:
 
 
 def only_attention(config: JsonObject) -> bool:
-    """Whether every layer is listed, and attends: then keys of recurrent layers describe none
-    (Granite 4.0 350M).
+    """Return whether every layer is listed and attends. If so, keys of recurrent layers describe
+    none (Granite 4.0 350M).
     """
     kinds = config.get("layer_types") or config.get("layers_block_type")
     return isinstance(kinds, list) and all(
@@ -82,7 +82,9 @@ def _sparse(config: JsonObject) -> str | None:
 
 
 def _chunked(config: JsonObject) -> str | None:
-    """MiMo-V2's files have a chunk size too, which nothing reads."""
+    """Return the key of chunked attention, for Llama 4 only: MiMo-V2's files have it too, and
+    nothing reads it.
+    """
     is_llama_4 = str(config.get("model_type")).startswith("llama4")
     return "attention_chunk_size" if is_llama_4 and "attention_chunk_size" in config else None
 
@@ -133,7 +135,7 @@ MECHANISMS = (
 )
 
 
-# model types whose results could be compared with nothing -> their models
+# model types without a public implementation to compare results with -> their models
 UNCOMPARED: Mapping[str, str] = {
     "plamo3": "PLaMo 3",
     "bailing_moe": "Ling and Ring 1T",
@@ -141,14 +143,14 @@ UNCOMPARED: Mapping[str, str] = {
 }
 
 
-# the same of architectures whose model_type has a row for another one
+# the same for architectures whose model_type has a row for another architecture
 UNCOMPARED_ARCHITECTURES: Mapping[str, str] = {
     "BailingMoeV2_5ForCausalLM": "Ling 2.6 and Ring 2.6, with lightning attention",
 }
 
 
 def refuse_uncompared_architecture(architectures: object) -> None:
-    """Raises CheckpointError as `refuse_uncompared`."""
+    """Raise CheckpointError for an architecture that `UNCOMPARED_ARCHITECTURES` names."""
     for name in architectures if isinstance(architectures, list) else ():
         if isinstance(name, str) and name in UNCOMPARED_ARCHITECTURES:
             raise CheckpointError(
@@ -159,8 +161,8 @@ def refuse_uncompared_architecture(architectures: object) -> None:
 
 
 def refuse_uncompared(model_type: object) -> None:
-    """Raises CheckpointError for a model that Freight could compute, but with nothing to show that
-    it does.
+    """Raise CheckpointError for a model that Freight could compute, but that has no public
+    implementation to compare with.
     """
     if model_type in UNCOMPARED:
         raise CheckpointError(
@@ -171,8 +173,8 @@ def refuse_uncompared(model_type: object) -> None:
 
 
 def missing_mechanisms(config: JsonObject) -> dict[str, str]:
-    """{name of a mechanism: "KEY" or "text_config: KEY"} of all that the model needs and Freight
-    does not have.
+    """Return {name of a mechanism: "KEY" or "text_config: KEY"} for all that the model needs and
+    Freight does not have.
     """
     texts = [("", config)] + [
         (f"{key}: ", config[key]) for key in _TEXTS if isinstance(config.get(key), Mapping)
@@ -187,7 +189,7 @@ def missing_mechanisms(config: JsonObject) -> dict[str, str]:
 
 
 def refuse_mechanisms(config: JsonObject, model_type: object) -> None:
-    """Raises CheckpointError for a model that needs a mechanism which Freight does not have."""
+    """Raise CheckpointError for a model that needs a mechanism that Freight does not have."""
     found = missing_mechanisms(config)
     if found:
         listed = "; ".join(f"{name}: {key}" for name, key in found.items())

@@ -24,14 +24,12 @@ _ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg", "classifier"
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """What is known of a model that runs through the modules of transformers
-    (`models/fallback.py`).
+    """A model that runs through the modules of transformers (`models/fallback.py`).
 
-    attention          the name of each layer's attention module
+    attention          name of each layer's attention module
     tensors            names of the parameters with their shapes
-    embedding, head    names of these matrices; the same where they are tied
-    linears            names of the matrices of Linear modules, without the head: these can be in
-                       FP8
+    embedding, head    names of these matrices; the same if they are tied
+    linears            names of the matrices of Linear modules that can be in FP8: all but the head
     """
 
     attention: tuple[str, ...]
@@ -42,29 +40,35 @@ class ForeignModel:
 
     @property
     def rounded(self) -> tuple[str, ...]:
-        """Those that `--quantization fp8` rounds: routers stay in 16 bits."""
+        """The matrices that `--quantization fp8` rounds: routers stay in 16 bits."""
         return tuple(name for name in self.linears if not _ROUTERS.intersection(name.split(".")))
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. `kind` is default, linear, llama3, yarn, longrope or proportional;
-    `parameters` are that kind's numbers.
+    """Rotary embedding of the first `rotary_dim` channels of a head.
 
-    linear: factor. llama3: factor, low_freq_factor, high_freq_factor,
-    original_max_position_embeddings. yarn: factor, original_max_position_embeddings and, where the
-    checkpoint has them, attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim, truncate,
-    llama_4_scaling_beta (of queries: `layers.rope`), and attn_factor, which multiplies what the
-    others give (YaRN's first code has it, and vLLM; transformers reads over it). longrope: factor,
-    original_max_position_embeddings, perhaps attention_factor, and what divides each frequency,
-    [rotary_dim / 2]: `short_factors` where no position lies beyond the original length, else
-    `long_factors`. proportional: perhaps factor, and partial_rotary_factor: the share of pairs that
-    are rotated, those of the highest frequencies; the others have frequency 0, and `rotary_dim`
-    counts both. The first `rotary_dim` channels of a head are rotated.
-
-    interleaved   a checkpoint's pairs of channels are (2i, 2i + 1), and not (i, i + rotary_dim / 2)
-                  as those of every kernel. The loader brings the rows of q and k into the kernels'
-                  order, in which the cache has them too
+    rotary_dim    rotated channels
+    theta         base of the frequencies
+    kind          default, or one of the following, with its `parameters`:
+                  linear: factor
+                  llama3: factor, low_freq_factor, high_freq_factor,
+                  original_max_position_embeddings
+                  yarn: factor, original_max_position_embeddings and, if the checkpoint has them,
+                  attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim, truncate,
+                  llama_4_scaling_beta (for queries: `layers.rope`), and attn_factor, a further
+                  factor of attention (in YaRN's first code and in vLLM; transformers ignores it)
+                  longrope: factor, original_max_position_embeddings, and optionally
+                  attention_factor
+                  proportional: optionally factor, and partial_rotary_factor, the share of rotated
+                  pairs. These have the highest frequencies; the others have frequency 0, and
+                  `rotary_dim` counts both
+    short_factors, long_factors
+                  divisors of the frequencies of longrope, [rotary_dim / 2] each: short ones if no
+                  position exceeds the original length, else long ones
+    interleaved   whether a checkpoint's pairs of channels are (2i, 2i + 1). In every kernel they are
+                  (i, i + rotary_dim / 2): the loader reorders the rows of q and k, and the cache
+                  stores keys in the kernels' order
     """
 
     rotary_dim: int
@@ -76,8 +80,8 @@ class RopeConfig:
     interleaved: bool = False
 
     def for_context(self, max_len: int) -> RopeConfig:
-        """As both lists of longrope, the factors that contexts of up to `max_len` tokens take;
-        other kinds alone.
+        """Return longrope with both lists set to the factors for contexts of up to `max_len`
+        tokens; return other kinds unchanged.
         """
         if self.kind != "longrope":
             return self
@@ -90,9 +94,9 @@ class RopeConfig:
 class UnreadKeys:
     """Keys of a config.json that decide nothing in Freight, each in the order of the file.
 
-    unknown   on no list: a publisher's own
-    harmless  known to change no result: training, bookkeeping, defaults of other programs
-    ignored   would be refused, and are named by --ignore-config-keys
+    unknown   keys on no list, such as a publisher's additions
+    harmless  keys known to change no result: training, bookkeeping, defaults of other programs
+    ignored   keys that would be refused, but are named by --ignore-config-keys
     """
 
     unknown: tuple[str, ...] = ()
@@ -100,7 +104,7 @@ class UnreadKeys:
     ignored: tuple[str, ...] = ()
 
     def describe(self) -> str | None:
-        """One line for the start; None if every key is read."""
+        """Return one line for the log at start-up; None if every key is read."""
         parts = [f"{', '.join(self.unknown)} (unknown to Freight)"] if self.unknown else []
         parts += (
             [f"{', '.join(self.ignored)} (--ignore-config-keys: results may differ)"]
@@ -117,47 +121,45 @@ class UnreadKeys:
 class ModelConfig:
     """Hyperparameters of one decoder.
 
-    layers                 from the first to the last
-    ropes                  the rotary embeddings that layers name by index
-    dense_limit            tokens of the longest context in which sparse attention attends to every
-                           token, which is all that runs (`index_topk`); `max_position_embeddings`
-                           is no larger. None: attention is dense
-    norm_eps               of every norm
-    post_norm_eps          of norms of what layers add, where theirs is another; None: it is
-                           `norm_eps`
-    norm_offset            what is added to a stored norm weight
-    final_norm_offset      whether it is added to that of the last norm, too
+    layers                 layers from the first to the last
+    ropes                  rotary embeddings, to which layers refer by index
+    dense_limit            longest context, in tokens, in which sparse attention attends to every
+                           token (`index_topk`); longer ones are refused, so
+                           `max_position_embeddings` is no larger. None: attention is dense
+    norm_eps               epsilon of every norm
+    post_norm_eps          epsilon of the norms of layers' outputs, if different; None: `norm_eps`
+    norm_offset            number added to each stored norm weight
+    final_norm_offset      whether it is added to the weight of the last norm as well
     wide_norms             whether norm weights are float32 numbers (`KernelSet.add_rms_norm`)
-    float32_head           whether final states and head are multiplied in float32, so that logits
-                           are not rounded
-    embedding_multiplier   multiplies the embedding's rows; None: nothing does
+    float32_head           whether the head multiplies final states in float32, so that logits are
+                           not rounded
+    embedding_multiplier   multiplies the embedding's rows; None: 1
+    rounds_multiplier      whether `embedding_multiplier` is first rounded to the compute dtype
     embedding_norm         whether the embedding's rows are divided by their root mean square
-    per_layer_vocab_size   rows of the table of `LayerConfig.per_layer`, of all layers side by side;
-                           None: there is none
-    prediction_layers      layers of the checkpoint behind these, which predict further tokens; they
-                           do not run
-    rounds_multiplier      whether that is rounded to the compute dtype first
-    residual_multiplier    multiplies what a layer adds to the residual stream
-    logit_divisor          divides the logits; None: nothing does
+    per_layer_vocab_size   rows of the table of `LayerConfig.per_layer`, in which the columns of all
+                           layers are concatenated; None: there is none
+    prediction_layers      further layers of the checkpoint, which predict further tokens; they do
+                           not run
+    residual_multiplier    multiplies each output that a layer adds to the residual stream
+    logit_divisor          divides the logits; None: 1
     logit_soft_cap         a logit x becomes logit_soft_cap * tanh(x / logit_soft_cap); None:
                            unbounded
-    checkpoint_format      the dtype of the weights that are not quantized
-    dtype_source           where that was found
-    separate_experts       whether experts that this family has in one tensor for a layer are
-                           separate matrices here
-    prefixes               what precedes the names of the decoder's tensors in the checkpoint, and
-                           the name of its head
-    norm_kind              of every norm
+    checkpoint_format      dtype of the weights that are not quantized
+    dtype_source           place where that dtype was found
+    separate_experts       whether the experts of a layer, one tensor in this family, are separate
+                           matrices in this checkpoint
+    prefixes               prefix of the decoder's tensors in the checkpoint, and prefix of its head
+    norm_kind              kind of every norm
     final_norm             whether the output of the last layer is normed
     position_offset        row of position 0 in the embedding of positions; None: there is none
-    embedding_size         of a token, if it is projected to hidden_size, and back before the head;
-                           None: hidden_size
-    ignored_keys           keys that compute, and that the user wants read over: they are part of
-                           the fingerprint
+    embedding_size         channels of the embedding, if projected to hidden_size, and back before
+                           the head; None: hidden_size
+    ignored_keys           keys that compute and that the user chose to ignore: part of the
+                           fingerprint
     unread_keys            all keys of config.json that decide nothing here
-    foreign                None for a model of Freight's own decoder. Otherwise `layers` says what
-                           the cache and attention of each layer need, and norms, ropes and
-                           multipliers are transformers' own
+    foreign                None for a model of Freight's decoder. Otherwise `layers` only describes
+                           the cache and attention of each layer, and transformers computes norms,
+                           ropes and multipliers
     """
 
     model_type: str
@@ -199,14 +201,15 @@ class ModelConfig:
 
     @property
     def position_limit(self) -> int:
-        """Positions that the ropes cover; linear and yarn scaling may reach past
-        `max_position_embeddings`. None is beyond `dense_limit`."""
+        """Positions that the ropes cover, at most `dense_limit`; linear and yarn scaling may exceed
+        `max_position_embeddings`.
+        """
         covered = max((self.max_position_embeddings, *map(self._covered, self.ropes)))
         return covered if self.dense_limit is None else min(covered, self.dense_limit)
 
     @property
     def limit_words(self) -> str:
-        """What no context is longer than, for errors."""
+        """The limit on contexts and its reason, for errors."""
         if self.position_limit != self.dense_limit:
             return f"the {self.position_limit} positions of this model"
         return (
@@ -215,8 +218,8 @@ class ModelConfig:
         )
 
     def for_context(self, max_len: int) -> ModelConfig:
-        """With the ropes of contexts of up to `max_len` tokens: tables of any length then have the
-        same values.
+        """Return the model with its ropes fixed for contexts of up to `max_len` tokens: tables of
+        any length then have the same values.
         """
         return replace(self, ropes=tuple(rope.for_context(max_len) for rope in self.ropes))
 
@@ -234,7 +237,7 @@ class ModelConfig:
 
     @cached_property
     def attention(self) -> dict[int, AttentionConfig]:
-        """The layers whose mixer is attention with keys and values of their own, by index."""
+        """Layers with attention over keys and values (not latents), by index."""
         return {
             index: mixer
             for index, mixer in self.paged.items()
@@ -243,7 +246,7 @@ class ModelConfig:
 
     @cached_property
     def paged(self) -> dict[int, PagedMixer]:
-        """The layers that read stored keys and values, by index: with attention, or with latent
+        """Layers that read stored keys and values, by index: with attention, or with latent
         attention.
         """
         mixers = enumerate(layer.mixer for layer in self.layers)
@@ -251,16 +254,13 @@ class ModelConfig:
 
     @property
     def without_pages(self) -> frozenset[int]:
-        """The layers that neither store keys and values nor read another's: they have no KV scales
-        and miss none.
-        """
-        return frozenset(range(self.num_layers)).difference(
-            self.paged
-        )  # `-` of keys is a set, which has no hash
+        """Layers that neither store keys and values nor read another's: they need no KV scales."""
+        # difference(), because `-` with keys gives a set, which has no hash
+        return frozenset(range(self.num_layers)).difference(self.paged)
 
     @property
     def recurrent(self) -> bool:
-        """Whether a layer keeps a recurrent state, whose format --state-dtype chooses."""
+        """True if a layer keeps a recurrent state, in the format of --state-dtype."""
         return any(
             isinstance(layer.mixer, DeltaNetConfig | KimiDeltaConfig | Mamba2Config)
             for layer in self.layers
@@ -268,7 +268,5 @@ class ModelConfig:
 
     @property
     def per_layer_size(self) -> int:
-        """Columns of the table of `LayerConfig.per_layer`: those of each layer in turn, all alike;
-        0: there is none.
-        """
+        """Columns of the table of `LayerConfig.per_layer`, over all layers; 0 without one."""
         return sum(layer.per_layer.size for layer in self.layers if layer.per_layer is not None)

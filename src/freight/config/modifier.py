@@ -1,10 +1,10 @@
-"""QuantizationModifier: what a recipe of llm-compressor quantizes -> weights, activations, KV
-scales. Imports no torch.
+"""QuantizationModifier of llm-compressor, resolved to weights, activations, KV scales. Imports no
+torch.
 
 `QuantizationModifier` and `QuantizationArgs` have the fields and defaults of llm-compressor's and
-compressed-tensors' classes of these names; objects of those classes are read as well. What Freight
-does not do is an error that names it: another number format, several schemes in one model, an
-observer that clips. No field is passed over.
+compressed-tensors' classes of these names; objects of those classes are read as well. Anything that
+Freight does not do is an error that names it: another number format, several schemes in one model,
+an observer that clips. No field is ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PRESETS = {  # names of schemes -> weights, activations
     "FP8_DYNAMIC": (WeightScheme.CHANNEL, ActivationScheme.DYNAMIC),
     "FP8_BLOCK": (WeightScheme.BLOCK, ActivationScheme.DYNAMIC),
 }
-_NOT_WRITTEN = frozenset(  # further preset schemes of compressed-tensors
+_NOT_WRITTEN = frozenset(  # compressed-tensors' other preset schemes, which Freight does not write
     (
         "UNQUANTIZED",
         "W8A16",
@@ -53,8 +53,8 @@ _KV = {"tensor": Granularity.TENSOR, "attn_head": Granularity.HEAD}
 
 @dataclass(frozen=True)
 class QuantizationArgs:
-    """How one tensor is quantized, as compressed-tensors says it. The default of `type` is its own,
-    "int".
+    """The quantization of one tensor, with compressed-tensors' fields. The default of `type` is
+    compressed-tensors', "int".
     """
 
     num_bits: int = 8
@@ -73,7 +73,7 @@ class QuantizationArgs:
 
 @dataclass(frozen=True)
 class QuantizationModifier:
-    """What to quantize, with llm-compressor's fields.
+    """A choice of modules and schemes, with llm-compressor's fields.
 
     targets          "Linear", names of Linear modules, or `re:` and an expression that a name
                      begins with
@@ -103,7 +103,8 @@ class QuantizationModifier:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe, resolved. `kv` None: the cache is not quantized. `weights` NONE: only the cache is.
+    """A resolved recipe. With `kv` None the cache is not quantized; with `weights` NONE only the
+    cache is.
 
     `targets` and `ignore` are in compressed-tensors' syntax; `unquantized` applies them to a
     model's modules.
@@ -116,8 +117,8 @@ class Recipe:
     ignore: tuple[str, ...]
 
     def args(self, **options: Any) -> QuantizeArgs:
-        """The same for `freight quantize`; `options` are further fields. `ignore` is left to the
-        caller.
+        """Return the recipe as options of `freight quantize`; `options` are further fields. The
+        caller sets `ignore`.
         """
         return QuantizeArgs(
             weights=self.weights,
@@ -128,10 +129,10 @@ class Recipe:
         )
 
     def unquantized(self, linear: Sequence[str]) -> tuple[list[str], list[str]]:
-        """(those of the modules `linear` that stay in 16 bits, patterns of `ignore` that match none
-        of them).
+        """Return (modules of `linear` that stay in 16 bits, patterns of `ignore` that match none of
+        them).
 
-        Raises ConfigError for a target that is no Linear module.
+        Raises ConfigError for a target that matches no Linear module.
         """
         if self.weights is WeightScheme.NONE:
             return list(linear), []
@@ -151,8 +152,8 @@ class Recipe:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether the Linear module `name` is meant: by its class, its name, or an expression that its
-    name begins with.
+    """Return whether `pattern` selects the Linear module `name`: by class, by name, or by an
+    expression that the name begins with.
     """
     if not pattern.startswith("re:"):
         return pattern in ("Linear", name)
@@ -160,7 +161,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def resolve_modifier(modifier: Any) -> Recipe:
-    """What a QuantizationModifier asks for. Raises ConfigError for what Freight does not do."""
+    """Resolve a QuantizationModifier. Raises ConfigError for what Freight does not do."""
     groups = [_scheme(modifier, *group) for group in _groups(modifier)]
     if len({scheme for scheme, _ in groups}) > 1:
         raise ConfigError(
@@ -186,8 +187,8 @@ def resolve_modifier(modifier: Any) -> Recipe:
 
 
 def _groups(modifier: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """(name, a preset's name or a mapping of the group, its targets) of everything the modifier
-    quantizes.
+    """Yield (name, a preset's name or a mapping of the group, its targets) for each group of the
+    modifier.
     """
     scheme, groups = _plain(modifier.scheme), _plain(modifier.config_groups)
     if scheme is not None and groups:
@@ -211,7 +212,7 @@ def _groups(modifier: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
 def _scheme(
     modifier: Any, name: str, scheme: Any, targets: tuple[str, ...]
 ) -> tuple[tuple[WeightScheme, ActivationScheme], tuple[str, ...]]:
-    """The scheme of one group, with its targets."""
+    """Return the scheme of one group, with its targets."""
     observers = _observers(modifier)
     if isinstance(scheme, str):
         given = scheme.upper()
@@ -310,7 +311,9 @@ def _kv_scheme(given: JsonObject) -> Granularity:
 
 
 def _fp8_args(where: str, given: Any) -> QuantizationArgs:
-    """QuantizationArgs for E4M3 numbers. Raises ConfigError for other numbers and unknown fields."""
+    """Return QuantizationArgs for E4M3 numbers. Raises ConfigError for other numbers and unknown
+    fields.
+    """
     known = [one.name for one in fields(QuantizationArgs)]
     content = require_mapping(f"recipe: {where}", _plain(given))
     for key in content:
@@ -337,7 +340,7 @@ def _fp8_args(where: str, given: Any) -> QuantizationArgs:
 
 
 def _observers(modifier: Any) -> dict[str, str | None]:
-    """Observers that the modifier sets for all its groups."""
+    """Return the observers that the modifier sets for all its groups."""
     every = dict(require_mapping("recipe: observer", modifier.observer or {}))
     for key in every:
         if key not in ("weights", "input", "output"):
@@ -353,8 +356,8 @@ def _observers(modifier: Any) -> dict[str, str | None]:
 
 
 def _require_observer(where: str, observer: str | None, exact: bool = False) -> None:
-    """Raises ConfigError unless `observer` is the largest magnitude; over one observation, `exact`,
-    several are.
+    """Raise ConfigError unless `observer` takes the largest magnitude. With `exact`, for values
+    observed once, minmax observers are accepted as well: they agree there.
     """
     if observer in (None, "static_minmax") or (
         exact and observer in ("minmax", "memoryless_minmax")
@@ -392,20 +395,21 @@ def _says(args: QuantizationArgs) -> str:
 
 
 def require_mapping(what: str, value: Any) -> JsonObject:
+    """Return `value`, called `what` in errors. Raises ConfigError unless it is a mapping."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{what} is {shown(value)}, not a mapping")
     return value
 
 
 def _plain(value: Any) -> Any:
-    """`value` as a mapping, if it is an object of llm-compressor's kind."""
+    """Return `value` as a mapping if it is an object of llm-compressor's kind."""
     if hasattr(value, "model_dump"):
         return value.model_dump()
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _value(value: Any) -> Any:
-    """The string of an enumeration's member, as compressed-tensors has them; anything else as it
-    is.
+    """Return the string of an enumeration's member, as compressed-tensors uses them; anything else
+    unchanged.
     """
     return getattr(value, "value", value)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what a config.json says of them -> MoEConfig. Imports no torch."""
+"""Mixtures of experts in a config.json, read as MoEConfig. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,32 +13,30 @@ from freight.operands.routing import Routing, Scoring
 
 @dataclass(frozen=True)
 class MoEFamily:
-    """How the experts of one model_type are described. A `..._key` is the key of config.json that
-    has the value.
+    """The description of experts in the files of one model_type. A `..._key` is the key of
+    config.json that holds the value.
 
-    count            number of experts, where none of `count_keys` is there
-    count_keys       number of experts; transformers writes other names than the hub's files have,
-                     so any of them
-    top_k_keys       how many of them a token goes through
+    count            number of experts if none of `count_keys` is present
+    count_keys       number of experts; any of these, because transformers writes other names than
+                     the hub's files have
+    top_k_keys       experts per token
     width_key        `intermediate_size` of an expert
-    norm_key         whether a token's weights are divided by their sum; None: they are, unless they
-                     sum up to 1 anyway
+    norm_key         whether a token's weights are divided by their sum; None: they are, unless
+                     their sum is 1 anyway
     factor_key       multiplies the weights
-    group_keys       number of groups, and of those that a token chooses among
+    group_keys       number of groups, and of the groups that a token chooses from
     group_best       `Routing.group_best`
     choice_bias      whether the router has a bias for the choice
-    shared_width_key `intermediate_size` of the shared experts together; shared_count_key: how many
-    there are, each as
-                     wide as an expert
-    shared_gate      whether a projection to one number weighs the shared experts
-    router_bias      whether the router adds a bias to its logits; bias: whether the projections of
-                     experts have one
-    activation       of experts, where `hidden_act` does not name it
-    latent_key       `MoEConfig.latent_size`; none, or null: the experts take the token itself
-    switch_key       whether there are experts at all, or how many, which may be 0; None: there are
-    beside           `MoEConfig.beside`; the shared feed-forward is as wide as `intermediate_size`
-                     says
-    dense_keys       what tells the layers without experts: `decoder_sparse_step`,
+    shared_width_key `intermediate_size` of all shared experts together
+    shared_count_key number of shared experts, each as wide as an expert
+    shared_gate      whether a projection to one number weights the shared experts
+    router_bias      whether the router adds a bias to its logits
+    bias             whether the projections of experts have biases
+    activation       activation of experts, if `hidden_act` does not name it
+    latent_key       `MoEConfig.latent_size`; absent or null: the experts take the token itself
+    switch_key       whether there are experts, or their number, which may be 0; None: there are
+    beside           `MoEConfig.beside`; the width of the shared feed-forward is `intermediate_size`
+    dense_keys       the keys that identify layers without experts, of `decoder_sparse_step`,
                      `mlp_only_layers`, `first_k_dense_replace`, `num_dense_layers`,
                      `mlp_layer_types`, `moe_layer_start_index`, `moe_layer_end_index`,
                      `moe_layer_interval`
@@ -67,7 +65,7 @@ class MoEFamily:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The keys of config.json that are read here."""
+        """All keys of config.json that these fields name."""
         named = (
             self.width_key,
             self.norm_key,
@@ -77,11 +75,11 @@ class MoEFamily:
             self.latent_key,
             self.switch_key,
         )
-        own = {*self.top_k_keys, *self.count_keys, *(self.group_keys or ()), *self.dense_keys}
-        return frozenset(own | {key for key in named if key is not None})
+        lists = {*self.top_k_keys, *self.count_keys, *(self.group_keys or ()), *self.dense_keys}
+        return frozenset(lists | {key for key in named if key is not None})
 
 
-# those of DeepSeek-V3, which later models have in other numbers
+# the experts of DeepSeek-V3, which later models have in other numbers
 DEEPSEEK_EXPERTS = MoEFamily(
     256,
     scoring=Scoring.SIGMOID,
@@ -91,14 +89,14 @@ DEEPSEEK_EXPERTS = MoEFamily(
     shared_count_key="n_shared_experts",
     dense_keys=frozenset(("first_k_dense_replace",)),
 )
-# the same, where files may list which layers have experts
+# the same, for families whose files may list the layers with experts
 DEEPSEEK_EXPERTS_BY_LAYER = replace(
     DEEPSEEK_EXPERTS, dense_keys=frozenset(("first_k_dense_replace", "mlp_layer_types"))
 )
 
 
 def has_experts(config: JsonObject, family: MoEFamily) -> bool:
-    """Whether there are experts at all (`MoEFamily.switch_key`)."""
+    """Return whether there are experts at all (`MoEFamily.switch_key`)."""
     key = family.switch_key
     if key is None:
         return True
@@ -106,16 +104,14 @@ def has_experts(config: JsonObject, family: MoEFamily) -> bool:
 
 
 def parse_moe(config: JsonObject, family: MoEFamily, activation: AnyActivation) -> MoEConfig:
-    """The experts of every layer that has them. Raises CheckpointError for what is missing or
-    contradictory.
+    """Read the configuration of the experts, the same in every layer that has them. Raises
+    CheckpointError for a missing or contradictory value.
     """
     width = integer(config, family.width_key)
     activation = family.activation or activation
-    latent = (
-        None
-        if family.latent_key is None or config.get(family.latent_key) is None
-        else family.latent_key
-    )
+    latent_size: int | None = None
+    if family.latent_key is not None and config.get(family.latent_key) is not None:
+        latent_size = integer(config, family.latent_key)
     return MoEConfig(
         routing=_routing(config, family),
         intermediate_size=width,
@@ -126,7 +122,7 @@ def parse_moe(config: JsonObject, family: MoEFamily, activation: AnyActivation) 
         shared=_shared(config, family, width, activation),
         shared_gate=family.shared_gate,
         beside=family.beside,
-        latent_size=None if latent is None else integer(config, latent),
+        latent_size=latent_size,
     )
 
 
@@ -154,7 +150,7 @@ def _routing(config: JsonObject, family: MoEFamily) -> Routing:
 
 
 def _one_of(config: JsonObject, keys: tuple[str, ...]) -> str:
-    """A key that is there, or the first. Raises CheckpointError for values that differ."""
+    """Return a key that is present, or the first. Raises CheckpointError for values that differ."""
     named = {key: config[key] for key in keys if config.get(key) is not None}
     if len(set(map(str, named.values()))) > 1:
         raise CheckpointError(
@@ -178,7 +174,7 @@ def _shared(
 
 
 def layers_with_experts(config: JsonObject, num_layers: int) -> list[bool]:
-    """Which layers have experts; the others have one feed-forward."""
+    """Return for each layer whether it has experts; the others have a dense feed-forward."""
     if config.get("mlp_layer_types"):
         return _sparse_types(config["mlp_layer_types"], num_layers)
     step = integer(config, "decoder_sparse_step", integer(config, "moe_layer_interval", 1))

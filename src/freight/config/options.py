@@ -1,4 +1,4 @@
-"""Checks that all options share: a known name, a known value. Imports no torch."""
+"""Checks shared by all options: a known name, a known value. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from freight.errors import ConfigError, choices, nearest
 
 
 def require_known(names: Iterable[str], known: Sequence[str], synonyms: dict[str, str]) -> None:
-    """Raises ConfigError for the first of `names` that is not known; `synonyms` has other tools'
-    names for ours.
+    """Raise ConfigError for the first of `names` that is not known; `synonyms` maps other tools'
+    names to ours.
     """
     for name in names:
         if name not in known:
@@ -18,7 +18,7 @@ def require_known(names: Iterable[str], known: Sequence[str], synonyms: dict[str
 
 
 def listed_names(value: object, kinds: tuple[type, ...], wrong: ConfigError) -> tuple[str, ...]:
-    """The names in a text with commas or spaces between them, or in a list of what is of `kinds`;
+    """Return the names in a text, separated by commas or spaces, or in a list of items of `kinds`;
     each once.
 
     Raises `wrong` for anything else.
@@ -35,7 +35,7 @@ def listed_names(value: object, kinds: tuple[type, ...], wrong: ConfigError) -> 
 
 
 def choose(flag: str, value: object, known: tuple[str, ...]) -> str:
-    """`value`, which must be one of `known`. Raises ConfigError, which names the flag and the
+    """Return `value` if it is one of `known`. Raises ConfigError, which names the flag and the
     nearest known value.
     """
     if value not in known:

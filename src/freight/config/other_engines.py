@@ -1,9 +1,9 @@
-"""Options of other engines (vLLM, Aphrodite, SGLang, TGI), and what to use here instead. Data;
+"""Options of other engines (vLLM, Aphrodite, SGLang, TGI) and their replacements here. Data;
 imports no torch.
 
 A sentence names our options as {field}: `spell` writes them as keywords ('kv_cache_memory') or as
-flags ('--kv-cache-memory'). Options that do what one of ours does are in RENAMED; TGI's launcher
-has a table of its own, because `freight --model-id M` reads its flags and variables.
+flags ('--kv-cache-memory'). RENAMED has the options with an equivalent of ours. TGI's launcher has a
+separate table, because `freight --model-id M` reads its flags and variables.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _MEMORY = (
     "the cache takes a share of the free memory, or the size that {kv_cache_memory}='4GiB' gives"
 )
 _ONE_DEVICE = "a model runs on one device: omit it"
-_NO_SWAP = "nothing is swapped to the CPU, a request that has to give up its blocks is computed again: omit it"
+_NO_SWAP = "nothing is swapped to the CPU, a preempted request is computed again: omit it"
 _GRAPHS = "decode steps are captured and replayed where that is exact: omit it"
 _NO_CODE = "no code of a checkpoint is ever executed: omit it"
-_TOOLS = "{reasoning_parser} selects the form of reasoning, and else the model's chat template does: omit it"
+_TOOLS = "the model's chat template selects the form of reasoning, unless {reasoning_parser} does: omit it"
 _LOGS = "each request is one line of the log, and {log_format}=json is for collectors: omit it"
 _NO_LORA = "LoRA adapters are not implemented: merge them into the weights first"
 _NO_DRAFT = "speculative decoding is not implemented, the model itself draws every token: omit it"
 _FILES = "safetensors are read, and the format follows from the files: omit it"
-_HUB = "the hub's own variables say where downloads are kept: set HF_HOME or HF_HUB_CACHE"
+_HUB = "the hub's variables select the folder of downloads: set HF_HOME or HF_HUB_CACHE"
 _ROPE = "rotary embedding follows config.json: change it there"
 
 SENTENCES = {
-    "calculate_kv_scales": "{kv_scales}='dynamic' measures a scale for each token as it is stored, and is what happens "
-    "without scales",
-    "kv_cache_scheme": "{kv_cache_dtype} selects what the cache stores, and the checkpoint's scheme decides without it",
-    "mamba_cache_dtype": "use {state_dtype} for recurrent states; what convolutions keep has the dtype of computing",
+    "calculate_kv_scales": "{kv_scales}='dynamic' measures a scale for each token as it is stored; a checkpoint "
+    "without scales has it by default",
+    "kv_cache_scheme": "{kv_cache_dtype} selects the format of the cache; its default is the checkpoint's scheme",
+    "mamba_cache_dtype": "use {state_dtype} for recurrent states; inputs of convolutions are kept in the compute dtype",
     "fp8_kv_cache": "{kv_cache_dtype}='fp8' does it",
     **dict.fromkeys(
         ("gpu_memory_utilization", "mem_fraction_static", "num_gpu_blocks_override"), _MEMORY
@@ -98,7 +98,7 @@ SENTENCES = {
     ),
     "enable_mixed_chunk": "prompts and decoding share steps: omit it",
     "disable_radix_cache": "use --no-enable-prefix-caching, or enable_prefix_caching=False in Python",
-    "disable_sliding_window": "layers with a window keep what it sees: omit it",
+    "disable_sliding_window": "layers with a window keep the tokens in it: omit it",
     "use_v2_block_manager": "there is one block manager: omit it",
     "num_scheduler_steps": "a step is one token for each request: omit it",
     "max_logprobs": "a completion may ask for the log-probabilities of any number of tokens: omit it",
@@ -151,7 +151,7 @@ CALLS = {  # keywords of their `generate` and `chat`
     "guided_options_request": "use structured_outputs of SamplingParams",
     "truncate_prompt_tokens": "use truncate_prompt_tokens of SamplingParams",
     "add_special_tokens": 'use tokenization_kwargs={"add_special_tokens": ...}',
-    "chat_template": "the model's own is used: give LLM(tokenizer=...) a folder with another one",
+    "chat_template": "the model's template is used: give LLM(tokenizer=...) a folder with another one",
     "chat_template_kwargs": "give its entries as keywords",
     "chat_template_content_format": "content is written as the model's chat template reads it: omit it",
     "mm_processor_kwargs": "models of text only: omit it",
@@ -160,13 +160,13 @@ CALLS = {  # keywords of their `generate` and `chat`
 
 @dataclass(frozen=True)
 class TgiOption:
-    """One option of TGI's launcher; its variable is the name in capitals.
+    """An option of TGI's launcher; its environment variable is the name in capitals.
 
-    field    ours that does the same; its value is passed on
-    asks     values that ask for nothing that is not so already
-    instead  what to use here, or why nothing is lost
-    harmless ignoring it changes no answer and no promise
-    switch   on the command line it stands without a value
+    field    our option with the same meaning; the value is passed on
+    asks     values that match Freight's behaviour, so that nothing has to be done
+    instead  the replacement, or why none is needed
+    harmless whether ignoring it changes neither answers nor guarantees
+    switch   whether it takes no value on the command line
     """
 
     field: str | None = None
@@ -176,7 +176,7 @@ class TgiOption:
     switch: bool = False
 
 
-_OWN_LIMITS = "requests have Freight's own limits"
+_LIMITS = "Freight has different limits on requests"
 _SCHEDULING = "waiting requests join at every step"
 
 TGI_OPTIONS = {
@@ -186,7 +186,7 @@ TGI_OPTIONS = {
     "dtype": TgiOption("dtype"),
     "quantize": TgiOption("quantization", ("compressed-tensors",)),
     "port": TgiOption("port"),
-    "hostname": TgiOption("host"),  # by its flag only: every container sets the variable
+    "hostname": TgiOption("host"),  # its flag only: every container sets the HOSTNAME variable
     "api_key": TgiOption("api_key"),
     "cors_allow_origin": TgiOption("allow_origin"),
     "max_total_tokens": TgiOption("max_model_len"),
@@ -204,7 +204,7 @@ TGI_OPTIONS = {
     "lora_adapters": TgiOption(None, (), _NO_LORA),
     "tokenizer_config_path": TgiOption(None, (), "{chat_template} FILE takes a Jinja template"),
     "ngrok": TgiOption(
-        None, ("false",), "a tunnel is a program of its own; it can point to {port}", switch=True
+        None, ("false",), "run the tunnel as a separate program that points to {port}", switch=True
     ),
     "huggingface_hub_cache": TgiOption(None, (), _HUB),
     "weights_cache_override": TgiOption(None, (), _HUB),
@@ -229,7 +229,7 @@ TGI_OPTIONS = {
             "max_client_batch_size",
             "payload_limit",
         ),
-        TgiOption(None, (), _OWN_LIMITS, harmless=True),
+        TgiOption(None, (), _LIMITS, harmless=True),
     ),
     **dict.fromkeys(
         (
@@ -269,23 +269,23 @@ OTHER_QUANTIZATIONS = {  # values of `quantization` elsewhere
             "bitsandbytes-nf4",
             "bitsandbytes-fp4",
         ),
-        "weights have 16 or 32 bits or FP8 here: use 'fp8' with the unquantized checkpoint",
+        "weights are FP8, or have 16 or 32 bits: use 'fp8' with the unquantized checkpoint",
     ),
 }
 
 
 def as_keyword(field: str) -> str:
+    """Spell a field as a keyword of Python: 'kv_cache_memory'."""
     return field
 
 
 def as_flag(field: str) -> str:
+    """Spell a field as a flag of the command line: '--kv-cache-memory'."""
     return "--model-id" if field == "model" else "--" + field.replace("_", "-")
 
 
 def instead_of(name: str, spell: Callable[[str], str] = as_keyword) -> str | None:
-    """What to use instead of the option `name` of another engine, None for a name that none is
-    known to have.
-    """
+    """Return the replacement for option `name` of another engine; None for an unknown name."""
     if name in RENAMED:
         return f"use {spell(RENAMED[name])}"
     sentence = SENTENCES.get(name)
@@ -296,5 +296,5 @@ def instead_of(name: str, spell: Callable[[str], str] = as_keyword) -> str | Non
 
 
 def spelled(sentence: str, spell: Callable[[str], str]) -> str:
-    """`sentence` with each {field} written by `spell`."""
+    """Return `sentence` with each {field} written by `spell`."""
     return re.sub(r"\{(\w+)\}", lambda field: spell(field[1]), sentence)

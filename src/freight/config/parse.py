@@ -1,8 +1,8 @@
 """Read the content of a config.json as a ModelConfig. Imports no torch.
 
-Every key of config.json is either used, on a list of keys that do not affect the model, or has a
-value that disables its feature. Any other key raises a CheckpointError that names it and its value,
-because ignoring it could silently change the output. An absent key has the default of transformers'
+A key of config.json that decides what a model computes is either used, or has a value that disables
+its feature. Otherwise it raises a CheckpointError that names it and its value, because ignoring it
+could silently change the output (`keys.py`). An absent key has the default of transformers'
 configuration class of that model_type.
 """
 
@@ -45,12 +45,13 @@ def parse_model_config(
     stored: Format | None = None,
     ignore_keys: Collection[str] = (),
 ) -> ModelConfig:
-    """Read the content of a config.json. Raises CheckpointError for what is missing, contradictory
+    """Read the content of a config.json. Raises CheckpointError for anything missing, contradictory
     or not implemented.
 
-    `tensors` are the names of the checkpoint's tensors: where the decoder is one part of a model,
-    they show where. `stored` is the dtype of those that are not quantized, which counts where
-    config.json names none. `ignore_keys` are read over though they compute (`keys.check_keys`).
+    tensors       names of the checkpoint's tensors: they show the decoder's prefix if the decoder
+                  is one part of a model
+    stored        dtype of the unquantized tensors, used if config.json names none
+    ignore_keys   keys to ignore although they compute (`keys.check_keys`)
     """
     outer, unread = config, check_keys(config, ignore_keys)
     model_type, _ = find_family(config)
@@ -97,7 +98,7 @@ def parse_model_config(
 
 
 def stop_token_ids(config: JsonObject, generation_config: JsonObject | None) -> frozenset[int]:
-    """The ids that end a completion: the union of config.json's and generation_config.json's
+    """Return the ids that end a completion: the union of config.json's and generation_config.json's
     `eos_token_id`.
 
     The default of the model_type applies only if neither file has that key.
@@ -110,15 +111,14 @@ def stop_token_ids(config: JsonObject, generation_config: JsonObject | None) -> 
         if "eos_token_id" in generation
         else find_family(config)[1].defaults.get("eos_token_id")
     )
-    own = token_ids(decoder_config(config)[1], "eos_token_id", default)
-    return frozenset(own) | frozenset(token_ids(generation, "eos_token_id", None))
+    ids = token_ids(decoder_config(config)[1], "eos_token_id", default)
+    return frozenset(ids) | frozenset(token_ids(generation, "eos_token_id", None))
 
 
 def sampling_defaults(generation_config: JsonObject | None) -> dict[str, float]:
-    """What generation_config.json says of sampling, by SamplingParams' names.
+    """Return generation_config.json's sampling parameters, by SamplingParams' names.
 
-    `do_sample` is not followed: its absence in many files that give a temperature does not mean
-    greedy.
+    `do_sample` is ignored: many files that give a temperature lack it and do not mean greedy.
     """
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     found = {name: (generation_config or {}).get(name) for name in names}
@@ -137,19 +137,21 @@ def _tied(
     prefix: str,
     tensors: Collection[str],
 ) -> bool:
-    """Of a decoder that is one part of a model, transformers reads the key outside, which ties
-    without being there; but a head that is stored is used."""
+    """Return whether the head is the embedding. If the decoder is one part of a model, transformers
+    reads the outer key, whose default is true; a stored head is used all the same.
+    """
     if family.text_type is not None and outer.get("tie_word_embeddings") is None and tensors:
         return f"{prefix}lm_head.weight" not in tensors
     return flag(config, "tie_word_embeddings")
 
 
 def _ropes(config: JsonObject, family: Family, model: ModelConfig) -> tuple[RopeConfig, ...]:
-    """By `AttentionConfig.rope`; a rope that no layer has is made for heads like the others."""
+    """Build the ropes, indexed by `AttentionConfig.rope`. A rope that no layer uses gets the head
+    size of the first layer.
+    """
     mixers = list(model.paged.values())
-    unrotated = all(
-        isinstance(mixer, LatentConfig) and mixer.rope is None for mixer in mixers
-    )  # or there is none
+    # True for no mixers as well
+    unrotated = all(isinstance(mixer, LatentConfig) and mixer.rope is None for mixer in mixers)
     if model.position_offset is not None or unrotated:
         return ()
     sizes = {mixer.rope: _rotary_size(mixer) for mixer in mixers}
@@ -158,33 +160,33 @@ def _ropes(config: JsonObject, family: Family, model: ModelConfig) -> tuple[Rope
 
 
 def _rotary_size(mixer: PagedMixer) -> int:
-    """Channels of a head of which a rope rotates all, or a share."""
+    """Return the channels of a head to which a rope, or its partial factor, applies."""
     return mixer.rotated if isinstance(mixer, LatentConfig) else mixer.k_dim
 
 
 def _activation(config: JsonObject, family: Family) -> AnyActivation:
-    """What the family's key names; another key, which transformers does not read, must not name
-    another.
+    """Return the activation that the family's key names. The keys that transformers does not read
+    must not contradict it.
     """
     known: Mapping[str, AnyActivation] = _ACTIVATIONS if family.gated else _UNGATED
-    own = config.get(family.activation_key, "silu")
+    expected = config.get(family.activation_key, "silu")
     for key in dict.fromkeys((family.activation_key, "hidden_act", "hidden_activation")):
-        named = config.get(key, own)
+        named = config.get(key, expected)
         if not isinstance(named, str) or named not in known:
             raise CheckpointError(
                 f"config.json: {key} = {named!r} is not implemented; {choices(known)} are"
             )
-        if known[named] is not known.get(own):
+        if known[named] is not known.get(expected):
             raise CheckpointError(
-                f"config.json contradicts itself: {key} = {named!r}, but {family.activation_key} is {own!r}"
+                f"config.json contradicts itself: {key} = {named!r}, but {family.activation_key} is {expected!r}"
             )
-    return known[own]
+    return known[expected]
 
 
 def _feed_forwards(
     config: JsonObject, family: Family, num_layers: int
 ) -> list[DenseConfig | MoEConfig]:
-    """The feed-forward of each layer."""
+    """Build the feed-forward of each layer."""
     activation = _activation(config, family)
     described = family.moe if family.moe is not None and has_experts(config, family.moe) else None
     experts = [False] * num_layers if described is None else layers_with_experts(config, num_layers)

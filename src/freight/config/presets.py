@@ -42,7 +42,7 @@ _GEMMA_2_2B = {
     "num_key_value_heads": 4,
     "head_dim": 256,
 }
-_GEMMA_3_27B = {  # its text model
+_GEMMA_3_27B = {  # the text model
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
     "torch_dtype": "bfloat16",
@@ -105,7 +105,7 @@ _MIXTRAL_8X7B = {
     "sliding_window": None,
     "tie_word_embeddings": False,
 }
-_QWEN3_5_9B = {  # its text model; every fourth layer has attention, the others a gated delta net
+_QWEN3_5_9B = {  # the text model; every fourth layer has attention, the others a gated delta net
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
     "dtype": "bfloat16",
@@ -168,16 +168,15 @@ _GLM_4_7_FLASH = {  # latent attention
     "rms_norm_eps": 1e-05,
     "tie_word_embeddings": False,
 }
-_OPT_125M = {
+_OPT_125M = {  # the other keys have the family's defaults
     "architectures": ["OPTForCausalLM"],
     "model_type": "opt",
     "torch_dtype": "float16",
-}  # the defaults
+}
 
 PRESETS: Mapping[str, JsonObject] = {
-    "llama-1b": _llama(
-        2048, 16, 8192, 32, 64, 8192
-    ),  # a small vocabulary: nearly all of it is decoder layers
+    # a small vocabulary: nearly all weights are in decoder layers
+    "llama-1b": _llama(2048, 16, 8192, 32, 64, 8192),
     "llama-1b-128k": _llama(2048, 16, 8192, 32, 64, 128256),
     "llama-8b": _llama(4096, 32, 14336, 32, 128, 128256),
     "llama-70b": _llama(8192, 80, 28672, 64, 128, 128256),
@@ -198,20 +197,20 @@ PRESETS: Mapping[str, JsonObject] = {
 }
 
 
-_SMALL_VOCABULARY = 8192  # of a preset with fewer layers: what is measured are its layers
+_SMALL_VOCABULARY = 8192  # for a preset with fewer layers, to measure its layers
 
 
 def is_preset(shape: str) -> bool:
-    """Whether `shape` is the name of a preset, alone or with a number of layers."""
+    """Return whether `shape` is the name of a preset, alone or with a number of layers."""
     return shape.partition(":")[0] in PRESETS
 
 
 def preset(shape: str) -> JsonObject:
-    """The config.json content of NAME, NAME:LAYERS or NAME:LAYERS:VOCABULARY.
+    """Return the config.json content of NAME, NAME:LAYERS or NAME:LAYERS:VOCABULARY.
 
-    With LAYERS it is a model of that many layers alone, and its vocabulary is VOCABULARY, by
-    default the smaller of 8192 and its own, so that nearly all of it is layers. Raises ConfigError
-    for numbers that are none above 0.
+    With LAYERS the model has that many layers, and a vocabulary of VOCABULARY. Its default is the
+    preset's, but at most 8192, so that nearly all weights are in layers. Raises ConfigError unless
+    the numbers are integers above 0.
     """
     name, *numbers = shape.split(":")
     if not numbers:
@@ -224,8 +223,8 @@ def preset(shape: str) -> JsonObject:
             f"{name}:8:8192"
         )
     layers, *vocabulary = map(int, numbers)
-    own = PRESETS[name].get("vocab_size")
-    small = _SMALL_VOCABULARY if own is None else min(own, _SMALL_VOCABULARY)
+    full = PRESETS[name].get("vocab_size")
+    small = _SMALL_VOCABULARY if full is None else min(full, _SMALL_VOCABULARY)
     return {
         **PRESETS[name],
         "num_hidden_layers": layers,
@@ -234,8 +233,8 @@ def preset(shape: str) -> JsonObject:
 
 
 def shape_config(shape: str) -> JsonObject:
-    """config.json content for `--random-weights SHAPE`: a preset, or the path of a config.json or
-    its folder.
+    """Return config.json content for `--random-weights SHAPE`: a preset, or the path of a
+    config.json or its folder.
 
     Raises ConfigError for anything else.
     """

@@ -19,7 +19,7 @@ from freight.fp8.formats import Format, Granularity
 
 
 class WeightScheme(StrEnum):
-    """Which elements of a weight share a scale."""
+    """The elements of a weight that share a scale."""
 
     TENSOR = "fp8"
     CHANNEL = "fp8-channel"  # one output row
@@ -28,7 +28,7 @@ class WeightScheme(StrEnum):
 
 
 class ActivationScheme(StrEnum):
-    """What the checkpoint declares about the inputs of quantized Linear modules."""
+    """The scheme that the checkpoint declares for the inputs of quantized Linear modules."""
 
     DYNAMIC = "dynamic"
     STATIC = "static"
@@ -44,7 +44,7 @@ class Layout(StrEnum):
 
 
 class ObserverKind(StrEnum):
-    """How a scale is derived from the observed values."""
+    """The rule that derives a scale from the observed values."""
 
     ABSMAX = "absmax"
     PERCENTILE = "percentile"
@@ -53,12 +53,13 @@ class ObserverKind(StrEnum):
 
 @dataclass(frozen=True)
 class QuantizePlan:
-    """A resolved quantizer run. `kv_granularity` is None if the KV cache is not quantized; `center`
-    requires one.
+    """A resolved quantizer run.
 
-    `lm_head`: the output head is quantized like the other Linear modules. With `kv_budget` the
-    granularity is chosen by layer (`calibrate.budget`), and `kv_granularity` is the finest of those
-    to choose from.
+    kv_granularity   None if the KV cache is not quantized; with `kv_budget`, the finest granularity
+                     to choose from
+    center           whether keys are centered; requires `kv_granularity`
+    lm_head          whether the output head is quantized like the other Linear modules
+    kv_budget        a limit within which each layer's granularity is chosen (`calibrate.budget`)
     """
 
     weights: WeightScheme
@@ -75,12 +76,12 @@ class QuantizePlan:
 
     @property
     def needs_data(self) -> bool:
-        """Whether anything is calibrated."""
+        """True if anything is calibrated."""
         return self.activations is ActivationScheme.STATIC or self.kv_granularity is not None
 
     @property
     def needed_by(self) -> str:
-        """The settings that need calibration data, for messages."""
+        """Settings that need calibration data, for messages."""
         static = ["--activations static"] * (self.activations is ActivationScheme.STATIC)
         cache = "--kv-budget" if self.kv_budget else "--kv-cache fp8"
         return " and ".join(static + [cache] * (self.kv_granularity is not None))
@@ -88,8 +89,8 @@ class QuantizePlan:
 
 KV_CACHES = ("fp8", "none")
 KV_GRANULARITIES = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)
-NUM_SAMPLES = 512
-MAX_SEQ_LEN = 2048
+NUM_SAMPLES = 512  # the default of llm-compressor's oneshot
+MAX_SEQ_LEN = 2048  # tokens of a sample at most
 _SYNONYMS = {  # other tools' names -> ours
     "quantization": "weights",
     "activation_scheme": "activations",
@@ -127,12 +128,12 @@ class QuantizeArgs:
     max_seq_len: int | None = None
     observer: str | None = None
     format: str = Layout.COMPRESSED_TENSORS
-    dtype: str | None = None  # that of the model, as other tools ask for it; another one is refused
-    device: str | None = None  # where the model runs while it is calibrated
+    dtype: str | None = None  # as in other tools; refused if it differs from the model's
+    device: str | None = None  # device on which the model is calibrated
 
     @staticmethod
     def from_options(**options: Any) -> QuantizeArgs:
-        """QuantizeArgs from keyword options. Raises ConfigError for an unknown name, with the
+        """Build QuantizeArgs from keyword options. Raises ConfigError for an unknown name, with the
         nearest known one.
         """
         require_known(options, [f.name for f in fields(QuantizeArgs)], _SYNONYMS)
@@ -189,7 +190,7 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
 
 
 def _budget(args: QuantizeArgs, text: str, layout: Layout) -> KVBudget:
-    """Raises ConfigError for a budget given with a choice that it would make itself."""
+    """Parse a budget. Raises ConfigError if it is given with a choice that it makes itself."""
     budget = parse_budget(text)
     given = {
         "--kv-cache none": args.kv_cache == "none",
@@ -231,7 +232,7 @@ def _check_scheme(plan: QuantizePlan) -> None:
 
 
 def _check_layout(plan: QuantizePlan) -> None:
-    """Raises ConfigError for a scheme that the output format cannot express."""
+    """Raise ConfigError for a scheme that the output format cannot express."""
     if plan.layout is Layout.FP8:
         if plan.weights not in (WeightScheme.TENSOR, WeightScheme.BLOCK):
             raise ConfigError(

@@ -1,8 +1,8 @@
-"""llm-compressor's recipes -> Recipe. Imports no torch, reads no weight.
+"""Recipes of llm-compressor, read as Recipe. Imports no torch, reads no weight.
 
 A recipe is YAML text, the path of a YAML or JSON file, a `QuantizationModifier`, or a list of
-these. Another modifier, and a key that is not understood, is an error that names it. Passed over is
-only what llm-compressor itself does not use (`start`, `end`).
+these. Another modifier, or an unknown key, is an error that names it. Only keys that llm-compressor
+does not use either, such as `start` and `end`, are ignored.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ OTHER_MODIFIERS = {  # llm-compressor's other modifiers -> what to do instead
 
 
 def read_recipe(recipe: object) -> Recipe:
-    """`recipe` in any of its forms, resolved. Raises ConfigError for a recipe without exactly one
-    QuantizationModifier, and for what Freight does not do."""
+    """Read `recipe` in any of its forms, resolved. Raises ConfigError for a recipe without exactly
+    one QuantizationModifier, and for what Freight does not do.
+    """
     found = [resolve_modifier(modifier) for modifier in _modifiers(recipe)]
     if len(found) != 1:
         raise ConfigError(
@@ -51,7 +52,7 @@ def read_recipe(recipe: object) -> Recipe:
 
 
 def _modifiers(recipe: object) -> Iterator[object]:
-    """Modifiers as objects; each was or will be checked by `resolve_modifier`."""
+    """Yield modifiers as objects; each is checked by `resolve_modifier`, before or after."""
     if isinstance(recipe, str | Path):
         yield from _from_mapping(_parse(recipe))
     elif isinstance(recipe, Mapping):
@@ -90,8 +91,8 @@ def _parse(recipe: str | Path) -> JsonObject:
 
 
 def _from_mapping(content: JsonObject) -> Iterator[QuantizationModifier]:
-    """Stages have groups, `…_modifiers`, which have modifiers; groups may also come without a
-    stage.
+    """Yield the modifiers of stages, which contain groups, `…_modifiers`, which contain modifiers.
+    Groups may also come without a stage.
     """
     for key, value in content.items():
         if str(key).endswith("_stage"):
@@ -106,13 +107,8 @@ def _from_mapping(content: JsonObject) -> Iterator[QuantizationModifier]:
             )
 
 
-_UNUSED = (
-    "start",
-    "end",
-    "update",
-    "index",
-    "group",
-)  # of every modifier; oneshot does not use them
+# keys of every modifier that oneshot does not use
+_UNUSED = ("start", "end", "update", "index", "group")
 
 
 def _modifier(options: JsonObject) -> QuantizationModifier:

@@ -8,21 +8,18 @@ from pathlib import Path
 
 from freight.config.family import Family
 
-_FIRST = (
-    "llama",
-    "mistral",
-    "qwen",
-)  # lists of model types begin with what is best known; then by file
+# lists of model types begin with the best known families; the others follow by file name
+_FIRST = ("llama", "mistral", "qwen")
 
 
 def family_files() -> tuple[str, ...]:
-    """The names of the modules in `families/`, in the order of FAMILIES."""
+    """Return the names of the modules in `families/`, in the order of FAMILIES."""
     names = sorted(path.stem for path in Path(__file__).with_name("families").glob("[a-z]*.py"))
     return (*_FIRST, *(name for name in names if name not in _FIRST))
 
 
 def read_rows(names: Iterable[str]) -> dict[str, Family]:
-    """The rows of these modules of `families/`, in their order."""
+    """Return the rows of these modules of `families/`, in their order."""
     found: dict[str, Family] = {}
     for name in names:
         rows: Mapping[str, Family] = import_module(f"freight.config.families.{name}").ROWS

@@ -33,13 +33,12 @@ DTYPES = {"half": Format.FLOAT16, "float": Format.FLOAT32} | {
 QUANTIZATIONS = ("fp8",)
 KERNELS = ("auto", "reference")
 ATTENTION_COMPUTES = ("auto", "fp8")
-STEP_TOKENS = {
-    "cpu": 512,
-    "cuda": 8192,
-}  # per step at most: they keep the device busy, and a step short
-SERVED_STEP_SECONDS = 0.5  # on a CPU: the time between two tokens that a reader hardly notices
-EXPERT_ROWS, MOST_STEP_TOKENS = 64, 2048  # of mixtures of experts on a CPU (`step_tokens`)
+# most tokens per step: enough to keep the device busy, few enough to keep a step short
+STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+SERVED_STEP_SECONDS = 0.5  # on a CPU: a pause between two tokens that a reader hardly notices
+EXPERT_ROWS, MOST_STEP_TOKENS = 64, 2048  # for mixtures of experts on a CPU (`step_tokens`)
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+# units of memory in capitals: KB … TB and KIB … TIB
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 _MAKE_SCALES = (
@@ -49,9 +48,7 @@ _MAKE_SCALES = (
 
 
 def check(args: EngineArgs) -> None:
-    """Everything that is decidable from the settings alone. Raises ConfigError; `resolve` begins
-    with it.
-    """
+    """Check all that the settings alone decide. Raises ConfigError. `resolve` calls it first."""
     choose("--dtype", args.dtype, ("auto", *DTYPES))
     choose("--kv-cache-dtype", args.kv_cache_dtype, KV_DTYPES)
     choose("--device", args.device, DEVICES)
@@ -96,8 +93,8 @@ def resolve(
 ) -> EngineConfig:
     """Resolve all settings before a weight is read.
 
-    `kv_scales` are those of the checkpoint, or those that `kv_source` names: of a file, or uniform
-    ones. Raises ConfigError, and CheckpointError where the checkpoint is at fault.
+    `kv_scales` are the checkpoint's, or those that `kv_source` names: from a file, or uniform.
+    Raises ConfigError, and CheckpointError if the checkpoint is at fault.
     """
     check(args)
     if args.device not in ("auto", device.kind):
@@ -138,11 +135,11 @@ def resolve(
 
 
 def step_tokens(device: str, model: ModelConfig) -> int:
-    """The tokens of a step at most, where --max-num-batched-tokens does not say it.
+    """Return the default of --max-num-batched-tokens, the most tokens of a step.
 
-    On a CPU a step reads all experts of a mixture for few rows each. It takes so many tokens, a
-    multiple of 512 up to 2,048, that an expert has 64 rows on average: then products take longer
-    than reading their weights.
+    On a CPU a step of a mixture reads all experts, for few rows each. The default is then a multiple
+    of 512, up to 2,048, with which an expert has 64 rows on average: with as many rows, products
+    take longer than reading their weights.
     """
     least = STEP_TOKENS[device]
     if device != "cpu":
@@ -150,15 +147,15 @@ def step_tokens(device: str, model: ModelConfig) -> int:
     mixtures = {
         one.feed_forward.routing for one in model.layers if isinstance(one.feed_forward, MoEConfig)
     }
-    wanted = max((EXPERT_ROWS * one.num_experts // one.top_k for one in mixtures), default=0)
-    return min(max(least, -(-wanted // least) * least), MOST_STEP_TOKENS)
+    tokens = max((EXPERT_ROWS * one.num_experts // one.top_k for one in mixtures), default=0)
+    return min(max(least, -(-tokens // least) * least), MOST_STEP_TOKENS)
 
 
 def for_serving(args: EngineArgs, device: str) -> EngineArgs:
-    """`args` of a server on 'cpu' or 'cuda': with --max-step-seconds, where it is not given.
+    """Return `args` for a server on 'cpu' or 'cuda', with a default for --max-step-seconds.
 
-    On a CPU a step of prompts takes seconds, in which nobody else gets a token. Offline nobody
-    waits for single tokens, and longer steps have the better rate.
+    On a CPU a step of prompts takes seconds, during which no other request gets a token. Offline no
+    client waits for single tokens, and longer steps have a higher throughput.
     """
     if args.max_step_seconds is not None or device != "cpu":
         return args
@@ -177,9 +174,11 @@ def parse_memory(
     flag: str = "--kv-cache-memory",
     otherwise: str = "; omit it to use a share of the free memory",
 ) -> int | None:
-    """Bytes of '4GiB', '512MiB', '4GB', '1e9' or a number; None for None. Raises ConfigError.
+    """Return the bytes of '4GiB', '512MiB', '4GB', '1e9' or a number; None for None. Raises
+    ConfigError.
 
-    `flag` is the option that has the value, `otherwise` what may be done instead.
+    flag        the option, for messages
+    otherwise   the alternative, for messages
     """
     if value is None:
         return None
@@ -204,12 +203,12 @@ def parse_memory(
 
 
 def for_variant(scales: KVScales, format: Format) -> KVScales:
-    """Scales made for one E4M3 variant, for a cache in the other: doubled FN -> FNUZ, halved FNUZ
-    -> FN, both exact.
+    """Convert scales made for one E4M3 variant for a cache in the other: doubled FN -> FNUZ, halved
+    FNUZ -> FN, both exact.
 
-    An FNUZ byte decodes to half its FN value, so with a doubled scale the stored values are the
-    same. Only the ranges differ: FNUZ's largest value, 240, is 480 at the FN scale, where FN
-    saturates at 448.
+    An FNUZ byte decodes to half its FN value, so the doubled scale gives the same stored values.
+    Only the ranges differ: FNUZ's largest value, 240, is 480 at the FN scale, where FN saturates at
+    448.
     """
     if scales.format is format:
         return scales
@@ -243,7 +242,7 @@ def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
 def _kv_format(
     args: EngineArgs, compute: Format, scheme: Scheme, native: Format
 ) -> tuple[Format, str]:
-    """The cache's format, and where it comes from, for messages."""
+    """Return the cache's format, and its origin for messages."""
     dtype = args.kv_cache_dtype
     if dtype == "auto" and scheme.kv_format is None:
         return (
@@ -264,8 +263,8 @@ def resolve_kv_cache(
     native: Format,
     skipped: Set[int],
 ) -> KVCacheConfig:
-    """--kv-cache-dtype selects the format, --kv-scales the source of scales; `auto` depends on the
-    checkpoint.
+    """Resolve the cache: --kv-cache-dtype selects the format, --kv-scales the source of scales;
+    `auto` follows the checkpoint.
 
     Part of `resolve`, which has checked the settings. `compute` is the format of an unquantized
     cache, `native` the E4M3 of the device; the layers of `skipped` stay in `compute` and need no
@@ -287,15 +286,15 @@ def resolve_kv_cache(
 def _cache(
     args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, native: Format
 ) -> KVCacheConfig:
-    """`resolve_kv_cache`, before layers are skipped that `scales` may have as unneeded."""
+    """Resolve the cache of all layers; `scales` already marks skipped layers as unneeded."""
     source = kv_source(args)
-    asked = scales.mixed and source.word in ("auto", "checkpoint")
-    if asked and args.kv_cache_dtype == "auto":
+    by_layer = scales.mixed and source.word in ("auto", "checkpoint")  # the checkpoint's choice
+    if by_layer and args.kv_cache_dtype == "auto":
         return mixed_cache(scales, compute, native, ScaleSource.CHECKPOINT)
     format, cache = _kv_format(args, compute, scheme, native)
-    if asked and format.is_e4m3:
+    if by_layer and format.is_e4m3:
         raise ConfigError(
-            f"{cache}, but the checkpoint was made for a cache of its own ({scales.by_granularity}): use "
+            f"{cache}, but the checkpoint chooses the cache of each layer ({scales.by_granularity}): use "
             "--kv-cache-dtype auto for that, or --kv-scales dynamic for FP8 in every layer"
         )
     require_fit(format, cache, source)
@@ -313,7 +312,7 @@ def _cache(
     if source.word == "dynamic" or format is Format.INT8:
         return _dynamic(format, "measured per token as stored")
     if source.word == "unit":
-        return _unit(format, "1.0 as asked for")
+        return _unit(format, "1.0 as requested")
     if format is Format.E5M2:
         if not scales.empty:
             raise ConfigError(
@@ -332,10 +331,11 @@ def _cache(
 def _from_checkpoint(
     format: Format, source: str, scheme: Scheme, scales: KVScales
 ) -> KVCacheConfig:
-    """E4M3 with `auto` or `checkpoint`: the checkpoint decides; missing scales are never guessed.
+    """Resolve an E4M3 cache with `auto` or `checkpoint`: the checkpoint decides; missing scales are
+    never guessed.
 
-    A scale of K alone serves V as well, as in vLLM and SGLang; one of V alone says nothing about
-    keys.
+    A scale of K alone is used for V as well, as in vLLM and SGLang. A scale of V alone is an error:
+    it says nothing about keys.
     """
     if scales.alone("v"):
         raise CheckpointError(
@@ -373,15 +373,13 @@ def _from_checkpoint(
 def _skipped(args: EngineArgs) -> str:
     if args.kv_cache_dtype == "auto":
         return "the checkpoint's KV scales are skipped, as it declares no FP8 cache; --kv-cache-dtype fp8 uses them"
-    return "the checkpoint's KV scales are skipped: 16 bits were asked for"
+    return "the checkpoint's KV scales are skipped: 16 bits were requested"
 
 
 def mixed_cache(
     scales: KVScales, compute: Format, native: Format, source: ScaleSource
 ) -> KVCacheConfig:
-    """The cache of `scales.mixed`: `compute`, the format of an unquantized cache, in the layers of
-    16 bits.
-    """
+    """Build the cache of `scales.mixed`; layers of 16 bits are stored in `compute`."""
     kinds = tuple(LayerKVFormat(native if chosen else compute, chosen) for chosen in scales.mixed)
     chosen = {granularity for granularity in scales.mixed if granularity is not None}
     if not chosen:
@@ -422,10 +420,10 @@ def _dynamic(format: Format, note: str) -> KVCacheConfig:
 
 
 def _by_group(kv: KVCacheConfig) -> KVCacheConfig:
-    """`kv` of latents with a scale for each group instead of each token.
+    """Return `kv`, a cache of latents with scales per token, with scales per group instead.
 
-    On a model that was trained they cost a quarter of the KL of scales per token in E4M3, and a
-    sixth in INT8, for an eighth more bytes (docs/numerics.md).
+    On a trained model they have a quarter of the KL of scales per token in E4M3, and a sixth in
+    INT8, for an eighth more bytes (docs/numerics.md).
     """
     layers = kv.layers and tuple(
         layer if layer.granularity is None else replace(layer, granularity=Granularity.GROUP)

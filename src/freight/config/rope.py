@@ -1,4 +1,4 @@
-"""Which rotary embedding a config.json asks for, in both of its spellings. Imports no torch."""
+"""Rotary embedding in a config.json, in both of its spellings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _LENGTH = "original_max_position_embeddings"
 
 
 def yarn_mscale(scale: float, weight: float = 1.0) -> float:
-    """How much sharper attention is made for contexts that are `scale` times as long (YaRN, Peng et
-    al. 2023).
+    """Return YaRN's attention factor for contexts that are `scale` times as long (Peng et al.
+    2023).
     """
     return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
@@ -55,11 +55,12 @@ def yarn_mscale(scale: float, weight: float = 1.0) -> float:
 def parse_ropes(
     config: JsonObject, family: Family, max_positions: int, head_dims: tuple[int, ...]
 ) -> tuple[RopeConfig, ...]:
-    """The rope of all layers; or, where layers with a window have their own, that of the others and
-    then theirs.
+    """Return the rope of all layers; or, if layers with a window have a separate rope, that of the
+    other layers and then theirs.
 
-    Both spellings: `rope_theta`, `rope_local_base_freq` and `rope_scaling`, or `rope_parameters` with the theta inside,
-    for each kind of layer where there are two ropes. `head_dims` has the head size of each of the two kinds.
+    Both spellings are read: `rope_theta`, `rope_local_base_freq` and `rope_scaling`, or
+    `rope_parameters` with the theta inside, by kind of layer if there are two ropes. `head_dims` has
+    the head size of each of the two kinds.
     """
     if family.local_theta is None:
         return (_parse_rope(config, family, family.theta, max_positions, head_dims[0]),)
@@ -71,8 +72,8 @@ def parse_ropes(
             f"config.json: rope_parameters = {by_kind!r}: {family.architecture} needs one entry for each of "
             f"{choices(_LAYER_KINDS)}, and no other"
         )
-    whole, windowed = (by_kind.get(kind) for kind in _LAYER_KINDS)
-    shared = {**config, "rope_parameters": whole}
+    full, windowed = (by_kind.get(kind) for kind in _LAYER_KINDS)
+    shared = {**config, "rope_parameters": full}
     local = {"rope_parameters": windowed, "rope_theta": config.get("rope_local_base_freq")}
     return (
         _parse_rope(shared, family, family.theta, max_positions, head_dims[0]),
@@ -81,18 +82,18 @@ def parse_ropes(
 
 
 def _without_length(by_kind: JsonObject) -> dict[str, Any]:
-    """`by_kind` without a pretrained length next to the ropes, which Laguna-XS.2 repeats there.
+    """Drop the pretrained length that Laguna-XS.2 repeats next to the ropes of `by_kind`.
 
-    transformers does not read it, and others take it for the default of the ropes: each that needs
-    one must name it.
+    transformers does not read it there, and other programs take it as the ropes' default. So each
+    rope that needs a length must repeat it; raises CheckpointError otherwise.
     """
     for kind, rope in by_kind.items():
-        own = rope if isinstance(rope, Mapping) else {}
-        needed = _LENGTH in _REQUIRED.get(str(own.get("rope_type") or own.get("type")), ())
-        if needed and own.get(_LENGTH) != by_kind[_LENGTH]:
+        keys = rope if isinstance(rope, Mapping) else {}
+        needed = _LENGTH in _REQUIRED.get(str(keys.get("rope_type") or keys.get("type")), ())
+        if needed and keys.get(_LENGTH) != by_kind[_LENGTH]:
             raise CheckpointError(
                 f"config.json contradicts itself: {_LENGTH} = {by_kind[_LENGTH]!r} in rope_parameters, and in its "
-                f"{kind} {own.get(_LENGTH)!r}"
+                f"{kind} {keys.get(_LENGTH)!r}"
             )
     return {kind: rope for kind, rope in by_kind.items() if kind != _LENGTH}
 
@@ -121,7 +122,7 @@ def _parse_rope(
 def _plain(
     config: JsonObject, rope: JsonObject, family: Family, theta: float, head_dim: int
 ) -> RopeConfig:
-    """A rope without scaling; `rope` may say how many channels it rotates."""
+    """Build a rope without scaling; `rope` may limit the channels it rotates."""
     rotary_dim = _rotary_dim(config, _of_heads(rope, family), family, head_dim)
     return RopeConfig(
         rotary_dim, number(config, "rope_theta", theta), interleaved=family.interleaved
@@ -129,8 +130,8 @@ def _plain(
 
 
 def _of_text(where: str, rope: JsonObject) -> JsonObject:
-    """`rope` without the sections for time, height and width: a text token has one position in all
-    of them.
+    """Drop the sections for time, height and width from `rope`: a text token has the same position
+    in all of them.
     """
     sections = rope.get(_SECTIONS)
     if sections is not None and not (
@@ -146,16 +147,19 @@ def _of_text(where: str, rope: JsonObject) -> JsonObject:
 
 
 def _of_heads(rope: JsonObject, family: Family) -> JsonObject:
-    """`rope` without a share of the rotated channels that is a number of its kind (`RopeConfig`)."""
-    own = RopeForm.PROPORTIONAL in family.ropes and PROPORTIONAL in (
-        rope.get("rope_type"),
-        rope.get("type"),
-    )
-    return {key: value for key, value in rope.items() if not (own and key == _SHARE)}
+    """Drop the partial factor from `rope` where it is a parameter of the proportional kind
+    (`RopeConfig`).
+    """
+    named = (rope.get("rope_type"), rope.get("type"))
+    if RopeForm.PROPORTIONAL not in family.ropes or PROPORTIONAL not in named:
+        return rope
+    return {key: value for key, value in rope.items() if key != _SHARE}
 
 
 def _rotary_dim(config: JsonObject, rope: JsonObject, family: Family, head_dim: int) -> int:
-    """Channels that are rotated: all, or as many as `partial_rotary_factor` says, here or there."""
+    """Return the number of rotated channels: all, or the share `partial_rotary_factor` of `rope` or
+    `config`.
+    """
     factors = [number(source, _SHARE) for source in (rope, config) if source.get(_SHARE)]
     factors = factors or [1.0 if family.rotary_factor is None else family.rotary_factor]
     if set(factors) == {1}:
@@ -222,8 +226,8 @@ def _parse(
         _factors(where, values, key, plain.rotary_dim) if kind == "longrope" else ()
         for key in _FACTORS
     ]
-    # a pretrained length outside of this object takes precedence; without either, it is
-    # max_position_embeddings
+    # a pretrained length outside of this object takes precedence over the one inside; the default of
+    # both is max_position_embeddings
     inside, outside = values.pop(_LENGTH, max_positions), config.get(_LENGTH)
     if _LENGTH in required[kind]:
         values[_LENGTH] = inside if outside is None else outside
@@ -251,7 +255,9 @@ def _parse(
 
 
 def _with_query_scaling(where: str, rope: JsonObject, kind: str) -> JsonObject:
-    """`rope` of a family with RopeForm.QUERY_SCALING, without the model's length, which it repeats."""
+    """Return `rope` of a family with RopeForm.QUERY_SCALING, without the model's length, which it
+    repeats.
+    """
     if kind != "yarn" or rope.get(QUERY_SCALING) is None:
         raise CheckpointError(
             f"config.json: {where} = {dict(rope)!r} must be of type 'yarn' and have {QUERY_SCALING}, 0 for queries "
@@ -264,7 +270,7 @@ _FACTORS = ("short_factor", "long_factor")
 
 
 def _factors(where: str, values: dict[str, Any], key: str, rotary_dim: int) -> tuple[float, ...]:
-    """Remove from `values` what divides each frequency."""
+    """Remove the divisors of frequencies from `values` and return them, [rotary_dim / 2]."""
     found = values.pop(key, None)
     if not isinstance(found, list) or len(found) != rotary_dim // 2:
         raise CheckpointError(
@@ -277,8 +283,8 @@ def _value(where: str, values: JsonObject, key: str) -> float | bool:
     value = values[key]
     if key == "attn_factor" and "attention_factor" in values:
         raise CheckpointError(
-            f"config.json: {where} has attn_factor = {value!r} beside attention_factor = "
-            f"{values['attention_factor']!r}, and only one of them can say what multiplies attention"
+            f"config.json: {where} has attn_factor = {value!r} and attention_factor = "
+            f"{values['attention_factor']!r}; only one of them can be the factor of attention"
         )
     if key == "truncate":
         if not isinstance(value, bool):

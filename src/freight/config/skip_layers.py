@@ -16,13 +16,13 @@ from freight.errors import ConfigError, nearest, shown
 from freight.fp8.formats import COMPUTE_FORMATS
 
 FLAG = "--kv-cache-dtype-skip-layers"
-SLIDING = "sliding_window"  # every layer with a window
+SLIDING = "sliding_window"  # selects every layer with a window
 _WAY_OUT = f"give layer numbers, as in 0,2, or {SLIDING} for the layers with a window"
 
 
 class KVLayer(Protocol):
-    """What skipping reads of a layer: its window, and the layer whose keys and values it reads
-    instead of its own.
+    """A layer as skipping reads it: its window, and the layer whose keys and values it reads
+    instead of storing any.
     """
 
     @property
@@ -34,15 +34,15 @@ class KVLayer(Protocol):
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A KVLayer of which nothing else is known."""
+    """A KVLayer without further properties."""
 
     window: int | None
     kv_from: int | None = None
 
 
 def layer_names(value: object) -> tuple[str, ...]:
-    """The names in a text with commas or spaces between them, in a number, or in a list of these;
-    each once.
+    """Return the names in a text, separated by commas or spaces, in a number, or in a list of
+    these; each once. Raises ConfigError for anything else.
     """
     wrong = ConfigError(
         f"kv_cache_dtype_skip_layers is {shown(value)}; give [0, 2] or ['{SLIDING}']"
@@ -51,15 +51,16 @@ def layer_names(value: object) -> tuple[str, ...]:
 
 
 def check_skipped(given: Sequence[object], kv_cache_dtype: str) -> None:
-    """What is decidable without the model. Raises ConfigError for a name that is neither a number
-    nor a known word, and for a cache in which no layer is quantized."""
+    """Check the names without the model. Raises ConfigError for a name that is neither a number nor
+    a known word, and for a cache in which no layer is quantized.
+    """
     names = tuple(map(str, given))
     for name in names:
         if (name.isascii() and name.isdecimal()) or name == SLIDING:
             continue
         if name.startswith("-") and name[1:].isdecimal():
             raise ConfigError(
-                f"{FLAG} {shown(name)}: layers count from 0, from the first on; {_WAY_OUT}"
+                f"{FLAG} {shown(name)}: layers count from 0, starting with the first; {_WAY_OUT}"
             )
         raise ConfigError(
             f"{FLAG} {shown(name)} is unknown{nearest(name[:80], [SLIDING])}: {_WAY_OUT}"
@@ -69,7 +70,7 @@ def check_skipped(given: Sequence[object], kv_cache_dtype: str) -> None:
 
 
 def unquantized(names: Sequence[object], cache: str) -> ConfigError:
-    """The error for skipping layers of a cache that has no quantized one."""
+    """Build the error for skipping layers of a cache that has no quantized one."""
     return ConfigError(
         f"{_given(names)} with {cache}: none of its layers is quantized; use --kv-cache-dtype fp8, or omit the layers"
     )
@@ -78,8 +79,8 @@ def unquantized(names: Sequence[object], cache: str) -> ConfigError:
 def skipped_layers(
     given: Sequence[object], layers: Mapping[int, KVLayer], num_layers: int
 ) -> frozenset[int]:
-    """Indices of the layers that `names`, which `check_skipped` has passed, stand for; readers of a
-    skipped layer too.
+    """Return the indices of the layers that the names of `given` select, and of the layers that
+    read theirs. `check_skipped` has accepted the names.
 
     `layers` are those of `num_layers` that read keys and values, by index. Raises ConfigError for a
     number beyond the layers, a layer that stores nothing unless the layer it reads is skipped as
@@ -126,7 +127,7 @@ def skipped_layers(
 
 
 def nothing_left(names: Sequence[object]) -> ConfigError:
-    """The error for skipping every layer that would be quantized."""
+    """Build the error for skipping every layer that would be quantized."""
     return ConfigError(
         f"{_given(names)}: no layer with an 8-bit cache is left; use a 16-bit cache, --kv-cache-dtype bfloat16 or "
         "float16, or skip fewer layers"

@@ -1,5 +1,5 @@
-"""--state-every: after how many tokens a state stays behind; --state-dtype: how recurrent states
-are stored.
+"""The options of recurrent states: --state-every, the tokens between kept states, and
+--state-dtype, their format.
 
 All kernel sets take the same formats of states, and 16 bits are bfloat16 alone. Imports no torch.
 """
@@ -16,7 +16,7 @@ from freight.errors import ConfigError
 from freight.fp8.formats import Format
 from freight.operands.tiles import STATE_TILE
 
-_MOST_EVERY = 2**30  # kernels take 32 bits, and no context is as long
+_MOST_EVERY = 2**30  # kernels take 32-bit numbers, and no context is as long
 STATE_DTYPES = (
     "auto",
     "bfloat16",
@@ -27,21 +27,21 @@ STATE_DTYPES = (
     "fp8_e4m3fn",
     "fp8_e4m3fnuz",
 )
-_REFUSED: dict[object, str] = {
+_REFUSED: dict[object, str] = {  # formats of keys and values that states cannot have -> the reason
     "float16": "a state may grow beyond its largest number, 65,504; use bfloat16, which takes as much, or float32",
     "fp8_e5m2": "two bits of mantissa make twice the error of E4M3; use int8, which has the least of 8 bits, or fp8",
 }
 
 
 def check_states(every: object, dtype: object, block_size: int) -> None:
-    """Raises ConfigError for values of --state-every and --state-dtype that no model takes."""
+    """Raise ConfigError for values of --state-every and --state-dtype that no model takes."""
     _check_every(every, block_size)
     _check_dtype(dtype)
 
 
 def _check_every(value: object, block_size: int) -> None:
-    """None, or a power of two that is a multiple of the block size and of a state's tile. Raises
-    ConfigError.
+    """Require None, or a power of two that is a multiple of the block size and of a state's tile.
+    Raises ConfigError.
     """
     if value is None:
         return
@@ -64,7 +64,7 @@ def _check_dtype(value: object) -> None:
 
 
 def default_state(compute: Format) -> Format:
-    """The format of states that are not quantized: float32 beside float32, else bfloat16, whose
+    """Return the format of unquantized states: float32 if computed in float32, else bfloat16, whose
     range they need.
     """
     return Format.FLOAT32 if compute is Format.FLOAT32 else Format.BFLOAT16
@@ -73,13 +73,12 @@ def default_state(compute: Format) -> Format:
 def with_state(
     kv: KVCacheConfig, asked: str, compute: Format, native: Format, model: ModelConfig
 ) -> KVCacheConfig:
-    """`kv` with the format of states that --state-dtype `asked` means with it. `native`: the
+    """Return `kv` with the format of states that --state-dtype `asked` selects. `native`: the
     device's E4M3.
 
-    `auto` is INT8 where keys and values have 8 bits: it has less error in states than E4M3. The
-    dtype that a config.json may name (`mamba_ssm_dtype`) is that of its publisher's own code, and
-    decides nothing here. Raises ConfigError for a format that is named where no layer has such a
-    state.
+    `auto` is INT8 if keys and values have 8 bits, because its error in states is smaller than that
+    of E4M3. A config.json may name a dtype (`mamba_ssm_dtype`), but it describes the publisher's
+    code and is ignored. Raises ConfigError if a format is named and no layer has a recurrent state.
     """
     if not model.recurrent:
         if asked != "auto":

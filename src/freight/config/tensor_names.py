@@ -1,4 +1,4 @@
-"""TensorNames: what the tensors of a checkpoint are called. Imports no torch."""
+"""TensorNames: the names of a checkpoint's tensors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from freight.config.layer import AttentionConfig
 class AttentionNames:
     """Names of attention within a layer. `qkv` may be one name, for a tensor of all three.
 
-    output_gate   of what attention returns (`AttentionConfig.output_gate`)
-    sinks         in models that have them
+    sinks         only in models that have them
+    output_gate   projection of the gate of attention's result (`AttentionConfig.output_gate`)
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -23,16 +23,20 @@ class AttentionNames:
     output_gate: str = "self_attn.g_proj"
 
     def qkv_of(self, mixer: AttentionConfig) -> tuple[str, ...]:
-        """The modules of q, k and v that a layer has: those of `AttentionConfig.projected_sizes`,
-        or one for all.
+        """Return the modules of q, k and v that a layer has: those of
+        `AttentionConfig.projected_sizes`, or one for all.
         """
         return self.qkv if len(self.qkv) == 1 else self.qkv[: len(mixer.projected_sizes)]
 
 
 @dataclass(frozen=True)
 class LatentNames:
-    """Names of latent attention within a layer (`LatentConfig`): `q`, or `q_a`, `q_norm` and `q_b`.
-    `output_gate`: of what attention returns, in models that have it."""
+    """Names of latent attention within a layer (`LatentConfig`).
+
+    q                  projection of q in models without a latent of q
+    q_a, q_norm, q_b   projections and norm of q in models with one
+    output_gate        projection of the gate of attention's result, in models that have it
+    """
 
     q: str = "self_attn.q_proj"
     q_a: str = "self_attn.q_a_proj"
@@ -49,7 +53,7 @@ class LatentNames:
 class DeltaNetNames:
     """Names of a gated delta net within a layer.
 
-    qkvz, ba   projections; one name alone has the rows of all, key head by key head with its value
+    qkvz, ba   projections; a single name has the rows of all, by key head, each with its value
                heads (Qwen3-Next)
     """
 
@@ -66,8 +70,8 @@ class DeltaNetNames:
 class KimiDeltaNames:
     """Names of Kimi delta attention within a layer (`KimiDeltaConfig`).
 
-    decay, output_gate   projections of one step, or of two, in their order
-    conv                 of q, k and v
+    decay, output_gate   one projection, or two in the order of their use
+    conv                 convolutions of q, k and v
     wide                 whether `a_log` has the shape [1, 1, heads, 1]
     """
 
@@ -115,52 +119,52 @@ class MambaNames:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Checkpoint names; `{}` is the layer's index. Projections of one field may also be stored as
-    one tensor, in the order of their names: then the field has that name alone.
+    """Checkpoint names. `{}` is the index of a layer or an expert. If a checkpoint stores several
+    projections of a field as one tensor, in the order of the field, the field has that one name.
 
-    embedding, norm, layer, head, positions, project_in, project_out   follow `ModelConfig.prefixes`
-    attention, latent, delta_net, kimi_delta, short_conv, mamba   of layers with these mixers
-    positions                      learned embedding of positions, in models that have it
-    project_in, project_out        Linear modules behind the embedding and before the head, in
-                                   models that have them
-    router, choice_bias            of a mixture of experts; `expert` is followed by the expert's
-                                   index, and by the names of its projections, and `shared` by those
-                                   of `gate_up` and `down`
-    expert_gate_up                 of up alone in experts without a gate, as `gate_up`
-    interleaved                    the experts of a layer are one tensor [experts, inputs, outputs]
-                                   for each projection, with its bias [experts, outputs]; of gate
-                                   and up, one output of each in turn. With
-                                   `ModelConfig.separate_experts` they have the names that other
-                                   families' experts have
-    stacked                        `gate_up` and `down` of all experts, or gate, up and down, where
-                                   a checkpoint has a 3-D tensor of each
+    embedding, norm, layer, head   names after the prefix in `ModelConfig.prefixes`
+    attention, latent, delta_net, kimi_delta, short_conv, mamba
+                                   names in layers with these mixers
+    positions                      learned embedding of positions, in models that have it; after
+                                   the prefix
+    project_in, project_out        Linear modules after the embedding and before the head, in models
+                                   that have them; after the prefix
+    router, choice_bias            router of a mixture of experts, and its bias
+    choice_bias_outer              dimensions of `choice_bias` before the dimension of experts
+    expert                         prefix of an expert; the names of its projections follow
+    expert_gate_up                 like `gate_up`: up alone in experts without a gate
+    shared                         prefix of the shared feed-forward; `gate_up` and `down` follow
+    interleaved                    whether the experts of a layer are one tensor [experts, inputs,
+                                   outputs] for each projection, with a bias [experts, outputs], and
+                                   the outputs of gate and up alternate. With
+                                   `ModelConfig.separate_experts` the experts have the names of
+                                   other families
+    stacked                        `gate_up` and `down`, or gate, up and down, in checkpoints with
+                                   one 3-D tensor of all experts for each
     stacked_turned                 whether these may be [experts, inputs, outputs]
-    latent_in, latent_out          Linear modules before and behind the experts where
+    latent_in, latent_out          Linear modules before and after the experts, with
                                    `MoEConfig.latent_size`
-    router_scale, expert_scale     where `MoEConfig.beside`: they multiply the router's input and
-                                   experts' weights
-    experts_norm, shared_post, experts_post   the norm before the experts then, and those behind the
-                                              shared
-                                   feed-forward and the experts
-    attention_norm, mlp_norm       norms of mixer and feed-forward (`NormPlacement`); where layers
-                                   have one part, both may have the same name
+    router_scale, expert_scale     factors of the router's input and of the experts' weights, with
+                                   `MoEConfig.beside`
+    experts_norm, shared_post, experts_post
+                                   norms before the experts, after the shared feed-forward and after
+                                   the experts, with `MoEConfig.beside`
+    attention_norm, mlp_norm       norms of mixer and feed-forward (`NormPlacement`); both may have
+                                   the same name if a layer has one of the two only
     attention_post, mlp_post       norms of the outputs, in layers that have them
                                    (`NormPlacement.has_outputs`)
-    choice_bias_outer              dimensions of `choice_bias` before that of experts
-    for_pictures                   whether as many experts follow, for pictures, with a router of
-                                   their own and a second row of the choice bias; routers are stored
-                                   as [inputs, experts] then (ERNIE 4.5 VL)
-    scalar                         what the output of a layer is multiplied by, in models that have
-                                   it
+    for_pictures                   whether as many experts for pictures follow, with a separate
+                                   router and a second row of the choice bias; routers are then
+                                   stored as [inputs, experts] (ERNIE 4.5 VL)
+    scalar                         factor of a layer's output, in models that have it
     per_layer_table, per_layer_projection, per_layer_norm
-                                   of what each token has for each layer, in models that have it
-                                   (`LayerConfig.per_layer`); they follow `ModelConfig.prefixes`
+                                   per-layer embeddings of all layers, in models that have them
+                                   (`LayerConfig.per_layer`); after the prefix
     per_layer_gate, per_layer_down, per_layer_post
-                                   the same within a layer
-    unused                         patterns of tensors that the decoder does not need, with the
-                                   reason
-    also                           names of modules within a layer that transformers writes, and
-                                   what they are here
+                                   their modules within a layer
+    unused                         (pattern, reason) of tensors that the decoder does not need
+    also                           (name that transformers writes, name here) of modules within a
+                                   layer
     """
 
     embedding: str = "embed_tokens.weight"
@@ -213,7 +217,7 @@ class TensorNames:
 
     @property
     def outer(self) -> frozenset[str]:
-        """Matrices outside of the layers."""
+        """Names of the matrices outside of the layers."""
         projections = (
             f"{name}.weight"
             for name in (self.project_in, self.project_out, self.per_layer_projection)
@@ -230,7 +234,7 @@ NORMED_OUTPUTS = TensorNames(
 
 
 def not_run(part: str, *patterns: str) -> tuple[tuple[str, str], ...]:
-    """`TensorNames.unused` for a part of the model that is not its text model."""
+    """Build the entries of `TensorNames.unused` for a part of the model outside its text model."""
     return tuple(
         (pattern, f"of the {part} model: Freight runs the text model alone") for pattern in patterns
     )

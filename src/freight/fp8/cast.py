@@ -2,10 +2,10 @@
 others).
 
 `encode` divides by the scale in float32, clamps to the format's largest finite value, and rounds to
-nearest, ties to even. It clamps first because what a cast does past the range differs between
+nearest, ties to even. It clamps first because the result of a cast out of range differs between
 formats, devices and torch versions (E4M3FN: NaN up to torch 2.11, saturation since; E5M2: inf;
-E4M3FNUZ: NaN). NaN stays NaN, in INT8 as the code -128, which a symmetric range has no other use
-for. A scale is always the multiplier: `true ≈ stored * scale`.
+E4M3FNUZ: NaN). NaN stays NaN, in INT8 as the code -128, which the symmetric range leaves free. A
+scale is always the multiplier: `true ≈ stored * scale`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ _DTYPES: dict[Format, torch.dtype] = {
 }
 _FORMATS = {dtype: format for format, dtype in _DTYPES.items()}
 _INT8_NAN = -128.0
-E8M0 = torch.float8_e8m0fnu  # powers of two, which are scales (`fp8.mxfp4`); nothing is cast to it
+E8M0 = torch.float8_e8m0fnu  # dtype of scales that are powers of two (`fp8.mxfp4`); never cast to
 
 
 def torch_dtype(format: Format) -> torch.dtype:
+    """Return the torch dtype in which numbers of `format` are stored."""
     return _DTYPES[format]
 
 
 def format_of(tensor: Tensor) -> Format:
-    """The format a tensor is stored in. Raises KernelError for dtypes that are not a `Format`."""
+    """Return the format in which a tensor is stored. Raises KernelError for dtypes that are not a
+    `Format`.
+    """
     if tensor.dtype not in _FORMATS:
         raise KernelError(
             f"a tensor of dtype {tensor.dtype} where one of {', '.join(map(str, _FORMATS))} was expected"
@@ -41,9 +44,8 @@ def encode(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
     """Quantize `x` (any float dtype) with `scale` (> 0, float32, broadcastable) to `format`, in x's
     shape.
     """
-    divisor = torch.as_tensor(
-        scale, dtype=torch.float32, device=x.device
-    )  # CUDA's division by a number is inexact
+    # a tensor, because CUDA's division by a Python number is inexact
+    divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     values = (x.float() / divisor).clamp(-format.max, format.max)
     if format is Format.INT8:
         values = values.round().nan_to_num(nan=_INT8_NAN)  # ties to even
@@ -51,7 +53,7 @@ def encode(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
 
 
 def num_clipped(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
-    """How many values of x `encode` clips because they lie beyond the range of their scale: int64
+    """Count the values of x that `encode` clips because they exceed the range of their scale: int64
     [].
     """
     divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
@@ -59,7 +61,9 @@ def num_clipped(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
 
 
 def decode(stored: Tensor, scale: Tensor | float | None = None) -> Tensor:
-    """float32 values of a quantized (or 16-bit) tensor, multiplied by `scale` if there is one."""
+    """Return the float32 values of a quantized (or 16-bit) tensor, multiplied by `scale` if there
+    is one.
+    """
     values = stored.float()
     if stored.dtype == torch.int8:
         values = values.masked_fill(values == _INT8_NAN, torch.nan)
@@ -67,34 +71,33 @@ def decode(stored: Tensor, scale: Tensor | float | None = None) -> Tensor:
 
 
 def amax(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Largest finite magnitude along `dim`, float32; 0 where there is none. Non-finite values do
-    not count.
+    """Return the largest finite magnitude along `dim`, float32; 0 if there is none. Non-finite
+    values do not count.
     """
     magnitude = x.float().abs()
-    return torch.where(magnitude < torch.inf, magnitude, 0.0).amax(
-        dim
-    )  # a comparison with NaN is false
+    finite = torch.where(magnitude < torch.inf, magnitude, 0.0)  # a comparison with NaN is false
+    return finite.amax(dim)
 
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32
 
 
 def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
-    """scale = amax / format.max, float32, at least the smallest normal float32 (so an all-zero
-    vector gets that).
+    """Return amax / format.max, float32, at least the smallest normal float32 (the scale of an
+    all-zero vector).
     """
     largest = torch.tensor(format.max, dtype=torch.float32, device=amax.device)
     return (amax.float() / largest).clamp(min=SMALLEST_SCALE)
 
 
 def token_scale(amax: Tensor, format: Format) -> Tensor:
-    """The scale of a `token` vector: `scale_from_amax`, rounded to bfloat16, the dtype in which the
-    cache stores it.
+    """Return the scale of a `token` vector: `scale_from_amax`, rounded to bfloat16, the dtype in
+    which the cache stores it.
 
-    Rounding moves it by at most 2 ** -8, less than half a step of E4M3, E5M2 and INT8 at their top,
-    so the largest value still becomes the format's largest. A power of two would take one byte, but
-    the largest value, which matters most in attention, would no longer be exact (docs/numerics.md
-    has the figures).
+    Rounding changes it by at most a factor of 1 ± 2 ** -8, less than half a step of E4M3, E5M2 and
+    INT8 at the top of their ranges, so the largest value still becomes the format's largest. A
+    power of two would take one byte, but the largest value, which matters most in attention, would
+    no longer be exact (docs/numerics.md has the figures).
     """
     return scale_from_amax(amax, format).to(torch.bfloat16)
 

@@ -13,7 +13,7 @@ from enum import IntEnum, StrEnum
 
 
 class Format(StrEnum):
-    """How a number is stored. The value is the name used on the command line and in every JSON."""
+    """The format of a stored number. Values are the names on the command line and in every JSON."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -25,15 +25,17 @@ class Format(StrEnum):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether a stored number is a byte that encodes the true one divided by a scale."""
+        """True if a stored number is a byte that encodes the true one divided by a scale."""
         return self.is_fp8 or self is Format.INT8
 
     @property
     def is_fp8(self) -> bool:
+        """True for E4M3FN, E4M3FNUZ and E5M2."""
         return self in (Format.E4M3FN, Format.E4M3FNUZ, Format.E5M2)
 
     @property
     def is_e4m3(self) -> bool:
+        """True for both variants of E4M3, FN and FNUZ."""
         return self in (Format.E4M3FN, Format.E4M3FNUZ)
 
     @property
@@ -53,7 +55,7 @@ class Format(StrEnum):
 
     @property
     def overflow(self) -> float:
-        """Half a step above `max`: larger magnitudes do not round to it; they are clipped.
+        """Half a step above `max`: larger magnitudes do not round to `max` but are clipped.
         Quantized formats only.
         """
         return {
@@ -70,8 +72,8 @@ class Format(StrEnum):
 
 
 def amd_fp8(arch: str) -> frozenset[Format]:
-    """The formats that the matrix units of AMD's GPU `arch` ('gfx942:…') multiply: FNUZ on CDNA 3,
-    OCP's on CDNA 4.
+    """Return the formats that the matrix units of AMD's GPU `arch` ('gfx942:…') multiply: FNUZ on
+    CDNA 3, OCP's on CDNA 4.
     """
     if arch.startswith("gfx94"):
         return frozenset({Format.E4M3FNUZ})
@@ -85,23 +87,26 @@ SCALE_GROUP = 128  # channels of a latent that share a `group` scale
 
 
 class Granularity(StrEnum):
-    """Which values share one KV scale. `TENSOR`, `HEAD` and `CHANNEL` are static; `TOKEN` and
-    `GROUP`, which is for latents alone, are measured at the store."""
+    """The values that share one KV scale. `TENSOR`, `HEAD` and `CHANNEL` are static. `TOKEN` and
+    `GROUP`, the latter for latents only, are measured at the store.
+    """
 
     TENSOR = "tensor"  # one per layer for K, one for V
     HEAD = "head"  # [num_kv_heads]
     CHANNEL = "channel"  # [num_kv_heads, head_dim]
-    TOKEN = "token"  # one per token and KV head, stored beside the page
+    TOKEN = "token"  # one per token and KV head, stored with the page
     # one per token and SCALE_GROUP channels of its latent; the rotated channels stay in bfloat16
     GROUP = "group"
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether scales are measured when a token is stored, and stored beside it."""
+        """True if scales are measured when a token is stored, and stored with it."""
         return self in (Granularity.TOKEN, Granularity.GROUP)
 
     def num_scales(self, num_kv_heads: int, head_dim: int) -> int:
-        """How many scales one layer's keys, or its values, have; static granularities only."""
+        """Return the number of scales of one layer's keys, or of its values; static granularities
+        only.
+        """
         return {
             Granularity.TENSOR: 1,
             Granularity.HEAD: num_kv_heads,
@@ -110,7 +115,7 @@ class Granularity(StrEnum):
 
 
 class ScaleKind(IntEnum):
-    """The form of a cache's scales, as kernels distinguish it: the numbers are part of their
+    """The form of a cache's scales, as kernels distinguish it. The numbers are part of their
     interfaces.
     """
 
@@ -122,11 +127,11 @@ class ScaleKind(IntEnum):
 
 
 class ScaleSource(StrEnum):
-    """Where the KV scales in use came from."""
+    """The origin of the KV scales in use."""
 
     CHECKPOINT = "checkpoint"
     CALIBRATED = "calibrated"
     FILE = "file"
-    GIVEN = "given"  # numbers among the options
+    GIVEN = "given"  # numbers in the options
     DYNAMIC = "dynamic"
     UNIT = "unit"

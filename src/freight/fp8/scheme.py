@@ -1,5 +1,5 @@
-"""What a checkpoint declares about its quantization, and the KV scales it carries, as plain values.
-Imports no torch.
+"""The quantization that a checkpoint declares, and its KV scales, as plain values. Imports no
+torch.
 
 Scales are Python floats (exact images of the float32 values), always multipliers: `true ≈ stored *
 scale`.
@@ -16,16 +16,16 @@ from freight.fp8.formats import Format, Granularity
 
 
 class Activations(StrEnum):
-    """How a Linear quantizes its input before the product."""
+    """The quantization of a Linear's input before the product."""
 
     PLAIN = "plain"  # not at all: weight-only quantization, or none
-    # rounds each row to E4M3 with a scale from its own amax (1 x 128 groups under block scales)
+    # rounds each row to E4M3 with a scale from its amax (1 x 128 groups with block scales)
     DYNAMIC = "dynamic"
     STATIC = "static"  # rounds to E4M3 with one calibrated scale
 
 
 class WeightScales(StrEnum):
-    """Which elements of a weight share one scale."""
+    """The elements of a weight that share one scale."""
 
     TENSOR = "tensor"
     ROW = "row"  # one output feature
@@ -34,13 +34,13 @@ class WeightScales(StrEnum):
 
 @dataclass(frozen=True)
 class LinearScheme:
-    """How one Linear was quantized, as its checkpoint declares it.
+    """The quantization of one Linear, as its checkpoint declares it.
 
-    block          rows and columns that share a scale; only with BLOCK
-    input_limit    with DYNAMIC: inputs are clipped to this magnitude before their scale is measured
+    block          (rows, columns) that share a scale; only with BLOCK
+    input_limit    with DYNAMIC: magnitude to which inputs are clipped before they are scaled
     or_plain       whether the producer may leave a matrix in 16 or 32 bits without listing it as
                    unquantized
-    bits           of a stored number: 8 are FP8, 4 are E2M1 with powers of two as scales
+    bits           bits of a stored number: 8 for FP8, 4 for E2M1 with powers of two as scales
                    (`fp8.mxfp4`)
     """
 
@@ -59,8 +59,8 @@ class LinearScheme:
 
 @dataclass(frozen=True)
 class Rule:
-    """`pattern` matches module names from their start; `linear` is None for modules that stay
-    unquantized.
+    """A pattern of module names, matched from their start, and their scheme: None for modules that
+    stay unquantized.
     """
 
     pattern: re.Pattern[str]
@@ -94,15 +94,15 @@ class LayerScales:
 class KVScales:
     """KV scales by layer, `None` where a layer has none, and the format they were made for.
 
-    `format_assumed`: nothing declares the format, and E4M3FN, which every producer writes, is
+    `format_assumed`: nothing declares the format, so E4M3FN, which every producer writes, is
     assumed.
 
-    `mixed`, if not empty, is a choice by layer, which only `checkpoint.extras` expresses: the
-    granularity of an FP8 layer, None for a layer of 16 bits. Layers with a static granularity then
-    have scales in `layers`, and no others.
+    `mixed`, if not empty, is a choice by layer, which only `checkpoint.extras` can express: the
+    granularity of an FP8 layer, None for a layer of 16 bits. Only layers with a static granularity
+    then have scales in `layers`.
 
-    `unneeded` are layers that have no scales and miss none: those that stay unquantized whatever is
-    declared for them, and those that store no keys and values.
+    `unneeded` are layers that need no scales: those that stay unquantized despite a declaration,
+    and those that store no keys and values.
     """
 
     layers: tuple[LayerScales | None, ...]
@@ -119,7 +119,7 @@ class KVScales:
         )
 
     def without(self, layers: Set[int]) -> KVScales:
-        """The scales for a cache in which `layers` stay unquantized."""
+        """Return the scales for a cache in which `layers` stay unquantized."""
         return replace(
             self,
             layers=tuple(None if i in layers else layer for i, layer in enumerate(self.layers)),
@@ -128,14 +128,16 @@ class KVScales:
         )
 
     def alone(self, side: str) -> tuple[int, ...]:
-        """Indices of the layers where only `side`, 'k' or 'v', has a scale."""
+        """Return the indices of the layers where only `side`, 'k' or 'v', has a scale."""
         return tuple(
             i for i, layer in enumerate(self.layers) if layer is not None and layer.alone == side
         )
 
     @property
     def by_granularity(self) -> str:
-        """For messages about a mixed choice: 'layers 0, 2 per channel, layer 1 in 16 bits'."""
+        """Description of a mixed choice, for messages: 'layers 0, 2 per channel, layer 1 in 16
+        bits'.
+        """
         members: dict[Granularity | None, list[int]] = {}
         for index, granularity in enumerate(self.mixed):
             members.setdefault(granularity, []).append(index)
@@ -147,20 +149,24 @@ class KVScales:
 
     @property
     def empty(self) -> bool:
-        """Whether no layer has scales, and none is declared to have a format of its own."""
+        """True if no layer has scales, and no format is declared per layer."""
         return not self.mixed and not any(self.layers)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """What config.json (or hf_quant_config.json) declares.
+    """The quantization that config.json (or hf_quant_config.json) declares.
 
-    `method` is the producer's name ('compressed-tensors', 'fp8', 'modelopt', …) or None for an
-    unquantized model; `weight_format` is FP8 when Linear weights are declared quantized, and
-    `rules` say which and how, the first that matches; `kv_format` is FP8 when an FP8 KV cache is
-    declared; `kv_static` is True when the checkpoint must have static KV scales, and False for
-    ModelOpt's cast mode, which stores none. `unused` are tensors that the producer writes and that
-    Freight does not need: (pattern of `*` and `?`, reason). `description` is one line for the user.
+    method          the producer's name ('compressed-tensors', 'fp8', 'modelopt', …), None for an
+                    unquantized model
+    weight_format   FP8 if Linear weights are declared quantized
+    kv_format       FP8 if an FP8 KV cache is declared
+    kv_static       whether the checkpoint must have static KV scales; False for ModelOpt's cast
+                    mode, which stores none
+    description     one line for the user
+    rules           schemes of Linear weights; the first rule that matches counts
+    unused          (pattern of `*` and `?`, reason) of tensors that the producer writes and Freight
+                    does not need
     """
 
     method: str | None = None
@@ -181,7 +187,7 @@ class Scheme:
         return f"weights {self.weight_format}, {' or '.join(kinds)}" if kinds else ""
 
     def linear(self, module: str) -> LinearScheme | None:
-        """How the weight of `module` ('model.layers.0.mlp.down_proj') was quantized; None: it was
-        not.
+        """Return the scheme of the weight of `module` ('model.layers.0.mlp.down_proj'); None if it
+        was not quantized.
         """
         return next((rule.linear for rule in self.rules if rule.pattern.match(module)), None)

@@ -18,16 +18,16 @@ from freight.fp8.formats import Format
 
 # rows and columns that share a scale in block-scaled weights (DeepSeek-V3 2024, section 3.3)
 BLOCK = 128
-_JUDGED = 512  # columns of a row, at least, on which `fit_rows` measures errors
-_PIECE = 2**20  # elements of a weight in float32 at a time: they fit the CPU's cache
+_SAMPLED = 512  # least columns of a row on which `fit_rows` measures errors
+_PIECE = 2**20  # elements of a weight processed at a time: in float32 they fit the CPU's cache
 
 
 def quantize_rows(
     weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32
 ) -> tuple[Tensor, Tensor]:
-    """[rows, columns] -> (FP8 of that shape, float32 [rows]: one scale per output row).
+    """Quantize [rows, columns] to (FP8 of that shape, float32 [rows]: one scale per output row).
 
-    Works in pieces: beyond the result it needs memory for a few million numbers.
+    Works in pieces: besides the result it needs memory for a few million numbers.
     """
     stored = torch.empty_like(weight, dtype=torch_dtype(format))
     scale = weight.new_empty(len(weight), dtype=torch.float32)
@@ -38,16 +38,16 @@ def quantize_rows(
 
 
 def fit_rows(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """`quantize_rows`, but each row has the scale with the smallest squared error of four
-    candidates.
+    """Quantize like `quantize_rows`, but give each row the scale with the smallest squared error of
+    four candidates.
 
-    The candidates are amax / max times 2 ** (0, 1/4, 1/2, 3/4): nothing saturates, and each rounds
-    the row to another grid. A factor of 2 would give the grid of the first again. Errors are
-    measured on 512 to 1023 columns.
+    The candidates are amax / max times 2 ** (0, 1/4, 1/2, 3/4): none saturates, and each rounds the
+    row to a different grid. A factor of 2 would repeat the grid of the first. Errors are measured
+    on 512 to 1023 columns, or on all of fewer.
     """
     stored = torch.empty_like(weight, dtype=torch_dtype(format))
     scale = weight.new_empty(len(weight), dtype=torch.float32)
-    stride = max(1, weight.shape[1] // _JUDGED)
+    stride = max(1, weight.shape[1] // _SAMPLED)
     for rows in _pieces(weight):
         smallest = scale_from_amax(amax(weight[rows], 1), format)[:, None]
         sample = weight[rows, ::stride].float()
@@ -65,7 +65,9 @@ def fit_rows(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 def quantize_tensor(
     weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32
 ) -> tuple[Tensor, Tensor]:
-    """[rows, columns] -> (FP8 of that shape, float32 []: one scale). In pieces, as `quantize_rows`."""
+    """Quantize [rows, columns] to (FP8 of that shape, float32 []: one scale), in pieces like
+    `quantize_rows`.
+    """
     largest = torch.stack([amax(weight[rows], (0, 1)) for rows in _pieces(weight)]).amax()
     scale = _stored(scale_from_amax(largest, format), scale_format)
     stored = torch.empty_like(weight, dtype=torch_dtype(format))
@@ -75,20 +77,21 @@ def quantize_tensor(
 
 
 def _pieces(weight: Tensor) -> list[slice]:
+    """Cut the rows of a weight into pieces of about _PIECE elements."""
     step = max(1, _PIECE // max(1, weight.shape[1]))
     return [slice(begin, begin + step) for begin in range(0, len(weight), step)]
 
 
 def _stored(scale: Tensor, format: Format) -> Tensor:
-    """`scale` rounded to `format`, as float32."""
+    """Return `scale` rounded to `format`, as float32."""
     return scale.to(torch_dtype(format)).float()
 
 
 def quantize_blocks(
     weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32
 ) -> tuple[Tensor, Tensor]:
-    """[rows, columns] -> (FP8 of that shape, float32 [ceil(rows / 128), ceil(columns / 128)]: one
-    scale per block).
+    """Quantize [rows, columns] to (FP8 of that shape, float32 [ceil(rows / 128), ceil(columns /
+    128)]: one scale per block).
     """
     rows, columns = weight.shape
     stored = torch.empty_like(weight, dtype=torch_dtype(format))
@@ -102,7 +105,9 @@ def quantize_blocks(
 
 
 def expand_blocks(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """Block scales [ceil(rows / 128), ceil(columns / 128)] -> [rows, columns], each over its block."""
+    """Expand block scales [ceil(rows / 128), ceil(columns / 128)] to [rows, columns], each over its
+    block.
+    """
     return scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
 
 

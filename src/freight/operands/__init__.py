@@ -1,1 +1,1 @@
-"""What kernels read and write: tensors with their scales."""
+"""The operands of kernels: tensors with their scales."""

@@ -1,4 +1,4 @@
-"""Activations of a feed-forward, with a gate and without, and functions of gates. Imports no torch."""
+"""Activations of a feed-forward, gated and not, and functions of gates. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from typing import ClassVar
 class GatedFunction(StrEnum):
     """activation(gate) * up (Shazeer 2020, "GLU variants improve transformer")."""
 
-    SILU = "silu"  # g / (1 + e^-g): SwiGLU
+    SILU = "silu"  # SwiGLU: g / (1 + e^-g)
     # g / (1 + e^(-1.702 g)) * (u + 1), with g = min(gate, 7) and u = up bounded to [-7, 7]
     # (gpt-oss, arXiv 2508.10925)
     CLAMPED_SWIGLU = "clamped_swiglu"
-    GELU_TANH = (
-        "gelu_tanh"  # g/2 (1 + tanh(√(2/π) (g + 0.044715 g³))) (Hendrycks and Gimpel 2016): GeGLU
-    )
+    # GeGLU: g/2 (1 + tanh(√(2/π) (g + 0.044715 g³))) (Hendrycks and Gimpel 2016)
+    GELU_TANH = "gelu_tanh"
     # min(g / (1 + e^-g), limit) * u, with u = up bounded to [-limit, limit] (Step-3.7)
     CLAMPED_SILU = "clamped_silu"
 
 
 @dataclass(frozen=True)
 class GatedActivation:
-    """A `GatedFunction` with its number.
+    """A `GatedFunction` with its parameter.
 
-    limit   of CLAMPED_SILU; 0.0 with the others
+    limit   bound of CLAMPED_SILU, > 0; 0.0 for the others
     """
 
     function: GatedFunction
@@ -37,7 +36,7 @@ class GatedActivation:
 
     def __post_init__(self) -> None:
         assert (self.limit > 0) == (self.function is GatedFunction.CLAMPED_SILU), (
-            "a limit belongs to CLAMPED_SILU"
+            "only CLAMPED_SILU has a limit"
         )
 
     def __str__(self) -> str:
@@ -50,7 +49,7 @@ GatedActivation.GELU_TANH = GatedActivation(GatedFunction.GELU_TANH)
 
 
 def clamped_silu(limit: float) -> GatedActivation:
-    """SiLU whose result is at most `limit`, times up bounded to [-limit, limit]."""
+    """Return SiLU whose result is at most `limit`, times up bounded to [-limit, limit]."""
     return GatedActivation(GatedFunction.CLAMPED_SILU, limit)
 
 
@@ -61,11 +60,11 @@ class Activation(StrEnum):
     RELU_SQUARED = "relu_squared"  # max(x, 0)² (So et al. 2021, "Primer")
 
 
-AnyActivation = GatedActivation | Activation  # of a feed-forward
+AnyActivation = GatedActivation | Activation
 
 
 class GateFunction(StrEnum):
-    """What makes a factor of the number that a gate projects to."""
+    """The function that turns a gate's projection into a factor."""
 
     SOFTPLUS = "softplus"  # ln(1 + e^x)
     SIGMOID = "sigmoid"  # 1 / (1 + e^-x)

@@ -12,16 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequences:
-    """What attention needs to know about the sequences of a batch: their rows, and where their keys
-    lie.
+    """The sequences of a batch, as attention needs them: their rows, and the blocks of their keys.
 
-    query_starts   [num_seqs + 1] int32, row where each sequence's tokens begin; the last is
-                   num_tokens
-    context_lens   [num_seqs] int32, keys each sequence has once this step's are stored: no fewer
-                   than its tokens here
-    block_tables   [num_seqs, max_blocks] int32, the blocks of each sequence in order, from position
-                   0. Entries behind the context, and of blocks that a window has left behind, are 0
-                   and not read
+    query_starts   [num_seqs + 1] int32: first row of each sequence; the last entry is num_tokens
+    context_lens   [num_seqs] int32: keys of each sequence once this step's are stored, so at least
+                   its tokens in this batch
+    block_tables   [num_seqs, max_blocks] int32: blocks of each sequence in order, from position 0.
+                   Entries after the context, and of blocks released before a window, are 0 and not
+                   read
     """
 
     query_starts: Tensor
@@ -35,17 +33,16 @@ class Sequences:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The tokens of one step, the sequences they belong to laid end to end.
+    """The tokens of one step, with its sequences concatenated.
 
     token_ids      [num_tokens] int64
-    positions      [num_tokens] int64, position in its sequence, from 0
+    positions      [num_tokens] int64: position of each token in its sequence, from 0
     query_starts, context_lens    as in `Sequences`
-    slots          by cache group: [num_tokens] int64, where each token's K and V go: block *
-                   tokens_per_block + offset; -1 stores nothing. [0] in a group whose tokens have no
-                   places of their own
+    slots          by cache group: [num_tokens] int64, the slot of each token's K and V, block *
+                   tokens_per_block + offset; -1 stores nothing. [0] in a group without slots
     block_tables   by cache group: as in `Sequences`
-    logit_rows     [num_logit_rows] int64, rows of the batch whose logits are wanted, in order and
-                   none twice
+    logit_rows     [num_logit_rows] int64: rows of the batch for which logits are computed, in
+                   strictly increasing order
     """
 
     token_ids: Tensor
@@ -65,7 +62,7 @@ class ForwardBatch:
         return self.context_lens.shape[0]
 
     def sequences(self, group: int) -> Sequences:
-        """The sequences as the layers of a cache group see them."""
+        """Return the sequences with the block tables of a cache group."""
         return self._by_group[group]
 
     @cached_property

@@ -1,5 +1,5 @@
 """KVPages: one layer's pages of the KV cache, the scales they were written with, and the center
-subtracted before.
+subtracted from keys before.
 
 The format follows from the tensor's dtype and is never passed.
 """
@@ -18,13 +18,13 @@ from freight.fp8.formats import SCALE_GROUP, Format, ScaleKind
 
 @dataclass(frozen=True)
 class KeyCenter:
-    """A constant b, subtracted from keys before their rotary embedding R; attention adds it back to
-    the scores.
+    """A constant b, subtracted from keys before their rotary embedding R; attention adds its part
+    back to the scores.
 
-    What is stored is R(p)(k - b), p the key's position, so a score is q . stored + q . R(p)b. With
-    c and s the cosine and sine of a pair's angle at p, its part of q . R(p)b is c (q1 b1 + q2 b2) +
-    s (q2 b1 - q1 b2), at every position. b is 0 except in `num_pairs` channel pairs (i, i +
-    rotary_dim / 2) of each KV head, so also in every channel that is not rotated.
+    The stored key is R(p)(k - b), with p the key's position, so a score is q . stored + q . R(p)b.
+    With c and s the cosine and sine of a pair's angle at p, the pair's part of q . R(p)b is
+    c (q1 b1 + q2 b2) + s (q2 b1 - q1 b2). b is 0 except in `num_pairs` channel pairs
+    (i, i + rotary_dim / 2) of each KV head, so also in every channel that is not rotated.
 
     b          [num_kv_heads, k_dim] float32
     pairs      [num_kv_heads, num_pairs] int32; padded with pairs whose b is 0
@@ -40,20 +40,19 @@ class KeyCenter:
 
     @staticmethod
     def angle_tiles(table: Tensor) -> Tensor:
-        """Cosines or sines by position, [positions, rotary_dim / 2], by tiles of 64 positions, the
-        last padded.
+        """Cut cosines or sines by position, [positions, rotary_dim / 2], into tiles of 64
+        positions, the last padded: [tiles, rotary_dim / 2, 64].
         """
         padded = torch.cat((table, table.new_zeros(-len(table) % 64, table.shape[1])))
         return padded.view(-1, 64, table.shape[1]).transpose(1, 2).contiguous()
 
     @staticmethod
     def of(b: Tensor, cos: Tensor, sin: Tensor) -> KeyCenter:
-        """From b, not all zero, and the angles as `angle_tiles` makes them."""
+        """Build the center from b, not all zero, and the angles from `angle_tiles`."""
         half = cos.shape[1]
         assert not b[:, 2 * half :].any()
-        halves = torch.stack(
-            (b[:, :half], b[:, half : 2 * half])
-        )  # [2, num_kv_heads, rotary_dim / 2]
+        # [2, num_kv_heads, rotary_dim / 2]
+        halves = torch.stack((b[:, :half], b[:, half : 2 * half]))
         used = (halves != 0).any(0)
         num_pairs = int(used.sum(-1).max())
         pairs = torch.sort(used.byte(), dim=-1, descending=True, stable=True).indices[:, :num_pairs]
@@ -61,8 +60,8 @@ class KeyCenter:
         return KeyCenter(b, pairs.int().contiguous(), parts, cos, sin)
 
     def coefficients(self, q: Tensor) -> Tensor:
-        """What multiplies the cosines, then the sines, of each row: float32 [rows, num_kv_heads,
-        group, 2 * num_pairs].
+        """Return the factors of the cosines, then of the sines, for each row: float32 [rows,
+        num_kv_heads, group, 2 * num_pairs].
 
         q: float32 [rows, num_kv_heads, group, k_dim], rotated.
         """
@@ -73,19 +72,20 @@ class KeyCenter:
         return torch.cat((first * b1 + second * b2, second * b1 - first * b2), -1)
 
     def angles(self, tile: int) -> Tensor:
-        """Cosines, then sines, of the pairs in a tile of 64 positions: float32 [num_kv_heads, 2 *
-        num_pairs, 64].
+        """Return the cosines, then the sines, of the pairs in a tile of 64 positions: float32
+        [num_kv_heads, 2 * num_pairs, 64].
         """
         pairs = self.pairs.long()
         return torch.cat((self.cos[tile][pairs], self.sin[tile][pairs]), 1)
 
 
-# From block to block, token to token and head to head in units of as many values as the last one
-# says, the largest that there can be: numbers of units have 32 bits.
+# Distances of blocks, tokens and heads, in units of as many values as the last number: their
+# greatest common divisor, because kernels count units in 32 bits.
 Strides = tuple[int, int, int, int]
 
 
 def _strides_of(tensor: Tensor | None) -> Strides:
+    """Return the strides of pages or scales; a placeholder for None."""
     if tensor is None:
         return 0, 1, 0, 1
     block, token, head = tensor.stride()[:3]
@@ -103,19 +103,23 @@ class KVPages:
     """One layer's pages, the scales they were written with, and the center subtracted from keys
     before that.
 
-    k, v                [num_blocks, block_size, num_kv_heads, k_dim or v_dim], quantized or 16/32-bit, of any strides
-                        that keep the values of one head of a token neighbours: they are the layout of a block.
-    k_scale, v_scale    None: stored values are the true ones (16 or 32 bits, or `unit`);
-                        [num_kv_heads, k_dim or v_dim] float32: static, whatever the granularity they came in;
-                        [num_blocks, block_size, num_kv_heads] bfloat16, of any strides: `token`;
-                        [num_blocks, block_size, num_kv_heads, v_dim / SCALE_GROUP] bfloat16, neighbours, and the same
-                        for both: `group`
-    counters            [2] int64: NaNs that were stored so far (they stay NaN), and values that were clipped
-                        because they lay beyond the range of their scale
-    k_center            subtracted from keys by `rotate_store`, added back to the scores by `attention`
-    v_in_k              v is a view of channels of k, as a latent's values are: who stores the keys has stored them
-    rotated             with `group` scales alone: the first channels of keys, [num_blocks, block_size, num_kv_heads,
-                        k_dim - v_dim] bfloat16, of any strides as k. k has the others then, which are those of v
+    k, v               [num_blocks, block_size, num_kv_heads, k_dim or v_dim], quantized or
+                       16/32-bit. The values of a head of a token are adjacent; other strides are
+                       free and make the layout of a block
+    k_scale, v_scale   None: stored values need no scale (16 or 32 bits, or `unit`);
+                       [num_kv_heads, k_dim or v_dim] float32: static, of any granularity;
+                       [num_blocks, block_size, num_kv_heads] bfloat16, of any strides: `token`;
+                       [num_blocks, block_size, num_kv_heads, v_dim / SCALE_GROUP] bfloat16, the
+                       last dimension adjacent, the same tensor for both: `group`
+    counters           [2] int64: NaNs stored so far (they stay NaN), and values clipped because
+                       they exceeded the range of their scale
+    k_center           subtracted from keys by `rotate_store`, added back to the scores by
+                       `attention`
+    v_in_k             whether v is a view of channels of k, as for latents: storing the keys stores
+                       the values
+    rotated            with `group` scales only: the first channels of keys, [num_blocks,
+                       block_size, num_kv_heads, k_dim - v_dim] bfloat16, of any strides like k. k
+                       then has the other channels, which are v's
     """
 
     k: Tensor
@@ -132,11 +136,12 @@ class KVPages:
         assert (self.rotated is not None) == (self.scale_kind is ScaleKind.GROUP)
         assert self.rotated is None or self.v_in_k
         assert self.k_center is None or not self.v_in_k, (
-            "what is subtracted from keys would be missing in the values"
+            "the values would lack what is subtracted from keys"
         )
 
     @property
     def format(self) -> Format:
+        """Stored format of keys and values, from the dtype of k."""
         return format_of(self.k)
 
     @property
@@ -146,30 +151,34 @@ class KVPages:
 
     @property
     def block_size(self) -> int:
+        """Tokens of a block."""
         return self.k.shape[1]
 
     @property
     def strides(self) -> tuple[Strides, Strides, Strides, Strides]:
-        """Of k, v, and their `token` or `group` scales, without meaning where there are none."""
+        """Strides of k, v, and their `token` or `group` scales; placeholders for scales that do not
+        exist.
+        """
         scales = (self.k_scale, self.v_scale) if self.dynamic else (None, None)
         k, v, k_scale, v_scale = (_strides_of(tensor) for tensor in (self.k, self.v, *scales))
         return k, v, k_scale, v_scale
 
     @property
     def dynamic(self) -> bool:
-        """Whether each token has its own scales, `token` or `group`, measured when it is stored."""
+        """True if each token has scales measured when it is stored: `token` or `group`."""
         return self.scale_kind in (ScaleKind.TOKEN, ScaleKind.GROUP)
 
     @property
     def scale_kind(self) -> ScaleKind:
+        """Form of the scales, from their number of dimensions."""
         if self.k_scale is None:
             return ScaleKind.NONE
         return {2: ScaleKind.STATIC, 3: ScaleKind.TOKEN, 4: ScaleKind.GROUP}[self.k_scale.ndim]
 
 
 def read_slots(page: Tensor, slots: Tensor) -> Tensor:
-    """What `slots` [rows] hold: [rows, num_kv_heads, dim] of k or v, [rows, num_kv_heads] of
-    `token` scales, with another dimension of `group` scales.
+    """Return the content of `slots` [rows]: [rows, num_kv_heads, dim] of k or v, [rows,
+    num_kv_heads] of `token` scales, with a further dimension for `group` scales.
 
     Slot s is token s % block_size of block s // block_size, whatever the strides of `page`.
     """
@@ -178,14 +187,15 @@ def read_slots(page: Tensor, slots: Tensor) -> Tensor:
 
 
 def write_slots(page: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Make `slots` [rows] hold `values`, of the dtype and shape that `read_slots` returns."""
+    """Store `values` in `slots` [rows], in the dtype and shape that `read_slots` returns."""
     block_size = page.shape[1]
     _bytes(page)[slots // block_size, slots % block_size] = _bytes(values)
 
 
 def spread(scales: Tensor) -> Tensor:
-    """`token` or `group` scales as `read_slots` returns them -> what multiplies the values: float32
-    [rows, num_kv_heads, 1 or v_dim]."""
+    """Expand `token` or `group` scales from `read_slots` to factors of the values: float32 [rows,
+    num_kv_heads, 1 or v_dim].
+    """
     return (
         scales.float()[..., None]
         if scales.ndim == 2
@@ -194,5 +204,5 @@ def spread(scales: Tensor) -> Tensor:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """FP8 as bytes, because torch does not index it; other dtypes as they are."""
+    """View FP8 as bytes, because torch cannot index it; return other dtypes unchanged."""
     return values.view(torch.uint8) if values.itemsize == 1 else values

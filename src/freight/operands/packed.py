@@ -1,8 +1,8 @@
-"""What a set of kernels makes for itself and models pass on unread: packed matrices, and rows
-quantized for one.
+"""Values that a set of kernels makes and models pass on unread: packed matrices, and rows quantized
+for one.
 
-Each set has classes of its own that derive from these. Where it takes them back, it asserts that
-they are its own: a model is built with one set, so another's are a fault of ours.
+Each set derives its classes from these, and asserts that the objects passed back to it are of these
+classes: a model is built with one set, so an object of another set is a bug.
 """
 
 from __future__ import annotations
@@ -11,31 +11,29 @@ from torch import Tensor
 
 
 class PackedWeight:
-    """The matrix of a Linear, as `KernelSet.pack` returned it. A set may return the `Weight`
+    """The matrix of a Linear, as returned by `KernelSet.pack`. A set may return the `Weight`
     itself.
     """
 
 
 class PackedExperts:
-    """One matrix of each expert, with their biases, as `KernelSet.pack_experts` returned them."""
+    """One matrix of each expert, with biases, as returned by `KernelSet.pack_experts`."""
 
 
 class QuantizedRows:
-    """Rows in the form that the product with one packed weight takes; nothing else can be done with
+    """Rows in the form that the product with one packed weight takes; only that product can use
     them.
     """
 
 
-Rows = (
-    Tensor | QuantizedRows
-)  # what a norm, an activation or attention hands to the next product, [rows, in_features]
+# the result of a norm, an activation or attention, for the next product: [rows, in_features]
+Rows = Tensor | QuantizedRows
 
-JoinedPart = tuple[
-    Tensor, Tensor | None
-]  # x, and the weight of its norm or None (`KernelSet.join`)
+# x and the weight of its norm, or None (`KernelSet.join`)
+JoinedPart = tuple[Tensor, Tensor | None]
 
 
 def plain(rows: Rows) -> Tensor:
-    """Rows of an operation that had no `consumer` (`KernelSet`): always a tensor."""
+    """Return the rows of an operation that had no `consumer` (`KernelSet`): always a tensor."""
     assert isinstance(rows, Tensor)
     return rows

@@ -1,6 +1,4 @@
-"""Rotary: the parameters of what a layer does to queries and keys between their projection and the
-cache.
-"""
+"""Rotary: the parameters of the step between the projection of queries and keys and the cache."""
 
 from __future__ import annotations
 
@@ -19,10 +17,9 @@ class Rotary:
                rotary_dim / 2); the others are not
     norms      weights of RMSNorm over each head of q, and of k: [head_dim], in the compute dtype or
                float32 (`KernelSet.add_rms_norm`)
-    eps        of these norms
-    q_factor   [max_positions] float32, contiguous: multiplies queries by position once they are
-               rotated, all their channels, both rounded to the compute dtype (Ministral 3); None:
-               nothing does
+    eps        epsilon of these norms
+    q_factor   [max_positions] float32, contiguous: factor of all channels of the rotated queries by
+               position; both are rounded to the compute dtype (Ministral 3). None: no factor
     """
 
     cos: Tensor
@@ -33,4 +30,5 @@ class Rotary:
 
     @property
     def rotary_dim(self) -> int:
+        """Rotated channels of a head, the first ones."""
         return 2 * self.cos.shape[1]

@@ -1,5 +1,5 @@
-"""Routing: how the logits of a router choose the experts of a token, and weigh them. Imports no
-torch.
+"""Routing: the choice of a token's experts from the logits of a router, and their weights. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -9,27 +9,25 @@ from enum import StrEnum
 
 
 class Scoring(StrEnum):
-    """What makes scores of a router's logits."""
+    """The function from a router's logits to scores."""
 
-    SOFTMAX = "softmax"  # over all experts (Fedus et al. 2021)
-    SIGMOID = "sigmoid"  # of each alone (DeepSeek-V3, arXiv 2412.19437)
-    CHOSEN = (
-        "chosen"  # over the chosen experts alone (gpt-oss; Mixtral's renormed softmax is the same)
-    )
+    SOFTMAX = "softmax"  # softmax over all experts (Fedus et al. 2021)
+    SIGMOID = "sigmoid"  # of each expert separately (DeepSeek-V3, arXiv 2412.19437)
+    # softmax over the chosen experts only (gpt-oss; the same as Mixtral's renormed softmax)
+    CHOSEN = "chosen"
 
 
 @dataclass(frozen=True)
 class Routing:
-    """A token goes to the `top_k` experts with the largest scores; of equal ones, to those with
-    lower ids.
+    """The parameters of a router. A token goes to the `top_k` experts with the largest scores; of
+    equal scores, those of lower ids win.
 
-    scoring        makes scores of the float32 logits, and these are the weights of the experts
-    normed         the weights of a token are divided by their sum
+    scoring        function from float32 logits to scores, which are also the weights of the experts
+    normed         whether the weights of a token are divided by their sum
     factor         multiplies the weights after that
-    num_groups, top_groups   experts are in groups of equal size, and a token chooses among the
-                             `top_groups` whose best
-                   scores have the largest sums
-    group_best     how many of a group's best scores are summed: 2 (DeepSeek-V3), or 1 (DeepSeek-V2)
+    num_groups     groups of equal size that the experts form
+    top_groups     groups that a token chooses from: those with the largest sums of best scores
+    group_best     number of best scores summed per group: 2 (DeepSeek-V3), or 1 (DeepSeek-V2)
     """
 
     num_experts: int

@@ -1,5 +1,5 @@
-"""States: one layer's part of the blocks in which sequences keep a state, and which block each row
-of a step uses.
+"""States: one layer's part of the blocks in which sequences keep a state, and the blocks that each
+row of a step uses.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from freight.operands.batch import Sequences
 class Stretch:
     """Consecutive rows of one sequence that fall into one block.
 
-    rows      of the batch
-    position  of the first of them in the sequence
-    source    the block with the state before them; None: they begin the sequence, whose state is
-              that of no token
-    target    the block that has the state behind them; it may be the source, and nobody else reads
-              it then
+    rows      rows of the batch
+    position  position of the first row in the sequence
+    source    block with the state before these rows; None: they begin the sequence, from the empty
+              state
+    target    block for the state after these rows. It may be the source, which no other sequence
+              reads then
     """
 
     rows: slice[int, int, None]
@@ -32,33 +32,33 @@ class Stretch:
 
 @dataclass(frozen=True)
 class States:
-    """The states of one layer. A block has that of one sequence behind the last token so far of its
-    `every` tokens.
+    """The states of one layer. A block holds the state of one sequence after the last computed
+    token of the block's `every` tokens.
 
-    parts    by name: [num_blocks, *shape of one state]. A block that was never written holds
-             anything
+    parts    tensors by name: [num_blocks, *shape of one state]. The content of a block that was
+             never written is unspecified
+    every    tokens of a block
 
     Names of parts that the operations of `KernelSet` know:
 
-    columns  [width - 1, channels] in the compute dtype: the last inputs of a convolution, that of
-             position p at p % (width - 1)
+    columns  [width - 1, channels] in the compute dtype: the last inputs of a convolution, with the
+             input of position p at p % (width - 1)
     state    [heads, k_dim, v_dim] float32, bfloat16, int8 or E4M3: the matrix S of each head at the
-             start of the open tile of STATE_TILE tokens, as it was stored there. A tile stays open
-             until the first token behind it is computed, so a block that is full holds its last
-             tile's start and rows
-    scale    [heads, v_dim] bfloat16: of each column of S, in the formats of 8 bits
+             start of the open tile of STATE_TILE tokens. A tile stays open until the first token
+             after it is computed, so a full block holds the start and the rows of its last tile
+    scale    [heads, v_dim] bfloat16: scale of each column of S, in the 8-bit formats
     k, u     [STATE_TILE, key_heads, k_dim], [STATE_TILE, heads, v_dim] in the compute dtype: the
              rows of the open tile
-    decay    [STATE_TILE, heads] float32: the logarithm of each row's decay since the tile's start;
-             where each key channel has its own, [STATE_TILE, heads, k_dim]
+    decay    [STATE_TILE, heads] float32: logarithm of each row's decay since the tile's start; with
+             a decay per key channel, [STATE_TILE, heads, k_dim]
     """
 
     parts: Mapping[str, Tensor]
     every: int
 
     def stretches(self, sequences: Sequences) -> Iterator[Stretch]:
-        """The rows of a step in the order in which they have to be computed. Reads lengths on the
-        host.
+        """Yield the rows of a step in the order in which they must be computed. Copies lengths to
+        the host.
         """
         starts, lengths = sequences.query_starts.tolist(), sequences.context_lens.tolist()
         for begin, end, length, table in zip(

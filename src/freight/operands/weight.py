@@ -1,4 +1,4 @@
-"""Weight: the matrix of a Linear with its scales, and how the input of that Linear is quantized.
+"""Weight: the matrix of a Linear with its scales, and the quantization of that Linear's input.
 
 The format follows from the tensor's dtype and is never passed.
 """
@@ -22,20 +22,20 @@ from freight.operands.packed import PackedWeight
 
 @dataclass(frozen=True)
 class Weight(PackedWeight):
-    """The matrix of a Linear, and what it is packed to by sets of kernels that compute with it as
-    it is.
+    """The matrix of a Linear. Also its own packed form, in sets of kernels that compute with it
+    unchanged.
 
-    data           [out_features, in_features], contiguous; FP8 or 16/32-bit; or MXFP4:
+    data           [out_features, in_features], contiguous, FP8 or 16/32-bit; or MXFP4,
                    float4_e2m1fn_x2 [out_features, in_features / 2], for sets of kernels that take
                    it (`KernelSet.packs_mxfp4`)
-    scale          None for 16/32 bits; float32 [out_features], one per output row; or float32
-                   [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block; of
-                   MXFP4: float8_e8m0fnu [out_features, in_features / 32], from 3 to 252 but for
-                   groups of zeros
-    activations    how the input is quantized; PLAIN unless data is FP8
-    input_scale    the static activation scale, > 0; only with STATIC
-    input_limit    only with DYNAMIC: the Linear layer clips its input to this magnitude; kernels do
-                   not see it
+    scale          None for 16/32 bits; float32 [out_features], one per output row; float32
+                   [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block; or
+                   for MXFP4 float8_e8m0fnu [out_features, in_features / 32], bytes 3 to 252 except
+                   in groups of zeros
+    activations    quantization of the input; PLAIN unless data is FP8
+    input_scale    static activation scale, > 0; only with STATIC
+    input_limit    only with DYNAMIC: magnitude to which the Linear layer clips its input; kernels
+                   do not see it
     """
 
     data: Tensor
@@ -46,11 +46,12 @@ class Weight(PackedWeight):
 
     @property
     def is_mxfp4(self) -> bool:
+        """True if `data` holds MXFP4 codes."""
         return self.data.dtype is mxfp4.CODES
 
     @property
     def shape(self) -> tuple[int, int]:
-        """out_features, in_features."""
+        """(out_features, in_features)."""
         rows, columns = self.data.shape
         return rows, 2 * columns if self.is_mxfp4 else columns
 
@@ -65,7 +66,9 @@ class Weight(PackedWeight):
         return self.data.view(torch.uint8).view(*scales.shape, mxfp4.GROUP // 2), scales
 
     def dequantized(self) -> Tensor:
-        """[out_features, in_features] float32: every stored value times its scale, rounded once."""
+        """Return [out_features, in_features] float32: every stored value times its scale, rounded
+        once.
+        """
         if self.is_mxfp4:
             return mxfp4.to_bfloat16(*self.mxfp4_bytes).float()
         if self.scale is None:
@@ -78,24 +81,23 @@ class Weight(PackedWeight):
         return decode(self.data, scale)
 
     def reordered(self, rows: Tensor, name: str) -> Weight:
-        """The matrix of the output rows `rows`, int64, each at most once: exact, every row keeps
-        its bits.
+        """Return the matrix of the output rows `rows`, int64, each at most once. Exact: every row
+        keeps its bits.
 
-        Raises CheckpointError, which calls the matrix `name`, where 128 rows would not be those of
-        one block of scales.
+        Raises CheckpointError, naming the matrix `name`, if 128 new rows would mix the rows of
+        several blocks of scales.
         """
         rows = rows.to(self.data.device)
-        data, scale = (
-            self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data,
-            self.scale,
-        )
+        # torch cannot index FP8, so its bytes are indexed
+        data = self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data
+        scale = self.scale
         if scale is not None and scale.ndim == 2:
             blocks = rows // BLOCK
-            taken = blocks[::BLOCK]  # of the first of each 128 rows
+            taken = blocks[::BLOCK]  # the block of the first of each 128 rows
             if not torch.equal(blocks, taken.repeat_interleave(BLOCK)[: len(rows)]):
                 raise CheckpointError(
-                    f"{name}: its rows are brought into another order, and heads that span blocks of 128 x 128 scales "
-                    "do not allow it; quantize it with a scale per row"
+                    f"{name}: its rows have to be reordered, which is not possible with heads that span blocks of "
+                    "128 x 128 scales; quantize it with a scale per row"
                 )
             scale = scale[taken]
         elif scale is not None:
@@ -104,8 +106,8 @@ class Weight(PackedWeight):
 
     @staticmethod
     def mergeable(parts: Sequence[Weight]) -> bool:
-        """Whether `concat` is exact: schemes and input scales agree, and no block of 128 rows spans
-        two parts.
+        """Return whether `concat` is exact: schemes and input scales agree, and no block of 128
+        rows spans two parts.
         """
         blocks = any(part.scale is not None and part.scale.ndim == 2 for part in parts)
         return Weight.alike(parts) and not (
@@ -114,7 +116,7 @@ class Weight(PackedWeight):
 
     @staticmethod
     def alike(weights: Sequence[Weight]) -> bool:
-        """Whether format, scales and inputs are of one kind."""
+        """Return whether format, kind of scales and input quantization are the same in all weights."""
         return len({weight._kind for weight in weights}) == 1
 
     @property
@@ -124,7 +126,7 @@ class Weight(PackedWeight):
 
     @staticmethod
     def concat(parts: Sequence[Weight]) -> Weight:
-        """Merge `mergeable` parts along the output features (q, k, v or gate, up): exact, rows keep
+        """Merge `mergeable` parts along the output features (q, k, v or gate, up). Exact: rows keep
         their bits.
         """
         first = parts[0]
@@ -140,8 +142,9 @@ class Weight(PackedWeight):
 
 
 class Weights(Protocol):
-    """The matrices of all experts, by id. Iterated over once: they may be read as they are asked
-    for, so what needs one at a time has one in memory at a time."""
+    """The matrices of all experts, by id. Iterated over once; they may be read lazily, so that one
+    at a time is in memory.
+    """
 
     def __len__(self) -> int: ...
 

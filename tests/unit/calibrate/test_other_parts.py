@@ -228,7 +228,7 @@ def test_what_is_ignored_may_be_of_other_parts_alone(
         out = tmp_path / f"oneshot-{len(ignore)}"
         oneshot(model=folder, recipe=recipe, output_dir=str(out))
         assert (out / "model.safetensors").read_bytes() == wanted
-        assert ("beside the text model" in caplog.text) == (len(ignore) == 1)
+        assert ("outside the text model" in caplog.text) == (len(ignore) == 1)
         assert "matches no" not in caplog.text
     config = BaseQuantizeConfig("fp8", "dynamic", ignore_patterns=["re:.*lm_head", "re:visual.*"])
     model = AutoFP8ForCausalLM.from_pretrained(folder, config)

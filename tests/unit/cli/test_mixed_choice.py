@@ -43,7 +43,7 @@ def test_a_mixed_choice_is_refused_by_name_where_one_cache_is_needed(
     config = AutoConfig.from_pretrained(mixed)
     for scales in ("auto", "checkpoint"):
         with pytest.raises(
-            ConfigError, match=r"a cache of its own \(layer.*16 bits.*--kv-scales dynamic"
+            ConfigError, match=r"the cache of each layer \(layer.*16 bits.*--kv-scales dynamic"
         ):
             FP8Cache(config, model=mixed, kv_scales=scales)
     assert FP8Cache(config, model=mixed, kv_scales="dynamic").kv_cache.layers is None

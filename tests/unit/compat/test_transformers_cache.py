@@ -388,7 +388,7 @@ def test_skipped_layers_are_those_of_dynamic_cache(tmp_path: Path) -> None:
         ({"kv_cache_dtype": "auto"}, "FP8Cache stores FP8"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8' is unknown"),
         ({"kv_scales": "dynamc"}, "'dynamc' is unknown .did you mean dynamic"),
-        ({"kv_scales": "group"}, "parts of a latent in two; use kv_scales='dynamic'"),
+        ({"kv_scales": "group"}, "stores a latent in two parts; use kv_scales='dynamic'"),
         ({"kv_scales": "none.json"}, r"none\.json: there is no such file"),
         (
             {"kv_scales": "checkpoint"},

@@ -1,4 +1,4 @@
-"""FP8Cache with a config.json that Freight refuses: transformers computes the model, and reads over
+"""FP8Cache with a config.json that Freight refuses: transformers computes the model, and ignores
 such keys.
 """
 

@@ -68,7 +68,7 @@ def test_attn_factor_multiplies_what_yarn_computes() -> None:
 
 def test_attn_factor_beside_attention_factor_is_refused() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, "attn_factor": 0.5}
-    with pytest.raises(CheckpointError, match=r"attn_factor = 0\.5 beside attention_factor = 1\.5"):
+    with pytest.raises(CheckpointError, match=r"attn_factor = 0\.5 and attention_factor = 1\.5"):
         parse_model_config(config("qwen3", rope_scaling=yarn))
 
 

@@ -1,1 +1,1 @@
-"""The rows of the supported models, a file for each line of models of a publisher."""
+"""The rows of the supported models, with a file for each publisher's line of models."""

@@ -16,8 +16,8 @@ from freight.operands.routing import Scoring
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """With `mup_enabled` the embedding's rows are multiplied by the square root of `hidden_size`,
-    not rounded.
+    """Multiply the embedding's rows by the square root of `hidden_size`, not rounded, if
+    `mup_enabled`.
     """
     model = with_attention(model, output_gate=OutputGateConfig(GateFunction.SIGMOID, by_head=False))
     if flag(config, "mup_enabled"):

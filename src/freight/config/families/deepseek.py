@@ -27,9 +27,10 @@ _GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
 
 
 def _translate_v2(config: JsonObject) -> JsonObject:
-    """Weights are not normed, whatever `norm_topk_prob` says: transformers 5.23 reads over it.
-    (DeepSeek's own code norms them and leaves `routed_scaling_factor` out; no published file asks
-    for it.) A greedy choice has no groups."""
+    """Switch the norm of weights off whatever `norm_topk_prob` says, as transformers 5.23 does.
+    (DeepSeek's code norms them and leaves `routed_scaling_factor` out; no published file asks for
+    it.) A greedy choice has no groups.
+    """
     config = {**config, "norm_topk_prob": False}
     if config["topk_method"] == _GREEDY:
         config = {

@@ -12,7 +12,7 @@ from freight.errors import CheckpointError
 
 
 def _of_text(config: JsonObject) -> JsonObject:
-    """`moe_intermediate_size` is that of experts for text, then of those for pictures."""
+    """Take the width of experts for text from `moe_intermediate_size`, [text, pictures]."""
     key = "moe_intermediate_size"
     widths = config[key]
     if not isinstance(widths, list) or len(widths) != 2:

@@ -12,7 +12,7 @@ from freight.config.tensor_names import VISION_TOWER, TensorNames
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Norms multiply by 1 + weight."""
+    """Set the norms to multiply by 1 + weight."""
     return replace(model, norm_offset=1.0, wide_norms=True)
 
 

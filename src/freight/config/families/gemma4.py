@@ -32,12 +32,11 @@ def _translate(config: JsonObject) -> JsonObject:
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     mixers = [replace(mixer, v_norm=True) for mixer in model.attention.values()]
-    mixers[-1] = replace(
-        mixers[-1], window=None, rope=0
-    )  # whatever the keys say: so transformers reads them
-    model = with_mixers(model, _with_shared(config, _with_own_heads(config, mixers)))
-    own, rows = _per_layer_embedding(config, model)
-    layers = [replace(layer, scalar=True, per_layer=own) for layer in model.layers]
+    # transformers gives the last layer no window, whatever the keys say
+    mixers[-1] = replace(mixers[-1], window=None, rope=0)
+    model = with_mixers(model, _with_shared(config, _with_heads(config, mixers)))
+    embedding, rows = _per_layer_embedding(config, model)
+    layers = [replace(layer, scalar=True, per_layer=embedding) for layer in model.layers]
     if flag(config, "use_double_wide_mlp"):
         layers = [
             one
@@ -51,7 +50,9 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 def _per_layer_embedding(
     config: JsonObject, model: ModelConfig
 ) -> tuple[PerLayerEmbeddingConfig | None, int | None]:
-    """What each layer has of a token for itself, and the rows of its table."""
+    """Return the per-layer embedding of a token, and the rows of its table; None for both without
+    one.
+    """
     size = integer(config, "hidden_size_per_layer_input", 0, least=0)
     if not size:
         return None, None
@@ -59,7 +60,7 @@ def _per_layer_embedding(
     if rows < model.vocab_size:
         raise CheckpointError(
             f"config.json contradicts itself: vocab_size_per_layer_input = {rows}, but vocab_size = "
-            f"{model.vocab_size}: tokens would have no embedding of each layer"
+            f"{model.vocab_size}: some tokens would have no per-layer embedding"
         )
     feed_forward = model.layers[0].feed_forward
     assert feed_forward is not None
@@ -68,7 +69,7 @@ def _per_layer_embedding(
 
 
 def _wider(mlp: FeedForward) -> FeedForward:
-    """Twice as wide, as layers have it that read the keys and values of another."""
+    """Double the width, as in layers that read the keys and values of another."""
     assert mlp is not None
     if isinstance(mlp, MoEConfig):
         assert mlp.shared is not None
@@ -79,8 +80,9 @@ def _wider(mlp: FeedForward) -> FeedForward:
 
 
 def _with_shared(config: JsonObject, mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
-    """`mixers` whose last `num_kv_shared_layers` read the keys and values of the last layer before
-    them of their kind, with a window or without."""
+    """Make the last `num_kv_shared_layers` of `mixers` read the keys and values of the last layer
+    before them of their kind, with a window or without.
+    """
     first = len(mixers) - integer(config, "num_kv_shared_layers", 0, least=0)
     found = list(mixers[: max(first, 0)])
     for index, mixer in list(enumerate(mixers))[len(found) :]:
@@ -89,19 +91,20 @@ def _with_shared(config: JsonObject, mixers: Sequence[AttentionConfig]) -> list[
         ]
         if not sources or mixers[sources[-1]].qkv_sizes[1:] != mixer.qkv_sizes[1:]:
             raise CheckpointError(
-                f"config.json: num_kv_shared_layers = {config['num_kv_shared_layers']}: no layer before layer {index} "
-                "has keys and values of the same window and heads, which it could read"
+                f"config.json: num_kv_shared_layers = {config['num_kv_shared_layers']}: layer {index} could read no "
+                "keys and values: no layer before it has the same window and heads"
             )
         found.append(replace(mixer, kv_from=sources[-1], v_norm=False, k_eq_v=False))
     return found
 
 
-def _with_own_heads(config: JsonObject, mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
-    """`mixers` with what layers without a window have of their own.
+def _with_heads(config: JsonObject, mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
+    """Set the heads of the layers in `mixers` that differ from the others: those without a window.
 
-    Both spellings: `global_head_dim` and `num_global_key_value_heads`, which counts where
-    `attention_k_eq_v` is true, or `per_layer_config`, which has for some layers, by index, the keys
-    that differ.
+    Both spellings are read: `global_head_dim` and `num_global_key_value_heads`, which only counts
+    if `attention_k_eq_v` is true, or `per_layer_config`, which has the differing keys of some
+    layers by index. Raises CheckpointError for other keys in it, and for layers of one kind whose
+    heads differ in size.
     """
     same = flag(config, "attention_k_eq_v")
     wide = {"head_dim": config.get("global_head_dim")}
@@ -112,24 +115,24 @@ def _with_own_heads(config: JsonObject, mixers: Sequence[AttentionConfig]) -> li
     if not isinstance(by_layer, Mapping) or not all(
         str(key).isdecimal()
         and int(key) < len(mixers)
-        and isinstance(own, Mapping)
-        and set(own) <= set(_OWN)
-        for key, own in by_layer.items()
+        and isinstance(keys, Mapping)
+        and set(keys) <= set(_PER_LAYER)
+        for key, keys in by_layer.items()
     ):
         raise CheckpointError(
             f"config.json: per_layer_config = {by_layer!r} must have, by index of a layer, objects with "
-            f"{' or '.join(_OWN)} and no other key"
+            f"{' or '.join(_PER_LAYER)} and no other key"
         )
-    by_index = {int(key): own for key, own in by_layer.items()}  # transformers writes "05"
+    by_index = {int(key): keys for key, keys in by_layer.items()}  # transformers writes "05"
     found = []
     for index, mixer in enumerate(mixers):
-        own = by_index.get(index, {})
-        head_dim = even_head_dim(own, mixer.k_dim)
-        kv_heads = integer(own, "num_key_value_heads", mixer.num_kv_heads)
+        keys = by_index.get(index, {})
+        head_dim = even_head_dim(keys, mixer.k_dim)
+        kv_heads = integer(keys, "num_key_value_heads", mixer.num_kv_heads)
         require_multiple(mixer.num_heads, kv_heads, f"num_key_value_heads of layer {index}")
-        whole = same and mixer.window is None
+        k_eq_v = same and mixer.window is None
         found.append(
-            replace(mixer, num_kv_heads=kv_heads, k_dim=head_dim, v_dim=head_dim, k_eq_v=whole)
+            replace(mixer, num_kv_heads=kv_heads, k_dim=head_dim, v_dim=head_dim, k_eq_v=k_eq_v)
         )
     for windowed in (False, True):
         sizes = sorted({mixer.k_dim for mixer in found if (mixer.window is not None) is windowed})
@@ -141,7 +144,7 @@ def _with_own_heads(config: JsonObject, mixers: Sequence[AttentionConfig]) -> li
     return found
 
 
-_OWN = ("head_dim", "num_key_value_heads")
+_PER_LAYER = ("head_dim", "num_key_value_heads")  # keys in `per_layer_config`
 
 
 _EMBED_VISION = not_run("vision", "*embed_vision.*")
@@ -189,7 +192,7 @@ _GEMMA4 = Family(
         switch_key="enable_moe_block",
         beside=True,
     ),
-    # sees tokens of one image in both directions, and those of text as other models do
+    # with "vision", tokens of an image attend in both directions, and text as in other models
     fixed={"use_bidirectional_attention": ("vision",)},
     qk_norm=True,
     norms=NormPlacement.SANDWICH,

@@ -39,24 +39,21 @@ def _unless_1(config: JsonObject, key: str) -> float | None:
     return None if value == 1 else value
 
 
-_STATEFUL = (
-    "linear_attention",
-    "mamba",
-)  # in `layer_types`: transformers' word, and that of published files
+# in `layer_types`: transformers' word, and the word of published files
+_STATEFUL = ("linear_attention", "mamba")
 _SIZES = words("mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads")
 
 
 def _translate_hybrid(config: JsonObject) -> JsonObject:
-    """Without `layer_types` every layer has a state; without experts the shared one is the
-    feed-forward.
+    """Fill in the defaults: without `layer_types` every layer has a state; without experts the
+    shared one is the feed-forward.
     """
-    own = {
-        "layer_types": config.get("layer_types")
-        or [_STATEFUL[0]] * integer(config, "num_hidden_layers")
-    }
+    found = dict(config)
+    if not config.get("layer_types"):
+        found["layer_types"] = [_STATEFUL[0]] * integer(config, "num_hidden_layers")
     if not has_experts(config, _HYBRID_MOE):
-        own["intermediate_size"] = integer(config, "shared_intermediate_size")
-    return {**config, **own}
+        found["intermediate_size"] = integer(config, "shared_intermediate_size")
+    return found
 
 
 def _derive_hybrid(config: JsonObject, model: ModelConfig) -> ModelConfig:
@@ -64,7 +61,7 @@ def _derive_hybrid(config: JsonObject, model: ModelConfig) -> ModelConfig:
     if config.get("position_embedding_type") != "rope":  # 'nope', or null
         model = with_attention(model, rope=None)
     if not set(_STATEFUL).intersection(config["layer_types"]):
-        return model  # Granite 4.0 350M, whose sizes of Mamba-2 describe nothing
+        return model  # Granite 4.0 350M: it has Mamba-2 sizes, but no such layer
     return with_layers(config, model, dict.fromkeys(_STATEFUL, _mamba2(config, model.hidden_size)))
 
 

@@ -19,7 +19,7 @@ _ROPES = ("rope_parameters", "rope_scaling")
 
 
 def _with_theta(config: JsonObject) -> JsonObject:
-    """A rope that is called dynamic and has an `alpha` depends on no length: its theta is
+    """Replace a rope of type dynamic with an `alpha`, which depends on no length: its theta is
     multiplied by alpha ** (d / (d - 2)), for heads of d channels. The other numbers (factor,
     beta_fast, mscale) change nothing.
     """
@@ -38,7 +38,7 @@ def _with_theta(config: JsonObject) -> JsonObject:
 
 
 def _one_for_all(config: JsonObject, key: str) -> int | None:
-    """A number that files have once, or for each layer; None: it is not there."""
+    """Return a number that files have once, or for each layer; None if it is absent."""
     value = config.get(key)
     values = value if isinstance(value, list) else [value]
     if len({*map(str, values)}) != 1:
@@ -50,7 +50,7 @@ def _one_for_all(config: JsonObject, key: str) -> int | None:
 
 
 def _of_experts(config: JsonObject) -> JsonObject:
-    """Experts, and the shared one, are as wide as `intermediate_size` says; another width must
+    """Require experts, and the shared one, as wide as `intermediate_size`; a named width must
     repeat it.
     """
     width, size = _one_for_all(config, "moe_intermediate_size"), config.get("intermediate_size")
@@ -85,8 +85,8 @@ _V1 = Family(
     words("attention_bias moe_intermediate_size"),
     bias_keys=("attention_bias", "attention_bias", ""),
     synonyms={"attention_head_dim": "head_dim"},
-    # what its first code could have and transformers does not: layers that read the keys of others,
-    # latent attention
+    # features of the publisher's first code that transformers does not have, such as layers that
+    # read the keys of others (cla) and latent attention (mla)
     fixed={
         "use_qk_norm": (True,),
         "norm_topk_prob": (True,),
@@ -150,7 +150,7 @@ ROWS = {
             "router_scaling_factor": 2.826,
             "first_k_dense_replace": 1,
         },
-        # sums and the softmax of attention are in float32 here whatever these say
+        # Freight computes experts' sums and the softmax of attention in float32 in any case
         words(
             "attention_bias enable_moe_fp32_combine enable_lm_head_fp32 enable_attention_fp32_softmax"
         ),

@@ -14,13 +14,13 @@ _INTERN_KEYS = words(
     "vision_config image_token_id image_seq_length downsample_ratio projector_hidden_act "
     "vision_feature_layer vision_feature_select_strategy"
 )
-# of InternVL's own code; `hidden_size` is that of the text model again
+# keys of InternVL's code; `hidden_size` repeats that of the text model
 _CHAT_KEYS = words(
     "vision_config downsample_ratio dynamic_image_size force_image_size hidden_size "
     "image_fold max_dynamic_patch min_dynamic_patch pad2square ps_version select_layer "
     "system_message template use_thumbnail"
 )
-# of adapters that are not merged: their tensors' names are refused
+# keys of unmerged adapters; if a checkpoint has their tensors, their names are refused
 _ADAPTERS = words("use_backbone_lora use_llm_lora")
 _INTERNVL = replace(
     QWEN2,

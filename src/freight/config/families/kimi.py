@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from freight.config.deriving import conv_width, require_silu, with_layers
 from freight.config.family import Family, words
@@ -23,24 +24,23 @@ from freight.config.tensor_names import TensorNames
 from freight.errors import CheckpointError
 
 _STATEFUL, _ATTENTION = "linear_attention", "full_attention"
-_NESTED = "linear_attn_config"  # of the publisher's files
-# its keys -> those that transformers writes
+_NESTED = "linear_attn_config"  # in the publisher's files
+# keys in it -> keys that transformers writes
 _SIZES = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-_LISTS = {
-    "kda_layers": _STATEFUL,
-    "full_attn_layers": _ATTENTION,
-}  # of layers, the first of which is 1
+# lists of layers, counted from 1
+_LISTS = {"kda_layers": _STATEFUL, "full_attn_layers": _ATTENTION}
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """`linear_attn_config` as the keys that transformers writes; `head_dim` is that of no layer.
+    """Translate `linear_attn_config` to the keys that transformers writes. `head_dim` is dropped:
+    no layer has it.
 
-    Raises CheckpointError for keys of it that are not implemented, and for layers of no kind, or of
-    two.
+    Raises CheckpointError for keys in it that are not implemented, and for layers that have no kind
+    or two.
     """
     nested = config.get(_NESTED) or {}
     if not isinstance(nested, Mapping):
@@ -61,16 +61,17 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _kinds(nested: JsonObject, num_layers: int) -> list[str]:
-    """The kind of each layer; without lists every fourth but the first attends, as in transformers."""
+    """Return the kind of each layer; without lists every fourth but the first attends, as in
+    transformers.
+    """
     if not _LISTS.keys() <= nested.keys():
         return [
             _ATTENTION if index and index % 4 == 0 else _STATEFUL for index in range(num_layers)
         ]
-    listed = [
-        (number, kind)
-        for key, kind in _LISTS.items()
-        for number in (nested[key] if isinstance(nested[key], list) else [nested[key]])
-    ]
+    listed: list[tuple[Any, str]] = []
+    for key, kind in _LISTS.items():
+        numbers = nested[key] if isinstance(nested[key], list) else [nested[key]]
+        listed += [(number, kind) for number in numbers]
     if sorted(str(number) for number, _ in listed) != sorted(
         str(index + 1) for index in range(num_layers)
     ):
@@ -96,7 +97,7 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     return with_layers(config, model, {_STATEFUL: recurrent, _ATTENTION: latent})
 
 
-# of files from before transformers had these models
+# keys of files that are older than transformers' support of these models
 KIMI_SYNONYMS = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",

@@ -25,7 +25,7 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _gated_by_head(config: JsonObject) -> bool:
-    """Whether all channels of a head have one factor."""
+    """Return whether all channels of a head have one factor."""
     given = config.get("gating")
     if given is not True and given not in ("per-head", "per-element"):
         raise CheckpointError(
@@ -35,7 +35,7 @@ def _gated_by_head(config: JsonObject) -> bool:
 
 
 def _with_heads(config: JsonObject, mixers: Sequence[AttentionConfig]) -> Sequence[AttentionConfig]:
-    """`mixers` with as many query heads as `num_attention_heads_per_layer` says, if it is there."""
+    """Give `mixers` the query heads of `num_attention_heads_per_layer`, if it is present."""
     key = "num_attention_heads_per_layer"
     counts = config.get(key)
     if counts is None:
@@ -81,8 +81,7 @@ ROWS = {
         },
         words("attention_bias sliding_window layer_types gating num_attention_heads_per_layer"),
         bias_keys=ATTENTION_BIAS,
-        # what a router does, in the words of older files; of these, mlp_layer_types says which
-        # layers have experts
+        # keys of older files about routers and layers with experts; mlp_layer_types decides the latter
         fixed={
             "norm_topk_prob": (True,),
             "moe_router_use_sigmoid": (True,),

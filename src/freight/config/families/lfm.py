@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5 of Liquid AI: short convolutions, and attention in some layers. Imports no torch."""
+"""LFM2 and LFM2.5 of Liquid AI: short convolutions, attention in some layers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _CONV = "conv"  # in `layer_types`
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """The kinds of layers out of `full_attn_idxs`, the older spelling, and the width of the
+    """Derive the kinds of layers from `full_attn_idxs`, the older spelling, and the width of the
     feed-forward.
     """
     return {**config, "layer_types": _layer_types(config), "intermediate_size": _width(config)}
 
 
 def _layer_types(config: JsonObject) -> Any:
-    """`layer_types`; or `full_attn_idxs`, the layers with attention, which all are if neither is
-    there.
+    """Return `layer_types`, or the kinds from `full_attn_idxs`, the layers with attention. Without
+    either all layers attend.
     """
     given, indices = config.get("layer_types"), config.get("full_attn_idxs")
     count = integer(config, "num_hidden_layers")
@@ -48,8 +48,9 @@ def _layer_types(config: JsonObject) -> Any:
 
 
 def _width(config: JsonObject) -> int:
-    """Of the feed-forward: with `block_auto_adjust_ff_dim` two thirds of what is written, by a
-    factor, rounded up to a multiple. `block_ff_dim` is the older name of what is written, and wins.
+    """Return the width of the feed-forward. With `block_auto_adjust_ff_dim` it is two thirds of the
+    written width, times a factor, rounded up to a multiple. `block_ff_dim` is the older name of the
+    written width, and takes precedence.
     """
     width = integer(
         config, "block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size"

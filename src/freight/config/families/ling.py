@@ -27,7 +27,7 @@ from freight.config.tensor_names import KimiDeltaNames, LatentNames, TensorNames
 from freight.errors import CheckpointError
 
 _STATEFUL, _ATTENTION = "linear_attention", "full_attention"
-# keys of transformers -> those of the publisher
+# keys of transformers -> keys of the publisher
 _SIZES = {
     "linear_head_dim": "head_dim",
     "linear_num_heads": "num_attention_heads",
@@ -36,13 +36,13 @@ _SIZES = {
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """The keys that transformers writes; `head_dim` is that of recurrent layers where these have no
-    own.
+    """Translate to the keys that transformers writes. `head_dim` is the size of recurrent layers
+    that name none.
 
     Raises CheckpointError for a share of rotated channels that is not `qk_rope_head_dim`, for
-    shared experts of another width than experts, and for layers behind the last whole group.
+    shared experts of another width than experts, and for an incomplete last group of layers.
     """
-    sizes = {own: config[key] for own, key in _SIZES.items() if config.get(own) is None}
+    sizes = {name: config[key] for name, key in _SIZES.items() if config.get(name) is None}
     _require_rotated(config)
     width = integer(config, "moe_intermediate_size") * integer(
         config, "n_shared_experts", 0, least=0
@@ -67,9 +67,11 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _require_rotated(config: JsonObject) -> None:
-    """Latent attention rotates `qk_rope_head_dim` channels, whatever else is written."""
+    """Raise CheckpointError if another key contradicts `qk_rope_head_dim`, the channels that latent
+    attention rotates.
+    """
     rotated, share = integer(config, "qk_rope_head_dim"), config.get("partial_rotary_factor")
-    of_heads = (1, rotated / integer(config, "head_dim"))  # no sets: a value may be a list
+    of_heads = (1, rotated / integer(config, "head_dim"))  # tuples: a value may have no hash
     for key, value, allowed in (
         ("rotary_dim", config.get("rotary_dim"), (rotated,)),
         ("partial_rotary_factor", share, of_heads),
@@ -82,12 +84,12 @@ def _require_rotated(config: JsonObject) -> None:
 
 
 def _kinds(config: JsonObject) -> list[str]:
-    """The last layer of each group attends."""
+    """Return the kind of each layer: the last layer of each group attends."""
     size, num_layers = integer(config, "layer_group_size"), integer(config, "num_hidden_layers")
     if num_layers % size:
         raise CheckpointError(
-            f"config.json: num_hidden_layers = {num_layers} is not a multiple of layer_group_size = {size}: what the "
-            "layers behind the last group are is not the same in all implementations; layer_types says it"
+            f"config.json: num_hidden_layers = {num_layers} is not a multiple of layer_group_size = {size}: "
+            "implementations differ in the kind of the layers after the last full group; add layer_types"
         )
     return [_STATEFUL if (index + 1) % size else _ATTENTION for index in range(num_layers)]
 
@@ -165,8 +167,7 @@ _ROW = Family(
         "use_qk_norm": (True,),  # of q and k in the recurrence
         "group_norm_size": (1,),
         "linear_silu": (True,),
-        # of the publisher's code, which transformers' class does not have; 0 is no limit for a
-        # layer
+        # in the publisher's code, but not in transformers' class; 0 means no limit for a layer
         "expert_swiglu_limit_list": (0,),
         "share_expert_swiglu_limit_list": (0,),
         "num_kv_heads_for_linear_attn": (0,),

@@ -15,15 +15,15 @@ from freight.config.tensor_names import PREDICTS, AttentionNames, TensorNames
 from freight.errors import CheckpointError
 from freight.operands.routing import Scoring
 
-_SHARE = 0.334  # of a head's channels that are rotated
+_SHARE = 0.334  # default of partial_rotary_factor
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """The hub's keys as transformers has them: which layers slide and which have experts, ropes and
-    the window.
+    """Translate the hub's keys to those of transformers: layers with a window, layers with experts,
+    ropes and the window.
 
-    SGLang, for which the weights were published, and transformers see `sliding_window_size` tokens
-    before a query.
+    In SGLang, for which the weights were published, and in transformers a query sees
+    `sliding_window_size` tokens before it, so the window is one more.
     """
     num_layers = integer(config, "num_hidden_layers")
     found = dict(config)
@@ -51,7 +51,7 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _by_layer(config: JsonObject, key: str, names: tuple[str, str]) -> list[str] | None:
-    """A list of 0 and 1, one for each layer, as `names`; None: there is none."""
+    """Translate a list of 0 and 1, one for each layer, to `names`; None if it is absent."""
     pattern = config.get(key)
     if pattern is None:
         return None
@@ -63,8 +63,8 @@ def _by_layer(config: JsonObject, key: str, names: tuple[str, str]) -> list[str]
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Layers with a window have twice as many KV heads, and sinks. Values have a size and a factor
-    of their own.
+    """Give layers with a window twice as many KV heads, and sinks; give values their head size and
+    factor.
     """
     v_dim = integer(config, "v_head_dim")
     factor = (
@@ -89,7 +89,7 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _require(config: JsonObject, key: str, only: int) -> None:
-    """Raises CheckpointError for another value of `key` than the one that transformers computes."""
+    """Raise CheckpointError for another value of `key` than the one that transformers computes."""
     if config.get(key) is not None and integer(config, key) != only:
         raise CheckpointError(f"config.json: {key} = {config[key]!r} is not implemented; {only} is")
 
@@ -123,7 +123,7 @@ ROWS = {
             "num_experts_per_tok": 8,
             "norm_topk_prob": True,
         },
-        # attention_chunk_size repeats the window, for another engine
+        # attention_chunk_size repeats the window for another engine
         words(
             "attention_bias v_head_dim sliding_window sliding_window_size layer_types "
             "attention_value_scale hybrid_layer_pattern moe_layer_freq attention_chunk_size "

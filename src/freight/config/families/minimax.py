@@ -15,7 +15,7 @@ from freight.operands.routing import Scoring
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """`rotary_dim` is the number of channels of which `partial_rotary_factor` is the share."""
+    """Derive `partial_rotary_factor` from `rotary_dim`, the number of rotated channels."""
     if config.get("rotary_dim") is None:
         return config
     key, share = "partial_rotary_factor", integer(config, "rotary_dim") / parse_head_dim(config)

@@ -16,7 +16,7 @@ from freight.operands.activation import GateFunction
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """Without `layer_types` every fourth layer, counted from the last, has no window."""
+    """Fill in `layer_types`: every fourth layer, counted from the last, has no window."""
     if config.get("layer_types"):
         return config
     last = integer(config, "num_hidden_layers") - 1
@@ -27,8 +27,8 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _rotates(config: JsonObject, num_layers: int) -> list[bool]:
-    """Which layers rotate: those whose `layer_rope_theta` is not 0, else all but every fourth from
-    the last.
+    """Return which layers rotate: those whose `layer_rope_theta` is not 0, else all but every
+    fourth from the last.
     """
     key = "layer_rope_theta"
     found = config.get(key)
@@ -49,9 +49,10 @@ def _rotates(config: JsonObject, num_layers: int) -> list[bool]:
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Queries and keys are divided by their root mean square, and queries multiplied by
-    `qk_scale_factor`, which the scale of the softmax does as well. Norms multiply by 1 + weight,
-    but for the last one."""
+    """Divide queries and keys by their root mean square, and fold `qk_scale_factor`, which
+    multiplies queries, into the scale of the softmax. Norms multiply by 1 + weight, except for the
+    last one.
+    """
     scale = number(config, "qk_scale_factor")
     gate = OutputGateConfig(GateFunction.SIGMOID, by_head=False)
     mixers = [

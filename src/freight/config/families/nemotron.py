@@ -19,19 +19,15 @@ from freight.config.tensor_names import PREDICTS, AttentionNames, MambaNames, Te
 from freight.errors import CheckpointError, choices
 from freight.operands.routing import Scoring
 
-_MAMBA, _ATTENTION, _MLP, _MOE = (
-    "linear_attention",
-    "full_attention",
-    "mlp",
-    "moe",
-)  # transformers' words
-_LETTERS = {"M": _MAMBA, "E": _MOE, "*": _ATTENTION, "-": _MLP}  # of `hybrid_override_pattern`
+# transformers' words
+_MAMBA, _ATTENTION, _MLP, _MOE = "linear_attention", "full_attention", "mlp", "moe"
+_LETTERS = {"M": _MAMBA, "E": _MOE, "*": _ATTENTION, "-": _MLP}  # in `hybrid_override_pattern`
 _WORDS = {"mamba": _MAMBA, "attention": _ATTENTION, **{kind: kind for kind in _LETTERS.values()}}
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """The kinds of layers out of `layers_block_type` or `hybrid_override_pattern`; their number
-    follows from these.
+    """Derive the kinds of layers, and their number, from `layers_block_type` or
+    `hybrid_override_pattern`.
     """
     listed, pattern = config.get("layer_types"), config.get("hybrid_override_pattern")
     if listed is None and pattern is None:
@@ -59,7 +55,7 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _kinds(key: str, value: Any, form: type[Sequence[Any]], known: Mapping[str, str]) -> list[str]:
-    """The kind of each layer."""
+    """Return the kind of each layer. Raises CheckpointError for an unknown kind."""
     if (
         not isinstance(value, form)
         or not value
@@ -72,15 +68,15 @@ def _kinds(key: str, value: Any, form: type[Sequence[Any]], known: Mapping[str, 
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Each layer has the one part that its kind names. Attention rotates nothing."""
+    """Give each layer the one part that its kind names. Attention rotates nothing."""
     if flag(config, "mlp_bias") and _MOE in config["layer_types"]:
         raise CheckpointError(
             "config.json: mlp_bias = True is not implemented for layers with experts"
         )
     if flag(config, "tie_word_embeddings"):
         raise CheckpointError(
-            "config.json: tie_word_embeddings = True is not implemented: NVIDIA's code takes the embedding for the "
-            "head then, and transformers a head of its own"
+            "config.json: tie_word_embeddings = True is not implemented: NVIDIA's code then uses the embedding as "
+            "head, and transformers a separate head"
         )
     if not {_MAMBA, _ATTENTION}.intersection(config["layer_types"]):
         raise CheckpointError(
@@ -100,8 +96,10 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _mamba2(config: JsonObject) -> Mamba2Config:
-    """transformers 5.23 raises steps to `time_step_min`, which NVIDIA's code has for the first
-    values of weights alone (transformers#48989); the limits are `time_step_limit`."""
+    """Build the mixer of layers with a state. Its limits are `time_step_limit`: `time_step_min`, to
+    which transformers 5.23 raises steps, only bounds initial weights in NVIDIA's code
+    (transformers#48989).
+    """
     heads, groups = integer(config, "mamba_num_heads"), integer(config, "n_groups")
     require_multiple(heads, groups, "n_groups", "mamba_num_heads")
     return Mamba2Config(
@@ -178,7 +176,7 @@ _NEMOTRON_H = Family(
         ssm_state_size conv_kernel use_conv_bias use_bias time_step_limit
         """
     )
-    # of the first values of weights, of programs, and of layers that predict further tokens
+    # keys of initial weights, of kernels, and of layers that predict further tokens
     | words(
         """
         chunk_size expand time_step_min time_step_max time_step_floor time_step_rank rescale_prenorm_residual
@@ -218,7 +216,7 @@ _NEMOTRON_H = Family(
     translate=_translate,
     derive=_derive,
 )
-# of the models around it: the names of NVIDIA's code, and of transformers
+# outer keys of the multimodal models: NVIDIA's names, and transformers'
 _VL = words(
     """
     vision_config downsample_ratio force_image_size image_tag_type img_context_token img_context_token_id img_end_token

@@ -14,15 +14,12 @@ from freight.errors import CheckpointError
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    return {
-        **config,
-        "intermediate_size": integer(config, "ffn_dim"),
-        "rms_norm_eps": 1e-5,
-    }  # not a key of OPT
+    # OPT has no key for the epsilon of its norms
+    return {**config, "intermediate_size": integer(config, "ffn_dim"), "rms_norm_eps": 1e-5}
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """LayerNorm, learned positions, and an embedding that may have a width of its own."""
+    """Set LayerNorm, learned positions, and a separate width of the embedding if there is one."""
     norms, final_norm = _norms(config)
     model = with_attention(model, rope=None)
     layers = [replace(layer, norms=norms) for layer in model.layers]
@@ -38,7 +35,9 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _norms(config: JsonObject) -> tuple[NormPlacement, bool]:
-    """What is normed in each layer, and whether the output of the last layer is."""
+    """Return the placement of norms in each layer, and whether the output of the last layer is
+    normed.
+    """
     if not flag(config, "layer_norm_elementwise_affine"):
         raise CheckpointError(
             "config.json: layer_norm_elementwise_affine = False is not implemented; only True is"
@@ -81,7 +80,7 @@ ROWS = {
         bias_keys=("enable_bias",) * 3,
         translate=_translate,
         derive=_derive,
-        bodies=(("model.decoder.", ""), ("decoder.", "")),  # facebook's own files have the second
+        bodies=(("model.decoder.", ""), ("decoder.", "")),  # facebook's files have the second
         tensors=TensorNames(
             norm="final_layer_norm.weight",
             attention=AttentionNames(o="self_attn.out_proj"),

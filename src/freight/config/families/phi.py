@@ -35,7 +35,7 @@ ROWS = {
         text_type="phi3",
         flat=True,
         wrapper_keys=words("audio_processor embd_layer img_processor speech_lora vision_lora"),
-        tensors=TensorNames(  # text goes through the matrices alone, without their adapters
+        tensors=TensorNames(  # text uses the matrices without their adapters
             attention=AttentionNames(
                 qkv=("self_attn.qkv_proj.base_layer",), o="self_attn.o_proj.base_layer"
             ),

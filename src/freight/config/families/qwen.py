@@ -136,7 +136,7 @@ ROWS = {
         wrapper_keys=_OUTSIDE,
         tensors=TensorNames(unused=VISUAL),
     ),
-    # weights of a token are always divided by their sum, whatever `norm_topk_prob` says
+    # the model always divides a token's weights by their sum
     "qwen3_vl_moe": replace(
         _QWEN3_MOE,
         architecture="Qwen3VLMoeForConditionalGeneration",

@@ -34,7 +34,7 @@ _DEFAULTS = {
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """Without `layer_types` every n-th layer has attention, `full_attention_interval` = n."""
+    """Fill in `layer_types`: every n-th layer has attention, with n = `full_attention_interval`."""
     if config.get("layer_types"):
         return config
     interval, num_layers = (
@@ -48,9 +48,7 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Norms multiply by 1 + weight, and attention is weighed by a gate; the other layers have a
-    delta net.
-    """
+    """Set norms that multiply by 1 + weight, gated attention, and a delta net in other layers."""
     if _STATEFUL in config["layer_types"]:
         require_silu(config)
     key_heads, heads = (
@@ -83,14 +81,14 @@ _TEXT = Family(
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
     },
-    # mamba_ssm_dtype: what the publisher's code stores states in; --state-dtype chooses it here
+    # mamba_ssm_dtype: the format of states in the publisher's code; here --state-dtype
     _KEYS
     | words("mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype mlp_only_layers"),
     fixed={
         "attn_output_gate": (True,),
         "mlp_only_layers": (),
-        "output_gate_type": ("swish", "silu"),
-    },  # of gated norms
+        "output_gate_type": ("swish", "silu"),  # the gate of gated norms
+    },
     bias_keys=ATTENTION_BIAS,
     qk_norm=True,
     rotary_factor=0.25,
@@ -122,7 +120,7 @@ _OUTSIDE = words(
 )
 
 
-# transformers and the publisher repeat sizes of pictures outside
+# outer keys in which transformers and the publisher repeat sizes of pictures
 _MINICPM = words(
     "vision_config insert_layer_id image_size drop_vision_last_layer image_token_id video_token_id downsample_mode "
     "merge_kernel_size merger_times patch_size"

@@ -12,7 +12,7 @@ from freight.errors import CheckpointError
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Layers that rotate see everything, unless `layer_types` says which layers have a window."""
+    """Make layers that rotate see everything, unless `layer_types` lists layers with a window."""
     mixers = []
     wide = config.get("sliding_window") if flag(config, "use_sliding_window") else None
     for mixer, rotates in zip(
@@ -24,8 +24,8 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _rotated(config: JsonObject, num_layers: int) -> list[bool]:
-    """Which layers rotate queries and keys: those with a 1 in `no_rope_layers`, else all but every
-    n-th.
+    """Return which layers rotate queries and keys: those with a 1 in `no_rope_layers`, else all but
+    every n-th.
     """
     interval = integer(config, "no_rope_layer_interval")
     found = config.get("no_rope_layers") or [

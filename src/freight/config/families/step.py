@@ -17,15 +17,16 @@ from freight.errors import CheckpointError
 from freight.operands.activation import GatedActivation, GateFunction, clamped_silu
 from freight.operands.routing import Scoring
 
+# lists that may have further entries, for the layers that predict further tokens
 _BY_LAYER = words(
     "layer_types mlp_layer_types swiglu_limits swiglu_limits_shared rope_theta partial_rotary_factors"
-)  # lists that may have entries behind, of the layers that predict further tokens
+)
 _KINDS = ("full_attention", "sliding_attention")
-_FIRST_SPARSE = 3  # layers before it have no experts, where no key says which have
+_FIRST_SPARSE = 3  # the first layer with experts, without a key that lists them
 
 
 def _translate(config: JsonObject) -> JsonObject:
-    """The hub's lists, one entry for each layer, as transformers has them: by kind of layer."""
+    """Translate the hub's lists, one entry per layer, to transformers' keys by kind of layer."""
     num_layers = integer(config, "num_hidden_layers")
     padded = num_layers + integer(config, "num_nextn_predict_layers", 0, least=0)
     found = dict(config)
@@ -49,7 +50,7 @@ def _translate(config: JsonObject) -> JsonObject:
 
 
 def _rope(config: JsonObject, kind: str) -> dict[str, Any]:
-    """The rope of the first layer of this kind, which is that of all."""
+    """Return the rope of all layers of this kind. Raises CheckpointError if they differ."""
     index = config["layer_types"].index(kind)
     rope: dict[str, Any] = {"rope_type": "default"}
     for key, of_rope in (
@@ -74,7 +75,7 @@ def _rope(config: JsonObject, kind: str) -> dict[str, Any]:
 
 
 def _mlp_types(config: JsonObject, num_layers: int) -> list[str]:
-    """`moe_layers_enum` lists the layers with experts: numbers, or text with commas."""
+    """Translate `moe_layers_enum`, the layers with experts: numbers, or text with commas."""
     given = config.get("moe_layers_enum")
     if given is None:
         sparse = set(range(_FIRST_SPARSE, num_layers))
@@ -89,7 +90,9 @@ def _mlp_types(config: JsonObject, num_layers: int) -> list[str]:
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Norms multiply by 1 + weight; each head has a gate; activations are bounded in some layers."""
+    """Set norms that multiply by 1 + weight, a gate per head, and the bounded activations of some
+    layers.
+    """
     gate = OutputGateConfig(GateFunction.SIGMOID, by_head=True)
     heads = _sliding_heads(config, model.attention[0])
     routed, shared = (
@@ -121,7 +124,7 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _sliding_heads(config: JsonObject, mixer: AttentionConfig) -> int:
-    """Query heads of layers with a window."""
+    """Return the query heads of layers with a window."""
     other = config.get("attention_other_setting") or {}
     if not isinstance(other, Mapping):
         raise CheckpointError(
@@ -144,25 +147,29 @@ def _sliding_heads(config: JsonObject, mixer: AttentionConfig) -> int:
 
 
 def _check_per_layer(config: JsonObject, model: ModelConfig, heads: int) -> None:
-    """Raises CheckpointError for a `per_layer_config` that says anything but the heads of layers
+    """Raise CheckpointError for a `per_layer_config` that says anything but the heads of layers
     with a window.
     """
     given = config.get("per_layer_config")
     if given is None:
         return
-    usual, own = model.attention[0].num_heads, {"num_attention_heads": heads}
-    expected = {index: own for index, mixer in model.attention.items() if mixer.window is not None}
+    usual = model.attention[0].num_heads
+    expected = {
+        index: {"num_attention_heads": heads}
+        for index, mixer in model.attention.items()
+        if mixer.window is not None
+    }
     read = isinstance(given, Mapping) and all(str(key).isdecimal() for key in given)
     found = {int(key): value for key, value in given.items()} if read else given
     if found != expected and not (found == {} and heads == usual):
         raise CheckpointError(
-            f"config.json: per_layer_config = {given!r} is not implemented beside num_sliding_attention_heads = "
+            f"config.json: per_layer_config = {given!r} is not implemented with num_sliding_attention_heads = "
             f"{heads}; {expected!r} is"
         )
 
 
 def _activations(config: JsonObject, key: str, num_layers: int) -> list[GatedActivation]:
-    """The activation of each layer, by its bound; 0 and null are none."""
+    """Return the activation of each layer, by its bound; 0 and null mean no bound."""
     limits = config.get(key) or [None] * num_layers
     if not isinstance(limits, list) or len(limits) != num_layers:
         raise CheckpointError(
