@@ -75,22 +75,22 @@ ASKED_FORMS: Mapping[str, Mapping[str, Any]] = {
 TEXT = """\
 # Models
 
-`python tools/models_table.py --write` writes this page, from the rows of `config/families/`, the tables of the
-tests and what the code says when it refuses. `freight inspect MODEL` says of any config.json how it runs.
+`python tools/models_table.py --write` writes this page from the rows of `config/families/`, the tables of the tests
+and the errors of the code. `freight inspect MODEL` says for any config.json how it runs.
 
 ## Published models
 
 [vLLM's recipes]({source}) (commit `{commit}` of {date}) name {num_published} models that generate text, which
-`tools/recipes.json` lists. Speech, transcription, text in pictures and diffusion are left out; of models of text and
-pictures, the text is meant. Each model is in one of three groups, of which the first two run:
+`tools/recipes.json` lists. Models of speech, transcription, text in pictures and diffusion are left out. Models of
+text and pictures count with their text. Each model is in one of three groups. Those of the first two run:
 
-- *file read*: its config.json as published is in `tests/fixtures/published/`, and Freight reads the model and the form
-  of the weights in it. The files are as [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator) collected them.
-  Excerpts do not count: a file with neither `transformers_version` nor `auto_map`.
-- *file not seen*: Freight runs the model type and reads a form in which the recipe names the weights (BF16, FP8,
-  MXFP4). A key in the file may still be refused. The model types are those of the classes that run them in
-  transformers or vLLM.
-- *refused*: by its published file, or an excerpt of it, where that is there ({refused_seen} models); else by model
+- *file read*: its published config.json is in `tests/fixtures/published/`, and Freight reads the model and the form
+  of the weights in it. [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator) collected the files. Excerpts
+  do not count: an excerpt has neither `transformers_version` nor `auto_map`.
+- *file not seen*: Freight runs the model type and reads one of the forms of weights that the recipe names (BF16,
+  FP8, MXFP4). A key in the file may still be refused. The model types are those of the classes that run the models
+  in transformers or vLLM.
+- *refused*: by its published file, or an excerpt of it, where there is one ({refused_seen} models); else by model
   type, or by the form of the weights. [Refused, and why](#refused-and-why) has the reasons.
 
 {counts}
@@ -106,56 +106,58 @@ Other published files that were read:
 
 ## Refused, and why
 
-What the errors say. A model that needs several things is in several rows: the numbers add up to more than the
-{num_refused} that are refused. *Others* are published files of models that are not on the list, and some `model types`,
-asked with the defaults of transformers.
+The reasons are those of the errors. A model that needs several things is in several rows, so the numbers add up to
+more than the {num_refused} that are refused. *Others* are published files of models that are not on the list, and
+some `model types` with the defaults of transformers.
 
 {refused}
 
-A model type that runs does not settle it. These are refused too:
+A model type that runs is not enough. These are refused too:
 
 {forms}
 
 ## Families with a row
 
-These run on Freight's own decoder and kernels ([add-a-model.md](add-a-model.md)). What they have in common is not
-repeated: grouped-query attention with a rope. "By config" means that some variants of the tests have it and others do
-not. Numbers of experts are those of a config.json that names none.
+These run on Freight's own decoder and kernels ([add-a-model.md](add-a-model.md)). All of them have grouped-query
+attention with a rope, unless the table says otherwise. "By config" means that some variants of the tests have it
+and others do not. Numbers of experts are those of a config.json that names none.
 
 {layers}
 
 What was compared:
 
 - *logits compared*: the variants of `tests/parity/variants.py`. Their float32 logits are within 1e-4 of
-  transformers', with the compiled CPU kernels and with the reference; those with a * are compared in bfloat16 too.
-  `mistral3` and `gemma3` are compared with their text models in `tests/parity/`; so are `glm46v`, `glmga`,
-  `internvl`, `internvl_chat`, `interns1`, `kimi_k25` and `phi4mm` in `tests/parity/test_wrapped.py`. "As" another type:
-  transformers does not know this one, and a small checkpoint of it is compared there with transformers' model of the
-  other type and the same weights.
+  transformers', with the compiled CPU kernels and with the reference. Those with a * are compared in bfloat16 too.
+  `mistral3` and `gemma3` are compared with their text models in `tests/parity/`. So are `glm46v`, `glmga`,
+  `internvl`, `internvl_chat`, `interns1`, `kimi_k25` and `phi4mm` in `tests/parity/test_wrapped.py`. "As" another
+  type: transformers does not know this one. There a small checkpoint of it is compared with transformers' model of
+  the other type and the same weights.
 - *same bits*: the variants for which `tests/e2e/test_equivalences.py` compares chunks, batches, prefix hits and
-  preemption to the bit, with a cache in 16 bits and in E4M3. `make test` has those after "always", whose layers differ;
-  `make test-all` has all.
+  preemption to the bit, with a cache in 16 bits and in E4M3. `make test` has those after "always", whose layers
+  differ. `make test-all` has all.
 - *kernels*: the CPU kernels and the Triton kernels both have every operation. Those of Triton run in its interpreter,
   and `make test-all` compiles them for {num_targets} GPUs ({targets}).
   Compared in the interpreter: {triton}.
 - *steps of Nemotron-H* are bounded by `time_step_limit`, as in NVIDIA's code. transformers 5.23 bounds them from below
   by `time_step_min` instead (transformers#48989), so the models compared with it have a `time_step_min` of 1e-30.
-- *norms of latents* (MLA) have an eps of 1e-6, as transformers 5.23 has them, whatever `rms_norm_eps` is: 1e-5 in
-  GLM-4.7-Flash.
-- *sparse attention of DeepSeek-V3.2 and GLM-5* (DSA) runs in contexts of up to `index_topk` tokens, 2,048 in published
-  files, where the indexer chooses all: `--max-model-len` is that at most, and the indexer's tensors are not read.
-- *norm_topk_prob of DeepSeek-V2*, false in its files, is read over, as by transformers 5.23. In DeepSeek's own code,
+- *norms of latents* (MLA) have an eps of 1e-6, as in transformers 5.23, whatever `rms_norm_eps` is (1e-5 in
+  GLM-4.7-Flash).
+- *sparse attention of DeepSeek-V3.2 and GLM-5* (DSA) runs in contexts of up to `index_topk` tokens, 2,048 in
+  published files. There the indexer chooses all tokens. `--max-model-len` is at most that, and the indexer's
+  tensors are not read.
+- *norm_topk_prob of DeepSeek-V2*, false in its files, is ignored, as in transformers 5.23. In DeepSeek's own code,
   true means weights that are divided by their sum and not multiplied by `routed_scaling_factor`.
 - *limits of Ling 3.0's experts* (`expert_swiglu_limit_list`, `share_expert_swiglu_limit_list`) bound activations of
-  late layers in the publisher's models. transformers 5.23 reads over them, so there is nothing to compare with, and a
-  file with a limit is refused; `--ignore-config-keys` with both names computes what transformers does.
-- *FP8 files*: one code reads Linear modules, whatever the family: all {num_forms} forms of `tests/formats/forms.py`,
-  compared on a Llama ([checkpoint-formats.md](checkpoint-formats.md)). Experts are stored in further ways: for
-  mixtures the column has the forms of `tests/formats/experts.py` and `mixtures.py` that were compared with experts.
+  late layers in the publisher's models. transformers 5.23 ignores them, so there is nothing to compare with, and a
+  file with a limit is refused. `--ignore-config-keys` with both names computes what transformers does.
+- *FP8 files*: the same code reads Linear modules of every family, in all {num_forms} forms of
+  `tests/formats/forms.py`, compared on a Llama ([checkpoint-formats.md](checkpoint-formats.md)). Experts are stored
+  in further ways. For mixtures the column has the forms of `tests/formats/experts.py` and `mixtures.py` that were
+  compared with experts.
 - *calibration*: `freight quantize` measures weights, inputs and cache of every family in a test{uncalibrated}.
-  Every scale changes what is computed, and routers stay in 16 bits (`tests/unit/calibrate/test_every_family.py`). Of a
-  model of text and pictures it is the text model; the tensors of its other parts are copied as they are, and named as
-  left out.
+  Every scale changes what is computed, and routers stay in 16 bits (`tests/unit/calibrate/test_every_family.py`).
+  Of a model of text and pictures the text model is measured. The tensors of its other parts are copied unchanged,
+  and named as left out.
 
 {compared}
 
@@ -165,7 +167,7 @@ Decoders without a row, over the same cache ([add-a-model.md](add-a-model.md#wit
 `tests/e2e/test_fallback.py` compares the greedy tokens of {num_fallback} model types with those of transformers:
 {fallback}.
 
-Others are tried, and the check at load decides.
+Freight tries others too, and the check at load decides.
 """
 
 

@@ -175,7 +175,7 @@ def test_the_table_of_limits_is_the_code_s() -> None:
     defaults = renderer.Renderer.__init__.__kwdefaults__
     assert (
         f"has {defaults['deadline_s']:g} seconds and {defaults['memory'] >> 30} GiB of memory, "
-        f"in a process of its own; up to {defaults['max_waiting']} requests wait"
+        f"in a separate process. Up to {defaults['max_waiting']} requests wait"
     ) in TEXT
     assert f"or after {stream._HEADERS_AFTER:g} seconds without one" in TEXT
     assert f"After {service.KEEP_ALIVE:g} seconds without a token" in TEXT
