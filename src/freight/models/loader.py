@@ -1,10 +1,9 @@
-"""Checkpoint -> Decoder. Every tensor of the checkpoint is taken here, or skipped by name with a
-reason.
+"""Loader: checkpoint -> Decoder. Every tensor is taken, or skipped by name with a reason.
 
-What a model needs follows from ModelConfig alone (`tensor_shapes`), so a config that contradicts
-the tensors is an error that names both, before a weight is read. q, k, v and gate, up are merged
-along the output where that is exact. Mixers are built by `models/mixers.py`. A 16-bit weight that
-becomes FP8 is released before the next one is read, so memory peaks near the FP8 size.
+The tensors that a model needs follow from ModelConfig alone (`tensor_shapes`), so a config that
+contradicts the checkpoint is an error that names both, before a weight is read. q, k, v and gate,
+up are merged along the output where that is exact. Mixers are built by `models/mixers.py`. A 16-bit
+weight that becomes FP8 is released before the next one is read, so memory peaks near the FP8 size.
 """
 
 from __future__ import annotations
@@ -53,9 +52,12 @@ logger = logging.getLogger("freight")
 
 @dataclass(frozen=True)
 class ModelBuilder(Builder):
-    """Builds the layers, and what stands before and behind them."""
+    """A builder of layers, and of what comes before and after them."""
 
     def embedding(self) -> Embedding:
+        """Build the embedding, its rows divided by `divisor` and multiplied by the model's
+        multiplier.
+        """
         weight, multiplier = self.tensor(self.names.embedding), self.config.embedding_multiplier
         if multiplier is not None and self.config.rounds_multiplier:
             multiplier = (
@@ -76,6 +78,7 @@ class ModelBuilder(Builder):
         )
 
     def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
+        """Build layer `index`."""
         layer, names, prefix = self.config.layers[index], self.names, self.names.layer.format(index)
         outputs_only, fed = layer.norms is NormPlacement.OUTPUT, layer.feed_forward is not None
         mixer = build_mixer(layer.mixer, self, prefix, ropes)
@@ -113,8 +116,8 @@ class ModelBuilder(Builder):
     def part_norm(
         self, name: str, post: Tensor | None, outputs_only: bool, there: bool
     ) -> Norm | None:
-        """The norm before a part of a layer that is `there`. With `outputs_only` only its eps is
-        used.
+        """Build the norm before a part of a layer; None if the part is not `there`. With
+        `outputs_only` only its eps is used.
         """
         return self.norm(name, post if outputs_only else None) if there else None
 
@@ -131,7 +134,9 @@ class ModelBuilder(Builder):
         )
 
     def per_layer_embeddings(self, only: int | None = None) -> PerLayerEmbeddings | None:
-        """The per-layer embeddings of all layers, or of layer `only`."""
+        """Build the per-layer embeddings of all layers, or of layer `only`; None if the model has
+        none.
+        """
         c, names = self.config, self.names
         if c.per_layer_vocab_size is None:
             return None
@@ -144,8 +149,8 @@ class ModelBuilder(Builder):
             assert weight.scale is None, "calibration reads weights that are not quantized"
             columns = slice(only * size, (only + 1) * size)
             table, weight = table[:, columns], Weight(weight.data[columns].contiguous())
-        # Gemma 4 divides what the norm takes by the root of hidden_size, which a larger eps does as
-        # well
+        # Gemma 4 divides the norm's input by the root of hidden_size; a larger eps has the same
+        # effect
         norm = RMSNorm(
             self.norm_weight(names.per_layer_norm), c.norm_eps * c.hidden_size, self.kernels
         )
@@ -163,7 +168,9 @@ class ModelBuilder(Builder):
         return self.mixture(mlp, prefix)
 
     def beside(self, mlp: FeedForward, prefix: str) -> ExpertsBeside | None:
-        """The experts beside a feed-forward (`MoEConfig.beside`), if the layer has such."""
+        """Build the experts in parallel with a feed-forward (`MoEConfig.beside`); None if the layer
+        has none.
+        """
         if not isinstance(mlp, MoEConfig) or not mlp.beside:
             return None
         names, c = self.names, self.config
@@ -206,7 +213,9 @@ class ModelBuilder(Builder):
         )
 
     def latent(self, mlp: MoEConfig, prefix: str, device: torch.device) -> Latent | None:
-        """What surrounds experts in a smaller space (`MoEConfig.latent_size`)."""
+        """Build the projections around experts in a smaller space (`MoEConfig.latent_size`); None
+        if there are none.
+        """
         if mlp.latent_size is None:
             return None
         into, out = (
@@ -224,8 +233,11 @@ class ModelBuilder(Builder):
         )
 
     def experts(self, mlp: MoEConfig, prefix: str, *parts: str) -> PackedExperts:
-        """The projections `parts` of each expert, merged. A static input scale is the largest of
-        all experts', as the rows are quantized once for all of them."""
+        """Build the projections `parts` of each expert, merged.
+
+        A static input scale is the largest of all experts', because rows are quantized once for all
+        experts.
+        """
         if self.names.interleaved:
             return self.interleaved(
                 prefix + self.names.expert + parts[0], pairs=parts == self.names.expert_gate_up
@@ -244,8 +256,8 @@ class ModelBuilder(Builder):
         return self.kernels.pack_experts(weights, torch.stack(biases) if biases else None)
 
     def interleaved(self, name: str, pairs: bool) -> PackedExperts:
-        """The experts of one tensor (`TensorNames.interleaved`); `pairs`: rows of gate and up in
-        turn.
+        """Build the experts of one tensor (`TensorNames.interleaved`). `pairs`: rows of gate and up
+        alternate.
         """
         shape = self.shapes[name]
         weights = Read(shape[0], lambda: iter(self.source.experts(name, shape, pairs)))
@@ -263,7 +275,7 @@ def model_builder(config: ModelConfig, source: WeightSource, kernels: KernelSet)
 def build_decoder(
     config: ModelConfig, source: WeightSource, kernels: KernelSet, max_len: int, device: str
 ) -> Decoder:
-    """The model that `config` describes, from the tensors of `source`, for positions below
+    """Build the model that `config` describes from the tensors of `source`, for positions below
     `max_len`.
     """
     builder = model_builder(config, source, kernels)
