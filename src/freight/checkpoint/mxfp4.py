@@ -1,11 +1,10 @@
-"""Experts in MXFP4: where their tensors are, in what they can be computed exactly, and the Weight
-of each.
+"""Experts in MXFP4: their tensors, the formats that hold them exactly, and the Weight of each.
 
-A matrix of all experts, `X` [experts, inputs, outputs] in 16 bits, is stored as `X_blocks`
+A tensor of all experts, `X` [experts, inputs, outputs] in 16 bits, is stored as `X_blocks`
 [experts, outputs, inputs / 32, 16], two codes a byte, and `X_scales` [experts, outputs, inputs /
-32], both uint8. Its experts stay so where the kernels compute with them (`KernelSet.packs_mxfp4`,
-`mxfp4.normal`). Elsewhere they become E4M3 with a power of two per row where every row allows it
-exactly, and 16 bits otherwise: they are computed together, so they have one format.
+32], both uint8 (OCP MX 1.0). The experts stay in MXFP4 where the kernels compute with it
+(`KernelSet.packs_mxfp4`, `mxfp4.normal`). Elsewhere they become E4M3 with a power of two per row if
+that is exact for every row, else 16 bits: they are computed together, so they have one format.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """One tensor `name` of all experts, its scales checked. `exact_rows` of its `rows` are exactly
-    E4M3. `normal`: whether kernels may take it as it is."""
+    """The tensor `name` of all experts, its scales checked. `exact_rows` of its `rows` are exactly
+    E4M3. `normal`: kernels may take it in MXFP4.
+    """
 
     name: str
     shape: tuple[int, int, int]  # experts, inputs, outputs
@@ -43,7 +43,7 @@ class StoredExperts:
 
     @property
     def tensors(self) -> dict[str, Shape]:
-        """The names and shapes of what is stored."""
+        """Names and shapes of the stored tensors."""
         experts, inputs, outputs = self.shape
         groups = inputs // mxfp4.GROUP
         return {
@@ -52,11 +52,11 @@ class StoredExperts:
         }
 
     def stored(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """Blocks and scales by their names, mapped from their file."""
+        """Map blocks and scales from their file, by their names."""
         return {name: checkpoint.take_bytes(name, shape) for name, shape in self.tensors.items()}
 
     def take(self, checkpoint: Checkpoint) -> tuple[Tensor, Tensor]:
-        """Blocks and scales, mapped from their file."""
+        """Map blocks and scales from their file."""
         blocks, scales = self.stored(checkpoint).values()
         return blocks, scales
 
@@ -69,11 +69,11 @@ class StoredExperts:
         order: Tensor,
         keeps: bool,
     ) -> Iterator[Weight]:
-        """The matrix [outputs, inputs] of each expert: as it is if the kernels take it so (`keeps`)
-        and it is `normal`; else in `format`, an E4M3 variant, if all rows can be; else in
-        `compute`.
+        """Yield the matrix [outputs, inputs] of each expert: in MXFP4 if the kernels take it
+        (`keeps`) and it is `normal`; else in `format`, an E4M3 variant, if that is exact for all
+        rows; else in `compute`.
 
-        order: int64 [outputs], which stored output is each of them.
+        order: int64 [outputs], the stored output for each of the matrix.
 
         Raises CheckpointError for float16 that does not have the values.
         """
@@ -99,11 +99,12 @@ class StoredExperts:
 def find_experts(
     checkpoint: Checkpoint, scheme: Scheme, shapes: Mapping[str, Shape]
 ) -> dict[str, StoredExperts]:
-    """The tensors of experts that are stored in MXFP4, by the names in `shapes`, which are all
+    """Find the tensors of experts that are stored in MXFP4, by the names in `shapes`, which are all
     tensors of the model.
 
-    Raises CheckpointError for what is stored so and not declared, or declared and stored in 16
-    bits, for other modules than experts, and for scales of NaN and values that are not finite.
+    Raises CheckpointError for experts that are stored so and not declared, or declared and stored
+    in 16 bits, for other modules than experts, and for scales that are NaN or give values that are
+    not finite.
     """
     experts = {
         name: shape
@@ -160,7 +161,9 @@ def _stored(checkpoint: Checkpoint, experts: StoredExperts) -> StoredExperts:
 
 
 def describe(experts: Mapping[str, StoredExperts], compute: Format, keeps: bool) -> str:
-    """The line at start: what they are computed in. keeps: whether the kernels take MXFP4 as it is."""
+    """Return the start-up line: the formats that experts are computed in. keeps: the kernels take
+    MXFP4.
+    """
     packed = sum(one.normal for one in experts.values()) if keeps else 0
     if packed:
         line = f"experts in MXFP4: {packed} of {len(experts)} tensors are computed with as they are"
