@@ -98,14 +98,14 @@ def run_case(folder: Path, token_ids: Sequence[int], options: dict[str, Any]) ->
     repeated = [
         one.outputs[0] for one in llm.generate(prompts, plain)
     ]  # prefix hits, and steps that are recorded
-    said = [
+    outputs = [
         (list(one.token_ids), repr(one.logprobs), one.cumulative_logprob)
         for one in (*answers, *repeated)
     ]
     nans = bool(torch.isnan(logits).any())
     return {
         "logits": digest(logits.contiguous().numpy().tobytes()) + (" with NaN" if nans else ""),
-        "generated": digest(repr(said).encode()),
+        "generated": digest(repr(outputs).encode()),
     }
 
 

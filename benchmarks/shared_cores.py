@@ -1,8 +1,9 @@
 """How fast engines decode alone and beside each other on the same cores, by how OpenMP's threads
 wait.
 
-    python benchmarks/shared_cores.py --setting GOMP_SPINCOUNT=10000 --setting '' --rounds 24
-    python benchmarks/shared_cores.py --setting '' --setting OMP_NUM_THREADS=1 --random-weights llama-1b --seconds 1
+    python benchmarks/shared_cores.py --setting GOMP_SPINCOUNT=10000 --setting '' --rounds 24 python
+    benchmarks/shared_cores.py --setting '' --setting OMP_NUM_THREADS=1 --random-weights llama-1b
+    --seconds 1
 
 A setting is a list of variables with commas between them; '' is what Freight sets by itself. The
 others are compared with the first one. For each setting `--processes` engines stay loaded, each in
@@ -49,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Work:
-    """What an engine's process is told at its start."""
+    """What an engine's process is task at its start."""
 
     model: str
     random_weights: str | None
@@ -58,7 +59,7 @@ class Work:
     context: int
 
 
-def work(told: Work) -> None:
+def work(task: Work) -> None:
     """In an engine's own process. Of two lines the first asks for prompts, the second has when to
     begin and to end.
     """
@@ -69,25 +70,25 @@ def work(told: Work) -> None:
     from freight.models.open import open_model, open_random
 
     args = EngineArgs(
-        model=told.model,
-        max_num_seqs=told.batch,
-        max_model_len=told.context,
-        threads=told.threads,
+        model=task.model,
+        max_num_seqs=task.batch,
+        max_model_len=task.context,
+        threads=task.threads,
         skip_tokenizer_init=True,
     )
     engine, _ = start_engine(
-        open_random(args, told.random_weights) if told.random_weights else open_model(args)
+        open_random(args, task.random_weights) if task.random_weights else open_model(args)
     )
     numbers, vocabulary = random.Random(0), engine.runner.model.config.vocab_size
-    params, ids = greedy(told.context - PROMPT), [str(index) for index in range(told.batch)]
-    with choose_threads(told.threads, usable_cores()):
+    params, ids = greedy(task.context - PROMPT), [str(index) for index in range(task.batch)]
+    with choose_threads(task.threads, usable_cores()):
         print("ready", flush=True)
         while sys.stdin.readline():
             for request_id in ids:
                 engine.release(request_id)
                 prompt = random_prompt(PROMPT, vocabulary, numbers)
                 engine.add(request_id, engine.intake.accept(prompt, params), params)
-            while len(engine.step()) < told.batch:
+            while len(engine.step()) < task.batch:
                 pass
             print("prompted", flush=True)
             begin, end = json.loads(sys.stdin.readline())
@@ -103,11 +104,11 @@ def work(told: Work) -> None:
 class Engine(LineProcess):
     """One engine's process."""
 
-    def __init__(self, setting: str, told: Work) -> None:
+    def __init__(self, setting: str, task: Work) -> None:
         variables = dict(one.split("=", 1) for one in setting.split(",") if one)
         known = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
         env = {name: value for name, value in os.environ.items() if name not in known} | variables
-        command = [sys.executable, __file__, "--worker", json.dumps(vars(told))]
+        command = [sys.executable, __file__, "--worker", json.dumps(vars(task))]
         super().__init__(f"an engine with {setting or 'no setting'}", command, env)
 
 
@@ -145,13 +146,13 @@ def decode(engines: list[Engine], seconds: float) -> Turn:
         engine.tell("prompts")
         if engine.answer() != "prompted":
             raise SystemExit("an engine has ended: see the lines above")
-    worked, told = busy(), time.monotonic()
-    begin = told + LEAD
+    worked, sent = busy(), time.monotonic()
+    begin = sent + LEAD
     for engine in engines:
         engine.tell([begin, begin + seconds])
     found = [json.loads(engine.answer()) for engine in engines]
     steps, own = sum(one[0] for one in found), sum(one[2] for one in found)
-    return Turn(sum(one[0] / one[1] for one in found), own / steps * 1e3, others(told, worked, own))
+    return Turn(sum(one[0] / one[1] for one in found), own / steps * 1e3, others(sent, worked, own))
 
 
 def end(running: dict[str, list[Engine]]) -> None:
@@ -162,7 +163,7 @@ def end(running: dict[str, list[Engine]]) -> None:
 
 def measure(args: argparse.Namespace) -> dict[tuple[str, str], list[Turn]]:
     """Turns by setting and 'alone' or 'together'."""
-    told = Work(args.model, args.random_weights, args.threads, args.batch, args.context)
+    task = Work(args.model, args.random_weights, args.threads, args.batch, args.context)
     found: dict[tuple[str, str], list[Turn]] = {
         (one, how): [] for one in args.setting for how in ("alone", "together")
     }
@@ -172,7 +173,7 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str], list[Turn]]:
         if number % args.restart == 0:
             end(running)
             running = {
-                one: [Engine(one, told) for _ in range(args.processes)] for one in args.setting
+                one: [Engine(one, task) for _ in range(args.processes)] for one in args.setting
             }
             for engines in running.values():
                 decode(engines, args.seconds)  # warms up

@@ -200,11 +200,10 @@ class SamplingParams:
     cache_salt           requests share cached prefixes only with requests of the same salt
     timeout_s            seconds after which the request ends with the tokens it has by then and
                          finish_reason "timeout", counted from when it is added; None: no limit
-    structured_outputs   the form that the complete text must have: a StructuredOutputs, or a
-    mapping
-                         of its fields. Tokens that do not fit are not drawn, and the completion
-                         ends with "stop" when nothing can follow, also under ignore_eos and before
-                         min_tokens
+    structured_outputs   the form that the complete text must have: a StructuredOutputs, or its
+                         fields as a mapping. Tokens that do not fit are not drawn, and the
+                         completion ends with "stop" when nothing can follow, also under ignore_eos
+                         and before min_tokens
 
     `SamplingLimits` has the largest values and the most entries of each field. `stop`,
     `stop_token_ids`, `bad_words` and `logit_bias` also take None for none; lists are stored as
