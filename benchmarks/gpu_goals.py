@@ -76,7 +76,7 @@ def binds(row: Row, results: Results) -> str:
         return f"Matrix units bind: {row['tflops']:.0f} TFLOP/s are {of_peak:.2f} of the fastest product measured."
     return (
         f"Issue or latency inside the kernel binds: bandwidth {share:.2f} of a copy's, products {of_peak:.2f} of the "
-        f"fastest, launches {waiting:.2f} of the time; counters would tell which."
+        f"fastest, launches {waiting:.2f} of the time; counters would show which."
     )
 
 

@@ -46,10 +46,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=None)
     tokens = parser.parse_args().tokens
     text = Path(resolve_model("demo"), "heldout.txt").read_text(encoding="utf-8")
-    args, caches = (
-        EngineArgs(model="demo", kernels="reference"),
-        [("fp8_e4m3", "dynamic"), ("fp8_e5m2", "dynamic")],
-    )
+    args = EngineArgs(model="demo", kernels="reference")
+    caches = [("fp8_e4m3", "dynamic"), ("fp8_e5m2", "dynamic")]
     # The pool allocates the scales of all four in this dtype
     float32 = SimpleNamespace(**vars(torch) | {"bfloat16": torch.float32})
     print(

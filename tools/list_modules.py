@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "modules.md"
 OTHERS = {  # folders that are no packages
     "csrc": "The CPU kernels in C++17, one source for every instruction set.",
     "benchmarks": "Scripts that print the figures of benchmarks.md.",
-    "benchmarks/peers": "Drivers that measure other engines beside Freight.",
+    "benchmarks/peers": "Drivers that measure other engines in the same way as Freight.",
     "tools": "Scripts that write documents and models, and what `make` runs.",
 }
 HEAD = """# Modules

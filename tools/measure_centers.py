@@ -71,11 +71,8 @@ def write_raised(source: Path, out: Path, turning: bool = False) -> None:
     changes.
     """
     config, tensors = json.loads((source / "config.json").read_text()), read_tensors(source)
-    heads, dim, last = (
-        config["num_key_value_heads"],
-        config["head_dim"],
-        config["num_hidden_layers"] - 1,
-    )
+    heads, dim = config["num_key_value_heads"], config["head_dim"]
+    last = config["num_hidden_layers"] - 1
     pairs = pairs_of(config, turning)
     channels = torch.cat([pairs, pairs + dim // 2])
     for index in range(last + 1):

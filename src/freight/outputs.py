@@ -59,9 +59,10 @@ class Scores:
         """Yield the entries of each token, without repetition."""
         width, leading = self.width, tuple(range(1, self.width))
         for begin, rank in zip(range(0, len(self.ids), width), self.ranks, strict=True):
-            end, ranks = (
-                (begin + width - 1, leading) if rank < width else (begin + width, (*leading, rank))
-            )
+            if rank < width:  # the token itself is among the most likely
+                end, ranks = begin + width - 1, leading
+            else:
+                end, ranks = begin + width, (*leading, rank)
             yield tuple(zip(self.ids[begin:end], self.logprobs[begin:end], ranks, strict=True))
 
     def part(self, begin: int, end: int) -> Scores:

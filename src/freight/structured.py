@@ -180,7 +180,7 @@ def _checked_parts(value: object) -> tuple[tuple[str, StructuredOutputs], ...]:
         part = StructuredOutputs.of(given)
         if part.parts is not None:
             raise RequestError(
-                f"structured_outputs.parts.{name} has parts of its own; put them beside it"
+                f"structured_outputs.parts.{name} has parts of its own; move them to structured_outputs.parts"
             )
         size += len(part.key()[1].encode())
         made.append((name, part))

@@ -151,10 +151,8 @@ class Adapter:
         """Return the shape of the addition, [outputs, inputs]; None if nothing is added."""
         if not change.parts:
             return None
-        inputs, outputs = (
-            self._entries[change.parts["a"]].shape[1],
-            self._entries[change.parts["b"]].shape[0],
-        )
+        inputs = self._entries[change.parts["a"]].shape[1]
+        outputs = self._entries[change.parts["b"]].shape[0]
         return (inputs, outputs) if change.is_embedding else (outputs, inputs)
 
     def _changes(self, config: JsonObject) -> dict[str, Change]:
@@ -191,7 +189,7 @@ class Adapter:
         magnitude = parts.pop("magnitude", None)
         if parts.keys() != {"a", "b"} or (magnitude is None) is bool(config.get("use_dora")):
             raise CheckpointError(
-                f"{self._file}: of what is added to {tensor} it has {', '.join(change.parts)} alone"
+                f"{self._file}: it has only {', '.join(change.parts)} of the parts of {tensor}'s change"
             )
         if magnitude is not None and change.is_embedding:
             raise ConfigError(

@@ -147,11 +147,8 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         )
     scales: list[LayerScales | None] = []
     for index, layer in enumerate(layers):
-        where, mixer, own = (
-            f"{path}: layer {index}",
-            model.paged.get(index),
-            mixed[index] if mixed else granularity,
-        )
+        where, mixer = f"{path}: layer {index}", model.paged.get(index)
+        own = mixed[index] if mixed else granularity
         if own is None or own is Granularity.TOKEN or mixer is None:
             if layer:
                 raise CheckpointError(

@@ -90,7 +90,7 @@ def read_kv_scales(
     )
     if affine:
         raise checkpoint.fault(
-            f"{affine[0]}: an affine KV cache (a bias beside each scale) is not implemented; export "
+            f"{affine[0]}: an affine KV cache (with a bias for each scale) is not implemented; export "
             "the model with a symmetric FP8 cache"
         )
     found: list[dict[str, tuple[str, tuple[float, ...]]]] = [{} for _ in range(model.num_layers)]
@@ -172,10 +172,8 @@ def _latent_layer(
     """Build the scales of a latent layer: values are channels of keys, so K's scale is used for
     both, and V's is ignored.
     """
-    k, names = (
-        (sides.get("k") or sides["v"])[1],
-        tuple(dict.fromkeys(name for name, _ in sides.values())),
-    )
+    k = (sides.get("k") or sides["v"])[1]
+    names = tuple(dict.fromkeys(name for name, _ in sides.values()))
     granularity = next(
         (one for one in _ORDER if one.num_scales(1, mixer.k_dim) == len(k)), _ORDER[-1]
     )
@@ -236,11 +234,11 @@ def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
     _check_ranks(path, ranks, model)
     expected = [str(layer) for layer in model.paged]
     by_rank = [_rank_layers(path, ranks, rank, expected) for rank in map(str, range(len(ranks)))]
-    differing = [
-        f"layer {layer} ({', '.join(f'rank {rank}: {_short(own.k)}' for rank, own in enumerate(of_layer))})"
-        for layer, of_layer in zip(model.paged, zip(*by_rank, strict=True), strict=True)
-        if len({own.k for own in of_layer}) > 1
-    ]
+    differing = []
+    for layer, of_layer in zip(model.paged, zip(*by_rank, strict=True), strict=True):
+        if len({scales.k for scales in of_layer}) > 1:
+            factors = [f"rank {rank}: {_short(scales.k)}" for rank, scales in enumerate(of_layer)]
+            differing.append(f"layer {layer} ({', '.join(factors)})")
     if differing:
         more = f" and {len(differing) - 3} more layers" if len(differing) > 3 else ""
         raise CheckpointError(

@@ -95,10 +95,8 @@ def find_linears(
         )
         if weight is None:
             continue  # `Checkpoint.check` reports missing tensors
-        stored, declared = (
-            checkpoint.format_of(weight),
-            scheme.linear(checkpoint.declared_module(weight)),
-        )
+        stored = checkpoint.format_of(weight)
+        declared = scheme.linear(checkpoint.declared_module(weight))
         if stored.is_fp8:
             found[name] = _stored_linear(
                 checkpoint,

@@ -117,14 +117,12 @@ def find_experts(
             and name.rpartition("_")[0] not in experts
             and scheme.method == "mxfp4"
         ):
-            raise checkpoint.fault(f"{name} is not of an expert; MXFP4 is read for experts alone")
+            raise checkpoint.fault(f"{name} belongs to no expert; MXFP4 is read for experts only")
     found = {}
     for name, (count, inputs, outputs) in experts.items():
         declared = scheme.linear(name)
-        stored, wanted = (
-            name + _BLOCKS in checkpoint.names,
-            declared is not None and declared.bits == 4,
-        )
+        stored = name + _BLOCKS in checkpoint.names
+        wanted = declared is not None and declared.bits == 4
         if stored and not wanted:
             raise checkpoint.fault(
                 f"{name}{_BLOCKS} is there, but config.json does not declare that module to be in "
@@ -166,7 +164,7 @@ def describe(experts: Mapping[str, StoredExperts], compute: Format, keeps: bool)
     """
     packed = sum(one.normal for one in experts.values()) if keeps else 0
     if packed:
-        line = f"experts in MXFP4: {packed} of {len(experts)} tensors are computed with as they are"
+        line = f"experts in MXFP4: {packed} of {len(experts)} tensors are computed in MXFP4"
         rest = {name: one for name, one in experts.items() if not one.normal}
         return line + (
             f"; scales beyond 3 to 252 in the others: {_converted(rest, compute)}" if rest else ""
@@ -175,9 +173,8 @@ def describe(experts: Mapping[str, StoredExperts], compute: Format, keeps: bool)
 
 
 def _converted(experts: Mapping[str, StoredExperts], compute: Format) -> str:
-    rows, exact = (
-        sum(getattr(one, what) for one in experts.values()) for what in ("rows", "exact_rows")
-    )
+    rows = sum(one.rows for one in experts.values())
+    exact = sum(one.exact_rows for one in experts.values())
     line = f"{exact:,} of {rows:,} rows exactly in E4M3"
     wide = sum(one.exact_rows < one.rows for one in experts.values())
     return line + (

@@ -97,7 +97,7 @@ def remove_abandoned(out: Path) -> None:
                     f"{folder / REPLACED}. Move what you need, then remove {out}; or name another output"
                 )
             shutil.rmtree(folder, ignore_errors=True)
-            logger.warning("removed %s, which a run that was killed left behind", folder)
+            logger.warning("removed %s, which a killed run left", folder)
 
 
 @contextmanager

@@ -163,7 +163,7 @@ def _rank_files(path: Path) -> dict[int, Path]:
         match = _RANK_FILE.search(file.name)
         if match is None:
             raise CheckpointError(
-                f"{path}: {file.name} names no rank, as rank0.safetensors does; remove it"
+                f"{path}: {file.name} has no rank in its name, unlike rank0.safetensors; remove it"
             )
         if int(match[1]) in files:
             raise CheckpointError(
@@ -220,11 +220,8 @@ def _from_ammo(file: Path, content: JsonObject) -> _Declared:
 
 
 def _from_tensorrt_llm(file: Path, content: JsonObject) -> _Declared:
-    quantization, mapping, producer = ({}, content["mapping"], {})
-    if isinstance(content.get("quantization"), dict):
-        quantization = content["quantization"]
-    if isinstance(content.get("producer"), dict):
-        producer = content["producer"]
+    mapping = content["mapping"]
+    quantization, producer = _part(content, "quantization"), _part(content, "producer")
     heads = content.get("num_key_value_heads") or content.get("num_attention_heads")
     return _Declared(
         config_file=file,
@@ -243,6 +240,12 @@ def _from_tensorrt_llm(file: Path, content: JsonObject) -> _Declared:
         weights=str(quantization.get("quant_algo") or "none").lower(),
         kv_cache=quantization.get("kv_cache_quant_algo"),
     )
+
+
+def _part(content: JsonObject, key: str) -> JsonObject:
+    """Return the object under `key`; empty if there is none."""
+    part = content.get(key)
+    return part if isinstance(part, dict) else {}
 
 
 def _text(file: Path, key: str, value: object) -> str:

@@ -98,7 +98,7 @@ def require_new(out: Path, overwrite: bool | None = None) -> None:
 def _foreign(out: Path) -> str | None:
     """Say what shows that Freight did not write all of `out`; None if it did."""
     if not out.is_dir():
-        return "is no folder"
+        return "is not a folder"
     for path in sorted(out.iterdir()):
         if fnmatch.fnmatchcase(path.name, PATTERN):
             continue

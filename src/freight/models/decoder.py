@@ -37,7 +37,7 @@ class MLP:
 
     @property
     def consumer(self) -> PackedWeight | None:
-        """As `Linear.consumer`."""
+        """The packed weight that reads the input, as in `Linear.consumer`."""
         return self.gate_up.consumer
 
     def __call__(self, x: Rows) -> Tensor:
@@ -56,7 +56,7 @@ class Mixer(Protocol):
 
     @property
     def consumer(self) -> PackedWeight | None:
-        """As `Linear.consumer`."""
+        """The packed weight that reads the input, as in `Linear.consumer`."""
         ...
 
     def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache, /) -> Tensor:
@@ -202,15 +202,15 @@ class LanguageModel(Protocol):
     def rotaries(self) -> tuple[Rotary | None, ...]: ...
 
     def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
-        """As `Decoder.hidden`."""
+        """Run one step and return its final states, as `Decoder.hidden` does."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `Decoder.logits`."""
+        """Return the logits of final states, as `Decoder.logits` does."""
         ...
 
     def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
-        """As `Decoder.forward`."""
+        """Run one step and return its logits, as `Decoder.forward` does."""
         ...
 
 

@@ -149,11 +149,11 @@ class TransformersModel:
         return head
 
     def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
-        """As `Decoder.forward`."""
+        """Run one step and return its logits, as `Decoder.forward` does."""
         return self.logits(self.hidden(batch, kv_cache))
 
     def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
-        """As `Decoder.hidden`."""
+        """Run one step and return its final states, as `Decoder.hidden` does."""
         step = _Step(self, batch, kv_cache)
         states = run_body(body_of(self.causal)[1], batch.token_ids, batch.positions, step)
         if step.calls != self.config.num_layers:
@@ -163,7 +163,7 @@ class TransformersModel:
         return states[batch.logit_rows] if len(batch.logit_rows) < len(states) else states
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `Decoder.logits`."""
+        """Return the logits of final states, as `Decoder.logits` does."""
         logits: Tensor = cast(Any, self._head)(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0].float()
 
@@ -246,6 +246,7 @@ def load_foreign(
 
 
 def _replace(causal: PreTrainedModel, name: str, weight: Weight, kernels: KernelSet) -> None:
+    """Put a Freight Linear in the place of the torch one called `name`."""
     path = name.removesuffix(".weight")
     bias = cast(nn.Linear, causal.get_submodule(path)).bias
     linear = Linear(kernels.pack(weight), bias, kernels, weight.input_limit)
@@ -253,6 +254,7 @@ def _replace(causal: PreTrainedModel, name: str, weight: Weight, kernels: Kernel
 
 
 def _refuse_other_fp8(checkpoint: Checkpoint, known: frozenset[str]) -> None:
+    """Raise CheckpointError for an FP8 tensor that is not the weight of a Linear in `known`."""
     for name in sorted(checkpoint.names - known):
         if checkpoint.entry(name).dtype.startswith("F8_E") and not checkpoint.entry(
             name
@@ -264,6 +266,9 @@ def _refuse_other_fp8(checkpoint: Checkpoint, known: frozenset[str]) -> None:
 
 
 def _load_modules(checkpoint: Checkpoint, compute_format: Format, device: str) -> PreTrainedModel:
+    """Load transformers' modules. Raises CheckpointError for what it cannot load, and for tensors
+    that do not fit.
+    """
     hf = hf_config(checkpoint.config)
     cls = causal_class(hf)
     try:

@@ -17,7 +17,7 @@ from freight.errors import CheckpointError, choices
 OTHER_ATTENTION = "its attention does not go through transformers' AttentionInterface"
 # Key of config.json -> what it asks for that Freight's cache or attention does not have
 _REFUSED_KEYS: Mapping[str, str] = {
-    "is_encoder_decoder": "an encoder beside the decoder",
+    "is_encoder_decoder": "an encoder as well as a decoder",
     "add_cross_attention": "cross attention",
     "vision_config": "inputs other than text",
     "vq_config": "inputs other than text",
@@ -41,9 +41,8 @@ def refused(model_type: object, why: str) -> CheckpointError:
 def refuse_recurrent(config: JsonObject) -> None:
     """Raise CheckpointError for a config.json that declares recurrent layers or convolutions."""
     kinds = config.get("layer_types") or config.get("layers_block_type")
-    kinds = (
-        kinds if isinstance(kinds, list) else []
-    )  # transformers' class says what is wrong with another value
+    # transformers' class reports what is wrong with a value of another type
+    kinds = kinds if isinstance(kinds, list) else []
     kind = next(
         (kind for kind in map(str, kinds) if "attention" not in kind or "linear" in kind), None
     )
@@ -76,14 +75,12 @@ def why_not_built(
 
     `attention`: the name of the attention function that the model was built with.
     """
-    if isinstance(error, KeyError) and error.args == (
-        attention,
-    ):  # a table of attention classes in its file
+    # The model's file has a table of attention classes, without this name
+    if isinstance(error, KeyError) and error.args == (attention,):
         return OTHER_ATTENTION
     values = hf.get_text_config().to_dict()
-    for frame in traceback.extract_tb(error.__traceback__)[
-        :-4:-1
-    ]:  # torch may stand behind transformers' line
+    # The last frames: torch may have been called by transformers' line
+    for frame in traceback.extract_tb(error.__traceback__)[:-4:-1]:
         missing = [
             name for name in re.findall(r"\w+", frame.line or "") if values.get(name, 0) is None
         ]
@@ -111,5 +108,5 @@ def why_not_run(model: PreTrainedModel, error: Exception) -> str:
 
 def _raised(error: Exception) -> str:
     if isinstance(error, KeyError):
-        return f"it looks for {error} and does not find it"
+        return f"it looks up {error}, which is missing"
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -88,7 +88,7 @@ class ModelBuilder(Builder):
         )
         scalar = self.tensor(prefix + names.scalar) if layer.scalar else None
         assert scalar is None or (mlp_post is not None and self.config.wide_norms), (
-            "the norm of what is added takes the scalar in"
+            "the weight of the post norm absorbs the scalar"
         )
         own = (
             None
@@ -188,10 +188,8 @@ class ModelBuilder(Builder):
     def mixture(self, mlp: MoEConfig, prefix: str) -> MoE:
         names = self.names
         router, biased = prefix + names.router, prefix + names.choice_bias
-        matrix, choice = (
-            self.exact(f"{router}.weight"),
-            self.exact(biased).flatten() if mlp.choice_bias else None,
-        )
+        matrix = self.exact(f"{router}.weight")
+        choice = self.exact(biased).flatten() if mlp.choice_bias else None
         if names.for_pictures:
             assert choice is not None
             matrix, choice = matrix.t().contiguous(), choice[: mlp.num_experts].clone()

@@ -207,10 +207,8 @@ class OpenModel:
         kernels = self.kernels(config)
         if kernels.note:
             logger.warning("%s", kernels.note)
-        formats, model = (
-            (config.compute_format, config.weight_format),
-            self.model.for_context(config.max_model_len),
-        )
+        formats = config.compute_format, config.weight_format
+        model = self.model.for_context(config.max_model_len)
         self._log_dtype(config.compute_format)
         logger.info("%s", describe_weights(*formats, self.scheme, self.model))
         if self.model.foreign is not None:
@@ -246,8 +244,8 @@ class OpenModel:
             self.checkpoint, self.model, kernels, *formats, length, config.device, self.scheme
         )
         logger.info(
-            "model: %s of transformers over Freight's cache, checked against its own attention. Not promised: the same "
-            "bits for a row whatever is computed beside it (chunks, batches, prefix hits)",
+            "model: %s of transformers over Freight's cache, checked against its own attention. Not guaranteed: the "
+            "same bits for a row in other chunks or batches, or after a prefix hit",
             self.model.architecture,
         )
         return loaded

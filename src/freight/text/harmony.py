@@ -72,15 +72,13 @@ def _one_call_each(
     for one in results:
         owner = one.get("tool_call_id")
         if owner in known:
-            of_call[
-                next(index for index, call in enumerate(calls) if call.get("id") == owner)
-            ].append(one)
+            answered = next(index for index, call in enumerate(calls) if call.get("id") == owner)
+            of_call[answered].append(one)
         else:
             unnamed.append(one)
-    for one in unnamed:  # the first call that has no result yet
-        of_call[
-            next((index for index, found in enumerate(of_call) if not found), len(calls) - 1)
-        ].append(one)
+    for one in unnamed:  # goes to the first call that has no result yet
+        answered = next((index for index, found in enumerate(of_call) if not found), len(calls) - 1)
+        of_call[answered].append(one)
     without_calls = {name: value for name, value in message.items() if name != "tool_calls"}
     written: list[dict[str, Any]] = []
     for index, (call, found) in enumerate(zip(calls, of_call, strict=True)):

@@ -60,7 +60,7 @@ def read_files(path: Path) -> TokenizerParts:
         missing = _named_tokens(config, _read_json(path / "added_tokens.json"), special_tokens)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"the special tokens in {path / 'tokenizer_config.json'} or beside it cannot be read: {error!r}"
+            f"the special tokens in {path / 'tokenizer_config.json'} or the files next to it cannot be read: {error!r}"
         ) from error
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for token in missing:
