@@ -95,4 +95,5 @@ def reading(given: str, refused: type[FreightError] = ConfigError) -> Iterator[N
 
 
 def too_large(limit: int, name: str) -> OSError:
+    """Return the error for a file of more than `limit` bytes."""
     return OSError(errno.EFBIG, f"It has more than {limit // MIB} MiB, the most that is read", name)

@@ -14,6 +14,7 @@ def text(x: float, y: float, content: object, look: str = "") -> str:
 
 
 def line(x: tuple[float, float], y: tuple[float, float], look: str) -> str:
+    """Write a line from (x[0], y[0]) to (x[1], y[1]); `look` has further attributes."""
     return f'<line x1="{x[0]}" x2="{x[1]}" y1="{y[0]}" y2="{y[1]}" {look}/>'
 
 

@@ -39,6 +39,7 @@ class StoredExperts:
 
     @property
     def rows(self) -> int:
+        """Rows of all experts together."""
         return self.shape[0] * self.shape[2]
 
     @property

@@ -58,7 +58,7 @@ class _Declared:
     config_file   the JSON file
     producer      'ammo' or 'modelopt', with the version if the JSON file has it
     decoder       its name of the architecture
-    num_kv_heads  of all ranks together; None if the JSON file does not say, like `head_dim` and
+    num_kv_heads  of the full model; None if the JSON file does not say, like `head_dim` and
                   `max_position_embeddings`
     weights       its name of the weights' scheme, 'fp8'; 'none' if they are not quantized
     """

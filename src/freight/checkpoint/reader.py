@@ -105,6 +105,7 @@ class Checkpoint:
         return CheckpointError(f"{self.path}: {what}")
 
     def shape_of(self, name: str) -> Shape:
+        """Return the tensor's shape. Raises CheckpointError if there is no such tensor."""
         return self.entry(name).shape
 
     def format_of(self, name: str) -> Format:

@@ -87,8 +87,8 @@ class Builder:
         return self.config.residual_multiplier * self.post_divisor
 
     def norm_weight(self, name: str, offset: bool = True) -> Tensor:
-        """Read the weight of a norm, in float32 where an offset is added: 1 + w would be rounded in
-        16 bits.
+        """Read the weight of a norm and add the offset, in float32 if the model has wide norms: 1 +
+        w would be rounded in 16 bits.
         """
         weight = self.tensor(name)
         return (
@@ -103,8 +103,8 @@ class Builder:
     def norm(self, name: str, weight: Tensor | None = None) -> Norm:
         """Build the norm called `name`, with `weight` in place of the stored one if it is given.
 
-        A layer whose inputs are not normed passes `weight`: only the eps of its norm is used
-        (`Residual.summed`).
+        It is given for a last norm without the offset, and for a layer whose inputs are not normed:
+        there only the eps of the norm is used (`Residual.summed`).
         """
         eps = self.config.norm_eps / self.divisor**2
         if self.config.norm_kind is NormKind.LAYER:

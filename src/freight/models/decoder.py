@@ -94,6 +94,9 @@ class Residual(NamedTuple):
         return self.x if self.delta is None else self.normed(norm)[0]
 
     def rows(self, index: Tensor) -> Residual:
+        """Return the stream of the rows `index`, int64, without `inputs`: for use after the last
+        layer.
+        """
         return self._replace(
             x=self.x[index], delta=None if self.delta is None else self.delta[index], inputs=None
         )
@@ -227,6 +230,7 @@ class Decoder:
 
     @property
     def kernels(self) -> KernelSet:
+        """The kernels of all parts."""
         return self.head.kernels
 
     @property

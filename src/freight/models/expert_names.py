@@ -134,8 +134,8 @@ def separate(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
 def _rename(checkpoint: Checkpoint, prefix: str, moe: MoEConfig, names: TensorNames) -> None:
     """Rename modules that transformers names alike in all families to this family's names.
 
-    llm-compressor restores the name of Mixtral's block, but not those of its projections, so both
-    mixtures of names are accepted.
+    llm-compressor restores the name of Mixtral's block, but not those of its projections, so names
+    that are restored halfway are accepted too.
     """
     common = _common(names)
     halfway = replace(common, expert=names.expert)

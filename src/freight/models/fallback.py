@@ -120,6 +120,7 @@ class FreightLinear(nn.Module):
         self.out_features, self.in_features = weight.data.shape
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., inputs] times the matrix, [..., outputs]."""
         return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 

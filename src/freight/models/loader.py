@@ -124,6 +124,9 @@ class ModelBuilder(Builder):
     def per_layer_embedding(
         self, own: PerLayerEmbeddingConfig, prefix: str, scalar: Tensor | None
     ) -> PerLayerEmbedding:
+        """Build a layer's part of the per-layer embeddings; `scalar`, if any, becomes part of the
+        weight of its norm.
+        """
         names, post = self.names, self.norm_weight(prefix + self.names.per_layer_post)
         return PerLayerEmbedding(
             gate=self.linear(prefix, names.per_layer_gate),
@@ -157,6 +160,9 @@ class ModelBuilder(Builder):
         return PerLayerEmbeddings(table, size**0.5, self.packed(weight, None), norm)
 
     def feed_forward(self, mlp: FeedForward, prefix: str) -> MLP | MoE | None:
+        """Build a layer's feed-forward: None without one, and the dense part alone if experts run
+        in parallel with it.
+        """
         names = self.names
         if mlp is None:
             return None
@@ -186,6 +192,7 @@ class ModelBuilder(Builder):
         )
 
     def mixture(self, mlp: MoEConfig, prefix: str) -> MoE:
+        """Build a mixture of experts: router, experts, shared expert."""
         names = self.names
         router, biased = prefix + names.router, prefix + names.choice_bias
         matrix = self.exact(f"{router}.weight")
@@ -226,6 +233,7 @@ class ModelBuilder(Builder):
         return Latent(into, out, norm)
 
     def dense(self, mlp: DenseConfig, prefix: str, gate_up: tuple[str, ...], down: str) -> MLP:
+        """Build a feed-forward from the modules `gate_up` and `down`."""
         return MLP(
             self.linear(prefix, *gate_up), self.linear(prefix, down), mlp.activation, self.kernels
         )

@@ -189,6 +189,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
+        """True if the model can converse."""
         return bool(self._chat_template)
 
     @property

@@ -29,7 +29,7 @@ def read_fp8(declared: JsonObject) -> Scheme:
     )
     if size is None:
         linear = LinearScheme(WeightScales.TENSOR, kind)
-    else:  # transformers leaves matrices that blocks do not divide in 16 bits: or_plain
+    else:  # or_plain: transformers does not quantize matrices that blocks do not divide
         block = block_size(size, "weight_block_size")
         linear = LinearScheme(WeightScales.BLOCK, kind, block, or_plain=True)
     key = "ignored_layers" if declared.get("ignored_layers") else "modules_to_not_convert"
