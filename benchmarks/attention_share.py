@@ -1,7 +1,6 @@
 """Measure attention's share of a prompt's time, and its speed: by operation, on a CPU.
 
-    python benchmarks/attention_share.py [--shape glm-4.7-flash:8] [--input-len 1024 8192 32768]
-    [--repeats 3]
+    python benchmarks/attention_share.py [--shape glm-4.7-flash:8] [--input-len 1024 8192 32768] [--repeats 3]
 
 Each length is one sequence of random tokens, computed in the engine's steps; then 32 tokens are
 decoded. A prompt's operations are called one by one, and timed as they are called. Attention's

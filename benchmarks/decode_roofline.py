@@ -1,7 +1,6 @@
 """Measure decoding on a CPU as a fraction of memory speed, read before and after each step.
 
-    python benchmarks/decode_roofline.py [--shape llama-1b] [--batch-size 1] [--input-len 128]
-    [--steps 300] [--bf16]
+    python benchmarks/decode_roofline.py [--shape llama-1b] [--batch-size 1] [--input-len 128] [--steps 300] [--bf16]
 
 A step reads the weights once, and each sequence's keys and values. Its fraction is the time that
 reading as many bytes took right before and after the step, divided by the step's time: 1.0 is a

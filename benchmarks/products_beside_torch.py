@@ -1,7 +1,6 @@
 """Compare Freight's matrix products with torch's (oneDNN's) on a CPU, on a model's linear layers.
 
-    python benchmarks/products_beside_torch.py --rows 512 --rows 1 [--shape llama-1b] [--rounds 20]
-    [--threads 2]
+    python benchmarks/products_beside_torch.py --rows 512 --rows 1 [--shape llama-1b] [--rounds 20] [--threads 2]
 
 One call is the products of every layer, each with its own weights, as in a forward pass. In a round
 each kind is timed once, each round begins with another kind, and ratios are taken within a round.

@@ -1,8 +1,7 @@
 """Measure decoding of engines alone and together on the same cores, by settings of OpenMP.
 
-    python benchmarks/shared_cores.py --setting GOMP_SPINCOUNT=10000 --setting '' --rounds 24 python
-    benchmarks/shared_cores.py --setting '' --setting OMP_NUM_THREADS=1 --random-weights llama-1b
-    --seconds 1
+    python benchmarks/shared_cores.py --setting GOMP_SPINCOUNT=10000 --setting '' --rounds 24
+    python benchmarks/shared_cores.py --setting '' --setting OMP_NUM_THREADS=1 --random-weights llama-1b --seconds 1
 
 A setting is a list of variables with commas between them; '' is Freight's own setting. The others
 are compared with the first one. For each setting `--processes` engines stay loaded, each in its own

@@ -1,7 +1,6 @@
 """Measure the cost of each format of states, written every 16 tokens or after every token.
 
-    python benchmarks/state_formats.py MODEL… [--tokens 8192] [--window 256] [--data FILE] [--every
-    16 1] [--json]
+    python benchmarks/state_formats.py MODEL… [--tokens 8192] [--window 256] [--data FILE] [--every 16 1] [--json]
 
 The cost is KL (nats per token) against states in float32, with everything else in float32 too, on
 the reference kernels; the default text is the held-out text that ships with Freight. Each interval

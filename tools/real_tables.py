@@ -1,7 +1,6 @@
 """Make README's tables for any model: cost of FP8, gain of the cache, speed. Run by `make real`.
 
-    python tools/real_tables.py MODEL [--data FILE] [--tokens 8192] [--requests 64] [--repeats 3]
-    [--out real]
+    python tools/real_tables.py MODEL [--data FILE] [--tokens 8192] [--requests 64] [--repeats 3] [--out real]
 
 MODEL is a folder or the name of a model on the Hugging Face hub, which is downloaded. Each table is
 printed after the `freight` command that makes it, and both go into OUT/tables.md, next to

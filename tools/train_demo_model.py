@@ -1,8 +1,7 @@
 """Train the model that ships with Freight: a small Llama that writes Python.
 
     python tools/train_demo_model.py OUT [--tokens 16e6] [--seed 0] [--threads 2] [--family qwen2]
-    python tools/train_demo_model.py OUT --start src/freight/demo --context 2048 --theta 2e4 --rate
-    0.5 --records 0.5
+    python tools/train_demo_model.py OUT --start src/freight/demo --context 2048 --theta 2e4 --rate 0.5 --records 0.5
 
 Data: the source of the running Python's standard library, without its tests and without files that
 are tables rather than code. `HELD_OUT` is never trained on and becomes `heldout.txt`; `CALIBRATION`

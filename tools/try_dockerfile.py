@@ -1,7 +1,7 @@
 """Run the steps of the Dockerfile without Docker, then query the server of its entry point.
 
-    debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv,python-is-python3
-    bookworm BASE sudo python tools/try_dockerfile.py BASE [--bind PATH …]
+    debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv,python-is-python3 bookworm BASE
+    sudo python tools/try_dockerfile.py BASE [--bind PATH …]
 
 Needs root, Linux, and a folder BASE with a Debian and a `python`, which replaces the image after
 FROM. Each stage is a copy of it. RUN, ENV, USER and ENTRYPOINT act in a chroot; COPY takes what

@@ -1,7 +1,6 @@
 """Load tiny checkpoints with KV scales in vLLM on a CPU, and record its use of the scales.
 
-    $ENVS/vllm/bin/python benchmarks/peers/audit_vllm.py tests/fixtures/audit_vllm_cpu.json [--only
-    NAME ...]
+    $ENVS/vllm/bin/python benchmarks/peers/audit_vllm.py tests/fixtures/audit_vllm_cpu.json [--only NAME ...]
 
 Runs in the environment of vLLM; README.md says how that is made. Each checkpoint is a random model
 of two layers, made by transformers, with scales under one declaration and one form of names. It is

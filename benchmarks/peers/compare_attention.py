@@ -1,7 +1,6 @@
 """Compare vLLM's unified Triton attention kernel with Freight's, over the same pages.
 
-    PYTHONPATH=src python benchmarks/peers/compare_attention.py VLLM [--batch-size N] [--context N]
-    [--new N]
+    PYTHONPATH=src python benchmarks/peers/compare_attention.py VLLM [--batch-size N] [--context N] [--new N]
 
 VLLM is the folder `vllm` of an installed package or of its sources. Only two of its files are
 loaded, v1/attention/ops/triton_attention_helpers.py and triton_unified_attention.py; their other

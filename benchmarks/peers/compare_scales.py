@@ -3,8 +3,7 @@
 Needs Freight, llm-compressor 0.14, compressed-tensors 0.19, transformers 5.17 and torch in one
 environment.
 
-    python benchmarks/peers/compare_scales.py [MODEL] [--data FILE] [--num-samples N] [--max-seq-len
-    N]
+    python benchmarks/peers/compare_scales.py [MODEL] [--data FILE] [--num-samples N] [--max-seq-len N]
 
 Quantizes MODEL with both (weights, activations and KV cache per tensor, static). For each kind of
 scale it prints how many differ by how many units in the last place of their stored dtype; then the

@@ -1,7 +1,6 @@
 """Make tiny models of many families with llm-compressor's `oneshot`, and the logits of its model.
 
-    python benchmarks/peers/make_quantized_families.py tests/fixtures/llmcompressor_families [NAME
-    ...]
+    python benchmarks/peers/make_quantized_families.py tests/fixtures/llmcompressor_families [NAME ...]
 
 Needs llmcompressor 0.14, compressed-tensors 0.19, transformers 5.17 and torchvision; run it at the
 root of the repository. Each folder gets config.json and model.safetensors as `save_pretrained`

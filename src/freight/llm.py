@@ -35,8 +35,8 @@ Accepted = tuple[AcceptedPrompt, SamplingParams]
 class LLM:
     """A model ready to generate.
 
-        llm = LLM(model="demo", kv_cache_dtype="fp8") llm.generate(["def main("],
-        SamplingParams(max_tokens=64, temperature=0.0))[0].outputs[0].text
+        llm = LLM(model="demo", kv_cache_dtype="fp8")
+        llm.generate(["def main("], SamplingParams(max_tokens=64, temperature=0.0))[0].outputs[0].text
 
     `model` is a folder, a hub id, or 'demo', the model that ships with the package. The other
     options are the fields of `EngineArgs`. Raises ConfigError for a setting that cannot be honoured

@@ -40,10 +40,11 @@ class StructuredOutputs:
     json         a JSON schema, as a mapping or as JSON text; True or {}: any JSON object
     regex        a regular expression that the complete text matches; without look-around and
                  backreferences
-    choice       texts, one of which is the answer grammar      a grammar in Lark's notation, whose
-    rule `start` gives the text json_object  any JSON object parts        with grammar: name -> the
-    form, without parts itself, that `@name` stands for in the
-                 grammar
+    choice       texts, one of which is the answer
+    grammar      a grammar in Lark's notation, whose rule `start` gives the text
+    json_object  any JSON object
+    parts        with grammar: name -> the form, without parts itself, that `@name` stands for in
+                 the grammar
 
     `json` is kept as compact JSON text, `choice` as a tuple, `parts` as pairs, so a value is
     hashable. Raises RequestError for none or several of them, for one beyond a limit of this

@@ -79,7 +79,7 @@ def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Rop
 def _qk_norms(
     mixer: AttentionConfig, builder: Builder, prefix: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights of the norms of q and k, float32.
+    """Return the weights of the norms of q and k.
 
     A layer that reads another layer's keys has no weight for k; q's is returned in its place and
     never used.
