@@ -281,7 +281,7 @@ def memory(root: Path = ROOT) -> tuple[int, int]:
     if not (root / "proc/meminfo").exists():
         return _macos_memory()
     facts = _fields(root / "proc/meminfo")
-    total, free = facts["MemTotal"] * 1024, facts["MemAvailable"] * 1024  # in kB there
+    total, free = facts["MemTotal"] * 1024, facts["MemAvailable"] * 1024  # /proc/meminfo has kB
     for group, limit, used, droppable in _MEMORY_FILES:
         for folder in _groups(root, group):
             allowed, current = _number(folder / limit), _number(folder / used)
@@ -292,8 +292,7 @@ def memory(root: Path = ROOT) -> tuple[int, int]:
     return total, free
 
 
-# Controller, and the files of its group: limit, usage, and the line of memory.stat that can be
-# dropped
+# Controller, and in its group: the limit, the usage, the droppable line of memory.stat
 _MEMORY_FILES = [
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -399,7 +398,7 @@ def _macos_memory() -> tuple[int, int]:
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError(
-            f"{platform.system()} does not tell how much memory is free: {error}"
+            f"{platform.system()} does not report how much memory is free: {error}"
         ) from error
     return int(total), parse_vm_stat(pages)
 

@@ -58,7 +58,7 @@ def read_bytes(path: str | os.PathLike[str], limit: int = LIMIT) -> bytes:
     """Read all bytes of a regular file. Raises OSError as `open_regular`."""
     with open_regular(path, limit) as file:
         data = file.read(limit + 1)
-    if len(data) > limit:  # the file grew, or is one of /proc, whose size is given as 0
+    if len(data) > limit:  # the file grew, or is in /proc, where sizes are 0
         raise too_large(limit, str(path))
     return data
 

@@ -344,7 +344,7 @@ def _whole(name: str, value: object, low: int, high: int = LARGEST_WHOLE, hint: 
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
     if number is not None and low <= number <= high:
         return number
-    # The limit of an int64 would not help here
+    # Do not mention the upper limit of int64: it would not help
     unbounded = high == LARGEST_WHOLE and (number is None or number < low)
     within = f"{low} or more" if unbounded else f"{low} to {high}"
     raise RequestError(f"{name} is {shown(value)}; it must be a whole number, {within}{hint}")

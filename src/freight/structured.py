@@ -22,8 +22,8 @@ from freight.json_schema import MOST_SCHEMA, check_references, check_size, enfor
 CANNOT_GO_ON = "its structured output cannot go on"
 MOST_REGEX = 4 * 1024  # bytes
 MOST_GRAMMAR = 16 * 1024  # bytes
-MOST_RULES = 500  # of a Lark grammar
-MOST_PARTS = 256  # of a Lark grammar
+MOST_RULES = 500  # rules of a Lark grammar
+MOST_PARTS = 256  # forms that a Lark grammar refers to
 MOST_PARTS_BYTES = 512 * 1024  # of all parts together
 MOST_CHOICES = 1000
 MOST_CHOICE_BYTES = 32 * 1024  # of all choices together

@@ -69,7 +69,7 @@ _PARTS = {
 class Change:
     """The change of one module's weight, as names of tensors in the adapter's file.
 
-    whole the tensor that replaces the weight, before the rest is added
+    whole  the tensor that replaces the weight, before the rest is added
     """
 
     scaling: float = 0.0

@@ -35,8 +35,7 @@ from freight.fp8.scheme import KVScales, LayerScales
 
 FILE = "freight_kv_scales.json"
 MIXED = "mixed"
-# `freight` in the config.json of every checkpoint that Freight writes: such folders may be
-# overwritten
+# `freight` in the config.json of what Freight writes: such folders may be overwritten
 WRITTEN = {"checkpoint": 1}
 _REQUIRED = dict.fromkeys(("k", "v"))  # fields of LayerScales
 _OPTIONAL = dict.fromkeys(("k_center",))
@@ -138,7 +137,7 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         ) from error
     if Granularity.GROUP in mixed:
         raise CheckpointError(
-            f"{path} has a layer with scales per group, which no file chooses; quantize again"
+            f"{path} has a layer with scales per group, which such a file never has; quantize again"
         )
     if not format.is_e4m3 or granularity.is_dynamic or len(layers) != model.num_layers:
         raise CheckpointError(

@@ -115,7 +115,7 @@ def read_kv_scales(
             other, present = found[layer].get(side, (name, values))
             if present != values:
                 raise CheckpointError(
-                    f"{other} = {_short(present)} and {name} = {_short(values)} are the same KV scale"
+                    f"{other} = {_short(present)} and {name} = {_short(values)} are two values of one KV scale"
                 )
             found[layer].setdefault(side, (name, values))
     finer = read_extras(checkpoint, model)

@@ -62,9 +62,8 @@ def merge(
     _refuse_quantized(model, base)
     lora = Adapter(adapter)
     names, config = sorted(base.names), dict(base.config)
-    sources = {
-        name: name for name in names
-    }  # written tensor -> tensor of `base` that it starts from
+    # Written tensor -> tensor of `base` that it starts from
+    sources = {name: name for name in names}
     untied = _untie(base, lora, sources, config)
     changes = {
         _stored_name(base, lora, name, sources): change for name, change in lora.changes.items()

@@ -144,7 +144,7 @@ def find_experts(
 def _stored(checkpoint: Checkpoint, experts: StoredExperts) -> StoredExperts:
     if experts.shape[1] % mxfp4.GROUP:
         raise checkpoint.fault(
-            f"{experts.name} has {experts.shape[1]} inputs, which are no groups of {mxfp4.GROUP}"
+            f"{experts.name} has {experts.shape[1]} inputs, which is not a multiple of {mxfp4.GROUP}"
         )
     checkpoint.check(experts.tensors)
     blocks, scales = experts.take(checkpoint)

@@ -93,7 +93,7 @@ def remove_abandoned(out: Path) -> None:
                 continue
             if any((folder / REPLACED).glob("*")) and not (folder.parent / "config.json").exists():
                 raise ConfigError(
-                    f"a run that overwrote {out} was killed half way: the files that it replaced are in "
+                    f"a run that overwrote {out} was killed midway: the files that it replaced are in "
                     f"{folder / REPLACED}. Move what you need, then remove {out}; or name another output"
                 )
             shutil.rmtree(folder, ignore_errors=True)

@@ -266,7 +266,7 @@ def _model_config(
     if not isinstance(limit, int):
         raise refused(
             hf.model_type,
-            "its configuration names no largest number of positions (max_position_embeddings)",
+            "its configuration has no max_position_embeddings, the largest number of positions",
         )
     if limit < 1:
         raise CheckpointError(f"config.json: max_position_embeddings = {limit} must be at least 1")
@@ -339,7 +339,8 @@ def _attention_modules(
     missing = next((index for index in range(num_layers) if index not in layers), None)
     if missing is None:
         raise refused(
-            model_type, f"{len(called)} modules attend in {num_layers} layers ({called[-1]} is one)"
+            model_type,
+            f"{len(called)} modules attend in {num_layers} layers ({called[-1]} is one of them)",
         )
     prefix = called[0][: called[0].index(f".{layers[0]}.") + 1]
     block = model.get_submodule(f"{prefix}{missing}")
@@ -402,10 +403,10 @@ def _window(model_type: str, name: str, rule: Callable[..., Tensor], limit: int)
             ):
                 raise refused(
                     model_type,
-                    f"what {name} sees is neither all tokens before nor a sliding window",
+                    f"{name} sees neither all tokens before nor a sliding window",
                 )
     except CheckpointError:
         raise
     except Exception as error:
-        raise refused(model_type, f"what {name} sees follows from more than positions") from error
+        raise refused(model_type, f"the mask of {name} depends on more than positions") from error
     return None if window >= longest else window

@@ -152,8 +152,7 @@ class ModelBuilder(Builder):
             assert weight.scale is None, "calibration reads weights that are not quantized"
             columns = slice(only * size, (only + 1) * size)
             table, weight = table[:, columns], Weight(weight.data[columns].contiguous())
-        # Gemma 4 divides the norm's input by the root of hidden_size; a larger eps has the same
-        # effect
+        # Gemma 4 divides the norm's input by sqrt(hidden_size); a larger eps has the same effect
         norm = RMSNorm(
             self.norm_weight(names.per_layer_norm), c.norm_eps * c.hidden_size, self.kernels
         )

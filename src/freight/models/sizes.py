@@ -236,9 +236,8 @@ class _Count:
             size += self.projections(prefix, (names.latent_in,), (channels,), hidden, False)
             size += self.projections(prefix, (names.latent_out,), (hidden,), channels, False)
             if mlp.shared is not None:
-                size += (
-                    4 * hidden
-                )  # experts and shared expert are added by a norm, which has a weight
+                # A norm adds experts and shared expert, and has a weight
+                size += 4 * hidden
         if mlp.shared is not None:
             size += self.dense(prefix, mlp.shared, hidden, *shared_names(names))
             size += self.matrix(1, hidden) if mlp.shared_gate else 0

@@ -197,7 +197,7 @@ class _Finder:
     """A finder of tokens in a text, as the tokenizer `backend` finds them, in normalized text too."""
 
     def __init__(self, backend: Backend, tokens: Sequence[AddedToken]) -> None:
-        self._backend = Backend(models.BPE())  # has no other tokens, and skips what it has none for
+        self._backend = Backend(models.BPE())  # no vocabulary: text without a token is skipped
         self._is_empty = not tokens
         self._backend.add_tokens(
             [AddedToken(one.content, normalized=one.normalized) for one in tokens]

@@ -257,7 +257,7 @@ class _StopStrings:
     def __init__(self, stops: Sequence[str], included: bool = False) -> None:
         self._stops = stops
         self._included = included
-        self._held = ""  # or remembered
+        self._held = ""  # text that may begin a stop string: held back, or remembered if `included`
         # Most pieces contain no character that begins a stop string: they cost this one search
         first = "".join(map(re.escape, sorted({stop[0] for stop in stops})))
         self._may_begin = re.compile(f"[{first}]").search

@@ -20,8 +20,7 @@ from freight.files import LIMIT, open_regular, read_text
 
 logger = logging.getLogger("freight")
 
-# The backend, special tokens by name, the chat template (or several, by name), the response
-# template.
+# Backend, special tokens by name, chat template (or several by name), response template
 TokenizerParts = tuple[
     Backend, dict[str, str], str | dict[str, str] | None, Mapping[str, Any] | None
 ]
