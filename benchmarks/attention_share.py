@@ -1,12 +1,12 @@
-"""What of a prompt's time is attention, and how fast attention computes: by operation, on a CPU.
+"""Measure attention's share of a prompt's time, and its speed: by operation, on a CPU.
 
     python benchmarks/attention_share.py [--shape glm-4.7-flash:8] [--input-len 1024 8192 32768] [--repeats 3]
 
-Each length is one sequence of random tokens, computed in steps as the engine computes them; then 32
-tokens are decoded behind it. Operations are timed as they are called, which a prompt's are one by
-one. Attention's GFLOP/s count the two products of each query with every key that it sees. A decode
-step is recorded and runs as one call, so its attention is the difference to a step behind 16
-tokens. Medians of the repeats.
+Each length is one sequence of random tokens, computed in the engine's steps; then 32 tokens are
+decoded. A prompt's operations are called one by one, and timed as they are called. Attention's
+GFLOP/s count the two products of each query with every key that it sees. A decode step is recorded
+and runs as one call, so its attention is the difference to a step after 16 tokens. Medians of the
+repeats.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPERATIONS = ("attention", "by_head", "linear", "experts")
 
 @dataclass
 class Clock:
-    """Seconds in each operation since `start`."""
+    """The seconds of each operation since `start`."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -69,17 +69,16 @@ def run(engine: Engine, clock: Clock, prompt: list[int]) -> Run:
 
 
 def flops(model: ModelConfig, num_keys: int) -> float:
-    """Of attention over `num_keys` keys of one query, in all layers; a window is not taken into
-    account.
+    """Count attention's operations over `num_keys` keys of one query, in all layers. Windows are
+    ignored.
     """
     total = 0.0
     for layer in model.layers:
         mixer = layer.mixer
         if isinstance(mixer, AttentionConfig):
             total += 2.0 * mixer.num_heads * (mixer.k_dim + mixer.v_dim) * num_keys
-        elif isinstance(
-            mixer, LatentConfig
-        ):  # a latent is the key, and all but its rotated channels are the value
+        # A latent is the key, and all but its rotated channels are the value
+        elif isinstance(mixer, LatentConfig):
             total += 2.0 * mixer.num_heads * (mixer.rotated + 2 * mixer.latent) * num_keys
     return total
 

@@ -1,10 +1,9 @@
-"""What reading a stream costs the load of `freight bench serving`, per event, beside httpx2's
-`aiter_lines`.
+"""Measure the client's cost per event in `freight bench serving`, against httpx2's `aiter_lines`.
 
     python benchmarks/client_cost.py
 
-Processor time of the client alone: the server is another process. Rounds alternate the clients and
-the event loops.
+Only the client's processor time counts: the server is another process. Rounds alternate the clients
+and the event loops.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ BODY = {"model": "x", "max_tokens": EVENTS, "prompt": "hello", "stream": True}
 
 
 async def serve() -> None:
-    """Answers every request with EVENTS events, one write each."""
+    """Answer every request with EVENTS events, one write each."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -1,12 +1,11 @@
-"""How near decoding on a CPU comes to the speed of its memory: each step lies between two readings
-of memory.
+"""Measure decoding on a CPU as a fraction of memory speed, read before and after each step.
 
     python benchmarks/decode_roofline.py [--shape llama-1b] [--batch-size 1] [--input-len 128] [--steps 300] [--bf16]
 
-A step's fraction is what it reads, the weights once and each sequence's keys and values, by the
-time that reading as many bytes took right before and after it. (`freight bench latency` reads only
-before and after a whole run, and takes the best of three.) 1.0 is a step in which nothing but
-reading takes time.
+A step reads the weights once, and each sequence's keys and values. Its fraction is the time that
+reading as many bytes took right before and after the step, divided by the step's time: 1.0 is a
+step in which only reading takes time. (`freight bench latency` reads memory only before and after a
+full run, and takes the best of three.)
 """
 
 from __future__ import annotations

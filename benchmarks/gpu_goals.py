@@ -1,14 +1,13 @@
-"""The goals of the GPU table in docs/benchmarks.md: what was aimed at, what was found, and what
-binds.
+"""Goals of the GPU table in docs/benchmarks.md: the aim, the result, and the limiting resource.
 
 A `Row` is what `freight bench … --json` prints. `Results` has the rows of each command by its name;
 those of `freight bench kernels` by "kernels". Rows with `error` count as not measured. Loads no
 torch.
 
-What binds follows from counters where a row has them (`issue_active`, `dram`: percent of all cycles
-and of the memory's peak, as ncu reads them), else from the row's own figures: bytes over time
-beside a copy's, launches times the time that an empty one takes, and operations beside the fastest
-product that was measured.
+The limiting resource follows from counters if a row has them (`issue_active`, `dram`: percent of
+all cycles and of the memory's peak, as ncu reads them), else from the row's figures: bandwidth
+relative to a copy's, launches times the time of an empty launch, and operations per second relative
+to the fastest product that was measured.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from typing import Any
 Row = dict[str, Any]
 Results = dict[str, list[Row]]
 
-ENOUGH = 0.85  # of a copy's bandwidth, or of the fastest product: no more is to be had
-NOTABLE = 0.25  # share of a row's time above which launches are what to look at first
+ENOUGH = 0.85  # of a copy's bandwidth, or of the fastest product: counts as the limit
+NOTABLE = 0.25  # share of a row's time above which launches count as the limit
 ISSUES = 45.0  # percent of cycles with an instruction issued: kernels of small tiles reach 50 to 65
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A line of the table. `find` raises LookupError for what was not measured; `row` is the row
-    that it is about.
+    """A line of the table. `find` raises LookupError for what was not measured; `row` finds the row
+    that the line is about.
 
     `unit`: "" for a share, " x" for how many times as fast or as much.
     """
@@ -41,8 +40,8 @@ class Goal:
 
 
 def kernel(results: Results, name: str, form: str, shape: tuple[int, ...]) -> Row:
-    """The row of `freight bench kernels` with this format and a shape that begins so; the last of
-    several.
+    """Return the row of `freight bench kernels` with this format and a shape that begins so; the
+    last of several.
     """
     for row in reversed(results["kernels"]):
         if "error" in row or (row["kernel"], row["format"]) != (name, form):
@@ -53,7 +52,7 @@ def kernel(results: Results, name: str, form: str, shape: tuple[int, ...]) -> Ro
 
 
 def engine(results: Results, command: str) -> Row:
-    """The row of a command of one row."""
+    """Return the row of a command of one row."""
     row = results[command][-1]
     if "error" in row:
         raise KeyError(row["error"])
@@ -61,7 +60,7 @@ def engine(results: Results, command: str) -> Row:
 
 
 def binds(row: Row, results: Results) -> str:
-    """One sentence on what keeps a row from being faster."""
+    """Say in one sentence what keeps a row from being faster."""
     if "decode_bandwidth_fraction" in row:
         return _binds_a_step(row)
     share = row["bandwidth_fraction"]
@@ -77,12 +76,12 @@ def binds(row: Row, results: Results) -> str:
         return f"Matrix units bind: {row['tflops']:.0f} TFLOP/s are {of_peak:.2f} of the fastest product measured."
     return (
         f"Issue or latency inside the kernel binds: bandwidth {share:.2f} of a copy's, products {of_peak:.2f} of the "
-        f"fastest, launches {waiting:.2f} of the time; counters would tell which."
+        f"fastest, launches {waiting:.2f} of the time; counters would show which."
     )
 
 
 def _of_peak(row: Row, rows: list[Row]) -> float:
-    """Operations per second as a share of those of torch's fastest product, in FP8 for rows that
+    """Return operations per second as a share of torch's fastest product, in FP8 for rows that
     multiply FP8.
     """
     in_fp8 = row["kernel"] in ("linear", SCALED) or "FP8 products" in row["format"]
@@ -116,7 +115,7 @@ def _binds_a_step(row: Row) -> str:
 
 
 def share(what: str, aim: float, name: str, form: str, shape: tuple[int, ...]) -> Goal:
-    """A goal for the share of a copy's bandwidth."""
+    """Make a goal for the share of a copy's bandwidth."""
 
     def row(results: Results) -> Row:
         return kernel(results, name, form, shape)
@@ -131,7 +130,7 @@ def faster(
     slow: tuple[str, str],
     shape: tuple[int, ...],
 ) -> Goal:
-    """A goal for how many times as fast one kernel and format is as another, at one shape."""
+    """Make a goal for the speed of one kernel and format relative to another, at one shape."""
 
     def row(results: Results) -> Row:
         return kernel(results, *fast, shape)
@@ -241,7 +240,9 @@ ENGINE_GOALS = (
 
 
 def table(results: Results, goals: tuple[Goal, ...] = KERNEL_GOALS + ENGINE_GOALS) -> list[str]:
-    """The lines of a Markdown table: every goal, its aim, what was found, and what binds."""
+    """Return the lines of a Markdown table: every goal, its aim, the result, and the limiting
+    resource.
+    """
     lines = ["| | aim | found | what binds |", "|---|---:|---:|---|"]
     for goal in goals:
         aim = (

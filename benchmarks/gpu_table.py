@@ -1,16 +1,15 @@
-"""Fill the GPU table of docs/benchmarks.md: run the benchmarks it stands on; print aims, what was
-found, what binds.
+"""Fill the GPU table of docs/benchmarks.md: run its benchmarks; print goals, results and limits.
 
 From the root of the repository, on a machine with a GPU; the package may run from source:
 
     PYTHONPATH=src python benchmarks/gpu_table.py --output FOLDER
 
-Every command runs in a process of its own. A row goes into FOLDER/rows.jsonl as soon as it is
-printed, what else a command says into FOLDER/log, and the table into FOLDER/table.md after each
-command. A row that fails, that ends its process or that takes longer than its limit costs itself
-alone: the command goes on behind it. Run again with the same folder, what is there is not measured
-again. Where `ncu` is installed, it reads counters of the kernels that miss a goal. Needs the
-standard library and `gpu_goals.py` alongside it.
+Every command runs in its own process. A row goes into FOLDER/rows.jsonl as soon as it is printed,
+other output of a command into FOLDER/log, and the table into FOLDER/table.md after each command. If
+a row fails, ends its process or exceeds its time limit, only that row is lost: the command
+continues after it. A second run with the same folder measures only what is missing. If `ncu` is
+installed, it reads counters of the kernels that miss a goal. Needs the standard library and
+`gpu_goals.py` in the same folder.
 """
 
 from __future__ import annotations
@@ -64,12 +63,12 @@ SHORT = (
     "1",
 )
 KERNELS = "kernels"
-START_UP = 120.0  # seconds that a process may take until its first row beyond that row's own limit
+START_UP = 120.0  # seconds that a process may take for its first row, beyond the row's own limit
 
 
 @dataclass(frozen=True)
 class Command:
-    """Words after `freight bench`, and the longest that one of its rows may take, in seconds."""
+    """Arguments of `freight bench`, and the longest time that one of its rows may take, in seconds."""
 
     words: tuple[str, ...]
     limit: float
@@ -101,8 +100,8 @@ OUR_KERNELS = {
 
 
 class Folder:
-    """The results: a line for each row, `{"command", "row"}`, and `{"command", "done"}` for a
-    finished command.
+    """The results: one line per row, `{"command", "row"}`, and `{"command", "done"}` for a finished
+    command.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,7 +113,7 @@ class Folder:
         for line in rows.read_text().splitlines() if rows.exists() else ():
             try:
                 self._take(json.loads(line))
-            except ValueError:  # the end of a line that an interruption left out
+            except ValueError:  # a line that an interruption cut short
                 continue
 
     def _take(self, record: Row) -> None:
@@ -128,7 +127,7 @@ class Folder:
         record: Row = {"command": command} | ({"done": True} if row is None else {"row": row})
         self._take(record)
         with (self.path / "rows.jsonl").open("a") as file:
-            file.write(f"\n{json.dumps(record)}\n")  # on a line of its own, whatever is before it
+            file.write(f"\n{json.dumps(record)}\n")  # on its own line, even after a cut one
         if row is not None and "error" in row:
             print(f"  failed: {row['error']}", file=sys.stderr, flush=True)
 
@@ -142,10 +141,10 @@ class Folder:
 
 
 def lines_of(words: Sequence[str], limit: float, log: Path, ended: list[str]) -> Generator[str]:
-    """The lines that a process prints, as they come; at its end, why it failed goes to `ended`, if
-    it did.
+    """Yield the lines that a process prints, as they come; if it fails, append the reason to
+    `ended` at the end.
 
-    It is ended, with all that it started, when it prints nothing for `limit` seconds, at the start
+    It is ended, with all that it started, when it prints nothing for `limit` seconds; at the start,
     for START_UP more.
     """
     with log.open("a") as errors:
@@ -188,7 +187,7 @@ def _tail(log: Path) -> str:
 
 
 def rows_of(lines: Iterator[str]) -> Iterator[Row]:
-    """Of lines, those that are rows: what a library prints in between is none."""
+    """Yield the lines that are rows: libraries print other lines in between."""
     for line in lines:
         try:
             row = json.loads(line)
@@ -199,7 +198,7 @@ def rows_of(lines: Iterator[str]) -> Iterator[Row]:
 
 
 def run_once(name: str, command: Command, folder: Folder) -> None:
-    """A command of one row."""
+    """Run a command of one row."""
     ended: list[str] = []
     rows = list(
         rows_of(
@@ -216,8 +215,8 @@ def run_once(name: str, command: Command, folder: Folder) -> None:
 
 
 def run_kernels(command: Command, folder: Folder) -> None:
-    """All rows of `freight bench kernels`; it starts again behind a row that ended it, or that took
-    too long.
+    """Run all rows of `freight bench kernels`; it restarts after a row that ended it or took too
+    long.
     """
     in_vain = 0
     while in_vain < 2:
@@ -232,9 +231,8 @@ def run_kernels(command: Command, folder: Folder) -> None:
             return
         found = folder.results.get(KERNELS, [])[before:]
         in_vain = 0 if any("error" not in row for row in found) else in_vain + 1
-        if (
-            not found or "error" not in found[-1]
-        ):  # the row after the last did it, and could not say so
+        # The row after the last one ended the process, and left no record
+        if not found or "error" not in found[-1]:
             unnamed = {"kernel": "?", "kernels": "?", "what": "unknown", "error": ended[0]}
             folder.write(KERNELS, {"case": folder.last_case() + 1} | unnamed)
 
@@ -272,9 +270,8 @@ def count(folder: Folder, ncu: str, limit: float) -> None:
         )
         report.unlink(missing_ok=True)
         every = lines_of([*words, "--json", "--after", str(row["case"] - 1)], limit, log, ended)
-        for _ in zip(
-            range(2), every, strict=False
-        ):  # ncu ends it after one kernel, or this after a row or two
+        # Two rows at most; ncu ends the process after one kernel
+        for _ in zip(range(2), every, strict=False):
             pass
         every.close()
         counters = counters_of(report.read_text()) if report.exists() else {}
@@ -283,7 +280,9 @@ def count(folder: Folder, ncu: str, limit: float) -> None:
 
 
 def counters_of(report: str) -> dict[str, float]:
-    """The values of COUNTERS in a report of ncu in CSV, of its last kernel; {} where it has none."""
+    """Return the values of COUNTERS in a report of ncu in CSV, for its last kernel; {} if it has
+    none.
+    """
     lines = [line for line in report.splitlines() if line.startswith('"')]
     rows = list(csv.DictReader(lines))
     try:
@@ -308,9 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--stop-after", type=float, metavar="SECONDS", help="begin no command later than this"
     )
     args = made.parse_args(arguments)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM; run again to go on")
-    )  # with what runs
+    # An exception, so that the running command is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM; run again to go on"))
     folder, begin = Folder(args.output), time.monotonic()
     for name, command in COMMANDS.items():
         if (args.only and name not in args.only) or name in folder.done:

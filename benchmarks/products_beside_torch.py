@@ -1,11 +1,10 @@
-"""Freight's matrix products beside torch's (oneDNN's) on a CPU, in turns: the linear layers of a
-model's shape.
+"""Compare Freight's matrix products with torch's (oneDNN's) on a CPU, on a model's linear layers.
 
     python benchmarks/products_beside_torch.py --rows 512 --rows 1 [--shape llama-1b] [--rounds 20] [--threads 2]
 
-One call is the products of every layer, each with weights of its own, as in a forward pass. In a
-round each kind is timed once, a round begins with another kind than the last, and ratios are taken
-within a round. *packed* weights are those that oneDNN reorders beforehand for that number of rows.
+One call is the products of every layer, each with its own weights, as in a forward pass. In a round
+each kind is timed once, each round begins with another kind, and ratios are taken within a round.
+*packed* weights are reordered beforehand by oneDNN for that number of rows.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ Call = Callable[[], None]
 
 
 def shapes_of(config: Mapping[str, int]) -> list[tuple[int, int]]:
-    """[outputs, inputs] of a layer's products: q, k and v are one, gate and up another."""
+    """Return [outputs, inputs] of a layer's products: q, k and v are one, gate and up another."""
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     return [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
 
 
 def calls(weights: list[Tensor], rows: int) -> Iterator[tuple[str, Call]]:
-    """Each kind by name."""
+    """Yield each kind by name."""
     kernels = select_kernels("auto", "cpu")
     inputs = {
         width: torch.randn(rows, width).bfloat16()
@@ -71,7 +70,7 @@ def _each(
 
 
 def rounds(kinds: list[tuple[str, Call]], count: int) -> dict[str, list[float]]:
-    """Seconds of each kind by round; a first round, which warms up, is left out."""
+    """Return the seconds of each kind by round; a first round, which warms up, is left out."""
     seconds: dict[str, list[float]] = {name: [] for name, _ in kinds}
     for turn in range(count + 1):
         first = turn % len(kinds)

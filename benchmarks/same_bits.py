@@ -1,17 +1,16 @@
-"""Whether two checkouts of Freight compute the same bits: logits and tokens of every tiny family
-that the tests make.
+"""Compare logits and tokens of two checkouts of Freight to the bit, for every family of the tests.
 
     ENV/bin/python benchmarks/same_bits.py run OLD before.json
     .venv/bin/python benchmarks/same_bits.py run . after.json
     .venv/bin/python benchmarks/same_bits.py compare before.json after.json
 
-`run` takes a checkout with its kernels compiled, and an interpreter that has its dependencies: its
-sources and the families of its tests/parity come first on the path. For each build of the CPU
-kernels that the processor runs, each family and each format of the cache it writes two digests: of
-the logits of one long prompt, and of what a batch of requests generates in chunks, greedy and
-drawn, with log-probabilities. `--only WORD` takes the families that have that word in their name,
-and `--builds` some of the builds. `compare` counts the cases of both files that differ, prints
-their names and ends with 1 if there are any.
+`run` takes a checkout with compiled kernels, and an interpreter that has its dependencies: the
+checkout's sources and its tests/parity come first on the path. For each build of the CPU kernels
+that the processor runs, each family and each cache format it writes two digests: of the logits of
+one long prompt, and of the output of a batch of requests that is computed in chunks, greedy and
+drawn, with log-probabilities. `--only WORD` selects families with that word in their name, and
+`--builds` some of the builds. `compare` counts the cases that differ, prints their names and exits
+with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# name -> options of the engine
+# Name of a cache -> options of the engine
 CACHES: dict[str, dict[str, Any]] = {
     "16 bits": {"kv_cache_dtype": "bfloat16"},
     "fp8 token": {"kv_cache_dtype": "fp8", "kv_scales": "dynamic"},
@@ -48,12 +47,11 @@ NEW_TOKENS = 10
 
 
 def load_models(checkout: Path) -> tuple[Mapping[str, Any], types.ModuleType]:
-    """The families in tests/parity of `checkout`, and the module that makes their models."""
+    """Import the families in tests/parity of `checkout`, and the module that makes their models."""
     sys.path.insert(0, str(checkout))
     variants = importlib.import_module("tests.parity.variants")
-    apart = (
-        checkout / "tests" / "parity" / "random_models.py"
-    ).exists()  # older checkouts have both in one file
+    # Older checkouts have both in one file
+    apart = (checkout / "tests" / "parity" / "random_models.py").exists()
     return variants.VARIANTS, importlib.import_module(
         "tests.parity.random_models"
     ) if apart else variants
@@ -64,7 +62,7 @@ def digest(*parts: bytes) -> str:
 
 
 def use_build(build: str) -> None:
-    """From now on 'auto' loads this build of the CPU kernels."""
+    """Make 'auto' load this build of the CPU kernels from now on."""
     from freight.kernels.cpu import library
 
     library.runnable = lambda *_: (build,)
@@ -72,7 +70,7 @@ def use_build(build: str) -> None:
 
 
 def run_case(folder: Path, token_ids: Sequence[int], options: dict[str, Any]) -> dict[str, str]:
-    """The digests of one model with one cache."""
+    """Return the digests of one model with one cache."""
     import torch
 
     from freight import LLM, SamplingParams
@@ -95,22 +93,23 @@ def run_case(folder: Path, token_ids: Sequence[int], options: dict[str, Any]) ->
     ]
     answers = [one.outputs[0] for one in llm.generate(prompts, params)]
     plain = [SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)] * len(prompts)
-    repeated = [
-        one.outputs[0] for one in llm.generate(prompts, plain)
-    ]  # prefix hits, and steps that are recorded
-    said = [
+    # The same prompts again: prefix hits, and recorded steps
+    repeated = [one.outputs[0] for one in llm.generate(prompts, plain)]
+    outputs = [
         (list(one.token_ids), repr(one.logprobs), one.cumulative_logprob)
         for one in (*answers, *repeated)
     ]
     nans = bool(torch.isnan(logits).any())
     return {
         "logits": digest(logits.contiguous().numpy().tobytes()) + (" with NaN" if nans else ""),
-        "generated": digest(repr(said).encode()),
+        "generated": digest(repr(outputs).encode()),
     }
 
 
 def cases(builds: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """By family last, so that each model is made once and read from the disk's cache."""
+    """Yield cases with the family last, so that each model is made once and read from the disk's
+    cache.
+    """
     for name in names:
         for build in builds:
             for cache in CACHES:
@@ -145,7 +144,7 @@ def run(checkout: Path, out: Path, only: str, wanted: Sequence[str]) -> None:
             use_build(build)
             try:
                 case = run_case(folder, token_ids, CACHES[cache])
-            except Exception as error:  # what is refused must be refused by both, in the same words
+            except Exception as error:  # both checkouts must refuse the same, in the same words
                 case = {"refused": f"{type(error).__name__}: {error}".replace(temporary, "")}
             found[f"{name}, {build}, {cache}"] = case
             if sys.stderr.isatty():
@@ -176,9 +175,7 @@ def compare(before: Path, after: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Whether two checkouts of Freight compute the same bits."
-    )
+    parser = argparse.ArgumentParser(description="Compare two checkouts of Freight to the bit.")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("run", help="write the digests of a checkout")
     one.add_argument("checkout", type=Path)

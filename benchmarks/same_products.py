@@ -1,13 +1,12 @@
-"""Whether two builds of the CPU kernels compute the same bits in products, of one weight and of
-experts.
+"""Compare matrix products of two builds of the CPU kernels to the bit, for weights and experts.
 
     python benchmarks/same_products.py OLD.so [NEW.so] [--only "FP8 blocks"]
 
-Both libraries have this checkout's C interface; NEW is the installed build if it is not named. The
-AMX build with emulated tiles (`make test-tiles` leaves it in build/tiles) runs on machines without
-AMX. Numbers of rows end at many places of a tile, of a pair of tiles and of the rows that are
-computed at once; values are ordinary, or their products subnormal, or some infinite or no numbers.
-Ends with 1 if a case differs.
+Both libraries have this checkout's C interface; NEW is the installed build unless named. The AMX
+build with emulated tiles (`make test-tiles` leaves it in build/tiles) runs on machines without AMX.
+Numbers of rows end at many places of a tile, of a pair of tiles and of the rows that are computed
+at once. Values are ordinary, or have subnormal products, or include infinities and NaN. Exits with
+1 if a case differs.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ DTYPES = (
     torch.bfloat16,
     torch.float32,
 )  # the second where activations become FP8, which pairs and tiles take as well
-THREADS = 3  # in turns: one, two, three, which is how many bands a task has
+THREADS = 3  # one, two and three in turn: they decide how many bands a task has
 EXPERTS, HIDDEN, INNER, TOP_K = 5, 288, 160, 2
 
 Maker = Callable[[Tensor], Weight]
 
 
 def in_mxfp4(matrix: Tensor) -> Weight:
-    """Codes at random, some groups of zeros, under scales about as large as the matrix."""
+    """Return random codes, some groups of zeros, under scales about as large as the matrix."""
     outputs, groups = matrix.shape[0], matrix.shape[1] // mxfp4.GROUP
     blocks = torch.randint(0, 256, (outputs, groups, 16), dtype=torch.uint8)
     blocks[torch.rand(outputs, groups) < 0.1] &= 0x88
@@ -72,7 +71,7 @@ MAKERS: dict[str, Maker] = {
 
 
 def values(shape: tuple[int, int], kind: str) -> Tensor:
-    """float32 [rows, inputs]."""
+    """Return float32 [rows, inputs]."""
     x = torch.randn(shape)
     if kind == "subnormal":
         return torch.ldexp(x, torch.randint(-140, -60, shape))
@@ -93,7 +92,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def products(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
-    """Each case with whether the bits are the same."""
+    """Yield each case, and whether its bits are the same."""
     count = 0
     for shape in SHAPES if name == "MXFP4" else SHAPES + ODD_SHAPES:
         for kind in ("ordinary", "subnormal", "not finite"):
@@ -114,7 +113,7 @@ def products(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
 
 
 def experts(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
-    """The same of mixtures of experts: of their rows few have many, and one has none."""
+    """Yield the same for mixtures of experts: few of their rows have many, and one has none."""
     shapes = (2 * INNER, HIDDEN), (HIDDEN, INNER)
     sides = [
         [MAKERS[name](matrix_of(shape, "ordinary")) for _ in range(EXPERTS)] for shape in shapes

@@ -1,12 +1,10 @@
-"""What serving costs: tokens a second of `freight serve` beside `LLM.generate`, with the same
-prompts in the same run.
+"""Measure what serving costs: tokens per second of `freight serve` against `LLM.generate`.
 
-Both engines stay loaded, each in a process of its own, and take turns: the one that is not measured
-waits and takes no time of a core. Every round has prompts of its own, so that no turn finds those
-of an earlier one in the prefix cache. Ratios are taken within a round, because a machine that
-others use changes its speed between rounds. The client reads its streams on the same cores that the
-server computes on. All prompts of a round begin at once, and every answer has the same number of
-tokens (`ignore_eos`, greedy).
+Both engines get the same prompts. They stay loaded, each in its own process, and alternate: the one
+that is not measured sleeps. Every round has new prompts, so that none is in the prefix cache.
+Ratios are taken within a round, because a shared machine changes its speed between rounds. The
+client reads its streams on the same cores that the server computes on. All prompts of a round start
+at once, and every answer has the same number of tokens (`ignore_eos`, greedy).
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class Turn:
 
 
 class Offline:
-    """A process that generates on command: a line of JSON for each, there and back."""
+    """A process that generates on command: it reads and answers lines of JSON."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -106,7 +104,7 @@ class Server:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """User and system time of a process, where /proc has it; else 0."""
+    """Return user and system time of a process if /proc has it; else 0."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -120,7 +118,7 @@ def offline_process(options: Sequence[str]) -> Iterator[Offline]:
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        yield Offline(process)  # its input closes at the end, and with it the process
+        yield Offline(process)  # the process ends when its input is closed
 
 
 @contextmanager
@@ -148,7 +146,7 @@ def _ready_url(process: subprocess.Popen[Any], log: Path) -> str:
 
 
 def measure(args: argparse.Namespace, options: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each number of streams."""
+    """Return a row for each number of streams."""
     with (
         tempfile.NamedTemporaryFile("w", suffix=".log") as log,
         offline_process(options) as offline,
@@ -223,7 +221,7 @@ def run_offline(options: Sequence[str]) -> None:
 
 
 def load(options: Sequence[str]) -> Any:
-    """An LLM with the engine's options of `freight serve`."""
+    """Build an LLM with the engine's options of `freight serve`."""
     from unittest import mock
 
     from freight import llm
@@ -246,9 +244,8 @@ def load(options: Sequence[str]) -> Any:
     def build(args: Any, before_weights: object) -> Any:
         return start_engine(open_random(args, shape))
 
-    with mock.patch.object(
-        llm, "build_engine", build
-    ):  # LLM has no option for weights that mean nothing
+    # LLM has no option for random weights
+    with mock.patch.object(llm, "build_engine", build):
         return llm.LLM(**values)
 
 
@@ -281,7 +278,9 @@ def main() -> None:
     options = ["--kv-cache-dtype", args.kv_cache_dtype, "--kv-cache-memory", args.kv_cache_memory]
     options += ["--threads", args.threads] if args.threads else []
     options += ["--random-weights", args.random_weights] if args.random_weights else []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # both processes end with this one
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # runs the exits that end both processes
     rows = measure(args, options)
     if args.json:
         print(json.dumps(vars(args) | {"rows": rows}, indent=1))

@@ -1,21 +1,19 @@
-"""How fast engines decode alone and beside each other on the same cores, by how OpenMP's threads
-wait.
+"""Measure decoding of engines alone and together on the same cores, by settings of OpenMP.
 
     python benchmarks/shared_cores.py --setting GOMP_SPINCOUNT=10000 --setting '' --rounds 24
     python benchmarks/shared_cores.py --setting '' --setting OMP_NUM_THREADS=1 --random-weights llama-1b --seconds 1
 
-A setting is a list of variables with commas between them; '' is what Freight sets by itself. The
-others are compared with the first one. For each setting `--processes` engines stay loaded, each in
-a process of its own with `--threads` threads, started anew every `--restart` rounds. In a round
-every setting has two turns, in an order that changes from round to round: one of its engines
-decodes alone for `--seconds`, then all of them at once. Engines that have no turn wait for a line
-and take no time of a core. Prompts are computed before the time runs. Ratios are taken within a
-round; their interval is that of order statistics, of at least 95 %. `CPU` is processor time for a
-step.
+A setting is a list of variables with commas between them; '' is Freight's own setting. The others
+are compared with the first one. For each setting `--processes` engines stay loaded, each in its own
+process with `--threads` threads, restarted every `--restart` rounds. In a round every setting has
+two turns, in an order that changes from round to round: one of its engines decodes alone for
+`--seconds`, then all of them together. Other engines sleep. Prompts are computed before the
+measured time. Ratios are taken within a round; their interval is that of order statistics, of at
+least 95 %. `CPU` is processor time per step.
 
 A turn begins once other programs take less than `--quiet` of all cores, and is repeated if they
-took more in it; after `--patience` seconds the quietest one counts. `others` is the median of their
-share in the turns that count.
+took more during it; after `--patience` seconds the quietest one counts. `others` is the median of
+their share in the turns that count.
 """
 
 from __future__ import annotations
@@ -33,14 +31,15 @@ from pathlib import Path
 from line_process import LineProcess
 
 PROMPT = 64  # tokens
-LOOK = 0.1  # seconds for which others are watched before a turn
-LEAD = 0.05  # seconds from the last answer to the start of the time, so that all begin at once
+LOOK = 0.1  # seconds for which other programs are observed before a turn
+LEAD = 0.05  # seconds between the commands and the measured time, so that all begin at once
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Steps a second of all engines of a turn together, processor milliseconds a step, and the
-    share of all cores that other programs took meanwhile."""
+    """The result of a turn: steps per second of its engines together, processor milliseconds per
+    step, and the share of all cores that other programs took.
+    """
 
     rate: float
     cpu: float
@@ -49,7 +48,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Work:
-    """What an engine's process is told at its start."""
+    """The task of an engine's process, sent at its start."""
 
     model: str
     random_weights: str | None
@@ -58,9 +57,9 @@ class Work:
     context: int
 
 
-def work(told: Work) -> None:
-    """In an engine's own process. Of two lines the first asks for prompts, the second has when to
-    begin and to end.
+def work(task: Work) -> None:
+    """Run an engine in its own process. The first of two lines asks for prompts, the second has the
+    times to begin and to end.
     """
     from freight.bench.drive import greedy, random_prompt
     from freight.config.engine import EngineArgs
@@ -69,25 +68,25 @@ def work(told: Work) -> None:
     from freight.models.open import open_model, open_random
 
     args = EngineArgs(
-        model=told.model,
-        max_num_seqs=told.batch,
-        max_model_len=told.context,
-        threads=told.threads,
+        model=task.model,
+        max_num_seqs=task.batch,
+        max_model_len=task.context,
+        threads=task.threads,
         skip_tokenizer_init=True,
     )
     engine, _ = start_engine(
-        open_random(args, told.random_weights) if told.random_weights else open_model(args)
+        open_random(args, task.random_weights) if task.random_weights else open_model(args)
     )
     numbers, vocabulary = random.Random(0), engine.runner.model.config.vocab_size
-    params, ids = greedy(told.context - PROMPT), [str(index) for index in range(told.batch)]
-    with choose_threads(told.threads, usable_cores()):
+    params, ids = greedy(task.context - PROMPT), [str(index) for index in range(task.batch)]
+    with choose_threads(task.threads, usable_cores()):
         print("ready", flush=True)
         while sys.stdin.readline():
             for request_id in ids:
                 engine.release(request_id)
                 prompt = random_prompt(PROMPT, vocabulary, numbers)
                 engine.add(request_id, engine.intake.accept(prompt, params), params)
-            while len(engine.step()) < told.batch:
+            while len(engine.step()) < task.batch:
                 pass
             print("prompted", flush=True)
             begin, end = json.loads(sys.stdin.readline())
@@ -103,28 +102,32 @@ def work(told: Work) -> None:
 class Engine(LineProcess):
     """One engine's process."""
 
-    def __init__(self, setting: str, told: Work) -> None:
+    def __init__(self, setting: str, task: Work) -> None:
         variables = dict(one.split("=", 1) for one in setting.split(",") if one)
         known = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
         env = {name: value for name, value in os.environ.items() if name not in known} | variables
-        command = [sys.executable, __file__, "--worker", json.dumps(vars(told))]
+        command = [sys.executable, __file__, "--worker", json.dumps(vars(task))]
         super().__init__(f"an engine with {setting or 'no setting'}", command, env)
 
 
 def busy() -> float:
-    """Seconds that all processors of this machine have worked, for anybody, since it started."""
+    """Return the seconds that all processors of this machine have worked, for any program, since it
+    started.
+    """
     fields = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:]
     user, nice, system, _, _, *interrupts = (int(field) for field in fields[:8])
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
 def others(begin: float, worked: float, own: float) -> float:
-    """The share of all cores that other programs took since `begin`, when `busy()` was `worked`."""
+    """Return the share of all cores that other programs took since `begin`, when `busy()` was
+    `worked`.
+    """
     return max(0.0, busy() - worked - own) / ((time.monotonic() - begin) * (os.cpu_count() or 1))
 
 
 def quiet_turn(engines: list[Engine], args: argparse.Namespace) -> Turn:
-    """A turn in which others take less than `--quiet` of the cores, or the quietest one within
+    """Return a turn in which others take less than `--quiet` of the cores, or the quietest within
     `--patience` seconds.
     """
     turns: list[Turn] = []
@@ -140,18 +143,18 @@ def quiet_turn(engines: list[Engine], args: argparse.Namespace) -> Turn:
 
 
 def decode(engines: list[Engine], seconds: float) -> Turn:
-    """All `engines` at once."""
+    """Decode with all `engines` at once."""
     for engine in engines:
         engine.tell("prompts")
         if engine.answer() != "prompted":
             raise SystemExit("an engine has ended: see the lines above")
-    worked, told = busy(), time.monotonic()
-    begin = told + LEAD
+    worked, sent = busy(), time.monotonic()
+    begin = sent + LEAD
     for engine in engines:
         engine.tell([begin, begin + seconds])
     found = [json.loads(engine.answer()) for engine in engines]
     steps, own = sum(one[0] for one in found), sum(one[2] for one in found)
-    return Turn(sum(one[0] / one[1] for one in found), own / steps * 1e3, others(told, worked, own))
+    return Turn(sum(one[0] / one[1] for one in found), own / steps * 1e3, others(sent, worked, own))
 
 
 def end(running: dict[str, list[Engine]]) -> None:
@@ -161,8 +164,8 @@ def end(running: dict[str, list[Engine]]) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[tuple[str, str], list[Turn]]:
-    """Turns by setting and 'alone' or 'together'."""
-    told = Work(args.model, args.random_weights, args.threads, args.batch, args.context)
+    """Return turns by setting and 'alone' or 'together'."""
+    task = Work(args.model, args.random_weights, args.threads, args.batch, args.context)
     found: dict[tuple[str, str], list[Turn]] = {
         (one, how): [] for one in args.setting for how in ("alone", "together")
     }
@@ -172,7 +175,7 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str], list[Turn]]:
         if number % args.restart == 0:
             end(running)
             running = {
-                one: [Engine(one, told) for _ in range(args.processes)] for one in args.setting
+                one: [Engine(one, task) for _ in range(args.processes)] for one in args.setting
             }
             for engines in running.values():
                 decode(engines, args.seconds)  # warms up

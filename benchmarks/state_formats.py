@@ -1,11 +1,10 @@
-"""What each format of states costs, written every 16 tokens as engines do and every token as others
-do.
+"""Measure the cost of each format of states, written every 16 tokens or after every token.
 
     python benchmarks/state_formats.py MODEL… [--tokens 8192] [--window 256] [--data FILE] [--every 16 1] [--json]
 
-KL (nats per token) against states in float32, all else in float32 too, on the reference kernels;
-the default text is that which ships with Freight, held out. Each length of a tile is a process of
-its own, in which STATE_TILE has it.
+The cost is KL (nats per token) against states in float32, with everything else in float32 too, on
+the reference kernels; the default text is the held-out text that ships with Freight. Each interval
+runs in its own process, in which STATE_TILE is set to it.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ DATA = Path(__file__).parents[1] / "src" / "freight" / "demo" / "heldout.txt"
 
 
 def measure(model: str, every: int, tokens: int, window: int, data: Path) -> list[dict[str, Any]]:
-    """The runs of `freight evaluate caches`, with states that are written every `every` tokens. Once in a
-    process.
+    """Return the runs of `freight evaluate caches`, with states that are written every `every`
+    tokens. Once per process.
     """
     import freight.operands.tiles as tiles
 
-    tiles.STATE_TILE = (
-        every  # the compiled kernels have their own, so only the reference follows it
-    )
+    # The reference kernels read this; the compiled ones have their own constant
+    tiles.STATE_TILE = every
 
     from freight.config.engine import EngineArgs
     from freight.evaluate.grid import GridArgs, evaluate_grid
@@ -45,7 +43,7 @@ def measure(model: str, every: int, tokens: int, window: int, data: Path) -> lis
 def in_a_process(
     model: str, every: int, tokens: int, window: int, data: Path
 ) -> list[dict[str, Any]]:
-    """`measure` in a new process."""
+    """Run `measure` in a new process."""
     command = [
         sys.executable,
         __file__,
@@ -105,7 +103,7 @@ def main() -> None:
     for model in args.models:
         for every in args.every:
             runs = in_a_process(model, every, *shared)
-            rows += [row(model, every, run) for run in runs[1:]]  # the first is that of float32
+            rows += [row(model, every, run) for run in runs[1:]]  # the first is float32
     print(markdown(rows, num_left=2))
 
 

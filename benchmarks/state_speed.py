@@ -1,16 +1,15 @@
-"""A recurrence over states in each format on a CPU, in turns, with states that no cache holds:
-decoding, and prefill.
+"""Measure recurrences over states of each format on a CPU: decoding with states in memory, prefill.
 
     python benchmarks/state_speed.py [--batch-size 16] [--rows 1024] [--rounds 20] [--threads 2] [--mamba2] [--cpu-time]
 
 The shape is that of a gated delta net of Qwen3.5 (16 key heads, 32 heads of 128 × 128), or with
 --mamba2 that of Nemotron 3 Nano (8 groups, 64 heads of 128 × 64), computed in bfloat16. A step
-decodes one token of each sequence in so many layers that each finds its states in memory. A round
-is 16 tokens, so it rounds each state once; for every token the formats take turns. Ratios are taken
-within a round, and their interval is that of order statistics, of at least 95 %. Prefill is the
-rows of one sequence in one layer. Beside the recurrence stand the other operations of a layer. With
---cpu-time one thread runs, and its own time counts instead of the clock's: for a machine that is
-shared.
+decodes one token of each sequence in so many layers that the states of each have left the caches. A
+round is 16 tokens, so it rounds each state once; the formats alternate for every token. Ratios are
+taken within a round, and their interval is that of order statistics, of at least 95 %. Prefill is
+the rows of one sequence in one layer. The other operations of a layer are listed as well. With
+--cpu-time one thread runs, and its processor time counts instead of the clock: for a shared
+machine.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from freight.operands.tiles import STATE_TILE
 
 COMPUTE = Format.BFLOAT16
 FORMATS = (Format.INT8, Format.E4M3FN, Format.BFLOAT16, Format.FLOAT32)  # ratios are to the first
-BEFORE = 4 * STATE_TILE  # tokens that each sequence has when a round begins
+BEFORE = 4 * STATE_TILE  # tokens of each sequence when a round begins
 EVERY = 2048  # tokens of a block
 DELTA_NET = DeltaNetConfig(key_heads=16, heads=32, k_dim=128, v_dim=128, width=4)
 MAMBA2 = Mamba2Config(groups=8, heads=64, head_dim=64, state_size=128, width=4, norm_groups=8)
@@ -58,7 +57,7 @@ def seconds_of(call: Call, clock: Clock) -> float:
 
 
 def states_of(mixer: DeltaNetConfig | Mamba2Config, format: Format, blocks: int) -> States:
-    """One layer's blocks, of sequences that have seen nothing but zeros."""
+    """Make one layer's blocks, for sequences whose tokens left every state at zero."""
     spec = layer_spec(mixer, LayerKVFormat(COMPUTE, None), COMPUTE, format)
     assert isinstance(spec, LayerStateSpec)
     parts = {}
@@ -69,7 +68,7 @@ def states_of(mixer: DeltaNetConfig | Mamba2Config, format: Format, blocks: int)
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of the four operations, for some rows: columns of one projection, as a layer has them."""
+    """Inputs of the four operations, for some rows: columns of one projection, as in a layer."""
 
     projected: Tensor
     conv: Tensor
@@ -121,7 +120,7 @@ class Inputs:
     def others(
         self, kernels: KernelSet, states: States, sequences: Sequences
     ) -> Mapping[str, Call]:
-        """The operations beside the recurrence, by name."""
+        """Return the operations other than the recurrence, by name."""
         a_log, dt_bias, _ = self.parameters
         values = self.projected[:, -self.gate.shape[1] :]
         return {
@@ -149,7 +148,7 @@ class Inputs:
 
 
 def in_turns(calls: Mapping[str, Call], turn: int, clock: Clock) -> Iterator[tuple[str, float]]:
-    """Seconds of each call; each turn begins with another."""
+    """Yield the seconds of each call; each turn begins with another call."""
     names = list(calls)
     first = turn % len(names)
     for name in names[first:] + names[:first]:
@@ -157,7 +156,9 @@ def in_turns(calls: Mapping[str, Call], turn: int, clock: Clock) -> Iterator[tup
 
 
 def rounds(steps: Mapping[str, Call], count: int, lengths: Tensor, clock: Clock) -> Times:
-    """Seconds of each step by round, the mean over the tokens of a tile; a first round is left out."""
+    """Return the seconds of each step by round, the mean over the tokens of a tile; a first round
+    is left out.
+    """
     times: Times = {name: [] for name in steps}
     for number in range(count + 1):
         totals = dict.fromkeys(steps, 0.0)
@@ -172,7 +173,7 @@ def rounds(steps: Mapping[str, Call], count: int, lengths: Tensor, clock: Clock)
 
 
 def table(times: Times, per: int, extra: Mapping[str, str] | None = None) -> None:
-    """Medians of `per` calls each, and their ratios to the first row's."""
+    """Print medians of `per` calls each, and their ratios to the first row's."""
     first = next(iter(times.values()))
     for name, taken in times.items():
         ratios = [one / other for one, other in zip(taken, first, strict=True)]

@@ -1,12 +1,11 @@
-"""Two builds of the CPU kernels in one process, over the same memory, in turns: what a change to
-csrc/ gains.
+"""Compare the speed of two builds of the CPU kernels in one process, over the same memory.
 
     python benchmarks/two_builds.py OLD.so [NEW.so] [--threads 2] [--seconds 2]
 
-Where the memory of a process lies is worth several percent; here both builds read the same, so that
-one percent shows. Both have this checkout's C interface; NEW is the installed build if it is not
-named. Ratios are of speed, taken within a pair; their interval is that of order statistics, of at
-least 95 %.
+The address of a process's memory changes speed by several percent. Here both builds read the same
+memory in alternation, so a difference of one percent shows. Both have this checkout's C interface;
+NEW is the installed build unless named. Ratios are of speed, taken within a pair; their interval is
+that of order statistics, of at least 95 %.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ CACHES = (
 
 
 def cases(kernels: CpuKernels) -> Iterator[Case]:
-    """What decoding and prefill of a 1 B model call, reading from memory."""
+    """Yield what decoding and prefill of a 1 B model call, reading from memory."""
     bench = Bench(kernels, "cpu", bytes_beyond_caches())
     for rows in (1, 8, 512):
         for format in (Format.E4M3FN, Format.BFLOAT16):
@@ -56,7 +55,7 @@ def cases(kernels: CpuKernels) -> Iterator[Case]:
 def with_kernels(
     kernels: CpuKernels, name: str, call: Callable[[], object]
 ) -> Callable[[], object]:
-    """The same call of other kernels."""
+    """Return the same call with other kernels."""
     assert isinstance(call, partial)
     return partial(getattr(kernels, name), *call.args, **call.keywords)
 
@@ -64,8 +63,8 @@ def with_kernels(
 def in_turns(
     old: Sequence[Callable[[], object]], new: Sequence[Callable[[], object]], seconds: float
 ) -> list[tuple[float, float]]:
-    """Seconds of calls of both, half a round through the same memory apart, so that neither finds
-    it in a cache.
+    """Time calls of both, half a round through the same memory apart, so that neither finds it in a
+    cache; return pairs in seconds.
     """
     for call in (*old, *new):
         call()

@@ -1,19 +1,18 @@
-"""Two checkouts of Freight in turns: prefill and decode of one model, and what the second gains
-over the first.
+"""Compare the speed of two checkouts of Freight in alternation: prefill and decode of one model.
 
     python benchmarks/two_checkouts.py --old ENV/bin/python=OLD/src --new .venv/bin/python=src --pairs 24 \
         --workload 1x128+33 --workload 8x128+33 [--options '{"quantization": "fp8", "kv_cache_dtype": "fp8"}']
 
---old-options are the old one's alone, over --options: the same checkout twice then compares two
-settings.
+--old-options override --options for the old one alone: with the same checkout twice, two settings
+are compared.
 
-With `--kernel attention` instead of workloads: rows of `freight bench kernels --only attention
---seconds 0.05`, each run a process.
+With `--kernel attention` instead of workloads it compares the rows of `freight bench kernels --only
+attention --seconds 0.05`, with a new process for each run.
 
-Each checkout is an interpreter and the folder of its sources, with its kernels compiled. Of an
-editable install the interpreter finds that install's own sources first, so another checkout needs
-an environment of its own. Both hold their model in a process of their own, started anew every
-`--restart` pairs: where the memory of a process lies is worth a percent or two. A workload is
+Each checkout is an interpreter and the folder of its sources, with its kernels compiled. The
+interpreter of an editable install finds that install's sources first, so another checkout needs its
+own environment. Both hold their model in their own process, restarted every `--restart` pairs: the
+address of a process's memory changes speed by a percent or two. A workload is
 BATCHxPROMPT+GENERATED tokens. Ratios are of speed, taken within a pair; their interval is that of
 order statistics, of at least 95 %.
 """
@@ -36,7 +35,7 @@ Run = dict[str, float]  # "prefill" and "decode step": seconds
 
 
 def work(shape: str, options: dict[str, Any], largest: Workload) -> None:
-    """In a checkout's own process: a run for each line, which is a workload."""
+    """Run workloads in a checkout's own process: one run for each line, which is a workload."""
     from freight.bench.drive import drive, greedy, random_prompt
     from freight.bench.latency import split
     from freight.config.engine import EngineArgs
@@ -44,7 +43,7 @@ def work(shape: str, options: dict[str, Any], largest: Workload) -> None:
 
     try:
         from freight.models.open import open_random
-    except ImportError:  # checkouts of before that module
+    except ImportError:  # a checkout older than that module
         from freight.engine.build import open_random  # type: ignore[attr-defined, no-redef]
     batch, prompt, generated = largest
     args = EngineArgs(
@@ -66,14 +65,15 @@ def work(shape: str, options: dict[str, Any], largest: Workload) -> None:
 
 
 def interpreter(where: str) -> tuple[str, dict[str, str]]:
-    """Of PYTHON=SOURCES: the interpreter, and the environment in which it finds the sources."""
+    """Parse PYTHON=SOURCES: the interpreter, and the environment in which it finds the sources."""
     python, _, source = where.partition("=")
     return python, dict(os.environ, PYTHONPATH=os.path.abspath(source))
 
 
 def kernel_rows(where: str, kernel: str, threads: int) -> dict[str, float]:
-    """Microseconds by row. A row's name has the last four of its sizes: the only ones that all
-    checkouts print.
+    """Return microseconds by row.
+
+    A row's name has the last four of its sizes, the only ones that all checkouts print.
     """
     python, env = interpreter(where)
     command = f"-m freight bench kernels --only {kernel} --threads {threads} --seconds 0.05 --json"
@@ -104,7 +104,7 @@ def compare_kernels(args: argparse.Namespace) -> None:
 
 
 def comparison(old: list[float], new: list[float]) -> str:
-    """Cells: both medians, the median ratio and its interval."""
+    """Return cells: both medians, the median ratio and its interval."""
     from freight.bench.serving_figures import interval
 
     ratios = [one / other for one, other in zip(old, new, strict=True)]
@@ -132,7 +132,7 @@ class Checkout(LineProcess):
 def pairs(
     args: argparse.Namespace, workloads: list[Workload]
 ) -> dict[Workload, list[dict[str, Run]]]:
-    """Runs of both checkouts by workload."""
+    """Return runs of both checkouts by workload."""
     largest = (
         max(one[0] for one in workloads),
         max(one[1] for one in workloads),
@@ -146,9 +146,8 @@ def pairs(
         if pair % args.restart == 0:
             for one in running.values():
                 one.end()
-            started = (
-                ("old", "new") if pair // args.restart % 2 else ("new", "old")
-            )  # the second is a little slower
+            # Alternate: the process that is started second is a little slower
+            started = ("old", "new") if pair // args.restart % 2 else ("new", "old")
             running = {
                 name: Checkout(getattr(args, name), args, options[name], largest)
                 for name in started

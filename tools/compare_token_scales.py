@@ -1,11 +1,10 @@
-"""Which format a `token` scale should be stored in: the table behind the choice of bfloat16 in
-docs/numerics.md.
+"""Compare formats of `token` scales: the table behind the choice of bfloat16 in docs/numerics.md.
 
     python tools/compare_token_scales.py [--tokens N]
 
-Runs the demo model's held-out text with E4M3 and E5M2 caches whose per-token scales are rounded as
-named: `float32` not at all, `bfloat16` to the nearest, `e5m3` up to three bits of mantissa, `power
-of two` up to none (E8M0, one byte).
+Runs the demo model's held-out text with E4M3 and E5M2 caches. Their per-token scales are rounded as
+named: `float32` not at all, `bfloat16` to nearest, `e5m3` up to three mantissa bits, `power of two`
+up to none (E8M0, one byte).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from freight.kernels import reference
 
 
 def rounded_up(scale: Tensor, mantissa_bits: int) -> Tensor:
-    """The smallest float32 of so many mantissa bits that is at least `scale`."""
+    """Return the smallest float32 with so many mantissa bits that is at least `scale`."""
     mask = (1 << (23 - mantissa_bits)) - 1
     return ((scale.view(torch.int32) + mask) & ~mask).view(torch.float32)
 
@@ -47,13 +46,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=None)
     tokens = parser.parse_args().tokens
     text = Path(resolve_model("demo"), "heldout.txt").read_text(encoding="utf-8")
-    args, caches = (
-        EngineArgs(model="demo", kernels="reference"),
-        [("fp8_e4m3", "dynamic"), ("fp8_e5m2", "dynamic")],
-    )
-    float32 = SimpleNamespace(
-        **vars(torch) | {"bfloat16": torch.float32}
-    )  # the pool allocates all four in this
+    args = EngineArgs(model="demo", kernels="reference")
+    caches = [("fp8_e4m3", "dynamic"), ("fp8_e5m2", "dynamic")]
+    # The pool allocates the scales of all four in this dtype
+    float32 = SimpleNamespace(**vars(torch) | {"bfloat16": torch.float32})
     print(
         "| token scale | bytes | E4M3 perplexity | E4M3 mean KL | E5M2 perplexity | E5M2 mean KL |"
     )

@@ -1,15 +1,15 @@
-"""Write src/freight/config/computing_keys.txt: keys of a config.json that decide what some language
-model computes.
+"""Write src/freight/config/computing_keys.txt: the config.json keys that change the computation.
 
     python tools/config_keys.py            prints the file
     python tools/config_keys.py --write    writes it
 
-A key computes if the modeling code of a causal language model in transformers reads it from its configuration
-(`config.KEY` in modeling_*.py, where configuration_*.py declares KEY). Initial values, dropout, losses and the parts
-for sound and pictures do not count. `ELSEWHERE` has keys that only other code reads: code that comes with checkpoints,
-and models that vLLM or SGLang has and transformers has not.
+A key computes if the modeling code of a causal language model in transformers reads it from its
+configuration (`config.KEY` in modeling_*.py, where configuration_*.py declares KEY). Initial
+values, dropout, losses and the parts for sound and pictures do not count. `ELSEWHERE` has keys that
+only other code reads: code that comes with checkpoints, and models that vLLM or SGLang has and
+transformers has not.
 
-Freight refuses a key of the list that it does not implement, and reads over every other
+Freight refuses a key of the list that it does not implement, and ignores every other key
 (`config/keys.py`).
 """
 
@@ -25,7 +25,7 @@ from freight.config.family import words
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "src/freight/config/computing_keys.txt"
 
-# parts of a name that show a key of training, of a classifier, or of another part than the language
+# Words in a name that mark a key of training, of a classifier, or of another part than the language
 # model
 _OTHER = words(
     """
@@ -34,8 +34,7 @@ _OTHER = words(
     pronunciation chunks lsh axial nemo conf sscp ple prompt shape task asm byte codec altup laurel
     """
 )
-# keys of the list of candidates that hold no number of the model: places in a file, seeds, methods
-# of a class
+# Candidates that hold no number of the model: places in a file, seeds, methods of a class
 _NO_NUMBER = words(
     """
     decoder seed mode languages context_length max_seq_len n_ctx n_positions max_inference_chunksize segment_types
@@ -95,7 +94,7 @@ ELSEWHERE = {
 
 
 def read_names(tree: ast.AST) -> Iterator[str]:
-    """The X of `config.X`, `self.config.X`, `text_config.X` and `getattr(config, "X")`."""
+    """Yield the X of `config.X`, `self.config.X`, `text_config.X` and `getattr(config, "X")`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_config(node.value):
             yield node.attr
@@ -114,7 +113,7 @@ def _is_config(node: ast.expr) -> bool:
 
 
 def _name(node: ast.expr) -> str:
-    """`x` of x and of y.x."""
+    """Return `x` for x and for y.x."""
     return (
         node.id
         if isinstance(node, ast.Name)
@@ -125,7 +124,9 @@ def _name(node: ast.expr) -> str:
 
 
 def declared_names(tree: ast.AST) -> Iterator[str]:
-    """The fields of configuration classes, and the names that their `attribute_map` has for them."""
+    """Yield the fields of configuration classes, and the names that their `attribute_map` has for
+    them.
+    """
     for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         for line in cls.body:
             if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
@@ -141,7 +142,7 @@ def declared_names(tree: ast.AST) -> Iterator[str]:
 
 
 def without_initial_values(tree: ast.Module) -> ast.Module:
-    """`tree` without the functions that draw the weights of a new model."""
+    """Return `tree` without the functions that draw the weights of a new model."""
     for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         cls.body = [
             line
@@ -152,7 +153,9 @@ def without_initial_values(tree: ast.Module) -> ast.Module:
 
 
 def computing_keys(models: Path, causal: frozenset[str]) -> set[str]:
-    """The keys that the folders in `causal` of transformers' `models` read in their modeling code."""
+    """Return the keys that the folders in `causal` of transformers' `models` read in their modeling
+    code.
+    """
     found: set[str] = set()
     for folder in (models / name for name in causal):
         declared = {
@@ -181,7 +184,9 @@ def document() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Prints the keys of a config.json that compute.")
+    parser = argparse.ArgumentParser(
+        description="Print the config.json keys that change the computation."
+    )
     parser.add_argument(
         "--write", action="store_true", help=f"write {DATA.relative_to(ROOT)} instead"
     )

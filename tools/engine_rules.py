@@ -1,4 +1,4 @@
-"""Read from the sources of vLLM, SGLang and TGI what each model does with the names of KV scales.
+"""Derive from the sources of vLLM, SGLang and TGI what each model does with names of KV scales.
 
     python tools/engine_rules.py SOURCES [--output FILE] [--reasons]
 
@@ -34,9 +34,8 @@ from engine_sources.tgi import tgi_families
 from engine_sources.values import UNKNOWN, Instance
 
 OUTPUT = Path(__file__).parents[1] / "src" / "freight" / "audit" / "engine_families.json"
-# What differs for a loader: whether attention has scale parameters, and whose names its
-# configuration maps. The quantization method that stands for it in vLLM's sources; None is a
-# checkpoint that declares nothing.
+# Situations of a loader: whether attention has scale parameters, and whose names its configuration
+# maps -> the quantization method that represents it in vLLM's sources; None: nothing is declared.
 VLLM_SITUATIONS: Mapping[str, tuple[str | None, bool]] = {
     "scales": ("compressed-tensors", True),
     "scales_and_outputs": ("fp8", True),
@@ -44,7 +43,7 @@ VLLM_SITUATIONS: Mapping[str, tuple[str | None, bool]] = {
     "undeclared": (None, False),
 }
 SGLANG_SITUATIONS: Mapping[str, bool] = {"scales": True, "no_scales": False}
-# Models that guess tokens for another one: no checkpoint is audited as one.
+# Draft models, which predict tokens for another model: no checkpoint is audited as one.
 DRAFTS = re.compile(r"NextN|MTP|Eagle|DFlash|DSpark|Bert|CLIP")
 Rows = dict[str, dict[str, Outcome]]
 
@@ -65,7 +64,7 @@ def main() -> None:
 
 
 def generate(sources: Path, reasons: bool = False) -> str:
-    """The file's text, of every version that has a folder in `sources`."""
+    """Return the file's text, for every version that has a folder in `sources`."""
     readers = {"vllm": vllm, "sglang": sglang, "tgi": tgi}
     found: dict[str, dict[str, Any]] = {engine: {} for engine in readers}
     for folder in sorted(sources.iterdir()):
@@ -110,7 +109,7 @@ def vllm_models(tree: Tree) -> Iterator[tuple[str, ClassRef]]:
 
 
 def quantization_configs(tree: Tree) -> dict[str, ClassRef]:
-    """{quant_method: its class of configuration}, from get_quantization_config."""
+    """Return {quant_method: its class of configuration}, from get_quantization_config."""
     package = tree.module("vllm.model_executor.layers.quantization")
     assert package is not None
     node = package.names["get_quantization_config"]
@@ -134,7 +133,7 @@ def quantization_configs(tree: Tree) -> dict[str, ClassRef]:
 
 
 def methods(configs: Mapping[str, ClassRef]) -> dict[str, bool]:
-    """{quant_method: whether its get_quant_method names a method for KV caches}."""
+    """Return {quant_method: whether its get_quant_method names a method for KV caches}."""
     found = {}
     for name, cls in sorted(configs.items()):
         method = cls.method("get_quant_method")
@@ -163,8 +162,8 @@ def sglang(root: Path, reasons: bool) -> dict[str, Any]:
 
 
 def architectures(root: Path, found: Mapping[str, Any]) -> dict[str, str]:
-    """{model_type: the architecture that transformers writes for its causal models}, where its
-    loader was read.
+    """Return {model_type: the architecture that transformers writes for its causal models}, where
+    its loader was read.
     """
     tree = ast.parse((root / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
     served = {
@@ -191,8 +190,8 @@ def architectures(root: Path, found: Mapping[str, Any]) -> dict[str, str]:
 def probe_forms(
     cls: ClassRef, has_scales: bool, quant_config: object, reasons: bool
 ) -> dict[str, Outcome]:
-    """The outcome of each form. A loader that cannot be followed for the first is not tried with
-    the others.
+    """Find the outcome of each form. A loader that cannot be followed for the first form is not
+    tried with the others.
     """
     found: dict[str, Outcome] = {}
     for form in FORMS:
@@ -205,7 +204,7 @@ def probe_forms(
 
 
 def pack(rows: Mapping[str, Rows]) -> dict[str, Any]:
-    """{family: {situation: {form: effect}, file, at}}, without what is unknown."""
+    """Return {family: {situation: {form: effect}, file, at}}, without unknown effects."""
     packed = {}
     for family, situations in sorted(rows.items()):
         known = {
@@ -224,7 +223,7 @@ def pack(rows: Mapping[str, Rows]) -> dict[str, Any]:
 
 
 def to_text(found: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """JSON with equal tables of effects written once, a line for each family."""
+    """Format as JSON: equal tables of effects are written once, and each family is one line."""
     profiles: dict[str, int] = {}
     lines = []
     for engine, versions in found.items():

@@ -1,4 +1,4 @@
-"""Write docs/modules.md: every module of the source, in the words of its first sentence.
+"""Write docs/modules.md: every module of the source, with its first sentence.
 
     python tools/list_modules.py            write it
     python tools/list_modules.py --check    exit with 1 if it differs from what would be written
@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "modules.md"
 OTHERS = {  # folders that are no packages
     "csrc": "The CPU kernels in C++17, one source for every instruction set.",
     "benchmarks": "Scripts that print the figures of benchmarks.md.",
-    "benchmarks/peers": "Drivers that measure other engines beside Freight.",
+    "benchmarks/peers": "Drivers that measure other engines in the same way as Freight.",
     "tools": "Scripts that write documents and models, and what `make` runs.",
 }
 HEAD = """# Modules
@@ -30,7 +30,9 @@ Every module of the source, in the words of its first sentence. `python tools/li
 
 
 def opening(path: Path) -> str:
-    """The first sentence of a file's docstring or opening comment; "" for a file without one."""
+    """Return the first sentence of a file's docstring or opening comment; "" for a file without
+    one.
+    """
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(text)) or ""
@@ -43,7 +45,7 @@ def opening(path: Path) -> str:
 
 
 def folders() -> Iterator[tuple[Path, list[Path]]]:
-    """Each folder of the source with its files, a package before those inside it."""
+    """Yield each folder of the source with its files, a package before those inside it."""
     package = ROOT / "src" / "freight"
     inits = sorted(
         package.rglob("__init__.py"), key=lambda init: init.parent.relative_to(package).parts
@@ -56,16 +58,16 @@ def folders() -> Iterator[tuple[Path, list[Path]]]:
 
 
 def page() -> str:
-    """The page's text. Raises ValueError for a file that does not say what it is."""
+    """Return the page's text. Raises ValueError for a file that does not say what it is."""
     lines = [HEAD]
     for folder, files in folders():
         lines += [f"## {folder.relative_to(ROOT)}/", ""]
         init = folder / "__init__.py"
-        said = opening(init) if init.exists() else OTHERS[str(folder.relative_to(ROOT))]
-        lines += [said, ""]
+        heading = opening(init) if init.exists() else OTHERS[str(folder.relative_to(ROOT))]
+        lines += [heading, ""]
         openings = [opening(path) for path in files]
         lines += [f"- `{path.name}`: {one}" for path, one in zip(files, openings, strict=True)]
-        if not all((said, *openings)):
+        if not all((heading, *openings)):
             raise ValueError(
                 f"{folder.relative_to(ROOT)} has a file, or is a package, that does not say what it is"
             )

@@ -1,13 +1,13 @@
-"""What centers gain, and what they cost attention: the figures under "Centers" in docs/numerics.md.
+"""Measure what centers gain and cost: the figures under "Centers" in docs/numerics.md.
 
     python tools/measure_centers.py [MODEL ...] [--tokens N] [--cost]
     python tools/measure_centers.py MODEL --write-raised OUT [--turning]
 
-Gain: each MODEL (default: the demo model) in float32, so that only the cache rounds. A model
-without biases is measured as it is. One with key biases, as `tools/train_demo_model.py --family
-qwen2` trains it, is measured as it is and with these biases raised to the size that they have in
-Qwen2.5-7B. `--write-raised` writes the latter as a model. `--cost`: attention alone, by centered
-pairs, and nothing else.
+Gain: each MODEL (default: the demo model) runs in float32, so that only the cache rounds. A model
+without biases is measured as it is. A model with key biases, as `tools/train_demo_model.py --family
+qwen2` trains it, is measured as it is and with these biases raised to their size in Qwen2.5-7B.
+`--write-raised` writes the latter as a model. `--cost` measures attention alone, by number of
+centered pairs.
 """
 
 from __future__ import annotations
@@ -42,20 +42,18 @@ from freight.tables import markdown
 # Qwen2.5-7B, by KV head: its key biases have norms of 605 in the first layer, 921 in the last and
 # 22 in the median one, each over four heads (https://github.com/ggml-org/llama.cpp/issues/21385).
 NORMS = {"first": 605 / 2, "between": 22 / 2, "last": 921 / 2}
-STILL, TURN = (
-    0.1,
-    2 * math.pi,
-)  # rad over the context: a pair that hardly rotates, and one that makes a whole turn
+# rad over the context: a pair that hardly rotates, and one that makes a full turn
+STILL, TURN = 0.1, 2 * math.pi
 GRANULARITIES = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)
 HEADS, GROUP, DIM, BLOCK_SIZE = 8, 4, 128, 64
 PAIRS = (0, 2, 8, 20, 40)
-LOADS = ((16, 2048, 1), (1, 8192, 1), (1, 2048, 512))  # sequences, tokens of each, of which new
+LOADS = ((16, 2048, 1), (1, 8192, 1), (1, 2048, 512))  # sequences, tokens of each, new tokens
 REPEATS = 12
 
 
 def pairs_of(config: dict[str, Any], turning: bool) -> Tensor:
-    """Pairs that rotate by at most `STILL` over the context; if `turning`, the others that make no
-    whole turn.
+    """Return the pairs that rotate by at most `STILL` over the context; if `turning`, the others
+    that make no full turn.
     """
     half = config["head_dim"] // 2
     angles = config["max_position_embeddings"] * config["rope_theta"] ** (
@@ -66,18 +64,15 @@ def pairs_of(config: dict[str, Any], turning: bool) -> Tensor:
 
 
 def write_raised(source: Path, out: Path, turning: bool = False) -> None:
-    """The model with key biases of the size in `NORMS`: those on some pairs are multiplied, the
-    others stay.
+    """Write the model with key biases of the size in `NORMS`: those on some pairs are multiplied,
+    the others stay.
 
-    Where pairs hardly rotate, a bias adds the same to all scores of a query, so that the function
-    hardly changes.
+    Where pairs hardly rotate, a bias adds the same to all scores of a query, so the function hardly
+    changes.
     """
     config, tensors = json.loads((source / "config.json").read_text()), read_tensors(source)
-    heads, dim, last = (
-        config["num_key_value_heads"],
-        config["head_dim"],
-        config["num_hidden_layers"] - 1,
-    )
+    heads, dim = config["num_key_value_heads"], config["head_dim"]
+    last = config["num_hidden_layers"] - 1
     pairs = pairs_of(config, turning)
     channels = torch.cat([pairs, pairs + dim // 2])
     for index in range(last + 1):
@@ -91,8 +86,8 @@ def write_raised(source: Path, out: Path, turning: bool = False) -> None:
 
 
 def by_layer(model: str) -> list[list[str]]:
-    """The key biases, if any, how much centers divide the mean squared error, and centered pairs a
-    head.
+    """Return table rows by layer: the key biases, if any, the factor by which centers divide the
+    mean squared error, and centered pairs per head.
     """
     source, data = resolve_model(model), resolve_model("demo") / "calibration.txt"
     opened = open_unquantized(model)
@@ -118,7 +113,7 @@ def by_layer(model: str) -> list[list[str]]:
 
 
 def caches(model: str, data: Path) -> dict[str, KVCacheConfig]:
-    """E4M3 with every kind of scale, then channel scales with centers."""
+    """Return caches in E4M3 with every kind of scale, then with channel scales and centers."""
     found = {
         "unit": KVCacheConfig(Format.E4M3FN, Granularity.TENSOR, ScaleSource.UNIT, None),
         "token": KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None),
@@ -164,7 +159,7 @@ def has_biases(model: Path) -> bool:
 
 
 def milliseconds(sequences: int, length: int, new: int) -> list[float]:
-    """Fastest of `REPEATS` for each of `PAIRS`, taken in turns."""
+    """Return the fastest of `REPEATS` runs for each of `PAIRS`, in alternation."""
     per = length // BLOCK_SIZE
     shape = (sequences * per, BLOCK_SIZE, HEADS, DIM)
     k, v = (torch.randint(0, 120, shape, dtype=torch.uint8).view(torch.float8_e4m3fn) for _ in "kv")

@@ -1,14 +1,12 @@
-"""What attention loses when its products multiply FP8: the error of one output, by the kernels that
-define it.
+"""Measure what attention loses when its products multiply FP8, with the defining kernels.
 
     python tools/measure_fp8_attention.py [--keys 131072] [--queries 32]
     TRITON_INTERPRET=1 python tools/measure_fp8_attention.py --triton --keys 2048     the Triton kernels, on a CPU
 
-Random queries and keys of unit variance, and for each query a few keys that resemble it, as
-attention finds in text; `peak` is how much. Keys and values lie in E4M3 with one scale each. The
-error is ||out - exact|| / ||exact|| of a query's output, averaged, against float64: over the values
-as stored, which is what the products cost, and over those that were given, which has the cache's
-own rounding in it.
+Queries and keys are random, of unit variance, and for each query a few keys resemble it, as in
+text; `peak` is how much. Keys and values are stored in E4M3 with one scale each. The error is ||out
+- exact|| / ||exact|| of a query's output against float64, averaged: over the stored values, which
+is the cost of the products alone, and over the given values, which includes the cache's rounding.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ def reference_computes() -> dict[str, Attention]:
 
 
 def triton_computes() -> dict[str, Attention]:
-    """What the GPU multiplies in FP8; in the interpreter, which has no FP8, both."""
+    """Return the products that the GPU computes in FP8; in the interpreter, which has no FP8, both."""
     from freight.kernels.triton import paged
     from freight.kernels.triton.formats import current_target
 
@@ -56,7 +54,7 @@ def triton_computes() -> dict[str, Attention]:
 
 
 def draw(keys: int, queries: int, peak: float) -> tuple[Tensor, Tensor, Tensor]:
-    """q [queries, DIM] float16; k, v [keys, DIM]."""
+    """Draw q [queries, DIM] float16 and k, v [keys, DIM]."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, DIM, generator=generator) for n in (queries, keys, keys))
     q = q.half()
@@ -68,7 +66,7 @@ def draw(keys: int, queries: int, peak: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pages_of(k: Tensor, v: Tensor) -> KVPages:
-    """Pages in E4M3 that hold one sequence, with a scale for all keys and one for all values."""
+    """Store one sequence in E4M3 pages, with one scale for all keys and one for all values."""
     blocks = -(-len(k) // BLOCK_SIZE)
     page = torch.zeros(blocks, BLOCK_SIZE, 1, DIM, dtype=torch_dtype(Format.E4M3FN))
     scales = [
@@ -80,7 +78,7 @@ def pages_of(k: Tensor, v: Tensor) -> KVPages:
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last len(q) positions, float64."""
+    """Compute causal attention of the last len(q) positions in float64."""
     scores = q.double() @ k.double().T * DIM**-0.5
     position = torch.arange(len(k) - len(q), len(k))[:, None]
     probabilities: Tensor = scores.masked_fill(torch.arange(len(k)) > position, -torch.inf).softmax(
@@ -100,11 +98,11 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=131072)
     parser.add_argument("--queries", type=int, default=32)
     parser.add_argument("--triton", action="store_true")
-    said = parser.parse_args()
-    computes = triton_computes() if said.triton else reference_computes()
+    args = parser.parse_args()
+    computes = triton_computes() if args.triton else reference_computes()
     rows = [("peak", "products", "error over what is stored", "error over what was given")]
     for peak in PEAKS:
-        q, k, v = draw(said.keys, said.queries, peak)
+        q, k, v = draw(args.keys, args.queries, peak)
         pages = pages_of(k, v)
         blocks = list(range(len(pages.k)))
         batch = prepare(

@@ -1,12 +1,11 @@
-"""The effect of every kind of KV scale, and of centers, on a model and variants of it: the table of
-numerics.md.
+"""Measure every kind of KV scale, and centers, on variants of a model: the table of numerics.md.
 
     python tools/measure_scales.py [MODEL] [--data FILE] [--calibration-data FILE] [--tokens N]
 
-The variants (scale_variants.py) either compute the model's own function with keys or values of
-another size, so that nothing but the storage can make a difference, or have a large key bias.
-Static scales are calibrated as by `freight quantize`, on another text than the evaluation text.
-E5M2 gets the same scales, converted to its range.
+The variants (scale_variants.py) either compute the model's function with keys or values of another
+size, so that only the storage can make a difference, or have a large key bias. Static scales are
+calibrated as by `freight quantize`, on another text than the evaluation text. E5M2 gets the same
+scales, converted to its range.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Row:
 
 
 def variants(model: str, token_ids: Sequence[int]) -> dict[str, Write]:
-    """How each variant of `model` is written. `token_ids` show how large its keys are."""
+    """Return how each variant of `model` is written. `token_ids` show how large its keys are."""
     config = open_checkpoint(model).model
     dim, half = config.attention[0].k_dim, config.attention[0].k_dim // 2
 
@@ -84,7 +83,7 @@ def calibrated(
     center: bool = False,
     length: int = SAMPLE_LENGTH,
 ) -> KVScales:
-    """Scales of the model for E4M3, as `freight quantize` measures them on the text in `data`."""
+    """Calibrate scales of the model for E4M3 as `freight quantize` does, on the text in `data`."""
     opened = open_unquantized(model)
     args = QuantizeArgs(
         weights="none",
@@ -104,7 +103,7 @@ def calibrated(
 def caches(
     model: str, data: Path, length: int = SAMPLE_LENGTH
 ) -> dict[tuple[Format, str], KVCacheConfig]:
-    """Every cache of the table for this model."""
+    """Return every cache of the table for this model."""
     static: dict[str, KVScales] = {
         str(granularity): calibrated(model, data, granularity, length=length)
         for granularity in (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)
@@ -123,7 +122,7 @@ def caches(
 
 
 def _for_range(scales: KVScales, format: Format) -> KVScales:
-    """Scales for E4M3FN -> for `format`, so that the same amax becomes its largest number."""
+    """Convert scales for E4M3FN to `format`, so that the same amax becomes its largest number."""
     factor = Format.E4M3FN.max / format.max
 
     def changed(layer: LayerScales | None) -> LayerScales | None:
@@ -143,7 +142,7 @@ def judge(
     tokens: int | None,
     window: int | None = None,
 ) -> Row:
-    """One row of the table: the variant that `write` makes of `model`, computed in bfloat16."""
+    """Compute one row of the table: the variant that `write` makes of `model`, in bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
         variant = Path(folder) / "model"
         write(resolve_model(model), variant)
@@ -154,11 +153,11 @@ def judge(
 
 
 def paired_difference(one: Tensor, other: Tensor) -> tuple[float, float, float]:
-    """Mean of `other` - `one` over tokens [num_tokens], and its 95 % interval by paired bootstrap
-    (Efron 1979).
+    """Return the mean of `other` - `one` over tokens [num_tokens], and its 95 % interval by paired
+    bootstrap (Efron 1979).
 
-    Draws blocks of `BLOCK` neighbouring tokens (Künsch 1989), because what one cache does to a
-    token it does to its neighbours as well.
+    Draws blocks of `BLOCK` neighbouring tokens (Künsch 1989), because a cache's errors on
+    neighbouring tokens are correlated.
     """
     difference = (other - one).double()
     blocks = difference[: len(difference) // BLOCK * BLOCK].view(-1, BLOCK).mean(1)
@@ -172,8 +171,8 @@ def paired_difference(one: Tensor, other: Tensor) -> tuple[float, float, float]:
 
 
 def as_table(rows: Sequence[Row], format: Format) -> str:
-    """A row a variant: perplexity and, in brackets, mean KL in nats to the 16-bit cache of the same
-    variant.
+    """Format one row per variant: perplexity and, in brackets, mean KL in nats to the 16-bit cache
+    of the same variant.
     """
     cells = [["", "16 bits", *SCALES]]
     for row in rows:
@@ -189,7 +188,7 @@ def as_table(rows: Sequence[Row], format: Format) -> str:
 
 
 def against_unit(row: Row) -> str:
-    """Calibrated scales minus scales of 1.0, E4M3: what it does to the loss of a token."""
+    """Say how calibrated scales change a token's loss against scales of 1.0, in E4M3."""
     unit = row.runs[Format.E4M3FN, "unit"].token_logprobs
     cells = [["E4M3, minus unit", "nats per token", "95 % interval"]]
     for scales in SCALES[1:]:

@@ -1,4 +1,4 @@
-"""Print how Python source reads, in figures: of this tree, and of others beside it.
+"""Print figures of how Python source reads, for this tree and for others to compare with.
 
     python tools/measure_source.py [FOLDER ...]        without one: src/freight
 
@@ -9,7 +9,7 @@ comprehensions, conditionals, comments, Any    for each 1,000 of them; condition
 complexity       mean of a function, as ruff's C901 counts it: 1, and 1 for each branch
 over 96          share of lines longer than 96 columns
 
-The figures are signs, not aims: they say where to look.
+The figures are hints, not goals: they show where to look.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Figures:
                 self.complexity.append(complexity(node))
 
     def row(self, name: str) -> list[str]:
-        """The cells of a table's row."""
+        """Return the cells of a table's row."""
         per_thousand = [self.comprehensions, self.conditionals, self.comments, self.any]
         return [
             name,
@@ -100,7 +100,7 @@ class Figures:
 
 
 def docstring_lines(node: ast.AST) -> range:
-    """The lines of the docstring of a module, class or function; none of others."""
+    """Return the lines of the docstring of a module, class or function; empty for other nodes."""
     if (
         isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS))
         and ast.get_docstring(node, clean=False) is not None
@@ -111,12 +111,12 @@ def docstring_lines(node: ast.AST) -> range:
 
 
 def complexity(function: ast.AST) -> int:
-    """1 and the branches of `function`, without those of functions inside it."""
+    """Return 1 plus the branches of `function`, without those of functions inside it."""
     return 1 + sum(isinstance(node, BRANCHES) for node in inside(function))
 
 
 def inside(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of `function`, without those of functions inside it."""
+    """Yield the nodes of `function`, without those of functions inside it."""
     for child in ast.iter_child_nodes(function):
         if not isinstance(child, FUNCTIONS):
             yield child

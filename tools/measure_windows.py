@@ -1,5 +1,4 @@
-"""Sums by window of what an FP8 cache changes, on three texts: the populations that
-test_coverage.py draws from.
+"""Sum by window what an FP8 cache changes on three texts: the populations of test_coverage.py.
 
 Code: the demo's held-out text. Prose: the language reference that ships with CPython
 (`pydoc_data.topics`). C++: headers of torch's ATen. The cache is E4M3 with scales of 1.0.
@@ -35,8 +34,8 @@ def texts() -> dict[str, str]:
 
 
 def sums(text: str) -> dict[str, list[float]]:
-    """By window: tokens, losses with 16 bits and with FP8 in nats, KL in nats, and tokens with the
-    same top.
+    """Return by window: tokens, losses with 16 bits and with FP8 in nats, KL in nats, and tokens
+    with the same top.
     """
     args = EngineArgs("demo")
     parts = cut_documents(open_model(args), [text], WINDOW, TOKENS)

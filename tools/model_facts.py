@@ -1,7 +1,7 @@
-"""What docs/models.md is made of (`models_table.py`): what the code and the tests say of families.
+"""Facts about families for docs/models.md (`models_table.py`), from the code and the tests.
 
-Nothing of a family is typed here. Its layers come from the configurations of
-tests/parity/variants.py, as Freight reads them; what was compared, from the tables of the tests.
+No fact is typed here. Layers come from the configurations of tests/parity/variants.py, as Freight
+reads them; comparisons come from the tables of the tests.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _NORMS = {
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of the tests, by which a family counts as compared.
+    """The tables of the tests, which decide whether a family counts as compared.
 
     same_weights   model types that transformers does not know -> one that computes the same from
                    the same weights
@@ -95,18 +95,18 @@ class Tables:
 
     @cached_property
     def models(self) -> dict[str, ModelConfig]:
-        """Each variant, as Freight reads its config.json."""
+        """Each variant's config.json, as Freight reads it."""
         return {
             name: parse_model_config(config.to_dict()) for name, config in self.variants.items()
         }
 
     def of(self, model_type: str) -> list[str]:
-        """The variants of a model type."""
+        """Return the variants of a model type."""
         return [name for name, config in self.variants.items() if config.model_type == model_type]
 
 
 def read_tests() -> Tables:
-    """The tables, out of the modules of tests/."""
+    """Read the tables from the modules of tests/."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
 
@@ -150,7 +150,7 @@ def _by_family(forms: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def united(found: Sequence[Sequence[str]]) -> str:
-    """Words of several models: first those that all have, then those that depend on the
+    """Join the words of several models: first those that all have, then those that depend on the
     config.json.
     """
     every = list(dict.fromkeys(word for words in found for word in words))
@@ -161,7 +161,9 @@ def united(found: Sequence[Sequence[str]]) -> str:
 
 
 def flags(config: object, known: Mapping[str, str], other: frozenset[str]) -> list[str]:
-    """The fields of `config` that are set, in words; for a field that `known` lacks, its name."""
+    """Return the fields of `config` that are set, in words; for a field that `known` lacks, its
+    name.
+    """
     names = [field.name for field in fields(config) if field.name not in other]  # type: ignore[arg-type]
     chosen = [
         name for name in names if not any(getattr(config, name) is unset for unset in (None, False))
@@ -281,8 +283,10 @@ def of_norms(model: ModelConfig) -> list[str]:
 
 
 def native_types() -> dict[str, list[str]]:
-    """model types with a decoder of their own -> those whose text model they are. A text model that
-    is published only within others is known by the first of these."""
+    """Return {model type with its own decoder: model types whose text model it is}.
+
+    A text model that is published only within others is known by the first of these.
+    """
     own: dict[str, list[str]] = {}
     for name in FAMILIES:
         texts = text_types(name)
@@ -295,7 +299,7 @@ def native_types() -> dict[str, list[str]]:
 
 
 def text_types(model_type: str) -> list[str]:
-    """The names in `native_types` of a row's text model, and of the others that it may have."""
+    """Return the names in `native_types` of a row's text model, and of the others that it may have."""
     family = FAMILIES[model_type]
     first = {one.text_type: name for name, one in reversed(FAMILIES.items())}
     texts = (

@@ -1,5 +1,4 @@
-"""Write docs/models.md: what runs, how it was compared, and how many models of a public list that
-are.
+"""Write docs/models.md: what runs, how it was compared, and its share of a public list of models.
 
     python tools/models_table.py            prints the document
     python tools/models_table.py --write    writes docs/models.md, and the count in README.md
@@ -43,7 +42,7 @@ from freight.models.architectures import ARCHITECTURES
 DOCUMENT = ROOT / "docs/models.md"
 README = ROOT / "README.md"
 MARKERS = ("<!-- models:begin -->\n", "<!-- models:end -->")
-# well-known model types that no recipe has, for the table of what is refused
+# Well-known model types without a recipe, for the table of refused ones
 ALSO_ASKED = ("bloom", "falcon", "falcon_h1", "gemma3n", "granite_swa", "jamba", "llava", "t5")
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 _PACKED = {
@@ -51,7 +50,7 @@ _PACKED = {
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}},
 }
 _OWN_CODE = {"AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"}
-# what the config.json of a Llama is changed to, and is refused for
+# Changes of a Llama's config.json, each of which is refused
 ASKED_FORMS: Mapping[str, Mapping[str, Any]] = {
     "a rope that changes with the length of the text": {
         "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}
@@ -198,7 +197,9 @@ def layers_table(tests: Tables) -> str:
 
 
 def models_of(model_type: str, tests: Tables) -> list[ModelConfig]:
-    """The variants of a model type; of one that transformers does not know, its published files."""
+    """Return the variants of a model type; for one that transformers does not know, its published
+    files.
+    """
     variants = [tests.models[name] for name in tests.of(model_type)]
     files = [config for config in published_files().values() if config["model_type"] == model_type]
     return variants or [parse_model_config(config) for config in files]
@@ -221,7 +222,7 @@ def compared_table(tests: Tables) -> str:
 
 
 def same_bits(variants: Sequence[str], tests: Tables) -> str:
-    """The variants that are compared to the bit; 'all' if that is so of every one."""
+    """Return the variants that are compared to the bit; 'all' if all of them are."""
     compared = [name for name in variants if name in tests.equivalences]
     often = [name for name in variants if name in tests.fast_equivalences]
     named = (
@@ -246,7 +247,7 @@ def fp8_forms(model_type: str, tests: Tables) -> str:
 
 
 def uncalibrated(tests: Tables) -> str:
-    """The exceptions: model types without a variant of which weights, inputs and cache were
+    """Return the exceptions: model types without a variant whose weights, inputs and cache were
     calibrated.
     """
     found = [name for name in native_types() if tests.quantized.isdisjoint(tests.of(name))]
@@ -268,13 +269,15 @@ def count_table(recipes: Sequence[Published]) -> str:
 
 
 def counted(models: Sequence[Published]) -> tuple[int, int, int]:
-    """How many run and their file was read; run by model type; are refused."""
+    """Count the models that run and whose file was read, that run by model type, and that are
+    refused.
+    """
     running = [one.seen for one in models if one.runs]
     return sum(running), len(running) - sum(running), len(models) - len(running)
 
 
 def running_table(recipes: Sequence[Published]) -> str:
-    """The models that run, by model type."""
+    """Format the models that run, by model type."""
     running = [one for one in recipes if one.runs]
     foreign = sorted({one.family for one in running if one.verdict.runs == FOREIGN})
     rows = []
@@ -300,7 +303,7 @@ def others_table(others: Sequence[Published]) -> str:
 
 
 def refused_table(tests: Tables, recipes: Sequence[Published], others: Sequence[Published]) -> str:
-    """A row for each reason, those of most models first. Every mechanism has a row."""
+    """Format a row for each reason, those of most models first. Every mechanism has a row."""
     found: dict[str, tuple[list[str], list[str]]] = {
         mechanism.name: ([], []) for mechanism in MECHANISMS
     }
@@ -320,7 +323,7 @@ def refused_table(tests: Tables, recipes: Sequence[Published], others: Sequence[
 
 
 def forms_table() -> str:
-    """What the errors say of ASKED_FORMS."""
+    """Format the errors about ASKED_FORMS."""
     llama = published_files()["meta-llama/Llama-2-7b-hf"]
     verdicts = {what: read_file({**llama, **config}) for what, config in ASKED_FORMS.items()}
     return table(
@@ -330,7 +333,7 @@ def forms_table() -> str:
 
 
 def document() -> str:
-    """All of docs/models.md."""
+    """Return all of docs/models.md."""
     tests = read_tests()
     content, recipes = read_recipes(tests)
     others = read_others(recipes)
@@ -368,7 +371,7 @@ def through_transformers(recipes: Sequence[Published]) -> str:
 
 
 def readme(content: str) -> str:
-    """README.md, whose `content` may have another count of models between its markers."""
+    """Return README.md with the current count of models between its markers in `content`."""
     _, recipes = read_recipes(read_tests())
     read, by_type, refused = counted(recipes)
     count = (
@@ -382,7 +385,7 @@ def readme(content: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Prints docs/models.md.")
+    parser = argparse.ArgumentParser(description="Print docs/models.md.")
     parser.add_argument(
         "--write",
         action="store_true",

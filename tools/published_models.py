@@ -1,8 +1,7 @@
-"""Published models: those of tools/recipes.json, and the config.json files of
-tests/fixtures/published/.
+"""Published models: those of tools/recipes.json, and of tests/fixtures/published/.
 
-What is said of a model whose file is there comes from that file. Of any other it comes from its
-model type and from the forms in which its weights are published. Reasons are those of the errors.
+The verdict on a model whose config.json is there comes from that file; on any other it comes from
+the model type and from the forms in which its weights are published. Reasons are the errors' texts.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _MXFP4_KEPT = (
 )
 _DECLARED: Mapping[
     str, Mapping[str, Any]
-] = {  # precision of a recipe -> what such a checkpoint declares
+] = {  # precision of a recipe -> the declaration of such a checkpoint
     "bf16": {},
     "fp8": {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
     "mxfp4": {
@@ -52,7 +51,7 @@ _DECLARED: Mapping[
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a model runs: NATIVE, FOREIGN or REFUSED, with the reasons."""
+    """The way in which a model runs: NATIVE, FOREIGN or REFUSED, with the reasons."""
 
     runs: str
     reasons: tuple[str, ...] = ()
@@ -60,9 +59,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Published:
-    """A published model, and how it runs. `moe` and `precisions` are those of its recipe.
+    """A published model with its verdict. `moe` and `precisions` are those of its recipe.
 
-    seen   whether its config.json as published is there, all of it
+    seen   its complete config.json, as published, is there
     """
 
     name: str
@@ -97,7 +96,7 @@ class Published:
 
 @cache
 def published_files() -> dict[str, dict[str, Any]]:
-    """{OWNER/NAME: config.json as published}"""
+    """Return {OWNER/NAME: config.json as published}."""
     return {
         file.stem.replace("--", "/", 1): json.loads(file.read_text())
         for file in sorted(FILES.glob("*.json"))
@@ -105,14 +104,17 @@ def published_files() -> dict[str, dict[str, Any]]:
 
 
 def is_complete(config: Mapping[str, Any]) -> bool:
-    """Whether a collected config.json is no excerpt: transformers writes its version, and
-    `auto_map` is not made up.
+    """Return whether a collected config.json is complete.
+
+    transformers writes its version into it, and nobody makes up an `auto_map`.
     """
     return not {"transformers_version", "auto_map"}.isdisjoint(config)
 
 
 def read_file(config: Mapping[str, Any]) -> Verdict:
-    """What the code says of a published config.json: of the model, and of the form of its weights."""
+    """Return the code's verdict on a published config.json: on the model, and on the form of its
+    weights.
+    """
     try:
         model = read_model_config(config)
         read_scheme(config, None)
@@ -128,9 +130,11 @@ def ask(
     keys: Mapping[str, Any] | None = None,
     architecture: str | None = None,
 ) -> Verdict:
-    """What the code says of a model type, and of one of its architectures. Where its row, or the
-    tests of the fallback, do not settle it, the default configuration of transformers is read, with
-    `keys`."""
+    """Return the code's verdict on a model type and one of its architectures.
+
+    If its row, or the tests of the fallback, do not settle it, the default configuration of
+    transformers is read, with `keys`.
+    """
     try:
         if keys is None and model_type in FAMILIES:
             named = {} if architecture is None else {"architectures": [architecture]}
@@ -158,7 +162,7 @@ def ask(
 
 
 def reasons_of(error: Exception) -> tuple[str, ...]:
-    """The mechanisms that an error names, else the reason in it without the way out."""
+    """Return the mechanisms that an error names, else its reason without the way out."""
     message = " ".join(str(error).split())
     return tuple(one.name for one in MECHANISMS if f"{one.name}: " in message) or (
         _in_short(message),
@@ -182,8 +186,11 @@ def _in_short(message: str) -> str:
 
 
 def read_recipes(tests: Tables) -> tuple[dict[str, Any], list[Published]]:
-    """(the content of recipes.json, its models with verdicts). Of a model whose file is not there,
-    one without a checkpoint in a form that is read counts as refused."""
+    """Return (the content of recipes.json, its models with verdicts).
+
+    A model whose file is not there counts as refused unless it has a checkpoint in a form that is
+    read.
+    """
     content = json.loads(RECIPES.read_text(encoding="utf-8"))
     by_type = cache(lambda entry: _of_type(json.loads(entry), tests))
     found = []
@@ -203,7 +210,7 @@ def read_recipes(tests: Tables) -> tuple[dict[str, Any], list[Published]]:
 
 
 def _of_type(entry: Mapping[str, Any], tests: Tables) -> Verdict:
-    """By model type, and by the forms in which a recipe names it."""
+    """Return the verdict by model type, and by the forms in which a recipe names it."""
     verdict = ask(
         entry["model_type"], tests, entry["text_type"], entry["keys"], entry["architecture"]
     )
@@ -216,7 +223,7 @@ def _of_type(entry: Mapping[str, Any], tests: Tables) -> Verdict:
 
 
 def read_others(recipes: Sequence[Published]) -> list[Published]:
-    """The published files of models that the recipes do not have."""
+    """Return the published files of models that the recipes do not have."""
     names = {one.name for one in recipes}
     return [
         of_file(name, config) for name, config in published_files().items() if name not in names
@@ -226,13 +233,13 @@ def read_others(recipes: Sequence[Published]) -> list[Published]:
 def of_file(
     name: str, config: Mapping[str, Any], moe: bool = False, precisions: tuple[str, ...] = ()
 ) -> Published:
-    """A model whose file is there."""
+    """Return the verdict on a model whose file is there."""
     verdict, seen = read_file(config), is_complete(config)
     return Published(name, config["model_type"], verdict, seen, _text_type(config), moe, precisions)
 
 
 def _text_type(config: Mapping[str, Any]) -> str | None:
-    """The model type of the text model within, if that has a row under its name."""
+    """Return the model type of the text model within, if Freight has a row for it."""
     parts = [
         config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), Mapping)
     ]
@@ -240,7 +247,7 @@ def _text_type(config: Mapping[str, Any]) -> str | None:
 
 
 def unreadable(precision: str, model_type: str) -> str | None:
-    """Why a checkpoint of this precision and model type is not read, None if it is."""
+    """Say why a checkpoint of this precision and model type is not read; None if it is."""
     if precision not in _DECLARED:
         return f"{precision} is not read"
     try:

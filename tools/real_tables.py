@@ -1,13 +1,12 @@
-"""README's tables for any model: what FP8 costs, what the cache alone gains, how fast it is. What
-`make real` runs.
+"""Make README's tables for any model: cost of FP8, gain of the cache, speed. Run by `make real`.
 
     python tools/real_tables.py MODEL [--data FILE] [--tokens 8192] [--requests 64] [--repeats 3] [--out real]
 
 MODEL is a folder or the name of a model on the Hugging Face hub, which is downloaded. Each table is
-printed behind the `freight` command that makes it, and both go into OUT/tables.md, beside
+printed after the `freight` command that makes it, and both go into OUT/tables.md, next to
 OUT/report and OUT/cache-gain.svg. A command that fails leaves its error there, the others run, and
-the exit status is 1. The sizes of cache memory are the model's own: room for two requests, where
-memory binds, and for all of them, where it does not.
+the exit status is 1. The sizes of cache memory depend on the model: room for two requests, where
+memory is the limit, and for all of them, where it is not.
 """
 
 from __future__ import annotations
@@ -33,7 +32,9 @@ FREIGHT = [sys.executable, "-m", "freight"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: tokens of text; requests of the throughput and how often each setting runs."""
+    """Amounts that are measured: tokens of text; requests of the throughput, and runs of each
+    setting.
+    """
 
     tokens: int
     requests: int
@@ -41,7 +42,7 @@ class Sizes:
 
 
 def cache_memories(bytes_per_token: int, block_size: int, requests: int) -> tuple[int, int]:
-    """Bytes of a 16-bit cache: for two requests and no third one, and for all of them."""
+    """Return bytes of a 16-bit cache: for two requests but not three, and for all of them."""
     request = (-(-(INPUT + OUTPUT) // block_size) + 1) * block_size * bytes_per_token
     return 2 * request, max(requests, 3) * request
 
@@ -49,7 +50,7 @@ def cache_memories(bytes_per_token: int, block_size: int, requests: int) -> tupl
 def commands(
     model: str, data: Path, out: Path, sizes: Sizes, memories: Sequence[int], on_cpu: bool
 ) -> list[tuple[str, list[str]]]:
-    """(heading, arguments of `freight`) of each table."""
+    """Return (heading, arguments of `freight`) of each table."""
     text = ["--data", str(data), "--max-tokens", str(sizes.tokens)]
     cost = ["evaluate", "caches", model, *text, "--no-speed"]
     gain = [
@@ -86,8 +87,10 @@ def commands(
 
 
 def run(arguments: Sequence[str]) -> tuple[bool, str]:
-    """Whether `freight ARGUMENTS` succeeded, and its output, with the error where it did not."""
-    wide = {**os.environ, "COLUMNS": "120"}  # of a terminal, for tables that fit themselves to it
+    """Run `freight ARGUMENTS`; return whether it succeeded, and its output, with the error if it
+    failed.
+    """
+    wide = {**os.environ, "COLUMNS": "120"}  # tables fit themselves to the terminal's width
     done = subprocess.run([*FREIGHT, *arguments], capture_output=True, text=True, env=wide)
     return done.returncode == 0, done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
@@ -128,9 +131,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         ):
             begin = f"## {heading}\n\n    freight {shlex.join(arguments)}\n"
             print(begin, flush=True)
-            succeeded, said = run(arguments)
-            print(said, flush=True)
-            tables.write(f"{begin}\n{said.strip()}\n\n")
+            succeeded, output = run(arguments)
+            print(output, flush=True)
+            tables.write(f"{begin}\n{output.strip()}\n\n")
             failed += not succeeded
     print(f"{args.out / 'tables.md'}: the tables above")
     if failed:

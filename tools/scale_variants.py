@@ -1,9 +1,9 @@
-"""Models that test KV scales: copies of a model whose keys or values are rescaled, or have a large
-bias.
+"""Models that test KV scales: copies with rescaled keys or values, or with a large key bias.
 
-Rescaled copies compute the same function: k_proj × c with q_proj / c leaves every score as it was, for all channels or
-for one pair of rotary embedding; v_proj × c with o_proj / c leaves every output. A copy with a key bias, as the Qwen2
-family has it, computes another function, and is to be compared with itself in 16 bits.
+Rescaled copies compute the same function: k_proj × c with q_proj / c leaves every score as it was,
+for all channels or for one pair of rotary embedding; v_proj × c with o_proj / c leaves every
+output. A copy with a key bias, as the Qwen2 family has it, computes another function, and is to be
+compared with itself in 16 bits.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from freight.models.open import open_model
 
 BIAS = 100.0  # standard deviations of the layer's keys
 
-Change = Callable[
-    [str, Tensor], Tensor
-]  # (projection, its weight or bias in float32) -> the new one
+# (projection, its weight or bias in float32) -> the new one
+Change = Callable[[str, Tensor], Tensor]
 
 
 def rescaled(keys: float = 1.0, values: float = 1.0) -> Change:
-    """Keys × `keys` and queries / `keys`; values × `values` and the output projection / `values`."""
+    """Multiply keys by `keys` and divide queries by it; the same for `values` and the output
+    projection.
+    """
     factors = {"k_proj": keys, "q_proj": 1 / keys, "v_proj": values}
 
     def change(projection: str, tensor: Tensor) -> Tensor:
@@ -47,7 +48,9 @@ def rescaled(keys: float = 1.0, values: float = 1.0) -> Change:
 
 
 def hot_pair(pair: int, head_dim: int, factor: float) -> Change:
-    """Channels `pair` and `pair` + head_dim / 2 of every head: keys × `factor`, queries / `factor`."""
+    """Multiply channels `pair` and `pair` + head_dim / 2 of every head of the keys by `factor`, and
+    divide those of the queries.
+    """
     of_key = torch.ones(head_dim, dtype=torch.float32, device="cpu")
     of_key[[pair, pair + head_dim // 2]] = factor
     factors = {"k_proj": of_key, "q_proj": 1 / of_key}
@@ -102,8 +105,8 @@ def write_biased(
 
 
 def key_spreads(model: str, token_ids: Sequence[int]) -> list[float]:
-    """Standard deviation of each layer's keys before rotary embedding, over one sequence of
-    `token_ids`.
+    """Return the standard deviation of each layer's keys before rotary embedding, over one sequence
+    of `token_ids`.
     """
     opened = open_model(EngineArgs(model))
     config = opened.resolve(opened.args)
@@ -126,7 +129,7 @@ def key_spreads(model: str, token_ids: Sequence[int]) -> list[float]:
 
 
 def read_tensors(source: Path) -> dict[str, Tensor]:
-    """Every tensor of the model in `source`, float32."""
+    """Read every tensor of the model in `source` as float32."""
     tensors = {}
     for file in sorted(source.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:

@@ -14,14 +14,15 @@ The recipe is the small-model one of the modded-nanogpt speed runs: Muon (Jordan
 the matrices inside the layers, AdamW for embeddings and norms, linear decay to zero; sequences of
 512, the last quarter of 1024, so that positions up to 1024 are trained.
 
-`--family qwen2` trains a model that does not ship, for measurements (tools/measure_centers.py): the
-same size, with what Qwen2.5 has beside Llama, which is biases of q, k and v, theta 1e6 and epsilon
-1e-6. The biases start at 0 and have `BIAS_RATE` as their rate in AdamW, without weight decay.
+`--family qwen2` trains a model that does not ship, for measurements (tools/measure_centers.py). It
+has the same size, with Qwen2.5's differences from Llama: biases of q, k and v, theta 1e6 and
+epsilon 1e-6. The biases start at 0 and are trained by AdamW at the rate `BIAS_RATE`, without weight
+decay.
 
-`--context` and `--theta` train another one that does not ship, for `freight evaluate long`: a
-longer context, and the slower rotation that it needs. With `--start` it goes on from a trained
-model, whose tokenizer it keeps, at a share `--rate` of the usual rates. `--records` is the share of
-steps that train on records to look up, of which each names an earlier key again every other time
+`--context` and `--theta` train another model that does not ship, for `freight evaluate long`: a
+longer context, and the slower rotation that it needs. With `--start` training continues from a
+trained model, whose tokenizer is kept, at a share `--rate` of the usual rates. `--records` is the
+share of steps that train on records to look up: every other record repeats an earlier one
 (`freight.evaluate.retrieval` asks for such records), so that there is retrieval to measure.
 `--layers` makes a smaller model.
 """
@@ -76,8 +77,8 @@ PIECES = (
 )
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 256, 4, 2, 64, 768
-# Adam moves a parameter by about its rate a step. Qwen2.5 made far more steps than this script; a
-# run of a thousand needs a rate far above its own for its biases to come as far from 0.
+# Adam moves a parameter by about its rate per step. Qwen2.5 was trained for far more steps than
+# this script; in a thousand steps biases need a far higher rate to get as far from 0.
 BIAS_RATE = 0.02
 
 
@@ -98,7 +99,7 @@ FAMILIES = {
 
 
 def source_files() -> dict[str, str]:
-    """Relative path -> text of every file of the standard library that is code."""
+    """Return {relative path: text} of every file of the standard library that is code."""
     root = Path(sysconfig.get_path("stdlib"))
     files = {}
     for path in sorted(root.rglob("*.py")):
@@ -117,7 +118,7 @@ def source_files() -> dict[str, str]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE: every byte string can be encoded, and decoding gives it back exactly."""
+    """Train a byte-level BPE: every byte string can be encoded, and decoding restores it exactly."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -175,8 +176,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Has tied embeddings; `state()` gives its parameters the names of a Hugging Face checkpoint of
-    `family`.
+    """A causal LM with tied embeddings; `state()` gives its parameters the names of a Hugging Face
+    checkpoint of `family`.
     """
 
     def __init__(self, family: Family) -> None:
@@ -201,7 +202,7 @@ class Model(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token; ids and targets: [batch, length]."""
+        """Return the mean cross-entropy in nats per token; ids and targets: [batch, length]."""
         x, n = self.embed(ids), ids.shape[1]
         for block in self.layers:
             x = block(x, self.cos[:n], self.sin[:n])
@@ -233,8 +234,8 @@ class Model(nn.Module):
 
 
 def batches(stream: Tensor, length: int, rows: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Endless [rows, length + 1] windows: each epoch covers the stream once, from a random offset,
-    in random order.
+    """Yield [rows, length + 1] windows without end: each epoch covers the stream once, from a
+    random offset, in random order.
     """
     while True:
         offset = int(torch.randint(length, (1,), generator=generator))
@@ -249,24 +250,24 @@ def batches(stream: Tensor, length: int, rows: int, generator: torch.Generator) 
 def record_batches(
     words: Vocabulary, length: int, rows: int, draw: random.Random
 ) -> Iterator[Tensor]:
-    """Endless [rows, length + 1] windows of records; every other one is an earlier record again, at
-    any distance.
+    """Yield [rows, length + 1] windows of records without end; every other record repeats an
+    earlier one, at any distance.
     """
     while True:
         windows = []
         for _ in range(rows):
-            told: list[list[int]] = []
+            earlier: list[list[int]] = []
             ids = [*words.begin]
             while len(ids) <= length:
-                if told and draw.random() < 0.5:
-                    record = draw.choice(told)
+                if earlier and draw.random() < 0.5:
+                    record = draw.choice(earlier)
                 else:
                     key, value = (
                         draw.choices(words.words, k=KEY),
                         draw.choices(words.words, k=VALUE),
                     )
                     record = [*key, *words.equals, *value, *words.end]
-                    told.append(record)
+                    earlier.append(record)
                 ids += record
             windows.append(ids[: length + 1])
         yield torch.tensor(windows)
@@ -274,7 +275,7 @@ def record_batches(
 
 @torch.no_grad()
 def evaluate(model: Model, stream: Tensor, context: int, device: str) -> float:
-    """Mean nats per token over windows of `context` tokens."""
+    """Return the mean nats per token over windows of `context` tokens."""
     windows = (
         stream[: (len(stream) - 1) // context * context + 1]
         .unfold(0, context + 1, context)
@@ -288,8 +289,8 @@ def evaluate(model: Model, stream: Tensor, context: int, device: str) -> float:
 
 
 def optimizers_of(model: Model) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings and norms, and another for
-    biases.
+    """Return Muon for the matrices inside the layers, AdamW for embeddings and norms, and another
+    for biases.
     """
     named = dict(model.named_parameters())
     biases = [p for n, p in named.items() if n.endswith("bias")]
@@ -309,8 +310,8 @@ def optimizers_of(model: Model) -> list[torch.optim.Optimizer]:
 
 
 def bias_lines(model: Model) -> Iterator[str]:
-    """How far the biases of each projection have come from 0: largest and root mean square, a
-    number a layer.
+    """Yield lines on how far the biases of each projection are from 0: largest and root mean
+    square, one number per layer.
     """
     for side in "qkv":
         biases = [
@@ -439,7 +440,7 @@ def main() -> None:
 def write_data(
     out: Path, files: dict[str, str], tokenizer: Tokenizer, held_out_text: str, family: Family
 ) -> None:
-    """Everything but the weights: texts, tokenizer, configuration."""
+    """Write everything but the weights: texts, tokenizer, configuration."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "heldout.txt").write_text(held_out_text, encoding="utf-8")
     (out / "calibration.txt").write_text(
@@ -457,7 +458,7 @@ def write_data(
         "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False,
         "bos_token_id": bos, "eos_token_id": eos,
     }  # fmt: skip
-    if family.biases:  # a Qwen2 configuration does not speak of biases: q, k and v always have them
+    if family.biases:  # a Qwen2 configuration has no key for biases: q, k and v always have them
         config = {
             key: value for key, value in config.items() if key not in ("attention_bias", "mlp_bias")
         }

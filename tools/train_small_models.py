@@ -1,5 +1,4 @@
-"""Train the small models in tests/fixtures/hybrids, which have recurrent states, and in
-tests/fixtures/latents.
+"""Train the small models in tests/fixtures/hybrids (recurrent states) and tests/fixtures/latents.
 
     python tools/train_small_models.py delta_net OUT [--tokens 1.8e6] [--seed 0]
     python tools/train_small_models.py mamba2 OUT [--tokens 1.8e6] [--seed 0]
@@ -10,12 +9,12 @@ Granite 4's without experts: three Mamba-2 layers, then attention without rotary
 is DeepSeek-V3's without experts, with latents of 256 channels. All are transformers' own modules,
 on its plain torch code. The tokenizer is the demo model's, cut to its first 1024 tokens.
 
-Half of the rows of a batch are text, the one that the demo model is trained on. Half are records,
-of which most are an earlier one again, in the form of `freight evaluate long`: there only the
-words that can be known count, which are an earlier record's second word of the key and its value.
-The optimizers are Muon for the matrices inside the layers and AdamW for the rest, with linear decay
-to zero, as in tools/train_demo_model.py. One thread; the same Python, torch, transformers and
-processor give the same bytes.
+Half of the rows of a batch are text, the same as for the demo model. The other half are records in
+the form of `freight evaluate long`, most of which repeat an earlier one. In records only the words
+that can be known count for the loss: of a repeated record the second word of the key, and the
+value. The optimizers are Muon for the matrices inside the layers and AdamW for the rest, with
+linear decay to zero, as in tools/train_demo_model.py. One thread; the same Python, torch,
+transformers and processor give the same bytes.
 
 OUT gets config.json and model.safetensors in bfloat16 as transformers writes them, the tokenizer,
 and training.log. The figures at the log's end are of the weights in bfloat16, computed in float32.
@@ -57,18 +56,17 @@ from freight.text.tokenizer import Tokenizer as FreightTokenizer
 Say = Callable[[str], None]
 VOCAB, HIDDEN, INTERMEDIATE, CONTEXT = 1024, 96, 192, 1024
 DEMO = Path(__file__).parents[1] / "src/freight/demo"
-BATCH = 1024  # tokens, and twice as many where a row has as many
+BATCH = 1024  # tokens; twice as many if one row has as many
 AGAIN = 0.7  # chance that a record is an earlier one
-# Tokens after which a head's state has decayed to a half, before training. transformers'
-# initialization forgets within a token or two, and training hardly finds the way from there to a
-# memory.
+# Tokens after which a head's state has decayed to a half, before training. With transformers'
+# initialization states are forgotten within a token or two, and training hardly recovers from that.
 HALF_LIVES = {"delta_net": (16, 64, 256, 1024), "mamba2": (8, 32, 64, 128, 256, 1024)}
 STEP = 0.05  # of Mamba-2's time, before training
 
 
 def build(kind: str, seed: int) -> PreTrainedModel:
-    """The untrained model in float32, as transformers initializes it, except for the recurrent
-    layers (`start`).
+    """Build the untrained model in float32, as transformers initializes it, except for the
+    recurrent layers (`start`).
     """
     torch.manual_seed(seed)
     if kind == "latent":
@@ -103,8 +101,8 @@ def build(kind: str, seed: int) -> PreTrainedModel:
 
 
 def latent_model() -> PreTrainedModel:
-    """Three layers of latent attention; two groups of 128 channels a latent, as a scale for each
-    group needs them.
+    """Build three layers of latent attention; two groups of 128 channels per latent, as a scale for
+    each group needs them.
     """
     config = DeepseekV3Config(
         vocab_size=VOCAB, hidden_size=192, intermediate_size=2 * INTERMEDIATE, num_hidden_layers=3,
@@ -118,12 +116,12 @@ def latent_model() -> PreTrainedModel:
 
 @torch.no_grad()
 def start(mixer: Any, kind: str, lag: int) -> None:
-    """Let a recurrent layer begin as a memory: it looks up what followed the token that stands
-    `lag` tokens back.
+    """Initialize a recurrent layer as a memory: it looks up what followed the token that is `lag`
+    tokens back.
 
     Queries and keys are one random projection, of the token `lag` back and of the one before that;
-    heads have `HALF_LIVES`. Trockman et al. 2024, "Mimetic Initialization Helps State Space Models
-    Learn to Recall", begin so.
+    heads have `HALF_LIVES`. After Trockman et al. 2024, "Mimetic Initialization Helps State Space
+    Models Learn to Recall".
     """
     if kind == "delta_net":
         rows, query, key, first = mixer.in_proj_qkv.weight, 0, mixer.key_dim, 0
@@ -169,30 +167,30 @@ def write_tokenizer(out: Path) -> Tokenizer:
 
 
 def record_row(words: Vocabulary, length: int, draw: random.Random) -> tuple[list[int], list[bool]]:
-    """`length` + 1 tokens of records, and which of them are words that an earlier record and its
-    first word tell.
+    """Draw `length` + 1 tokens of records; return them, and which of them are known from an earlier
+    record.
     """
-    told: list[list[int]] = []
+    earlier: list[list[int]] = []
     ids, known = [*words.begin], [False] * len(words.begin)
     while len(ids) <= length:
-        again = bool(told) and draw.random() < AGAIN
+        again = bool(earlier) and draw.random() < AGAIN
         if not again:
             key, value = draw.choices(words.words, k=KEY), draw.choices(words.words, k=VALUE)
-            told.append([*key, *words.equals, *value, *words.end])
-        ids += draw.choice(told) if again else told[-1]
+            earlier.append([*key, *words.equals, *value, *words.end])
+        ids += draw.choice(earlier) if again else earlier[-1]
         known += [False] + [again] * (KEY - 1) + [False] * len(words.equals)
         known += [again] * VALUE + [False] * len(words.end)
     return ids[: length + 1], known[: length + 1]
 
 
 def length_at(progress: float) -> int:
-    """Tokens of a row at so much of the training, 0 … 1."""
+    """Return the tokens of a row at this share of the training, 0 … 1."""
     return 128 if progress < 0.3 else 256 if progress < 0.6 else 512 if progress < 0.9 else CONTEXT
 
 
 def optimizers_of(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers; AdamW for the rest, at a tenth of its rate for what
-    makes decays.
+    """Return Muon for the matrices inside the layers, and AdamW for the rest, at a tenth of its
+    rate for decay parameters.
     """
     matrices, decays, others = [], [], []
     for name, parameter in model.named_parameters():
@@ -244,8 +242,8 @@ def train(
             optimizer.zero_grad()
         if step % 50 == 0 or step == steps - 1:
             speed = done / (time.monotonic() - begin)
-            losses_said = f"text {float(text_loss.detach()):.3f}, known words {float(known_loss.detach()):.3f}"
-            say(f"step {step} of {steps}: {losses_said}, {speed:.0f} tokens/s")
+            losses_text = f"text {float(text_loss.detach()):.3f}, known words {float(known_loss.detach()):.3f}"
+            say(f"step {step} of {steps}: {losses_text}, {speed:.0f} tokens/s")
 
 
 def log_probs(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Tensor:
@@ -267,10 +265,10 @@ def forget(cache: DynamicCache) -> None:
 def bits_per_byte(
     model: PreTrainedModel, stream: Tensor, sizes: Tensor, context: int, most: int, reset: bool
 ) -> float:
-    """Of the first `most` windows of `context` tokens, computed 64 tokens at a time.
+    """Return the bits per byte of the first `most` windows of `context` tokens, computed 64 tokens
+    at a time.
 
-    sizes: the bytes of each token of `stream`. reset: whether the states are set to zero after each
-    64 tokens.
+    sizes: the bytes of each token of `stream`. reset: set the states to zero after each 64 tokens.
     """
     most = min(most, (len(stream) - 1) // context)
     windows = stream[: most * context + 1].unfold(0, context + 1, context)
@@ -293,10 +291,10 @@ def bits_per_byte(
 def recall(
     model: PreTrainedModel, words: Vocabulary, context: int, count: int, states: bool
 ) -> dict[int, float]:
-    """Depth in tokens -> share of questions of `freight evaluate long` whose whole value is the
-    most likely one.
+    """Return {depth in tokens: share of questions of `freight evaluate long` whose complete value
+    is the most likely one}.
 
-    states: whether the recurrent states are still there when the question comes.
+    states: keep the recurrent states until the question comes.
     """
     found: dict[int, list[bool]] = {}
     for made in make_contexts(words, context, count, 4, seed=977):
@@ -314,7 +312,7 @@ def recall(
 def measure(
     model: PreTrainedModel, held_out: Tensor, sizes: Tensor, words: Vocabulary, say: Say
 ) -> None:
-    """Bits per byte of the held-out text, and records found, with the states and without."""
+    """Report bits per byte of the held-out text, and records found, with the states and without."""
     model.eval()
     recurrent = any(hasattr(module, "A_log") for module in model.modules())
     for context, most in ((256, 8), (CONTEXT, len(held_out))):
@@ -327,8 +325,8 @@ def measure(
         for states in (True, False)[: 1 + recurrent]:
             shares = recall(model, words, context, 16, states).items()
             how = "kept" if states else "set to 0 before the question"
-            said = ", ".join(f"{share:.0%} of {depth} back" for depth, share in shares)
-            say(f"records found in {context} tokens, states {how}: {said}")
+            found = ", ".join(f"{share:.0%} of {depth} back" for depth, share in shares)
+            say(f"records found in {context} tokens, states {how}: {found}")
 
 
 def main() -> None:
@@ -341,9 +339,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    logging.getLogger("transformers").setLevel(
-        logging.ERROR
-    )  # it says that it uses its plain torch code: wanted here
+    # Hide the warning that the plain torch code is used, which is intended here
+    logging.getLogger("transformers").setLevel(logging.ERROR)
 
     tokenizer = write_tokenizer(args.out)
     files = source_files()
@@ -352,9 +349,8 @@ def main() -> None:
     encoded = tokenizer.encode_batch([files[name] for name in names])
     text = torch.tensor([token for one in encoded for token in [*one.ids, 1]])
     held_out = tokenizer.encode((DEMO / "heldout.txt").read_text(encoding="utf-8"))
-    sizes = torch.tensor(
-        [len(token) for token in held_out.tokens]
-    )  # a byte is written as a character
+    # Byte-level tokens have one character per byte
+    sizes = torch.tensor([len(token) for token in held_out.tokens])
     words = vocabulary(FreightTokenizer.load(args.out), VOCAB, 0)
     model = build(args.kind, args.seed)
 

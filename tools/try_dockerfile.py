@@ -1,15 +1,14 @@
-"""Runs the steps of the Dockerfile without Docker, then asks the server that its entry point
-starts.
+"""Run the steps of the Dockerfile without Docker, then query the server of its entry point.
 
     debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv,python-is-python3 bookworm BASE
     sudo python tools/try_dockerfile.py BASE [--bind PATH …]
 
-Needs root, Linux, and a folder BASE with a Debian and a `python`, which stands for the image after
-FROM. Each stage is a copy of it. RUN, ENV, USER and ENTRYPOINT act in a chroot, COPY takes what
-.dockerignore leaves. The container gets a network of its own, in which only root may bind port 80,
-as it is with `docker run --net host`, and a /data that root owns, with files of root in it. Its
-server must run without root's rights, pass its HEALTHCHECK, answer POST /generate and own /data.
-Not tried: the base image itself, layers, published ports, TORCH=cuda and TORCH=rocm.
+Needs root, Linux, and a folder BASE with a Debian and a `python`, which replaces the image after
+FROM. Each stage is a copy of it. RUN, ENV, USER and ENTRYPOINT act in a chroot; COPY takes what
+.dockerignore leaves. The container gets its own network, in which only root may bind port 80, as
+with `docker run --net host`, and a /data that is owned by root, with root's files in it. Its server
+must run without root's rights, pass its HEALTHCHECK, answer POST /generate and own /data. Not
+tested: the base image itself, layers, published ports, TORCH=cuda and TORCH=rocm.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ print(r.urlopen(request, timeout=60).read().decode())
 
 @dataclass
 class Stage:
-    """A container's root folder and what its instructions have set."""
+    """A container's root folder, and the settings of its instructions."""
 
     root: Path
     env: dict[str, str]
@@ -66,7 +65,9 @@ class Stage:
     health: str = ""
 
     def command(self, argv: Sequence[str], more: dict[str, str]) -> list[str]:
-        """`argv` in this root, as this user, with this environment and `more`, and nothing else."""
+        """Return a command that runs `argv` in this root, as this user, with exactly this
+        environment and `more`.
+        """
         env = [f"{name}={value}" for name, value in (self.env | self.args | more).items()]
         inside = ["env", "-i", "-C", self.folder, *env, *argv]
         identity = [] if self.user == "root" else [f"--userspec={self.user}"]
@@ -74,7 +75,7 @@ class Stage:
 
 
 def instructions(text: str) -> Iterator[tuple[str, str]]:
-    """(instruction, rest of its line), comments dropped, continued lines joined."""
+    """Yield (instruction, rest of its line), with comments dropped and continued lines joined."""
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     for line in re.sub(r"\\\n", "", lines).splitlines():
         if line.strip():
@@ -91,9 +92,9 @@ def expand(text: str, values: dict[str, str]) -> str:
 
 
 def in_context(folder: Path, lines: Sequence[str]) -> list[Path]:
-    """The files below `folder` that a .dockerignore of these lines leaves, as paths from it.
+    """Return the files below `folder` that a .dockerignore of these lines leaves, as paths from it.
 
-    Knows what ours uses: `*`, then `!PATH` for what is sent all the same, then `**/NAME`.
+    Knows the patterns in use: `*`, then `!PATH` for exceptions, then `**/NAME`.
     """
     sent = [folder / line[1:] for line in lines if line.startswith("!")]
     files = [
@@ -154,7 +155,7 @@ def build(dockerfile: str, base: Path, work: Path, context: Path, binds: Sequenc
                 subprocess.run(["mount", *how, str(target), str(inside)], check=True)
         elif word == "ARG":
             name, _, value = rest.partition("=")
-            stage.args[name] = value  # before the first FROM: of a stage that is not used
+            stage.args[name] = value  # an ARG before the first FROM goes to an unused stage
         elif word == "RUN":
             subprocess.run(stage.command(["/bin/sh", "-c", rest], passed), check=True)
         elif word == "COPY":
@@ -227,9 +228,8 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if (
-        options.work is None
-    ):  # the mounts belong to a namespace that ends before the folder is removed
+    # Run again in a namespace, so that its mounts are gone before the folder is removed
+    if options.work is None:
         work = tempfile.mkdtemp(prefix="freight-image-")
         Path(work).chmod(0o755)  # for the container's user
         again = [sys.executable, __file__, *sys.argv[1:], "--work", work]

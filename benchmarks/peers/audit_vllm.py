@@ -1,14 +1,13 @@
-"""Load tiny checkpoints with KV scales in vLLM on a CPU, and write down what it did with the
-scales.
+"""Load tiny checkpoints with KV scales in vLLM on a CPU, and record its use of the scales.
 
     $ENVS/vllm/bin/python benchmarks/peers/audit_vllm.py tests/fixtures/audit_vllm_cpu.json [--only NAME ...]
 
 Runs in the environment of vLLM; README.md says how that is made. Each checkpoint is a random model
 of two layers, made by transformers, with scales under one declaration and one form of names. It is
-loaded with `kv_cache_dtype="fp8"` in a process of its own. The file has, for each, config.json, the
+loaded with `kv_cache_dtype="fp8"` in a separate process. The file has, for each, config.json, the
 scales' names and values, and either the scales that each attention layer divides by after loading,
-or the class and the beginning of the error. What `freight audit` says is compared with it in
-tests/unit/audit/test_predictions.py.
+or the class and the beginning of the error. tests/unit/audit/test_predictions.py compares the
+verdicts of `freight audit` with it.
 """
 
 from __future__ import annotations
@@ -63,7 +62,9 @@ OUTPUT, INSIDE, BOTH = (
 
 
 def compressed(**scheme: Any) -> dict[str, Any]:
-    """A declaration of compressed-tensors for the KV cache alone. None removes a key of the scheme."""
+    """Return a declaration of compressed-tensors for the KV cache alone. None removes a key of the
+    scheme.
+    """
     kept = {key: value for key, value in (KV | scheme).items() if value is not None}
     head = {
         "quant_method": "compressed-tensors",
@@ -74,7 +75,7 @@ def compressed(**scheme: Any) -> dict[str, Any]:
     return {**head, "kv_cache_scheme": kept}
 
 
-# name: (model_type, declaration, names, layers and sides without a scale, values a scale)
+# name: (model_type, declaration, names, layers and sides without a scale, values per scale)
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any] | None, str, tuple[str, ...], int]] = {
     "llama_autofp8": ("llama", FP8, PLAIN, (), 1),
     "llama_fp8_k_alone": ("llama", FP8, PLAIN, ("0v", "1v"), 1),
@@ -170,13 +171,13 @@ def load(name: str, folder: Path) -> dict[str, Any]:
             max_num_seqs=1, kv_cache_memory_bytes=2**24, disable_log_stats=True,
         )  # fmt: skip
         row["loaded"] = llm.apply_model(attention_scales)[0]
-    except Exception as error:  # the class is what is asked for
+    except Exception as error:  # its class is recorded
         row["error"], row["message"] = type(error).__name__, " ".join(str(error).split())[:160]
     return row
 
 
 def attention_scales(model: Any) -> list[list[list[float]]]:
-    """[K's numbers, V's numbers] that each attention layer divides by."""
+    """Return [K's numbers, V's numbers] that each attention layer divides by."""
     layers = [
         one for one in model.modules() if hasattr(one, "_k_scale") and hasattr(one, "layer_name")
     ]

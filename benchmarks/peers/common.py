@@ -1,10 +1,9 @@
-"""What the drivers share: their arguments, what their figures mean, and the JSON line. Standard
-library only.
+"""Shared parts of the drivers: arguments, figures and the JSON line. Needs no packages.
 
-The figures mean what those of `freight bench latency --json` mean. Prefill lasts until the last of
-the batch has its first token. A decode step counts when every sequence gets a token in it. One run
-to warm up comes before those that count; the medians are over runs. A driver runs in the
-environment of its own engine, so nothing of Freight is imported.
+The figures are those of `freight bench latency --json`. Prefill lasts until the last of the batch
+has its first token. A decode step counts if every sequence gets a token in it. One warm-up run
+precedes the runs that count; medians are over runs. A driver runs in its engine's environment, so
+nothing of Freight is imported.
 
 The second half is for compare_*.py, which compare log-probabilities of first tokens: their
 arguments, the prompts, Freight's answer and the differences. Only `first_tokens` imports Freight.
@@ -46,13 +45,12 @@ PROMPTS = (
     ),
 )
 Top = dict[int, float]  # log-probability by token
-Steps = Sequence[
-    tuple[float, int]
-]  # of one run: seconds of each step, and how many sequences got a token in it
+# One run: seconds of each step, and the number of sequences that got a token in it
+Steps = Sequence[tuple[float, int]]
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The arguments that every driver takes."""
+    """Return the parser with the arguments of every driver."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     made.add_argument(
         "--model",
@@ -95,8 +93,8 @@ def positive(text: str) -> int:
 def random_prompts(
     args: argparse.Namespace, vocab_size: int, numbers: random.Random
 ) -> list[list[int]]:
-    """`batch_size` prompts of `input_len` token ids, new ones at every call, so that no prefix is
-    found in a cache.
+    """Draw `batch_size` prompts of `input_len` token ids, new ones at every call, so that no prefix
+    is found in a cache.
     """
     return [
         [numbers.randrange(vocab_size) for _ in range(args.input_len)]
@@ -105,8 +103,8 @@ def random_prompts(
 
 
 def measure(args: argparse.Namespace, run: Callable[[], Steps]) -> dict[str, Any]:
-    """Call `run` once to warm up and `repeats` times; tokens per second of prefill and decode, and
-    their spread.
+    """Call `run` once to warm up and `repeats` times; return tokens per second of prefill and
+    decode, and their spread.
     """
     run()
     prefill, decode = [], []
@@ -118,8 +116,8 @@ def measure(args: argparse.Namespace, run: Callable[[], Steps]) -> dict[str, Any
 
 
 def split(steps: Steps, batch_size: int) -> tuple[float, list[float]]:
-    """(seconds until every sequence has its first token, seconds of each later step in which all
-    get one).
+    """Return (seconds until every sequence has its first token, seconds of each later step in which
+    all get one).
     """
     full = [index for index, (_, sampled) in enumerate(steps) if sampled == batch_size]
     if len(full) < 2:
@@ -132,7 +130,7 @@ def split(steps: Steps, batch_size: int) -> tuple[float, list[float]]:
 
 
 def figures(samples: dict[str, list[float]]) -> dict[str, Any]:
-    """The median of each, and under `spread` its quartiles."""
+    """Return the median of each, and under `spread` its quartiles."""
     spread = {}
     for name, values in samples.items():
         low = high = values[0]
@@ -163,7 +161,7 @@ def report(
 
 
 def comparison(doc: str | None) -> argparse.ArgumentParser:
-    """The arguments of every script that quantizes a model and compares."""
+    """Return the parser with the arguments of every script that quantizes a model and compares."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     made.add_argument(
         "model",
@@ -176,7 +174,7 @@ def comparison(doc: str | None) -> argparse.ArgumentParser:
 
 
 def first_tokens(folder: str, prompts: list[list[int]], **options: Any) -> list[Top]:
-    """Freight's log-probabilities of the five most likely first tokens of each prompt."""
+    """Return Freight's log-probabilities of the five most likely first tokens of each prompt."""
     from freight import LLM, SamplingParams
 
     llm = LLM(folder, kv_cache_memory="16MiB", **options)
@@ -186,7 +184,9 @@ def first_tokens(folder: str, prompts: list[list[int]], **options: Any) -> list[
 
 
 def differences(mine: list[Top], other: list[Top]) -> list[float]:
-    """The largest difference of each prompt, of the tokens that both name, in ascending order."""
+    """Return the largest difference of each prompt over the tokens that both name, in ascending
+    order.
+    """
     pairs = zip(mine, other, strict=True)
     return sorted(max(abs(a[token] - b[token]) for token in a.keys() & b.keys()) for a, b in pairs)
 

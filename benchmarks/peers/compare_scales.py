@@ -1,16 +1,14 @@
-"""Are our static scales llm-compressor's? The same model, the same token ids, `observer:
-static_minmax`.
+"""Compare Freight's static scales with llm-compressor's (`static_minmax`) on the same token ids.
 
 Needs Freight, llm-compressor 0.14, compressed-tensors 0.19, transformers 5.17 and torch in one
 environment.
 
     python benchmarks/peers/compare_scales.py [MODEL] [--data FILE] [--num-samples N] [--max-seq-len N]
 
-Quantizes MODEL with both (weights, activations and KV cache per tensor, static) and prints, for
-each kind of scale, how many of them are how many units in the last place of the dtype that they are
-stored in apart; then the share of weight codes that are the same. llm-compressor divides in the
-model's dtype, Freight in float32, so some codes are neighbours. Ends with status 1 if a scale is
-more than one unit away.
+Quantizes MODEL with both (weights, activations and KV cache per tensor, static). For each kind of
+scale it prints how many differ by how many units in the last place of their stored dtype; then the
+share of equal weight codes. llm-compressor divides in the model's dtype, Freight in float32, so
+some codes are neighbours. Exits with status 1 if a scale differs by more than one unit.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ def quantize_theirs(folder: Path, out: Path, samples: list[list[int]]) -> None:
 
 
 def units_apart(ours: torch.Tensor, theirs: torch.Tensor) -> int:
-    """Units in the last place, of positive numbers of one dtype."""
+    """Return the largest difference in units in the last place, of positive numbers of one dtype."""
     integer = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}[
         ours.dtype
     ]

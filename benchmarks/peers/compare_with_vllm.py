@@ -1,5 +1,4 @@
-"""Does vLLM on a CPU use the KV scales that we write? Its first tokens beside Freight's, on the
-same checkpoint.
+"""Check that vLLM on a CPU uses Freight's KV scales: compare first tokens on the same checkpoint.
 
     python benchmarks/peers/compare_with_vllm.py --vllm-python PATH [MODEL] [--data FILE]
 
@@ -8,9 +7,9 @@ tried). Quantizes the KV cache of MODEL per channel, so that vLLM sees the scale
 the finer ones, and compares log-probabilities of the five most likely first tokens, in float32: the
 largest difference of the middle prompt, and of the worst.
 
-vLLM 0.32's CPU kernel rounds towards zero where it stores to FP8; Freight, as everyone on a GPU,
-rounds to nearest. So the comparison is made twice, the second time with Freight's reference kernels
-made to round as vLLM does. Ends with status 1 if the middle prompt of that one is above
+vLLM 0.32's CPU kernel rounds towards zero when it stores FP8; Freight rounds to nearest, as GPU
+kernels do. So the comparison is made twice, the second time with Freight's reference kernels
+changed to round as vLLM does. Exits with status 1 if the middle prompt of the second one is above
 --tolerance.
 """
 
@@ -36,7 +35,7 @@ from common import (
 
 
 def answer(folder: str, prompts: list[list[int]]) -> list[Top]:
-    """vLLM's side."""
+    """Return vLLM's log-probabilities; runs in vLLM's environment."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = os.environ["HF_HUB_OFFLINE"] = os.environ[
         "VLLM_CPU_KVCACHE_SPACE"
@@ -53,8 +52,8 @@ def answer(folder: str, prompts: list[list[int]]) -> list[Top]:
 
 
 def ask(python: str, folder: Path, prompts: list[list[int]]) -> list[Top]:
-    """vLLM's log-probabilities of the five most likely first tokens of each prompt, from its own
-    environment.
+    """Return vLLM's log-probabilities of the five most likely first tokens of each prompt, from its
+    own environment.
     """
     with tempfile.NamedTemporaryFile() as file:
         command = [python, __file__, "--answer", str(folder), json.dumps(prompts), file.name]

@@ -1,11 +1,10 @@
-"""Write a Llama or Qwen3-MoE checkpoint folder as a GGUF file with Q8_0 or Q4_K_M weights, for
-llama.cpp.
+"""Write a Llama or Qwen3-MoE checkpoint as a GGUF file with Q8_0 or Q4_K_M weights, for llama.cpp.
 
-With Q8_0 every matrix is 32 values of int8 with one float16 scale, as llama.cpp's own `quantize`
-does for this type. Q4_K_M is made by llama.cpp itself from a BF16 file: mostly 4 bits, some
-matrices 6, about 5 bits a weight in all. Norms are float32. The vocabulary of a byte-level BPE
-tokenizer is written along, as llama.cpp's server needs one. Without a tokenizer.json it is token
-ids in, token ids out. Runs in llama.cpp's environment, which has gguf and NumPy, no torch.
+With Q8_0 a matrix is blocks of 32 int8 values with one float16 scale, as llama.cpp's `quantize`
+makes them. Q4_K_M is made by llama.cpp itself from a BF16 file: mostly 4 bits, some matrices 6,
+about 5 bits per weight in all. Norms are float32. The vocabulary of a byte-level BPE tokenizer is
+included, because llama.cpp's server needs one; without a tokenizer.json the file takes and gives
+token ids only. Runs in llama.cpp's environment, which has gguf and NumPy but no torch.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def bfloat16_tensors(checkpoint: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def file_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """The bits of the tensors of one file, mapped."""
+    """Yield the bits of the tensors of one file, mapped."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -86,13 +85,13 @@ def file_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def values(bits: np.ndarray) -> np.ndarray:
-    """BF16 as float32, of which it is the upper half."""
+    """Convert BF16 to float32, of which it is the upper half."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def pair_neighbours(matrix: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from halves to pairs: llama.cpp turns neighbours in RoPE, Hugging Face
-    turns i and i + d/2.
+    """Reorder rows of each head from halves to pairs: in RoPE llama.cpp rotates neighbours, Hugging
+    Face i and i + d/2.
     """
     rows, columns = matrix.shape
     return (
@@ -101,7 +100,7 @@ def pair_neighbours(matrix: np.ndarray, heads: int) -> np.ndarray:
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, path: Path, config: dict[str, Any]) -> None:
-    """The tokens and merges of a tokenizer.json; "none" where there is no such file."""
+    """Add the tokens and merges of a tokenizer.json; "none" if there is no such file."""
     if not path.exists():
         writer.add_tokenizer_model("none")
         return
@@ -132,7 +131,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, path: Path, config: dict[str, Any]) 
 def write(
     checkpoint: Path, file: Path, kind: gguf.GGMLQuantizationType, file_type: gguf.LlamaFileType
 ) -> None:
-    """The checkpoint as `file`, its matrices of type `kind`."""
+    """Write the checkpoint as `file`, with matrices of type `kind`."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     mixture = config["model_type"] == "qwen3_moe"
     writer = gguf.GGUFWriter(file, "qwen3moe" if mixture else "llama", use_temp_file=True)
@@ -172,7 +171,7 @@ def write(
 
 
 def quantize_k(source: Path, file: Path) -> None:
-    """`source`, in 16 bits, as Q4_K_M."""
+    """Quantize `source`, in 16 bits, to Q4_K_M."""
     import llama_cpp as lib
 
     params = lib.llama_model_quantize_default_params()

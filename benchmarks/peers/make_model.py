@@ -1,12 +1,11 @@
-"""Write a Hugging Face checkpoint of a given shape with random weights, for engines that need one
-on disk.
+"""Write a Hugging Face checkpoint of a given shape with random weights, for engines that need one.
 
 Weights are BF16, or with `--weights int8` W8A8 as llm-compressor writes it for compressed-tensors:
-INT8 by output row with a scale of float32, the head in BF16, and the engine rounds activations to
-INT8 by token. Both forms of a seed hold the same model.
+INT8 with a float32 scale per output row, the head in BF16, and activations that the engine rounds
+to INT8 per token. Both forms of a seed hold the same model.
 
 Runs in Freight's environment. The tokenizer is the demo model's, with unused words added up to the
-model's vocabulary: some engines demand a tokenizer and look up every token that they generate. The
+model's vocabulary: some engines require a tokenizer and look up every token that they generate. The
 folder loads in Freight, transformers, vLLM and optimum alike.
 """
 
@@ -43,7 +42,7 @@ W8A8 = {
 
 
 def by_layer(shapes: dict[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The tensors of each layer, and of all that is no layer."""
+    """Group the tensors by layer, and those outside the layers."""
     parts: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else "outer"
@@ -52,8 +51,8 @@ def by_layer(shapes: dict[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[in
 
 
 def to_int8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The matrices of the layers as INT8 [output, input] with `weight_scale` [output, 1]; the
-    others as they are.
+    """Quantize the matrices of the layers to INT8 [output, input] with `weight_scale` [output, 1];
+    keep the others.
     """
     found = {}
     for name, values in tensors.items():
@@ -66,9 +65,7 @@ def to_int8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """The demo model's tokenizer with `vocab_size` words; the added ones are never read from a
-    text.
-    """
+    """Write the demo model's tokenizer with `vocab_size` words; text never contains the added ones."""
     demo = Path(freight.__file__).parent / "demo"
     tokenizer = json.loads((demo / "tokenizer.json").read_text(encoding="utf-8"))
     words = tokenizer["model"]["vocab"]

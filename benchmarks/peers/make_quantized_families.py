@@ -1,5 +1,4 @@
-"""Tiny models of many families, quantized by llm-compressor's `oneshot`, with the logits that its
-own model computes.
+"""Make tiny models of many families with llm-compressor's `oneshot`, and the logits of its model.
 
     python benchmarks/peers/make_quantized_families.py tests/fixtures/llmcompressor_families [NAME ...]
 
@@ -7,9 +6,9 @@ Needs llmcompressor 0.14, compressed-tensors 0.19, transformers 5.17 and torchvi
 root of the repository. Each folder gets config.json and model.safetensors as `save_pretrained`
 writes them, and `expected.safetensors`: token ids, and logits in float32 of the quantized model in
 memory. Its matrices are the stored bytes times their scales; compressed-tensors rounds inputs and
-cache. Two things are done otherwise than it does them: a dynamic scale is that of a row where an
-input has two dimensions, and a static one the largest of a layer's experts. What the tool refuses
-is printed with its error.
+cache. Two things differ from compressed-tensors: a dynamic scale is per row if an input has two
+dimensions, and a static scale is the largest of a layer's experts. Models that the tool refuses are
+printed with its error.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ PROMPTS = torch.randint(3, VOCAB, (5, 5), generator=random).tolist()
 
 
 def random_model(config: tf.PretrainedConfig, folder: str) -> type:
-    """Every parameter is random, biases and norms too."""
+    """Make a model whose parameters are all random, biases and norms too."""
     torch.manual_seed(0)
     auto = (
         tf.AutoModelForImageTextToText
@@ -174,16 +173,16 @@ def quantized(name: str, base: str, auto: type, out: Path) -> Any:
 
 
 def replace_parameter(module: Any, name: str, value: torch.Tensor) -> None:
-    """Removed first, or the cache of the module would round the new values to the type of the old
-    ones.
+    """Replace a parameter, and remove it first: else the module's cache would round the new values
+    to the old dtype.
     """
     delattr(module, name)
     module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
 
 
 def one_input_scale(experts: LinearExperts2D) -> None:
-    """Of gate, up and down in a layer the largest, as engines that compute experts together take
-    it.
+    """Set the scales of gate, up and down in a layer to the largest, as engines that compute
+    experts together do.
     """
     for part in ("gate_proj", "up_proj", "down_proj"):
         modules = [getattr(experts[i], part) for i in range(experts.num_experts)]
@@ -197,16 +196,16 @@ def one_input_scale(experts: LinearExperts2D) -> None:
 
 
 def by_row(module: Any) -> None:
-    """compressed-tensors gives each number a dynamic scale of its own where an input has no batch
-    dimension.
+    """Scale each row where an input has no batch dimension; compressed-tensors would scale each
+    number.
     """
     forward = module.forward
     module.forward = lambda x: forward(x[None])[0] if x.ndim == 2 else forward(x)
 
 
 def logits(model: Any) -> list[list[list[float]]]:
-    """In float32, with the stored bytes times their scales, which compressed-tensors would round to
-    bfloat16.
+    """Return float32 logits with the stored bytes times their scales, which compressed-tensors
+    would round to bfloat16.
     """
     for module in model.modules():
         if (

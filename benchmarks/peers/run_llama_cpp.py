@@ -1,8 +1,8 @@
 """Measure llama.cpp, through llama-cpp-python, on a GGUF file; one JSON line.
 
-Uses the C functions, because the Python class above them decodes one sequence only. Tokens are
-chosen greedily from the logits of each sequence, as a server would; llama.cpp cuts a prefill into
-its own micro batches of 512 tokens.
+Uses the C functions, because the Python class decodes one sequence only. Tokens are chosen greedily
+from the logits of each sequence, as in a server; llama.cpp splits a prefill into micro batches of
+512 tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from common import Steps, measure, parser, random_prompts, report
 
 CACHE_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0}
 MICRO_BATCH = 512  # tokens; the default of llama.cpp
-# In GCC 12's amxtileintrin.h, _tile_loadconfig names 8 of the 64 bytes that the instruction reads.
-# GCC removes most stores of ggml_tile_config_init (ggml-cpu/amx/mmq.cpp) as dead, and `ldtilecfg`
-# faults on what the stack holds.
+# GCC 12's amxtileintrin.h declares that _tile_loadconfig reads 8 bytes; the instruction reads 64.
+# So GCC removes most stores of ggml_tile_config_init (ggml-cpu/amx/mmq.cpp) as dead, and
+# `ldtilecfg` faults on what the stack holds.
 AMX_HINT = "llama.cpp's AMX kernels crash in ggml_tile_config_init unless it is compiled with README.md's CMAKE_ARGS"
 
 
@@ -30,10 +30,10 @@ class Model:
     def __init__(
         self, path: str, num_sequences: int, tokens: int, threads: int, cache_type: str
     ) -> None:
-        """`tokens` is the longest that a sequence gets."""
+        """Load the model. `tokens`: the longest that a sequence gets."""
         silent = lib.llama_log_callback(lambda level, text, data: None)
         lib.llama_log_set(silent, ctypes.c_void_p(0))
-        self._silent = silent  # called for as long as the library lives
+        self._silent = silent  # kept alive: the library calls it until the end
         lib.llama_backend_init()
         self._model = lib.llama_model_load_from_file(
             path.encode(), lib.llama_model_default_params()
@@ -41,7 +41,7 @@ class Model:
         if not self._model:
             sys.exit(f"llama.cpp cannot load {path}")
         params = lib.llama_context_default_params()
-        room = -(-tokens // 256) * 256  # each sequence's own part of the cache, in whole 256s
+        room = -(-tokens // 256) * 256  # each sequence's part of the cache, a multiple of 256
         params.n_ctx, params.n_seq_max = num_sequences * room, num_sequences
         params.n_batch, params.n_ubatch = num_sequences * tokens, MICRO_BATCH
         params.n_threads = params.n_threads_batch = threads
@@ -87,7 +87,7 @@ def main() -> None:
     length = args.input_len + args.output_len
     system = lib.llama_print_system_info().decode().strip(" |")
     if "AMX_INT8 = 1" in system:
-        print(AMX_HINT, file=sys.stderr, flush=True)  # the last line that a crash leaves
+        print(AMX_HINT, file=sys.stderr, flush=True)  # the last line of output if it crashes
     model = Model(str(args.model), args.batch_size, length, args.threads, args.kv_cache_dtype)
     numbers = random.Random(0)
 

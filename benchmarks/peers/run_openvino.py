@@ -1,10 +1,10 @@
 """Measure OpenVINO GenAI on an exported folder, see README.md; one JSON line.
 
-Two of its ways to run are offered. `paged` is what `LLMPipeline` does on a CPU unless told
-otherwise: paged attention under continuous batching. That class takes one prompt of token ids
-there, so the driver steps the `ContinuousBatchingPipeline` beneath it, with whole prompts in one
-step as `LLMPipeline` has it. `sdpa` is `LLMPipeline` with one batch as a matrix; it tells the time
-until the first tokens and that of the rest, not each step's.
+There are two modes. `paged` is the default of `LLMPipeline` on a CPU: paged attention with
+continuous batching. That class takes only one prompt of token ids there, so the driver steps the
+underlying `ContinuousBatchingPipeline`, with full prompts in one step as in `LLMPipeline`. `sdpa`
+is `LLMPipeline` with one batch as a matrix; it reports the time until the first tokens and the time
+of the rest, but not of each step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHOLE_PROMPTS = 2**31  # tokens in one step
 
 
 def vocab_size(args: argparse.Namespace) -> int:
-    """The width of the logits."""
+    """Return the width of the logits."""
     return (
         openvino.Core()
         .read_model(args.model / "openvino_model.xml")

@@ -1,10 +1,9 @@
-"""Measure torch's BF16 matrix products (oneDNN's), on the linear layers of a model's shape; one
-JSON line.
+"""Measure torch's BF16 matrix products (oneDNN's) on a model's linear layers; one JSON line.
 
-Not an engine but a bound for engines that compute in BF16: the products of every decoder layer and
-nothing else, 512 rows at a time as in a chunk of a prefill; and `batch-size` rows, with the head's
+This is no engine but an upper bound for engines that compute in BF16: only the products of every
+decoder layer, 512 rows at a time as in a chunk of a prefill, and `batch-size` rows, with the head's
 product, as in a decode step. Each layer has its own weights, as in a model. Weights as stored and
-packed beforehand are both tried, and the better counts.
+packed beforehand are both tried, and the better result counts.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ PREFILL_ROWS = 512
 
 
 def layer_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
-    """[output, input] features; Q, K and V are one product and gate and up another, as engines have
-    them.
+    """Return [output, input] features; Q, K and V are one product and gate and up another, as in
+    engines.
     """
     hidden, between = config["hidden_size"], config["intermediate_size"]
     q_size = config["num_attention_heads"] * config["head_dim"]
@@ -38,7 +37,7 @@ def layer_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def products(weights: list[torch.Tensor], rows: int, packed: bool) -> Callable[[], None]:
-    """A call that multiplies `rows` rows with every weight, one after another."""
+    """Return a call that multiplies `rows` rows with every weight, one after another."""
     inputs = {
         width: torch.randn(rows, width, dtype=torch.bfloat16)
         for width in {one.shape[1] for one in weights}

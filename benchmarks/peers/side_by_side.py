@@ -1,11 +1,10 @@
-"""Run Freight and other engines in alternation on one machine, and print medians and ratios as a
-Markdown table.
+"""Run Freight and other engines in alternation on one machine; print medians and ratios as a table.
 
-Every figure comes from a process of its own, in the environment of its engine. A round runs every
-engine once on one workload, and the next round starts with another engine: on a machine that others
-use too, the speed changes within minutes, so results that are compared are measured close together
-in time. Medians are over rounds; a ratio is taken within each round first. An engine that fails
-keeps its row, which gives the reason, and the others go on.
+Every figure comes from a separate process, in the environment of its engine. A round runs every
+engine once on one workload, and the next round starts with another engine: the speed of a shared
+machine changes within minutes, so results that are compared are measured close together in time.
+Medians are over rounds; a ratio is taken within each round first. An engine that fails keeps its
+row, which gives the reason, and the others continue.
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FIGURES = {"prefill": "prefill_tokens_per_second", "decode": "decode_tokens_per_second"}
-BASE = "freight-fp8"  # what the others are compared with
+BASE = "freight-fp8"  # the row that the others are compared with
 WORKLOADS = {
     "short": ("1x128+33", "8x128+33", "32x128+33", "1x1024+9"),
-    "long": (
-        "1x16384+65",
-        "8x4096+65",
-    ),  # decoding behind keys that take more memory than the weights
+    # Decoding with keys and values that take more memory than the weights
+    "long": ("1x16384+65", "8x4096+65"),
     "many": ("64x128+33", "256x32+33"),
 }
 LONGEST_REASON = 200  # characters of an error in the table; the JSON file has it all
@@ -39,8 +36,8 @@ LONGEST_REASON = 200  # characters of an error in the table; the JSON file has i
 
 @dataclass(frozen=True)
 class Peer:
-    """A row of the table. `environment` is a name for --engine, None for Freight itself; `model`
-    lies in --models.
+    """A row of the table. `environment` is a name for --engine, None for Freight itself; `model` is
+    in --models.
     """
 
     label: str
@@ -80,9 +77,7 @@ class Workload:
 
     @staticmethod
     def parse(text: str) -> list[Workload]:
-        """From `8x128+33`: sequences, prompt tokens, generated tokens; or those of a name of
-        WORKLOADS.
-        """
+        """Parse `8x128+33`, sequences, prompt tokens and generated tokens, or a name of WORKLOADS."""
         if text in WORKLOADS:
             return [one for known in WORKLOADS[text] for one in Workload.parse(known)]
         found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
@@ -106,7 +101,7 @@ def named_path(text: str) -> tuple[str, str]:
 
 
 def chosen(args: argparse.Namespace) -> list[str]:
-    """The rows to measure: those asked for, or all whose environment is given."""
+    """Return the rows to measure: those asked for, or all whose environment is given."""
     given = {None, *dict(args.engine)}
     return [
         name
@@ -116,7 +111,7 @@ def chosen(args: argparse.Namespace) -> list[str]:
 
 
 def commands(args: argparse.Namespace, workload: Workload) -> dict[str, list[str]]:
-    """The command line of each row."""
+    """Return the command line of each row."""
     common = {**asdict(workload), "threads": args.threads, "repeats": args.repeats}
     options = [
         word
@@ -136,7 +131,7 @@ def commands(args: argparse.Namespace, workload: Workload) -> dict[str, list[str
 
 
 def run(command: list[str], seconds: float) -> dict[str, Any]:
-    """The last line of standard output, as JSON; an object with `error` where there is none."""
+    """Run a command; return its last line of output as JSON, or an object with `error`."""
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=seconds, check=False
@@ -158,15 +153,15 @@ def run(command: list[str], seconds: float) -> dict[str, Any]:
 
 
 def reason(error: str) -> str:
-    """An error as one cell of a table: its status and the last line."""
+    """Shorten an error to one cell of a table: its status and the last line."""
     lines = error.splitlines()
     short = lines[0] if len(lines) == 1 else f"{lines[0].partition(':')[0]}: {lines[-1].strip()}"
     return short.replace("|", "/")[:LONGEST_REASON]
 
 
 def table(results: list[dict[str, Any]], workload: str) -> list[str]:
-    """Markdown lines: per engine the median over rounds, and how many times as fast Freight in FP8
-    was.
+    """Return Markdown lines: per engine the median over rounds, and the factor by which Freight in
+    FP8 was faster.
     """
     rounds: dict[str, dict[int, dict[str, Any]]] = {}
     errors: dict[str, str] = {}
@@ -206,8 +201,8 @@ def table(results: list[dict[str, Any]], workload: str) -> list[str]:
 
 
 def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """The processor's name, the cores that this process may use, and the vector and matrix units
-    that matter here.
+    """Return the processor's name, the cores that this process may use, and the vector and matrix
+    units that matter here.
     """
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     fields = dict(re.findall(r"^(model name|flags)\s*: (.*)$", text, re.MULTILINE))
@@ -218,7 +213,9 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
 
 
 def versions(results: list[dict[str, Any]], freight: str) -> list[str]:
-    """Freight's version with the kernels that ran, and those that the drivers reported, each once."""
+    """Return Freight's version with the kernels that ran, and those that the drivers reported, each
+    once.
+    """
     found = [one["found"] for one in results]
     kernels = sorted({str(one["kernels"]) for one in found if "kernels" in one})
     ours = []
@@ -231,7 +228,7 @@ def versions(results: list[dict[str, Any]], freight: str) -> list[str]:
 def measure(
     args: argparse.Namespace, record: Callable[[list[dict[str, Any]]], None]
 ) -> list[dict[str, Any]]:
-    """Every round of every workload; `record` gets all results after each run, so that an
+    """Run every round of every workload; `record` gets all results after each run, so that an
     interruption loses none.
     """
     results: list[dict[str, Any]] = []

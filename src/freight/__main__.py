@@ -1,10 +1,9 @@
-"""The command `freight`, also as `python -m freight`: ends in order on SIGTERM, as on Ctrl-C, while
-it imports too.
+"""The command `freight`, or `python -m freight`: cleans up on SIGTERM as on Ctrl-C.
 
-The first SIGTERM raises `Terminated` in the main thread, so that everything on the way out is
-cleaned up; a second one ends the process at once. Within an import it waits for the end of it:
-modules that try one thing and then another swallow what is raised in them, and the signal would be
-lost. `freight serve` replaces this by its own handling once its event loop runs.
+The first SIGTERM raises `Terminated` in the main thread, so that every `finally` runs; a second one
+ends the process at once. During an import the signal is deferred to the end of the import: modules
+that try alternatives swallow exceptions, and the signal would be lost. `freight serve` replaces
+this handler with its own once its event loop runs.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ import signal
 import sys
 from types import FrameType
 
-_AGAIN = 0.01  # seconds until a signal that came within an import is tried again
+_AGAIN = 0.01  # seconds after which a deferred signal is tried again
 
 
 class Terminated(BaseException):
-    """SIGTERM, as KeyboardInterrupt is SIGINT."""
+    """The exception for SIGTERM, as KeyboardInterrupt is for SIGINT."""
 
 
 def is_import(frame: FrameType | None) -> bool:
-    """Whether `frame` runs for an import."""
+    """Return whether `frame` runs for an import."""
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return frame is not None
 
 
 def main() -> None:
-    """Entry point of the `freight` script. Ends by SystemExit: 143 after SIGTERM, 130 after Ctrl-C."""
+    """Run the `freight` script. Ends by SystemExit: 143 after SIGTERM, 130 after Ctrl-C."""
     terminated = False
 
     def terminate(number: int, frame: FrameType | None) -> None:

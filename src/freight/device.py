@@ -1,12 +1,10 @@
-"""DeviceFacts, and the probe that finds them: what there is to compute with, and how much memory is
-really free.
+"""DeviceFacts and their probe: the device, its threads, and the memory that is really free.
 
 Guarantees: free memory never exceeds what the kernel would give this process. On Linux that is the
-least of MemAvailable and of what every control group above the process still allows (v1 and v2;
-page cache that the kernel can drop, `inactive_file`, does not count as used). Cores are those that
-the affinity mask and the CPU quota leave. Reads files only, under a `root` that tests replace;
-torch is loaded when `probe` is called and not before, so that importing the values alone stays
-cheap.
+minimum of MemAvailable and of what every control group above the process still allows (v1 and v2;
+page cache that the kernel can drop, `inactive_file`, does not count as used). Cores are those
+within the affinity mask and the CPU quota. Only files are read, under a `root` that tests replace.
+torch is loaded when `probe` is called and not before, so importing this module stays cheap.
 """
 
 from __future__ import annotations
@@ -27,20 +25,19 @@ from freight.fp8.formats import Format, amd_fp8
 
 ROOT = Path("/")
 DEVICES = ("auto", "cpu", "cuda")
-# What kernels choose by, as /proc/cpuinfo spells it on x86 and on arm64.
+# Features by which kernels are chosen, as /proc/cpuinfo spells them on x86 and on arm64
 _FEATURES = (
     *("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16"),
     *("avx512dq", "amx_tile", "amx_bf16"),
     *("asimd", "asimdhp", "bf16", "sve"),
 )
-LEAST_STACK = (
-    256 * 2**10
-)  # bytes: the largest frames of csrc take 50 KiB together, torch's some more
+# Bytes: the largest frames of csrc take 50 KiB together, torch's some more
+LEAST_STACK = 256 * 2**10
 _PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 class DeviceKind(StrEnum):
-    """What torch calls it: an AMD GPU is `cuda` as well."""
+    """A kind of device, in torch's words: an AMD GPU is `cuda` as well."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -48,12 +45,12 @@ class DeviceKind(StrEnum):
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """One device. Memory in bytes, its own for a GPU; `cores` are the host's, as this process may
-    use them.
+    """One device. Memory in bytes, its own for a GPU; `cores` are those of the host that this
+    process may use.
 
     `native_e4m3` is the E4M3 variant that the hardware computes with: FNUZ on AMD's gfx94x (MI300),
-    FN elsewhere. `note` is what start-up should say about the choice, or ''. `multiplies_fp8`: its
-    matrix units take E4M3 operands.
+    FN elsewhere. `note` is a start-up message about the choice, or ''. `multiplies_fp8`: its matrix
+    units take E4M3 operands.
     """
 
     kind: DeviceKind
@@ -67,9 +64,9 @@ class DeviceFacts:
 
 
 def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
-    """The facts of `device` ('auto': cuda when torch sees one, else cpu).
+    """Find the facts of `device` ('auto': cuda if torch sees one, else cpu).
 
-    Raises ConfigError for an unknown name, and for 'cuda' where torch has none, saying whether a
+    Raises ConfigError for an unknown name, and for 'cuda' if torch has none, with a hint whether a
     GPU seems present.
     """
     if device not in DEVICES:
@@ -104,11 +101,12 @@ def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
     )
 
 
-_started_in: dict[str, int] = {}  # the process in which threads were first used; a fork inherits it
+# The process in which threads were first used; a fork inherits the entry
+_started_in: dict[str, int] = {}
 
 
 class _Outside(threading.local):
-    """For each thread: the numbers to go back to, the last one entered last."""
+    """For each thread: a stack of the thread counts to restore."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -116,16 +114,15 @@ class _Outside(threading.local):
 
 @dataclass(frozen=True)
 class Threads:
-    """How many threads torch and the kernels of this package compute with: inside `with threads:`,
-    `count` of them.
+    """The number of threads that torch and Freight's kernels compute with, inside `with threads:`.
 
-    torch keeps the number for each Python thread; on leaving, it is what it was before. So neither
-    the caller nor another model sees it change. Only a Python thread that uses torch for the first
-    time meanwhile does: it begins with the number that was set last. May be entered again inside
-    itself, and from several Python threads at once.
+    torch keeps the number for each Python thread, and it is restored on leaving, so neither the
+    caller nor another model sees it change. Only a Python thread that uses torch for the first time
+    meanwhile does: it starts with the number that was set last. The context is reentrant, and may
+    be used by several Python threads at once.
 
-    Raises FreightError in a process that was forked from one that had entered any: the OpenMP
-    runtime's threads are not copied, and it would wait for them forever.
+    Raises FreightError in a process that was forked after one was entered: the OpenMP runtime's
+    threads are not copied, and it would wait for them forever.
     """
 
     count: int
@@ -154,10 +151,10 @@ class Threads:
 
 
 def choose_threads(wanted: int | None, cores: int, root: Path = ROOT) -> Threads:
-    """`wanted` threads, or else one for each physical core, but no more than the `cores` that this
-    process may use.
+    """Choose `wanted` threads, or else one per physical core, but no more than the `cores` that
+    this process may use.
 
-    Without a wish, no more than torch would take, which OMP_NUM_THREADS and torch.set_num_threads
+    Without `wanted`, no more than torch would take, which OMP_NUM_THREADS and torch.set_num_threads
     lower. Raises ConfigError as `check_threads`.
     """
     import torch
@@ -167,8 +164,8 @@ def choose_threads(wanted: int | None, cores: int, root: Path = ROOT) -> Threads
 
 
 def _stack_size(value: str) -> int | None:
-    """Bytes of OpenMP's `16k`, `1 M`, `4096` (KiB); None for what it does not understand, and then
-    ignores.
+    """Parse OpenMP's `16k`, `1 M`, `4096` (KiB) into bytes; None for a value that OpenMP would
+    ignore.
     """
     found = re.fullmatch(r"\s*(\d+)\s*([bkmg]?)\s*", value.lower())
     return (
@@ -179,8 +176,9 @@ def _stack_size(value: str) -> int | None:
 
 
 def check_threads(wanted: int | None, cores: int) -> None:
-    """Raises ConfigError if `wanted` threads are more than the `cores`, which would wait for each
-    other, and as `check_stack`."""
+    """Raise ConfigError if `wanted` is more than `cores`: the threads would wait for each other.
+    Raises also as `check_stack`.
+    """
     check_stack()
     if wanted is not None and not 1 <= wanted <= cores:
         usable = "1 core" if cores == 1 else f"{cores} cores"
@@ -190,7 +188,7 @@ def check_threads(wanted: int | None, cores: int) -> None:
 
 
 def check_stack() -> None:
-    """Raises ConfigError for an OpenMP stack on which the kernels' threads overrun: that ends the
+    """Raise ConfigError for an OpenMP stack that the kernels' threads overrun: that ends the
     process silently.
     """
     for name in ("OMP_STACKSIZE", "GOMP_STACKSIZE"):
@@ -203,7 +201,7 @@ def check_stack() -> None:
 
 
 def physical_cores(root: Path = ROOT) -> int | None:
-    """Physical cores among the processors that the affinity mask leaves; None where /sys does not
+    """Count the physical cores among the processors of the affinity mask; None where /sys does not
     show them.
     """
     if not hasattr(os, "sched_getaffinity"):
@@ -216,8 +214,8 @@ def physical_cores(root: Path = ROOT) -> int | None:
 
 
 def numa_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
-    """The processors that the affinity mask leaves, by memory node (NUMA); () where /sys does not
-    show them.
+    """Return the processors of the affinity mask by memory node (NUMA); () where /sys does not show
+    them.
     """
     if not hasattr(os, "sched_getaffinity"):
         return ()
@@ -230,14 +228,14 @@ def numa_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
 
 
 def _processors(text: str) -> Iterator[int]:
-    """'0-3,8' -> 0, 1, 2, 3, 8."""
+    """Yield the numbers of a list: '0-3,8' -> 0, 1, 2, 3, 8."""
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
 
 
 def bound_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
-    """The memory nodes to which threads of kernels are bound; () for no binding.
+    """Return the memory nodes that threads of kernels are bound to; () for no binding.
 
     There is none on one node, or where OMP_PROC_BIND (false: the operating system places threads)
     or another variable of the OpenMP runtime says where threads run.
@@ -247,9 +245,7 @@ def bound_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
 
 
 def last_level_cache(root: Path = ROOT) -> int | None:
-    """Bytes of the largest cache that the first processor reads through; None where /sys does not
-    show it.
-    """
+    """Return the bytes of the first processor's largest cache; None where /sys does not show it."""
     sizes = [
         _read(path / "size").strip()
         for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*")
@@ -262,8 +258,8 @@ def last_level_cache(root: Path = ROOT) -> int | None:
 
 
 def gpu_present(root: Path = ROOT) -> str | None:
-    """'NVIDIA' or 'AMD' when the driver of such a GPU has left its files, whatever torch can do
-    with it.
+    """Return 'NVIDIA' or 'AMD' if such a GPU's driver has left its files, whether or not torch can
+    use it.
     """
     if any((root / path).exists() for path in ("dev/nvidia0", "proc/driver/nvidia/version")):
         return "NVIDIA"
@@ -271,7 +267,7 @@ def gpu_present(root: Path = ROOT) -> str | None:
 
 
 def _unused_gpu(vendor: str | None, version: str, built_for_gpu: bool) -> str:
-    """Why a GPU that is there does not get used, and the way out; '' without one."""
+    """Say why a GPU that is present is not used, and the way out; '' without a GPU."""
     if vendor is None:
         return ""
     if built_for_gpu:
@@ -281,11 +277,11 @@ def _unused_gpu(vendor: str | None, version: str, built_for_gpu: bool) -> str:
 
 
 def memory(root: Path = ROOT) -> tuple[int, int]:
-    """(total, free) bytes of main memory that this process may use."""
+    """Return (total, free) bytes of main memory that this process may use."""
     if not (root / "proc/meminfo").exists():
         return _macos_memory()
     facts = _fields(root / "proc/meminfo")
-    total, free = facts["MemTotal"] * 1024, facts["MemAvailable"] * 1024  # in kB there
+    total, free = facts["MemTotal"] * 1024, facts["MemAvailable"] * 1024  # /proc/meminfo has kB
     for group, limit, used, droppable in _MEMORY_FILES:
         for folder in _groups(root, group):
             allowed, current = _number(folder / limit), _number(folder / used)
@@ -296,7 +292,7 @@ def memory(root: Path = ROOT) -> tuple[int, int]:
     return total, free
 
 
-# control group, and in it: the limit, the use, the line of memory.stat that can be dropped
+# Controller, and in its group: the limit, the usage, the droppable line of memory.stat
 _MEMORY_FILES = [
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -304,8 +300,8 @@ _MEMORY_FILES = [
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Cores left by the affinity mask and the CPU quota, rounded down: threads beyond a quota only
-    get throttled.
+    """Count the cores within the affinity mask and the CPU quota, rounded down: threads beyond a
+    quota only get throttled.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -319,14 +315,14 @@ def usable_cores(root: Path = ROOT) -> int:
             ]
         )
     for quota in quotas:
-        if (
-            len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit()
-        ):  # not 'max', -1 or missing
+        # Not 'max', -1 or missing
+        if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit():
             cores = min(cores, max(1, math.floor(int(quota[0]) / int(quota[1]))))
     return cores
 
 
 def cpu_name(root: Path = ROOT) -> str:
+    """Return the processor's name, or its architecture if the system does not give one."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -334,8 +330,8 @@ def cpu_name(root: Path = ROOT) -> str:
 
 
 def cpu_features(root: Path = ROOT) -> tuple[str, ...]:
-    """The instruction sets that kernels choose by; empty where neither /proc nor macOS on arm64
-    tells.
+    """Return the instruction sets that kernels choose by; empty if neither /proc nor macOS on arm64
+    shows them.
     """
     for line in _read(root / "proc/cpuinfo").splitlines():
         if line.startswith(("flags", "Features")):
@@ -347,7 +343,9 @@ def cpu_features(root: Path = ROOT) -> tuple[str, ...]:
 
 
 def _macos_features() -> tuple[str, ...]:
-    """Of an Apple processor, as /proc/cpuinfo would spell them. Those before the M2 have no BF16."""
+    """Return an Apple processor's features, in the spelling of /proc/cpuinfo. Processors before the
+    M2 have no BF16.
+    """
     command = ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
@@ -357,11 +355,11 @@ def _macos_features() -> tuple[str, ...]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the control group that this process is in and of every one above it, for a v1
+    """Yield the folders of this process's control group and of every group above it, for a v1
     controller ('': v2).
 
-    In a container the path often names folders that only the host sees; those are read as empty,
-    and the walk ends at the mount, which is the container's own group then.
+    In a container the path often names folders that only the host sees. Those are read as empty,
+    and the walk ends at the mount, which is then the container's own group.
     """
     mount = root / "sys/fs/cgroup" / controller
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -373,7 +371,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _read(path: Path) -> str:
-    """A file's text, '' where there is none or it may not be read."""
+    """Read a file's text; '' if there is none or it may not be read."""
     try:
         return path.read_text()
     except OSError:
@@ -386,13 +384,13 @@ def _number(path: Path) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """'name value' or 'name: value kB' lines as numbers."""
+    """Parse 'name value' or 'name: value kB' lines as numbers."""
     pairs = (line.replace(":", " ").split() for line in _read(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}
 
 
 def _macos_memory() -> tuple[int, int]:
-    """(total, free) bytes from sysctl and vm_stat."""
+    """Return (total, free) bytes from sysctl and vm_stat."""
     try:
         total, pages = (
             subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -400,13 +398,15 @@ def _macos_memory() -> tuple[int, int]:
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError(
-            f"{platform.system()} does not tell how much memory is free: {error}"
+            f"{platform.system()} does not report how much memory is free: {error}"
         ) from error
     return int(total), parse_vm_stat(pages)
 
 
 def parse_vm_stat(text: str) -> int:
-    """Free bytes from macOS's vm_stat: pages that are free, or that the kernel drops when asked."""
+    """Count the free bytes in macOS's vm_stat: pages that are free, or that the kernel drops on
+    demand.
+    """
     header, *lines = text.splitlines()
     page_size = int(header.split("page size of")[1].split()[0])
     counts = dict(line.split(":", 1) for line in lines if ":" in line)

@@ -1,4 +1,4 @@
-"""Every error that Freight raises on purpose.
+"""Errors that Freight raises on purpose.
 
     FreightError
     ├── ConfigError      (also ValueError)  what was asked for cannot be: a flag, an argument, a
@@ -12,8 +12,7 @@
     └── GenerationError                     some requests failed while they were computed; `outputs`
                                             has them all
 
-A message names the thing, the value it has, and the way out. Anything else that is raised is a bug
-of ours.
+A message names the thing, its value, and the way out. Any other exception is a bug in Freight.
 """
 
 from __future__ import annotations
@@ -64,13 +63,13 @@ class GenerationError(FreightError):
 
 
 def choices(names: Iterable[str]) -> str:
-    """'a, b or c', for messages that list what would have been accepted."""
+    """Join names as 'a, b or c', for messages that list what would have been accepted."""
     *most, last = names
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def nearest(name: str, known: Iterable[str], synonyms: dict[str, str] | None = None) -> str:
-    """' (did you mean X?)' for the known name closest to `name`, or '' when none is close."""
+    """Return ' (did you mean X?)' for the known name closest to `name`, or '' if none is close."""
     match = (synonyms or {}).get(name) or next(
         iter(difflib.get_close_matches(name, list(known), n=1)), None
     )
@@ -78,15 +77,15 @@ def nearest(name: str, known: Iterable[str], synonyms: dict[str, str] | None = N
 
 
 def install(extra: str) -> str:
-    """How to install what an extra of pyproject.toml names, for messages. Package indexes have no
-    Freight yet.
+    """Return the command that installs an extra of pyproject.toml, for messages. Package indexes do
+    not have Freight yet.
     """
     return f"pip install '.[{extra}]' in Freight's checkout"
 
 
 def shown(value: object) -> str:
-    """`value` for a message: short, and made in a time that does not grow with the size of a
-    builtin type.
+    """Format `value` for a message: short, in a time that does not grow with the size of a builtin
+    type.
     """
     if isinstance(value, str | bytes):
         return (
@@ -98,9 +97,8 @@ def shown(value: object) -> str:
         return repr(value)
     if isinstance(value, Integral):
         bits = int(value).bit_length()
-        return (
-            str(int(value)) if bits <= 128 else f"a whole number of {bits} bits"
-        )  # str refuses the largest
+        # str() refuses integers of more than some thousand digits
+        return str(int(value)) if bits <= 128 else f"a whole number of {bits} bits"
     if isinstance(value, Real):
         return repr(as_float(value))
     if isinstance(value, list | tuple | dict | set | frozenset):
@@ -109,7 +107,7 @@ def shown(value: object) -> str:
 
 
 def as_float(value: Real) -> float:
-    """`value` as a float, infinite where it is beyond float64."""
+    """Return `value` as a float, infinite if it is beyond float64."""
     try:
         return float(value)
     except OverflowError:  # a whole number or a fraction

@@ -1,7 +1,7 @@
-"""Reading files that a user names: regular ones only, and no more of one than a bound.
+"""Readers of files that a user names: regular files only, up to a size limit.
 
-A FIFO would wait for a writer for ever, and a device may have no end. Both are refused as the
-OSError that the callers report anyway, with the kind of file, or the bound, in its text.
+Opening a FIFO would wait for a writer forever, and a device may have no end. Both are refused with
+the OSError that callers report anyway; its text has the kind of file, or the limit.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _KINDS = {
 
 
 def open_regular(path: str | os.PathLike[str], limit: int | None = None) -> BinaryIO:
-    """The open file. Raises OSError for what is no regular file, without waiting, or has more than
-    `limit` bytes.
+    """Open a regular file for reading. Raises OSError, without waiting, for any other kind of file
+    or more than `limit` bytes.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
@@ -55,10 +55,10 @@ def open_regular(path: str | os.PathLike[str], limit: int | None = None) -> Bina
 
 
 def read_bytes(path: str | os.PathLike[str], limit: int = LIMIT) -> bytes:
-    """All bytes of a regular file. Raises OSError as `open_regular`."""
+    """Read all bytes of a regular file. Raises OSError as `open_regular`."""
     with open_regular(path, limit) as file:
         data = file.read(limit + 1)
-    if len(data) > limit:  # the file grew, or is one of /proc, whose size is given as 0
+    if len(data) > limit:  # the file grew, or is in /proc, where sizes are 0
         raise too_large(limit, str(path))
     return data
 
@@ -66,13 +66,15 @@ def read_bytes(path: str | os.PathLike[str], limit: int = LIMIT) -> bytes:
 def read_text(
     path: Path, encoding: str = "utf-8", limit: int = LIMIT, newline: str | None = None
 ) -> str:
-    """The text of a regular file. Raises OSError as `open_regular`, and UnicodeDecodeError."""
+    """Read the text of a regular file. Raises OSError as `open_regular`, and UnicodeDecodeError."""
     return io.TextIOWrapper(io.BytesIO(read_bytes(path, limit)), encoding, newline=newline).read()
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises OSError as `open_regular`, and ValueError for anything else
-    than an object, with what stands there in words that follow the name of the file.
+    """Read the object in a JSON file.
+
+    Raises OSError as `open_regular`, and ValueError for anything but an object; its text continues
+    a sentence that begins with the file's name.
     """
     try:
         content = json.loads(read_text(path))
@@ -93,4 +95,5 @@ def reading(given: str, refused: type[FreightError] = ConfigError) -> Iterator[N
 
 
 def too_large(limit: int, name: str) -> OSError:
+    """Return the error for a file of more than `limit` bytes."""
     return OSError(errno.EFBIG, f"It has more than {limit // MIB} MiB, the most that is read", name)

@@ -1,11 +1,9 @@
-"""JSON schemas of answers: their size, their references, and what of them a grammar enforces.
-Standard library only.
+"""JSON schemas of answers: size, references, and the part a grammar enforces. Needs no packages.
 
 Everything is checked without recursion, in a time that grows linearly with the schema, before any
-compiler sees it. No reference is ever fetched. `enforceable` leaves out what JSON Schema lets a
-reader leave out, or what no grammar can hold, and says what it was: pydantic writes `uniqueItems`
-for a set and `format: "password"` for a secret, and a request that has them is no worse than one
-that has not.
+compiler sees it. No reference is ever fetched. `enforceable` removes what JSON Schema lets a reader
+ignore, or what no grammar can express, and returns the removed keywords. pydantic writes
+`uniqueItems` for a set and `format: "password"` for a secret, and requests with these should work.
 """
 
 from __future__ import annotations
@@ -24,18 +22,17 @@ MOST_SCHEMA = 32 * 1024  # bytes of a JSON schema, as compact JSON
 MOST_NESTING = 64  # objects and arrays of a schema inside each other
 MOST_REFERENCES = 64  # `$ref`s that follow from one another
 
-_MAPS = frozenset(
-    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-)  # name -> schema
-_DATA = frozenset(
-    ("const", "enum", "default", "examples")
-)  # values, in which "$ref" is a name like any other
+# Keywords whose value maps names to schemas
+_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+# Keywords whose value is data, in which "$ref" is a name like any other
+_DATA = frozenset(("const", "enum", "default", "examples"))
+# Keywords whose value is a schema or a list of schemas
 _SCHEMAS = frozenset(
     ("items", "additionalItems", "additionalProperties", "prefixItems", "allOf", "anyOf", "oneOf")
 )
 
-# Keywords that the compiler of grammars refuses; it passes over all others that it does not know,
-# as it should.
+# Keywords that the compiler of grammars refuses. It ignores all others that it does not know, as
+# JSON Schema asks.
 UNENFORCED = frozenset(
     (
         *(
@@ -59,7 +56,7 @@ UNENFORCED = frozenset(
         *("$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef"),
     )
 )
-FORMATS = frozenset(  # that the compiler has a grammar for
+FORMATS = frozenset(  # formats that the compiler has a grammar for
     (
         *(
             "date-time",
@@ -81,23 +78,22 @@ _ASKS_NOTHING: tuple[tuple[str, object], ...] = (
     ("unevaluatedItems", True),
     ("unevaluatedProperties", True),
 )
-# Look-around, word boundaries and back-references, after any number of escaped characters.
+# Look-around, word boundaries and back-references, after any number of escaped characters
 _LOOKS_AROUND = re.compile(r"(?:[^\\]|\\[^1-9bBk])*?(?:\(\?(?:<?[=!])|\\[1-9bBk])")
 
 
 def enforceable(
     schema: dict[str, Any], constraints: bool = True
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """`schema` without what a grammar cannot enforce, and the names of the keywords that were left
-    out of it.
+    """Return `schema` without what a grammar cannot enforce, and the keywords that were removed.
 
     schema       within this module's limits (`check_size`)
-    constraints  False: leave out no constraint, only formats that the compiler does not know, which
+    constraints  False: remove no constraint, only formats that the compiler does not know, which
                  JSON Schema calls annotations
 
-    What is left still holds: the result allows all that `schema` allows. A `oneOf` becomes an
-    `anyOf`, because the compiler sees of few that their branches exclude each other. It counts as
-    left out where two may both match.
+    The result allows everything that `schema` allows. A `oneOf` becomes an `anyOf`, because the
+    compiler rarely sees that branches exclude each other. It counts as removed where two branches
+    may both match.
     """
     left_out: dict[str, None] = {}
     kept = _enforceable(schema, schema, constraints, left_out)
@@ -107,7 +103,10 @@ def enforceable(
 def _enforceable(
     schema: Mapping[str, Any], root: dict[str, Any], constraints: bool, left_out: dict[str, None]
 ) -> dict[str, Any]:
-    """One schema within `root`. Adds to `left_out`. Recurses as deep as a schema may be nested."""
+    """Return one schema within `root` without these keywords, and add them to `left_out`.
+
+    Recurses as deep as a schema may be nested.
+    """
 
     def inner(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -136,9 +135,8 @@ def _enforceable(
         either = {"anyOf": kept.pop("oneOf")}
         if "anyOf" in kept:
             others = kept.get("allOf", [])
-            kept["allOf"] = (
-                [*others, either] if isinstance(others, list) else others
-            )  # no list: the compiler refuses
+            # An allOf that is not a list stays: the compiler refuses it
+            kept["allOf"] = [*others, either] if isinstance(others, list) else others
         else:
             kept |= either
     return kept
@@ -155,8 +153,8 @@ def _is_left_out(name: str, value: object, constraints: bool) -> bool:
 
 
 def _exclusive(branches: list[Any], root: dict[str, Any]) -> bool:
-    """Whether it is plain that no value matches two of `branches`: one thing tells each of them
-    from all others.
+    """Return whether it is certain that no value matches two of `branches`: one property separates
+    each from all others.
     """
     told = [_told_by(branch, root) for branch in branches]
     names = frozenset.intersection(*map(frozenset, told)) if told else frozenset()
@@ -167,8 +165,8 @@ def _exclusive(branches: list[Any], root: dict[str, Any]) -> bool:
 
 
 def _told_by(branch: Any, root: dict[str, Any]) -> dict[str, frozenset[str]]:
-    """What tells a branch from others: its types (under ""), and the values of its required
-    constant properties.
+    """Return what separates a branch from others: its types (under ""), its constant values (under
+    "="), and the values of its required constant properties.
     """
     for _ in range(MOST_REFERENCES):
         if not isinstance(branch, Mapping) or not isinstance(branch.get("$ref"), str):
@@ -208,19 +206,22 @@ def _values(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _number(text: str) -> float:
-    """1.0 is 1 in JSON."""
+    """Parse a JSON number, an int if it is whole: 1.0 is 1 in JSON."""
     value = float(text)
     return int(value) if value.is_integer() else value
 
 
 def too_deep() -> RequestError:
+    """Return the error for a schema that is nested too deeply."""
     return RequestError(
         f"structured_outputs.json is nested deeper than {MOST_NESTING} objects and arrays, which is the most allowed"
     )
 
 
 def check_size(schema: dict[str, Any]) -> None:
-    """Raises RequestError for what is nested too deeply, too large, or has names that are no text."""
+    """Raise RequestError for a schema that is nested too deeply, is too large, or has names that
+    are not text.
+    """
     size = 0
     todo: list[tuple[Any, int]] = [(schema, 1)]
     while todo:
@@ -247,20 +248,18 @@ def check_size(schema: dict[str, Any]) -> None:
 
 
 def check_references(schema: dict[str, Any]) -> None:
-    """Raises RequestError for a `$ref` out of the schema, or into nothing, and for a chain of too
-    many.
+    """Raise RequestError for a `$ref` out of the schema or to nothing, and for too long a chain of
+    them.
 
-    Walks every part once, depth first, references included, and counts for each how many references
-    follow from one another below it. A reference back to a part that the walk is still in is
-    recursion, and ends a chain.
+    Walks every part once, depth first, references included, and counts for each part the longest
+    chain of references below it. A reference back to a part that the walk is still in is recursion,
+    and ends a chain.
     """
-    below: dict[
-        int, list[tuple[Any, bool, bool]]
-    ] = {}  # by id of a part: what it has, as `_parts` gives it
+    # By id of a part: the result of `_parts` for it
+    below: dict[int, list[tuple[Any, bool, bool]]] = {}
     lengths: dict[int, int] = {}
-    todo: list[tuple[Any, bool, bool]] = [
-        (schema, False, False)
-    ]  # part, is it a map of schemas, is all below it done
+    # (part, is a map of schemas, all below it is done)
+    todo: list[tuple[Any, bool, bool]] = [(schema, False, False)]
     while todo:
         part, is_map, done = todo.pop()
         if done:
@@ -279,8 +278,8 @@ def check_references(schema: dict[str, Any]) -> None:
 
 
 def _parts(part: Any, is_map: bool, schema: dict[str, Any]) -> Iterator[tuple[Any, bool, bool]]:
-    """Objects and lists right below a part: each with whether it maps names to schemas, and is
-    reached by a `$ref`.
+    """Yield the objects and lists right below a part: each with whether it maps names to schemas,
+    and whether a `$ref` leads to it.
     """
     if isinstance(part, list):
         yield from ((entry, False, False) for entry in part if isinstance(entry, dict | list))
@@ -295,7 +294,9 @@ def _parts(part: Any, is_map: bool, schema: dict[str, Any]) -> Iterator[tuple[An
 
 
 def resolve(reference: str, schema: dict[str, Any]) -> Any:
-    """What `reference`, a JSON pointer after '#', names in the schema."""
+    """Return the part of the schema that `reference`, a JSON pointer after '#', names. Raises
+    RequestError if there is none.
+    """
     if reference != "#" and not reference.startswith("#/"):
         raise RequestError(
             f"structured_outputs.json refers to {shown(reference)}; a $ref must be within the schema, as in "

@@ -108,11 +108,11 @@ class LLM:
         on_error: str = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding all there is of it after each step that brought a token.
+        """Complete one prompt, yielding the complete output so far after each step with a token.
 
         The request is checked now, queued when the first output is asked for, and computed on
         whenever this stream or any other call of the LLM takes a step. Leaving the loop aborts it.
-        A failure is raised or returned behind the last output, as in `generate`.
+        A failure is raised or returned after the last output, as in `generate`.
         """
         _check_on_error(on_error)
         accepted = self._accept_all(
@@ -139,11 +139,11 @@ class LLM:
             self._turns.tidy()
 
     def _advance(self, request_id: str, seen: int) -> tuple[RequestOutput | None, int]:
-        """The output of a request, after a step if it had only `seen` deltas; None if still. And
-        how many it had.
+        """Step if the request has only `seen` deltas. Return its output, None if there is still
+        nothing new, and the number of its deltas.
         """
         engine = self.engine
-        engine.report()  # of steps that `generate` took in another thread
+        engine.report()  # the deltas of steps that `generate` took in another thread
         if engine.num_deltas(request_id) == seen and not engine.is_finished(request_id):
             engine.step()
         count = engine.num_deltas(request_id)
@@ -160,8 +160,12 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, a list of {"role", "content"}, or many, through the model's chat
+        """Answer one conversation, a list of {"role", "content"}, or many, with the model's chat
         template.
+
+        `template_options` are those of `chat_prompt`; everything else is as in `generate`, except
+        that no special tokens are added to the template's output unless `tokenization_kwargs` asks
+        for them.
 
         `template_options` are those of `chat_prompt`; everything else is as in `generate`, but that
         no special tokens are added to what the template writes unless `tokenization_kwargs` asks
@@ -190,12 +194,16 @@ class LLM:
         add_special_tokens: bool = False,
         **template_options: Any,
     ) -> list[int]:
-        """The token ids of a conversation.
+        """Return the token ids of a conversation.
 
-        add_special_tokens: what the tokenizer adds to a text, around what the template writes
-        template_options: add_generation_prompt, continue_final_message, and what the model's chat
-        template reads (tools, enable_thinking, …). Raises ConfigError for an option that it does
-        not read, and for a model without a chat template.
+        add_special_tokens: put the tokenizer's special tokens of a text around the template's
+        output.
+
+        template_options: add_generation_prompt, continue_final_message, and whatever the model's
+        chat template reads (tools, enable_thinking, …).
+
+        Raises ConfigError for an option that the template does not read, and for a model without a
+        chat template; RequestError for messages that the template refuses.
         """
         tokenizer = require_chat_template(self.engine.tokenizer)
         read = {
@@ -211,8 +219,8 @@ class LLM:
         )
 
     def kv_cache_info(self) -> dict[str, Any]:
-        """The cache in use, by the names every JSON of Freight uses; bytes_per_token includes
-        `token` scales.
+        """Describe the cache in use, under the names that every JSON of Freight uses;
+        bytes_per_token includes `token` scales.
 
         A cache whose layers differ also has `layers`, a list of {dtype, granularity}.
         """
@@ -224,8 +232,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         tokenization: _Tokenization,
     ) -> list[Accepted]:
-        """Every prompt with its parameters, or the error of the first that cannot be served.
-        Changes nothing.
+        """Check every prompt with its parameters. Raises the error of the first that cannot be
+        served. Changes nothing.
         """
         batch = _prompts(prompts)
         params = [tokenization.applied(one) for one in _params(sampling_params, len(batch))]
@@ -248,11 +256,11 @@ class LLM:
         pending = deque(ids)
 
         def advance() -> int:
-            """The number of requests that are done, counted only for the bar."""
+            """Take a step; return the number of finished requests, counted only for the bar."""
             while pending and self.engine.is_finished(pending[0]):
                 pending.popleft()
             if pending:
-                self.engine.step(quiet_until=math.inf)  # nobody reads what is new of a single step
+                self.engine.step(quiet_until=math.inf)  # nobody reads the deltas of a single step
             return sum(map(self.engine.is_finished, ids)) if progress else 0
 
         columns = (
@@ -269,14 +277,16 @@ class LLM:
 
 @dataclass(frozen=True)
 class _Tokenization:
-    """`tokenization_kwargs` of a call. None: not given."""
+    """The `tokenization_kwargs` of a call. None: not given."""
 
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> _Tokenization:
-        """Raises ConfigError for other names, and for an `add_special_tokens` that is no bool."""
+        """Check `given`. Raises ConfigError for other names, and for an `add_special_tokens` that
+        is no bool.
+        """
         known = ("add_special_tokens", "truncate_prompt_tokens")
         for name in given or ():
             if name not in known:
@@ -317,7 +327,7 @@ def _text_or_ids(prompt: Any) -> str | Sequence[int]:
 
 
 def _prompts(prompts: Any) -> list[Any]:
-    """One prompt or many -> many. A list or array of integers is one prompt."""
+    """Return a list of prompts for one prompt or many. A list or array of integers is one prompt."""
     prompts = _listed(prompts)
     if isinstance(prompts, str | bytes | bytearray | Mapping):
         return [prompts]
@@ -330,7 +340,7 @@ def _prompts(prompts: Any) -> list[Any]:
 
 
 def _listed(value: Any) -> Any:
-    """An array or tensor as lists of Python numbers; anything else as it is."""
+    """Return an array or tensor as lists of Python numbers; anything else unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -352,8 +362,8 @@ def _params(
 
 
 def _unknown(option: str, otherwise: str) -> ConfigError:
-    """Of an option that a call does not have: what to use instead if another engine has it, else
-    `otherwise`.
+    """Return the error for an option that a call does not have: what to use instead if another
+    engine has it, else `otherwise`.
     """
     return ConfigError(f"unknown option {option!r}: {CALLS.get(option, otherwise)}")
 
@@ -364,7 +374,7 @@ def _check_on_error(on_error: str) -> None:
 
 
 def _raise_failed(outputs: Sequence[RequestOutput]) -> None:
-    """Raises GenerationError when a completion of `outputs` failed."""
+    """Raise GenerationError if a completion of `outputs` failed."""
     failed = [
         (index, completion.error)
         for index, output in enumerate(outputs)

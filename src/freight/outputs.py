@@ -1,4 +1,4 @@
-"""What a caller gets back. Names and shapes are those that vLLM's users know."""
+"""Outputs of a request. Names and shapes are those that vLLM's users know."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
+    """The reason why a completion ended."""
 
     STOP = "stop"  # a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the end of the context
@@ -31,21 +31,19 @@ class Logprob:
     decoded_token: str | None = None
 
 
-TokenLogprobs = dict[int, Logprob]  # the asked-for most likely tokens and, always, the token itself
-LogprobEntry = tuple[
-    int, float, int
-]  # token id, log-probability, rank from 1 (of equal logits, the lower id first)
+TokenLogprobs = dict[int, Logprob]  # the most likely tokens asked for and, always, the token itself
+# Token id, log-probability, rank from 1 (of equal logits, the lower id first)
+LogprobEntry = tuple[int, float, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities of tokens that follow one another, as columns: a prompt may have millions
-    of them.
+    """Log-probabilities of consecutive tokens, as columns: a prompt may have millions of them.
 
     width     entries of each token: the most likely tokens by rank, then, always, the token itself
     ids       int32 [tokens * width]
     logprobs  float32 [tokens * width]
-    ranks     int32 [tokens]: of each token itself; one below `width` is among the most likely, too
+    ranks     int32 [tokens], of each token itself; below `width` it is also among the most likely
     """
 
     width: int
@@ -54,20 +52,21 @@ class Scores:
     ranks: array[int]
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         return len(self.ranks)
 
     def __iter__(self) -> Iterator[tuple[LogprobEntry, ...]]:
-        """The entries of each token, without repetition."""
+        """Yield the entries of each token, without repetition."""
         width, leading = self.width, tuple(range(1, self.width))
         for begin, rank in zip(range(0, len(self.ids), width), self.ranks, strict=True):
-            end, ranks = (
-                (begin + width - 1, leading) if rank < width else (begin + width, (*leading, rank))
-            )
+            if rank < width:  # the token itself is among the most likely
+                end, ranks = begin + width - 1, leading
+            else:
+                end, ranks = begin + width, (*leading, rank)
             yield tuple(zip(self.ids[begin:end], self.logprobs[begin:end], ranks, strict=True))
 
     def part(self, begin: int, end: int) -> Scores:
-        """Those of the tokens from `begin` up to `end`."""
+        """Return the scores of the tokens from `begin` up to `end`."""
         first, last = begin * self.width, end * self.width
         return Scores(
             self.width, self.ids[first:last], self.logprobs[first:last], self.ranks[begin:end]
@@ -75,14 +74,14 @@ class Scores:
 
     @classmethod
     def joined(cls, parts: Sequence[Scores]) -> Scores:
-        """The parts one after the other, all of the same width."""
-        whole = cls(parts[0].width if parts else 1, array("i"), array("f"), array("i"))
+        """Join parts of the same width."""
+        joined = cls(parts[0].width if parts else 1, array("i"), array("f"), array("i"))
         for part in parts:
-            assert part.width == whole.width
-            whole.ids.extend(part.ids)
-            whole.logprobs.extend(part.logprobs)
-            whole.ranks.extend(part.ranks)
-        return whole
+            assert part.width == joined.width
+            joined.ids.extend(part.ids)
+            joined.logprobs.extend(part.logprobs)
+            joined.ranks.extend(part.ranks)
+        return joined
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta:
-    """What is new of one completion since its last delta: tokens, whole characters of text,
+    """The news of one completion since its last delta: tokens, complete characters of text,
     log-probabilities.
     """
 
@@ -146,11 +145,11 @@ class CompletionDelta:
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
     """Seconds that a request spent, by the engine's clock: waiting for its first step, until its
-    first token, after.
+    first token, and after it.
 
-    Their sum is the time from `add` to its end. What a request never reached takes no time: one
-    that ends before its first step has only `queued`, one that ends without a token no `decode`.
-    `preemptions` is how often its completions lost their blocks.
+    Their sum is the time from `add` to its end. A phase that a request never reached is 0: one that
+    ends before its first step has only `queued`, one that ends without a token no `decode`.
+    `preemptions` counts how often its completions lost their blocks.
     """
 
     queued: float
@@ -161,10 +160,10 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class RequestDelta:
-    """What is new of a request: the completions that advanced, and scores of its prompt.
+    """The news of a request: the completions that advanced, and scores of its prompt.
 
     `scores` begin with the prompt's second token: nothing precedes the first. None: they are not
-    asked for, or the delta tells none. `times` comes with the last delta.
+    asked for, or the delta has none. `times` comes with the last delta.
     """
 
     request_id: str
@@ -177,12 +176,12 @@ class RequestDelta:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine does, and has done since it started; counts of tokens unless named otherwise.
+    """State of an engine now and totals since its start; counts of tokens unless named otherwise.
 
     running, waiting          sequences now
-    capacity_tokens           that the cache holds of sequences
+    capacity_tokens           that the cache has room for
     held_tokens               of the cache's capacity, in blocks that requests hold now
-    reusable_tokens           in blocks that nobody holds, kept for prefix hits
+    reusable_tokens           in blocks that no request holds, kept for prefix hits
     prefix_queries, _hits     prompt tokens looked up in the prefix cache, and found there, at a
                               sequence's first step
     prompt, generated         tokens of prompts that were computed or found, and tokens drawn

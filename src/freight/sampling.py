@@ -1,10 +1,9 @@
-"""SamplingParams: what one request asks of the sampler. Imports no torch.
+"""SamplingParams: the sampling options of one request. Imports no torch.
 
 Names and defaults are those that vLLM's users know. A value that exists is valid: construction
-checks every field and raises RequestError with the field, the value and the range, so nothing
-behind it checks again (except token ids, which need the vocabulary: `check_vocabulary`). Nothing is
-ignored: an unknown name is an error that suggests the nearest, and a number is never clamped into
-its range.
+checks every field and raises RequestError with the field, the value and the range, so no later code
+checks again (except token ids, which need the vocabulary: `check_vocabulary`). Nothing is ignored:
+an unknown name is an error that suggests the nearest, and a number is never clamped into its range.
 """
 
 from __future__ import annotations
@@ -20,16 +19,13 @@ from typing import Any, TypeVar
 from freight.errors import SHOWN, RequestError, as_float, nearest, shown
 from freight.structured import StructuredOutputs
 
-GREEDY_BELOW = (
-    1e-5  # a temperature under this is greedy, as in vLLM: logits divided by less overflow float32
-)
-NO_TOKEN_LEFT = (
-    "no token is left to draw"  # how the error begins where a request's own parameters bar all
-)
-LARGEST = (
-    10**9
-)  # of seconds, and of temperature and |logit_bias|, so that no float32 logit overflows
-LARGEST_WHOLE = 2**63 - 1  # of counts and token ids: what an int64 holds
+# A temperature below this is greedy, as in vLLM: logits divided by less overflow float32
+GREEDY_BELOW = 1e-5
+# The beginning of the error if a request's own parameters exclude every token
+NO_TOKEN_LEFT = "no token is left to draw"
+# The largest seconds, temperature and |logit_bias|, so that no float32 logit overflows
+LARGEST = 10**9
+LARGEST_WHOLE = 2**63 - 1  # the largest count and token id: what an int64 holds
 
 _SYNONYMS = {  # names of other engines -> the field that does the same or comes closest
     "best_of": "n",
@@ -69,7 +65,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SamplingLimits:
-    """The most that one request may ask for. The defaults hold for every SamplingParams.
+    """The largest values that one request may ask for. The defaults hold for every SamplingParams.
 
     `check_limits` compares with lower ones, e.g. a server's.
 
@@ -86,8 +82,8 @@ class SamplingLimits:
     logprobs: int = 20  # the most that OpenAI's API offers; each costs memory per token
     prompt_logprobs: int = 20
     timeout_s: float = LARGEST
-    stop: int = 16  # each is looked for after every token
-    stop_length: int = 256  # a stream holds back as many
+    stop: int = 16  # each is searched for after every token
+    stop_length: int = 256  # a stream holds back up to so many characters
     stop_token_ids: int = 1024
     logit_bias: int = 1024
     allowed_token_ids: int = 2**20  # more than any vocabulary has
@@ -100,12 +96,11 @@ LIMITS = SamplingLimits()
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a field of SamplingParams takes: `low` to `high`, where SamplingLimits has
-    no largest value for it.
+    """The numbers that a field of SamplingParams takes: `low` to `high`, or to its SamplingLimits.
 
-    above     whether `low` itself is too small
-    optional  whether None is a value too
-    hint      behind the range in errors
+    above     `low` itself is too small
+    optional  None is a value too
+    hint      text after the range in errors
     """
 
     low: float
@@ -140,7 +135,7 @@ RANGES: Mapping[str, Range] = {  # field -> what it takes
 
 
 def _explains_unknown_names(cls: type[T]) -> type[T]:
-    """Class decorator: an unknown keyword raises RequestError with the nearest field, in place of a
+    """Make an unknown keyword of a dataclass a RequestError with the nearest field, instead of a
     TypeError.
     """
     known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
@@ -163,9 +158,9 @@ def _explains_unknown_names(cls: type[T]) -> type[T]:
 @_explains_unknown_names
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn and when a completion ends. By keyword only.
+    """Options of drawing tokens and of ending a completion. By keyword only.
 
-    n                    completions per prompt, each with a seed of its own
+    n                    completions per prompt, each with its own seed
     temperature          divides the logits; below 1e-5 the most likely token is taken (greedy)
     top_p                smallest set of tokens whose probability reaches this
     top_k                only the k most likely tokens; 0 or -1: all
@@ -174,13 +169,13 @@ class SamplingParams:
                          request
     max_tokens           tokens to generate at most; None: up to the end of the context; 0, only
                          with prompt_logprobs and n=1: score the prompt and generate nothing
-    min_tokens           no stop id is drawn and no stop string looked for before this many tokens
+    min_tokens           no stop id is drawn and no stop string applies before this many tokens
     stop                 strings that end the text, which ends right before them; one string or
                          several
     stop_token_ids       ids that end the completion besides the model's own
-    include_stop_str_in_output  the text ends right behind the stop string, and has the text of a
-                                stop id that ended it:
-                         of a special token only where skip_special_tokens is False
+    include_stop_str_in_output  the text ends right after the stop string, and includes the text of
+                         a stop id that ended it; of a special token only if skip_special_tokens is
+                         False
     ignore_eos           the model's own stop ids do not end the completion
     presence_penalty     subtracted once from the logit of each token already generated
     frequency_penalty    subtracted from the logit of a token for each time it was generated
@@ -190,9 +185,9 @@ class SamplingParams:
     allowed_token_ids    only these ids are drawn, one or more; None: all. Without a stop id among
                          them only max_tokens, a stop string or a structured output ends the
                          completion
-    bad_words            strings that are not written: of the tokens that the tokenizer makes of
-                         one, at the start of a text and behind a space, the last is not drawn where
-                         the completion ends with the others
+    bad_words            strings that are not generated. Each is tokenized twice, as the start of a
+                         text and after a space; the last token is not drawn where the completion
+                         ends with all tokens before it
     logprobs             log-probabilities of this many most likely tokens, besides the token's own;
                          None: none at all
     prompt_logprobs      the same for the prompt's tokens
@@ -200,15 +195,15 @@ class SamplingParams:
                          only
     skip_special_tokens  leave special tokens out of the text
     truncate_prompt_tokens  keep only this many tokens of the prompt, the last ones; -1: as many as
-                            the context leaves
-                         beside max_tokens, or beside one token where that is None; None: all
+                         the context has room for, less max_tokens, or less one token if that is
+                         None; None: all
     cache_salt           requests share cached prefixes only with requests of the same salt
-    timeout_s            seconds from when the request is added until it has ended, whatever it has
-                         by then, with finish_reason "timeout"; None: no such limit
-    structured_outputs   the form that the whole text must have: a StructuredOutputs, or a mapping
-                         of its fields. Tokens that do not fit are not drawn, and the completion
-                         ends with "stop" when nothing can follow, also under ignore_eos and before
-                         min_tokens
+    timeout_s            seconds after which the request ends with the tokens it has by then and
+                         finish_reason "timeout", counted from when it is added; None: no limit
+    structured_outputs   the form that the complete text must have: a StructuredOutputs, or its
+                         fields as a mapping. Tokens that do not fit are not drawn, and the
+                         completion ends with "stop" when nothing can follow, also under ignore_eos
+                         and before min_tokens
 
     `SamplingLimits` has the largest values and the most entries of each field. `stop`,
     `stop_token_ids`, `bad_words` and `logit_bias` also take None for none; lists are stored as
@@ -273,11 +268,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, without a draw."""
+        """True if the most likely token is taken, without a draw."""
         return self.temperature < GREEDY_BELOW
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises RequestError when a field names a token id outside [0, vocab_size)."""
+        """Raise RequestError if a field names a token id outside [0, vocab_size)."""
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             ids = getattr(self, name) or ()
             if max(ids, default=-1) >= vocab_size:
@@ -288,14 +283,14 @@ class SamplingParams:
 
 
 def check_limits(params: SamplingParams, limits: SamplingLimits) -> None:
-    """Raises RequestError, with the field, its value and its limit, for `params` that ask for more
+    """Raise RequestError, with the field, its value and its limit, for `params` that ask for more
     than `limits`.
     """
     _checked(params, limits)
 
 
 def _checked(given: SamplingParams, limits: SamplingLimits) -> dict[str, object]:
-    """Each field's value, in the form it is kept in. Raises RequestError for a wrong type or one
+    """Return each field's value in its stored form. Raises RequestError for a wrong type or a value
     beyond `limits`.
     """
 
@@ -345,13 +340,12 @@ def _checked(given: SamplingParams, limits: SamplingLimits) -> dict[str, object]
 
 
 def _whole(name: str, value: object, low: int, high: int = LARGEST_WHOLE, hint: str = "") -> int:
-    """`value` as an int in [low, high]; bool is not a number."""
+    """Return `value` as an int in [low, high]; bool is not a number."""
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
     if number is not None and low <= number <= high:
         return number
-    unbounded = high == LARGEST_WHOLE and (
-        number is None or number < low
-    )  # that limit is no help to them
+    # Do not mention the upper limit of int64: it would not help
+    unbounded = high == LARGEST_WHOLE and (number is None or number < low)
     within = f"{low} or more" if unbounded else f"{low} to {high}"
     raise RequestError(f"{name} is {shown(value)}; it must be a whole number, {within}{hint}")
 
@@ -359,7 +353,7 @@ def _whole(name: str, value: object, low: int, high: int = LARGEST_WHOLE, hint: 
 def _number(
     name: str, value: object, low: float, high: float, above: bool = False, hint: str = ""
 ) -> float:
-    """`value` as a finite float in [low, high], or in (low, high] when `above`; bool is not a
+    """Return `value` as a finite float in [low, high], or in (low, high] if `above`; bool is not a
     number.
     """
     if isinstance(value, Real) and not isinstance(value, bool):
@@ -371,7 +365,9 @@ def _number(
 
 
 def _token_ids(name: str, value: object, most: int) -> tuple[int, ...]:
-    """A list of at most `most` token ids; of a vocabulary it may be most."""
+    """Return a list of at most `most` token ids, quickly for plain ints: there may be as many as
+    the vocabulary has.
+    """
     ids = _entries(name, value, most)
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= LARGEST_WHOLE:
         return tuple(ids)
@@ -385,8 +381,8 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _entries(name: str, value: object, most: int) -> list[Any]:
-    """The entries of a list of at most `most`; of a longer one, or one without end, no more than
-    that are looked at.
+    """Return the entries of a list of at most `most`. Of a longer or infinite one, no more than one
+    entry beyond is read.
     """
     if value is None:
         return []

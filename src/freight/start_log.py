@@ -1,6 +1,4 @@
-"""The lines that say what was decided at start: to stderr, unless the program has set up logging
-itself.
-"""
+"""Start-up log lines: to stderr, unless the program has set up logging itself."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""StructuredOutputs: the form that a request's text must have. Imports nothing beside the standard
-library.
+"""StructuredOutputs: the form that a request's text must have. Imports no torch.
 
-A value that exists keeps every limit below and those of `json_schema.py`, so a compiler of grammars
-never sees more than it can take. All of them are checked without recursion, in a time that grows
-linearly with what was given: depth of nesting is what ends programs that read grammars. Whether the
-form is one that can be compiled is decided in `engine/grammar.py`.
+A value that exists is within every limit below and those of `json_schema.py`, so the compiler of
+grammars never sees more than it can take. All limits are checked without recursion, in a time that
+grows linearly with the input, because deep nesting crashes programs that read grammars.
+`engine/grammar.py` decides whether a form can be compiled.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from typing import Any
 from freight.errors import RequestError, choices, nearest, shown
 from freight.json_schema import MOST_SCHEMA, check_references, check_size, enforceable, too_deep
 
-# how the error of a grammar that gave up within an answer begins
+# The beginning of the error of a grammar that gave up within an answer
 CANNOT_GO_ON = "its structured output cannot go on"
 MOST_REGEX = 4 * 1024  # bytes
 MOST_GRAMMAR = 16 * 1024  # bytes
-MOST_RULES = 500  # of a Lark grammar
-MOST_PARTS = 256  # of a Lark grammar
+MOST_RULES = 500  # rules of a Lark grammar
+MOST_PARTS = 256  # forms that a Lark grammar refers to
 MOST_PARTS_BYTES = 512 * 1024  # of all parts together
 MOST_CHOICES = 1000
 MOST_CHOICE_BYTES = 32 * 1024  # of all choices together
@@ -36,16 +35,16 @@ _RULE = re.compile(r"^[ \t]*[?!]*[A-Za-z_][^:\"/\n]*:", re.MULTILINE)
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """Exactly one form that the whole text of a completion must have.
+    """The one form that the complete text of a completion must have.
 
     json         a JSON schema, as a mapping or as JSON text; True or {}: any JSON object
-    regex        a regular expression that the whole text matches; without look-around and
+    regex        a regular expression that the complete text matches; without look-around and
                  backreferences
     choice       texts, one of which is the answer
     grammar      a grammar in Lark's notation, whose rule `start` gives the text
     json_object  any JSON object
-    parts        beside grammar: name -> the form, without parts of its own, that `@name` stands for
-                 in the grammar
+    parts        with grammar: name -> the form, without parts itself, that `@name` stands for in
+                 the grammar
 
     `json` is kept as compact JSON text, `choice` as a tuple, `parts` as pairs, so a value is
     hashable. Raises RequestError for none or several of them, for one beyond a limit of this
@@ -96,7 +95,9 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, given: object) -> StructuredOutputs:
-        """`given` itself, or what a mapping of the fields says. Raises RequestError."""
+        """Return `given` itself, or the value that a mapping of the fields describes. Raises
+        RequestError.
+        """
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
@@ -120,10 +121,10 @@ class StructuredOutputs:
     def enforceable(
         cls, schema: Mapping[str, Any] | bool | str
     ) -> tuple[StructuredOutputs, tuple[str, ...]]:
-        """The form that `schema` asks for as far as a grammar can hold it, and the keywords that it
-        cannot.
+        """Return the form that `schema` asks for, as far as a grammar can enforce it, and the
+        keywords that it cannot.
 
-        `StructuredOutputs(json=schema)` is the strict way: to compile such a keyword fails. Raises
+        `StructuredOutputs(json=schema)` is the strict way: compiling such a keyword fails. Raises
         RequestError.
         """
         whole = cls(json=schema)
@@ -133,9 +134,9 @@ class StructuredOutputs:
         return cls(json=kept), left_out
 
     def key(self) -> tuple[str, str]:
-        """Which form, and its text: equal for what compiles to the same grammar.
+        """Return the form's name and its text: equal for values that compile to the same grammar.
 
-        Of a grammar with parts: "parts", and JSON of the grammar's text and [name, form, text] of
+        For a grammar with parts: "parts", and JSON of the grammar's text and [name, form, text] of
         each.
         """
         if self.parts is not None:
@@ -149,7 +150,7 @@ class StructuredOutputs:
         return _FORMS[-1], ""
 
     def given(self) -> dict[str, Any]:
-        """The form as JSON values: `of` makes an equal StructuredOutputs of them."""
+        """Return the form as JSON values, from which `of` makes an equal StructuredOutputs."""
         values = {
             name: value
             for name in _FORMS
@@ -180,7 +181,7 @@ def _checked_parts(value: object) -> tuple[tuple[str, StructuredOutputs], ...]:
         part = StructuredOutputs.of(given)
         if part.parts is not None:
             raise RequestError(
-                f"structured_outputs.parts.{name} has parts of its own; put them beside it"
+                f"structured_outputs.parts.{name} has parts of its own; move them to structured_outputs.parts"
             )
         size += len(part.key()[1].encode())
         made.append((name, part))
@@ -190,7 +191,7 @@ def _checked_parts(value: object) -> tuple[tuple[str, StructuredOutputs], ...]:
 
 
 def _text(name: str, value: object, most: int) -> str:
-    """`value` as a text of at most `most` bytes."""
+    """Return `value` as a text of at most `most` bytes."""
     if not isinstance(value, str) or not value:
         raise RequestError(
             f"structured_outputs.{name} is {shown(value)}; it must be a text that is not empty"
@@ -201,7 +202,7 @@ def _text(name: str, value: object, most: int) -> str:
 
 
 def _num_bytes(name: str, text: str, most: int) -> int:
-    """Bytes of UTF-8; of a text of more than `most` characters, its characters."""
+    """Count the bytes of UTF-8, or only the characters of a text with more than `most`."""
     try:
         return len(text) if len(text) > most else len(text.encode())
     except UnicodeEncodeError:
@@ -243,7 +244,7 @@ def _choice(value: object) -> tuple[str, ...]:
 
 
 def _schema(value: object) -> str | None:
-    """A checked schema as compact JSON; None when it allows everything."""
+    """Return a checked schema as compact JSON; None if it allows everything."""
     if isinstance(value, str):
         value = _parse(_text("json", value, MOST_SCHEMA))
     if isinstance(value, bool):
@@ -268,7 +269,7 @@ def _schema(value: object) -> str | None:
         raise RequestError(
             "structured_outputs.json has the keyword 'x-guidance', which is not one of JSON Schema"
         )
-    check_references(json.loads(text))  # a tree: no part of it stands in two places
+    check_references(json.loads(text))  # parsed again: a tree, in which no object occurs twice
     return text
 
 

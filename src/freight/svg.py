@@ -14,6 +14,7 @@ def text(x: float, y: float, content: object, look: str = "") -> str:
 
 
 def line(x: tuple[float, float], y: tuple[float, float], look: str) -> str:
+    """Write a line from (x[0], y[0]) to (x[1], y[1]); `look` has further attributes."""
     return f'<line x1="{x[0]}" x2="{x[1]}" y1="{y[0]}" y2="{y[1]}" {look}/>'
 
 
@@ -30,7 +31,7 @@ def framed(title: str, width: int, height: int, style: str, parts: Iterable[str]
 
 @dataclass(frozen=True)
 class LogAxis:
-    """`low` … `high` lie at the pixels `start` … `end`, by powers of ten."""
+    """A logarithmic axis: `low` to `high` lie at the pixels `start` to `end`."""
 
     low: float
     high: float
@@ -38,7 +39,7 @@ class LogAxis:
     end: float
 
     def at(self, value: float) -> float:
-        """The pixel of `value`, or the end that is nearest to it."""
+        """Return the pixel of `value`, or the nearest end."""
         low, high = math.log10(self.low), math.log10(self.high)
         share = (math.log10(value) - low) / (high - low)
         return round(self.start + min(1.0, max(0.0, share)) * (self.end - self.start), 1)

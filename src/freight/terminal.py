@@ -1,8 +1,8 @@
-"""The terminal: the one place that decides whether text gets colours and weights, and bars move.
+"""The terminal: the one place that decides whether text is styled and progress bars move.
 
-Nothing is styled where NO_COLOR is set (https://no-color.org) or TERM is dumb, and nothing in a
-pipe or a file. A bar moves on a terminal only, and not on a dumb one, which cannot take a line
-back. Imports no torch, and rich where it is used.
+Nothing is styled if NO_COLOR is set (https://no-color.org) or TERM is dumb, and nothing in a pipe
+or a file. A bar moves on a terminal only, and not on a dumb one, which cannot rewrite a line.
+Imports no torch, and rich only where it is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OnProgress = Callable[[int, int], None]  # (done, total)
 
 
 def is_plain() -> bool:
-    """Whether the environment asks for text without any escape sequence of style."""
+    """Return whether the environment asks for text without escape sequences of style."""
     return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM", "").lower() in (
         "dumb",
         "unknown",
@@ -28,7 +28,7 @@ def is_plain() -> bool:
 
 
 def console(stderr: bool = False, **options: Any) -> Console:
-    """A console of rich, on stdout or stderr."""
+    """Make a console of rich, on stdout or stderr."""
     from rich.console import Console
 
     return Console(stderr=stderr, color_system=None if is_plain() else "auto", **options)
@@ -42,7 +42,7 @@ def write(text: str, err: bool = False, newline: bool = True, **style: Any) -> N
 
 
 def bars(label: str = "{task.description}") -> Progress:
-    """Bars on stderr with a label, a count and the time that is left; none where stderr is no
+    """Make bars on stderr with a label, a count and the time that is left; none if stderr is not a
     terminal.
     """
     from rich.progress import (

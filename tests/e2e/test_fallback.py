@@ -165,7 +165,7 @@ def test_it_says_what_it_is_and_what_is_not_promised(
         if "OlmoForCausalLM of transformers" in record.message
     ]
     assert len(lines) == 1
-    assert "Not promised: the same bits" in lines[0]
+    assert "Not guaranteed: the same bits" in lines[0]
     assert describe(str(tmp_path))["runs"] == "through transformers"
     assert describe("demo")["runs"] == "natively"
 

@@ -203,7 +203,7 @@ def _infinite(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (_lost, "it has a alone"),
+        (_lost, "it has only a of the parts"),
         (_foreign, "has no such tensor"),
         (_wide, "do not belong together"),
         (_longer, "vocabulary was extended"),

@@ -103,7 +103,7 @@ def test_cpu_kernels_compute_with_them_as_they_are(
         decoder = model.load(model.resolve(model.args))
     assert isinstance(decoder, Decoder)
     line = next(message for message in caplog.messages if message.startswith("experts in MXFP4: "))
-    expected = f"experts in MXFP4: {6 - wide} of 6 tensors are computed with as they are"
+    expected = f"experts in MXFP4: {6 - wide} of 6 tensors are computed in MXFP4"
     assert line.startswith(
         f"{expected}; scales beyond 3 to 252 in the others: " if wide else expected
     )
@@ -201,7 +201,7 @@ WRONG: list[tuple[Change, str]] = [
         lambda tensors, _: tensors.update(
             {"model.layers.0.self_attn.q_proj_blocks": torch.ones(2, dtype=torch.uint8)}
         ),
-        "model.layers.0.self_attn.q_proj_blocks is not of an expert; MXFP4 is read for experts alone",
+        "model.layers.0.self_attn.q_proj_blocks belongs to no expert; MXFP4 is read for experts only",
     ),
     (
         lambda tensors, _: tensors.update(

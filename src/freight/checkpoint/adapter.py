@@ -1,11 +1,11 @@
-"""LoRA adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors -> what
-changes in which tensor.
+"""LoRA adapters as PEFT writes them, read as changes of the base model's tensors.
 
     W' = W + scaling * B @ A        scaling = alpha / r, or alpha / sqrt(r) with use_rslora
     W' = m * (W + scaling * B @ A) / |W + scaling * B @ A|     by output row, with use_dora
 
-A [r, inputs], B [outputs, r], m [outputs]; of an embedding A [r, rows], B [width, r]. What a config
-declares beyond that is refused: an adapter that was merged without it would be another one.
+A [r, inputs], B [outputs, r], m [outputs]; for an embedding A [r, rows], B [width, r]. The files
+are adapter_config.json and adapter_model.safetensors. Anything else that the config declares is
+refused: an adapter merged without it would compute something else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"}
 _READ |= {"init_lora_weights", "ensure_weight_tying"}
-_NO_EFFECT = {  # on what a trained adapter computes: they decided what was trained, and how
+_NO_EFFECT = {  # on a trained adapter: they decide what is trained, and how
     "auto_mapping",
     "base_model_name_or_path",
     "revision",
@@ -53,14 +53,8 @@ _NO_EFFECT = {  # on what a trained adapter computes: they decided what was trai
     "monteclora_config",
     "velora_config",
 }
-_INITIAL = (
-    True,
-    False,
-    None,
-    "gaussian",
-    "eva",
-    "orthogonal",
-)  # the others change the base model's weights as well
+# Values of init_lora_weights that leave the base model's weights unchanged
+_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 _WAY_OUT = "merge it with peft's merge_and_unload"
 _PARTS = {
     ".lora_A.weight": "a",
@@ -73,9 +67,9 @@ _PARTS = {
 
 @dataclass
 class Change:
-    """What an adapter does to one module's weight: names of tensors in its file.
+    """The change of one module's weight, as names of tensors in the adapter's file.
 
-    whole  takes the place of the weight, before the rest
+    whole  the tensor that replaces the weight, before the rest is added
     """
 
     scaling: float = 0.0
@@ -85,13 +79,14 @@ class Change:
 
 
 class Adapter:
-    """An opened adapter. `changes`: by the name of the tensor of the base model, as transformers
-    calls it.
+    """An opened adapter. `changes`: by the name of the base model's tensor, as transformers calls
+    it.
     """
 
     def __init__(self, name: str) -> None:
-        """`name`: a folder or a hub id. Raises CheckpointError for a damaged one, ConfigError for
-        one that is not merged here."""
+        """Open `name`, a folder or a hub id. Raises CheckpointError for a damaged adapter,
+        ConfigError for one that is not merged here.
+        """
         self.path = resolve_model(name, fetched=(CONFIG, "adapter_model.*"))
         config = read_json(self.path / CONFIG)
         if config is None:
@@ -111,20 +106,20 @@ class Adapter:
         self.changes = self._changes(config)
 
     def merged(self, change: Change, weight: Tensor) -> Tensor:
-        """`weight` [outputs, inputs] with the change, computed in float32 and rounded once to
-        `weight`'s dtype.
+        """Return `weight` [outputs, inputs] with the change, computed in float32 and rounded once
+        to `weight`'s dtype.
         """
         if change.whole is not None:
             weight = self._read(change.whole).to(weight.dtype)
         if not change.parts:
             return weight
         a, b = self._read(change.parts["a"]).float(), self._read(change.parts["b"]).float()
-        whole = (b @ a).mul_(change.scaling)
-        whole = (whole.T if change.is_embedding else whole) + weight.float()
+        added = (b @ a).mul_(change.scaling)
+        total = (added.T if change.is_embedding else added) + weight.float()
         if "magnitude" in change.parts:
             magnitude = self._read(change.parts["magnitude"]).float().view(-1)
-            whole *= (magnitude / torch.linalg.norm(whole, dim=1)).view(-1, 1)
-        rounded = whole.to(weight.dtype)  # float16 ends at 65,504
+            total *= (magnitude / torch.linalg.norm(total, dim=1)).view(-1, 1)
+        rounded = total.to(weight.dtype)  # float16 ends at 65,504
         if not rounded.isfinite().all():
             raise CheckpointError(
                 f"{self._file}: with {change.parts['b']} the weight is not finite in {weight.dtype}"
@@ -132,7 +127,7 @@ class Adapter:
         return rounded
 
     def check(self, name: str, change: Change, shape: Shape) -> None:
-        """Raises CheckpointError unless `change` fits the tensor `name` of the base model, of
+        """Raise CheckpointError unless `change` fits the tensor `name` of the base model, of
         `shape`.
         """
         found = self._shape(change)
@@ -153,13 +148,11 @@ class Adapter:
             )
 
     def _shape(self, change: Change) -> Shape | None:
-        """The shape of what is added, [outputs, inputs]; None where nothing is."""
+        """Return the shape of the addition, [outputs, inputs]; None if nothing is added."""
         if not change.parts:
             return None
-        inputs, outputs = (
-            self._entries[change.parts["a"]].shape[1],
-            self._entries[change.parts["b"]].shape[0],
-        )
+        inputs = self._entries[change.parts["a"]].shape[1]
+        outputs = self._entries[change.parts["b"]].shape[0]
         return (inputs, outputs) if change.is_embedding else (outputs, inputs)
 
     def _changes(self, config: JsonObject) -> dict[str, Change]:
@@ -196,7 +189,7 @@ class Adapter:
         magnitude = parts.pop("magnitude", None)
         if parts.keys() != {"a", "b"} or (magnitude is None) is bool(config.get("use_dora")):
             raise CheckpointError(
-                f"{self._file}: of what is added to {tensor} it has {', '.join(change.parts)} alone"
+                f"{self._file}: it has only {', '.join(change.parts)} of the parts of {tensor}'s change"
             )
         if magnitude is not None and change.is_embedding:
             raise ConfigError(
@@ -227,7 +220,7 @@ def _has_room(magnitude: TensorEntry | None, outputs: int) -> bool:
 
 
 def _check_config(file: Path, config: JsonObject) -> None:
-    """Raises ConfigError for what is declared and not merged here."""
+    """Raise ConfigError for what is declared and not merged here."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ConfigError(
@@ -260,8 +253,8 @@ def _scaling(config: JsonObject, module: str) -> float:
 
 
 def _of_module(config: JsonObject, pattern: str, default: str, module: str) -> float:
-    """The number of a module: that of the first pattern which its name ends with, as PEFT looks it
-    up.
+    """Return a module's number: that of the first pattern that matches the end of its name, as in
+    PEFT.
     """
     given = config.get(pattern) or {}
     try:

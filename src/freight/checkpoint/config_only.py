@@ -1,5 +1,4 @@
-"""A model's config.json, and the dtype of its tensors where that names none: for questions that
-need no weights.
+"""A model's config.json, and its tensors' dtype if that names none, for questions without weights.
 
 Imports no torch.
 """
@@ -20,11 +19,11 @@ from freight.fp8.formats import Format
 def read_config_only(
     model: str, revision: str | None = None
 ) -> tuple[JsonObject, JsonObject | None]:
-    """(config.json, ModelOpt's hf_quant_config.json if it lies beside it) of `model`.
+    """Read (config.json, ModelOpt's hf_quant_config.json if the folder has it) of `model`.
 
-    That is a preset ('llama-8b', 'llama-8b:4'), 'demo', a folder, the path of a config.json, or a
-    hub id, of which config.json alone is fetched. Raises CheckpointError where there is none,
-    ConfigError for a revision of what has none.
+    `model` is a preset ('llama-8b', 'llama-8b:4'), 'demo', a folder, the path of a config.json, or
+    a hub id, of which only config.json is fetched. Raises CheckpointError if there is none,
+    ConfigError for a revision of anything but a hub id.
     """
     path = _path(model)
     is_local = is_preset(model) or (bool(model) and path.exists())
@@ -37,16 +36,16 @@ def read_config_only(
     if not is_local:
         return _object(_fetched(model, revision)), None
     file = path / "config.json" if path.is_dir() else path
-    beside = file.with_name("hf_quant_config.json")
-    return _object(file), _object(beside) if beside.is_file() else None
+    modelopt = file.with_name("hf_quant_config.json")
+    return _object(file), _object(modelopt) if modelopt.is_file() else None
 
 
 def tensors_dtype(model: str, config: JsonObject, revision: str | None = None) -> Format | None:
-    """The dtype of the tensors beside `config`, which is the config.json of `model`, from their
-    headers.
+    """Return the dtype of the tensors that belong to `config`, the config.json of `model`, from
+    their headers.
 
-    They are read where config.json names no dtype: from the folder, or from the hub by range
-    requests. None: it names one, or the headers cannot be had.
+    The headers are read only where config.json names no dtype: from the folder, or from the hub by
+    range requests. None: config.json names one, or the headers cannot be read.
     """
     path = _path(model)
     if names_dtype(config) or is_preset(model):
@@ -77,9 +76,8 @@ def _fetched(model: str, revision: str | None) -> Path:
     hint = nearest(model, PRESETS)
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or not model:
         raise CheckpointError(f"there is no folder or config.json {model!r}{hint}")
-    from huggingface_hub import (
-        snapshot_download,
-    )  # hf_hub_download tries for half a minute without a network
+    # Not hf_hub_download, which retries for half a minute without a network
+    from huggingface_hub import snapshot_download
 
     try:
         return (

@@ -1,11 +1,11 @@
-"""convert: a checkpoint of pickled files in, one of safetensors out.
+"""Conversion of a checkpoint of pickled files to one of safetensors.
 
     convert("./opt-125m", Path("out"))
 
-Each pytorch_model*.bin is read by a process of its own (`unpickle.py`), one at a time, which writes
-it as safetensors into the writer's hidden folder. What it wrote is then read here as any other
-safetensors file is: its header is checked against its size. A file that cannot be read, a deadline
-or Ctrl-C leaves nothing at the output.
+Each pytorch_model*.bin is read by a separate process (`unpickle.py`), one at a time, which writes
+it as safetensors into the writer's hidden folder. The result is then read like any other
+safetensors file: its header is checked against its size. An unreadable file, a deadline or Ctrl-C
+leaves nothing at the output.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from freight.config.parse import parse_model_config
 from freight.errors import CapacityError, CheckpointError, ConfigError
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-# The deadline of a file: so long, and one second more for so many bytes. A busy machine takes a
-# minute to import torch.
+# The deadline of a file: SECONDS, and one second more per BYTES_PER_SECOND. A busy machine takes a
+# minute to import torch alone.
 SECONDS, BYTES_PER_SECOND = 600.0, 2**24
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
@@ -35,8 +35,8 @@ Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 @dataclass(frozen=True)
 class ConvertResult:
-    """What was written. `tied`: names of tensors that were not written, because another one is the
-    same memory.
+    """The result of a conversion. `tied`: names of tensors that were not written, because they
+    share another tensor's memory.
     """
 
     path: Path
@@ -47,7 +47,7 @@ class ConvertResult:
 
 
 def deadline(size: int) -> float:
-    """Seconds that a file of `size` bytes may take."""
+    """Return the seconds that a file of `size` bytes may take."""
     return SECONDS + size / BYTES_PER_SECOND
 
 
@@ -96,8 +96,8 @@ def convert(
 
 
 def _shards(source: Path) -> dict[Path, frozenset[str] | None]:
-    """The pickled files with the tensors that the index names in each; None where there is no
-    index.
+    """Return the pickled files with the tensors that the index names in each; None for a single
+    file without an index.
     """
     if any(source.glob("*.safetensors")):
         raise ConfigError(
@@ -132,8 +132,8 @@ def _shards(source: Path) -> dict[Path, frozenset[str] | None]:
 
 
 def _untied(config: Mapping[str, object]) -> tuple[str, ...]:
-    """Tensors to write although they are another one: the head, where config.json says that it has
-    its own.
+    """Return the tensors to write although they share memory: the head, where config.json says that
+    it is not tied.
     """
     try:
         tied = parse_model_config(config).tie_word_embeddings
@@ -149,7 +149,7 @@ def _check_shard(
     tied: Mapping[str, str],
     found: Mapping[str, TensorEntry],
 ) -> None:
-    """Raises CheckpointError unless the file holds what the index names there, and nothing that
+    """Raise CheckpointError unless the file holds what the index names there, and nothing that
     came before.
     """
     held = {*entries, *tied}
@@ -165,8 +165,8 @@ def _check_shard(
 def _convert_file(
     file: Path, out: Path, untied: tuple[str, ...], on_progress: Callable[[int, int], None]
 ) -> dict[str, str]:
-    """Let a process of its own write `file` as safetensors into `out`; returns the names that are
-    tied to others.
+    """Run a process that writes `file` as safetensors into `out`; return the names that are tied to
+    others.
     """
     command = [
         sys.executable,
@@ -197,9 +197,7 @@ def _convert_file(
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                with contextlib.suppress(
-                    ValueError
-                ):  # a line that the end of the process has cut short
+                with contextlib.suppress(ValueError):  # a line cut short by the end of the process
                     last = json.loads(line)
                 if "done" in last:
                     on_progress(int(str(last["done"])), int(str(last["total"])))

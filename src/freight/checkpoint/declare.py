@@ -1,5 +1,4 @@
-"""Written checkpoint layouts: the declaration in config.json, and names, shapes and dtypes of scale
-tensors.
+"""Written checkpoint layouts: the declaration in config.json, and the scale tensors.
 
 compressed-tensors  `weight_scale` [1], [rows, 1] or [blocks, blocks], `input_scale` [1], `k_scale`,
                     `v_scale` [1], in bfloat16 for a bfloat16 model, as llm-compressor writes them,
@@ -11,9 +10,9 @@ tgi                 `kv_scale` float32 [], for K and V, and `kv_cache_torch_dtyp
 mxfp4               gpt-oss's own, kept; `k_scale` and `v_scale` as in compressed-tensors, and
                     `kv_cache_format` within its quantization_config
 
-These tensors hold one KV scale per layer and side. Finer scales go into a file of their own
+These tensors hold one KV scale per layer and side. Finer scales go into a separate file
 (`checkpoint.extras`), so every engine can use the tensors. Only keys that old readers know are
-written, because some refuse unknown ones.
+written, because some readers refuse unknown ones.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _STRATEGIES = {
 
 
 def scale_format(layout: Layout, model_format: Format) -> Format:
-    """The format in which scales are stored. float16 lacks the range."""
+    """Return the format in which scales are stored. float16 lacks the range."""
     if layout is Layout.COMPRESSED_TENSORS and model_format is Format.BFLOAT16:
         return Format.BFLOAT16
     return Format.FLOAT32
@@ -56,11 +55,11 @@ def scale_format(layout: Layout, model_format: Format) -> Format:
 def declare(
     config: JsonObject, plan: QuantizePlan, ignored: Sequence[str], keeps: bool = False
 ) -> dict[str, Any]:
-    """`config` (the content of config.json of the 16-bit model) with the declaration of what `plan`
+    """Return `config`, the config.json of the 16-bit model, with the declaration of what `plan`
     quantizes.
 
-    What the model declared of KV scales that it already has is replaced. `keeps`: it declares
-    weights that stay as they are (MXFP4), and the format of its KV scales is added to that.
+    A declaration of KV scales that the model already has is replaced. `keeps`: the declared weights
+    stay as they are (MXFP4), and only the format of the KV scales is added to the declaration.
     """
     declared = _without(config)
     declared |= {
@@ -79,9 +78,8 @@ def declare(
         declared["kv_cache_torch_dtype"] = Format.E4M3FN.torch_name
     elif plan.layout is Layout.FP8:
         declared["quantization_config"] = _fp8(plan, ignored)
-    elif (
-        plan.weights is not WeightScheme.NONE or plan.kv_granularity is not None
-    ):  # else a mixed cache alone
+    # Otherwise there is a mixed cache alone, which has no standard declaration
+    elif plan.weights is not WeightScheme.NONE or plan.kv_granularity is not None:
         declared["quantization_config"] = _compressed_tensors(plan, ignored)
     return declared
 
@@ -129,7 +127,7 @@ def _compressed_tensors(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str,
 
 
 def _kv(plan: QuantizePlan, scheme: object) -> dict[str, Any]:
-    """The KV cache's scheme, and the format that its scales were made for."""
+    """Return the KV cache's scheme, and the format that its scales were made for."""
     if plan.kv_granularity is None:
         return {}
     return {"kv_cache_scheme": scheme, "kv_cache_format": str(Format.E4M3FN)}
@@ -138,7 +136,7 @@ def _kv(plan: QuantizePlan, scheme: object) -> dict[str, Any]:
 def _arguments(
     strategy: str, *, dynamic: bool = False, observer: str | None = None
 ) -> dict[str, Any]:
-    """compressed-tensors' QuantizationArgs."""
+    """Return compressed-tensors' QuantizationArgs."""
     content = {
         "num_bits": 8,
         "type": "float",
@@ -172,8 +170,8 @@ def weight_tensors(
     input_scale: float | None,
     format: Format,
 ) -> dict[str, Tensor]:
-    """One quantized Linear: `data` FP8, `scale` float32 [], [rows] or [blocks, blocks]; scales are
-    kept in `format`.
+    """Return the tensors of one quantized Linear: `data` FP8, `scale` float32 [], [rows] or
+    [blocks, blocks]. Scales are stored in `format`.
     """
     stored = scale.to(torch_dtype(format))
     if plan.layout is Layout.COMPRESSED_TENSORS and stored.ndim < 2:
@@ -188,8 +186,8 @@ def weight_tensors(
 def kv_tensors(
     plan: QuantizePlan, attention: str, scales: LayerScales, format: Format
 ) -> dict[str, Tensor]:
-    """The KV scales of the attention module named `attention`; `scales` has one for K and one for
-    V.
+    """Return the KV scales of the attention module named `attention`; `scales` has one for K and
+    one for V.
     """
     (k,), (v,) = scales.k, scales.v
     if plan.layout is Layout.TGI:

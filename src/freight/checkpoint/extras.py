@@ -1,15 +1,14 @@
 """KV scales per head or per channel, and centers of keys, in a side file that other engines ignore.
 
 The standard tensors hold one scale per layer, valid without the file. config.json names the file
-and its SHA-256; a file that is missing, or belongs to another run, is an error, and there is no
-fallback:
+and its SHA-256; a missing file, or one of another run, is an error without a fallback:
 
     "freight": {"kv_scales": {"file": "freight_kv_scales.json", "sha256": "…"}}
 
 The file is JSON: {"format": "fp8_e4m3fn", "granularity": "channel", "layers": [{"k": […], "v":
 […]}, …]}; scales are float32, row-major over [num_kv_heads, head_dim]. A layer that subtracts a
-constant from its keys before it stores them has that as `k_center`, one number per channel; its
-scales of keys are for the differences.
+constant from its keys before it stores them has the constant as `k_center`, one number per channel;
+its key scales are for the differences.
 
 Where layers are stored in different ways (`freight quantize --kv-budget`), the file's granularity
 is "mixed", and each layer has its own: {"granularity": "head", "k": […], "v": […]}, {"granularity":
@@ -36,16 +35,15 @@ from freight.fp8.scheme import KVScales, LayerScales
 
 FILE = "freight_kv_scales.json"
 MIXED = "mixed"
-WRITTEN = {
-    "checkpoint": 1
-}  # `freight` in the config.json of whatever Freight writes: its folders may be overwritten
+# `freight` in the config.json of what Freight writes: such folders may be overwritten
+WRITTEN = {"checkpoint": 1}
 _REQUIRED = dict.fromkeys(("k", "v"))  # fields of LayerScales
 _OPTIONAL = dict.fromkeys(("k_center",))
 
 
 def write_extras(scales: KVScales) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(entries for config.json, {file name: content}). Every layer must have scales, or a choice in
-    `mixed`.
+    """Return (entries for config.json, {file name: content}). Every layer must have scales, or a
+    choice in `mixed`.
     """
     if scales.mixed:
         assert len(scales.mixed) == len(scales.layers)
@@ -65,8 +63,8 @@ def write_extras(scales: KVScales) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def read_extras(checkpoint: Checkpoint, model: ModelConfig) -> KVScales | None:
-    """The scales of the file that config.json names; None if it names none. Raises CheckpointError
-    for another file.
+    """Read the scales of the file that config.json names; None if it names none. Raises
+    CheckpointError for a missing or different file.
     """
     declared = checkpoint.config.get("freight")
     if declared is None or declared == WRITTEN:
@@ -114,7 +112,9 @@ def _is_str(value: object) -> bool:
 
 
 def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
-    """The hash shows that the file is unchanged; its content must still fit the model."""
+    """Parse the file's content. The hash shows that the file is unchanged; the content must still
+    fit the model.
+    """
     try:
         content = json.loads(data)
         format, by_layer = Format(content["format"]), content["layers"]
@@ -137,7 +137,7 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         ) from error
     if Granularity.GROUP in mixed:
         raise CheckpointError(
-            f"{path} has a layer with scales per group, which no file chooses; quantize again"
+            f"{path} has a layer with scales per group, which such a file never has; quantize again"
         )
     if not format.is_e4m3 or granularity.is_dynamic or len(layers) != model.num_layers:
         raise CheckpointError(
@@ -146,11 +146,8 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         )
     scales: list[LayerScales | None] = []
     for index, layer in enumerate(layers):
-        where, mixer, own = (
-            f"{path}: layer {index}",
-            model.paged.get(index),
-            mixed[index] if mixed else granularity,
-        )
+        where, mixer = f"{path}: layer {index}", model.paged.get(index)
+        own = mixed[index] if mixed else granularity
         if own is None or own is Granularity.TOKEN or mixer is None:
             if layer:
                 raise CheckpointError(
@@ -159,7 +156,7 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
             scales.append(None)
             continue
         _check_layer(where, layer, own, mixer)
-        # a center of latents would be missing in their values: no channel may have one
+        # Latents are also the values, which would lack the center: no channel may have one
         rotated = None if isinstance(mixer, LatentConfig) else mixer.rope
         rotary_dim = 0 if rotated is None else model.ropes[rotated].rotary_dim
         _check_rotated(where, layer.get("k_center", ()), mixer.k_dim, rotary_dim)
@@ -172,7 +169,7 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
 def _check_layer(
     where: str, layer: dict[str, tuple[float, ...]], granularity: Granularity, mixer: PagedMixer
 ) -> None:
-    """Raises CheckpointError if scales or centers do not fit the layer, or are no valid numbers."""
+    """Raise CheckpointError if scales or centers do not fit the layer, or are no valid numbers."""
     if "v_center" in layer:
         raise CheckpointError(
             f"{where} has v_center: it was made by an older version of Freight, which centered values as well; "
@@ -198,9 +195,7 @@ def _check_layer(
 
 
 def _check_rotated(where: str, k_center: tuple[float, ...], k_dim: int, rotary_dim: int) -> None:
-    """Raises CheckpointError for a center of a key's channel behind those that are rotated
-    (`KeyCenter`).
-    """
+    """Raise CheckpointError for a center of a key's channel after the rotated ones (`KeyCenter`)."""
     for index, value in enumerate(k_center):
         if value and index % k_dim >= rotary_dim:
             raise CheckpointError(

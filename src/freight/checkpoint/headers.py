@@ -48,16 +48,16 @@ FORMAT_NAMES = {
 _MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 
 Shape: TypeAlias = tuple[int, ...]
-Index = tuple[int | slice, ...]  # of a part within a stored tensor, from its first dimension on
+Index = tuple[int | slice, ...]  # of a part within a stored tensor, over its leading dimensions
 
 
 @dataclass(frozen=True)
 class TensorEntry:
     """The header entry of one tensor. `dtype` is safetensors' name, e.g. 'BF16'; `size` in bytes.
 
-    A tensor that `Checkpoint.divide` presents lies at `index` in the tensor that the file has as
-    `stored`, and the declaration knows its module as `module`; these are empty for all others. With
-    `turned` the file has its two dimensions in the other order.
+    A tensor made by `Checkpoint.divide` is the slice `index` of the file's tensor `stored`, and
+    `module` is its module's name in the declaration; these are empty for all others. With `turned`
+    the file has its last two dimensions exchanged.
     """
 
     file: Path
@@ -71,21 +71,22 @@ class TensorEntry:
 
     @property
     def dtype_name(self) -> str:
-        """Freight's name of the dtype ('bfloat16'); safetensors' in lower case for a dtype that no
-        Format has.
+        """Freight's name of the dtype ('bfloat16'); safetensors' name in lower case for other
+        dtypes.
         """
         return str(FORMAT_NAMES.get(self.dtype, self.dtype.lower()))
 
 
 def unreadable(path: Path, error: OSError) -> str:
+    """Say why `path` cannot be read; a dangling link names its target."""
     if path.is_symlink() and not path.exists():
         return f"{path} is a link to {path.readlink()}, which does not exist; fetch the model again, or repair the link"
     return f"{path} cannot be read: {error}"
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of one safetensors file. Raises CheckpointError unless the header describes the
-    file exactly.
+    """Read the entries of one safetensors file. Raises CheckpointError unless the header describes
+    the file exactly.
     """
     try:
         with open_regular(file) as stream:
@@ -134,7 +135,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(file: Path, name: str, fields: Any) -> tuple[TensorEntry, int, int]:
-    """One header entry and its byte range; dtype, shape and size are checked against each other."""
+    """Read one header entry and its byte range; dtype, shape and size are checked against each
+    other.
+    """
     try:
         dtype, shape, (begin, stop) = (
             fields["dtype"],

@@ -47,25 +47,22 @@ _NAME = re.compile(
     )$""",
     re.VERBOSE,
 )
-_AFFINE = re.compile(
-    r"layers\.\d+\.(?:self_attn|mixer)\.(?:k_proj\.k|v_proj\.v)_bias$"
-)  # ModelOpt's affine cache
-# parts with layers of their own, numbered from 0: one that predicts further tokens, and models of
-# pictures and sounds
+# Biases of ModelOpt's affine cache
+_AFFINE = re.compile(r"layers\.\d+\.(?:self_attn|mixer)\.(?:k_proj\.k|v_proj\.v)_bias$")
+# Parts whose layers are numbered from 0 again: those that predict further tokens (mtp), and models
+# of pictures and sounds
 _OTHER_PART = re.compile(r"(?:^|\.)(?:mtp|\w*(?:vision|visual|audio|sound)\w*)\.")
 _ORDER = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)  # from coarse to fine
 
 
 def is_other_part(name: str) -> bool:
-    """Whether the tensor is of a part with layers of its own, whose numbers are not those of the
-    decoder.
-    """
+    """Return whether the tensor belongs to a part whose layer numbers are not the decoder's."""
     return _OTHER_PART.search(name) is not None
 
 
 def parse_scale_name(name: str) -> tuple[int, str] | None:
-    """(layer, 'k', 'v' or 'kv') of a KV scale's tensor name; None for any other tensor, and for
-    other parts' scales.
+    """Parse a KV scale's tensor name into (layer, 'k', 'v' or 'kv'); None for any other tensor, and
+    for other parts' scales.
     """
     match = _NAME.search(name)
     if match is None or is_other_part(name):
@@ -77,15 +74,14 @@ def parse_scale_name(name: str) -> tuple[int, str] | None:
 def read_kv_scales(
     checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, extras: bool = True
 ) -> KVScales:
-    """Take all KV scales of the checkpoint, made for the format that `scheme` declares, else
-    (assumed) for E4M3FN.
+    """Take all KV scales of the checkpoint. Their format is the one that `scheme` declares; without
+    one, E4M3FN is assumed.
 
-    Those of a side file (`checkpoint.extras`) take precedence if it has one.
+    The scales of a side file (`checkpoint.extras`) take precedence. With `extras` False the scales
+    of the tensors are returned, which are valid without centers.
 
-    With `extras` False the scales of the tensors are returned, which are valid without centers.
-
-    If only K or V has a scale, both hold it, and `LayerScales.alone` says so; `kv_scale` is for
-    both. Raises CheckpointError, naming tensor and value, for a scale that is not positive and
+    If only K or V has a scale, it is used for both, and `LayerScales.alone` names it; `kv_scale` is
+    for both. Raises CheckpointError, naming tensor and value, for a scale that is not positive and
     finite, has a shape that fits neither tensor, head nor channel granularity, or has different
     values under two names, and for affine (biased) KV scales.
     """
@@ -94,7 +90,7 @@ def read_kv_scales(
     )
     if affine:
         raise checkpoint.fault(
-            f"{affine[0]}: an affine KV cache (a bias beside each scale) is not implemented; export "
+            f"{affine[0]}: an affine KV cache (with a bias for each scale) is not implemented; export "
             "the model with a symmetric FP8 cache"
         )
     found: list[dict[str, tuple[str, tuple[float, ...]]]] = [{} for _ in range(model.num_layers)]
@@ -104,7 +100,7 @@ def read_kv_scales(
             continue
         layer, sides = parsed
         if model.num_layers <= layer < model.num_layers + model.prediction_layers:
-            continue  # it predicts further tokens, and does not run
+            continue  # a layer that predicts further tokens, which Freight does not run
         if layer >= model.num_layers:
             raise CheckpointError(
                 f"{name} is a KV scale of layer {layer}, but the model has {model.num_layers} layers"
@@ -119,7 +115,7 @@ def read_kv_scales(
             other, present = found[layer].get(side, (name, values))
             if present != values:
                 raise CheckpointError(
-                    f"{other} = {_short(present)} and {name} = {_short(values)} are the same KV scale"
+                    f"{other} = {_short(present)} and {name} = {_short(values)} are two values of one KV scale"
                 )
             found[layer].setdefault(side, (name, values))
     finer = read_extras(checkpoint, model)
@@ -145,7 +141,9 @@ def read_kv_scales(
 def _layer(
     sides: dict[str, tuple[str, tuple[float, ...]]], mixer: PagedMixer | None
 ) -> LayerScales | None:
-    """Scales of K and V, both in the finer of their granularities; expanding is exact."""
+    """Build the scales of a layer, both sides in the finer of their granularities; expanding is
+    exact.
+    """
     if not sides or mixer is None:
         return None
     if isinstance(mixer, LatentConfig):
@@ -171,11 +169,11 @@ def _layer(
 def _latent_layer(
     sides: dict[str, tuple[str, tuple[float, ...]]], mixer: LatentConfig
 ) -> LayerScales:
-    """Values are channels of keys, so K's scale is that of both, and one of V is not used."""
-    k, names = (
-        (sides.get("k") or sides["v"])[1],
-        tuple(dict.fromkeys(name for name, _ in sides.values())),
-    )
+    """Build the scales of a latent layer: values are channels of keys, so K's scale is used for
+    both, and V's is ignored.
+    """
+    k = (sides.get("k") or sides["v"])[1]
+    names = tuple(dict.fromkeys(name for name, _ in sides.values()))
     granularity = next(
         (one for one in _ORDER if one.num_scales(1, mixer.k_dim) == len(k)), _ORDER[-1]
     )
@@ -183,7 +181,7 @@ def _latent_layer(
 
 
 def _repeat(values: tuple[float, ...], size: int) -> tuple[float, ...]:
-    """Each value as often as it takes to fill `size`, row-major: (a, b) -> (a, a, b, b)."""
+    """Repeat each value to fill `size`, row-major: (a, b) -> (a, a, b, b)."""
     return tuple(value for value in values for _ in range(size // len(values)))
 
 
@@ -207,20 +205,20 @@ def _short(values: tuple[float, ...]) -> str:
 
 
 def require_positive(what: str, value: float) -> None:
-    """Raises CheckpointError for what no scale can be."""
+    """Raise CheckpointError unless `value` is finite and above 0."""
     if not (math.isfinite(value) and value > 0):
         raise CheckpointError(f"{what} is {value}; a scale has to be finite and above 0")
 
 
 def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
-    """The kv_cache_scales.json of older engines: one factor per layer, for K and V, made for
+    """Read the kv_cache_scales.json of older engines: one factor per layer, for K and V, made for
     E4M3FN.
 
     Form: {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0":
-    {"0": 0.015, …}}}}, rank by rank, {rank: {layer: factor}}. `model_type` may be missing. Several
-    ranks must have equal factors, since one factor is for all heads here. Raises CheckpointError,
-    naming file and entry, unless there is one positive finite factor for each of the model's layers
-    with attention.
+    {"0": 0.015, …}}}}, where scaling_factor is {rank: {layer: factor}}. `model_type` may be
+    missing. Several ranks must have equal factors, because here one factor is for all heads. Raises
+    CheckpointError, naming file and entry, unless there is one positive finite factor for each of
+    the model's layers with attention.
     """
     content = _load(path)
     if content.get("model_type") not in (None, model.model_type):
@@ -236,11 +234,11 @@ def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
     _check_ranks(path, ranks, model)
     expected = [str(layer) for layer in model.paged]
     by_rank = [_rank_layers(path, ranks, rank, expected) for rank in map(str, range(len(ranks)))]
-    differing = [
-        f"layer {layer} ({', '.join(f'rank {rank}: {_short(own.k)}' for rank, own in enumerate(of_layer))})"
-        for layer, of_layer in zip(model.paged, zip(*by_rank, strict=True), strict=True)
-        if len({own.k for own in of_layer}) > 1
-    ]
+    differing = []
+    for layer, of_layer in zip(model.paged, zip(*by_rank, strict=True), strict=True):
+        if len({scales.k for scales in of_layer}) > 1:
+            factors = [f"rank {rank}: {_short(scales.k)}" for rank, scales in enumerate(of_layer)]
+            differing.append(f"layer {layer} ({', '.join(factors)})")
     if differing:
         more = f" and {len(differing) - 3} more layers" if len(differing) > 3 else ""
         raise CheckpointError(
@@ -253,7 +251,7 @@ def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
 
 
 def _check_ranks(path: Path, ranks: dict[str, Any], model: ModelConfig) -> None:
-    """Ranks must be '0', '1', … without a gap, and share the KV heads of every layer evenly."""
+    """Check that ranks are '0', '1', … without a gap, and share the KV heads of every layer evenly."""
     count = len(ranks)
     if not ranks or set(ranks) != {str(rank) for rank in range(count)}:
         bad = [rank for rank in ranks if not rank.isdecimal()]

@@ -1,5 +1,4 @@
-"""read_scheme: what a checkpoint declares about its quantization. Declarations only, no tensors;
-imports no torch.
+"""Reader of a checkpoint's declared quantization. It reads no tensors, and imports no torch.
 
 Supported are `quant_method` fp8 (AutoFP8, Quark's vLLM export, DeepSeek's blocks, transformers),
 compressed-tensors (llm-compressor), modelopt (NVIDIA), quark (AMD), fbgemm_fp8, torchao and mxfp4,
@@ -41,7 +40,7 @@ _READERS: Mapping[str, Callable[[JsonObject], Scheme]] = {
 
 
 def read_scheme(config: JsonObject, hf_quant_config: JsonObject | None) -> Scheme:
-    """The scheme that config.json, or ModelOpt's hf_quant_config.json, declares.
+    """Read the scheme that config.json, or ModelOpt's hf_quant_config.json, declares.
 
     Raises CheckpointError for an unknown method and for what is not FP8.
     """
@@ -56,7 +55,7 @@ def read_scheme(config: JsonObject, hf_quant_config: JsonObject | None) -> Schem
         )
     method = declared.get("quant_method")
     if method is None and "quant_algo" in declared:
-        method = "modelopt"  # version 0.31 wrote no quant_method, and config_groups too
+        method = "modelopt"  # version 0.31 wrote config_groups and no quant_method
     if method is None and "config_groups" in declared:
         method = "compressed-tensors"  # files of 2024 have no quant_method
     if method == "mxfp4":
@@ -77,10 +76,10 @@ def read_scheme(config: JsonObject, hf_quant_config: JsonObject | None) -> Schem
 
 
 def declaration(config: JsonObject) -> Any:
-    """What config.json says of quantization, for the whole model, else for its text model:
-    Kimi-K2.5 has it there.
+    """Return config.json's declaration of quantization, of the full model or else of its text
+    model, where Kimi-K2.5 has it.
 
-    None where it says nothing.
+    None if there is none.
     """
     parts = [config, *(config[key] for key in TEXT_KEYS if isinstance(config.get(key), Mapping))]
     found = (part.get("quantization_config") or part.get("compression_config") for part in parts)
@@ -88,7 +87,7 @@ def declaration(config: JsonObject) -> Any:
 
 
 def _described(scheme: Scheme) -> Scheme:
-    """`scheme` with its `description`: how Linear weights and the KV cache are quantized."""
+    """Return `scheme` with its `description`: how Linear weights and the KV cache are quantized."""
     parts = [scheme.weights] if scheme.weights else []
     if scheme.kv_format is not None:
         promised = "static scales" if scheme.kv_static else "no static scales promised"
@@ -98,7 +97,8 @@ def _described(scheme: Scheme) -> Scheme:
 
 
 def _in_named_format(scheme: Scheme, config: JsonObject) -> Scheme:
-    """`scheme` with the E4M3 variant that config.json names for the KV scales, if it names one.
+    """Return `scheme` with the E4M3 variant that config.json names for the KV scales, if it names
+    one.
 
     A variant without a declared KV scheme also declares that the checkpoint has static scales. The
     keys are `kv_cache_torch_dtype` (or, from the same tool, `kv_cache_dtype`) among the

@@ -1,10 +1,9 @@
-"""FP8 matrices of a checkpoint: where their tensors are, how their scales are laid out, and the
-Weight of each.
+"""FP8 matrices of a checkpoint: their tensors, the layout of their scales, and the Weight of each.
 
 `find_linears` compares the declaration with the stored tensors and reads every scale, so a mismatch
-is reported before a weight is read. Whatever the producer, a matrix becomes a Weight with one scale
-per output row or per 128 x 128 block. Bytes and scales are the producer's, so dequantized values
-are the same to the bit.
+is reported before a weight is read. From every producer, a matrix becomes a Weight with one scale
+per output row or per 128 x 128 block. Bytes and scales are not changed, so dequantized values are
+the producer's to the bit.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from freight.fp8.scheme import Activations, LinearScheme, Scheme, WeightScales
 from freight.fp8.weights import regroup
 from freight.operands.weight import Weight
 
-# Suffixes of a module's tensors, by all producers' names
+# Suffixes of a module's tensors, in all producers' spellings
 WEIGHTS = ("weight", "_weight_qdata")  # the second is torchao's
 _SCALES = ("weight_scale", "weight_scale_inv", "_weight_scale", "qscale_weight", "scale")
 _INPUT_SCALES = ("input_scale", "activation_scale", "act_scale", "qscale_act")
@@ -32,7 +31,7 @@ _INPUT_SCALES = ("input_scale", "activation_scale", "act_scale", "qscale_act")
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """One FP8 matrix with its scales read and checked; `weight`, a tensor's name, is not read yet."""
+    """One FP8 matrix with its scales read and checked; the tensor named `weight` is not read yet."""
 
     weight: str
     shape: Shape
@@ -43,7 +42,7 @@ class StoredLinear:
     input_limit: float | None
 
     def read(self, checkpoint: Checkpoint, format: Format, device: str) -> Weight:
-        """The matrix in `format`, an E4M3 variant. Raises CheckpointError for bytes without a
+        """Read the matrix in `format`, an E4M3 variant. Raises CheckpointError for bytes without a
         counterpart in it.
         """
         stored = checkpoint.take(self.weight, self.shape, self.format)
@@ -64,7 +63,9 @@ class StoredLinear:
         )
 
     def input_scale_in(self, format: Format) -> float | None:
-        """The input scale of `read`."""
+        """Return the input scale for the matrix in `format`: E4M3FNUZ has half the value of E4M3FN
+        for the same byte.
+        """
         if self.input_scale is None or format is self.format:
             return self.input_scale
         return self.input_scale * (2.0 if format is Format.E4M3FNUZ else 0.5)
@@ -76,12 +77,13 @@ def find_linears(
     shapes: Mapping[str, Shape],
     free: frozenset[str],
 ) -> dict[str, StoredLinear]:
-    """The matrices that are stored in FP8, by the names in `shapes`
+    """Find the matrices that are stored in FP8, by the names in `shapes`
     ('model.layers.0.mlp.down_proj.weight').
 
-    `shapes` are all tensors of the model; those in `free` (head and embedding) may be quantized or not, whatever is
-    declared. Raises CheckpointError, naming tensors, for a declared matrix that is not stored in FP8 or has no scale,
-    for an FP8 matrix that is not declared, and for scales of another shape than declared.
+    `shapes` are all tensors of the model; those in `free` (head and embedding) may be quantized or
+    not, whatever is declared. Raises CheckpointError, naming tensors, for a declared matrix that is
+    not stored in FP8 or has no scale, for an FP8 matrix that is not declared, and for scales of
+    another shape than declared.
     """
     found = {}
     for name, shape in shapes.items():
@@ -93,10 +95,8 @@ def find_linears(
         )
         if weight is None:
             continue  # `Checkpoint.check` reports missing tensors
-        stored, declared = (
-            checkpoint.format_of(weight),
-            scheme.linear(checkpoint.declared_module(weight)),
-        )
+        stored = checkpoint.format_of(weight)
+        declared = scheme.linear(checkpoint.declared_module(weight))
         if stored.is_fp8:
             found[name] = _stored_linear(
                 checkpoint,
@@ -117,7 +117,7 @@ def _declared(
     module: str,
     declared: LinearScheme | None,
 ) -> LinearScheme:
-    """`declared`, which an FP8 matrix must have. Raises CheckpointError."""
+    """Return `declared`, which an FP8 matrix must have. Raises CheckpointError."""
     stored = checkpoint.format_of(weight)
     if stored not in (Format.E4M3FN, Format.E4M3FNUZ):
         raise checkpoint.fault(f"{weight} is stored in {stored}; weights in E4M3 are implemented")
@@ -142,7 +142,7 @@ def _require_plain(
     module: str,
     free: bool,
 ) -> None:
-    """Raises CheckpointError for a matrix in 16 or 32 bits that is declared quantized, or that has
+    """Raise CheckpointError for a matrix in 16 or 32 bits that is declared quantized, or that has
     a scale.
     """
     stored = checkpoint.format_of(weight)
@@ -162,6 +162,7 @@ def _require_plain(
 def _stored_linear(
     checkpoint: Checkpoint, module: str, weight: str, shape: Shape, declared: LinearScheme
 ) -> StoredLinear:
+    """Read and check the scales of one FP8 matrix."""
     if checkpoint.shape_of(weight) != tuple(shape):
         raise checkpoint.fault(
             f"{weight} has shape {list(checkpoint.shape_of(weight))}, config.json asks for "
@@ -206,6 +207,9 @@ def _stored_linear(
 
 
 def _one_of(checkpoint: Checkpoint, module: str, suffixes: tuple[str, ...]) -> str | None:
+    """Return the one name of a scale that the checkpoint has, None if there is none. Raises
+    CheckpointError for two.
+    """
     names = [name for suffix in suffixes if (name := f"{module}.{suffix}") in checkpoint.names]
     if len(names) > 1:
         raise checkpoint.fault(f"{names[0]} and {names[1]} are the same scale twice")
@@ -215,8 +219,8 @@ def _one_of(checkpoint: Checkpoint, module: str, suffixes: tuple[str, ...]) -> s
 def _weight_scale(
     checkpoint: Checkpoint, name: str, shape: Shape, declared: LinearScheme
 ) -> Tensor:
-    """float32, as in `Weight.scale`. Raises CheckpointError for a shape that does not fit the
-    declared granularity.
+    """Read the scale as float32, laid out as `Weight.scale`. Raises CheckpointError for a shape
+    that does not fit the declared granularity.
     """
     rows, columns = shape
     scale = checkpoint.take_scale(name)
@@ -234,9 +238,8 @@ def _weight_scale(
             math.ceil(size / side) for size, side in zip(shape, declared.block, strict=True)
         )
         expected = f"{list(grid)}"
-        single = (
-            math.prod(grid) == scale.numel() == 1
-        )  # ModelOpt writes [] for a matrix of one block
+        # ModelOpt writes [] for a matrix of one block
+        single = math.prod(grid) == scale.numel() == 1
         if single or scale.shape in (grid, (grid[0], 1, grid[1], 1)):
             regrouped = regroup(scale.reshape(grid), declared.block, shape)
             if regrouped is None:

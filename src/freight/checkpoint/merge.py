@@ -1,4 +1,4 @@
-"""merge: a checkpoint in 16 bits and a LoRA adapter in, one checkpoint out.
+"""Merging of a LoRA adapter into a checkpoint in 16 bits.
 
     merge("./llama", "./adapter", Path("out"))
 
@@ -22,7 +22,7 @@ from freight.errors import CheckpointError, ConfigError
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-# Names of transformers' modules -> those that files of models of text and pictures have
+# Prefixes of transformers' modules -> prefixes in files of models of text and pictures
 _RENAMED = (
     ("model.language_model.", "model."),
     ("model.language_model.", "language_model.model."),
@@ -32,8 +32,8 @@ _RENAMED = (
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What was written. untied: the head has a tensor of its own now, which it shared with the
-    embedding before.
+    """The result of a merge. untied: the head now has its own tensor, and shared the embedding's
+    before.
     """
 
     path: Path
@@ -62,9 +62,8 @@ def merge(
     _refuse_quantized(model, base)
     lora = Adapter(adapter)
     names, config = sorted(base.names), dict(base.config)
-    sources = {
-        name: name for name in names
-    }  # of what is written -> the tensor of `base` that it begins with
+    # Written tensor -> tensor of `base` that it starts from
+    sources = {name: name for name in names}
     untied = _untie(base, lora, sources, config)
     changes = {
         _stored_name(base, lora, name, sources): change for name, change in lora.changes.items()
@@ -97,7 +96,9 @@ def _refuse_quantized(model: str, base: Checkpoint) -> None:
 
 
 def _stored_name(base: Checkpoint, lora: Adapter, name: str, known: Mapping[str, str]) -> str:
-    """The tensor of the output that transformers calls `name`. Raises CheckpointError."""
+    """Return the name in the output of the tensor that transformers calls `name`. Raises
+    CheckpointError.
+    """
     spelled = [
         name,
         *(new + name.removeprefix(old) for old, new in _RENAMED if name.startswith(old)),
@@ -114,11 +115,11 @@ def _stored_name(base: Checkpoint, lora: Adapter, name: str, known: Mapping[str,
 def _untie(
     base: Checkpoint, lora: Adapter, sources: dict[str, str], config: dict[str, Any]
 ) -> bool:
-    """Give the head a tensor of its own where it is the embedding and the adapter changes one of
+    """Give the head its own tensor where it is tied to the embedding and the adapter changes one of
     the two.
 
-    An adapter adds to what one module computes. In a matrix that both share it would change the
-    other as well.
+    An adapter adds to what one module computes. In a shared matrix it would change both modules.
+    Returns whether the head was untied.
     """
     ends = (_HEAD, _EMBEDDING)
     if not any(name.endswith(ends) for name in lora.changes) or any(

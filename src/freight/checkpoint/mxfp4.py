@@ -1,11 +1,10 @@
-"""Experts in MXFP4: where their tensors are, in what they can be computed exactly, and the Weight
-of each.
+"""Experts in MXFP4: their tensors, the formats that hold them exactly, and the Weight of each.
 
-A matrix of all experts, `X` [experts, inputs, outputs] in 16 bits, is stored as `X_blocks`
+A tensor of all experts, `X` [experts, inputs, outputs] in 16 bits, is stored as `X_blocks`
 [experts, outputs, inputs / 32, 16], two codes a byte, and `X_scales` [experts, outputs, inputs /
-32], both uint8. Its experts stay so where the kernels compute with them (`KernelSet.packs_mxfp4`,
-`mxfp4.normal`). Elsewhere they become E4M3 with a power of two per row where every row allows it
-exactly, and 16 bits otherwise: they are computed together, so they have one format.
+32], both uint8 (OCP MX 1.0). The experts stay in MXFP4 where the kernels compute with it
+(`KernelSet.packs_mxfp4`, `mxfp4.normal`). Elsewhere they become E4M3 with a power of two per row if
+that is exact for every row, else 16 bits: they are computed together, so they have one format.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """One tensor `name` of all experts, its scales checked. `exact_rows` of its `rows` are exactly
-    E4M3. `normal`: whether kernels may take it as it is."""
+    """The tensor `name` of all experts, its scales checked. `exact_rows` of its `rows` are exactly
+    E4M3. `normal`: kernels may take it in MXFP4.
+    """
 
     name: str
     shape: tuple[int, int, int]  # experts, inputs, outputs
@@ -39,11 +39,12 @@ class StoredExperts:
 
     @property
     def rows(self) -> int:
+        """Rows of all experts together."""
         return self.shape[0] * self.shape[2]
 
     @property
     def tensors(self) -> dict[str, Shape]:
-        """The names and shapes of what is stored."""
+        """Names and shapes of the stored tensors."""
         experts, inputs, outputs = self.shape
         groups = inputs // mxfp4.GROUP
         return {
@@ -52,11 +53,11 @@ class StoredExperts:
         }
 
     def stored(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """Blocks and scales by their names, mapped from their file."""
+        """Map blocks and scales from their file, by their names."""
         return {name: checkpoint.take_bytes(name, shape) for name, shape in self.tensors.items()}
 
     def take(self, checkpoint: Checkpoint) -> tuple[Tensor, Tensor]:
-        """Blocks and scales, mapped from their file."""
+        """Map blocks and scales from their file."""
         blocks, scales = self.stored(checkpoint).values()
         return blocks, scales
 
@@ -69,11 +70,11 @@ class StoredExperts:
         order: Tensor,
         keeps: bool,
     ) -> Iterator[Weight]:
-        """The matrix [outputs, inputs] of each expert: as it is if the kernels take it so (`keeps`)
-        and it is `normal`; else in `format`, an E4M3 variant, if all rows can be; else in
-        `compute`.
+        """Yield the matrix [outputs, inputs] of each expert: in MXFP4 if the kernels take it
+        (`keeps`) and it is `normal`; else in `format`, an E4M3 variant, if that is exact for all
+        rows; else in `compute`.
 
-        order: int64 [outputs], which stored output is each of them.
+        order: int64 [outputs], the stored output for each of the matrix.
 
         Raises CheckpointError for float16 that does not have the values.
         """
@@ -99,11 +100,12 @@ class StoredExperts:
 def find_experts(
     checkpoint: Checkpoint, scheme: Scheme, shapes: Mapping[str, Shape]
 ) -> dict[str, StoredExperts]:
-    """The tensors of experts that are stored in MXFP4, by the names in `shapes`, which are all
+    """Find the tensors of experts that are stored in MXFP4, by the names in `shapes`, which are all
     tensors of the model.
 
-    Raises CheckpointError for what is stored so and not declared, or declared and stored in 16
-    bits, for other modules than experts, and for scales of NaN and values that are not finite.
+    Raises CheckpointError for experts that are stored so and not declared, or declared and stored
+    in 16 bits, for other modules than experts, and for scales that are NaN or give values that are
+    not finite.
     """
     experts = {
         name: shape
@@ -116,14 +118,12 @@ def find_experts(
             and name.rpartition("_")[0] not in experts
             and scheme.method == "mxfp4"
         ):
-            raise checkpoint.fault(f"{name} is not of an expert; MXFP4 is read for experts alone")
+            raise checkpoint.fault(f"{name} belongs to no expert; MXFP4 is read for experts only")
     found = {}
     for name, (count, inputs, outputs) in experts.items():
         declared = scheme.linear(name)
-        stored, wanted = (
-            name + _BLOCKS in checkpoint.names,
-            declared is not None and declared.bits == 4,
-        )
+        stored = name + _BLOCKS in checkpoint.names
+        wanted = declared is not None and declared.bits == 4
         if stored and not wanted:
             raise checkpoint.fault(
                 f"{name}{_BLOCKS} is there, but config.json does not declare that module to be in "
@@ -144,7 +144,7 @@ def find_experts(
 def _stored(checkpoint: Checkpoint, experts: StoredExperts) -> StoredExperts:
     if experts.shape[1] % mxfp4.GROUP:
         raise checkpoint.fault(
-            f"{experts.name} has {experts.shape[1]} inputs, which are no groups of {mxfp4.GROUP}"
+            f"{experts.name} has {experts.shape[1]} inputs, which is not a multiple of {mxfp4.GROUP}"
         )
     checkpoint.check(experts.tensors)
     blocks, scales = experts.take(checkpoint)
@@ -160,10 +160,12 @@ def _stored(checkpoint: Checkpoint, experts: StoredExperts) -> StoredExperts:
 
 
 def describe(experts: Mapping[str, StoredExperts], compute: Format, keeps: bool) -> str:
-    """The line at start: what they are computed in. keeps: whether the kernels take MXFP4 as it is."""
+    """Return the start-up line: the formats that experts are computed in. keeps: the kernels take
+    MXFP4.
+    """
     packed = sum(one.normal for one in experts.values()) if keeps else 0
     if packed:
-        line = f"experts in MXFP4: {packed} of {len(experts)} tensors are computed with as they are"
+        line = f"experts in MXFP4: {packed} of {len(experts)} tensors are computed in MXFP4"
         rest = {name: one for name, one in experts.items() if not one.normal}
         return line + (
             f"; scales beyond 3 to 252 in the others: {_converted(rest, compute)}" if rest else ""
@@ -172,9 +174,8 @@ def describe(experts: Mapping[str, StoredExperts], compute: Format, keeps: bool)
 
 
 def _converted(experts: Mapping[str, StoredExperts], compute: Format) -> str:
-    rows, exact = (
-        sum(getattr(one, what) for one in experts.values()) for what in ("rows", "exact_rows")
-    )
+    rows = sum(one.rows for one in experts.values())
+    exact = sum(one.exact_rows for one in experts.values())
     line = f"{exact:,} of {rows:,} rows exactly in E4M3"
     wide = sum(one.exact_rows < one.rows for one in experts.values())
     return line + (

@@ -1,10 +1,9 @@
-"""Partial: the hidden folder that a checkpoint is written into. The next run removes those of runs
-that were killed.
+"""Hidden folders that checkpoints are written into; the next run removes those of killed runs.
 
-Each has a lock file, which its process holds by flock(2) as long as it lives: the system gives the
-lock up with the process, however that ends, so no process id can be taken for another's. A folder
-whose lock can be had is nobody's. The lock file names the output. On a file system without flock
-nothing is removed.
+Each has a lock file, which its process holds by flock(2). The system releases the lock when the
+process ends, however it ends, so no process id can be mistaken for another's. A folder whose lock
+can be taken is abandoned. The lock file names the output. On a file system without flock nothing is
+removed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Partial:
 
     @classmethod
     def make(cls, out: Path) -> Partial:
-        """A new one on the disk of `out`. Raises OSError if it cannot be written there."""
+        """Make a folder on the disk of `out`. Raises OSError if it cannot be written there."""
         while True:
             path = workplace(out) / f".freight.{secrets.token_hex(4)}.partial"
             try:
@@ -57,10 +56,9 @@ class Partial:
                 raise
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it, as far as that can be removed."""
-        (self.path / "config.json").unlink(
-            missing_ok=True
-        )  # first, in case the rest is interrupted as well
+        """Remove the folder with everything in it, as far as that can be removed."""
+        # First, so that nothing loads the folder if the rest is interrupted as well
+        (self.path / "config.json").unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.descriptor)
 
@@ -72,17 +70,18 @@ class Partial:
 
 
 def workplace(out: Path) -> Path:
-    """The folder on the disk of `out` that hidden folders lie in: `out` itself if it exists, else
-    its parent.
+    """Return the folder that hidden folders are made in, on the disk of `out`: `out` itself if it
+    exists, else its parent.
     """
     return out if out.is_dir() else out.absolute().parent
 
 
 def remove_abandoned(out: Path) -> None:
-    """Remove the hidden folders for `out`, and others where it would lie, that no process holds.
+    """Remove the hidden folders in `workplace(out)` that no process holds, whichever output they
+    are for.
 
     Raises ConfigError where a living run writes `out`, and where a run was killed while it replaced
-    the files of `out`: the hidden folder has the old ones then, and `out` no config.json.
+    the files of `out`: then the hidden folder has the old files, and `out` no config.json.
     """
     for folder in sorted(workplace(out).glob(PATTERN)):
         with _locked(folder) as mine:
@@ -94,17 +93,17 @@ def remove_abandoned(out: Path) -> None:
                 continue
             if any((folder / REPLACED).glob("*")) and not (folder.parent / "config.json").exists():
                 raise ConfigError(
-                    f"a run that overwrote {out} was killed half way: the files that it replaced are in "
+                    f"a run that overwrote {out} was killed midway: the files that it replaced are in "
                     f"{folder / REPLACED}. Move what you need, then remove {out}; or name another output"
                 )
             shutil.rmtree(folder, ignore_errors=True)
-            logger.warning("removed %s, which a run that was killed left behind", folder)
+            logger.warning("removed %s, which a killed run left", folder)
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool | None]:
-    """Try to hold the folder's lock: True if it is held, False if another process holds it, None if
-    nobody can.
+    """Try to lock the folder: True if it is locked now, False if another process holds the lock,
+    None if it cannot be locked.
     """
     try:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -118,7 +117,9 @@ def _locked(folder: Path) -> Iterator[bool | None]:
 
 
 def _lock(folder: Path, descriptor: int) -> bool | None:
-    """Whether the folder is there and its lock was had; None where the file system has no locks."""
+    """Take the folder's lock; return whether the folder is there and locked now, None where the
+    file system has no locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -132,7 +133,7 @@ def _lock(folder: Path, descriptor: int) -> bool | None:
 
 
 def _output_of(folder: Path) -> Path | None:
-    """What the run that holds `folder` writes; None if that cannot be read."""
+    """Return the output of the run that holds `folder`; None if it cannot be read."""
     try:
         return Path(os.fsdecode((folder / LOCK).read_bytes()))
     except OSError:

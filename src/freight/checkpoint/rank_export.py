@@ -1,5 +1,4 @@
-"""Exports of AMMO (later ModelOpt) for TensorRT-LLM: one file of tensors per rank, and a JSON file
-of their own layout.
+"""Exports of AMMO (later ModelOpt) for TensorRT-LLM: one tensor file per rank, and a JSON file.
 
     rankN.safetensors   `transformer.layers.N.attention.kv_cache_scaling_factor`, float32 [1], in
                         each of them
@@ -34,7 +33,7 @@ from freight.fp8.scheme import KVScales, LayerScales
 
 _RANK_FILE = re.compile(r"(?:^|[^a-z])rank(\d+)\.safetensors$")
 _SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.attention\.kv_cache_scaling_factor$")
-# decoder_type, or architecture, of the export -> the model_types that are exported as it
+# decoder_type, or architecture, of the export -> model_types that are exported under that name
 _DECODERS = {
     "llama": ("llama", "mistral"),
     "LlamaForCausalLM": ("llama", "mistral"),
@@ -54,12 +53,12 @@ _DECODERS = {
 
 @dataclass(frozen=True)
 class _Declared:
-    """What the JSON file declares, whichever of the two layouts it has.
+    """The declaration of the JSON file, in either of its two layouts.
 
     config_file   the JSON file
     producer      'ammo' or 'modelopt', with the version if the JSON file has it
     decoder       its name of the architecture
-    num_kv_heads  of the whole model; None if the JSON file does not say, as `head_dim` and
+    num_kv_heads  of the full model; None if the JSON file does not say, like `head_dim` and
                   `max_position_embeddings`
     weights       its name of the weights' scheme, 'fp8'; 'none' if they are not quantized
     """
@@ -80,7 +79,7 @@ class _Declared:
 @dataclass(frozen=True)
 class RankExport(_Declared):
     """An export whose headers and KV scales have been read and checked. `entries`: header entries
-    of all ranks, in the order of their ranks.
+    of each rank, in order.
     """
 
     path: Path
@@ -94,14 +93,14 @@ class RankExport(_Declared):
 
     @property
     def description(self) -> str:
-        """One line about it: producer, weights, ranks, KV cache."""
+        """One line about the export: producer, weights, ranks, KV cache."""
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
         kv = "16 bits" if self.scales.empty else f"{self.scales.format}, static scales"
         return f"{self.producer}: weights {self.weights} in {ranks}, laid out for TensorRT-LLM; KV cache {kv}"
 
 
 def is_rank_export(path: Path) -> bool:
-    """Whether `path` is such a folder: it has rankN.safetensors, or the .npz files of older
+    """Return whether `path` is such a folder: it has rankN.safetensors, or the .npz files of older
     versions, and no model.
     """
     if any(
@@ -114,7 +113,7 @@ def is_rank_export(path: Path) -> bool:
 
 
 def refuse_to_run(path: Path, name: str) -> None:
-    """Raises CheckpointError, with the way out, if `path` is an export: its weights are not for
+    """Raise CheckpointError, with the way out, if `path` is an export: its weights are not for
     Freight.
     """
     if is_rank_export(path):
@@ -164,7 +163,7 @@ def _rank_files(path: Path) -> dict[int, Path]:
         match = _RANK_FILE.search(file.name)
         if match is None:
             raise CheckpointError(
-                f"{path}: {file.name} names no rank, as rank0.safetensors does; remove it"
+                f"{path}: {file.name} has no rank in its name, unlike rank0.safetensors; remove it"
             )
         if int(match[1]) in files:
             raise CheckpointError(
@@ -179,7 +178,7 @@ def _rank_files(path: Path) -> dict[int, Path]:
 
 
 def _described(path: Path) -> _Declared:
-    """The one JSON file that describes the export."""
+    """Read the one JSON file that describes the export. Raises CheckpointError for none or two."""
     found: list[_Declared] = []
     for file in sorted(path.glob("*.json")):
         content = read_json(file) or {}
@@ -221,11 +220,8 @@ def _from_ammo(file: Path, content: JsonObject) -> _Declared:
 
 
 def _from_tensorrt_llm(file: Path, content: JsonObject) -> _Declared:
-    quantization, mapping, producer = ({}, content["mapping"], {})
-    if isinstance(content.get("quantization"), dict):
-        quantization = content["quantization"]
-    if isinstance(content.get("producer"), dict):
-        producer = content["producer"]
+    mapping = content["mapping"]
+    quantization, producer = _part(content, "quantization"), _part(content, "producer")
     heads = content.get("num_key_value_heads") or content.get("num_attention_heads")
     return _Declared(
         config_file=file,
@@ -246,6 +242,12 @@ def _from_tensorrt_llm(file: Path, content: JsonObject) -> _Declared:
     )
 
 
+def _part(content: JsonObject, key: str) -> JsonObject:
+    """Return the object under `key`; empty if there is none."""
+    part = content.get(key)
+    return part if isinstance(part, dict) else {}
+
+
 def _text(file: Path, key: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise CheckpointError(
@@ -263,7 +265,7 @@ def _count(file: Path, key: str, value: object) -> int | None:
 
 
 def _read_scales(file: Path, header: Mapping[str, TensorEntry]) -> dict[int, tuple[str, float]]:
-    """(tensor name, value) by layer."""
+    """Read a rank's KV scales: (tensor name, value) by layer."""
     found: dict[int, tuple[str, float]] = {}
     for name in sorted(header):
         match = _SCALE.search(name)
@@ -286,8 +288,8 @@ def _read_scales(file: Path, header: Mapping[str, TensorEntry]) -> dict[int, tup
 def _agreed(
     declared: _Declared, path: Path, files: list[str], ranks: list[dict[int, tuple[str, float]]]
 ) -> KVScales:
-    """The scales that every rank has. Raises CheckpointError naming layer and files where they
-    differ.
+    """Return the scales that every rank has. Raises CheckpointError, naming layer and files, where
+    they differ.
     """
     if not any(ranks):
         return KVScales((None,) * declared.num_layers)
@@ -324,7 +326,7 @@ def _agreed(
 
 
 def sizes(export: RankExport) -> dict[str, int]:
-    """Bytes by dtype over all ranks, the most first."""
+    """Count the bytes by dtype over all ranks, largest first."""
     counted = Counter[str]()
     for header in export.entries:
         for entry in header.values():

@@ -1,5 +1,4 @@
-"""Checkpoint: a folder of safetensors, opened by its headers and read lazily; every tensor is
-accounted for.
+"""Checkpoint: a folder of safetensors, read lazily, in which every tensor is accounted for.
 
 Opening checks every header against its file: sizes, offsets, shards and index must agree, and no
 tensor may appear twice, so damage is reported before a weight is read. `take` maps one tensor into
@@ -36,16 +35,10 @@ from freight.files import read_object
 from freight.fp8.formats import Format
 
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*")
-PICKLED = (
-    "*.json",
-    "pytorch_model*.bin",
-    "*.jinja",
-    "*.txt",
-    "tokenizer*",
-    "*.model",
-)  # what `convert` fetches
-_NOT_FETCHED = ["*/*", "consolidated*"]  # other forms of the same weights
-# Tensors that other tools write and that change nothing here, by name, with the reason.
+# Files that `convert` fetches
+PICKLED = ("*.json", "pytorch_model*.bin", "*.jinja", "*.txt", "tokenizer*", "*.model")
+_NOT_FETCHED = ["*/*", "consolidated*"]  # the same weights in other forms
+# Tensors that other tools write and Freight does not use: name -> reason
 _UNUSED = {
     "*decoder.version": "the version of an older format of OPT",
     "*.rotary_emb.inv_freq": "computed from config.json",
@@ -64,12 +57,12 @@ _ZERO_POINTS = (
 
 
 class Checkpoint:
-    """One opened folder; `config`, `generation_config`, `hf_quant_config` hold its JSON files, or
-    None if not there.
+    """One opened folder. `config`, `generation_config` and `hf_quant_config` hold its JSON files,
+    None if a file is not there.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError, naming file and fault, for a folder that is incomplete or
+        """Open the folder. Raises CheckpointError, naming file and fault, if it is incomplete or
         damaged.
         """
         self.path = path
@@ -86,54 +79,58 @@ class Checkpoint:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The tensors' names, with the parts that `divide` made of one."""
+        """Names of the tensors; a tensor that was divided is replaced by its parts."""
         return frozenset(self._entries)
 
     @cached_property
     def stored_format(self) -> Format | None:
-        """The dtype of the weights that are not quantized; None: no tensor shows one."""
+        """The dtype of the weights that are not quantized; None if no tensor shows one."""
         return stored_format(
             (name, entry.dtype, entry.size) for name, entry in self._entries.items()
         )
 
     @property
     def skipped(self) -> Mapping[str, str]:
-        """Names that were skipped so far, with the reason."""
+        """Names that were skipped so far -> reason."""
         return self._skipped
 
     def entry(self, name: str) -> TensorEntry:
-        """The header entry of `name`. Raises CheckpointError if there is no such tensor."""
+        """Return the header entry of `name`. Raises CheckpointError if there is no such tensor."""
         if name not in self._entries:
             raise self.fault(f"tensor {name} is missing")
         return self._entries[name]
 
     def fault(self, what: str) -> CheckpointError:
-        """The error for a fault of this checkpoint."""
+        """Return the error for a fault of this checkpoint."""
         return CheckpointError(f"{self.path}: {what}")
 
     def shape_of(self, name: str) -> Shape:
+        """Return the tensor's shape. Raises CheckpointError if there is no such tensor."""
         return self.entry(name).shape
 
     def format_of(self, name: str) -> Format:
-        """Raises CheckpointError for a dtype that Freight does not compute with, such as integers."""
+        """Return the tensor's format. Raises CheckpointError for a dtype that Freight does not
+        compute with, such as integers.
+        """
         dtype = self.entry(name).dtype
         if dtype not in FORMAT_NAMES:
             raise self.fault(f"tensor {name} is stored as {dtype}, which is not implemented")
         return FORMAT_NAMES[dtype]
 
     def declared_module(self, name: str) -> str:
-        """The name by which the quantization_config knows the module of the tensor `name`."""
+        """Return the quantization_config's name for the module of the tensor `name`."""
         return self.entry(name).module or name.rpartition(".")[0]
 
     def divide(
         self, stored: str, parts: Mapping[str, tuple[Index, str]], turned: bool = False
     ) -> None:
-        """Present the tensor `stored` as `parts`: name -> (its index in `stored`, its module in the
+        """Present the tensor `stored` as `parts`: name -> (index in `stored`, module in the
         declaration).
 
-        An empty index is the whole tensor under another name. A part is read alone. `stored` itself is gone. With
-        `turned` the last two dimensions of a part are exchanged; its index is that in the file. Raises CheckpointError
-        for a part whose name another tensor has.
+        An empty index is the full tensor under another name. Each part is read alone, and `stored`
+        itself is no longer listed. With `turned` the last two dimensions of a part are exchanged;
+        its index refers to the file's order. Raises CheckpointError for a part whose name another
+        tensor has.
         """
         whole = self.entry(stored)
         twice = min(
@@ -157,8 +154,8 @@ class Checkpoint:
         self.__dict__.pop("names", None)
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Compare with the shapes that a model needs; reads no tensor. Raises CheckpointError with
-        all mismatches.
+        """Compare with the shapes that a model needs, without reading a tensor. Raises
+        CheckpointError with all mismatches.
         """
         faults = [f"{name} is missing" for name in shapes if name not in self._entries]
         faults += [
@@ -170,7 +167,7 @@ class Checkpoint:
             raise self.fault(f"{_listed(faults, '; ')}")
 
     def take(self, name: str, shape: Iterable[int], format: Format | None = None) -> Tensor:
-        """The tensor, mapped from its file. Raises CheckpointError if it is missing, or of another
+        """Map the tensor from its file. Raises CheckpointError if it is missing, or of another
         shape or format.
 
         Without `format` any 16- or 32-bit format is accepted. FP8 must be requested: it is
@@ -189,15 +186,15 @@ class Checkpoint:
         return self._read(name)
 
     def copy(self, name: str) -> Tensor:
-        """The tensor in whatever dtype it is stored, which no code here needs to know; mapped from
-        its file.
+        """Map the tensor from its file in its stored dtype, which may be one that Freight does not
+        compute with.
         """
         self.entry(name)
         self._taken.add(name)
         return self._read(name)
 
     def take_bytes(self, name: str, shape: Iterable[int]) -> Tensor:
-        """A tensor of codes in uint8, as `take`."""
+        """Take a tensor of uint8 codes, as `take`."""
         entry, shape = self.entry(name), tuple(shape)
         if entry.dtype not in ("U8", "F8_E8M0") or entry.shape != shape:
             raise self.fault(
@@ -207,11 +204,11 @@ class Checkpoint:
         return self._read(name).view(torch.uint8)
 
     def take_scale(self, name: str) -> Tensor:
-        """Scales as float32, in a copy. Raises CheckpointError unless every one is finite and above
-        0.
+        """Return scales as float32, in a copy. Raises CheckpointError unless every one is finite
+        and above 0.
 
-        Stored in 16 or 32 bits, or as powers of two in one byte, E8M0: 2 ** (byte - 127) (OCP MX
-        1.0, section 5.4).
+        They are stored in 16 or 32 bits, or as powers of two in one byte, E8M0: 2 ** (byte - 127)
+        (OCP MX 1.0, section 5.4).
         """
         dtype = self.entry(name).dtype
         self._taken.add(name)
@@ -238,8 +235,8 @@ class Checkpoint:
                 self._skipped[name] = reason
 
     def finish(self, pending: Iterable[str] = ()) -> None:
-        """Raises CheckpointError that lists every tensor neither taken, nor skipped, nor about to
-        be (`pending`).
+        """Raise CheckpointError that lists every tensor neither taken, nor skipped, nor about to be
+        taken (`pending`).
 
         Tensors that other tools write and Freight does not use are skipped by name: `inv_freq`
         buffers, scales of queries and probabilities, and zero points, which must be zero.
@@ -260,7 +257,7 @@ class Checkpoint:
             )
 
     def _read(self, name: str) -> Tensor:
-        """The tensor in a mapping of its own, so that its memory is released with the tensor."""
+        """Read the tensor through its own mapping, so that its memory is released with the tensor."""
         entry = self._entries[name]
         file, stored = entry.file, entry.stored or name
         strided = [isinstance(at, slice) and at.step is not None for at in entry.index]
@@ -274,7 +271,7 @@ class Checkpoint:
                 )
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from error
-        if any(strided):  # safetensors reads neighbours alone
+        if any(strided):  # safetensors reads contiguous ranges only
             steps = [at if every else slice(None) for at, every in zip(entry.index, strided, strict=True)
                      if isinstance(at, slice)]  # fmt: skip
             tensor = tensor[tuple(steps)].contiguous()
@@ -284,11 +281,10 @@ class Checkpoint:
 def resolve_model(
     name: str, revision: str | None = None, fetched: Sequence[str] = _FETCHED
 ) -> Path:
-    """The folder of a model: 'demo' (shipped with Freight), an existing folder, or a Hugging Face
-    hub id, of which the files that match `fetched` are downloaded.
+    """Return the folder of a model: 'demo' (shipped with Freight), an existing folder, or a Hugging
+    Face hub id, of which the files that match `fetched` are downloaded.
 
-    Raises CheckpointError if there is none, ConfigError for a revision of something that has no
-    revisions.
+    Raises CheckpointError if there is none, ConfigError for a revision of anything but a hub id.
     """
     name = str(name)
     demo = Path(__file__).resolve().parent.parent / "demo"
@@ -323,7 +319,7 @@ def resolve_model(
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None if there is no such file. Raises CheckpointError for
+    """Read the object in a JSON file; None if there is no such file. Raises CheckpointError for
     anything else.
     """
     if not _is_there(path):
@@ -337,14 +333,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a folder has an entry of this name. A dangling link counts, so that the error names
-    its target.
-    """
+    """Return whether the path exists. A dangling link counts, so that the error names its target."""
     return path.is_symlink() or path.exists()
 
 
 def _read_entries(path: Path) -> dict[str, TensorEntry]:
-    """All tensors of the folder's files, every header checked."""
+    """Read the entries of all tensors of the folder, with every header checked."""
     index = path / "model.safetensors.index.json"
     single = path / "model.safetensors"
     if _is_there(single):
@@ -371,8 +365,10 @@ def _read_entries(path: Path) -> dict[str, TensorEntry]:
 
 
 def _refuse_consolidated(path: Path) -> None:
-    """Raises CheckpointError for a folder in Mistral's own format alone; it is called where the
-    usual files are absent. Repositories that have both forms pass."""
+    """Raise CheckpointError for a folder in Mistral's own format alone.
+
+    It is called where the usual files are absent, so repositories that have both forms pass.
+    """
     found = sorted(
         file.name
         for pattern in ("params.json", "consolidated*.safetensors")

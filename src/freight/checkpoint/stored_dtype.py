@@ -1,5 +1,4 @@
-"""The dtype of the weights that are not quantized, from headers of safetensors: of a folder, or of
-a model on the hub.
+"""The dtype of weights that are not quantized, from the headers of a folder or of a hub model.
 
 Imports no torch.
 """
@@ -17,8 +16,8 @@ from freight.checkpoint.headers import FORMAT_NAMES, read_header
 from freight.errors import CheckpointError
 from freight.fp8.formats import COMPUTE_FORMATS, Format
 
-HUB_SECONDS = 20.0  # for all requests; after it the dtype counts as not known
-# shards of which the header is read at most; the first decides, unless it has no tensor that counts
+HUB_SECONDS = 20.0  # for all requests; afterwards the dtype counts as unknown
+# Shards whose header is read at most; the first decides, unless it has no tensor that counts
 _HUB_FILES = 3
 
 Size = tuple[str, str, int]  # a tensor's name, its dtype as safetensors names it, its bytes
@@ -26,16 +25,16 @@ Size = tuple[str, str, int]  # a tensor's name, its dtype as safetensors names i
 _OTHER = re.compile(  # scales, buffers, and parts other than the text model
     r"(scale|zero_point|inv_freq)[^.]*$|(^|\.)(vision|visual|audio|image|sound|mm_|multi_modal)"
 )
-_QUANTIZED = ("F4", "F6", "F8", "I8", "U8")  # of U8: codes of MXFP4
+_QUANTIZED = ("F4", "F6", "F8", "I8", "U8")  # U8: codes of MXFP4
 
 
 def stored_format(tensors: Iterable[Size]) -> Format | None:
-    """The dtype of the weights that are not quantized: bfloat16, float16 or float32, that of the
-    most bytes.
+    """Return the dtype of the weights that are not quantized, bfloat16, float16 or float32: that of
+    the most bytes.
 
-    Scales do not count, nor do tensors of vision and audio models. Beside quantized weights float32
-    counts only if nothing is in 16 bits: routers and their biases are often in float32 there, and
-    can outweigh norms. None: no tensor is in one of these dtypes.
+    Scales do not count, nor do tensors of vision and audio models. Next to quantized weights
+    float32 counts only if nothing is in 16 bits: routers and their biases are often in float32
+    there, and can outweigh norms. None: no tensor is in one of these dtypes.
     """
     sizes, quantized = Counter[Format](), False
     for name, dtype, size in tensors:
@@ -49,17 +48,16 @@ def stored_format(tensors: Iterable[Size]) -> Format | None:
 
 
 def stored_in_folder(folder: Path) -> Format | None:
-    """`stored_format` of the safetensors files in `folder`; None also for files that cannot be
-    read.
+    """Return `stored_format` of the safetensors files in `folder`; None also for files that cannot
+    be read.
     """
     files = sorted(folder.glob("*.safetensors"))
-    files = [
-        file for file in files if not file.name.startswith("consolidated")
-    ] or files  # the same weights again
+    # consolidated*.safetensors hold the same weights again
+    files = [file for file in files if not file.name.startswith("consolidated")] or files
     try:
         headers = [read_header(file) for file in files]
     except CheckpointError:
-        return None  # loading says what is wrong with it
+        return None  # loading reports the fault
     return stored_format(
         (name, one.dtype, one.size) for header in headers for name, one in header.items()
     )
@@ -68,10 +66,10 @@ def stored_in_folder(folder: Path) -> Format | None:
 def stored_on_hub(
     model: str, revision: str | None = None, seconds: float = HUB_SECONDS
 ) -> Format | None:
-    """`stored_format` of a hub model, from the header of one file of its weights, read by range
+    """Return `stored_format` of a hub model, from the header of one weight file, read by range
     requests.
 
-    None where that cannot be had: no network, no safetensors, or more than `seconds`.
+    None if it cannot be read: no network, no safetensors, or more than `seconds`.
     """
     found: list[Format | None] = []
 
@@ -83,9 +81,8 @@ def stored_on_hub(
         except Exception:  # the client's errors, and whatever its network stack raises
             found.append(None)
 
-    thread = threading.Thread(
-        target=read, daemon=True
-    )  # which ends with the process where a request hangs
+    # A daemon thread, so that a hanging request does not keep the process alive
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     thread.join(seconds)
     return found[0] if found else None
@@ -111,7 +108,7 @@ def _in_hub_file(model: str, revision: str | None, file: str) -> Format | None:
 
 
 def _shards(model: str, revision: str | None) -> list[str]:
-    """The files of the weights, that with the embedding first: few checkpoints have it quantized."""
+    """Return the weight files, the one with the embedding first: few checkpoints have it quantized."""
     from huggingface_hub import hf_hub_download
 
     index = Path(hf_hub_download(model, "model.safetensors.index.json", revision=revision))

@@ -1,15 +1,14 @@
-"""The process that reads one pickled file of tensors: `python -P -m freight.checkpoint.unpickle
-FILE OUT`.
+"""The process that reads one pickled file: `python -P -m freight.checkpoint.unpickle FILE OUT`.
 
 It is the only part of Freight that reads pickle. `torch.load(weights_only=True)` rebuilds tensors
-and plain containers and refuses everything else, so code in the file does not run. A file may still
-be made to take all memory or to never end; therefore this is a process of its own, which limits its
-memory and which its parent (`convert.py`) ends at a deadline.
+and plain containers and refuses everything else, so code in the file does not run. A malicious file
+can still exhaust memory or never end. Therefore this is a separate process, which limits its memory
+and which its parent (`convert.py`) ends at a deadline.
 
-It writes OUT as safetensors, one tensor after the other, so that memory holds the mapped file and
-one copy of one tensor. On standard output there is a JSON object a line: {"done": bytes, "total":
-bytes} as it goes on, then {"tied": {name: written name}}, or {"refused": reason}, or {"full":
-reason} where the disk is full.
+It writes OUT as safetensors, one tensor at a time, so that memory holds the mapped file and one
+copy of one tensor. It prints one JSON object per line: {"done": bytes, "total": bytes} for
+progress, then {"tied": {name: written name}}, or {"refused": reason}, or {"full": reason} if the
+disk is full.
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ from torch import Tensor
 from freight.checkpoint.headers import FORMAT_NAMES
 from freight.fp8.cast import torch_dtype
 
-MEMORY_FACTOR = (
-    2  # times the file's size: the file, mapped or read, and a copy of its largest tensor
-)
-MEMORY_MORE = 2**30  # further bytes of memory
-HEAD = "lm_head.weight"  # of tied tensors, the one that is not written
+# Times the file's size: the file, mapped or read, and a copy of its largest tensor
+MEMORY_FACTOR = 2
+MEMORY_MORE = 2**30  # bytes in addition
+HEAD = "lm_head.weight"  # the tensor of a tied pair that is not written
 
 _DTYPES = {torch_dtype(format): name for name, format in FORMAT_NAMES.items()} | {
     torch.float64: "F64",
@@ -49,7 +47,7 @@ _DTYPES = {torch_dtype(format): name for name, format in FORMAT_NAMES.items()} |
 
 
 class RefusedError(Exception):
-    """The file is not what it should be."""
+    """The file is not a dict of ordinary tensors, or claims more than it holds."""
 
 
 def end_with_parent() -> None:
@@ -72,7 +70,7 @@ def limit_memory(size: int) -> None:
 
 
 def read(file: Path) -> Mapping[str, Tensor]:
-    """The tensors of `file` by name. Raises RefusedError for anything but a dict of ordinary
+    """Read the tensors of `file` by name. Raises RefusedError for anything but a dict of ordinary
     tensors.
     """
     try:
@@ -81,9 +79,8 @@ def read(file: Path) -> Mapping[str, Tensor]:
         except RuntimeError as error:
             if "_use_new_zipfile_serialization" not in str(error):
                 raise
-            content = torch.load(
-                file, map_location="cpu", weights_only=True
-            )  # the format before torch 1.6
+            # The format before torch 1.6, which cannot be mapped
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
@@ -105,16 +102,15 @@ def _reason(error: Exception) -> str:
     asked = re.search(r"(?i:unsupported (?:(?:global:? )+|class ))`?([\w.]+)", text)
     if asked:
         return f"it asks for {asked[1]}, which is no part of a tensor; nothing of it was run"
-    lines = [
-        line.strip() for line in text.splitlines() if "weights_only" not in line
-    ]  # torch's advice to allow code
+    # Without torch's advice to allow code
+    lines = [line.strip() for line in text.splitlines() if "weights_only" not in line]
     first = next(filter(None, lines), "")
     return f"it cannot be read ({type(error).__name__}: {first[:200]})"
 
 
 def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names of tensors that are another one, in the same memory, with the name that is written; the
-    head is not.
+    """Return {name: written name} of tensors that share the memory of another one; a tied head is
+    the one not written.
     """
     places: dict[object, list[str]] = {}
     for name, tensor in tensors.items():
@@ -131,9 +127,8 @@ def write(
     """Write `tensors` as safetensors: the length of the header in 8 bytes, the header, the tensors
     without gaps.
     """
-    names = sorted(
-        tensors, key=lambda name: (-tensors[name].itemsize, name)
-    )  # each is aligned to its own size
+    # By falling item size, so that each tensor is aligned to its own
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
@@ -157,7 +152,7 @@ def write(
 
 
 def convert_file(file: Path, out: Path, untied: Iterable[str]) -> dict[str, str]:
-    """Write the tensors of `file` into the new safetensors file `out`; returns `ties`. Those in
+    """Write the tensors of `file` into the new safetensors file `out`; return `ties`. Those in
     `untied` are copied.
 
     Raises RefusedError, MemoryError, and OSError of `out`.
@@ -177,10 +172,12 @@ def convert_file(file: Path, out: Path, untied: Iterable[str]) -> dict[str, str]
 
 
 def say(**content: object) -> None:
+    """Print one message for the parent, as a line of JSON."""
     print(json.dumps(content), flush=True)
 
 
 def main(file: str, out: str, *untied: str) -> None:
+    """Convert `file` into `out` and report the outcome on standard output."""
     end_with_parent()
     limit_memory(Path(file).stat().st_size)
     try:

@@ -1,13 +1,13 @@
-"""CheckpointWriter: a whole checkpoint, or none.
+"""CheckpointWriter: writes a complete checkpoint, or nothing.
 
-Everything is written into a hidden folder, config.json last. Where the output does not exist, that
-folder lies next to it and is renamed when complete. An empty folder that exists may be a mount
-point or a link, which no rename replaces, so the hidden folder lies inside of it and its files move
-up in the end, config.json last. An error, Ctrl-C or a full disk removes all of it. To overwrite a
-folder, which has to be one that Freight wrote, the same is done inside of it, and the old files are
-removed when the new ones are in their place. After SIGKILL files remain, which nothing loads
-without a config.json; the next run removes them (`partial.py`). Tensors go into shards in the order
-they are added, so memory holds one shard.
+Everything is written into a hidden folder, config.json last. If the output does not exist, the
+hidden folder is next to it, and is renamed when complete. An existing empty folder may be a mount
+point or a link, which a rename cannot replace; there the hidden folder is inside, and its files
+move up at the end, config.json last. An error, Ctrl-C or a full disk removes all of it. A folder is
+overwritten in the same way, if Freight wrote it, and the old files are removed when the new ones
+are in place. After SIGKILL files remain, which nothing loads without a config.json; the next run
+removes them (`partial.py`). Tensors go into shards in the order they are added, so memory holds one
+shard.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from freight.config.fields import JsonObject
 from freight.errors import CapacityError, CheckpointError, ConfigError
 
 SHARD_BYTES = 2 * 2**30
-# What belongs to a model besides config.json and weights: tokenizer, generation defaults, chat
-# template, what prepares pictures and sound, licence.
+# Files of a model besides config.json and weights: tokenizer, generation defaults, chat template,
+# processors of pictures and sound, licence
 _COPIED = (
     "generation_config.json",
     "tokenizer*",
@@ -60,17 +60,17 @@ _WRITTEN = (
     "model.safetensors",
     "model-?????-of-?????.safetensors",
     "model.safetensors.index.json",
-    LOCK,  # of a run that was killed when all else was done
+    LOCK,  # remains where a run was killed just before it ended
 )
 
 
 def require_new(out: Path, overwrite: bool | None = None) -> None:
-    """Raises ConfigError unless `out` is free (or an empty folder), in a folder that exists and can
+    """Raise ConfigError unless `out` is free (or an empty folder), in a folder that exists and can
     be written.
 
-    Removes what runs that were killed left there. With `overwrite` it may also be a folder that
-    Freight wrote, with nothing else in it. None: the caller has no such option, so the error does
-    not offer it.
+    Removes what killed runs left there. With `overwrite` it may also be a folder that Freight
+    wrote, with nothing else in it. None: the caller has no such option, so the error does not offer
+    it.
     """
     try:
         remove_abandoned(out)
@@ -90,15 +90,15 @@ def require_new(out: Path, overwrite: bool | None = None) -> None:
             raise ConfigError(
                 f"the output {out} has no parent folder; make {out.absolute().parent} first"
             )
-        Partial.make(out).remove()  # names the other reasons before any work is done
+        Partial.make(out).remove()  # raises for every other reason before any work is done
     except OSError as error:
         raise ConfigError(f"the output {out} cannot be written: {error}; name another") from error
 
 
 def _foreign(out: Path) -> str | None:
-    """What shows that Freight did not write the whole of `out`; None if it did."""
+    """Say what shows that Freight did not write all of `out`; None if it did."""
     if not out.is_dir():
-        return "is no folder"
+        return "is not a folder"
     for path in sorted(out.iterdir()):
         if fnmatch.fnmatchcase(path.name, PATTERN):
             continue
@@ -115,7 +115,7 @@ def _foreign(out: Path) -> str | None:
 
 
 def require_space(out: Path, num_bytes: int) -> None:
-    """Raises CapacityError unless the disk of `out` has room for `num_bytes`."""
+    """Raise CapacityError unless the disk of `out` has room for `num_bytes`."""
     free = shutil.disk_usage(workplace(out)).free
     if free < num_bytes:
         raise CapacityError(
@@ -124,17 +124,19 @@ def require_space(out: Path, num_bytes: int) -> None:
 
 
 class CheckpointWriter:
-    """`with CheckpointWriter(out) as writer: writer.add(…); …; writer.finish(…)`. Leaving without
-    `finish` removes all.
+    """Writer of a checkpoint: `with CheckpointWriter(out) as writer: writer.add(…); …;
+    writer.finish(…)`.
 
-    Raises ConfigError if `out` is taken or cannot be made, CapacityError when the disk is full,
-    CheckpointError when it cannot be written otherwise.
+    Leaving without `finish` removes everything. Raises ConfigError if `out` is taken or cannot be
+    made, CapacityError when the disk is full, CheckpointError for any other fault of writing.
     """
 
     def __init__(
         self, out: Path, shard_bytes: int = SHARD_BYTES, overwrite: bool | None = None
     ) -> None:
-        """With `overwrite`, `out` may be a folder that Freight wrote. None is as in `require_new`."""
+        """Prepare to write `out`. With `overwrite` it may be a folder that Freight wrote; None as
+        in `require_new`.
+        """
         self._out = out.absolute()
         self._overwrite = overwrite
         self._shard_bytes = shard_bytes
@@ -177,7 +179,7 @@ class CheckpointWriter:
         self._pending_bytes += size
 
     def next_shard(self) -> Path:
-        """Where to write a safetensors file that is a shard of its own, for `adopt`."""
+        """Return the path for a safetensors file that `adopt` takes as a shard."""
         self._flush()
         return self._folder / _shard_name(len(self._shards), 0)
 
@@ -205,9 +207,8 @@ class CheckpointWriter:
             (self._folder / "config.json").write_text(
                 json.dumps(marked, indent=2) + "\n", encoding="utf-8"
             )
-            for shard in self._folder.glob(
-                "*.safetensors"
-            ):  # safetensors makes its files readable by the owner alone
+            # safetensors makes its files readable by the owner alone
+            for shard in self._folder.glob("*.safetensors"):
                 shutil.copymode(self._folder / "config.json", shard)
             self._publish()
         except OSError as error:
@@ -229,9 +230,8 @@ class CheckpointWriter:
         )
         if old:
             (self._folder / REPLACED).mkdir()
-        for path in sorted(
-            old, key=lambda path: path.name != "config.json"
-        ):  # first, so that no mixture loads
+        # config.json first, so that no mixture of old and new loads
+        for path in sorted(old, key=lambda path: path.name != "config.json"):
             self._replaced.append(path)
             os.rename(path, self._folder / REPLACED / path.name)
         for name in names:
@@ -281,5 +281,5 @@ class CheckpointWriter:
 
 
 def _shard_name(index: int, count: int) -> str:
-    """As the ecosystem numbers them; `count` is 0 until it is known."""
+    """Return the shard's name in the ecosystem's numbering; `count` is 0 until it is known."""
     return f"model-{index + 1:05}-of-{count:05}.safetensors"

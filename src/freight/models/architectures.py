@@ -1,4 +1,4 @@
-"""Tensor names of a model: those of its row (`config/families/`), as its checkpoint has them."""
+"""Tensor names of a model: its family's (`config/families/`), with the checkpoint's prefixes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARCHITECTURES = {row.architecture: row.tensors for row in FAMILIES.values()}
 
 
 def tensor_names(config: ModelConfig) -> TensorNames:
-    """The names of this model's tensors."""
+    """Return the names of this model's tensors, and patterns of those that are not read."""
     if config.foreign is not None:
         return TensorNames(embedding=config.foreign.embedding, head=config.foreign.head)
     names, (body, head) = ARCHITECTURES[config.architecture], config.prefixes
@@ -51,8 +51,8 @@ def tensor_names(config: ModelConfig) -> TensorNames:
 
 
 def skipped_parts(config: ModelConfig, tensors: Collection[str]) -> dict[str, int]:
-    """The number of `tensors` that the decoder does not need, by the reason that
-    `TensorNames.unused` gives.
+    """Count the `tensors` that the decoder does not need, by the reason that `TensorNames.unused`
+    gives.
     """
     unused = () if config.foreign is not None else tensor_names(config).unused
     reasons = {
@@ -62,7 +62,9 @@ def skipped_parts(config: ModelConfig, tensors: Collection[str]) -> dict[str, in
 
 
 def _experts_for_pictures(config: ModelConfig, names: TensorNames) -> list[str]:
-    """Patterns of the experts whose numbers follow those of text (`TensorNames.for_pictures`)."""
+    """Return patterns of the experts whose numbers follow those of text
+    (`TensorNames.for_pictures`).
+    """
     mixtures = [
         layer.feed_forward for layer in config.layers if isinstance(layer.feed_forward, MoEConfig)
     ]
@@ -71,7 +73,7 @@ def _experts_for_pictures(config: ModelConfig, names: TensorNames) -> list[str]:
 
 
 def prediction_patterns(config: ModelConfig) -> tuple[str, ...]:
-    """Patterns of the tensors of layers that predict further tokens."""
+    """Return patterns of the tensors of layers that predict further tokens."""
     layer = config.prefixes[0] + ARCHITECTURES[config.architecture].layer
     behind = range(config.num_layers, config.num_layers + config.prediction_layers)
     return tuple(f"{layer.format(index)}*" for index in behind)

@@ -1,12 +1,12 @@
-"""Builder: tensors of a source as the parts that layers are made of, for `models/loader.py` and
-`models/mixers.py`.
+"""Builder: makes the parts of layers from a source's tensors, for `loader.py` and `mixers.py`.
 
-A multiplier m of what layers add costs nothing: the residual stream is kept divided by m. It begins
-with the embedding divided by m, layers add to it as they are, and a norm with eps / m² of the
-stream / m is that with eps of the stream.
+A residual multiplier m costs nothing, because the residual stream is kept divided by m. The
+embedding is divided by m, layers add their outputs unscaled, and each norm uses eps / m²:
+norm(x / m) with eps / m² equals norm(x) with eps.
 
-The same gives norms of what layers add an eps of their own, though kernels add and norm in one pass
-and take one eps: the stream is divided by an m with eps / m² = their eps, and their weights by m.
+The same trick gives the norms of a layer's outputs an eps of their own, although a fused
+add-and-norm kernel takes one eps. The stream is divided by an m with eps / m² = their eps, and the
+weights of these norms by m.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from freight.operands.weight import Weight
 
 @dataclass(frozen=True)
 class Builder:
-    """Builds parts from the tensors of a source. `shapes` has every tensor of the model by its
-    name.
+    """A builder of parts from the tensors of a source. `shapes` has every tensor of the model by
+    its name.
     """
 
     source: WeightSource
@@ -43,14 +43,16 @@ class Builder:
     kernels: KernelSet
 
     def tensor(self, name: str) -> Tensor:
+        """Read an embedding, a norm or a bias, in the compute dtype."""
         return self.source.tensor(name, self.shapes[name])
 
     def exact(self, name: str) -> Tensor:
+        """Read a tensor in float32."""
         return self.source.exact(name, self.shapes[name])
 
     def linear(self, prefix: str, *parts: str, rows: Sequence[Tensor | None] = ()) -> Projection:
-        """The projections `parts`, merged into one matrix if they can be. `rows`: the order of each
-        one's outputs.
+        """Build the projections `parts`, merged into one matrix where they can be. `rows`: the
+        order of each one's outputs.
         """
         names = [f"{prefix}{part}.weight" for part in parts]
         weights = [self.source.weight(name, self.shapes[name]) for name in names]
@@ -66,11 +68,12 @@ class Builder:
         return UnmergedLinear(tuple(map(self.packed, weights, biases or (None,) * len(weights))))
 
     def packed(self, weight: Weight, bias: Tensor | None) -> Linear:
+        """Pack one matrix for the kernels."""
         return Linear(self.kernels.pack(weight), bias, self.kernels, weight.input_limit)
 
     @property
     def post_divisor(self) -> float:
-        """What the weights of norms of what layers add are divided by."""
+        """The divisor of the weights of norms that follow a mixer or feed-forward."""
         c = self.config
         if c.post_norm_eps is None:
             return 1.0
@@ -80,24 +83,28 @@ class Builder:
 
     @property
     def divisor(self) -> float:
-        """What the residual stream is divided by."""
+        """The divisor of the residual stream."""
         return self.config.residual_multiplier * self.post_divisor
 
     def norm_weight(self, name: str, offset: bool = True) -> Tensor:
-        """In float32 with an offset, too: 1 + w would be rounded in 16 bits."""
+        """Read the weight of a norm and add the offset, in float32 if the model has wide norms: 1 +
+        w would be rounded in 16 bits.
+        """
         weight = self.tensor(name)
         return (
             weight.float() + offset * self.config.norm_offset if self.config.wide_norms else weight
         )
 
     def post_weight(self, name: str) -> Tensor:
-        """Of a norm of what mixer or feed-forward return."""
+        """Read the weight of a norm of what a mixer or feed-forward returns."""
         weight = self.norm_weight(name)
         return weight if self.post_divisor == 1 else weight / self.post_divisor
 
     def norm(self, name: str, weight: Tensor | None = None) -> Norm:
-        """With the weight of that name, or with `weight`, of a layer whose inputs have no norm
-        (`Residual.summed`).
+        """Build the norm called `name`, with `weight` in place of the stored one if it is given.
+
+        It is given for a last norm without the offset, and for a layer whose inputs are not normed:
+        there only the eps of the norm is used (`Residual.summed`).
         """
         eps = self.config.norm_eps / self.divisor**2
         if self.config.norm_kind is NormKind.LAYER:
@@ -105,8 +112,11 @@ class Builder:
         return RMSNorm(self.norm_weight(name) if weight is None else weight, eps, self.kernels)
 
     def kept(self, modules: Sequence[str], rows: Tensor | None = None) -> Projection:
-        """Projections that are not quantized at load, merged if they can be: a checkpoint may have
-        some of them in FP8. `rows`: the order of the outputs of one alone."""
+        """Build projections that are not quantized at load, merged where they can be.
+
+        A checkpoint may still have some of them in FP8. `rows`: the order of the outputs, for a
+        single module.
+        """
         weights = [
             self.source.head(f"{module}.weight", self.shapes[f"{module}.weight"])
             for module in modules
@@ -118,7 +128,7 @@ class Builder:
         return UnmergedLinear(tuple(self.packed(weight, None) for weight in weights))
 
     def outer(self, module: str) -> Linear | None:
-        """A projection outside of the layers, if the model has it."""
+        """Build a projection outside the layers; None if the model does not have it."""
         name = f"{module}.weight"
         return (
             self.packed(self.source.head(name, self.shapes[name]), None)

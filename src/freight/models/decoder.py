@@ -1,6 +1,4 @@
-"""The decoder: embedding, layers of mixer and MLP, norm, head. Data tells the families apart, not
-classes.
-"""
+"""The decoder: embedding, layers of mixer and MLP, norm, head. Families differ in data only."""
 
 from __future__ import annotations
 
@@ -39,11 +37,11 @@ class MLP:
 
     @property
     def consumer(self) -> PackedWeight | None:
-        """As `Linear.consumer`."""
+        """The packed weight that reads the input, as in `Linear.consumer`."""
         return self.gate_up.consumer
 
     def __call__(self, x: Rows) -> Tensor:
-        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`."""
+        """Compute x [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`."""
         if isinstance(self.activation, Activation):
             return self.down(
                 self.kernels.activated(self.gate_up(x), self.activation, self.down.consumer)
@@ -52,30 +50,32 @@ class MLP:
 
 
 class Mixer(Protocol):
-    """What a layer does across tokens (`models/mixers.py`): `Attention` and, later, others."""
+    """The part of a layer that mixes tokens (`models/mixers.py`): `Attention`, recurrent layers,
+    convolutions.
+    """
 
     @property
     def consumer(self) -> PackedWeight | None:
-        """As `Linear.consumer`."""
+        """The packed weight that reads the input, as in `Linear.consumer`."""
         ...
 
     def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache, /) -> Tensor:
-        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns
-        x's shape.
+        """Mix x [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; the
+        result has x's shape.
 
-        `cache` is what the layer has of the tokens before, of the mixer's own kind: a `LayerKV` for
+        `cache` is the layer's cache of the tokens before, of the mixer's own kind: a `LayerKV` for
         attention.
         """
         ...
 
 
 class Residual(NamedTuple):
-    """The residual stream, [num_tokens, hidden_size], with its last addition still to come.
+    """The residual stream [num_tokens, hidden_size], with its last addition pending.
 
-    It is x + delta (x if delta is None), or with `delta_weight` x + the RMSNorm of delta: the next
-    norm adds, so that both are one pass over the rows. `inputs`, [num_tokens, layers, size], is
-    what the next layer and those behind it have of each token (`layers/per_layer_embeddings.py`),
-    in models that have it.
+    It is x + delta (x if delta is None), or with `delta_weight` x + the RMSNorm of delta. The next
+    norm does the addition, so both take one pass over the rows. `inputs` [num_tokens, layers,
+    size], in models that have per-layer embeddings, are those of the next layer and the layers
+    after it (`layers/per_layer_embeddings.py`).
     """
 
     x: Tensor
@@ -84,16 +84,19 @@ class Residual(NamedTuple):
     inputs: Tensor | None = None
 
     def normed(self, norm: Norm, consumer: PackedWeight | None = None) -> tuple[Tensor, Rows]:
-        """The stream, added up, and its norm for `consumer` (`KernelSet`)."""
+        """Add the stream up; return it and its norm for `consumer` (`KernelSet`)."""
         return norm(self.x, self.delta, consumer, self.delta_weight)
 
     def summed(self, norm: Norm) -> Tensor:
-        """The stream, added up. `norm` has the eps; what it norms is not used, as kernels add and
-        norm in one pass.
+        """Add the stream up. Only the eps of `norm` matters: kernels fuse the add and the norm, and
+        the normed rows are dropped.
         """
         return self.x if self.delta is None else self.normed(norm)[0]
 
     def rows(self, index: Tensor) -> Residual:
+        """Return the stream of the rows `index`, int64, without `inputs`: for use after the last
+        layer.
+        """
         return self._replace(
             x=self.x[index], delta=None if self.delta is None else self.delta[index], inputs=None
         )
@@ -101,17 +104,17 @@ class Residual(NamedTuple):
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """x += mixer(norm(x)); x += mlp(norm(x)); where `mixer_post` and `mlp_post` are not None, they
-    are the weights of a norm of what is added. With `post` the norms are of the sums instead: x =
-    norm(x + mixer(x)); x = norm(x + mlp(x)).
+    """A layer: x += mixer(norm(x)); x += mlp(norm(x)).
 
-    With `outputs_only` the inputs are not normed: x += norm(mixer(x)); x += norm(mlp(x)). A layer
-    without a mixer, or without `mlp`, is one of the two parts, and has no norm for the other.
+    `mixer_post` and `mlp_post`, where not None, are the weights of a norm of what is added. With
+    `post` the sums are normed instead: x = norm(x + mixer(x)); x = norm(x + mlp(x)). With
+    `outputs_only` the inputs are not normed: x += norm(mixer(x)); x += norm(mlp(x)).
 
-    The norms of what `mlp` and the experts of `beside` compute are added, where there are such
-    experts. `input` adds what the tokens have for this layer alone, as x += input(x). `scalar`, [1]
-    in the compute dtype, multiplies the result; the weight of the norm of what is added last then
-    has it already.
+    A layer without a mixer, or without `mlp`, has only the other part and that part's norm.
+
+    `beside` adds a mixture of experts in parallel with `mlp`; the norms of both are summed.
+    `per_layer` adds the layer's own embedding of the tokens. `scalar`, [1] in the compute dtype,
+    multiplies the result; it is already part of the weight of the norm of the last addition.
     """
 
     mixer_norm: Norm | None
@@ -127,8 +130,8 @@ class DecoderLayer:
     beside: ExpertsBeside | None = None
 
     def __call__(self, stream: Residual, batch: ForwardBatch, cache: LayerCache) -> Residual:
-        """`cache`: what the layer's mixer takes; None for a layer that keeps nothing of the tokens
-        before.
+        """Run the layer. `cache`: what its mixer takes; None for a layer that keeps no state of the
+        tokens before.
         """
         mixer, mlp = self.mixer, self.mlp
         if mixer is not None:
@@ -156,7 +159,7 @@ class DecoderLayer:
     def _before(
         self, stream: Residual, norm: Norm, consumer: PackedWeight | None
     ) -> tuple[Tensor, Rows]:
-        """The stream, added up, and what a part takes of it."""
+        """Add the stream up; return it and the input of a part."""
         if self.post or self.outputs_only:
             x = stream.x if self.post else stream.summed(norm)
             return x, x
@@ -165,7 +168,7 @@ class DecoderLayer:
     def _behind(
         self, x: Tensor, delta: Tensor, norm: Norm, weight: Tensor | None, inputs: Tensor | None
     ) -> Residual:
-        """The stream behind a part that adds `delta`."""
+        """Return the stream after a part that adds `delta`."""
         if self.post:
             return Residual(plain(Residual(x, delta).normed(norm)[1]), inputs=inputs)
         return Residual(x, delta, weight, inputs)
@@ -180,17 +183,17 @@ class DecoderLayer:
     def whole(
         self, x: Tensor, batch: ForwardBatch, cache: LayerCache, inputs: Tensor | None = None
     ) -> Tensor:
-        """The layer alone, for work that goes through a model layer by layer: x and the result are
-        added up.
+        """Run the layer alone, for work that goes through a model layer by layer: x and the result
+        are complete sums.
 
-        inputs: [num_tokens, 1, size], this layer's, in models that have them.
+        inputs: [num_tokens, 1, size], this layer's embeddings, in models that have them.
         """
         x, _ = self(Residual(x, inputs=inputs), batch, cache).normed(self.last_norm)
         return x
 
 
 class LanguageModel(Protocol):
-    """What the engine runs: `Decoder`, or the modules of transformers (`models/fallback.py`)."""
+    """A model that the engine runs: `Decoder`, or transformers' modules (`models/fallback.py`)."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -202,21 +205,21 @@ class LanguageModel(Protocol):
     def rotaries(self) -> tuple[Rotary | None, ...]: ...
 
     def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
-        """As `Decoder.hidden`."""
+        """Run one step and return its final states, as `Decoder.hidden` does."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `Decoder.logits`."""
+        """Return the logits of final states, as `Decoder.logits` does."""
         ...
 
     def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
-        """As `Decoder.forward`."""
+        """Run one step and return its logits, as `Decoder.forward` does."""
         ...
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A whole model. Parameters are final at construction."""
+    """A complete model. Parameters are final at construction."""
 
     config: ModelConfig
     embedding: Embedding
@@ -227,12 +230,13 @@ class Decoder:
 
     @property
     def kernels(self) -> KernelSet:
+        """The kernels of all parts."""
         return self.head.kernels
 
     @property
     def rotaries(self) -> tuple[Rotary | None, ...]:
-        """What each layer does to queries and keys; layers with the same rope share its tables.
-        None: it has none.
+        """The rotary embedding of each layer's queries and keys, None for a layer without one.
+        Layers with the same rope share its tables.
         """
         mixers = (layer.mixer for layer in self.layers)
         return tuple(mixer.rotary if isinstance(mixer, Attention) else None for mixer in mixers)
@@ -244,11 +248,11 @@ class Decoder:
         return self.logits(self.hidden(batch, kv_cache))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits [num_rows, vocab_size] of final states [num_rows, hidden_size]."""
+        """Return float32 logits [num_rows, vocab_size] of final states [num_rows, hidden_size]."""
         return self.head(hidden)
 
     def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
-        """Run one step and return its final states, [num_logit_rows, hidden_size]; K and V go into
+        """Run one step and return its final states [num_logit_rows, hidden_size]; K and V go into
         `kv_cache`.
 
         They are normed, if the model has a last norm. Logits take far more memory than these, so
@@ -257,18 +261,21 @@ class Decoder:
         return self.layers_over(self.begin(batch), batch, kv_cache)
 
     def by_kernels(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
-        """The part of `forward` that kernels alone can compute: up to the head's product, or to the
-        head where torch has a part in that."""
+        """Run the part of `forward` that kernels alone compute: up to the head's product, or up to
+        the head where torch has a part in that.
+        """
         hidden = self.hidden(batch, kv_cache)
         return self.head.product(hidden) if self.head.begins_with_kernels else hidden
 
     def logits_of(self, computed: Tensor) -> Tensor:
-        """The rest of `forward`, behind `by_kernels`. float32 logits [num_logit_rows, vocab_size]."""
+        """Run the rest of `forward` after `by_kernels`; return float32 logits [num_logit_rows,
+        vocab_size].
+        """
         return self.head.bounded(computed) if self.head.begins_with_kernels else self.head(computed)
 
     def begin(self, batch: ForwardBatch) -> Residual:
-        """The stream that the first layer takes: the rows of the embedding, and what tokens have
-        for single layers.
+        """Return the stream that the first layer takes: the rows of the embedding, and per-layer
+        embeddings of the tokens.
         """
         embedded = self.embedding(batch.token_ids, batch.positions)
         own = (
@@ -281,7 +288,7 @@ class Decoder:
     def layers_over(
         self, stream: Residual, batch: ForwardBatch, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
-        """`hidden` behind `begin`: the layers and the last norm."""
+        """Run the layers and the last norm over what `begin` returned: the rest of `hidden`."""
         for layer, cache in zip(self.layers, kv_cache, strict=True):
             stream = layer(stream, batch, cache)
         if len(batch.logit_rows) < len(stream.x):

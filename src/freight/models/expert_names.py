@@ -1,15 +1,15 @@
-"""Experts as a checkpoint may store them otherwise, presented under the hub's names.
+"""Experts that a checkpoint stores in another layout, presented under the hub's names.
 
 transformers keeps all experts of a layer in two 3-D tensors, `mlp.experts.gate_up_proj` [experts, 2
-* width, hidden] and `mlp.experts.down_proj` [experts, hidden, width], and writes them so when it is
-asked not to restore a model's first format. Experts without a gate have `up_proj` instead. The
-scales of its FP8 models lie next to them (`gate_up_proj_scale_inv`). Qwen3-VL's files have them as
-[experts, hidden, 2 * width] and [experts, width, hidden]. It also names the modules of Mixtral as
-those of its other families. Loading, quantizing and inspecting see the separate matrices of
-`shapes.py`, whatever is stored: each is read as a part, and no tensor of all experts is copied.
+* width, hidden] and `mlp.experts.down_proj` [experts, hidden, width], and saves them so when it is
+asked not to restore the original format. Experts without a gate have `up_proj` instead. The scales
+of its FP8 models are named after them (`gate_up_proj_scale_inv`). Qwen3-VL's files have the
+transposed layout, [experts, hidden, 2 * width] and [experts, width, hidden]. transformers also
+names Mixtral's modules like those of its other families. Loading, quantizing and inspecting always
+see the separate matrices of `shapes.py`: each is read as a slice, and no stacked tensor is copied.
 
-gpt-oss has 3-D tensors with gate and up in turn, and loads from them as they are. In FP8 its
-experts are separate matrices, under the names that llm-compressor gives them
+gpt-oss has 3-D tensors in which rows of gate and up alternate, and is loaded from them directly. In
+FP8 its experts are separate matrices, under the names that llm-compressor gives them
 (`ModelConfig.separate_experts`).
 """
 
@@ -29,7 +29,7 @@ from freight.models.architectures import tensor_names
 from freight.models.shapes import tensor_shapes
 
 _COMMON = TensorNames()
-# What follows the name of a 3-D weight -> the tensor of one expert's module
+# Suffix after the name of a 3-D weight -> the tensor of one expert's module
 _SUFFIXES = {
     "": "weight",
     "_scale_inv": "weight_scale_inv",
@@ -42,7 +42,7 @@ _INPUTS = ("activation_scale", "input_scale")
 
 
 def present_experts(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme) -> None:
-    """Give the tensors of a mixture of experts the names that `tensor_shapes` has.
+    """Give the tensors of a mixture of experts the names of `tensor_shapes`.
 
     Raises CheckpointError for a 3-D tensor of another shape than config.json asks for, for scales
     that cannot be divided by expert and by gate and up, and for a matrix that is there in both
@@ -65,8 +65,9 @@ def present_experts(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme)
 
 
 def present_written(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Give modules that transformers writes under another name than the hub's files the names of
-    the latter (`TensorNames.also`), in layers where that is a module and is missing."""
+    """Give modules that transformers saves under another name than the hub's files the hub's names
+    (`TensorNames.also`), in layers that need such a module and do not have it.
+    """
     names = tensor_names(config)
     shapes = tensor_shapes(config) if names.also else {}
     for index in range(config.num_layers) if names.also else ():
@@ -84,8 +85,8 @@ def present_written(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 
 def as_stored(config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
-    """`config` for a checkpoint that has `tensors`: experts in one tensor for a layer, or separate
-    matrices.
+    """Return `config` for a checkpoint that has `tensors`: with a layer's experts in one tensor, or
+    as separate matrices.
     """
     apart = replace(config, separate_experts=True)
     if not tensor_names(config).interleaved:
@@ -99,9 +100,10 @@ def as_stored(config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
 
 
 def separate(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
-    """`config` with experts as separate matrices, and `checkpoint` presented so: gate, up and down
-    of each expert are parts of the tensors [experts, inputs, outputs] and of their biases. Every
-    layer has such tensors in 16 or 32 bits.
+    """Present the experts of `checkpoint` as separate matrices, and return `config` for them.
+
+    Gate, up and down of each expert are slices of the tensors [experts, inputs, outputs] and of
+    their biases. Every layer must have such tensors, in 16 or 32 bits.
     """
     assert tensor_names(config).interleaved
     stored = tensor_names(config)
@@ -130,9 +132,10 @@ def separate(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
 
 
 def _rename(checkpoint: Checkpoint, prefix: str, moe: MoEConfig, names: TensorNames) -> None:
-    """Modules that transformers names alike in all families, where this family's names are others.
+    """Rename modules that transformers names alike in all families to this family's names.
 
-    llm-compressor restores the name of Mixtral's block and not those of its projections.
+    llm-compressor restores the name of Mixtral's block, but not those of its projections, so names
+    that are restored halfway are accepted too.
     """
     common = _common(names)
     halfway = replace(common, expert=names.expert)
@@ -148,14 +151,14 @@ def _rename(checkpoint: Checkpoint, prefix: str, moe: MoEConfig, names: TensorNa
 
 
 def _common(names: TensorNames) -> TensorNames:
-    """transformers' names for the experts that `names` names: of up and down alone where there is
-    no gate.
+    """Return transformers' names for the experts that `names` names; without a gate, those of up
+    and down alone.
     """
     return replace(_COMMON, expert_gate_up=_COMMON.expert_gate_up[-len(names.expert_gate_up) :])
 
 
 def _modules(names: TensorNames, expert: int) -> list[str]:
-    """Gate, up and down of one expert, or up and down."""
+    """Return the names of gate, up and down of one expert, or of up and down."""
     return [
         names.expert.format(expert) + part for part in (*names.expert_gate_up, names.expert_down)
     ]
@@ -163,8 +166,8 @@ def _modules(names: TensorNames, expert: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _Stacked:
-    """One 3-D tensor: `modules` are those of each expert, in the order of their `rows`, by (own
-    name, common name).
+    """One 3-D tensor. `modules`: those of each expert, in the order of their `rows`, as (own name,
+    common name).
     """
 
     name: str
@@ -180,8 +183,10 @@ class _Stacked:
 def _stacked(
     prefix: str, moe: MoEConfig, channels: int, names: TensorNames
 ) -> tuple[_Stacked, ...]:
-    """gate_up and down of a layer, or gate, up and down, or up and down; `rows` of one module.
-    channels: those that an expert takes and returns."""
+    """Describe a layer's 3-D tensors: gate_up and down, or gate, up and down, or up and down.
+
+    channels: the width that an expert takes and returns.
+    """
     common = _common(names)
     modules = [
         [
@@ -208,8 +213,10 @@ def _stacked(
 
 
 def _is_turned(checkpoint: Checkpoint, stacked: _Stacked) -> bool:
-    """Whether it is stored as [experts, inputs, outputs], by its shape. Of the two tensors of a
-    layer, at most one has the same shape in both orders."""
+    """Return whether the tensor is stored as [experts, inputs, outputs], by its shape.
+
+    Of the two tensors of a layer, at most one has the same shape in both orders.
+    """
     experts, outputs, inputs = stacked.shape
     turned = (experts, inputs, outputs)
     return (
@@ -219,8 +226,8 @@ def _is_turned(checkpoint: Checkpoint, stacked: _Stacked) -> bool:
 
 
 def _divide(checkpoint: Checkpoint, stacked: _Stacked, scheme: Scheme, turned: bool) -> None:
-    """The weight and its scales, expert by expert; `turned`: inputs come before outputs
-    in all of them.
+    """Divide the weight and its scales by expert. `turned`: inputs come before outputs in all of
+    them.
     """
     declared = scheme.linear(stacked.modules[0][0][1])
     for suffix, kind in _SUFFIXES.items():
@@ -260,9 +267,10 @@ def _bands(
     stacked: _Stacked,
     declared: LinearScheme | None,
 ) -> int:
-    """How many entries of the second dimension belong to one module; 0: all of them, to each.
+    """Return how many entries of the second dimension belong to one module; 0 if all of them belong
+    to each.
 
-    Raises CheckpointError for scales of which one is for rows of gate and of up.
+    Raises CheckpointError for a scale that covers rows of both gate and up.
     """
     modules = len(stacked.modules[0])
     if kind in _INPUTS or len(shape) < 2 or (modules > 1 and shape[1] == 1):

@@ -1,6 +1,4 @@
-"""The matrices of a layer's experts, read one after the other, as `KernelSet.pack_experts` takes
-them.
-"""
+"""The matrices of a layer's experts, read one at a time, as `KernelSet.pack_experts` takes them."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from freight.operands.weight import Weight
 
 @dataclass(frozen=True)
 class Read:
-    """`Weights` that are read as they are asked for."""
+    """`Weights` that are read lazily, while they are iterated over."""
 
     count: int
     read: Callable[[], Iterator[Weight]]
@@ -30,8 +28,8 @@ class Read:
 def expert_matrices(
     source: WeightSource, shapes: Mapping[str, Shape], names: Sequence[Sequence[str]]
 ) -> Iterator[Weight]:
-    """The matrix of each expert, of the tensors `names`. Raises CheckpointError where they are not
-    of one kind.
+    """Yield the matrix of each expert, merged from its tensors in `names`. Raises CheckpointError
+    where the experts are not quantized alike.
     """
     scales = [
         scale

@@ -1,13 +1,12 @@
-"""Models that Freight has no row for: transformers' own modules over Freight's cache, attention and
-FP8 weights.
+"""Models without a row in Freight: transformers' modules over Freight's cache and FP8 weights.
 
-The modules compute everything but attention, and every matrix that is in FP8. A function that is
-registered with transformers stores each layer's keys and values, which are rotated already, and
-attends over the pages. What the model gives is compared with transformers' eager attention on a few
-tokens before it is used, with the same modules.
+transformers' modules compute everything except attention and the matrices in FP8. An attention
+function that is registered with transformers stores each layer's keys, rotated already, and values,
+and attends over the pages. Before the model is used, its logits of a few tokens are compared with
+those of transformers' eager attention on the same modules.
 
-Not promised here: that a row has the same bits whatever is computed with it. torch's matrix
-products choose their order of summation by the number of rows.
+Not guaranteed here: that a row has the same bits in every batch. torch's matrix products choose
+their order of summation by the number of rows.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ ATTENTION = "freight"
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Attention over the cache needs none."""
+    """Return no mask: attention over the cache needs none."""
 
 
 AttentionInterface.register(ATTENTION, attention)
@@ -64,9 +63,7 @@ AttentionMaskInterface.register(ATTENTION, _no_mask)
 
 @dataclass
 class _Step:
-    """One forward pass, as the attention of each layer sees it. `calls` counts the layers that
-    attended.
-    """
+    """One forward pass, as each layer's attention sees it. `calls` counts the layers that attended."""
 
     model: TransformersModel
     batch: ForwardBatch
@@ -82,7 +79,9 @@ class _Step:
         mask: Any,
         given: JsonObject,
     ) -> tuple[Tensor, None]:
-        """q, k, v: [1, heads, num_tokens, dim], rotated; gives [1, num_tokens, num_heads, v_dim]."""
+        """Store and attend. q, k, v: [1, heads, num_tokens, dim], rotated; returns [1, num_tokens,
+        num_heads, v_dim].
+        """
         index = self.model.layer_of[id(module)]
         mixer, kv = self.model.config.attention[index], self.kv_cache[index]
         assert isinstance(kv, PagedKV)
@@ -94,8 +93,8 @@ class _Step:
 
 
 class _States(MoeModelOutputWithPast):
-    """What a body returns, of which only the final states are there: heads of some models look for
-    more.
+    """The output of a body with the final states alone: any other field that a model's head reads
+    is None.
     """
 
     def __getattr__(self, name: str) -> None:
@@ -104,14 +103,16 @@ class _States(MoeModelOutputWithPast):
 
 
 class _Given(nn.Module):
-    """Stands for the body where the head alone is computed: the final states are what comes in."""
+    """A stand-in for the body where only the head is computed: it returns its input as final
+    states.
+    """
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _States:
         return _States(last_hidden_state=inputs_embeds)
 
 
 class FreightLinear(nn.Module):
-    """A Linear of Freight in the place of a torch one."""
+    """A torch module that computes with Freight's `Linear`."""
 
     def __init__(self, linear: Linear, weight: Weight) -> None:
         super().__init__()
@@ -119,12 +120,13 @@ class FreightLinear(nn.Module):
         self.out_features, self.in_features = weight.data.shape
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., inputs] times the matrix, [..., outputs]."""
         return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
 @dataclass(frozen=True)
 class TransformersModel:
-    """A causal LM of transformers with what the engine needs of `Decoder`."""
+    """A causal LM of transformers, with what the engine needs of `Decoder`."""
 
     config: ModelConfig
     causal: PreTrainedModel
@@ -133,7 +135,7 @@ class TransformersModel:
 
     @cached_property
     def layer_of(self) -> dict[int, int]:
-        """The layer of each attention module, by its identity."""
+        """The layer of each attention module, by the module's id()."""
         assert self.config.foreign is not None
         return {
             id(self.causal.get_submodule(name)): i
@@ -142,17 +144,17 @@ class TransformersModel:
 
     @cached_property
     def _head(self) -> nn.Module:
-        """The same model with the same modules, but for the body."""
+        """A copy of the model that shares its modules, with the body replaced."""
         head = copy.copy(self.causal)
         head._modules = {**self.causal._modules, body_of(self.causal)[0]: _Given()}
         return head
 
     def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
-        """As `Decoder.forward`."""
+        """Run one step and return its logits, as `Decoder.forward` does."""
         return self.logits(self.hidden(batch, kv_cache))
 
     def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
-        """As `Decoder.hidden`."""
+        """Run one step and return its final states, as `Decoder.hidden` does."""
         step = _Step(self, batch, kv_cache)
         states = run_body(body_of(self.causal)[1], batch.token_ids, batch.positions, step)
         if step.calls != self.config.num_layers:
@@ -162,12 +164,12 @@ class TransformersModel:
         return states[batch.logit_rows] if len(batch.logit_rows) < len(states) else states
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `Decoder.logits`."""
+        """Return the logits of final states, as `Decoder.logits` does."""
         logits: Tensor = cast(Any, self._head)(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0].float()
 
     def eager_logits(self, token_ids: Tensor) -> Tensor:
-        """What transformers' eager attention gives for one sequence: float32 [num_tokens,
+        """Return the logits of transformers' eager attention for one sequence: float32 [num_tokens,
         vocab_size].
         """
         self.causal.set_attn_implementation("eager")
@@ -179,7 +181,7 @@ class TransformersModel:
 
     @property
     def num_bytes(self) -> tuple[int, int]:
-        """Memory of (all else, embedding and head), each tensor once."""
+        """Bytes of (everything else, embedding and head), each tensor counted once."""
         outer = {
             id(p): p.nbytes
             for m in (self.causal.get_input_embeddings(), self.causal.get_output_embeddings())
@@ -202,11 +204,11 @@ def load_foreign(
     device: str,
     scheme: Scheme,
 ) -> TransformersModel:
-    """As `load_model`, through transformers' loading; routers and experts that are no Linear keep
-    16 or 32 bits.
+    """Load a model as `load_model` does, through transformers' loading. Routers and experts that
+    are not Linear modules stay in 16 or 32 bits.
 
     Raises CheckpointError where tensors and modules do not fit, and where the model does not pass
-    its check, and ConfigError where FP8 is asked for and no matrix can be rounded to it.
+    its check; ConfigError where FP8 is asked for and no matrix can be rounded to it.
     """
     assert config.foreign is not None
     free = frozenset((config.foreign.embedding, config.foreign.head))
@@ -245,6 +247,7 @@ def load_foreign(
 
 
 def _replace(causal: PreTrainedModel, name: str, weight: Weight, kernels: KernelSet) -> None:
+    """Put a Freight Linear in the place of the torch one called `name`."""
     path = name.removesuffix(".weight")
     bias = cast(nn.Linear, causal.get_submodule(path)).bias
     linear = Linear(kernels.pack(weight), bias, kernels, weight.input_limit)
@@ -252,6 +255,7 @@ def _replace(causal: PreTrainedModel, name: str, weight: Weight, kernels: Kernel
 
 
 def _refuse_other_fp8(checkpoint: Checkpoint, known: frozenset[str]) -> None:
+    """Raise CheckpointError for an FP8 tensor that is not the weight of a Linear in `known`."""
     for name in sorted(checkpoint.names - known):
         if checkpoint.entry(name).dtype.startswith("F8_E") and not checkpoint.entry(
             name
@@ -263,6 +267,9 @@ def _refuse_other_fp8(checkpoint: Checkpoint, known: frozenset[str]) -> None:
 
 
 def _load_modules(checkpoint: Checkpoint, compute_format: Format, device: str) -> PreTrainedModel:
+    """Load transformers' modules. Raises CheckpointError for what it cannot load, and for tensors
+    that do not fit.
+    """
     hf = hf_config(checkpoint.config)
     cls = causal_class(hf)
     try:

@@ -1,10 +1,9 @@
-"""The check of a model that runs through transformers' modules: the same logits as with
-transformers' own attention.
+"""Self-check of a model that runs through transformers' modules, against eager attention.
 
-Two sequences of random tokens go through the cache, the first in two steps, the second with its
-second part. So the check fails for positions that are not used, for anything that mixes tokens
-outside of attention, and for attention that sees more or less than it should. The reference has the
-same modules, so no memory is needed for another model.
+Two sequences of random tokens go through the cache: the first in two steps, the second in the step
+of the first one's second part. So the check fails for ignored positions, for anything that mixes
+tokens outside attention, and for attention that sees too much or too little. The reference uses the
+same modules, so no second model is held in memory.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from freight.fp8.formats import Format
 from freight.kernels.interface import KernelSet
 from freight.operands.batch import ForwardBatch
 
-# Error of the logits, relative to their spread. Attention sums in another order and rounds
-# elsewhere; FP8 activations round these differences up to a whole step. A fault of positions or
-# masks gives 0.3 and more.
+# Allowed error of the logits, relative to their spread. Freight's attention sums in another order
+# and rounds at other places, and FP8 activations can turn that into a full step of the format. A
+# fault of positions or masks gives 0.3 and more.
 TOLERANCE = {Format.FLOAT32: 1e-3, Format.FLOAT16: 2e-2, Format.BFLOAT16: 0.1}
 TOLERANCE_FP8 = 0.25
 _BLOCK = 16
 _LENGTHS = (24, 16)
-_FIRST = 13  # tokens of the first step
+_FIRST = 13  # tokens of the first step: fewer than a block, so the second step continues one
 
 
 class Checked(Protocol):
-    """What is checked (`models.fallback.TransformersModel`)."""
+    """The model that is checked (`models.fallback.TransformersModel`)."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -49,8 +48,8 @@ class Checked(Protocol):
 
 @torch.inference_mode()
 def self_check(model: Checked, compute_format: Format, fp8: bool, device: str) -> float:
-    """The error found. Raises CheckpointError where it is above what rounding explains, or what a
-    module raised.
+    """Compare the logits and return their error. Raises CheckpointError where it is larger than
+    rounding explains, and for whatever a module raises.
     """
     try:
         error = _measure(model, compute_format, device)
@@ -102,8 +101,8 @@ def _measure(model: Checked, compute_format: Format, device: str) -> float:
 
 
 def _batch(parts: list[tuple[Tensor, int, list[int]]], groups: int, device: str) -> ForwardBatch:
-    """Each part: tokens, the position of the first, the blocks of the sequence. Every row wants
-    logits.
+    """Build a batch. Each part: tokens, the position of the first, the blocks of the sequence.
+    Every row wants logits.
     """
 
     def tensor(values: list[int], dtype: torch.dtype) -> Tensor:

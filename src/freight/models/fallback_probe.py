@@ -1,10 +1,10 @@
-"""What a model is that Freight has no row for: transformers' modules, run once without weights.
+"""Probe of a model without a row in Freight: transformers' modules, run once without weights.
 
-A causal LM of transformers gives its queries, keys and values to the function that is registered
-for attention. Here that function writes down what each layer gives it: heads, their sizes, scale,
-window, soft cap. No tensor has any content (device "meta"), so this takes no memory and works
-before a weight is read. What cannot be run over Freight's cache is refused by name.
-`models/fallback.py` runs what passed.
+A causal LM of transformers passes its queries, keys and values to the registered attention
+function. Here that function records what each layer passes: heads, their sizes, scale, window, soft
+cap. Tensors are on device "meta" and have no content, so the probe takes no memory and works before
+a weight is read. What cannot run over Freight's cache is refused by name. `models/fallback.py` runs
+the models that pass.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from freight.models.fallback_words import (
 
 PROBE = "freight_probe"
 _TOKENS = 8
-_LONGEST = 2**20  # positions at which a mask is compared
+_LONGEST = 2**20  # positions up to which a mask is compared
 
 _OWN_CODE = " (auto_map names code in the checkpoint, which is never run here; vLLM runs it with --trust-remote-code)"
 _HARMLESS = frozenset(
@@ -57,9 +57,11 @@ _SCALING, _CAP, _WINDOW = "scaling", "softcap", "sliding_window"
 
 
 def hf_config(config: JsonObject) -> PreTrainedConfig:
-    """The configuration object of transformers, without what it would do about quantization.
+    """Build transformers' configuration object, without quantization, which Freight handles itself.
 
-    Code that comes with a checkpoint is never run: only model types that transformers itself knows.
+    Code that comes with a checkpoint is never run: only model types that transformers itself knows
+    are accepted. Raises CheckpointError for another type, and for a config.json that transformers
+    does not accept.
     """
     model_type = config.get("model_type")
     refuse_uncompared(model_type)
@@ -75,9 +77,8 @@ def hf_config(config: JsonObject) -> PreTrainedConfig:
         if key not in ("quantization_config", "compression_config")
     }
     try:
-        found = CONFIG_MAPPING[model_type].from_dict(
-            copy.deepcopy(own)
-        )  # which writes into `rope_scaling`
+        # A copy: from_dict writes into `rope_scaling`
+        found = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(own))
         found.get_text_config()
     except Exception as error:  # validators of transformers raise what they like
         raise refused(model_type, f"its configuration is not accepted: {error}") from error
@@ -86,12 +87,14 @@ def hf_config(config: JsonObject) -> PreTrainedConfig:
 
 
 def causal_class(config: PreTrainedConfig, declared: object = None) -> type[PreTrainedModel]:
-    """The class of transformers that runs the model; `declared` is `architectures` of config.json."""
+    """Return transformers' class for the model; `declared` is `architectures` of config.json.
+    Raises CheckpointError where they disagree.
+    """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise refused(config.model_type, "it is no causal language model there")
     found = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    # those whose own code came before transformers' write PhiMoEForCausalLM, and
-    # InternLM3ForCausalLM for Llama's
+    # Files older than transformers' own class name the class of their remote code:
+    # PhiMoEForCausalLM, or InternLM3ForCausalLM where the class is Llama's
     names = (found.__name__.lower(), config.model_type.replace("_", "") + "forcausallm")
     if declared and str(declared).lower() not in [str([name]) for name in names]:
         raise refused(
@@ -103,9 +106,7 @@ def causal_class(config: PreTrainedConfig, declared: object = None) -> type[PreT
 
 @dataclass
 class _Probe:
-    """Stands where the step stands in a forward pass (`models.fallback`), and writes down the
-    calls.
-    """
+    """A stand-in for the step of a forward pass (`models.fallback`) that records the calls."""
 
     calls: list[_Call] = field(default_factory=list)
 
@@ -139,9 +140,7 @@ class _Call:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *masks: Any, **given: Any
 ) -> Any:
-    """What is registered with transformers: the attention of the step that the model's caller
-    passed.
-    """
+    """Attend for transformers: call the step that the model's caller passed as `freight_step`."""
     step = given.pop("freight_step", None)
     mask = masks[0] if masks else given.pop("attention_mask", None)
     if step is None:
@@ -160,7 +159,7 @@ def _marked_mask(
     kv_length: int,
     **kwargs: Any,
 ) -> Tensor:
-    """Instead of a mask: one without content that carries the rule it would have been made by."""
+    """Return a mask without content that carries its rule, `mask_function`."""
     mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     mask.mask_function = mask_function  # type: ignore[attr-defined]
     return mask
@@ -171,7 +170,9 @@ AttentionMaskInterface.register(PROBE, _marked_mask)
 
 
 def body_of(model: PreTrainedModel) -> tuple[str, nn.Module]:
-    """(name, module) of what gives the final states, before the head."""
+    """Return (name, module) of the part that computes the final states, before the head. Raises
+    CheckpointError if the model has none.
+    """
     for name in (model.base_model_prefix, "model"):
         body = model._modules.get(name)
         if body is not None:
@@ -182,7 +183,7 @@ def body_of(model: PreTrainedModel) -> tuple[str, nn.Module]:
 
 
 def run_body(body: nn.Module, token_ids: Tensor, positions: Tensor, step: Any) -> Tensor:
-    """Final states [num_tokens, hidden_size] of tokens laid end to end.
+    """Return final states [num_tokens, hidden_size] of tokens laid end to end.
 
     The mask of ones says that no token is padding; without it transformers would look for sequences
     in the positions.
@@ -200,11 +201,10 @@ def run_body(body: nn.Module, token_ids: Tensor, positions: Tensor, step: Any) -
 
 
 def foreign_config(config: JsonObject, stored: Format | None = None) -> ModelConfig:
-    """config.json -> ModelConfig of a model that runs through transformers. Raises CheckpointError
-    with the reason.
+    """Read config.json as the ModelConfig of a model that runs through transformers.
 
-    `stored` is the dtype of the tensors that are not quantized, which counts where config.json
-    names none.
+    `stored` is the dtype of the tensors that are not quantized, used where config.json names none.
+    Raises CheckpointError with the reason if the model cannot run so.
     """
     refuse_recurrent(config)
     hf = hf_config(config)
@@ -212,9 +212,8 @@ def foreign_config(config: JsonObject, stored: Format | None = None) -> ModelCon
     cls = causal_class(hf, config.get("architectures"))
     refuse_lost_rope(hf, config)
     refuse_keys(hf.model_type, {**hf.get_text_config().to_dict(), **config})
-    hf._experts_implementation = (
-        "batched_mm"  # the one that does not ask how many tokens an expert has
-    )
+    # The one implementation that does not read how many tokens each expert has
+    hf._experts_implementation = "batched_mm"
     probe = _Probe()
     try:
         with torch.device("meta"), torch.inference_mode():
@@ -240,7 +239,7 @@ def foreign_config(config: JsonObject, stored: Format | None = None) -> ModelCon
 
 
 def _require_language_model(config: JsonObject, hf: PreTrainedConfig) -> None:
-    """Raises CheckpointError for a model of several parts, which transformers does not run as a
+    """Raise CheckpointError for a model of several parts, which transformers does not run as a
     causal LM.
     """
     if type(hf) in MODEL_FOR_CAUSAL_LM_MAPPING or "text_config" not in type(hf).sub_configs:
@@ -267,7 +266,7 @@ def _model_config(
     if not isinstance(limit, int):
         raise refused(
             hf.model_type,
-            "its configuration names no largest number of positions (max_position_embeddings)",
+            "its configuration has no max_position_embeddings, the largest number of positions",
         )
     if limit < 1:
         raise CheckpointError(f"config.json: max_position_embeddings = {limit} must be at least 1")
@@ -275,9 +274,8 @@ def _model_config(
         _mixer(hf.model_type, name, call, limit) for name, call in zip(modules, calls, strict=True)
     ]
     feed_forward = DenseConfig(int(getattr(text, "intermediate_size", None) or 0))
-    names = {
-        id(parameter): name for name, parameter in model.named_parameters()
-    }  # of a tied one, the first
+    # A tied parameter has its first name
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise refused(hf.model_type, "it has no embedding, or no head that is a Linear")
@@ -316,15 +314,17 @@ def _model_config(
 
 
 def plain_linears(model: PreTrainedModel) -> list[str]:
-    """The names of its Linear modules. A subclass computes something else."""
+    """Return the names of the model's Linear modules, without subclasses, which compute something
+    else.
+    """
     return [name for name, module in model.named_modules() if type(module) is nn.Linear]
 
 
 def _attention_modules(
     model_type: str, num_layers: int, model: PreTrainedModel, calls: list[_Call]
 ) -> list[str]:
-    """The names of the modules that called, one for each layer in order. Raises CheckpointError for
-    other calls.
+    """Return the names of the modules that attended, one for each layer in order. Raises
+    CheckpointError for any other pattern of calls.
     """
     names = {id(module): name for name, module in model.named_modules()}
     called = [names[id(call.module)] for call in calls]
@@ -339,7 +339,8 @@ def _attention_modules(
     missing = next((index for index in range(num_layers) if index not in layers), None)
     if missing is None:
         raise refused(
-            model_type, f"{len(called)} modules attend in {num_layers} layers ({called[-1]} is one)"
+            model_type,
+            f"{len(called)} modules attend in {num_layers} layers ({called[-1]} is one of them)",
         )
     prefix = called[0][: called[0].index(f".{layers[0]}.") + 1]
     block = model.get_submodule(f"{prefix}{missing}")
@@ -351,14 +352,16 @@ def _attention_modules(
 
 
 def _mixer(model_type: str, name: str, call: _Call, limit: int) -> AttentionConfig:
-    """Raises CheckpointError for arguments of attention that Freight's does not have."""
+    """Build a layer's config from its call. Raises CheckpointError for arguments of attention that
+    Freight's does not have.
+    """
     num_heads, num_kv_heads, k_dim, v_dim = call.q[1], call.k[1], call.q[3], call.v[3]
     given = dict(call.given)
     if not given.pop("is_causal", True) or num_heads % num_kv_heads:
         raise refused(model_type, f"the attention of {name} is not causal and grouped by key heads")
     scale = given.pop(_SCALING, k_dim**-0.5)
     cap = given.pop(_CAP, None)
-    given.pop(_WINDOW, None)  # the mask says what is really seen
+    given.pop(_WINDOW, None)  # the mask decides what is seen
     unknown = sorted(set(given) - _HARMLESS)
     if unknown:
         sink = " (a sink)" if unknown == ["s_aux"] else ""
@@ -378,8 +381,10 @@ def _mixer(model_type: str, name: str, call: _Call, limit: int) -> AttentionConf
 
 
 def _window(model_type: str, name: str, rule: Callable[..., Tensor], limit: int) -> int | None:
-    """The sliding window that a mask's rule amounts to, compared at positions around its edges and
-    between.
+    """Return the sliding window that a mask's rule amounts to, None for all tokens before.
+
+    The rule is compared at positions around the window's edges and between. Raises CheckpointError
+    for any other rule.
     """
     longest = min(limit, _LONGEST)
     key = torch.arange(longest, dtype=torch.int64, device="cpu")
@@ -390,25 +395,18 @@ def _window(model_type: str, name: str, rule: Callable[..., Tensor], limit: int)
 
     try:
         window = int(seen(longest - 1).sum())
-        for position in {
-            0,
-            1,
-            window - 1,
-            window,
-            window + 1,
-            longest // 3,
-            longest // 2 + 1,
-            longest - 1,
-        }:
+        edges = {0, 1, window - 1, window, window + 1}
+        between = {longest // 3, longest // 2 + 1, longest - 1}
+        for position in edges | between:
             if position < longest and not torch.equal(
                 seen(position), (key <= position) & (position - key < max(window, 1))
             ):
                 raise refused(
                     model_type,
-                    f"what {name} sees is neither all tokens before nor a sliding window",
+                    f"{name} sees neither all tokens before nor a sliding window",
                 )
     except CheckpointError:
         raise
     except Exception as error:
-        raise refused(model_type, f"what {name} sees follows from more than positions") from error
+        raise refused(model_type, f"the mask of {name} depends on more than positions") from error
     return None if window >= longest else window

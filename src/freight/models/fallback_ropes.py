@@ -1,6 +1,4 @@
-"""Rotary embeddings of models that run through transformers' modules: what of config.json they
-take, and whether their angles depend on the length of a sequence.
-"""
+"""Checks of rotary embeddings in transformers' modules: keys that are lost, angles by length."""
 
 from __future__ import annotations
 
@@ -16,20 +14,18 @@ from freight.config.fields import JsonObject
 from freight.models.fallback_words import refused
 
 _TOKENS = 8  # of the probe's forward pass
-_ROPES_OF_LENGTH = (
-    "dynamic",
-    "longrope",
-)  # those that transformers' modules compute anew in a forward pass
-_ROPE_NAMES = {
-    "rotary_emb_base": "rope_theta",
-    "rotary_pct": "partial_rotary_factor",
-}  # of gpt_neox
+# Types whose angles transformers' modules recompute in a forward pass
+_ROPES_OF_LENGTH = ("dynamic", "longrope")
+# Names in files of gpt_neox -> transformers' names
+_ROPE_NAMES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 _ROPE_KEYS = ("rope_theta", "partial_rotary_factor", *_ROPE_NAMES)
 
 
 def refuse_lost_rope(hf: PreTrainedConfig, config: JsonObject) -> None:
-    """Old files have the rope's numbers in other keys, which transformers does not take for every
-    model type.
+    """Raise CheckpointError for a rope parameter of config.json that transformers does not take.
+
+    Old files have the parameters under other keys, which transformers reads for some model types
+    only.
     """
     taken = getattr(hf.get_text_config(), "rope_parameters", None) or {}
     parts = [part for part in taken.values() if isinstance(part, Mapping)] or [taken]
@@ -48,9 +44,11 @@ def refuse_lost_rope(hf: PreTrainedConfig, config: JsonObject) -> None:
 
 
 def settle_ropes(model_type: str, model: PreTrainedModel, limit: int | None) -> None:
-    """Refuse rotary embeddings whose angles change with the length of a sequence of up to `limit`
-    tokens, because keys are stored rotated. Those that do not, though they look at the length, get
-    their angles without weights from here.
+    """Refuse rotary embeddings whose angles depend on the sequence length, up to `limit` tokens:
+    keys are stored rotated.
+
+    An embedding that looks at the length, and whose angles do not change, gets them fixed here for
+    the probe, which has no weights.
     """
     for rope in model.modules():
         kinds = getattr(rope, "rope_type", None)
@@ -70,7 +68,7 @@ def settle_ropes(model_type: str, model: PreTrainedModel, limit: int | None) -> 
 
 @dataclass(frozen=True)
 class _Angles:
-    """Stands for the `forward` of a rotary embedding: cos and sin by `layer_type`, whatever the
+    """A stand-in for the `forward` of a rotary embedding: cos and sin by `layer_type`, whatever the
     positions are.
     """
 
@@ -83,8 +81,10 @@ class _Angles:
 
 
 def _angles(rope: Any, layer_type: str | None, limit: int) -> list[Tensor]:
-    """cos and sin of the first positions, in a short sequence and in one of `limit` tokens.
-    Computed by the same module made again on the CPU."""
+    """Return cos and sin of the first positions, in a short sequence and in one of `limit` tokens.
+
+    They are computed on the CPU, by a second instance of the module.
+    """
     given = {} if layer_type is None else {"layer_type": layer_type}
     first = torch.arange(_TOKENS, dtype=torch.int64, device="cpu")[None]
     last = torch.full_like(first[:, :1], limit - 1)

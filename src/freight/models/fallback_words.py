@@ -1,4 +1,4 @@
-"""The words for what keeps a model from running through transformers' modules."""
+"""Error messages for models that cannot run through transformers' modules."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError, choices
 
 OTHER_ATTENTION = "its attention does not go through transformers' AttentionInterface"
-# what a key of config.json says that Freight's cache or its attention does not do
+# Key of config.json -> what it asks for that Freight's cache or attention does not have
 _REFUSED_KEYS: Mapping[str, str] = {
-    "is_encoder_decoder": "an encoder beside the decoder",
+    "is_encoder_decoder": "an encoder as well as a decoder",
     "add_cross_attention": "cross attention",
     "vision_config": "inputs other than text",
     "vq_config": "inputs other than text",
@@ -26,17 +26,12 @@ _REFUSED_KEYS: Mapping[str, str] = {
     "num_kv_shared_layers": "layers that share keys and values",
     "alibi": "biases by position (ALiBi)",
 }
-_RECURRENT = (
-    "mamba_",
-    "ssm_",
-    "linear_num_",
-    "linear_conv_",
-    "conv_",
-)  # how keys of recurrent layers begin
+# Prefixes of the keys of recurrent layers
+_RECURRENT = ("mamba_", "ssm_", "linear_num_", "linear_conv_", "conv_")
 
 
 def refused(model_type: object, why: str) -> CheckpointError:
-    """The error for a model that does not pass."""
+    """Return the error for a model that transformers' modules cannot run."""
     return CheckpointError(
         f"config.json: model_type {model_type!r} has no row in Freight, and transformers' modules cannot be "
         f"used: {why}. Model types that need none of them: {choices(FAMILIES)}"
@@ -44,10 +39,10 @@ def refused(model_type: object, why: str) -> CheckpointError:
 
 
 def refuse_recurrent(config: JsonObject) -> None:
+    """Raise CheckpointError for a config.json that declares recurrent layers or convolutions."""
     kinds = config.get("layer_types") or config.get("layers_block_type")
-    kinds = (
-        kinds if isinstance(kinds, list) else []
-    )  # transformers' class says what is wrong with another value
+    # transformers' class reports what is wrong with a value of another type
+    kinds = kinds if isinstance(kinds, list) else []
     kind = next(
         (kind for kind in map(str, kinds) if "attention" not in kind or "linear" in kind), None
     )
@@ -66,6 +61,7 @@ def refuse_recurrent(config: JsonObject) -> None:
 
 
 def refuse_keys(model_type: str, config: JsonObject) -> None:
+    """Raise CheckpointError for a key of `_REFUSED_KEYS` that is set."""
     for key, why in _REFUSED_KEYS.items():
         if config.get(key):
             raise refused(model_type, f"{key} = {shortened(config[key])} means {why}")
@@ -74,16 +70,17 @@ def refuse_keys(model_type: str, config: JsonObject) -> None:
 def why_not_built(
     hf: PreTrainedConfig, cls: type[PreTrainedModel], attention: str, error: Exception
 ) -> str:
-    """A key without a value that the failing line reads, if there is one; else what was raised.
-    `attention` is the name of the attention function that it was to be made with."""
-    if isinstance(error, KeyError) and error.args == (
-        attention,
-    ):  # a table of attention classes in its file
+    """Name a key without a value that the failing line reads, if there is one; else what was
+    raised.
+
+    `attention`: the name of the attention function that the model was built with.
+    """
+    # The model's file has a table of attention classes, without this name
+    if isinstance(error, KeyError) and error.args == (attention,):
         return OTHER_ATTENTION
     values = hf.get_text_config().to_dict()
-    for frame in traceback.extract_tb(error.__traceback__)[
-        :-4:-1
-    ]:  # torch may stand behind transformers' line
+    # The last frames: torch may have been called by transformers' line
+    for frame in traceback.extract_tb(error.__traceback__)[:-4:-1]:
         missing = [
             name for name in re.findall(r"\w+", frame.line or "") if values.get(name, 0) is None
         ]
@@ -93,6 +90,7 @@ def why_not_built(
 
 
 def why_not_run(model: PreTrainedModel, error: Exception) -> str:
+    """Explain why a model that was built does not run over the probe."""
     files = {type(module).__module__ for module in model.modules()}
     if not any(hasattr(sys.modules[file], "ALL_ATTENTION_FUNCTIONS") for file in files):
         return OTHER_ATTENTION
@@ -110,5 +108,5 @@ def why_not_run(model: PreTrainedModel, error: Exception) -> str:
 
 def _raised(error: Exception) -> str:
     if isinstance(error, KeyError):
-        return f"it looks for {error} and does not find it"
+        return f"it looks up {error}, which is missing"
     return str(error).splitlines()[0] if str(error) else type(error).__name__

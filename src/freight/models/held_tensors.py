@@ -1,4 +1,4 @@
-"""The tensors that lie in a value: what packed weights and layers hold."""
+"""The tensors within a value, for the size of packed weights and layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def held_tensors(value: object) -> dict[int, int]:
-    """{address: bytes} of the tensors in `value`, however deep in tuples and dataclasses they lie."""
+    """Return {address: bytes} of the tensors in `value`, at any depth of tuples and dataclasses."""
     if isinstance(value, Tensor):
         return {value.data_ptr(): value.nbytes}
     parts: Sequence[object] = ()

@@ -1,10 +1,9 @@
-"""Checkpoint -> Decoder. Every tensor of the checkpoint is taken here, or skipped by name with a
-reason.
+"""Loader: checkpoint -> Decoder. Every tensor is taken, or skipped by name with a reason.
 
-What a model needs follows from ModelConfig alone (`tensor_shapes`), so a config that contradicts
-the tensors is an error that names both, before a weight is read. q, k, v and gate, up are merged
-along the output where that is exact. Mixers are built by `models/mixers.py`. A 16-bit weight that
-becomes FP8 is released before the next one is read, so memory peaks near the FP8 size.
+The tensors that a model needs follow from ModelConfig alone (`tensor_shapes`), so a config that
+contradicts the checkpoint is an error that names both, before a weight is read. q, k, v and gate,
+up are merged along the output where that is exact. Mixers are built by `models/mixers.py`. A 16-bit
+weight that becomes FP8 is released before the next one is read, so memory peaks near the FP8 size.
 """
 
 from __future__ import annotations
@@ -53,9 +52,12 @@ logger = logging.getLogger("freight")
 
 @dataclass(frozen=True)
 class ModelBuilder(Builder):
-    """Builds the layers, and what stands before and behind them."""
+    """A builder of layers, and of what comes before and after them."""
 
     def embedding(self) -> Embedding:
+        """Build the embedding, its rows divided by `divisor` and multiplied by the model's
+        multiplier.
+        """
         weight, multiplier = self.tensor(self.names.embedding), self.config.embedding_multiplier
         if multiplier is not None and self.config.rounds_multiplier:
             multiplier = (
@@ -76,6 +78,7 @@ class ModelBuilder(Builder):
         )
 
     def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
+        """Build layer `index`."""
         layer, names, prefix = self.config.layers[index], self.names, self.names.layer.format(index)
         outputs_only, fed = layer.norms is NormPlacement.OUTPUT, layer.feed_forward is not None
         mixer = build_mixer(layer.mixer, self, prefix, ropes)
@@ -85,7 +88,7 @@ class ModelBuilder(Builder):
         )
         scalar = self.tensor(prefix + names.scalar) if layer.scalar else None
         assert scalar is None or (mlp_post is not None and self.config.wide_norms), (
-            "the norm of what is added takes the scalar in"
+            "the weight of the post norm absorbs the scalar"
         )
         own = (
             None
@@ -113,14 +116,17 @@ class ModelBuilder(Builder):
     def part_norm(
         self, name: str, post: Tensor | None, outputs_only: bool, there: bool
     ) -> Norm | None:
-        """The norm before a part of a layer that is `there`. With `outputs_only` only its eps is
-        used.
+        """Build the norm before a part of a layer; None if the part is not `there`. With
+        `outputs_only` only its eps is used.
         """
         return self.norm(name, post if outputs_only else None) if there else None
 
     def per_layer_embedding(
         self, own: PerLayerEmbeddingConfig, prefix: str, scalar: Tensor | None
     ) -> PerLayerEmbedding:
+        """Build a layer's part of the per-layer embeddings; `scalar`, if any, becomes part of the
+        weight of its norm.
+        """
         names, post = self.names, self.norm_weight(prefix + self.names.per_layer_post)
         return PerLayerEmbedding(
             gate=self.linear(prefix, names.per_layer_gate),
@@ -131,7 +137,9 @@ class ModelBuilder(Builder):
         )
 
     def per_layer_embeddings(self, only: int | None = None) -> PerLayerEmbeddings | None:
-        """The per-layer embeddings of all layers, or of layer `only`."""
+        """Build the per-layer embeddings of all layers, or of layer `only`; None if the model has
+        none.
+        """
         c, names = self.config, self.names
         if c.per_layer_vocab_size is None:
             return None
@@ -144,14 +152,16 @@ class ModelBuilder(Builder):
             assert weight.scale is None, "calibration reads weights that are not quantized"
             columns = slice(only * size, (only + 1) * size)
             table, weight = table[:, columns], Weight(weight.data[columns].contiguous())
-        # Gemma 4 divides what the norm takes by the root of hidden_size, which a larger eps does as
-        # well
+        # Gemma 4 divides the norm's input by sqrt(hidden_size); a larger eps has the same effect
         norm = RMSNorm(
             self.norm_weight(names.per_layer_norm), c.norm_eps * c.hidden_size, self.kernels
         )
         return PerLayerEmbeddings(table, size**0.5, self.packed(weight, None), norm)
 
     def feed_forward(self, mlp: FeedForward, prefix: str) -> MLP | MoE | None:
+        """Build a layer's feed-forward: None without one, and the dense part alone if experts run
+        in parallel with it.
+        """
         names = self.names
         if mlp is None:
             return None
@@ -163,7 +173,9 @@ class ModelBuilder(Builder):
         return self.mixture(mlp, prefix)
 
     def beside(self, mlp: FeedForward, prefix: str) -> ExpertsBeside | None:
-        """The experts beside a feed-forward (`MoEConfig.beside`), if the layer has such."""
+        """Build the experts in parallel with a feed-forward (`MoEConfig.beside`); None if the layer
+        has none.
+        """
         if not isinstance(mlp, MoEConfig) or not mlp.beside:
             return None
         names, c = self.names, self.config
@@ -179,12 +191,11 @@ class ModelBuilder(Builder):
         )
 
     def mixture(self, mlp: MoEConfig, prefix: str) -> MoE:
+        """Build a mixture of experts: router, experts, shared expert."""
         names = self.names
         router, biased = prefix + names.router, prefix + names.choice_bias
-        matrix, choice = (
-            self.exact(f"{router}.weight"),
-            self.exact(biased).flatten() if mlp.choice_bias else None,
-        )
+        matrix = self.exact(f"{router}.weight")
+        choice = self.exact(biased).flatten() if mlp.choice_bias else None
         if names.for_pictures:
             assert choice is not None
             matrix, choice = matrix.t().contiguous(), choice[: mlp.num_experts].clone()
@@ -206,7 +217,9 @@ class ModelBuilder(Builder):
         )
 
     def latent(self, mlp: MoEConfig, prefix: str, device: torch.device) -> Latent | None:
-        """What surrounds experts in a smaller space (`MoEConfig.latent_size`)."""
+        """Build the projections around experts in a smaller space (`MoEConfig.latent_size`); None
+        if there are none.
+        """
         if mlp.latent_size is None:
             return None
         into, out = (
@@ -219,13 +232,17 @@ class ModelBuilder(Builder):
         return Latent(into, out, norm)
 
     def dense(self, mlp: DenseConfig, prefix: str, gate_up: tuple[str, ...], down: str) -> MLP:
+        """Build a feed-forward from the modules `gate_up` and `down`."""
         return MLP(
             self.linear(prefix, *gate_up), self.linear(prefix, down), mlp.activation, self.kernels
         )
 
     def experts(self, mlp: MoEConfig, prefix: str, *parts: str) -> PackedExperts:
-        """The projections `parts` of each expert, merged. A static input scale is the largest of
-        all experts', as the rows are quantized once for all of them."""
+        """Build the projections `parts` of each expert, merged.
+
+        A static input scale is the largest of all experts', because rows are quantized once for all
+        experts.
+        """
         if self.names.interleaved:
             return self.interleaved(
                 prefix + self.names.expert + parts[0], pairs=parts == self.names.expert_gate_up
@@ -244,8 +261,8 @@ class ModelBuilder(Builder):
         return self.kernels.pack_experts(weights, torch.stack(biases) if biases else None)
 
     def interleaved(self, name: str, pairs: bool) -> PackedExperts:
-        """The experts of one tensor (`TensorNames.interleaved`); `pairs`: rows of gate and up in
-        turn.
+        """Build the experts of one tensor (`TensorNames.interleaved`). `pairs`: rows of gate and up
+        alternate.
         """
         shape = self.shapes[name]
         weights = Read(shape[0], lambda: iter(self.source.experts(name, shape, pairs)))
@@ -263,7 +280,7 @@ def model_builder(config: ModelConfig, source: WeightSource, kernels: KernelSet)
 def build_decoder(
     config: ModelConfig, source: WeightSource, kernels: KernelSet, max_len: int, device: str
 ) -> Decoder:
-    """The model that `config` describes, from the tensors of `source`, for positions below
+    """Build the model that `config` describes from the tensors of `source`, for positions below
     `max_len`.
     """
     builder = model_builder(config, source, kernels)

@@ -1,5 +1,4 @@
-"""What each kind of mixer is made of: its tensors and Linear modules, from its config alone.
-Imports no torch.
+"""Parts of each kind of mixer: tensors and Linear modules, from its config alone. Imports no torch.
 
 The shapes of tensors (`models/shapes.py`), the bytes of a loaded model (`models/sizes.py`) and the
 modules that the quantizer knows (`calibrate/modules.py`) follow from these values; none of them
@@ -47,23 +46,22 @@ class Projected:
 
 @dataclass(frozen=True)
 class MixerParts:
-    """All names are those within the layer.
+    """The tensors and modules of a mixer. All names are relative to the layer.
 
-    module        of the whole mixer: KV scales stand next to its parts, and messages name it
-    projections   by the field that they are of the built mixer (`layers/attention.py`); these are
-                  quantized
+    module        the mixer's module: KV scales are stored under it, and messages name it
+    projections   by their field in the built mixer (`layers/attention.py`); these are quantized
     kept          Linear modules that stay in 16 bits -> outputs, inputs; merged, but for those
                   below
-    alone         those of `kept` that have an input of their own
-    cut           that of `kept` that is cut at load into the matrices of by_head
-    by_head       how many there are, outputs, inputs
+    alone         modules of `kept` with an input of their own
+    cut           the module of `kept` that is split at load into the matrices of by_head
+    by_head       number of matrices, outputs, inputs
     norms         the weight of an RMSNorm -> its channels
     plain         a tensor that is held in the compute dtype, whatever the matrices are -> its shape
     exact         a tensor that is held in float32 -> its shape
-    made          float32 numbers that are made at load, not read
-    factors       numbers in the compute dtype that are made at load
-    whole         modules whose rows are those of heads in turn, taken apart at load -> rows of each
-                  part of a head, in which no block of scales may end
+    made          count of float32 numbers that are made at load, not read
+    factors       count of numbers in the compute dtype that are made at load
+    whole         modules whose rows go head by head, regrouped at load -> rows of each part of a
+                  head, inside which no block of scales may end
     """
 
     module: str = ""
@@ -81,7 +79,7 @@ class MixerParts:
 
 
 def mixer_parts(mixer: Mixer, hidden_size: int, names: TensorNames) -> MixerParts:
-    """The parts of a layer's mixer; none of a layer without one."""
+    """Return the parts of a layer's mixer; empty for a layer without one."""
     return MixerParts() if mixer is None else _PARTS[type(mixer)](mixer, hidden_size, names)
 
 
@@ -155,9 +153,8 @@ def _delta_net(mixer: DeltaNetConfig, hidden_size: int, of_all: TensorNames) -> 
 
 def _kimi_delta(mixer: KimiDeltaConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:
     names, size, rank = of_all.kimi_delta, mixer.size, mixer.rank
-    beside = (
-        names.output_gate if rank is None else ()
-    )  # the gate's projection, with those of q, k and v
+    # A full-rank gate's projection shares its input with q, k and v, and is merged with them
+    gate = names.output_gate if rank is None else ()
     kept = {names.decay[0]: (rank or size, hidden_size), names.beta: (mixer.heads, hidden_size)}
     if rank is not None:
         kept |= {
@@ -165,7 +162,7 @@ def _kimi_delta(mixer: KimiDeltaConfig, hidden_size: int, of_all: TensorNames) -
             names.decay[1]: (size, rank),
             names.output_gate[1]: (size, rank),
         }
-    first = (*names.qkv, *beside)
+    first = (*names.qkv, *gate)
     return MixerParts(
         module=names.out.rpartition(".")[0],
         projections={

@@ -1,6 +1,4 @@
-"""The mixers of layers from their configs: a builder for each kind, so that the loader knows none
-of them.
-"""
+"""Mixers of layers, from their configs: one build function per kind, so the loader knows none."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ Ropes = Mapping[int | None, Rotary]  # by `AttentionConfig.rope`
 
 
 def build_mixer(mixer: MixerConfig, builder: Builder, prefix: str, ropes: Ropes) -> Mixer | None:
-    """The mixer of the layer whose tensors begin with `prefix`; None for a layer without one."""
+    """Build the mixer of the layer whose tensors begin with `prefix`; None for a layer without one."""
     return None if mixer is None else _BUILDERS[type(mixer)](mixer, builder, prefix, ropes)
 
 
@@ -81,8 +79,10 @@ def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Rop
 def _qk_norms(
     mixer: AttentionConfig, builder: Builder, prefix: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The weights for q and k. A layer that reads another's keys has none for k: q's stands there,
-    unused.
+    """Return the weights of the norms of q and k.
+
+    A layer that reads another layer's keys has no weight for k; q's is returned in its place and
+    never used.
     """
     if mixer.qk_norm_bare:
         ones = torch.ones(mixer.k_dim, dtype=torch.float32, device=device)
@@ -106,7 +106,9 @@ def _output_gate(mixer: AttentionConfig, builder: Builder, prefix: str) -> Outpu
 
 
 def _of_heads(mixer: AttentionConfig, part: int) -> Tensor:
-    """The rows of q (0) or of its gate (1), where each head has both, one behind the other."""
+    """Return the rows of q (part 0) or of its gate (part 1), where each head has its q rows, then
+    its gate rows.
+    """
     rows = places(2 * mixer.num_heads * mixer.k_dim)
     return rows.view(mixer.num_heads, 2, mixer.k_dim)[:, part].flatten()
 
@@ -115,16 +117,15 @@ def _value_factor(mixer: AttentionConfig, builder: Builder, prefix: str) -> Valu
     if mixer.v_factor is None:
         return None
     others, values = mixer.factor_groups
-    like = builder.tensor(
-        prefix + builder.names.attention_norm
-    )  # for the compute dtype and the device
+    # Any tensor of the layer: it gives the compute dtype and the device
+    like = builder.tensor(prefix + builder.names.attention_norm)
     return ValueFactor(
         like.new_tensor([[1.0] * others + [mixer.v_factor] * values]), builder.kernels
     )
 
 
 def _value_norm(mixer: AttentionConfig, builder: Builder, rotary: Rotary) -> ValueNorm:
-    assert mixer.v_factor is None, "the norm would take the factor back"
+    assert mixer.v_factor is None, "the norm would cancel the factor"
     ones = torch.ones(mixer.v_dim, dtype=torch.float32, device=rotary.cos.device)
     return ValueNorm(
         ones, mixer.qkv_sizes[2], mixer.k_eq_v, builder.config.norm_eps, builder.kernels
@@ -132,7 +133,7 @@ def _value_norm(mixer: AttentionConfig, builder: Builder, rotary: Rotary) -> Val
 
 
 def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, ...]:
-    """The order of the rows of each matrix that q, k and v are stored in; None: as they are
+    """Return the order of the rows of each matrix that stores q, k and v; None keeps the order
     (`RopeConfig`).
     """
     if mixer.output_gate is not None and mixer.output_gate.in_q:
@@ -159,8 +160,8 @@ def _latent(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) ->
     of_kv = _rotated_last(1, mixer.latent, mixer.rotated, interleaved)
     ranked = mixer.q_rank is not None
     first = {names.q_a: None, names.kv_a: of_kv} if ranked else {names.q: of_q, names.kv_a: of_kv}
-    whole = builder.tensor(f"{prefix}{names.kv_b}.weight")
-    heads = whole.view(mixer.num_heads, mixer.nope + mixer.head_size, mixer.latent)
+    kv_b = builder.tensor(f"{prefix}{names.kv_b}.weight")
+    heads = kv_b.view(mixer.num_heads, mixer.nope + mixer.head_size, mixer.latent)
     gate = builder.outer(prefix + names.output_gate) if mixer.output_gate else None
     return Latent(
         first=builder.linear(prefix, *first, rows=tuple(first.values())),
@@ -182,8 +183,8 @@ def _latent(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) ->
 
 
 def _rotated_last(num_heads: int, plain: int, rotated: int, interleaved: bool) -> Tensor | None:
-    """The order of rows of heads whose last `rotated` channels have a rope; None: as they are
-    (`RopeConfig`).
+    """Return the order of the rows of heads whose last `rotated` channels have a rope; None keeps
+    the order (`RopeConfig`).
     """
     if not interleaved:
         return None
@@ -268,7 +269,7 @@ def _mamba2(mixer: Mamba2Config, builder: Builder, prefix: str, ropes: Ropes) ->
 
 
 def _side_by_side(groups: int, *sizes: int) -> Tensor:
-    """The order that brings rows of `groups` groups, each of parts of these sizes, into parts of
+    """Return the order of rows that turns `groups` groups of parts of `sizes` into parts that span
     all groups.
     """
     rows = places(groups * sum(sizes)).view(groups, -1)

@@ -1,8 +1,8 @@
-"""Opening a checkpoint: config, scheme and KV scales read and checked, and no weight.
+"""Opened checkpoints: config, scheme and KV scales are read and checked, weights are not.
 
-Whatever runs a model opens it here: the engine, calibration, evaluation, benchmarks, FP8Cache.
-`freight inspect` and `freight audit` read `Checkpoint` themselves, because they also describe what
-cannot be run.
+Everything that runs a model opens it here: the engine, calibration, evaluation, benchmarks,
+FP8Cache. `freight inspect` and `freight audit` read `Checkpoint` directly, because they also
+describe models that cannot be run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class OpenCheckpoint:
     kv_scales: KVScales
 
     def uncentered_scales(self) -> KVScales:
-        """The KV scales of the checkpoint's tensors alone, which are valid without centers."""
+        """Read the KV scales of the checkpoint's tensors alone, which are valid without centers."""
         return read_kv_scales(self.checkpoint, self.model, self.scheme, extras=False)
 
 
@@ -88,12 +88,14 @@ def read_model_config(
     stored: Format | None = None,
     ignore_keys: Collection[str] = (),
 ) -> ModelConfig:
-    """What a config.json describes: a row of Freight's, else a model of transformers that can be
-    run. `tensors` are the names of the checkpoint's tensors, `stored` the dtype of those that are
-    not quantized; `ignore_keys` are read over though they compute (`config.keys.check_keys`).
+    """Read a config.json: a family of Freight's, else a model of transformers that can be run.
 
-    Raises CheckpointError for a key of a row's that stands in the way, for a mechanism that Freight does not have, and
-    for what is neither; ConfigError for keys that cannot be ignored.
+    `tensors`: names of the checkpoint's tensors. `stored`: dtype of those that are not quantized.
+    `ignore_keys`: keys that are ignored although they change the computation
+    (`config.keys.check_keys`).
+
+    Raises CheckpointError for a key of the family's that is not implemented, for a mechanism that
+    Freight does not have, and for an unknown model; ConfigError for keys that cannot be ignored.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type in FAMILIES:
@@ -104,15 +106,14 @@ def read_model_config(
             f"--ignore-config-keys {' '.join(ignore_keys)}: model_type {model_type!r} runs through transformers' "
             "modules, which read all of config.json"
         )
-    from freight.models.fallback_probe import (
-        foreign_config,
-    )  # transformers' modeling code takes seconds to import
+    # Imported here: transformers' modeling code takes seconds to import
+    from freight.models.fallback_probe import foreign_config
 
     return foreign_config(config, stored)
 
 
 def require_native(model: ModelConfig, name: str, what: str) -> None:
-    """Raises CheckpointError for a model that runs through transformers: `what` needs Freight's own
+    """Raise CheckpointError for a model that runs through transformers: `what` needs Freight's own
     decoder.
     """
     if model.foreign is not None:
@@ -124,7 +125,7 @@ def require_native(model: ModelConfig, name: str, what: str) -> None:
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A checkpoint whose headers and scale tensors have been read and checked, and no weight yet.
+    """A checkpoint with its headers and scale tensors read and checked, and no weight yet.
 
     `checkpoint` is None for a model of random weights, which has no tokenizer and no stop ids.
     """
@@ -137,8 +138,8 @@ class OpenModel:
     device: DeviceFacts
 
     def resolve(self, args: EngineArgs) -> EngineConfig:
-        """`args` resolved for this checkpoint; they may differ from those it was opened with in
-        cache options only.
+        """Resolve `args` for this checkpoint. They may differ from the arguments that it was opened
+        with in cache options only.
         """
         source, scales = kv_source(args), self.kv_scales
         if source.file is not None:
@@ -154,27 +155,30 @@ class OpenModel:
             )
         config = resolve(args, self.model, self.scheme, scales, self.device)
         if config.state_every is not None:
-            self.cache_spec(config)  # which refuses it where no layer keeps a state
+            self.cache_spec(config)  # raises ConfigError where no layer keeps a state
         return config
 
     def skipped_layers(self) -> frozenset[int]:
-        """The layers whose cache stays unquantized while others have 8 bits. Raises ConfigError."""
+        """Return the layers whose cache stays unquantized while others have 8 bits. Raises
+        ConfigError.
+        """
         return skipped_layers(
             self.args.kv_cache_dtype_skip_layers, self.model.paged, self.model.num_layers
         )
 
     def skipping(self, config: EngineConfig) -> EngineConfig:
-        """`config`, whose cache is quantized in every layer, with those of `skipped_layers` left
-        out of that.
+        """Return `config`, whose cache is quantized in every layer, with the cache of
+        `skipped_layers` unquantized.
         """
         skipped, num_layers = self.skipped_layers(), self.model.num_layers
         return replace(config, kv=config.kv.skipping(skipped, num_layers, config.compute_format))
 
     def threads(self, config: EngineConfig) -> Threads:
-        """What everything that computes with this model should be inside of."""
+        """Return the context that everything that computes with this model must run in."""
         return choose_threads(config.threads, self.device.cores)
 
     def kernels(self, config: EngineConfig) -> KernelSet:
+        """Select the kernels for `config`."""
         return select_kernels(config.kernels, config.device, config.fp8_attention)
 
     def load(self, config: EngineConfig, num_positions: int | None = None) -> LanguageModel:
@@ -203,10 +207,8 @@ class OpenModel:
         kernels = self.kernels(config)
         if kernels.note:
             logger.warning("%s", kernels.note)
-        formats, model = (
-            (config.compute_format, config.weight_format),
-            self.model.for_context(config.max_model_len),
-        )
+        formats = config.compute_format, config.weight_format
+        model = self.model.for_context(config.max_model_len)
         self._log_dtype(config.compute_format)
         logger.info("%s", describe_weights(*formats, self.scheme, self.model))
         if self.model.foreign is not None:
@@ -218,8 +220,8 @@ class OpenModel:
         )
 
     def _log_dtype(self, compute: Format) -> None:
-        """What is computed in, and why; a warning where float32 is what config.json says and
-        nothing is stored so.
+        """Log the compute dtype and its reason; warn where config.json says float32 and no tensor
+        is stored so.
         """
         source = self.model.dtype_source if self.args.dtype == "auto" else DtypeSource.OPTION
         logger.info("dtype: %s", describe_dtype(compute, source))
@@ -242,25 +244,30 @@ class OpenModel:
             self.checkpoint, self.model, kernels, *formats, length, config.device, self.scheme
         )
         logger.info(
-            "model: %s of transformers over Freight's cache, checked against its own attention. Not promised: the same "
-            "bits for a row whatever is computed beside it (chunks, batches, prefix hits)",
+            "model: %s of transformers over Freight's cache, checked against its own attention. Not guaranteed: the "
+            "same bits for a row in other chunks or batches, or after a prefix hit",
             self.model.architecture,
         )
         return loaded
 
     def cache_spec(self, config: EngineConfig) -> KVCacheSpec:
+        """Return the layout of the cache for `config`."""
         sizes = config.compute_format, config.state_every, config.max_model_len
         return cache_spec(config.kv, self.model, config.block_size, *sizes)
 
     def stop_token_ids(self) -> frozenset[int]:
+        """Return the token ids that end a completion; none for random weights."""
         if self.checkpoint is None:
             return frozenset()
         ids = stop_token_ids(self.checkpoint.config, self.checkpoint.generation_config)
         return ids if self.model.foreign is None else ids | frozenset(self.model.eos_token_ids)
 
     def load_tokenizer(self) -> Tokenizer | None:
-        """The model's own, or the one named; `revision` is the model's, so another repository comes
-        at its newest.
+        """Load the model's tokenizer, or the one that `args` names; None if there is none or it is
+        skipped.
+
+        `revision` applies to the model's own repository; another one is loaded at its newest
+        commit.
         """
         args = self.args
         if self.checkpoint is None:
@@ -277,7 +284,7 @@ class OpenModel:
 
 def open_model(args: EngineArgs) -> OpenModel:
     """Open the checkpoint that `args.model` names. Raises ConfigError or CheckpointError."""
-    check(args)  # a contradiction between settings needs neither checkpoint nor device to be seen
+    check(args)  # first: contradictions between settings show without checkpoint and device
     stored = open_checkpoint(args.model, args.revision, args.ignore_config_keys)
     unread = stored.model.unread_keys.describe()
     if unread is not None:
@@ -289,7 +296,7 @@ def open_model(args: EngineArgs) -> OpenModel:
 
 
 def open_random(args: EngineArgs, shape: str) -> OpenModel:
-    """A model with random weights instead: `shape` is a preset's name or a config.json. Raises
+    """Open a model with random weights: `shape` is a preset's name or a config.json. Raises
     ConfigError.
     """
     check(args)
@@ -302,7 +309,7 @@ def open_random(args: EngineArgs, shape: str) -> OpenModel:
 def describe_weights(
     compute_format: Format, weight_format: Format, scheme: Scheme, model: ModelConfig
 ) -> str:
-    """The line at start about the weights."""
+    """Return the start-up line about the weights."""
     if model.foreign is not None and weight_format.is_fp8:
         linear_of = online(model) if scheme.weight_format is None else scheme.linear
         parts = foreign_bytes(model.foreign, compute_format, weight_format, linear_of, Layout.PLAIN)
@@ -316,7 +323,9 @@ def describe_weights(
 
 
 def _describe_parts(parts: ForeignBytes, compute: Format, weights: Format, scheme: Scheme) -> str:
-    """How much is in FP8, and what is not: experts that transformers stacks are no Linear modules."""
+    """Say how much is in FP8 and what is not: experts that transformers stacks are not Linear
+    modules.
+    """
     total = parts.fp8 + parts.stacked + parts.other + parts.embeddings
     how = "rounded as they load, one scale per output row"
     if scheme.weight_format is not None:

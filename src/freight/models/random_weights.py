@@ -1,5 +1,4 @@
-"""A model of a given shape with random weights, made in memory: speed can be measured without a
-download.
+"""Models of a given shape with random weights, made in memory, to measure speed without downloads.
 
 Every matrix is created in its final format, so a 16-bit copy of an FP8 model never exists. Values
 are finite and have the variance that keeps activations near 1; the generated text is meaningless.
@@ -24,8 +23,8 @@ from freight.models.loader import build_decoder
 from freight.models.sources import narrower
 from freight.operands.weight import Activations, Weight
 
-# In every byte of 8: the top bit of the exponent cleared and the last bit of the mantissa set. No
-# such code is a NaN or an infinity, in any FP8 format.
+# In each of 8 bytes, clear the top bit of the exponent and set the last bit of the mantissa. No
+# such code is a NaN or an infinity in any FP8 format.
 _CLEARED, _SET = ~0x4040404040404040, 0x0101010101010101
 
 
@@ -43,7 +42,7 @@ class RandomSource:
     norm: float = 1.0
 
     def tensor(self, name: str, shape: Shape) -> Tensor:
-        """Norm weights are `norm` and biases 0; matrices are uniform."""
+        """Draw a tensor: norm weights are `norm`, biases 0, matrices uniform."""
         values = torch.empty(shape, dtype=torch_dtype(self.compute_format), device=self.device)
         if name.endswith("bias"):
             return values.zero_()
@@ -94,7 +93,7 @@ def random_model(
     device: str,
     seed: int = 0,
 ) -> Decoder:
-    """`load_model` without a checkpoint."""
+    """Build a model as `load_model` does, without a checkpoint."""
     generator = torch.Generator(device).manual_seed(seed)
     source = RandomSource(
         compute_format, weight_format, device, generator, norm=1.0 - config.norm_offset

@@ -1,4 +1,4 @@
-"""Every tensor that a model has, with its shape, from its ModelConfig alone. Imports no torch.
+"""Tensors of a model with their shapes, from its ModelConfig alone. Imports no torch.
 
 The loader, the quantizer and the planner agree on these; a checkpoint that contradicts them is
 refused.
@@ -24,7 +24,7 @@ from freight.models.mixer_parts import mixer_parts
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor that a checkpoint of this model must have, with its shape."""
+    """Return every tensor that a checkpoint of this model must have, with its shape."""
     if config.foreign is not None:
         return dict(config.foreign.tensors)
     c, names = config, tensor_names(config)
@@ -50,8 +50,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def kept_in_16_bits(config: ModelConfig) -> frozenset[str]:
-    """Matrices that are not quantized at load: outside of the layers, and what chooses and weighs
-    experts or weighs heads.
+    """Return the matrices that are not quantized at load: those outside the layers, and those that
+    choose or weigh experts or heads.
     """
     names = tensor_names(config)
     inner = (
@@ -67,20 +67,20 @@ def kept_in_16_bits(config: ModelConfig) -> frozenset[str]:
 
 
 def _norm_tensors(weight: str, config: ModelConfig) -> tuple[str, ...]:
-    """The names of a norm's tensors: its weight, and its bias where it has one."""
+    """Return the names of a norm's tensors: its weight, and its bias where it has one."""
     return (weight, bias_of(weight)) if config.norm_kind is NormKind.LAYER else (weight,)
 
 
 def bias_of(weight: str) -> str:
-    """The name of the bias of a weight."""
+    """Return the name of the bias that belongs to a weight."""
     return weight.removesuffix("weight") + "bias"
 
 
 def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, Shape]:
-    """Every tensor of one layer, by its name within the layer."""
+    """Return every tensor of one layer, by its name within the layer."""
     hidden = config.hidden_size
     parts = mixer_parts(layer.mixer, hidden, names)
-    projections = {  # name -> outputs, inputs, whether it has a bias
+    projections = {  # name -> outputs, inputs, has a bias
         module: (rows, one.columns, one.bias)
         for one in parts.projections.values()
         for module, rows in zip(one.modules, one.rows, strict=True)
@@ -111,7 +111,7 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
 
 
 def _norm_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, Shape]:
-    """The norms of a layer over the hidden size, and the scales beside those of experts."""
+    """Return a layer's norms over the hidden size, and the scales of a router and of experts."""
     there = (layer.mixer is not None, layer.feed_forward is not None)
     inputs, outputs = (names.attention_norm, names.mlp_norm), (names.attention_post, names.mlp_post)
     norms = [] if layer.norms is NormPlacement.OUTPUT else list(compress(inputs, there))
@@ -132,7 +132,7 @@ def _norm_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) ->
 def _feed_forward(
     mlp: FeedForward, hidden: int, names: TensorNames
 ) -> dict[str, tuple[int, int, bool]]:
-    """The projections of a feed-forward: name -> outputs, inputs, whether it has a bias."""
+    """Return the projections of a feed-forward: name -> (outputs, inputs, has a bias)."""
     if mlp is None:
         return {}
     if isinstance(mlp, DenseConfig):
@@ -155,7 +155,7 @@ def _feed_forward(
 
 
 def _interleaved(mlp: MoEConfig, hidden: int, names: TensorNames) -> dict[str, Shape]:
-    """The tensors of all experts of a layer, where `TensorNames.interleaved`."""
+    """Return the tensors of all experts of a layer, where `TensorNames.interleaved`."""
     shapes: dict[str, Shape] = {}
     one = _dense(mlp.expert, mlp.expert_channels(hidden), names.expert_gate_up, names.expert_down)
     for name, (rows, columns, bias) in one.items():
@@ -166,7 +166,7 @@ def _interleaved(mlp: MoEConfig, hidden: int, names: TensorNames) -> dict[str, S
 
 
 def shared_names(names: TensorNames) -> tuple[tuple[str, ...], str]:
-    """`gate_up` and `down` of a shared expert."""
+    """Return the names of `gate_up` and `down` of a shared expert."""
     gate_up = tuple(names.shared + name.rpartition(".")[2] for name in names.gate_up)
     return gate_up, names.shared + names.down.rpartition(".")[2]
 
@@ -179,5 +179,7 @@ def _dense(
 
 
 def _stored(names: tuple[str, ...], sizes: tuple[int, ...]) -> list[tuple[str, int]]:
-    """Names with the rows of their tensors; one name for several projections has the rows of all."""
+    """Pair names with the rows of their tensors; one name for several projections has the rows of
+    all.
+    """
     return list(zip(names, sizes if len(names) > 1 else (sum(sizes),), strict=True))

@@ -1,9 +1,8 @@
-"""What a loaded model occupies, from its ModelConfig alone: no checkpoint is needed. Imports no
-torch.
+"""Memory of a loaded model, from its ModelConfig alone, without a checkpoint. Imports no torch.
 
-It counts the tensors that the loader makes, to the byte: projections merged where the loader merges
-them, matrices as the kernels hold them, scales, norms and biases in the format that they are kept
-in. `evaluate.report.weight_bytes` counts the same of a model that has been loaded.
+It counts the loader's tensors to the byte: projections merged where the loader merges them,
+matrices as the kernels hold them, scales, norms and biases in the format that they are kept in.
+`models.weight_bytes` counts the same for a model that has been loaded.
 """
 
 from __future__ import annotations
@@ -30,22 +29,19 @@ from freight.models.architectures import tensor_names
 from freight.models.mixer_parts import mixer_parts
 from freight.models.shapes import shared_names
 
-LinearOf = Callable[
-    [str], LinearScheme | None
-]  # how the matrix of a module is quantized; None: it is not
+# How the matrix of a module is quantized; None: it is not
+LinearOf = Callable[[str], LinearScheme | None]
 
-ONLINE = LinearScheme(
-    WeightScales.ROW, Activations.DYNAMIC
-)  # what `--quantization fp8` makes of every layer's matrix
+# The scheme of `--quantization fp8` for every matrix of the layers
+ONLINE = LinearScheme(WeightScales.ROW, Activations.DYNAMIC)
 _BLOCK = 128  # outputs and inputs that share a block scale
 _SCALE = 4  # bytes of a scale
-_MXFP4_UNIT = (
-    272  # bytes of 32 inputs of 16 rows: codes of 4 bits, and a byte of each row for their scale
-)
+# Bytes of 32 inputs of 16 rows: 256 of 4-bit codes, and a byte per row for the scale
+_MXFP4_UNIT = 272
 
 
 class Layout(StrEnum):
-    """How kernels hold a matrix."""
+    """The layout in which kernels hold a matrix."""
 
     PLAIN = "plain"  # [outputs, inputs] as it is: GPUs, and the reference kernels
     PACKED = "packed"  # csrc/packed.h: outputs padded to bands of 32, inputs to a unit
@@ -69,7 +65,7 @@ class LoadedBytes:
 
 
 def online(model: ModelConfig) -> LinearOf:
-    """What `--quantization fp8` makes of the matrix of a module."""
+    """Return the scheme that `--quantization fp8` gives to each module's matrix."""
     if model.foreign is None:
         return lambda module: ONLINE
     rounded = frozenset(model.foreign.rounded)
@@ -79,8 +75,10 @@ def online(model: ModelConfig) -> LinearOf:
 def matrix_bytes(
     rows: int, columns: int, format: Format, scales: WeightScales | None, layout: Layout
 ) -> int:
-    """A matrix of `rows` outputs and `columns` inputs with its scales; None: it has none. One scale
-    per tensor is held as one per row.
+    """Return the bytes of a matrix of `rows` outputs and `columns` inputs and of its scales; None:
+    it has none.
+
+    One scale per tensor is held as one per row.
     """
     blocks = (
         _SCALE * -(-rows // _BLOCK) * -(-columns // _BLOCK) if scales is WeightScales.BLOCK else 0
@@ -95,7 +93,7 @@ def matrix_bytes(
 
 
 def mxfp4_bytes(rows: int, columns: int) -> int:
-    """A matrix in MXFP4 as the CPU kernels hold it, in either packed layout."""
+    """Return the bytes of a matrix in MXFP4 as the CPU kernels hold it, in either packed layout."""
     return -(-rows // 32) * 2 * _MXFP4_UNIT * -(-columns // 32) + _SCALE * _up(rows, 16)
 
 
@@ -107,13 +105,13 @@ def loaded_bytes(
     layout: Layout,
     max_len: int,
 ) -> LoadedBytes:
-    """A model that computes in `compute`, for positions below `max_len`.
+    """Count the bytes of a model that computes in `compute`, for positions below `max_len`.
 
     Matrices of the layers for whose module `linear_of` has a scheme are in `weights`, an E4M3
     variant. Experts in MXFP4 stay so where kernels pack; their tensors may show that some cannot
-    (`fp8.mxfp4.normal`). Embedding and head are in `compute`: whether a checkpoint has its head in
-    FP8 only its tensors show. So do static input scales, of which those that differ keep
-    projections apart; here they are merged, which can matter for padding only.
+    (`fp8.mxfp4.normal`). Embedding and head are counted in `compute`: only a checkpoint's tensors
+    show whether its head is in FP8. Projections with different static input scales are not merged
+    at load; here they are, which matters for padding only.
     """
     if model.foreign is not None:
         parts = foreign_bytes(model.foreign, compute, weights, linear_of, layout)
@@ -145,7 +143,9 @@ class ForeignBytes:
 def foreign_bytes(
     foreign: ForeignModel, compute: Format, weights: Format, linear_of: LinearOf, layout: Layout
 ) -> ForeignBytes:
-    """Linear modules for which `linear_of` has a scheme are in `weights`, and packed."""
+    """Count the bytes of a model's parameters: Linear modules for which `linear_of` has a scheme
+    are in `weights`, and packed.
+    """
     parts = dict.fromkeys(("fp8", "stacked", "other", "embeddings"), 0)
     linears = frozenset(foreign.linears)
     outer = {name.rpartition(".")[0] for name in (foreign.embedding, foreign.head)}
@@ -166,7 +166,7 @@ def foreign_bytes(
 
 @dataclass(frozen=True)
 class _Count:
-    """Counts the parts of one model."""
+    """A counter of the parts of one model."""
 
     model: ModelConfig
     compute: Format
@@ -199,7 +199,7 @@ class _Count:
         merged = [
             shape for name, shape in parts.kept.items() if name not in (*parts.alone, parts.cut)
         ]
-        if merged:  # which pads once
+        if merged:  # one matrix, so one padding
             (columns,) = {columns for _, columns in merged}
             size += self.matrix(sum(rows for rows, _ in merged), columns)
         size += sum(map(self.norm_weight, parts.norms.values()))
@@ -207,7 +207,7 @@ class _Count:
         return size + 4 * (sum(map(prod, parts.exact.values())) + parts.made)
 
     def per_layer(self, prefix: str, layer: LayerConfig) -> int:
-        """Its projections and the norm behind them."""
+        """Count the projections of the layer's own embedding, and the norm after them."""
         if layer.per_layer is None:
             return 0
         names, hidden, size = self.names, self.model.hidden_size, layer.per_layer.size
@@ -224,10 +224,8 @@ class _Count:
             return 0
         if isinstance(mlp, DenseConfig):
             return self.dense(prefix, mlp, hidden, names.gate_up, names.down)
-        size = matrix_bytes(
-            mlp.num_experts, hidden, Format.FLOAT32, None, self.layout
-        )  # the router
-        size += mlp.num_experts * 4 * (mlp.router_bias + mlp.choice_bias + mlp.beside)
+        router = matrix_bytes(mlp.num_experts, hidden, Format.FLOAT32, None, self.layout)
+        size = router + mlp.num_experts * 4 * (mlp.router_bias + mlp.choice_bias + mlp.beside)
         size += 4 * hidden + 3 * self.norm_weight(hidden) if mlp.beside else 0
         channels, parts = mlp.expert_channels(hidden), (names.expert_gate_up, names.expert_down)
         size += sum(
@@ -237,9 +235,9 @@ class _Count:
         if mlp.latent_size is not None:
             size += self.projections(prefix, (names.latent_in,), (channels,), hidden, False)
             size += self.projections(prefix, (names.latent_out,), (hidden,), channels, False)
-            size += (
-                4 * hidden if mlp.shared is not None else 0
-            )  # what adds both is a norm, which has a weight
+            if mlp.shared is not None:
+                # A norm adds experts and shared expert, and has a weight
+                size += 4 * hidden
         if mlp.shared is not None:
             size += self.dense(prefix, mlp.shared, hidden, *shared_names(names))
             size += self.matrix(1, hidden) if mlp.shared_gate else 0
@@ -248,7 +246,7 @@ class _Count:
     def dense(
         self, prefix: str, mlp: DenseConfig, channels: int, gate_up: tuple[str, ...], down: str
     ) -> int:
-        """channels: of its input and output."""
+        """Count a feed-forward; channels: its inputs and outputs."""
         size = self.projections(prefix, gate_up, mlp.up_sizes, channels, mlp.bias)
         return size + self.projections(
             prefix, (down,), (channels,), mlp.intermediate_size, mlp.bias
@@ -257,8 +255,8 @@ class _Count:
     def projections(
         self, prefix: str, parts: Sequence[str], sizes: Sequence[int], columns: int, bias: bool
     ) -> int:
-        """Those of one input, merged where `Weight.mergeable`; one module for several has the rows
-        of all.
+        """Count projections of one input, merged where `Weight.mergeable`. One module for several
+        projections has the rows of all.
         """
         rows = list(sizes) if len(parts) > 1 else [sum(sizes)]
         schemes = [self.linear_of(prefix + part) for part in parts]
@@ -296,8 +294,8 @@ class _Count:
         return self.norm_weight(size)
 
     def embeddings(self) -> int:
-        """Packing copies a matrix, so a head that is tied to the embedding is held twice where
-        kernels pack.
+        """Count embedding and head. Packing copies a matrix, so a head that is tied to the
+        embedding is held twice where kernels pack.
         """
         c = self.model
         width = c.embedding_size or c.hidden_size
@@ -320,8 +318,11 @@ class _Count:
 
 
 def _held(scheme: LinearScheme, shape: tuple[int, int]) -> WeightScales:
-    """How scales are held: those of other blocks than 128 x 128, and of experts in MXFP4 that
-    become E4M3, become scales of rows (`fp8.weights.regroup`)."""
+    """Return how scales are held.
+
+    Scales of other blocks than 128 x 128, and of experts in MXFP4 that become E4M3, become scales
+    of rows (`fp8.weights.regroup`).
+    """
     if scheme.scales is not WeightScales.BLOCK or scheme.block is None or scheme.bits == 4:
         return WeightScales.ROW
     tall, wide = scheme.block

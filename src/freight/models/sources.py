@@ -1,4 +1,4 @@
-"""Where the tensors of a model come from: what the loader asks for, and a checkpoint as the answer.
+"""Sources of a model's tensors: the loader's interface, and a checkpoint behind it.
 
 A 16-bit weight that becomes FP8 is released before the next one is read, so memory peaks near the
 FP8 size.
@@ -24,60 +24,65 @@ from freight.operands.weight import Activations, Weight
 
 
 class WeightSource(Protocol):
-    """Where the tensors of a model come from, on the device that it will run on."""
+    """A source of a model's tensors, on the device that the model will run on."""
 
     def tensor(self, name: str, shape: Shape) -> Tensor:
-        """An embedding, a norm or a bias, in the compute dtype."""
+        """Read an embedding, a norm or a bias, in the compute dtype."""
         ...
 
     def table(self, name: str, shape: Shape, format: Format) -> Tensor:
-        """One whose rows are looked up: in `format`, the checkpoint's, or in the compute dtype if
-        that is narrower.
+        """Read a tensor whose rows are looked up, in `format`, the checkpoint's, or in the compute
+        dtype if that is narrower.
         """
         ...
 
     def exact(self, name: str, shape: Shape) -> Tensor:
-        """What chooses experts, in float32: rounding it would choose others."""
+        """Read a tensor that chooses experts, in float32: rounding it would choose others."""
         ...
 
     def weight(self, name: str, shape: Shape) -> Weight:
-        """The matrix of a Linear, in its final format."""
+        """Read the matrix of a Linear, in its final format."""
         ...
 
     def input_scale(self, name: str) -> float | None:
-        """That of `weight`, without reading the matrix."""
+        """Return the input scale of `weight`, without reading the matrix."""
         ...
 
     def experts(self, name: str, shape: Shape, pairs: bool) -> Iterable[Weight]:
-        """The matrices [outputs, inputs] of a tensor [experts, inputs, outputs], as `weight` makes
-        them.
+        """Yield the matrices [outputs, inputs] of a tensor [experts, inputs, outputs], converted as
+        by `weight`.
 
-        `pairs`: the outputs are those of gate and up in turn, and become those of gate, then of up.
+        `pairs`: outputs of gate and up alternate in the tensor; in a matrix all of gate come first,
+        then all of up.
         """
         ...
 
     def head(self, name: str, shape: Shape) -> Weight:
-        """The matrix of the output head, or of a projection next to it; neither is quantized at
-        load.
+        """Read the matrix of the output head, or of a projection next to it; neither is quantized
+        at load.
         """
         ...
 
 
 def narrower(compute: Format, stored: Format) -> Format:
-    """What a table is held in (`WeightSource.table`): of two formats of one width, the stored one."""
+    """Return the format that a table is held in (`WeightSource.table`): the stored one, if both
+    have the same width.
+    """
     return compute if compute.bytes < stored.bytes else stored
 
 
 def in_halves(x: Tensor, dim: int) -> Tensor:
-    """x with its even places along `dim` first, then its odd ones: rows of gate and up, stored in
-    turn, as a merged projection has them."""
+    """Return x with its even places along `dim` first, then its odd ones.
+
+    That turns alternating rows of gate and up into the order of a merged projection.
+    """
     even = torch.arange(0, x.shape[dim], 2, dtype=torch.int64, device=x.device)
     return x.index_select(dim, torch.cat((even, even + 1)))
 
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Takes tensors from a checkpoint.
+    """A source that takes tensors from a checkpoint.
 
     Matrices in `stored` are in FP8 already and become `weight_format`; the others are quantized to
     it if it is FP8, or keep 16 or 32 bits if `rounds` is False. Experts in `packed` are in MXFP4,

@@ -1,4 +1,4 @@
-"""What a loaded model occupies in memory, counted from its tensors as its kernels have packed them."""
+"""Memory of a loaded model, counted from its tensors as its kernels have packed them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class WeightBytes:
 
 
 def weight_bytes(model: LanguageModel) -> WeightBytes:
-    """What the tensors of `model` occupy, packed as its kernels have them. One that is there twice
-    counts once.
+    """Count the bytes of the tensors of `model`, as its kernels have packed them. A tensor that is
+    shared counts once.
     """
     if not isinstance(model, Decoder):
         from freight.models.fallback import TransformersModel  # which imports transformers

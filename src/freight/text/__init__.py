@@ -1,1 +1,1 @@
-"""Text: token ids, what they say, and conversations as models read them."""
+"""Text: tokenizing, detokenizing, and conversations in the form that models read."""

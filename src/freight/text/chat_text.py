@@ -1,16 +1,14 @@
-"""Control tokens in a conversation: `<|im_start|>` in a message stays text, and only the template's
-own is a token.
+"""Control tokens in conversations: a message's `<|im_start|>` stays text, the template's is a token.
 
-A template joins its own control tokens with the strings of a conversation, so that in its result
-nobody can tell which is which. Therefore `ControlTokens.mark` writes a random mark around every
-control token in those strings before the template runs, and `read_marked` finds the marks in the
-result, takes them away, and says which parts were in them. `encode_marked` gives those parts the
-ids of ordinary text.
+A template mixes its own control tokens with the strings of a conversation, and its output does not
+show which is which. Therefore `ControlTokens.mark` puts a random mark around every control token in
+those strings before the template runs. `read_marked` finds the marks in the output, removes them
+and returns the parts between them, and `encode_marked` gives those parts the ids of ordinary text.
 
 - A conversation without control tokens gets no mark, and the ids of its rendered text.
 - A mark is decimal digits: templates that write JSON, Python or HTML leave it as it is.
-- A mark that a template has separated from its partner is taken away too, and nothing that meets
-  there is a token.
+- A mark that a template has separated from its partner is removed too, and no token spans that
+  place.
 - Ordinary text never gets the id of a control token; where a vocabulary has no other for it, the
   text is refused.
 """
@@ -38,10 +36,10 @@ _OF_ANSWERS = ("content", "reasoning", "reasoning_content")
 
 @dataclass(frozen=True)
 class ChatText:
-    """A conversation as a template wrote it.
+    """A rendered conversation.
 
     plain  parts (begin, end) of `text`, in characters and in order, that are ordinary text whatever
-           stands in them; no token reaches over an empty part
+           they contain; no token spans an empty part
     """
 
     text: str
@@ -49,8 +47,8 @@ class ChatText:
 
 
 class ControlTokens:
-    """The tokens that only a template may write: all special ones, and those whose markup stands in
-    the template.
+    """The tokens that only a template may write: all special ones, and those that look like markup
+    and occur in the template.
 
     An assistant's answers keep the second kind: `<think>` and `<tool_call>` in them are what the
     model wrote itself, and templates look for them.
@@ -68,8 +66,10 @@ class ControlTokens:
     def mark(
         self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
-        """The messages and template values with marks, and the mark; it is "" when there are none."""
-        # With one 7, so that no copy overlaps another.
+        """Return the messages and template values with marks, and the mark; it is "" if there are
+        none.
+        """
+        # Exactly one 7, at the start, so that two copies never overlap
         mark = "7" + "".join(secrets.choice("012345689") for _ in range(_MARK_DIGITS))
         marked = [_marked(message, mark, self._all, self._special) for message in messages]
         marked_values = {name: self._all.mark(value, mark) for name, value in values.items()}
@@ -79,11 +79,11 @@ class ControlTokens:
 
 
 def read_marked(text: str, mark: str) -> ChatText:
-    """What a template wrote, without the marks of `ControlTokens.mark`."""
+    """Remove the marks of `ControlTokens.mark` from a template's output."""
     if not mark:
         return ChatText(text)
     parts = re.split(f"{mark}([01])", text)
-    texts, kinds = parts[::2], ["", *parts[1::2], "", ""]  # kinds[i] stands before texts[i]
+    texts, kinds = parts[::2], ["", *parts[1::2], "", ""]  # kinds[i] precedes texts[i]
     plain: list[tuple[int, int]] = []
     at = 0
     for index, part in enumerate(texts):
@@ -101,19 +101,18 @@ def read_marked(text: str, mark: str) -> ChatText:
 def encode_marked(
     backend: Backend, chat: ChatText, whole: Encoding, control: frozenset[int]
 ) -> list[int]:
-    """Token ids of `chat`; `whole` is the ordinary encoding of its text. `control` are the ids that
-    text must not have.
+    """Return the token ids of `chat`. `whole` is the ordinary encoding of its text; `control` are
+    the ids that text must not get.
 
     Raises RequestError where the vocabulary has no other ids for a part.
     """
     added = backend.get_added_tokens_decoder()
     ids: list[int] = []
-    begin, first = 0, 0  # of the text since the last added token that stays one, and of its tokens
+    begin, first = 0, 0  # start of the text, and of its tokens, since the last kept added token
     starts, ends = [start for start, _ in chat.plain], [end for _, end in chat.plain]
-    whole_ids, offsets = (
-        whole.ids,
-        [*whole.offsets, (len(chat.text), len(chat.text))],
-    )  # each access copies all
+    # Read once: each access to an Encoding's attribute copies all of it
+    whole_ids = whole.ids
+    offsets = [*whole.offsets, (len(chat.text), len(chat.text))]
     for index, (token_begin, token_end) in enumerate(offsets):
         is_last = index == len(whole_ids)
         if not is_last and (
@@ -131,9 +130,7 @@ def encode_marked(
 
 
 def _overlaps(starts: Sequence[int], ends: Sequence[int], begin: int, end: int) -> bool:
-    """Whether one of the parts has something of the text from begin to end, or is empty and lies
-    within it.
-    """
+    """Return whether a part shares text with begin to end, or is empty and lies within."""
     at = bisect_right(ends, begin)
     return at < len(starts) and starts[at] < end
 
@@ -144,8 +141,8 @@ def _plain_ids(
     ids = _without_added_tokens(backend, chat.text[begin:end], begin == 0)
     if control.isdisjoint(ids):
         return ids
-    # The vocabulary itself has control tokens that text can give (Unigram's `</s>`): no piece may
-    # have a whole one.
+    # Some vocabularies turn text into a control token without an added token (Unigram's `</s>`):
+    # encode in pieces too short to contain one
     ids = []
     for part_begin, part_end in _pieces(chat, begin, end):
         ids += _without_added_tokens(backend, chat.text[part_begin:part_end], part_begin == 0)
@@ -159,8 +156,8 @@ def _plain_ids(
 
 
 def _pieces(chat: ChatText, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """The text from begin to end in pieces: the characters of plain parts, and what is between
-    these parts.
+    """Yield the text from begin to end in pieces: each character of a plain part, and the text
+    between these parts.
     """
     at = begin
     for start, stop in chat.plain[bisect_left(chat.plain, (begin, 0)) :]:
@@ -175,12 +172,9 @@ def _pieces(chat: ChatText, begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _without_added_tokens(backend: Backend, text: str, is_first: bool) -> list[int]:
-    """Token ids as the tokenizer gives them to a text between two added tokens, or to a whole one
-    (is_first).
-    """
-    before = (
-        "" if is_first else "x"
-    )  # gets no prefix that only a whole text has, and is encoded apart
+    """Return the token ids of a text between two added tokens, or of a full text (is_first)."""
+    # An "x" before the text, encoded apart, keeps away the prefix that only a full text gets
+    before = "" if is_first else "x"
     pieces = PreTokenizedString(before + text)
     if before:
         pieces.split(lambda _, whole: [whole[:1], whole[1:]])
@@ -200,12 +194,10 @@ def _without_added_tokens(backend: Backend, text: str, is_first: bool) -> list[i
 
 
 class _Finder:
-    """Finds tokens in a text as the tokenizer `backend` would, also those that it finds in
-    normalized text.
-    """
+    """A finder of tokens in a text, as the tokenizer `backend` finds them, in normalized text too."""
 
     def __init__(self, backend: Backend, tokens: Sequence[AddedToken]) -> None:
-        self._backend = Backend(models.BPE())  # has no other tokens, and skips what it has none for
+        self._backend = Backend(models.BPE())  # no vocabulary: text without a token is skipped
         self._is_empty = not tokens
         self._backend.add_tokens(
             [AddedToken(one.content, normalized=one.normalized) for one in tokens]
@@ -214,8 +206,8 @@ class _Finder:
             self._backend.normalizer = backend.normalizer
 
     def mark(self, value: Any, mark: str) -> Any:
-        """`value` with all tokens in its strings marked, in names and entries of objects and lists
-        too.
+        """Return `value` with all tokens in its strings marked, also in names and entries of
+        objects and lists.
         """
         if self._is_empty:
             return value

@@ -1,14 +1,14 @@
-"""`Detokenizer` turns one completion into text, token by token.
+"""Detokenizer: turns the tokens of one completion into text, one at a time.
 
-Guarantees: the pieces it gives out, joined, are the text of all tokens; a piece holds whole
-characters only (a character of several byte tokens comes with its last byte); the text stops
-exactly before the first stop string, however tokens cut it, and text that may begin one is held
-back until that is decided; or, with include_stop_str_in_output, exactly behind it, and nothing is
-held back. A token costs the same wherever it stands.
+Guarantees: the released pieces, joined, are the text of all tokens. A piece holds complete
+characters only (a character of several byte tokens comes with its last byte). The text stops
+exactly before the first stop string, wherever token boundaries fall, and text that may begin one is
+held back until that is decided; with include_stop_str_in_output it stops exactly after the string,
+and nothing is held back. A token costs the same at every position.
 
 One exception to "the text of all tokens": with byte fallback, a byte that is not UTF-8 makes the
-decoder give up the whole run of byte tokens around it. Characters that are out already stay; the
-rest of the run is U+FFFD, one a byte.
+decoder reject the full run of byte tokens around it. Characters that were released already stay;
+the rest of the run becomes U+FFFD, one per byte.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from freight.text.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
 _LONGEST_UNFINISHED = 3  # bytes of a UTF-8 character that can be there without the last one
-_WINDOW = 24  # tokens decoded again at most, and
-_KEPT = 12  # how many of them stay when it is full
-_PROMPT_CONTEXT = (
-    8  # last tokens of the prompt, which decide whether the completion begins with a space
-)
+_WINDOW = 24  # tokens that are decoded again, at most
+_KEPT = 12  # tokens that stay when the window is full
+# Last tokens of the prompt, which decide whether the completion begins with a space
+_PROMPT_CONTEXT = 8
 
 
 class Detokenizer:
-    """The text of one completion, as its tokens come. `stop_reason` is the stop string that ended
-    it, if one did.
+    """The text of one completion, growing with its tokens. `stop_reason` is the stop string that
+    ended it, if one did.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> None:
-        """With `prompt_token_ids`, the text continues the prompt's: "▁world" after "Hello" is "
-        world".
+        """Prepare to decode a completion.
 
-        Without them it is as if the completion began a text, where some tokenizers drop the first
-        space.
+        With `prompt_token_ids`, the text continues the prompt's: "▁world" after "Hello" is "
+        world". Without them the completion is decoded as the beginning of a text, where some
+        tokenizers drop the first space.
         """
         self.stop_reason: str | None = None
         self._min_tokens = params.min_tokens
@@ -56,9 +55,7 @@ class Detokenizer:
         )
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Take in tokens and give out the text that is now certain. Nothing comes after a stop
-        string.
-        """
+        """Add tokens and return the text that is now certain. Nothing comes after a stop string."""
         if self._stops is None:
             return "".join(map(self._text.push, token_ids))
         released = []
@@ -70,7 +67,7 @@ class Detokenizer:
         return "".join(released)
 
     def finish(self) -> str:
-        """No more tokens come: give out what was held back, U+FFFD for bytes that never became a
+        """End the completion: return what was held back, with U+FFFD for bytes that never became a
         character.
         """
         if self.stop_reason is not None:
@@ -86,13 +83,13 @@ class Detokenizer:
 
 
 class _Text(Protocol):
-    """Tokens in, whole characters out."""
+    """A decoder of tokens into complete characters."""
 
     def push(self, token: int) -> str:
-        """The text that becomes certain with `token`."""
+        """Add a token; return the text that becomes certain with it."""
 
     def flush(self) -> str:
-        """The text that was waiting for more tokens."""
+        """Return the text that was waiting for more tokens."""
 
 
 def _text_of(tokenizer: Tokenizer, skip_special: bool, prompt_end: Sequence[int]) -> _Text:
@@ -106,8 +103,8 @@ def _text_of(tokenizer: Tokenizer, skip_special: bool, prompt_end: Sequence[int]
 
 
 class _Bytes:
-    """Of a byte-level decoder: the bytes of all tokens, as UTF-8. A prompt before them makes no
-    difference.
+    """The text of a byte-level decoder: the bytes of all tokens, as UTF-8. A prompt before them
+    makes no difference.
     """
 
     def __init__(self, pieces: Pieces) -> None:
@@ -131,18 +128,18 @@ class _Bytes:
 
 
 class _Joined:
-    """Of a decoder that joins the texts of tokens, with runs of byte tokens between them."""
+    """The text of a decoder that joins the texts of tokens, with runs of byte tokens between them."""
 
     def __init__(self, pieces: Pieces, decoder: TextDecoder, begins: bool) -> None:
-        """`begins`: the completion is the start of a text, which is where the decoder removes
-        spaces.
+        """Prepare to join pieces. `begins`: the completion is the beginning of a text, where the
+        decoder removes spaces.
         """
         self._pieces = pieces
         self._drop_in_first = decoder.drop_in_first if begins else ""
         self._strip = decoder.strip
         self._strip_most = decoder.strip_most if begins else 0
         self._held = b""  # a character's first bytes
-        self._broken = False  # the run of byte tokens is no UTF-8
+        self._broken = False  # the run of byte tokens is not UTF-8
 
     def push(self, token: int) -> str:
         piece = self._pieces[token]
@@ -174,7 +171,7 @@ class _Joined:
         return text
 
     def _first(self, token: int, text: str) -> str:
-        """What is left of the start of the text."""
+        """Return what is left of a text's beginning, without the spaces that the decoder removes."""
         if self._drop_in_first:
             string = self._pieces.token_string(token)
             text, self._drop_in_first = (string or "").replace(self._drop_in_first, ""), ""
@@ -187,13 +184,13 @@ class _Joined:
 
 
 class _Window:
-    """Of any other decoder: the last few tokens are decoded again with each new one."""
+    """The text of any other decoder: the last few tokens are decoded again with each new one."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, prompt_end: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        # Tokens decoded together, the first `_context` of them only because the text of the rest
-        # depends on what precedes it, and the beginning of their text that is out already.
+        # Tokens that are decoded together; the first `_context` are context, on which the text of
+        # the others depends. `_shown` is the part of their text that was released already.
         self._window = self._whole(prompt_end)
         self._context = len(self._window)
         self._shown = self._decode(self._window)
@@ -204,8 +201,8 @@ class _Window:
         self._window.append(token)
         text = self._decode(self._window)
         if not text.startswith(self._shown):
-            # A byte that begins no character makes some decoders give up the whole run of bytes
-            # before it, which is out already. Bytes need no context.
+            # A byte that begins no character makes some decoders reject the full run of bytes
+            # before it, which was released already. Bytes need no context.
             del self._window[: self._context]
             self._context, self._shown = 0, ""
             text = self._decode(self._window)
@@ -229,8 +226,8 @@ class _Window:
         return text
 
     def _whole(self, prompt_end: Sequence[int]) -> list[int]:
-        """The last tokens of the prompt, beginning and ending with whole characters; none if that
-        cannot be had.
+        """Return the last tokens of the prompt that begin and end with complete characters; none if
+        there are no such.
         """
         last = [token for token in prompt_end if self._has_text(token)]
         starts = range(min(len(last), _LONGEST_UNFINISHED + 1))
@@ -246,33 +243,33 @@ class _Window:
 
 
 class _StopStrings:
-    """Finds the first of several strings in a text that comes in pieces, and holds back what may
-    begin one.
+    """A search for the first of several strings in a text that comes in pieces; text that may begin
+    one is held back.
 
-    `included`: the string belongs to the text, so that nothing has to be held back; its beginning
-    is only remembered.
+    `included`: the string belongs to the text, so nothing has to be held back; its beginning is
+    only remembered.
 
-    First is the one that ends first and, of those that end together, the longest: what reading
-    character by character finds, so that pieces cut elsewhere give the same text.
+    The first is the one that ends first and, of those that end together, the longest. Reading
+    character by character finds the same one, so the result does not depend on where pieces are
+    cut.
     """
 
     def __init__(self, stops: Sequence[str], included: bool = False) -> None:
         self._stops = stops
         self._included = included
-        self._held = ""  # or remembered
-        # Most pieces have no character that begins a stop string, and this search is all that they
-        # cost.
+        self._held = ""  # text that may begin a stop string: held back, or remembered if `included`
+        # Most pieces contain no character that begins a stop string: they cost this one search
         first = "".join(map(re.escape, sorted({stop[0] for stop in stops})))
         self._may_begin = re.compile(f"[{first}]").search
 
     def feed(self, text: str, checked: bool) -> tuple[str, str | None]:
-        """The text that is certain, and the stop string found. `checked` False: none may end within
-        this piece.
+        """Return the text that is certain, and the stop string found. `checked` False: none may end
+        within this piece.
         """
         if not self._held and not self._may_begin(text):
             return text, None
-        settled = len(self._held)  # a stop string has to end behind this
-        out = settled if self._included else 0  # characters of `text` that were given out
+        settled = len(self._held)  # a stop string has to end after this
+        out = settled if self._included else 0  # characters of `text` that were released already
         text = self._held + text
         self._held = ""
         if checked:
@@ -290,13 +287,13 @@ class _StopStrings:
         return text[out : None if self._included else certain], None
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """Return what was held back, at the end of the text."""
         held, self._held = self._held, ""
         return "" if self._included else held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that begin `stop`, without being all of it."""
+    """Count the characters at the end of `text` that begin `stop`, without being all of it."""
     begin = text.find(stop[0], max(0, len(text) + 1 - len(stop)))
     while begin >= 0 and not stop.startswith(text[begin:]):
         begin = text.find(stop[0], begin + 1)

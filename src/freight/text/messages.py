@@ -1,22 +1,21 @@
-"""The messages of a conversation as chat templates read them: each a mapping with `role` and
-`content`, a string.
+"""Messages in the form of chat templates: each a mapping with `role` and `content`, a string.
 
-What servers of chat send in other forms is brought into this one; anything else is refused by
-position and value.
+The other forms of chat APIs are converted to this one; anything else is refused by position and
+value.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from reprlib import repr as show  # short, also of what is deeply nested
+from reprlib import repr as show  # stays short for deeply nested values
 from typing import Any
 
 from freight.errors import RequestError
 
 
 def to_template_messages(messages: object) -> list[dict[str, Any]]:
-    """Copies of `messages` with string contents.
+    """Copy `messages` with string contents.
 
     A list of text parts is joined. `content` may be None in a message with `tool_calls`, and is
     then left out. Arguments of tool calls that are the JSON of an object become that object,
@@ -34,7 +33,7 @@ def to_template_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def check_unicode(text: str) -> None:
-    """Raises RequestError for a lone surrogate."""
+    """Raise RequestError for a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -57,9 +56,8 @@ def _message(where: str, message: object) -> dict[str, Any]:
     elif tool_calls is not None:
         result["tool_calls"] = _tool_calls(f"{where}.tool_calls", tool_calls)
     if message.get("content") is None and tool_calls:
-        result.pop(
-            "content", None
-        )  # templates would write a None as text, and handle a content that is not there
+        # Templates would write None as text, but handle missing content
+        result.pop("content", None)
     else:
         result["content"] = _content(f"{where}.content", message.get("content"))
     check_unicode(role + result.get("content", ""))
@@ -67,7 +65,7 @@ def _message(where: str, message: object) -> dict[str, Any]:
 
 
 def _reasoning(where: str, message: Mapping[str, Any]) -> dict[str, str]:
-    """Both names with the same text; empty without reasoning."""
+    """Return both names with the same text; empty without reasoning."""
     for name in ("reasoning_content", "reasoning"):
         text = message.get(name)
         if text is not None:
@@ -126,7 +124,7 @@ def _tool_call(where: str, call: object) -> dict[str, Any]:
 
 
 def _parsed(arguments: str) -> object:
-    """The object that `arguments` is the JSON of, else `arguments`: a model may have written
+    """Return the object whose JSON `arguments` is, else `arguments`: a model may have written
     anything.
     """
     try:

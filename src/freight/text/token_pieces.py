@@ -1,10 +1,9 @@
-"""What a single token adds to a text, for decoders where that does not depend on the tokens around
-it.
+"""Text of single tokens, for decoders where it does not depend on the tokens around them.
 
-Decoding a whole sequence again for each new token is what makes streaming slow. The decoders of
-nearly all models need none of that: byte-level ones join the bytes of all tokens, those in the
-style of SentencePiece join the texts of all tokens, with runs of byte tokens between them. Only the
-start of the text is special. For any other decoder `read_decoder` answers None.
+Decoding the full sequence again for each new token would make streaming slow. The decoders of
+nearly all models do not need it: byte-level ones join the bytes of all tokens, those in the style
+of SentencePiece join the texts of all tokens, with runs of byte tokens between them. Only the
+beginning of the text is special. For any other decoder `read_decoder` returns None.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte in the vocabularies 
 class TextDecoder:
     """A decoder that joins the texts of tokens. The defaults change nothing."""
 
-    replacements: tuple[
-        tuple[str, str], ...
-    ] = ()  # done in this order within each token: ("▁", " ")
+    # Replaced in this order within each token: ("▁", " ")
+    replacements: tuple[tuple[str, str], ...] = ()
     byte_fallback: bool = False  # tokens "<0x00>" … "<0xFF>" are bytes of UTF-8
-    strip: str = " "  # the character of which
-    strip_most: int = 0  # so many are removed at the start of the text
-    drop_in_first: str = ""  # a character that the first token of the text loses everywhere
+    strip: str = " "  # the character that is removed at the beginning of the text
+    strip_most: int = 0  # at most so many times
+    drop_in_first: str = ""  # a character that is removed everywhere in the first token
 
     def piece(self, token: str) -> str | bytes:
-        """The text of a vocabulary entry, or its byte."""
+        """Return the text of a vocabulary entry, or its byte."""
         for old, new in self.replacements:
             token = token.replace(old, new)
         byte = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
@@ -45,7 +43,9 @@ class ByteDecoder:
     """
 
     def piece(self, token: str) -> str | bytes:
-        """The text of a vocabulary entry; its bytes where these alone are not whole characters."""
+        """Return the text of a vocabulary entry, or its bytes if they are not complete characters
+        by themselves.
+        """
         data = (
             bytes(map(_BYTE_OF.__getitem__, token))
             if _BYTE_OF.keys() >= set(token)
@@ -58,8 +58,8 @@ class ByteDecoder:
 
 
 class Pieces(dict[int, str | bytes | None]):
-    """Token id -> piece, computed at the first use; None for a token that adds nothing (skipped, or
-    not there).
+    """Token id -> piece, computed at first use; None for a token that adds nothing (skipped, or
+    unknown).
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Pieces(dict[int, str | bytes | None]):
 
 
 def read_decoder(decoder: Any) -> TextDecoder | ByteDecoder | None:
-    """The rule of a decoder of `tokenizers`, or None where tokens have to be decoded together."""
+    """Read the rule of a decoder of `tokenizers`; None if tokens have to be decoded together."""
     if decoder is None:
         return None
     spec = json.loads(decoder.__getstate__())
@@ -100,8 +100,8 @@ def read_decoder(decoder: Any) -> TextDecoder | ByteDecoder | None:
 
 
 def _byte_of() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies: printable Latin-1, then
-    U+0100 and up.
+    """Return the characters that stand for bytes in byte-level vocabularies: printable Latin-1,
+    then U+0100 and up.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

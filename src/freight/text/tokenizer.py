@@ -1,19 +1,19 @@
-"""Text to token ids and back, and conversations to token ids: `Tokenizer` reads a model's folder.
+"""Tokenizer: text to token ids and back, and conversations to token ids, from a model's folder.
 
-Where the folder has a `tokenizer.json`, ids are exactly those of the `tokenizers` library with that
-file, whatever `tokenizer_class` and `model_type` the folder names: transformers would rebuild the
-pipeline for some of them, and give other ids. What else counts, by this rule:
+If the folder has a `tokenizer.json`, ids are exactly those of the `tokenizers` library with that
+file, whatever `tokenizer_class` and `model_type` the folder names: for some of them transformers
+would rebuild the pipeline and give other ids. Consequences:
 
-- BOS and EOS come where the post-processor of tokenizer.json puts them. `add_bos_token` and
-  `add_eos_token` of tokenizer_config.json are not followed, as transformers does not where there is
-  a tokenizer.json; a contradiction is logged.
+- BOS and EOS are placed by the post-processor of tokenizer.json. `add_bos_token` and
+  `add_eos_token` of tokenizer_config.json are ignored, as transformers ignores them if there is a
+  tokenizer.json; a contradiction is logged.
 - Truncation and padding in tokenizer.json are ignored: a prompt is its own length.
 - Tokens that tokenizer.json lacks, but tokenizer_config.json, special_tokens_map.json or
   added_tokens.json names, are added.
 
-A folder without tokenizer.json is converted by transformers, and a line at start says so. This is
-the only module that imports transformers, and only then, for the first conversation or to read
-answers: the import takes a second.
+A tokenizer in an older form is converted by transformers, and a line at start says so. This module
+imports transformers only for that, for the first conversation, or to parse answers: the import
+takes a second.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ _FILES = (  # one of these is in every folder with a tokenizer
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-# The tokenizer, its special tokens by name, its chat template and its response template.
 _NO_TOKEN = 2**32  # the library's ids are 32 bits
-_OURS = (
+_OURS = (  # arguments of transformers' apply_chat_template that are not template values
     "tokenize",
     "return_dict",
     "return_tensors",
@@ -73,7 +72,7 @@ class Tokenizer:
         chat_template: str | dict[str, str] | None = None,
         response_template: Mapping[str, Any] | None = None,
     ) -> None:
-        """`Tokenizer.load` makes one from a folder.
+        """Wrap a tokenizer of the `tokenizers` library; `Tokenizer.load` makes one from a folder.
 
         special_tokens: by their names in tokenizer_config.json, "bos_token" -> "<s>".
         chat_template: Jinja, or several templates by name. response_template: how an answer is
@@ -94,7 +93,7 @@ class Tokenizer:
         )
         self.special_texts = frozenset(value.content for _, value in added if value.special)
         decoder = read_decoder(backend.decoder)
-        # What single tokens add to a text, without and with special tokens. Both are caches.
+        # Texts of single tokens, without and with special tokens skipped. Both are caches.
         self._pieces = decoder and (
             Pieces(decoder, lambda token: self.token_string(token, False)),
             Pieces(decoder, lambda token: self.token_string(token, True)),
@@ -109,7 +108,7 @@ class Tokenizer:
     ) -> Tokenizer:
         """Read the tokenizer in `folder`; nothing is downloaded.
 
-        Raises CheckpointError when there is none to read, which ends with `way_out`.
+        Raises CheckpointError, whose message ends with `way_out`, if there is none to read.
         """
         path = Path(folder)
         if not any(os.path.lexists(path / name) for name in _FILES):
@@ -124,8 +123,8 @@ class Tokenizer:
             raise CheckpointError(f"{error}; {way_out}") from error.__cause__
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the special tokens that the model wants around a text (BOS),
-        unless disabled.
+        """Return the token ids of `text`, with the special tokens that the model wants around a
+        text (BOS), unless disabled.
 
         Raises RequestError for text that is not Unicode (a lone surrogate) or that the vocabulary
         has no tokens for.
@@ -133,8 +132,8 @@ class Tokenizer:
         return self._encode(text, add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`. Ids that the tokenizer does not have (padding of the model's
-        vocabulary) are empty.
+        """Return the text of `token_ids`. Ids that the tokenizer does not have (padding of the
+        model's vocabulary) are empty.
 
         Raises RequestError for a negative id.
         """
@@ -144,29 +143,29 @@ class Tokenizer:
         return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself, special tokens included, as log-probabilities show it."""
+        """Return the text of one token by itself, special tokens included, as log-probabilities
+        show it.
+        """
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def token_string(self, token_id: int, skip_special_tokens: bool) -> str | None:
-        """The vocabulary's entry of a token ("▁the"), or None when `decode` does not look at this
-        token at all.
-        """
+        """Return the vocabulary's entry of a token ("▁the"); None if `decode` ignores the token."""
         if (skip_special_tokens and token_id in self.special_token_ids) or token_id >= _NO_TOKEN:
             return None
         return self._backend.id_to_token(token_id)
 
     def pieces(self, skip_special_tokens: bool) -> Pieces | None:
-        """What single tokens add to a text, or None when that depends on the tokens around them."""
+        """Return the texts of single tokens; None if they depend on the tokens around them."""
         return self._pieces[skip_special_tokens] if self._pieces else None
 
     def encode_with_offsets(
         self, text: str, add_special_tokens: bool = True
     ) -> list[tuple[int, int, int]]:
-        """As `encode`, each token with the first character of `text` that it stands for and the one
-        after the last.
+        """Encode as `encode`; return each token with the first character of `text` that it stands
+        for and the one after the last.
 
         Both are 0 for a token that stands for none (BOS).
         """
@@ -185,22 +184,23 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """By their names in tokenizer_config.json, "bos_token" -> "<s>"; only those that there are."""
+        """Special tokens by their names in tokenizer_config.json, "bos_token" -> "<s>"."""
         return self._special_tokens
 
     @property
     def has_chat_template(self) -> bool:
+        """True if the model can converse."""
         return bool(self._chat_template)
 
     @property
     def chat_template(self) -> str | None:
-        """The template in Jinja, the one named "default" where there are several; None without."""
+        """The template in Jinja, the one named "default" if there are several; None without."""
         named = self._chat_template
         return named.get("default") if isinstance(named, dict) else named or None
 
     @property
     def chat_template_source(self) -> str:
-        """The Jinja text of the chat template, all of them where there are several; "" without one."""
+        """The Jinja text of the chat template, all of them if there are several; "" without one."""
         template = self._chat_template or ""
         return template if isinstance(template, str) else "\n".join(template.values())
 
@@ -211,7 +211,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         **template_values: Any,
     ) -> list[int]:
-        """Token ids of a conversation as the model was trained to see it.
+        """Return the token ids of a conversation as the model was trained to see it.
 
         As `render_chat`, then tokenized. The template writes BOS where the model wants it, so none
         is added.
@@ -223,8 +223,8 @@ class Tokenizer:
         )
 
     def encode_chat(self, chat: ChatText, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a rendered conversation. Of control tokens in it, only the template's own
-        become tokens.
+        """Return the token ids of a rendered conversation. Of control tokens in it, only the
+        template's own become tokens.
 
         Raises RequestError like `encode`, and for a control token that the vocabulary cannot write
         as text.
@@ -256,12 +256,12 @@ class Tokenizer:
         continue_final_message: bool = False,
         **template_values: Any,
     ) -> ChatText:
-        """The text of a conversation as the model's template writes it, for `encode_chat`.
+        """Render a conversation with the model's template, for `encode_chat`.
 
         messages: mappings with `role` and `content`, a string or a list of text parts; `content`
-        may be None beside `tool_calls`. `template_values` (`tools`, `enable_thinking`, …) reach the
-        template. Raises ConfigError when the model has no template, RequestError for messages that
-        are malformed or that the template refuses.
+        may be None in a message with `tool_calls`. `template_values` (`tools`, `enable_thinking`,
+        …) reach the template. Raises ConfigError if the model has no template, RequestError for
+        messages that are malformed or that the template refuses.
         """
         require_chat_template(self)
         conversation = to_template_messages(messages)
@@ -304,14 +304,14 @@ class Tokenizer:
 
     @cached_property
     def _renderer(self) -> Any:
-        """Renders the template by the rules of transformers. Its own tokenizer is empty."""
+        """A renderer of the template by the rules of transformers. Its own tokenizer is empty."""
         from transformers import PreTrainedTokenizerFast
 
         make: Any = PreTrainedTokenizerFast
         return make(tokenizer_object=Backend(models.BPE()), chat_template=self._chat_template)
 
     def with_chat_template(self, template: str) -> Tokenizer:
-        """The same tokenizer with another chat template, in Jinja."""
+        """Return the same tokenizer with another chat template, in Jinja."""
         return Tokenizer(self._backend, self._special_tokens, template)
 
     def _id_of(self, name: str) -> int | None:
@@ -320,8 +320,8 @@ class Tokenizer:
 
 
 def load_response_template(template: Mapping[str, Any]) -> Any:
-    """`template` as transformers' ResponseTemplate. Raises ValueError for one that transformers
-    cannot read.
+    """Load `template` as transformers' ResponseTemplate. Raises ValueError for one that
+    transformers cannot read.
     """
     from transformers.utils.chat_parsing.response_templates import load_response_template as load
 
@@ -329,10 +329,10 @@ def load_response_template(template: Mapping[str, Any]) -> Any:
 
 
 def response_parser(template: Any, prefix: str) -> Any:
-    """transformers' ResponseParser for one answer; `template` from `load_response_template`.
+    """Make transformers' ResponseParser for one answer; `template` from `load_response_template`.
 
-    prefix: the end of the prompt that already belongs to the answer. Its `feed` and `finalize`
-    raise ValueError for what the content parsers of `template` cannot read.
+    prefix: the end of the prompt that already belongs to the answer. `feed` and `finalize` of the
+    parser raise ValueError for text that the content parsers of `template` cannot read.
     """
     from transformers.utils.chat_parsing import ResponseParser
 
@@ -340,8 +340,8 @@ def response_parser(template: Any, prefix: str) -> Any:
 
 
 def parse_response(text: str, template: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`text` as a message by `template`, arguments converted to the types of `tools`. Raises as
-    `response_parser`.
+    """Parse `text` into a message by `template`, with arguments converted to the types of `tools`.
+    Raises as `response_parser`.
     """
     from transformers.utils.chat_parsing import parse_response as parse
 
@@ -349,7 +349,7 @@ def parse_response(text: str, template: Any, tools: Sequence[Mapping[str, Any]])
 
 
 def require_chat_template(tokenizer: Tokenizer | None) -> Tokenizer:
-    """`tokenizer`; raises ConfigError unless one can converse with its model."""
+    """Return `tokenizer`. Raises ConfigError if there is none, or it has no chat template."""
     if tokenizer is None:
         raise ConfigError(
             "chat needs a tokenizer, and skip_tokenizer_init leaves it out; use freight generate with token ids"
@@ -363,7 +363,7 @@ def require_chat_template(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def _convert(path: Path) -> TokenizerParts:
-    """As `read_files`, of a folder whose tokenizer is in an older form."""
+    """Read the parts as `read_files`, from a folder whose tokenizer is in an older form."""
     logger.info("%s has no tokenizer.json: its tokenizer is converted by transformers", path)
     from transformers import AutoTokenizer
 

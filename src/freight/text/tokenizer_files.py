@@ -1,7 +1,6 @@
-"""The files of a tokenizer, where there is a tokenizer.json: what each of them adds, and which
-comes first.
+"""Readers of a tokenizer's files, if there is a tokenizer.json, in their order of precedence.
 
-`tokenizer.py` has the rules in words.
+`tokenizer.py` states the rules.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from freight.files import LIMIT, open_regular, read_text
 
 logger = logging.getLogger("freight")
 
-# The backend, special tokens by name, the chat template (or several, by name), the response
-# template.
+# Backend, special tokens by name, chat template (or several by name), response template
 TokenizerParts = tuple[
     Backend, dict[str, str], str | dict[str, str] | None, Mapping[str, Any] | None
 ]
@@ -39,7 +37,9 @@ _NAMED = (
 
 
 def read_files(path: Path) -> TokenizerParts:
-    """The tokenizer of tokenizer.json, and what the files beside it say."""
+    """Read tokenizer.json, and what the other files add to it. Raises CheckpointError for one that
+    cannot be read.
+    """
     file = path / "tokenizer.json"
     try:
         with open_regular(file, LIMIT):  # the library would wait for a FIFO's writer
@@ -49,9 +49,8 @@ def read_files(path: Path) -> TokenizerParts:
         raise CheckpointError(f"the tokenizer in {file} cannot be read: {error}") from error
     config = _read_json(path / "tokenizer_config.json")
     template = _chat_template(path, config)
-    if (
-        "added_tokens_decoder" not in config
-    ):  # the older files count only without it, as in transformers
+    # The older files count only without added_tokens_decoder, as in transformers
+    if "added_tokens_decoder" not in config:
         config |= _read_json(path / "special_tokens_map.json")
     try:
         special_tokens = {
@@ -60,7 +59,7 @@ def read_files(path: Path) -> TokenizerParts:
         missing = _named_tokens(config, _read_json(path / "added_tokens.json"), special_tokens)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"the special tokens in {path / 'tokenizer_config.json'} or beside it cannot be read: {error!r}"
+            f"the special tokens in {path / 'tokenizer_config.json'} or the files next to it cannot be read: {error!r}"
         ) from error
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for token in missing:
@@ -74,9 +73,7 @@ def read_files(path: Path) -> TokenizerParts:
 def _named_tokens(
     config: Mapping[str, Any], older: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> list[AddedToken]:
-    """All that the files beside tokenizer.json name as tokens, in the order in which transformers
-    adds them.
-    """
+    """Return all tokens that the other files name, in the order in which transformers adds them."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     special = [*special_tokens.values()]
     special += [
@@ -111,7 +108,7 @@ def _added(content: str, flags: Mapping[str, Any]) -> AddedToken:
 
 
 def _content(token: Any) -> str:
-    """The text of a special token, which files give as a string or as {"content": …}."""
+    """Return the text of a special token, which files give as a string or as {"content": …}."""
     content = token["content"] if isinstance(token, dict) else token
     if not isinstance(content, str):
         raise TypeError(f"{token!r:.60} is not a token")
@@ -149,7 +146,9 @@ def _compare_bos(
 
 
 def _chat_template(path: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Files of their own come before tokenizer_config.json, and that before chat_template.json."""
+    """Read the chat template: separate files come before tokenizer_config.json, and that before
+    chat_template.json.
+    """
     try:
         named = {
             file.stem: read_text(file) for file in path.glob("additional_chat_templates/*.jinja")
@@ -174,13 +173,16 @@ def _chat_template(path: Path, config: Mapping[str, Any]) -> str | dict[str, str
 
 
 def _response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What is not an object is left to whom it concerns: a tokenizer is usable without it."""
+    """Return the response template; None for anything but an object.
+
+    The commands that use it report a fault: a tokenizer is usable without it.
+    """
     template = config.get("response_template")
     return template if isinstance(template, dict) else None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in `file`; empty where there is no file."""
+    """Read the object in `file`; empty if there is no file."""
     if not os.path.lexists(file):
         return {}
     try:

@@ -109,7 +109,7 @@ def test_a_folder_that_holds_anything_else_is_left_alone(out: Path, change: Call
 
 def test_a_file_is_no_folder(tmp_path: Path):
     (tmp_path / "out").write_text("")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         require_new(tmp_path / "out", overwrite=True)
 
 

@@ -1,1 +1,1 @@
-"""What the config.json of each producer of quantized checkpoints declares."""
+"""Readers of the declarations in config.json, one per producer of quantized checkpoints."""

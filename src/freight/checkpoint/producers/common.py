@@ -11,13 +11,12 @@ from freight.errors import CheckpointError, choices
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, Scheme
 
-E4M3 = (
-    Format.E4M3FN
-)  # what every producer stores; conversion to E4M3FNUZ depends on the device that loads it
+# The format that every producer stores; the device that loads it decides about E4M3FNUZ
+E4M3 = Format.E4M3FN
 
 
 def mapping(value: Any, what: str) -> JsonObject:
-    """`value` as an object, {} for null. Raises CheckpointError for anything else."""
+    """Return `value` as an object, {} for null. Raises CheckpointError for anything else."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -26,7 +25,7 @@ def mapping(value: Any, what: str) -> JsonObject:
 
 
 def require_fp8(spec: JsonObject, what: str) -> None:
-    """QuantizationArgs must say 8 bits, float, symmetric."""
+    """Raise CheckpointError unless QuantizationArgs say 8 bits, float, symmetric."""
     if spec.get("num_bits") != 8 or spec.get("type") != "float":
         found = f"num_bits {spec.get('num_bits')!r}, type {spec.get('type')!r}"
         raise CheckpointError(
@@ -39,7 +38,7 @@ def require_fp8(spec: JsonObject, what: str) -> None:
 
 
 def require_blocks_for_groups(kind: str, where: str) -> None:
-    """Raises CheckpointError if activations are scaled per group. Call it for weights without block
+    """Raise CheckpointError if activations are scaled per group. Call it for weights without block
     scales.
     """
     if kind in ("group", "per_group", "block", "per_block", "PerGroup", "PerBlock"):
@@ -49,6 +48,9 @@ def require_blocks_for_groups(kind: str, where: str) -> None:
 
 
 def activations(word: str | None, what: str) -> Activations:
+    """Return the `Activations` that `word` declares, null for none. Raises CheckpointError for
+    another word.
+    """
     known = {None: Activations.PLAIN, "dynamic": Activations.DYNAMIC, "static": Activations.STATIC}
     if word not in tuple(known):  # it may be a list
         raise CheckpointError(
@@ -58,7 +60,9 @@ def activations(word: str | None, what: str) -> Activations:
 
 
 def block_size(value: Any, what: str) -> tuple[int, int]:
-    """[rows, columns] of a list, or of '128x128' as in older files."""
+    """Return [rows, columns] of a list, or of '128x128' as in older files. Raises CheckpointError
+    for anything else.
+    """
     sizes = value.split("x") if isinstance(value, str) else value
     try:
         rows, columns = (int(size) for size in sizes)
@@ -70,8 +74,9 @@ def block_size(value: Any, what: str) -> tuple[int, int]:
 
 
 def with_kv_scheme(declared: JsonObject, scheme: Scheme) -> Scheme:
-    """`kv_cache_scheme`: the word 'static' (AutoFP8, Quark) or QuantizationArgs
-    (compressed-tensors, ModelOpt).
+    """Return `scheme` with the declared `kv_cache_scheme`.
+
+    That is the word 'static' (AutoFP8, Quark) or QuantizationArgs (compressed-tensors, ModelOpt).
     """
     kv = declared.get("kv_cache_scheme")
     if kv is None:

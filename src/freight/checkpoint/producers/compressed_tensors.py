@@ -24,6 +24,9 @@ from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightSc
 
 
 def read_compressed_tensors(declared: JsonObject) -> Scheme:
+    """Read the declaration of compressed-tensors. Raises CheckpointError for what is not
+    implemented.
+    """
     _refuse_transforms(mapping(declared.get("transform_config"), "transform_config"))
     sparsity = mapping(declared.get("sparsity_config"), "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
@@ -36,13 +39,13 @@ def read_compressed_tensors(declared: JsonObject) -> Scheme:
         E4M3 if any(rule.linear for rule in rules) else None,
         rules=tuple(rules),
     )
-    if kv_outputs:  # before kv_cache_scheme there was `output_activations` of k_proj and v_proj
+    if kv_outputs:  # files older than kv_cache_scheme quantize the outputs of k_proj and v_proj
         scheme = replace(scheme, kv_format=E4M3, kv_static=True)
     return with_kv_scheme(declared, scheme)
 
 
 def _refuse_transforms(declared: JsonObject) -> None:
-    """Raises CheckpointError for rotations of values at run time.
+    """Raise CheckpointError for rotations of values at run time.
 
     Those at `weight_input` and `weight_output` are part of the stored weights, and nothing is left
     to compute (compressed-tensors, TransformLocation.is_online).
@@ -64,8 +67,8 @@ def _refuse_transforms(declared: JsonObject) -> None:
 
 
 def read_groups(declared: JsonObject, method: str) -> tuple[list[Rule], bool]:
-    """The rules of `ignore` and `config_groups`, and whether a group quantizes the outputs of
-    k_proj and v_proj.
+    """Return the rules of `ignore` and `config_groups`, and whether a group quantizes the outputs
+    of k_proj and v_proj.
 
     Precedence: an exact name, then a regular expression, then a class.
     """
@@ -97,7 +100,7 @@ def _rank(target: str) -> int:
 
 
 def _linear(group: JsonObject, where: str) -> LinearScheme | None:
-    """How a group quantizes a Linear; None if it does not quantize weights."""
+    """Return how a group quantizes a Linear; None if it does not quantize weights."""
     weights, inputs = (
         mapping(group.get(key), f"{where} {key}") for key in ("weights", "input_activations")
     )

@@ -18,7 +18,8 @@ from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightSc
 
 
 def read_fp8(declared: JsonObject) -> Scheme:
-    if declared.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):  # the last is MiniMax's word
+    """Read the declaration of quant_method fp8. Raises CheckpointError for what is not implemented."""
+    if declared.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):  # the last is MiniMax's spelling
         raise CheckpointError(
             f"quant_method fp8 with fmt {declared['fmt']!r} is not implemented; e4m3 is"
         )
@@ -28,7 +29,7 @@ def read_fp8(declared: JsonObject) -> Scheme:
     )
     if size is None:
         linear = LinearScheme(WeightScales.TENSOR, kind)
-    else:  # transformers does not quantize matrices that blocks do not divide
+    else:  # or_plain: transformers does not quantize matrices that blocks do not divide
         block = block_size(size, "weight_block_size")
         linear = LinearScheme(WeightScales.BLOCK, kind, block, or_plain=True)
     key = "ignored_layers" if declared.get("ignored_layers") else "modules_to_not_convert"
@@ -37,6 +38,7 @@ def read_fp8(declared: JsonObject) -> Scheme:
 
 
 def read_fbgemm(declared: JsonObject) -> Scheme:
+    """Read the declaration of fbgemm_fp8. Raises CheckpointError for what is not implemented."""
     limit = declared.get("activation_scale_ub", 1200.0)
     if not is_number(limit) or not 0 < limit < math.inf:
         raise CheckpointError(

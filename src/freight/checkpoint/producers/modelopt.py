@@ -1,6 +1,4 @@
-"""NVIDIA ModelOpt: one algorithm for all modules, or a map of them; in hf_quant_config.json or in
-config.json.
-"""
+"""NVIDIA ModelOpt: one algorithm, or one per module, in hf_quant_config.json or config.json."""
 
 from __future__ import annotations
 
@@ -24,15 +22,16 @@ _ALGOS = {
 
 
 def read_modelopt(declared: JsonObject) -> Scheme:
-    """An FP8 cache may have no stored scales (ModelOpt's cast mode), so `kv_static` is False."""
+    """Read ModelOpt's declaration.
+
+    An FP8 cache may have no stored scales (ModelOpt's cast mode), so `kv_static` is False.
+    """
     rules = _rules(declared)
     scheme = Scheme(
         "modelopt", E4M3 if any(rule.linear for rule in rules) else None, rules=tuple(rules)
     )
-    for key in (
-        "kv_cache_quant_algo",
-        "kv_cache_scheme",
-    ):  # version 0.31 wrote the word under the second name
+    # Version 0.31 wrote the word under the second name
+    for key in ("kv_cache_quant_algo", "kv_cache_scheme"):
         word = declared.get(key)
         if isinstance(word, str) and word != "FP8":
             raise CheckpointError(f"modelopt with {key} {word!r} is not implemented; FP8 is")

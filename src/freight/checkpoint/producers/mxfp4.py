@@ -1,6 +1,4 @@
-"""`quant_method` mxfp4: experts of gpt-oss in E2M1 with a power of two per 32 inputs; all else in
-16 bits.
-"""
+"""`quant_method` mxfp4: gpt-oss experts in E2M1 with a power of two per 32 inputs, rest in 16 bits."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightSc
 
 MXFP4 = LinearScheme(WeightScales.BLOCK, Activations.PLAIN, (1, 32), bits=4)
 _EXPERTS = re.compile(r"(?:.*\.)?mlp\.experts(?:\.|$)")
-_FAMILY = "gpt_oss"  # whose experts are read
+_FAMILY = "gpt_oss"  # the family whose experts are read
 
 
 def read_mxfp4(declared: JsonObject, model_type: object) -> Scheme:
-    """Raises CheckpointError for a model whose experts, if it has any, are not those of gpt-oss."""
+    """Read the declaration. Raises CheckpointError for a model other than gpt-oss."""
     if model_type != _FAMILY:
         raise CheckpointError(
             f"quant_method mxfp4 of model_type {model_type!r} is not implemented: MXFP4 is read for the experts of "

@@ -1,5 +1,4 @@
-"""How each producer refers to modules, as regular expressions over full names, matched from the
-start.
+"""Producers' ways to refer to modules, as regular expressions matched from the start of a name.
 
 Exact names may omit the prefix `model.`, and the name of a merged projection (`qkv_proj`,
 `gate_up_proj`) also matches each of its parts. Imports no torch.
@@ -18,7 +17,7 @@ from freight.fp8.scheme import LinearScheme, Rule
 
 Syntax = Callable[[str], "re.Pattern[str]"]
 
-CLASSES = ("Linear", "LinearBase")  # every module that is looked up here is one
+CLASSES = ("Linear", "LinearBase")  # every module that is looked up is one of these
 _MERGED = {
     "qkv_proj": "(?:q|k|v|qkv)_proj",
     "gate_up_proj": "(?:gate|up|gate_up)_proj",
@@ -28,26 +27,29 @@ _MERGED = {
 
 
 def every() -> re.Pattern[str]:
+    """Match every module."""
     return re.compile("")
 
 
 def exact(name: str) -> re.Pattern[str]:
-    """One module, or `re:` and an expression that matches from the start (compressed-tensors)."""
+    """Match one module, or, after `re:`, an expression from the start of the name
+    (compressed-tensors).
+    """
     if name.startswith("re:"):
         return _compiled(name.removeprefix("re:"), name)
     return re.compile(rf"{_name(name)}$")
 
 
 def class_or_exact(name: str) -> re.Pattern[str]:
-    """compressed-tensors: also a module class."""
+    """Match a module class, or as `exact` (compressed-tensors)."""
     return every() if name in CLASSES else exact(name)
 
 
 def searched(name: str) -> re.Pattern[str]:
-    """transformers and AutoFP8: a module and its submodules, the end of a name, or an expression
-    that ends at a dot.
+    """Match a module and its submodules, the end of a name, or an expression that ends at a dot
+    (transformers, AutoFP8).
 
-    `re:` and an expression is searched anywhere, as AutoFP8 does.
+    An expression after `re:` is searched anywhere, as in AutoFP8.
     """
     if name.startswith("re:"):
         return _compiled(f".*?(?:{name.removeprefix('re:')})", name)
@@ -58,19 +60,21 @@ def searched(name: str) -> re.Pattern[str]:
 
 
 def wildcard(name: str) -> re.Pattern[str]:
-    """Quark: `*`, `?` and `[...]` over the whole name, or `re:` as in `exact`."""
+    """Match `*`, `?` and `[...]` over the full name, or `re:` as in `exact` (Quark)."""
     return exact(name) if name.startswith("re:") else re.compile(fnmatch.translate(name))
 
 
 def wildcard_or_part(name: str) -> re.Pattern[str]:
-    """ModelOpt: `*`, `?` and `[...]`; older files give a part of the name, delimited by dots."""
+    """Match `*`, `?` and `[...]`, or, as in older files, a part of the name between dots
+    (ModelOpt).
+    """
     if any(sign in name for sign in "*?["):
         return re.compile(fnmatch.translate(name))
     return re.compile(rf"(?:.*\.)?{_name(name)}(?:\.|$)")
 
 
 def names(declared: JsonObject, key: str) -> list[str]:
-    """The list of names (or the keys of the object) under `key`. Raises CheckpointError for
+    """Return the list of names (or the keys of the object) under `key`. Raises CheckpointError for
     anything else.
     """
     found = declared.get(key) or []
@@ -85,12 +89,14 @@ def rules(
     syntax: Syntax,
     linear: Callable[[str], LinearScheme | None] | None = None,
 ) -> list[Rule]:
-    """A rule for each of `names`: the scheme that `linear` returns for it, or None (not quantized)."""
+    """Return a rule for each of `names`: the scheme that `linear` returns for it, or None (not
+    quantized).
+    """
     return [Rule(syntax(name), linear(name) if linear else None) for name in names(declared, key)]
 
 
 def _name(name: str) -> str:
-    """The expression of one module's full name."""
+    """Return the expression of one module's full name."""
     head, dot, last = name.removeprefix("model.").rpartition(".")
     return rf"(?:model\.)?{re.escape(head + dot)}{_MERGED.get(last, re.escape(last))}"
 

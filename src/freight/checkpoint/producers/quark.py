@@ -1,8 +1,8 @@
-"""AMD Quark's native export: tensor specifications by pattern of module names, then by class, then
-for all modules.
+"""AMD Quark's native export: tensor specifications by name pattern, by class, and for all modules.
 
-The cache's scales are those of the outputs of k_proj and v_proj. The specification of such a module
-also covers its weight and input, so one that has outputs alone leaves the weight in 16 bits.
+The first that matches a module applies, in this order. The cache's scales are those of the outputs
+of k_proj and v_proj. The specification of such a module also covers its weight and input, so one
+that has outputs alone leaves the weight in 16 bits.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ _FAKE = "the weights are stored unquantized, and used as they are"
 
 
 def read_quark(declared: JsonObject) -> Scheme:
+    """Read the declaration of Quark's native export. Raises CheckpointError for what is not
+    implemented.
+    """
     if mapping(declared.get("export"), "export").get("weight_format") == "fake_quantized":
         scheme = Scheme("quark", unused=(("*.weight_scale", _FAKE), ("*.input_scale", _FAKE)))
     else:
@@ -98,7 +101,7 @@ def _activations(spec: Any, where: str) -> Activations:
 
 
 def _quantizes_kv(declared: JsonObject) -> bool:
-    """Whether outputs of k_proj and v_proj are quantized. Raises CheckpointError where other
+    """Return whether outputs of k_proj and v_proj are quantized. Raises CheckpointError where other
     outputs are.
     """
     found = False
@@ -127,7 +130,9 @@ def _quantizes_kv(declared: JsonObject) -> bool:
 
 
 def _require_fp8(spec: Any, where: str) -> str:
-    """The qscheme of a specification of FP8 tensors."""
+    """Return the qscheme of a specification of FP8 tensors. Raises CheckpointError for any other
+    specification.
+    """
     declared = spec if isinstance(spec, Mapping) else {}
     if str(declared.get("dtype")).startswith(("fp4", "mxfp4")):
         raise CheckpointError(

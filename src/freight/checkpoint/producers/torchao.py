@@ -1,5 +1,4 @@
-"""torchao's Float8 types, stored as safetensors: `X.weight` is there as `X._weight_qdata` and
-`X._weight_scale`.
+"""torchao's Float8 types: `X.weight` is stored as `X._weight_qdata` and `X._weight_scale`.
 
 The configuration gives the granularity of activations and weights. The tensors show which modules
 were quantized, because torchao skips those that its kernels do not support.
@@ -25,6 +24,7 @@ _MAPS = {"ModuleFqnToConfig": "module_fqn_to_config", "FqnToConfig": "fqn_to_con
 
 
 def read_torchao(declared: JsonObject) -> Scheme:
+    """Read the declaration of torchao. Raises CheckpointError for what is not implemented."""
     quant_type = declared.get("quant_type")
     default = quant_type.get("default") if isinstance(quant_type, Mapping) else quant_type
     rules = patterns.rules(declared, "modules_to_not_convert", patterns.searched)
@@ -39,8 +39,8 @@ def read_torchao(declared: JsonObject) -> Scheme:
 
 
 def _mapped(configs: JsonObject) -> list[Rule]:
-    """Names first, then expressions, then `_default`. A name is that of the module or of its
-    weight.
+    """Return the rules of a map: names first, then expressions, then `_default`. A name is that of
+    the module or of its weight.
     """
     order = sorted(
         (name for name in configs if name != "_default"), key=lambda name: name.startswith("re:")
@@ -90,7 +90,7 @@ def _linear(config: Any) -> LinearScheme:
 
 
 def _scales(granularity: Any, kind: str) -> tuple[WeightScales, tuple[int, int] | None]:
-    """The weight's granularity; without one, torchao's default."""
+    """Return the weight's granularity and block; without a declared one, torchao's default."""
     if granularity is None:
         return (WeightScales.ROW if kind == "Float8WeightOnlyConfig" else WeightScales.TENSOR), None
     declared = mapping(granularity, f"{kind} granularity")
