@@ -283,6 +283,7 @@ Mixer = (
     | None
 )
 PagedMixer = AttentionConfig | LatentConfig  # mixers that read stored keys and values
+RecurrentMixer = DeltaNetConfig | KimiDeltaConfig | Mamba2Config  # whose state has --state-dtype
 
 
 @dataclass(frozen=True)

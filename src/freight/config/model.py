@@ -9,12 +9,10 @@ from functools import cached_property
 from freight.config.dtype import DtypeSource
 from freight.config.layer import (
     AttentionConfig,
-    DeltaNetConfig,
-    KimiDeltaConfig,
     LayerConfig,
-    Mamba2Config,
     NormKind,
     PagedMixer,
+    RecurrentMixer,
 )
 from freight.fp8.formats import Format
 
@@ -261,10 +259,7 @@ class ModelConfig:
     @property
     def recurrent(self) -> bool:
         """True if a layer keeps a recurrent state, in the format of --state-dtype."""
-        return any(
-            isinstance(layer.mixer, DeltaNetConfig | KimiDeltaConfig | Mamba2Config)
-            for layer in self.layers
-        )
+        return any(isinstance(layer.mixer, RecurrentMixer) for layer in self.layers)
 
     @property
     def per_layer_size(self) -> int:
