@@ -90,7 +90,7 @@ def decays_kernel(
     a_ptr, a_stride, b_ptr, b_stride, a_log_ptr, dt_bias_ptr, least, most, bound, beta_ptr, decay_ptr, rows,
     HEADS: tl.constexpr, K_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program: BLOCK values of all rows, heads, and K_DIM channels per head with own decays."""
+    """A program: BLOCK values of all rows, heads, and K_DIM channels (1: one decay per head)."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < rows * (HEADS * K_DIM)
     row, column = (index // (HEADS * K_DIM)).to(tl.int64), index % (HEADS * K_DIM)
