@@ -120,12 +120,9 @@ def _activations(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:
         assert weight.input_scale is not None
         scale = torch.full((len(x), 1), weight.input_scale, dtype=torch.float32, device=x.device)
     elif weight.scale is not None and weight.scale.ndim == 2:
-        groups = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(
-            1, (-1, BLOCK)
-        )  # zeros do not raise an amax
-        scale = scale_from_amax(amax(groups, -1), format).repeat_interleave(BLOCK, 1)[
-            :, : x.shape[1]
-        ]
+        padded = F.pad(x, (0, -x.shape[1] % BLOCK))  # zeros do not raise an amax
+        by_group = scale_from_amax(amax(padded.unflatten(1, (-1, BLOCK)), -1), format)
+        scale = by_group.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
         return decode(encode(x, scale, format), scale), None
     else:
         scale = scale_from_amax(amax(x, -1), format)[:, None]
@@ -168,8 +165,11 @@ def gated(
     if activation.function is GatedFunction.CLAMPED_SWIGLU:
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return (gate / (1.0 + torch.exp(-1.702 * gate)) * (up + 1.0)).to(gate_up.dtype)
-    is_gelu, limit = activation.function is GatedFunction.GELU_TANH, activation.limit or math.inf
-    value = F.gelu(gate, approximate="tanh") if is_gelu else gate / (1.0 + torch.exp(-gate))
+    if activation.function is GatedFunction.GELU_TANH:
+        value = F.gelu(gate, approximate="tanh")
+    else:
+        value = gate / (1.0 + torch.exp(-gate))
+    limit = activation.limit or math.inf  # 0: the function has no limit
     return (value.clamp(max=limit) * up.clamp(-limit, limit)).to(gate_up.dtype)
 
 
@@ -244,8 +244,10 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
     Adds to the pages' counters: NaNs, and values clipped to the range of their scale.
     """
     kept = slots >= 0
-    parts = ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale))
-    for given, page, scale in parts[:1] if pages.v_in_k else parts:
+    parts = [(k, pages.k, pages.k_scale)]
+    if not pages.v_in_k:
+        parts.append((v, pages.v, pages.v_scale))
+    for given, page, scale in parts:
         values = given[kept]
         pages.counters[0] += torch.isnan(values).sum()
         if not pages.format.is_quantized:
@@ -259,9 +261,8 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
                 first, values = values.split((pages.rotated.shape[3], page.shape[3]), -1)
                 write_slots(pages.rotated, slots[kept], first.to(torch.bfloat16))
                 vectors = values.unflatten(-1, (-1, SCALE_GROUP))
-            measured = token_scale(
-                amax(vectors, -1), pages.format
-            )  # [rows, num_kv_heads, …] bfloat16
+            # [rows, num_kv_heads], or [rows, num_kv_heads, groups]; bfloat16
+            measured = token_scale(amax(vectors, -1), pages.format)
             write_slots(scale, slots[kept], measured)
             factor = spread(measured)
         elif scale is not None:

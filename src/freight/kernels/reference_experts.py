@@ -62,18 +62,11 @@ def choose(
     if routing.num_groups > 1:
         groups = wanted.unflatten(1, (routing.num_groups, -1))
         best = groups.topk(min(routing.group_best, groups.shape[2]), -1).values.sum(-1)
-        left_out = torch.sort(best, dim=-1, descending=True, stable=True).indices[
-            :, routing.top_groups :
-        ]
-        wanted = groups.scatter(
-            1, left_out[..., None].expand(-1, -1, groups.shape[2]), -torch.inf
-        ).flatten(1)
-    ids = (
-        torch.sort(wanted, dim=-1, descending=True, stable=True)
-        .indices[:, : routing.top_k]
-        .sort(-1)
-        .values
-    )
+        order = torch.sort(best, dim=-1, descending=True, stable=True).indices
+        left_out = order[:, routing.top_groups :, None].expand(-1, -1, groups.shape[2])
+        wanted = groups.scatter(1, left_out, -torch.inf).flatten(1)
+    best_first = torch.sort(wanted, dim=-1, descending=True, stable=True).indices
+    ids = best_first[:, : routing.top_k].sort(-1).values
     weights = scores.gather(1, ids)
     if routing.scoring is Scoring.CHOSEN:
         weights = torch.softmax(weights, -1)

@@ -76,14 +76,11 @@ def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
 
     Computed in float64, so that no factor depends on its neighbours.
     """
-    wide, soft = logits.double(), function is GateFunction.SOFTPLUS
-    factors = (
-        F.softplus(wide)
-        if soft
-        else torch.sigmoid(wide)
-        if function is GateFunction.SIGMOID
-        else wide
-    )
+    factors = logits.double()
+    if function is GateFunction.SOFTPLUS:
+        factors = F.softplus(factors)
+    elif function is GateFunction.SIGMOID:
+        factors = torch.sigmoid(factors)
     return (x.double() * factors.repeat_interleave(x.shape[1] // logits.shape[1], 1)).to(x.dtype)
 
 
@@ -93,8 +90,9 @@ def join(parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:
     A part is x, [rows, size] or [rows, heads, size], and None or the weight [group] of the
     `rms_norm` of each `group` columns.
     """
-    made = (
-        x if w is None else rms_norm(x.unflatten(-1, (-1, len(w))), w, eps).flatten(-2)
-        for x, w in parts
-    )
-    return torch.cat(tuple(made), -1)
+    columns = []
+    for x, weight in parts:
+        if weight is not None:
+            x = rms_norm(x.unflatten(-1, (-1, len(weight))), weight, eps).flatten(-2)
+        columns.append(x)
+    return torch.cat(columns, -1)

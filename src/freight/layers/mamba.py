@@ -61,11 +61,8 @@ class Mamba2:
         z, dt = projected[:, :values], projected[:, values + channels :]
         convolved = projected[:, values : values + channels]
         mixed = kernels.convolve(convolved, self.conv, self.conv_bias, True, states, sequences)
-        v, k, q = (
-            mixed[:, :values],
-            mixed[:, values : values + self.keys],
-            mixed[:, values + self.keys :],
-        )
+        first_q = values + self.keys
+        v, k, q = mixed[:, :values], mixed[:, values:first_q], mixed[:, first_q:]
         beta, log_decay = kernels.decays(dt, None, self.a_log, self.dt_bias, self.limits)
         result = kernels.recurrence(
             q, k, v, beta, log_decay, states, sequences, delta=False, norm=False, skip=self.skip

@@ -82,10 +82,8 @@ def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> CpuE
     for weight in weights:
         check(weight)
         if data is None:
-            (out_features, in_features), kind = (
-                weight.shape,
-                (weight.data.dtype, weight.activations),
-            )
+            out_features, in_features = weight.shape
+            kind = (weight.data.dtype, weight.activations)
             num_bytes = packed_bytes(library, weight)
             data = aligned(len(weights) * num_bytes).view(len(weights), num_bytes)
         assert weight.shape == (out_features, in_features)
@@ -136,10 +134,8 @@ def route(
         for one in by_expert
     )
     x = x.contiguous()
-    ids, weights = (
-        library.empty((rows, top_k), torch.int32),
-        library.empty((rows, top_k), torch.float32),
-    )
+    ids = library.empty((rows, top_k), torch.int32)
+    weights = library.empty((rows, top_k), torch.float32)
     library.functions.freight_route(
         FreightRoute(
             router.address,

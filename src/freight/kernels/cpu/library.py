@@ -103,18 +103,10 @@ def tile_obstacle() -> str:
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "only Linux on x86-64 lets Freight request tile registers"
-    arch_prctl, request_permission, tile_data = (
-        158,
-        0x1023,
-        18,
-    )  # SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA
+    sys_arch_prctl, arch_req_xcomp_perm, xtiledata = 158, 0x1023, 18  # of Linux's headers
     libc = ctypes.CDLL(None, use_errno=True)
-    if (
-        libc.syscall(
-            ctypes.c_long(arch_prctl), ctypes.c_long(request_permission), ctypes.c_long(tile_data)
-        )
-        == 0
-    ):
+    request = (ctypes.c_long(sys_arch_prctl), ctypes.c_long(arch_req_xcomp_perm))
+    if libc.syscall(*request, ctypes.c_long(xtiledata)) == 0:
         return ""
     return f"Linux denied this process the tile registers ({os.strerror(ctypes.get_errno())})"
 

@@ -203,8 +203,8 @@ def decode_kernel(
     position = tl.full((ROWS,), 0, tl.int32) + length - 1
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
     first = tl.maximum(length - window, 0) // KEYS * KEYS if WINDOWED else 0
-    turn, turns = tl.program_id(0) // SHARES, tl.num_programs(0) // SHARES
-    for split in range(first // SPLIT + turn, tl.cdiv(length, SPLIT), turns):
+    program, programs = tl.program_id(0) // SHARES, tl.num_programs(0) // SHARES
+    for split in range(first // SPLIT + program, tl.cdiv(length, SPLIT), programs):
         begin = tl.maximum(split * SPLIT, first)
         end = tl.minimum(split * SPLIT + SPLIT, length)
         acc = no_values(ROWS, V_BLOCK, PAIRS)

@@ -213,17 +213,17 @@ def _next_row(
         decay = tl.where(j == t, total, decay)
         from_start, since = tl.exp(total), tl.exp(total - decay)
         with_key, with_query = since * with_key, since * with_query
-    own = value
+    row_u = value
     if DELTA:
         before = tl.where(j < t, with_key, 0.0)
-        own -= tl.sum(state * (key * from_start)[:, None], 0) + tl.sum(u * before[:, None], 0)
-    own = (own * beta).to(LIKE)
-    u = tl.where((j == t)[:, None], own.to(tl.float32)[None, :], u)
+        row_u -= tl.sum(state * (key * from_start)[:, None], 0) + tl.sum(u * before[:, None], 0)
+    row_u = (row_u * beta).to(LIKE)
+    u = tl.where((j == t)[:, None], row_u.to(tl.float32)[None, :], u)
     until = tl.where(j <= t, with_query, 0.0)
     result = tl.sum(state * (query * from_start)[:, None], 0) + tl.sum(u * until[:, None], 0)
     if skip is not None:
         result += skip * value
-    return u, decay, total, own, result
+    return u, decay, total, row_u, result
 
 
 @triton.jit
@@ -341,13 +341,13 @@ def recurrence_kernel(
             )  # fmt: skip
             u, decay = tl.zeros((TILE, BLOCK_V), tl.float32), tl.zeros((TILE,), tl.float32)
             total = tl.full((), 0.0, tl.float32)
-        u, decay, total, own, result = _next_row(
+        u, decay, total, row_u, result = _next_row(
             state, u, decay, total, t, this, skip, DELTA, like, BY_CHANNEL
         )
         tl.store(out_ptr + row.to(tl.int64) * (HEADS * V_DIM) + u_place, result.to(like), mask=in_v)
         if kept:
             tl.store(
-                kept_u_ptr + block * u_part_stride + t * (HEADS * V_DIM) + u_place, own, mask=in_v
+                kept_u_ptr + block * u_part_stride + t * (HEADS * V_DIM) + u_place, row_u, mask=in_v
             )
             if tl.program_id(0) == 0:
                 kept_ptrs = (
@@ -412,16 +412,18 @@ def recurrence(
     shared["EVERY"] = states.every
     lengths = (sequences.query_starts, sequences.context_lens, tables, tables.stride(0))
     kept_k, kept_u, kept_decay = (by_block(parts[name]) for name in ("k", "u", "decay"))
-    read, made = (q, q.stride(0), k, k.stride(0), *kept_k), (old_k, old_decay, *lengths, num_seqs)
+    read = (q, q.stride(0), k, k.stride(0), *kept_k)
+    made = (old_k, old_decay, *lengths, num_seqs)
     once: dict[str, Any] = {
         **shared,
         "RATIO": heads // key_heads,
         "num_warps": max(1, k_block // 64),
     }
     if by_channel:
-        own, log_decay = log_decay, torch.empty_like(log_decay)
-        inputs = (*read, own, *kept_decay, factors, products, log_decay)
+        sums = torch.empty_like(log_decay)
+        inputs = (*read, log_decay, *kept_decay, factors, products, sums)
         channel_products_kernel[(rows, heads)](*inputs, *made, **once)
+        log_decay = sums  # `recurrence_kernel` reads the sums in place of the decays
     else:
         once["RATIO_BLOCK"] = triton.next_power_of_2(heads // key_heads)
         products_kernel[(rows, key_heads)](*read, *kept_decay, factors, products, *made, **once)

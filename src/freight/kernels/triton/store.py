@@ -72,11 +72,11 @@ def _rotated(
         root = tl.rsqrt(tl.sum(whole * whole, 1) / DIM + eps)[:, None]
     x = _prepared(source, index, mask, root, norm_ptr, center_ptr)
     if HALF > 0:
-        turns = (index < 2 * HALF)[None, :]
-        mask &= turns
+        rotated = (index < 2 * HALF)[None, :]
+        mask &= rotated
         partner = tl.where(index < HALF, index + HALF, index - HALF)
         other = _prepared(source, partner, mask, root, norm_ptr, center_ptr).to(tl.float32)
-        x = tl.where(turns, (x.to(tl.float32) * cos + other * sin).to(x.dtype), x)
+        x = tl.where(rotated, (x.to(tl.float32) * cos + other * sin).to(x.dtype), x)
     return x
 
 
@@ -146,8 +146,8 @@ def rotate_store_kernel(
     cos = None
     sin = None
     if HALF > 0:  # loaded once: all heads have the same
-        turned = live[:, None] & (index < 2 * HALF)[None, :]
-        cos, sin = _angles(cos_ptr, sin_ptr, positions, turned, index, HALF)
+        rotated = live[:, None] & (index < 2 * HALF)[None, :]
+        cos, sin = _angles(cos_ptr, sin_ptr, positions, rotated, index, HALF)
     for head in range(first, tl.minimum(first + TURNS, HEADS + KV_HEADS + V_HEADS)):
         if head < HEADS + KV_HEADS:
             source = row_ptr + head * K_DIM
