@@ -408,7 +408,7 @@ class Worker {
   const FreightAttention& a;
   const Tiles& tiles;
   const Task& task;
-  const bool in_groups = prefetches_in_groups();  // work since the last step, times `steps`; at all_work a step is due
+  const bool in_groups = prefetches_in_groups();  // a prefetch step is a line of each group, or 8 of one token
   const int group_tokens = in_groups ? 8 : kKeyTile;
   const int64_t step_bytes = (in_groups ? 1 : 8) * FREIGHT_CACHE_LINE;
   const Tile* next = nullptr;  // the next tile; null once all of it is prefetched

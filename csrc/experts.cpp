@@ -111,7 +111,7 @@ struct Mixture {
     thread_local std::vector<float> biases;
     pairs.sort(a.ids + first * a.top_k, rows, a.top_k, a.num_experts);
     const int64_t wide = pairs.count() * std::max(gate_up->out_features, hidden) * bytes_of(a.format) + kUnit;
-    uint8_t* results = memory.of(wide + pairs.count() * inner * bytes_of(a.format));  // of the first, then the second product
+    uint8_t* results = memory.of(wide + pairs.count() * inner * bytes_of(a.format));  // of both products in turn
     uint8_t* between = results + wide;
     const Side outer{gate_up, a.gate_up_bias, a.format}, last{down, a.down_bias, a.format};
     outer.products(pairs, element(a.x, first * hidden, a.format), true, results, biases, products);
