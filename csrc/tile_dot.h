@@ -63,7 +63,7 @@ inline void dot_step(const D& decoder, const uint8_t* w, const float* x, V16 (*s
         }
     }
   }
-  if constexpr (D::step % kUnit) __builtin_prefetch(w + D::step - 1 + kDotAhead, 0, 2);  // MXFP4 is not aligned to lines
+  if constexpr (D::step % kUnit) __builtin_prefetch(w + D::step - 1 + kDotAhead, 0, 2);  // MXFP4: not aligned to lines
   for (int j = 0; j < kBand; j++)
     for (int m = 0; m < M; m++) sums[j][m] = sums[j][m] + (even[j][m] + odd[j][m]);
 }

@@ -162,7 +162,7 @@ def gated(
 ) -> Tensor:
     """Return activation(gate) * up of a merged [rows, 2 * intermediate_size], gate first."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    if activation.function is GatedFunction.CLAMPED_SWIGLU:
+    if activation.function is GatedFunction.CLAMPED_SWIGLU:  # 7 and 1.702 are those of gpt-oss
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return (gate / (1.0 + torch.exp(-1.702 * gate)) * (up + 1.0)).to(gate_up.dtype)
     if activation.function is GatedFunction.GELU_TANH:

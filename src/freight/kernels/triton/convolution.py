@@ -113,7 +113,7 @@ def convolve(
     num_seqs, tables = sequences.num_seqs, sequences.block_tables
     out = x.new_empty(rows, channels)
     single = rows == num_seqs  # a sequence has at least one row
-    tile, block = (1, 256) if single else (16, 64)
+    tile, block = (1, 256) if single else (16, 64)  # rows and channels of a program
     assert weight.shape[1] <= 8 <= 16, "only the first tile of a sequence reads stored columns"
     grid = (triton.cdiv(channels, block), num_seqs if single else rows // tile + num_seqs)
     convolve_kernel[grid](

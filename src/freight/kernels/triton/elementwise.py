@@ -123,7 +123,7 @@ def _gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
     value = gate.to(tl.float32)
     factor = up.to(tl.float32)
     exponent = value
-    if ACTIVATION == "clamped_swiglu":
+    if ACTIVATION == "clamped_swiglu":  # 7 and 1.702 are those of gpt-oss
         value = tl.minimum(value, 7.0, propagate_nan=tl.PropagateNan.ALL)
         factor = tl.minimum(factor, 7.0, propagate_nan=tl.PropagateNan.ALL)
         factor = tl.maximum(factor, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0

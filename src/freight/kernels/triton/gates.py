@@ -23,6 +23,7 @@ from freight.kernels.triton.rows import (
     quantize,
     quantizes,
     this_row,
+    warps_for,
     write_row,
 )
 from freight.operands.activation import GateFunction
@@ -211,7 +212,7 @@ def join(parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:
         x = heads.flatten(0, -2)
         group = x.shape[1] if weight is None else len(weight)
         block = triton.next_power_of_2(group)
-        constants = {"GROUP": group, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+        constants = {"GROUP": group, "BLOCK": block, "num_warps": warps_for(block)}
         pointers = (x, x.stride(0), weight, out, column, width, eps)
         part_kernel[(rows, x.shape[1] // group)](*pointers, **constants)
         column += x.shape[1]
@@ -286,7 +287,7 @@ def gated_norm(
     sizes: dict[str, Any] = {
         "SIZE": size,
         "BLOCK": block,
-        "num_warps": min(16, max(1, block // 512)),
+        "num_warps": warps_for(block),
     }
     gated_norm_kernel[(rows, size // group)](*inputs, out, **sizes, **norm)
     return quantize(target, out, consumer) if quantizes(consumer) else out

@@ -99,7 +99,7 @@ def choose_kernel(
     if SCORING == "chosen":
         weights = _softmax(tl.where(chosen, logits, float("-inf")))
     if NORMED:
-        weights /= tl.sum(weights, 0) + 1e-20
+        weights /= tl.sum(weights, 0) + 1e-20  # the sum of sigmoids may be 0
     place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(ids_ptr + place, expert, mask=chosen)
     tl.store(weights_ptr + place, weights * factor, mask=chosen)
