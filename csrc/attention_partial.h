@@ -10,8 +10,7 @@ namespace freight {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// The softmax state of a row after some of its keys. Its `out`, stored separately, is the sum of 2 ** (score - best) *
-// v.
+// The softmax state of a row after some of its keys. Its `out`, stored apart, is the sum of 2 ** (score - best) * v.
 struct Partial {
   float best = -kInfinity;  // the largest score, in base 2
   float total = 0.0f;       // the sum of 2 ** (score - best)

@@ -1,5 +1,4 @@
-// Rotate and store: rotate the queries of a merged projection, and store its keys and values in their slots, in one
-// pass.
+// Rotate and store: rotate the queries of a merged projection, and store its keys and values, in one pass.
 //
 // The bits are those of kernels/reference.py `rotate_store`: each step rounds to the type of the projection; stored
 // values are divided by the scale in float32, clamped, and rounded to nearest, ties to even; NaN stays NaN. A `token`

@@ -1,5 +1,4 @@
-// The product of FP8 weights on tiles (tiles.h) for 5 to 32 rows, such as an expert's rows of a prompt, or a decode
-// batch.
+// The product of FP8 weights on tiles (tiles.h) for 5 to 32 rows: an expert's rows of a prompt, or a decode batch.
 //
 // With so few rows, decoding weights takes as long as multiplying them. So the decoder's tables stay in registers, the
 // decoding of a later step is interleaved with each step of the tiles, sums stay in tiles from the first input to the

@@ -3,8 +3,7 @@
 // A task has a few bands of 32 outputs and walks their inputs in panels. Within a panel all rows are multiplied by all
 // bands; between panels the sums are in memory, which changes no bit. FP8 and MXFP4 weights are decoded once for all
 // rows: a few registers of the next panel after every step of this one, so that tiles and vector units work at the same
-// time. Without block scales, results are scaled, rounded and written during the last panel, overlapping with the
-// tiles.
+// time. Without block scales, results are scaled, rounded and written during the last panel, in parallel to the tiles.
 #pragma once
 #include <algorithm>
 

@@ -222,8 +222,8 @@ class KernelSet(Protocol):
 
         x: [rows, heads, in_features], the last dimension contiguous, which may be columns of a
         larger tensor; matrices: the result of `pack_experts` for one [out_features, in_features]
-        matrix of each head, in x's dtype and without biases. Each head has the bits of `linear`,
-        except on a GPU, where `linear` is torch's.
+        matrix of each head, in x's dtype and without biases. Each head has the bits of `linear`; on
+        a GPU, where `linear` is torch's, they may differ.
         """
         ...
 
@@ -360,9 +360,9 @@ class KernelSet(Protocol):
     ) -> Rows:
         """Apply RMSNorm to each `group` columns of x, and multiply by SiLU of `gate`, [rows, size].
 
-        With `norm_first` the result is the norm, rounded as by `add_rms_norm`, times the factor,
-        and rounded again; else it is the norm of x times the factor, a product that is not rounded.
-        x, gate: [rows, size], which may be columns of larger tensors; weight: [size], or [group]
-        for all groups. Returned for `consumer`.
+        With `norm_first` the result is the norm of x, rounded as by `add_rms_norm`, times the
+        factor, and rounded again. Otherwise it is the norm of the product of x and the factor,
+        which is not rounded before. x, gate: [rows, size], which may be columns of larger tensors;
+        weight: [size], or [group] for all groups. The result is for `consumer`.
         """
         ...
