@@ -15,7 +15,7 @@ namespace {
 
 constexpr float kLargest = 448.f;  // E4M3FN
 
-// The E4M3FN values nearest to v, ties to even; saturates. NaN stays NaN. Exact in bfloat16.
+// Round v to the nearest E4M3FN values, ties to even, saturating; NaN stays NaN. The results are exact in bfloat16.
 inline VF round_e4m3(VF v) {
   const VF largest = set1(kLargest);
   const VF bounded = v > largest ? largest : v < -largest ? -largest : v;
@@ -26,7 +26,7 @@ inline VF round_e4m3(VF v) {
   return v != v ? v : (VF)((VI)magnitude < 0x3C800000 ? subnormal : normal);  // below 2^-6
 }
 
-// The largest finite magnitude of `count` values from `first` on; of halves compared as they are stored.
+// The largest finite magnitude of `count` values from `first` on; 16-bit values are compared as they are stored.
 float largest_of(const void* x, int32_t format, int64_t first, int64_t count) {
   if (format == FREIGHT_FLOAT32) return largest_finite(static_cast<const float*>(x) + first, count);
   const uint16_t* halves = static_cast<const uint16_t*>(x) + first;
@@ -41,15 +41,15 @@ float largest_of(const void* x, int32_t format, int64_t first, int64_t count) {
   return format == FREIGHT_BFLOAT16 ? bf16_to_float(half) : f16_to_float(half);
 }
 
-// values [count], padded with zeros to a multiple of 16, divided by `scale` and rounded.
+// Divide values [count], padded with zeros to a multiple of 16, by `scale` and round them.
 void round_by(float* values, int64_t count, float scale) {
   const VF by = set1(scale);
   for (int64_t i = 0; i < count; i += W) store(values + i, round_e4m3(load(values + i) / by));
 }
 
-constexpr int64_t kColumns = 1024;         // of a task; a multiple of kGroup
-constexpr int64_t kPartPanels = 8;         // of a task with few tiles
-constexpr int64_t kShareOfStaging = 8192;  // values that are worth a second thread
+constexpr int64_t kColumns = 1024;         // columns of a task; a multiple of kGroup
+constexpr int64_t kPartPanels = 8;         // panels of a task if there are few tiles
+constexpr int64_t kShareOfStaging = 8192;  // values per thread: fewer are not worth another thread
 
 struct Stager {
   const FreightWeight& weight;
@@ -58,10 +58,10 @@ struct Stager {
   bool pair;
   int64_t steps, groups;
   float *row_scale, *group_scale;
-  const int32_t* index = nullptr;       // of Product
-  int64_t stride = weight.in_features;  // of its rows
+  const int32_t* index = nullptr;       // Product::index
+  int64_t stride = weight.in_features;  // Product::x_stride
 
-  // Where column `first` of a row is in x.
+  // The index in x of column `first` of a row.
   int64_t at(int64_t row, int64_t first) const { return (index ? index[row] : row) * stride + first; }
 
   void scale_row(int64_t row) const {
@@ -71,7 +71,7 @@ struct Stager {
                          : scale_from(largest_of(x, format, at(row, 0), in), kLargest);
   }
 
-  // Columns `first` .. `first` + `count` of a row, as float32, rounded to FP8 where the weight asks for it, zeros up
+  // Columns `first` .. `first` + `count` of a row as float32, rounded to FP8 if the weight requires it, with zeros up
   // to a multiple of 16.
   void values_of(int64_t row, int64_t first, int64_t count, float* values) const {
     read_row(element(x, at(row, first), format), format, count, values);
@@ -101,7 +101,7 @@ struct Stager {
       std::memcpy(words, values, sizeof(values));
       return;
     }
-    for (int64_t i = 0; i < kColumns / 2; i++) {  // the upper halves of two: all that values of FP8 have
+    for (int64_t i = 0; i < kColumns / 2; i++) {  // the upper halves of two values: FP8 values have no lower half
       uint64_t two;
       std::memcpy(&two, values + 2 * i, 8);
       words[i] = static_cast<uint32_t>(two >> 16 & 0xFFFFu) | static_cast<uint32_t>(two >> 32 & 0xFFFF0000u);
@@ -126,7 +126,7 @@ struct Stager {
   }
 
 #if FREIGHT_AMX
-  // The inputs of a panel of a row, as bfloat16 and with zeros beyond the last, into a line of its tiles.
+  // Write the inputs of a panel of a row to a line of its tiles, as bfloat16, with zeros after the last.
   void panel_line(int64_t row, int64_t panel, uint8_t* line) const {
     const int64_t first = panel * kGroupInputs, count = std::min<int64_t>(kGroupInputs, weight.in_features - first);
     const char* from = element(x, at(row, first), format);
@@ -141,14 +141,14 @@ struct Stager {
       std::memcpy(line + step * kTileBytes, from + step * kTileRowBytes, kTileRowBytes);
   }
 
-  // The scale of a panel of a row; that of a group is measured.
+  // The scale of a panel of a row. A group's scale is computed here.
   float scale_of(int64_t row, int64_t panel, int64_t count) const {
     if (row_scale) return row_scale[row];
     const float largest = largest_of(x, format, at(row, panel * kGroupInputs), count);
     return group_scale[row * groups + panel] = scale_from(largest, kLargest);
   }
 
-  // `count` values, rounded to FP8: their upper halves, which are all that such values have.
+  // Write `count` values rounded to FP8: their upper halves, because FP8 values have no lower half.
   void rounded_line(const char* from, int64_t count, float scale, uint8_t* line) const {
     const VF by = set1(scale);
     for (int64_t first = 0; first < kGroupInputs; first += kTileInputs, line += kTileBytes) {
@@ -162,7 +162,7 @@ struct Stager {
     }
   }
 
-  // Panels of a tile of `rows` rows, into [panels][tiles][4][16][32]; `lines` of the 16 are written.
+  // Write panels of a tile of `rows` rows to [panels][tiles][4][16][32]; `lines` of the 16 are written.
   void tile_part(int64_t tile, int64_t tiles, int64_t panel, int64_t end, int64_t rows, int64_t lines,
                  uint8_t* to) const {
     for (; panel < end; panel++) {
@@ -187,7 +187,7 @@ int useful_threads(int64_t values, int threads) {
   return static_cast<int>(std::min<int64_t>(threads, values / kShareOfStaging + 1));
 }
 
-// With scales in the calling thread's memory; those of groups, of `lines` rows, begin as 1.
+// A stager with scales in the calling thread's memory; group scales, of `lines` rows, are initialized to 1.
 Stager stager_of(const FreightWeight& weight, const void* x, int32_t format, bool pair, int64_t steps, int64_t rows,
                  int64_t lines) {
   thread_local std::vector<float> row_scale, group_scale;
@@ -220,8 +220,8 @@ Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t
 
 #if FREIGHT_AMX
 
-// The same, bfloat16, for tiles of AMX: `x` of the result is [panels][tiles of 16 rows][4 steps][16 rows][32 inputs],
-// where a panel has 128 inputs. The last tile's rows are padded with zeros unless it is the only one.
+// Stage rows as bfloat16 for AMX tiles: `x` of the result is [panels][tiles of 16 rows][4 steps][16 rows][32 inputs],
+// where a panel has 128 inputs. The last tile's rows are padded with zeros unless it is the only tile.
 Staged stage_tiles(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, int threads) {
   constexpr int64_t kGroupBytes = kGroupSteps * kTileBytes;
   thread_local WorkingMemory memory;
@@ -244,13 +244,13 @@ Staged stage_tiles(const FreightWeight& weight, const void* x, int32_t format, i
 
 #endif
 
-// What staged rows of a product take, in bytes.
+// Bytes of the staged rows of a product.
 struct Sizes {
   int64_t x, row_scale, group_scale;
 
   Sizes(const Product& product, Layout layout, int64_t steps) {
     const int64_t rows = product.rows, groups = groups_of(*product.weight);
-    int64_t lines = (rows - 1) / kTileRows * kTileRows;  // with those that fill the last tile
+    int64_t lines = (rows - 1) / kTileRows * kTileRows;  // rows, including those that pad the last tile
     lines += height_of(rows - lines);
     x = lines * steps * 4;
 #if FREIGHT_AMX
@@ -272,11 +272,11 @@ int64_t steps_of(const FreightWeight& weight, Layout layout) {
 
 int64_t tile_rows(Layout layout) { return layout == Layout::kTiles ? 16 : kTileRows; }
 
-// A tile of a product: all its inputs.
+// Stage all inputs of one tile of a product.
 void stage_tile(const Product& product, int32_t format, Layout layout, int64_t tile, int64_t steps) {
   const FreightWeight& weight = *product.weight;
   const Staged& staged = product.staged;
-  float* row_scale = const_cast<float*>(staged.row_scale);  // of the memory of stage_all
+  float* row_scale = const_cast<float*>(staged.row_scale);  // in the memory of stage_all
   float* group_scale = const_cast<float*>(staged.group_scale);
   void* x = const_cast<void*>(staged.x);
   const Stager stager{weight, product.x, format, layout != Layout::kFloats, steps, staged.groups, row_scale,

@@ -1,7 +1,7 @@
-// Staging: rows of x as the matrix product reads them, converted, rounded to FP8 where the weight asks for it, padded.
+// Staging: rows of x as the matrix product reads them, converted, padded, and rounded to FP8 if the weight requires it.
 //
-// Rows come in tiles of up to kTileRows; within a tile values lie as [step][rows of the tile], so that one tile is one
-// stream of memory. A row is staged from its own values alone. The functions that stage are those of product.h.
+// Rows are staged in tiles of up to kTileRows; within a tile values are [step][rows of the tile], so that one tile is
+// one stream of memory. A staged row depends only on that row. The staging functions are declared in product.h.
 #pragma once
 #include <type_traits>
 #include <vector>
@@ -16,7 +16,7 @@ constexpr int kTileRows = 12;  // x 2 blocks of outputs: 24 sums in registers
 constexpr int kTileRows = 6;
 #endif
 
-// The heights of tiles that exist as code; a tile of other height is padded with zeros to the next.
+// The heights of tiles with compiled code; a tile of another height is padded with zeros to the next larger one.
 constexpr int kHeights[] = {1, 2, 4, 6, 8, 12};
 
 inline int height_of(int64_t rows) {
@@ -25,7 +25,7 @@ inline int height_of(int64_t rows) {
   return kTileRows;
 }
 
-// Call f with the height as a compile-time number.
+// Call f with the height as a compile-time constant.
 template <class F>
 inline void with_height(int height, const F& f) {
   switch (height) {
@@ -40,7 +40,7 @@ inline void with_height(int height, const F& f) {
   }
 }
 
-// Where staged rows are; the memory belongs to the calling thread and is used again by its next call.
+// Staged rows; their memory belongs to the calling thread and is reused by its next call.
 struct Staged {
   const void* x;             // tiles, each [steps][height] of Math::X
   int64_t steps;             // of a row

@@ -1,8 +1,8 @@
 // Attention over the pages of the KV cache: how work is cut into tasks, and how results of cut sequences are merged.
 //
-// Work is cut into tasks by rows, KV heads and key splits. The cuts depend on the load and the threads; the
-// bits of a row do not (attention_task.h). Few rows take all KV heads, because a token's heads are neighbours
-// in memory; many rows take one, so that a decoded tile serves many rows.
+// Work is cut into tasks by rows, KV heads and key splits. The cuts depend on the load and the threads; the bits of a
+// row do not (attention_task.h). A task of few rows takes all KV heads, because a token's heads are adjacent in memory;
+// one of many rows takes one head, so that a decoded tile serves many rows.
 #include "attention.h"
 
 #include <memory>
@@ -18,8 +18,8 @@
 namespace freight {
 namespace {
 
-// Rows (positions x query heads) that share a decoded tile of keys. Measured. Where tiles multiply, decoding takes a
-// larger part, and sums of half a megabyte pass through L2 without delay.
+// Rows (positions x query heads) that share a decoded tile of keys; both figures are measured. With AMX, decoding is a
+// larger share of the time, so more rows share it, and their sums, half a megabyte, stream through L2 without delay.
 int rows_together([[maybe_unused]] int value_dim) {
 #if FREIGHT_AMX
   return (1 << 17) / value_dim;
@@ -27,15 +27,15 @@ int rows_together([[maybe_unused]] int value_dim) {
   return 128;
 #endif
 }
-constexpr int kTasksPerThread = 8;  // enough to even out what they take
+constexpr int kTasksPerThread = 8;  // enough to balance tasks of different lengths
 
 struct Plan {
   std::vector<Task> tasks;
-  std::vector<Task> cut;  // those whose key splits are tasks of their own, to be merged
+  std::vector<Task> cut;  // tasks whose key splits are separate tasks, to be merged
   int64_t partials = 0;
 };
 
-// Add the tasks of `positions` positions of one sequence, in parts of at most `heads` KV heads; `cut`: and by splits.
+// Add the tasks of `positions` positions of one sequence, each of at most `heads` KV heads, and if `cut` of one split.
 void plan_rows(const FreightAttention& a, Task task, int heads, bool cut, Plan& plan) {
   const int splits = task.splits, rows = task.positions * (a.num_heads / a.num_kv_heads);
   for (task.head = 0; task.head < a.num_kv_heads; task.head += heads) {
@@ -62,7 +62,7 @@ void sort_largest_first(std::vector<Task>& tasks) {
   std::stable_sort(tasks.begin(), tasks.end(), larger);
 }
 
-// Tasks of at most `heads` KV heads; `cut`: those of several key splits are cut there.
+// A plan of tasks of at most `heads` KV heads; if `cut`, tasks of several key splits are cut into one task per split.
 template <class Tiles>
 Plan make_plan(const Call<Tiles>& call, int heads, bool cut) {
   const FreightAttention& a = call.a;
@@ -82,8 +82,8 @@ Plan make_plan(const Call<Tiles>& call, int heads, bool cut) {
   return plan;
 }
 
-// As few tasks as keep all threads busy: cut by splits, then by heads, only if there would be too few. Heads whose rows are
-// multiplied together stay together if each thread has a task.
+// A plan of as few tasks as keep all threads busy: they are cut by splits, then by heads, only if there are too few.
+// Heads whose rows are multiplied together stay together if each thread has a task.
 template <class Tiles>
 Plan make_plan(const Call<Tiles>& call) {
   const size_t threads = call.a.threads, wanted = threads > 1 ? kTasksPerThread * threads : 1;
@@ -155,7 +155,7 @@ void attend_pages(const FreightAttention& a) {
   attend<Float32Tiles<F>, VectorWorker>(a);
 }
 
-// A row before the first key would have no key to attend to.
+// Say whether every context is as long as its queries: a row before the first key would have no key to attend to.
 bool contexts_hold_queries(const FreightAttention& a) {
   for (int s = 0; s < a.num_seqs; s++)
     if (a.context_lens[s] < a.query_starts[s + 1] - a.query_starts[s]) return false;

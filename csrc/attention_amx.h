@@ -1,16 +1,16 @@
 // Attention's tile products by matrix tiles (AMX), for BF16 queries over pages whose values are exact in BF16.
 //
 // Scores are computed transposed: the keys of a tile are the first operand of TDPBF16PS, in the order in which they are
-// stored, and 16 queries are the second. So keys are decoded and not transposed, and in the softmax a lane is a query:
-// nothing is reduced over lanes. The probabilities are transposed, and are the first operand of the products with V,
-// whose layout is that of Bf16Tiles. Channels of q and K are padded with zeros to a multiple of 32.
+// stored, and 16 queries are the second. So keys are decoded but not transposed, and in the softmax a lane is a query,
+// so that nothing is reduced over lanes. The probabilities are transposed, and are the first operand of the products
+// with V, whose layout is that of Bf16Tiles. Channels of q and K are padded with zeros to a multiple of 32.
 //
-// 16 queries are a block: neighbouring rows of one KV head or, where there are few rows, all rows of several. An element
-// of a product depends on its own query and key alone, and a lane on its own query, so how queries are put together
-// changes no bit. (The bits are not those of Bf16Tiles: TDPBF16PS adds up even and odd inputs apart.)
+// 16 queries are a block: adjacent rows of one KV head or, if there are few rows, all rows of several heads. An element
+// of a product depends only on its query and key, and a lane only on its query, so the grouping of queries changes no
+// bit. (The bits differ from those of Bf16Tiles: TDPBF16PS sums even and odd inputs separately.)
 //
-// A softmax keeps the vector units busy, and products keep the tiles busy, for about as long. So while the softmax of one
-// block is computed, the scores of the next and the sums of the one before are multiplied.
+// A softmax takes the vector units about as long as the products take the tiles. So the two are pipelined: while the
+// softmax of one block is computed, the scores of the next block and the sums of the one before are multiplied.
 #pragma once
 #include "tiles.h"
 #if FREIGHT_AMX
@@ -28,7 +28,8 @@ struct AmxTiles : Bf16Tiles<F> {
 
   AmxTiles(int k_dim, int v_dim, bool scaled_q) : Base(k_dim, v_dim, scaled_q) { pairs = (k_dim + 31) / 32 * 16; }
 
-  // Sizes of the working memory, in floats. Two tiles of keys and of values: while one is multiplied, the next is packed.
+  // Sizes of the working memory, in floats. It holds two tiles of keys and of values: one is multiplied while the next
+  // is packed.
   size_t q_size(int rows) const { return (size_t)((rows + 15) / 16) * 16 * q_parts * pairs; }
   size_t k_size() const { return 2 * keys_size(); }
   size_t v_size() const { return 2 * values_size(); }
@@ -38,7 +39,7 @@ struct AmxTiles : Bf16Tiles<F> {
 
   static constexpr int kScores = kKeyTile * 16, kProbabilities = kKeyTile / 2 * 16;  // floats of a block
 
-  // Blocks whose scores are kept at a time: all of them where there are few rows.
+  // Number of blocks whose scores are kept at a time: all of them if there are few rows.
   static int blocks_of(int heads, int rows) { return rows > 16 ? 2 : (heads + 16 / rows - 1) / (16 / rows); }
 
   // A row of q, k_dim floats -> [16 rows][q_parts][pairs][16 of the rows][2]
@@ -66,8 +67,8 @@ struct AmxTiles : Bf16Tiles<F> {
     }
   }
 
-  // As `pack_k` where the first channels of keys, `before` of BF16, are at rotated[64] + rotated_offset, and those
-  // after them have scales: scale[group][64].
+  // `pack_k` with group scales: the first `before` channels of keys are BF16 at rotated[64] + rotated_offset, the
+  // others have the scales scale[group][64].
   template <class Between>
   void pack_k_groups(const uint8_t* const* rotated, size_t rotated_offset, int before, const uint8_t* const* keys,
                      size_t offset, const float* scale, float* packed, const Between& between) const {
@@ -89,9 +90,9 @@ struct AmxTiles : Bf16Tiles<F> {
     }
   }
 
-  // 64 codes -> BF16 in their order.
+  // 64 codes -> BF16, in order.
   static void decode_chunk(const Decoder<F>& decode, const uint8_t* from, __mmask64 mask, __m512i& first, __m512i& last) {
-    const __m512i in_turns = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // the decoder unpacks halves of 16 bytes
+    const __m512i in_turns = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // undoes the decoder's order (16-byte halves)
     decode(_mm512_permutexvar_epi64(in_turns, _mm512_maskz_loadu_epi8(mask, from)), first, last);
   }
 
@@ -110,8 +111,8 @@ struct AmxTiles : Bf16Tiles<F> {
     }
   }
 
-  // Products come in pieces of 32 channels and 32 keys or values. Those of one block follow each other, with other work in
-  // between.
+  // Products are split into pieces of 32 channels and 32 keys or values, which alternate with other work. Pieces of one
+  // block are computed in order.
   int score_pieces() const { return 2 * (pairs / 16); }
   int value_pieces() const { return 2 * ((v_dim + 31) / 32); }
 
@@ -169,7 +170,7 @@ struct AmxTiles : Bf16Tiles<F> {
 // Tiles 0 and 1: scores; 2: keys; 3: queries; 4 and 5: outputs; 6: probabilities; 7: values.
 class AttentionRegisters : public LoadedTiles {
  public:
-  // Scores of `queries` queries; probabilities and outputs of `rows` rows.
+  // Configure tiles for scores of `queries` queries, and probabilities and outputs of `rows` rows.
   void set(int queries, int rows) {
     if (queries == queries_ && rows == rows_) return;
     queries_ = queries, rows_ = rows;
@@ -183,13 +184,14 @@ class AttentionRegisters : public LoadedTiles {
   int queries_ = 0, rows_ = 0;
 };
 
-// The softmax of up to 16 queries, a lane each, over the 64 keys of a tile.
+// The softmax of up to 16 queries, one per lane, over the 64 keys of a tile.
 struct TileSoftmax {
-  static constexpr int kSlots = 20;  // calls of `beside`
+  static constexpr int kSlots = 20;  // number of calls of `beside`
 
-  // scores[64][16]: products, which `factor` makes scores of -> p[16][64] of bfloat16, against the largest score so far.
-  // BY_LANE: factor and v_scale are [64][16], else [64]. v_scale multiplies probabilities if SCALED. `beside(i)` is called
-  // all along. Returns the lanes whose older sums have to be multiplied by `decay`.
+  // Products scores[64][16], times `factor`, -> probabilities p[16][64] of bfloat16, relative to the largest score so
+  // far. factor and v_scale are [64][16] if BY_LANE, else [64]; v_scale multiplies probabilities if SCALED. `beside(i)`
+  // is called at regular intervals, to interleave other work. Returns the lanes whose earlier sums must be multiplied
+  // by `decay`.
   template <bool BY_LANE, bool SCALED, class Beside>
   static inline __mmask16 compute(const float* scores, const float* factor, const float* v_scale, VF& best, VF& total,
                                   float* decay, float* p, const Beside& beside) {
@@ -242,9 +244,10 @@ struct TileSoftmax {
     return decays;
   }
 
-  // 2 ** x for x <= 0, or a little above by rounding, within 2 ** -13: a probability keeps 8 bits of it. NaN stays NaN.
+  // 2 ** x for x <= 0 (or slightly above, by rounding), within 2 ** -13: a probability keeps only 8 bits. NaN stays
+  // NaN.
   static __m512 power(__m512 x) {
-    constexpr int kDown = 1;  // of the fraction: x minus the largest integer below it
+    constexpr int kDown = 1;  // rounding mode: the fraction is x minus the largest integer below it
     const __m512 f = _mm512_reduce_ps(x, kDown);
     __m512 p = _mm512_set1_ps(0.07706703990697861f);
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.22764499485492706f));
@@ -253,8 +256,8 @@ struct TileSoftmax {
     return _mm512_scalef_ps(p, x);
   }
 
-  // BF16 of both, rounded to nearest, halves away from zero; those of the first in the low halves. (The instruction that
-  // converts takes longer, and so does the one that sums such pairs.)
+  // BF16 of both, `even` in the low halves, rounded to nearest with halves away from zero. (The conversion instruction
+  // takes longer, and so does the one that sums such pairs.)
   static __m512i interleaved(__m512 even, __m512 odd) {
     const __m512i half = _mm512_set1_epi32(0x8000), high = _mm512_set1_epi32((int)0xFFFF0000);
     const __m512i first = _mm512_bsrli_epi128(_mm512_add_epi32((__m512i)even, half), 2);
@@ -274,7 +277,7 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
   static constexpr int kScores = Tiles::kScores, kProbabilities = Tiles::kProbabilities;
 
  public:
-  // Rows of a head are padded to whole blocks, unless a block has rows of several heads.
+  // Rows of a head are padded to full blocks, unless a block has rows of several heads.
   TileWorker(const Call<Tiles>& call, const Task& task)
       : Base(call, task, stride_of(task.positions * call.group())),
         blocks(Tiles::blocks_of(task.heads, rows)),
@@ -298,14 +301,14 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
   }
 
  private:
-  // Up to 16 neighbouring rows of `out`: those of one KV head, or all of several.
+  // Up to 16 adjacent rows of `out`: of one KV head, or all rows of several.
   struct Block {
-    int state = 0, lanes = 0, row = 0;  // row: of its first head
+    int state = 0, lanes = 0, row = 0;  // row: the block's first row within its first head
     float *scores = nullptr, *probabilities = nullptr, *out = nullptr;
     const float* queries = nullptr;
   };
 
-  static constexpr int kSlotWork = 2;  // about as many keys are packed between two calls of a softmax
+  static constexpr int kSlotWork = 2;  // work of a slot for `prefetch`: about the time of packing so many keys
   static int stride_of(int rows) { return rows <= 16 ? rows : (rows + 15) / 16 * 16; }
   float* keys_of(int h) const { return k + h % 2 * tiles.keys_size(); }
   float* values_of(int h) const { return v + h % 2 * tiles.values_size(); }
@@ -315,8 +318,8 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
     return q + h * q_size + static_cast<size_t>(row) * tiles.q_parts * tiles.pairs;
   }
 
-  // Few rows: first all scores of the tile, then all softmaxes, then all sums, each head's products behind the packing
-  // of the next.
+  // Few rows: first all scores of the tile, then all softmaxes, then all sums. The products of each head are computed
+  // after the next head is packed.
   void walk_together(const Tile& tile) {
     const int heads = 16 / rows;  // of a block
     registers.set(rows, rows);
@@ -346,7 +349,7 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
         });
   }
 
-  // pack(h) of each head, and behind it multiply(h - 1).
+  // Call pack(h) for each head, each followed by multiply(h - 1).
   template <class Pack, class Multiply>
   void one_behind(const Pack& pack, const Multiply& multiply) {
     for (int h = 0; h < task.heads; h++) {
@@ -356,8 +359,8 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
     multiply(task.heads - 1);
   }
 
-  // out[row ..] += probabilities @ v, of `count` rows of a head, whose probabilities come one after another: by position,
-  // with those values alone that it sees, which are packed into `values`.
+  // out[row ..] += probabilities @ v for `count` rows of a head with contiguous probabilities. Each position is
+  // multiplied separately, by only the values that it sees, which are packed into `values`.
   void add_values_apart(const Tile& tile, int h, int row, int count, const float* probabilities, float* values) {
     for (int first = row; first < row + count;) {
       const int i = first / group, n = std::min((i + 1) * group, row + count) - first;
@@ -369,7 +372,7 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
     registers.set(std::min(rows, 16), std::min(rows, 16));
   }
 
-  // Many rows of one head, block after block.
+  // Many rows of one head, one block after another, pipelined.
   void walk_head(const Tile& tile, int h) {
     registers.set(16, 16);
     read_scales(tile, task.head + h);
@@ -400,7 +403,7 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
     if (before.lanes) tiles.accumulate(before.probabilities, v, before.out);
   }
 
-  // The first block from `row` on that sees some of the tile, 0 lanes if there is none.
+  // The first block from `row` on that sees a part of the tile; it has 0 lanes if there is none.
   Block block_from(const Tile& tile, int h, int row, int place) const {
     for (; row < rows; row += 16)
       if (sees_any(tile, row, std::min(16, rows - row)))
@@ -409,7 +412,7 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
     return {};
   }
 
-  // The factors of scores and of probabilities of the task's heads from `first` on: [64 keys][16 lanes].
+  // Read the factors of scores and of probabilities of the task's heads from `first` on: [64 keys][16 lanes].
   void read_lane_scales(const Tile& tile, int first, int count) {
     const int32_t lanes = count * rows;
     alignas(64) int32_t head_of[16];
@@ -441,7 +444,7 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
     }
   }
 
-  // Scores of a block -> probabilities; multiplies the block's older sums.
+  // Scores of a block -> probabilities; the block's earlier sums are multiplied by their decay.
   template <bool BY_LANE, class Beside>
   void softmax(const Tile& tile, const Block& block, const Beside& beside) {
     alignas(64) static constexpr auto kOnes = ones();
@@ -480,7 +483,7 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
     return all;
   }
 
-  // Scores of keys that a lane's row does not see become -infinity.
+  // Set the scores of keys that a lane's row does not see to -infinity.
   void mask(const Tile& tile, const Block& block) const {
     alignas(64) int32_t first[16] = {}, last[16] = {};
     for (int i = 0; i < block.lanes; i++) {
@@ -498,7 +501,7 @@ class TileWorker : public Worker<Tiles, TileWorker<Tiles>> {
     }
   }
 
-  // Products -> scores: what the keys' center adds, and the soft cap.
+  // Products -> scores, with the contribution of the keys' center and the soft cap.
   template <bool BY_LANE>
   void change_scores(const Tile& tile, const Block& block, const float* factor) const {
     for (int key = 0; key < kKeyTile; key++) {

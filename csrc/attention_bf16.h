@@ -1,14 +1,14 @@
 // Attention's tile products by BF16 dot products (AVX-512), for BF16 queries over pages whose values are exact in BF16:
 // the quantized formats and BF16.
 //
-// K and V are exact, unless they have group scales: these multiply stored values before the products, rounded to BF16. q
-// is one BF16 number per channel, or two (high and low part, 16 bits of mantissa together) if a scale multiplies it. A
-// probability is one BF16 number, and the sum of probabilities adds the rounded ones. Sums are float32, one chain in
-// order per score and per output channel, so how many rows go through together changes no bit.
+// K and V are exact, unless they have group scales, which multiply stored values before the products, rounded to BF16.
+// q is one BF16 number per channel, or two (high and low part, together 16 bits of mantissa) if a scale multiplies it.
+// A probability is one BF16 number, and the sum of probabilities adds the rounded numbers. Sums are float32, one
+// ordered chain per score and per output channel, so the number of rows that are multiplied together changes no bit.
 //
-// K tile: the stored values of 16 keys are transposed, then decoded (quantized: by table look-ups), so that a lane
-// is a key and holds two neighbouring channels. V tile: two neighbouring keys are interleaved, then decoded: a lane is
-// a channel and holds two keys.
+// K tile: the stored values of 16 keys are transposed, then decoded (quantized formats by table look-ups), so that a
+// lane is a key and holds two adjacent channels. V tile: two adjacent keys are interleaved, then decoded, so that a
+// lane is a channel and holds two keys.
 #pragma once
 #include "vec.h"
 #if FREIGHT_AVX512
@@ -33,16 +33,16 @@ inline __m512i scaled_pairs(__m512i pairs, __m512 even, __m512 odd) {
   return _mm512_permutexvar_epi16(_mm512_load_si512(kInTurns), (__m512i)_mm512_cvtne2ps_pbh(last, first));
 }
 
-// What does not depend on the stored format, and so is compiled once.
+// The products, which do not depend on the stored format, and so are compiled once.
 struct Bf16Products {
-  static constexpr int rows_of_block = 1;  // of several KV heads
+  static constexpr int rows_of_block = 1;  // rows of several KV heads that are multiplied together
   static constexpr bool side_by_side = true;
   static constexpr int max_rows = 6;  // rows whose sums stay in registers
 
   int k_dim, v_dim;
-  int value_dim;  // v_dim padded to 64: how long an output row is in the working memory
-  int pairs;      // pairs of channels that a score adds up
-  int q_parts;    // BF16 numbers a channel of q is made of: 1, or 2 if it is scaled
+  int value_dim;  // v_dim padded to 64: length of an output row in the working memory
+  int pairs;      // pairs of channels that a score sums
+  int q_parts;    // BF16 numbers of a channel of q: 1, or 2 if it is scaled
 
   Bf16Products(int k_dim, int v_dim, bool scaled_q)
       : k_dim(k_dim),
@@ -55,9 +55,9 @@ struct Bf16Products {
   size_t q_size(int rows) const { return (size_t)rows * q_parts * pairs; }
   size_t k_size() const { return (size_t)pairs * kKeyTile; }
   size_t v_size() const { return (size_t)kKeyTile / 2 * value_dim; }
-  size_t p_size(int, int) const { return 0; }  // a Block keeps them
+  size_t p_size(int, int) const { return 0; }  // a Block holds the probabilities
 
-  // Rows that go through together: their products with K, then their probabilities.
+  // Rows that are computed together: their products with K, then their probabilities.
   struct Block {
     alignas(64) float scores[max_rows * kKeyTile];
     alignas(64) float decay[W];
@@ -74,7 +74,7 @@ struct Bf16Products {
     std::fill(low + k_dim, low + pairs * 2, uint16_t(0));
   }
 
-  // Whether a packed V tile holds neither infinities nor NaN.
+  // Say whether a packed V tile holds neither infinities nor NaN.
   bool finite(const float* packed) const {
     const __m512i exponent = _mm512_set1_epi16(0x7F80);
     __mmask32 found = 0;
@@ -116,10 +116,10 @@ struct Bf16Products {
       for (int i = 0; i < 4; i++) _mm512_storeu_ps(out + r * kKeyTile + 16 * i, sum[r][i]);
   }
 
-  // 2 ** x for x <= 0, within 2 ** -18: a probability keeps 8 bits of it. Exactly 1 at 0 and exactly 0 below -126.5;
-  // NaN stays NaN.
+  // 2 ** x for x <= 0, within 2 ** -18: a probability keeps only 8 bits. Exactly 1 at 0 and exactly 0 below -126.5; NaN
+  // stays NaN.
   static __m512 power(__m512 x) {
-    const __m512 magic = _mm512_set1_ps(12582912.0f + 127.0f);  // adding it rounds to an integer, the exponent's bits
+    const __m512 magic = _mm512_set1_ps(12582912.0f + 127.0f);  // adding it rounds to an integer: the exponent's bits
     x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);
     const __m512 rounded = _mm512_add_ps(x, magic), f = _mm512_sub_ps(x, _mm512_sub_ps(rounded, magic));
     __m512 p = _mm512_set1_ps(0.0095828240737319f);
@@ -130,7 +130,7 @@ struct Bf16Products {
     return _mm512_mul_ps(p, (__m512)_mm512_slli_epi32((__m512i)rounded, 23));
   }
 
-  // Lane r: the largest lane of rows[r]; as many rows as ROWS rounded up to 4 or 8.
+  // Lane r of the result is the largest lane of rows[r]. `rows` has room for ROWS rounded up to 4 or 8.
   template <int ROWS>
   static VF largest_of(VF* rows) {
     constexpr int count = ROWS > 4 ? 8 : 4;
@@ -149,8 +149,8 @@ struct Bf16Products {
   }
   static VF larger(VF a, VF b) { return (VF)_mm512_max_ps((__m512)a, (__m512)b); }
 
-  // Products -> probabilities against the largest score so far of each row, as BF16 numbers in the first half of each
-  // row, and the decay of older sums. factors: from a product to a score, by key; scale: that of V by key, or null.
+  // Products -> probabilities relative to the largest score so far of each row, as BF16 numbers in the first half of
+  // each row, and the decay of earlier sums. factors: by key, from a product to a score; scale: by key, of V, or null.
   template <int ROWS, class Running>
   void softmax(Running* running, const float* factors, const float* scale, Block& block) const {
     constexpr int parts = kKeyTile / W;
@@ -177,7 +177,7 @@ struct Bf16Products {
   }
   static VF lane(VF v, int i) { return (VF)_mm512_permutexvar_ps(_mm512_set1_epi32(i), (__m512)v); }
 
-  // One row of scores -> probabilities; returns `total` and them, by lane.
+  // One row of scores -> probabilities; returns `total` plus the probabilities, by lane.
   static VF put_row(VF total, VF base, const VF* s, const float* scale, float* row) {
     const __m512i ones = _mm512_set1_epi32(0x3F803F80);
     __m512 p[4];
@@ -192,7 +192,7 @@ struct Bf16Products {
     FREIGHT_UNROLL
     for (int i = 0; i < 4; i += 2) {
       const __m512bh two = _mm512_cvtne2ps_pbh(p[i + 1], p[i]);
-      if (!scale) total = (VF)_mm512_dpbf16_ps((__m512)total, two, (__m512bh)ones);  // those that are rounded
+      if (!scale) total = (VF)_mm512_dpbf16_ps((__m512)total, two, (__m512bh)ones);  // sums the rounded probabilities
       _mm512_store_si512(row + i / 2 * W, (__m512i)two);
     }
     return total;
@@ -230,18 +230,18 @@ struct Bf16Tiles : Bf16Products {
 
   using Mask = std::conditional_t<quantized, __mmask64, __mmask32>;
 
-  // Which of the channels of a chunk a row has, if `left` are left.
+  // A mask of the channels of a chunk that exist if `left` are left.
   static Mask chunk_mask(int left) {
     return left >= chunk ? static_cast<Mask>(-1) : static_cast<Mask>((uint64_t{1} << std::max(left, 0)) - 1);
   }
 
-  // A chunk of stored values; zeros behind the end of a row.
+  // A chunk of stored values, with zeros after the end of a row.
   static __m512i load_chunk(const uint8_t* from, Mask mask) {
     if constexpr (quantized) return _mm512_maskz_loadu_epi8(mask, from);
     return _mm512_maskz_loadu_epi16(mask, from);
   }
 
-  // Four rows -> part t, lane c: dword 4 c + t of each row; quantized: two pairs of bytes, each of all four rows.
+  // Four rows -> part t, lane c: dword 4 c + t of each row; for quantized formats two pairs of bytes, each of all rows.
   static void transpose_rows(const __m512i (&r)[4], __m512i (&part)[4]) {
     if constexpr (quantized) {
       const __m512i a0 = _mm512_unpacklo_epi16(r[0], r[2]), a1 = _mm512_unpackhi_epi16(r[0], r[2]);
@@ -263,8 +263,8 @@ struct Bf16Tiles : Bf16Products {
       pack_pairs<false>(keys + first, offset, k_dim, pairs, nullptr, packed + first);
   }
 
-  // As `pack_k` where the first channels of keys, `before` of BF16, are at rotated[64] + rotated_offset, and those
-  // after them have scales: scale[group][64].
+  // `pack_k` with group scales: the first `before` channels of keys are BF16 at rotated[64] + rotated_offset, the
+  // others have the scales scale[group][64].
   template <class Between>
   void pack_k_groups(const uint8_t* const* rotated, size_t rotated_offset, int before, const uint8_t* const* keys,
                      size_t offset, const float* scale, float* packed, const Between& between) const {
@@ -280,7 +280,7 @@ struct Bf16Tiles : Bf16Products {
     }
   }
 
-  // 16 keys, `dim` channels each -> `count` pairs of channels, [pairs][64][2]; SCALED: times the scale of their key.
+  // 16 keys, `dim` channels each -> `count` pairs of channels, [pairs][64][2], times the scale of each key if SCALED.
   template <bool SCALED>
   static void pack_pairs(const uint8_t* const* keys, size_t offset, int dim, int count, const float* scale, float* to) {
     for (int pair = 0; pair < count; pair += chunk / 2) {
@@ -328,7 +328,7 @@ struct Bf16Tiles : Bf16Products {
     }
   }
 
-  // Permuted so that interleaving them with another key's restores the order of channels.
+  // Permute stored values so that interleaving them with another key's restores the order of channels.
   static __m512i spread(__m512i stored) {
     const __m512i of_bytes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i of_bf16 = _mm512_setr_epi32(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
@@ -341,7 +341,7 @@ struct Bf16Tiles : Bf16Products {
     pack_channels<false>(keys, offset, nullptr, packed, between);
   }
 
-  // The same of values with scales: scale[group][64].
+  // `pack_v` with group scales scale[group][64].
   template <class Between>
   void pack_v_groups(const uint8_t* const* keys, size_t offset, const float* scale, float* packed,
                      const Between& between) const {

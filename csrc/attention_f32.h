@@ -1,8 +1,8 @@
 // Attention's tile products in float32, for every instruction set and every stored format.
 //
-// A key tile is decoded once into floats: K transposed, so that a lane is a key, and V as stored, so that a lane is a
-// channel. Every score and every output channel is one chain of additions in order: how many rows go through together
-// changes no bit.
+// A key tile is decoded once into floats: K transposed, so that a lane is a key, and V in the stored order, so that a
+// lane is a channel. Every score and every output channel is one ordered chain of additions, so the number of rows that
+// are multiplied together changes no bit.
 #pragma once
 #include <algorithm>
 
@@ -11,11 +11,11 @@
 
 namespace freight {
 
-// What does not depend on the stored format, and so is compiled once.
+// The products, which do not depend on the stored format, and so are compiled once.
 struct Float32Products {
-  static constexpr int rows_of_block = 1;  // of several KV heads
+  static constexpr int rows_of_block = 1;  // rows of several KV heads that are multiplied together
   static constexpr bool side_by_side = false;
-  // Rows whose sums stay in registers, and how many registers of keys or channels are taken at a time.
+  // Rows whose sums stay in registers, and registers of keys or channels that are loaded at a time.
 #if FREIGHT_NEON
   static constexpr int max_rows = 4, vectors = 4;  // 32 registers
 #else
@@ -24,7 +24,7 @@ struct Float32Products {
   static constexpr int chunk = kLanes;                           // channels that are transposed together
 
   int k_dim, v_dim;
-  int value_dim;  // v_dim padded: how long an output row is in the working memory
+  int value_dim;  // v_dim padded to 64: length of an output row in the working memory
 
   Float32Products(int k_dim, int v_dim, bool /* scaled_q */)
       : k_dim(k_dim), v_dim(v_dim), value_dim((v_dim + 63) / 64 * 64) {}
@@ -37,7 +37,7 @@ struct Float32Products {
 
   void pack_q(const float* q, int row, float* packed) const { std::copy(q, q + k_dim, packed + q_size(row)); }
 
-  // Whether a packed V tile holds neither infinities nor NaN.
+  // Say whether a packed V tile holds neither infinities nor NaN.
   bool finite(const float* packed) const {
     int unlike = 0;
     for (size_t i = 0; i < v_size(); i++) unlike |= (float_to_bits(packed[i]) & 0x7F800000) == 0x7F800000;
@@ -63,7 +63,7 @@ struct Float32Products {
     }
   }
 
-  // Store W probabilities of a row, times their V scales if there are any; returns the summands of their sum.
+  // Store W probabilities of a row, times their V scales if there are any; returns them without scales, to be summed.
   VF put_p(float* packed, int row, int key, VF p, const float* scale) const {
     store(packed + row * kKeyTile + key, scale ? p * load(scale + key) : p);
     return p;
@@ -104,8 +104,8 @@ struct Float32Tiles : Float32Products {
     }
   }
 
-  // As `pack_k` where the first channels of keys, `before` of BF16, are at rotated[64] + rotated_offset, and those
-  // after them have scales: scale[group][64].
+  // `pack_k` with group scales: the first `before` channels of keys are BF16 at rotated[64] + rotated_offset, the
+  // others have the scales scale[group][64].
   template <class Between>
   void pack_k_groups(const uint8_t* const* rotated, size_t rotated_offset, int before, const uint8_t* const* keys,
                      size_t offset, const float* scale, float* packed, const Between& between) const {
@@ -122,7 +122,7 @@ struct Float32Tiles : Float32Products {
     }
   }
 
-  // Channels of W keys, `dim` values stored as G each -> [dim padded to chunk][64], what `of` makes of them.
+  // Channels of W keys, `dim` values each in format G -> of(values), [dim padded to chunk][64].
   template <FreightFormat G, class Of>
   static void pack_rows(const uint8_t* const* keys, size_t offset, int dim, float* packed, const Of& of) {
     for (int d = 0; d < dim; d += chunk) {

@@ -1,4 +1,4 @@
-// The softmax state of a row of attention after some of its keys: how two are merged, and how the last becomes output.
+// The softmax state of a row of attention after some of its keys: merging of two states, and output from the last.
 #pragma once
 #include <limits>
 
@@ -10,7 +10,7 @@ namespace freight {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// The softmax state of a row after some of its keys. Beside it lies `out`, the sum of 2 ** (score - best) * v.
+// The softmax state of a row after some of its keys. Its `out`, stored apart, is the sum of 2 ** (score - best) * v.
 struct Partial {
   float best = -kInfinity;  // the largest score, in base 2
   float total = 0.0f;       // the sum of 2 ** (score - best)
@@ -18,7 +18,7 @@ struct Partial {
 
 inline float exp2_of(float x) { return exp2(set1(x))[0]; }
 
-// into <- into and part, whose keys come later. Merging nothing, or into nothing, is exact.
+// Merge `part`, whose keys come later, into `into`. Merging an empty state, or into one, is exact.
 inline void merge(Partial& into, float* into_out, const Partial& part, const float* part_out, int size) {
   const float best = part.best > into.best ? part.best : into.best;
   const float base = best == -kInfinity ? 0.0f : best;
@@ -29,8 +29,8 @@ inline void merge(Partial& into, float* into_out, const Partial& part, const flo
     store(into_out + d, load(into_out + d) * set1(kept) + load(part_out + d) * set1(added));
 }
 
-// What the sink of a query head makes of its row's merged result: returns the new sum of the softmax, and changes the
-// factor of `out`. It comes last, so that it is the same however the keys were cut.
+// Apply the sink of a query head to its row's merged result: returns the new sum of the softmax, and sets the factor of
+// `out`. The sink is applied last, so that the result does not depend on how the keys were cut.
 inline float add_sink(const FreightAttention& a, int head, const Partial& merged, float& factor) {
   const float sink = a.sinks[head] * 1.44269504088896341f;
   const float best = sink > merged.best ? sink : merged.best;
@@ -38,7 +38,7 @@ inline float add_sink(const FreightAttention& a, int head, const Partial& merged
   return merged.total * factor + exp2_of(sink - best);
 }
 
-// The output row of one query head <- its merged result. Adding 0 makes every zero +0.
+// Write the output row of one query head from its merged result. Adding 0 turns -0 into +0.
 inline void finish(const FreightAttention& a, int64_t row, int head, const Partial& merged, float* out) {
   float values[kMaxHeadDim], total = merged.total;
   const int dim = a.v_dim;

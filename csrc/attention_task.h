@@ -1,7 +1,7 @@
-// One task of attention: rows at neighbouring positions of one sequence, some KV heads, some key splits.
+// One task of attention: rows at adjacent positions of one sequence, some KV heads, some key splits.
 //
 // Keys are walked in tiles of 64 at absolute positions, with an online softmax (Milakov and Gimelshein 2018) in base 2.
-// Every 1024 keys the running softmax is closed and merged into the row's result, in order: so a long sequence can be
+// Every 1024 keys the running softmax is closed and merged into the row's result, in order. So a long sequence can be
 // cut there and its parts computed by different threads (Dao et al. 2023, "Flash-Decoding") with the same bits. A tile
 // or split that a row does not see leaves that row's state unchanged.
 //
@@ -20,25 +20,25 @@
 
 namespace freight {
 
-// Of the factors of scores: the product of one of them and -infinity is never NaN.
+// Lower bound of the factors of scores: 0 times a score of -infinity would be NaN.
 constexpr float kLeastFactor = std::numeric_limits<float>::min();
 
 struct Task {
   int sequence;
-  int position, positions;  // of the rows: the first, how many
-  int64_t row;              // of the batch, where they begin
+  int position, positions;  // of the rows: the first position, and how many
+  int64_t row;              // the first row in the batch
   int head, heads;          // KV heads
   int split, splits;        // key splits
-  int64_t partial = -1;     // where its partial results lie; -1: it sees all keys of its rows and finishes them
+  int64_t partial = -1;     // index of its partial results; -1: it has all keys of its rows and finishes them
 };
 
-// What the tasks of a call share.
+// Data that the tasks of a call share.
 template <class Tiles>
 struct Call {
   const FreightAttention& a;
   Tiles tiles;
   std::vector<float> k_factor;   // [num_kv_heads] if each head has one static K scale, which multiplies its scores
-  std::vector<uint8_t> nothing;  // zeros as far as a token's heads reach, read in place of keys that no row sees
+  std::vector<uint8_t> nothing;  // zeros, as long as a token's heads; read in place of keys that no row sees
   Partial* partials;
   float* partial_outs;  // [][value_dim]
 
@@ -46,10 +46,11 @@ struct Call {
   int first_key(int position) const { return a.window ? std::max(0, position - a.window + 1) : 0; }
 };
 
-// Whether cache lines of a tile are prefetched from 8 groups of its tokens in turn. These lie in different pages of memory,
-// and an Intel core's own prefetcher runs ahead in each of them: so it reads more at a time than the core itself can ask
-// for. (A Xeon reads blocks of 8 KB in no order at half the speed of a plain sum line by line, and at 0.75 from 8 groups.)
-// AMD's cores were measured in the order of memory, and keep it.
+// Say whether cache lines of a tile are prefetched round-robin from 8 groups of its tokens. The groups lie in different
+// pages of memory, and the hardware prefetcher of an Intel core runs in each of them, so that more reads are in flight
+// than the core can issue. (Compared with a sequential sum, a Xeon reads randomly placed blocks of 8 KB line by line at
+// half the speed, and from 8 groups at 0.75.) On AMD only prefetching in the order of memory was measured, so it is
+// kept.
 inline bool prefetches_in_groups() {
 #if defined(__x86_64__)
   static const bool is_intel = [] {
@@ -62,7 +63,7 @@ inline bool prefetches_in_groups() {
 #endif
 }
 
-// `floats` floats of this thread's own, at a multiple of 64 bytes; they grow and are kept.
+// This thread's working memory, at least `floats` floats at a multiple of 64 bytes; it grows and is kept.
 inline float* working_memory(size_t floats) {
   static thread_local std::vector<float> memory;
   if (memory.size() < floats + 16) memory.resize(floats + 16);
@@ -70,9 +71,8 @@ inline float* working_memory(size_t floats) {
   return reinterpret_cast<float*>((address + 63) / 64 * 64);
 }
 
-// One task. `Walk` derives from it, and goes through the rows of a tile in its own way (attention_vectors.h,
-// attention_amx.h): it has begin_split(), walk(tile), and partial(h, row), the softmax state of a row of the task's h-th
-// KV head.
+// One task. `Walk` derives from it and computes the rows of a tile (attention_vectors.h, attention_amx.h): it has
+// begin_split(), walk(tile), and partial(h, row), the softmax state of a row of the task's h-th KV head.
 template <class Tiles, class Walk>
 class Worker {
  public:
@@ -105,7 +105,7 @@ class Worker {
     std::fill(merged_out, merged_out + static_cast<size_t>(states) * dim, 0.0f);
     read_queries();
     find_keys(begin_of(task.split), end_of(task.split), places[turn]);
-    if (in_groups) start_ahead(&places[turn]), prefetch(all_work);  // all of it, before one head after another asks for it
+    if (in_groups) start_ahead(&places[turn]), prefetch(all_work);  // the full first tile, before its heads are read
     for (int split = task.split; split < task.split + task.splits; split++) {
       walk_of_task().begin_split();
       std::fill(out, out + static_cast<size_t>(row_stride) * task.heads * dim, 0.0f);
@@ -122,10 +122,10 @@ class Worker {
   }
 
  protected:
-  // 64 keys. Tokens that no row sees are `nothing`, and so are their scales.
+  // 64 keys. Tokens that no row sees point to `nothing`, and so do their scales.
   struct Tile {
-    int key;         // position of the first
-    int begin, end;  // those that some row sees
+    int key;         // position of the first key
+    int begin, end;  // the keys that some row sees
     const uint8_t *k[kKeyTile], *v[kKeyTile];              // each token's first head
     const uint8_t *k_scale[kKeyTile], *v_scale[kKeyTile];  // if tokens have scales
     const uint8_t* rotated[kKeyTile];                      // as k, with group scales
@@ -154,7 +154,7 @@ class Worker {
 
   float* out_of(int h, int row) const { return out + static_cast<size_t>(h * row_stride + row) * tiles.value_dim; }
 
-  // Of one KV head of a token in the pages.
+  // Bytes of one KV head of a token in the pages.
   static int64_t head_bytes(int dim) { return static_cast<int64_t>(dim) * bytes_of(Tiles::format); }
 
   int64_t rotated_bytes() const { return static_cast<int64_t>(a.k_dim - a.v_dim) * bytes_of(FREIGHT_BFLOAT16); }
@@ -166,15 +166,15 @@ class Worker {
 
   float* center_of(int state) const { return center + static_cast<size_t>(state) * a.center_size * 2; }
 
-  // The factor from a product of q and k to a score: in base 2, or as `softened` takes it.
+  // The factor from a product of q and k to a score in base 2, or with a soft cap to the input of `softened`.
   float coefficient() const {
     return a.softmax_scale * (a.soft_cap > 0.0f ? 2.0f / a.soft_cap : 1.0f) * 1.44269504088896341f;
   }
 
-  // Scores, times 2 log2(e) / soft_cap -> soft-capped, in base 2.
+  // Scores times 2 log2(e) / soft_cap -> soft-capped scores in base 2.
   VF softened(VF s) const { return set1(a.soft_cap * 1.44269504088896341f) * tanh_of_exp2(s); }
 
-  // The factors of the cosine and the sine of each centered pair in the scores of a row.
+  // Compute the factors of the cosine and the sine of each centered pair in the scores of a row.
   void read_center(const float* q, int kv_head, float* to) const {
     const int64_t first = static_cast<int64_t>(kv_head) * a.center_size;
     const float *b1 = a.center_parts + first, *b2 = b1 + static_cast<int64_t>(a.num_kv_heads) * a.center_size;
@@ -187,7 +187,7 @@ class Worker {
     }
   }
 
-  // The keys of a split that some row sees: whole tiles from the first one on.
+  // The keys of a split that some row sees: full tiles from the first one on.
   int64_t begin_of(int split) const {
     return std::max<int64_t>(split * kKeySplit, call.first_key(task.position)) / kKeyTile * kKeyTile;
   }
@@ -245,15 +245,15 @@ class Worker {
             pages.scale_head,       one ? 1 : task.heads,             apart,      scaled};
   }
 
-  // Steps of `prefetch` that a tile takes.
+  // Number of steps in which `prefetch` fetches a tile.
   int steps_of_tile() const {
     int64_t all = 0;
     for (int i = 0; i < sides; i++) all += side[i].runs * ((side[i].size + step_bytes - 1) / step_bytes) * group_tokens;
     return static_cast<int>(all);
   }
 
-  // The place in the next tile up to which it is prefetched: keys, then values; a token of each group; a run of its
-  // memory; and a place in that. `tokens` and `from` follow from these.
+  // Progress of prefetching in the next tile: keys, then values; a token of each group; a run of its memory; and a
+  // place in the run. `tokens` and `from` follow from these.
   struct Ahead {
     int side = 0, token = 0, run = 0;
     int64_t place = 0;
@@ -291,10 +291,10 @@ class Worker {
       next = nullptr;
   }
 
-  // Prefetch a part of the next tile, into L2: a tile of all heads does not fit in L1 beside what this one is packed
-  // into. Called all along the work on this tile, because more at a time would wait for each other; `work` is what is
-  // done before the next call, in keys or values that are packed meanwhile. The loops are no functions of their own: GCC
-  // takes one that only prefetches for one without effects, and leaves its calls out.
+  // Prefetch a part of the next tile into L2: a tile of all heads does not fit in L1 together with the packed tile. It
+  // is called at short intervals during the work on this tile, because many prefetches at a time would wait for each
+  // other. `work` is the work until the next call, in keys or values that are packed meanwhile. The loops are not
+  // separate functions: GCC takes a function that only prefetches for one without effects, and removes its calls.
   void prefetch(int work) {
     for (due += work * steps; due >= all_work && next; due -= all_work) {
       const uint8_t* const* tokens = ahead.tokens;
@@ -333,7 +333,7 @@ class Worker {
     return bf16_to_float(*reinterpret_cast<const uint16_t*>(stored));
   }
 
-  // The factors of the scores, and of the probabilities.
+  // Read the factors of the scores and of the probabilities.
   void read_scales(const Tile& tile, int head) {
     const float factor = coefficient() * (call.k_factor.empty() ? 1.0f : call.k_factor[head]);
     std::fill(k_scale, k_scale + kKeyTile, factor);
@@ -346,7 +346,7 @@ class Worker {
     }
   }
 
-  // What multiplies the values before the products.
+  // Read the group scales, which multiply the values before the products.
   void read_group_scales(const Tile& tile, int head) {
     const int groups = a.v_dim / FREIGHT_SCALE_GROUP;
     std::fill(group_scale[0], group_scale[0] + groups * kKeyTile, 0.0f);
@@ -371,12 +371,12 @@ class Worker {
 
   bool all_see_all(const Tile& tile) const { return sees_all(tile, 0) && sees_all(tile, task.positions - 1); }
 
-  // Whether a probability of 0 times infinity or NaN would reach rows that do not see that key.
+  // Say whether the tile has an infinity or NaN that would reach rows which do not see its key: 0 times it is NaN.
   bool unseen_infinities(const Tile& tile, const float* values) const {
     return !all_see_all(tile) && !tiles.finite(values);
   }
 
-  // The tile with those values alone that the rows of the i-th position see.
+  // The tile with only the values that the rows of the i-th position see.
   Tile seen_alone(const Tile& tile, int i) const {
     int begin, end;
     seen(tile, i, begin, end);
@@ -386,7 +386,7 @@ class Worker {
     return own;
   }
 
-  // Whether some of n rows see a key of the tile.
+  // Say whether any of n rows sees a key of the tile.
   bool sees_any(const Tile& tile, int row, int n) const {
     int begin, end, unused;
     seen(tile, row / group, begin, unused);
@@ -394,7 +394,7 @@ class Worker {
     return begin < kKeyTile && end > 0;
   }
 
-  // Whether n rows see all keys of the tile.
+  // Say whether all of n rows see all keys of the tile.
   bool whole(const Tile& tile, int row, int n) const {
     int begin, end, unused;
     seen(tile, row / group, unused, end);
@@ -408,18 +408,18 @@ class Worker {
   const FreightAttention& a;
   const Tiles& tiles;
   const Task& task;
-  const bool in_groups = prefetches_in_groups();  // of 8 tokens; a step is a line of each group, or 8 of one token
+  const bool in_groups = prefetches_in_groups();  // a prefetch step is a line of each group, or 8 of one token
   const int group_tokens = in_groups ? 8 : kKeyTile;
   const int64_t step_bytes = (in_groups ? 1 : 8) * FREIGHT_CACHE_LINE;
-  const Tile* next = nullptr;  // the tile to come, until all of it is prefetched
+  const Tile* next = nullptr;  // the next tile; null once all of it is prefetched
   const bool v_in_k = v_is_in_k(), grouped = a.scales == FREIGHT_GROUP_SCALES;
   Ahead ahead;
   Tile places[2];  // this tile and the next
   int turn = 0;
   const Side side[2] = {side_of(0), side_of(1)};
   const int sides = v_in_k && !grouped ? 1 : 2, steps = steps_of_tile();
-  int all_work = 2 * kKeyTile * task.heads;  // of a tile
-  int64_t due = 0;                           // steps times the work that was done since the last one
+  int all_work = 2 * kKeyTile * task.heads;  // the work of a tile
+  int64_t due = 0;                           // work since the last step, times `steps`: a step is due at all_work
   const int group, rows, row_stride, states;  // query heads per KV head; rows of one KV head; of all of the task's
   const size_t q_size;                        // floats of one KV head's queries
   float *q, *k, *v, *p, *out, *center, *merged_out;

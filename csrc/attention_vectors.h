@@ -1,5 +1,6 @@
-// A task of attention on vectors: each number of rows up to Tiles::max_rows is multiplied at once by its own code. Where
-// rows are `side_by_side`, a Tiles::Block keeps what is computed of them; elsewhere a row's softmax follows another's.
+// A task of attention on vectors: blocks of up to Tiles::max_rows rows are multiplied together, with code compiled for
+// each number of rows. With `side_by_side` a Tiles::Block holds their results, and their softmaxes are computed
+// together; otherwise the softmaxes of rows are computed one after another.
 #pragma once
 #include <type_traits>
 
@@ -39,7 +40,7 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
         typename Tiles::Block block;
         scores(h, 0, rows, block);
         softmax(tile, h, 0, rows, block);
-        pack_values(tile, task.head + h, v);  // while the softmax, a long chain, is still computed
+        pack_values(tile, task.head + h, v);  // overlaps with the softmax, a long dependency chain
         accumulate(h, 0, rows, block);
         return;
       }
@@ -57,7 +58,7 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
     VF total = {};  // by lane
   };
 
-  // In blocks of rows whose sums fit in registers; blocks that see nothing of the tile are left out.
+  // Compute rows in blocks whose sums fit in registers; blocks that see nothing of the tile are skipped.
   void walk_rows(const Tile& tile, int h, int first, int count) {
     const int blocks = (count + Tiles::max_rows - 1) / Tiles::max_rows, step = (count + blocks - 1) / blocks;
     if constexpr (Tiles::side_by_side) {
@@ -70,7 +71,7 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
     }
   }
 
-  // of(std::integral_constant<int, n>()), with code of its own for each number of rows.
+  // Call of(std::integral_constant<int, n>()), so that each number of rows has separately compiled code.
   template <int ROWS = Tiles::max_rows, class Of>
   static void with_rows(int n, const Of& of) {
     if (n == ROWS) return of(std::integral_constant<int, ROWS>());
@@ -92,8 +93,8 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
     with_rows(n, [&](auto count) { tiles.template accumulate<count>(block, v, out_of(h, row)); });
   }
 
-  // One block after another, two at a time. A softmax is a long chain, beside which the core multiplies the scores of
-  // the next block if they come right behind it; the products with V follow.
+  // One block after another, pipelined. A softmax is a long dependency chain; the core overlaps it with the scores of
+  // the next block if those come right after it. The products with V follow.
   void side_by_side(const Tile& tile, int h, int first, int count, int step) {
     typename Tiles::Block blocks[2];
     int turn = 0, before = -1, of_before = 0;
@@ -118,7 +119,7 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
     tiles.template accumulate<ROWS>(p, v, decay, out_of(h, row));
   }
 
-  // Products -> probabilities of ROWS rows side by side.
+  // Products -> probabilities of ROWS rows together.
   template <int ROWS, class Block>
   void softmax_block(const Tile& tile, int h, int row, Block& block) {
     alignas(64) static constexpr FloatsOfTile kOnes = all_ones();
@@ -143,7 +144,7 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
     return ones;
   }
 
-  // scores += the contribution of the keys' center. s: the scores of one state with the 64 keys of a tile.
+  // scores += the contribution of the keys' center. s: the scores of one row and head with the 64 keys of a tile.
   void add_center(const Tile& tile, int state, VF* s) const {
     const int half = a.rotary_dim / 2;
     const int32_t* pairs = a.center_pairs + static_cast<int64_t>(task.head + state / rows) * a.center_size;
@@ -159,7 +160,7 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
     }
   }
 
-  // Products of q and k -> scores in base 2, those of keys that the row does not see -infinity.
+  // Products of q and k -> scores in base 2, -infinity for keys that the row does not see.
   void read_scores(const Tile& tile, int state, int row, const float* scores, VF* s) const {
     constexpr int parts = kKeyTile / W;
     int begin, end;
@@ -172,7 +173,8 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
       for (int i = 0; i < parts; i++) s[i] = mask(s[i], begin - i * W, end - i * W);
   }
 
-  // Scores -> probabilities, the `place`-th in p, against the largest score so far; returns the factor of older sums.
+  // Scores -> probabilities, stored as row `place` of p, relative to the largest score so far. Returns the factor of
+  // earlier sums.
   float softmax(const Tile& tile, int state, int row, int place, const float* scores) {
     constexpr int parts = kKeyTile / W;
     Running& so_far = running[state];
@@ -182,7 +184,7 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
     for (int i = 1; i < parts; i++) largest = max(largest, s[i]);
     const float of_tile = reduce_max(largest), best = of_tile > so_far.best ? of_tile : so_far.best;
     const float base = best == -kInfinity ? 0.0f : best;
-    const float decay = best == so_far.best ? 1.0f : exp2_of(so_far.best - base);  // 1 is what it would be
+    const float decay = best == so_far.best ? 1.0f : exp2_of(so_far.best - base);  // exp2_of(0) is 1
     const float* scale = v_scales();
     VF total = so_far.total * set1(decay);
     for (int i = 0; i < parts; i++) total = total + tiles.put_p(p, place, i * W, exp2(s[i] - set1(base)), scale);
@@ -191,7 +193,7 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
     return decay;
   }
 
-  // Lanes outside [begin, end) become -infinity.
+  // Set lanes outside [begin, end) to -infinity.
   static VF mask(VF s, int begin, int end) {
     VI lane;
     for (int i = 0; i < W; i++) lane[i] = i;

@@ -1,7 +1,7 @@
-// A product of each head: all rows' inputs of a head by its own matrix.
+// A product of each head: all rows' inputs of a head by the matrix of that head.
 //
-// The products of all heads are staged at once and their tasks distributed over the threads at once, so that one row of
-// many heads waits for the threads twice, not twice a head. Rows are read and written where they lie.
+// The products of all heads are staged together, and their tasks are distributed over the threads together, so that one
+// row of many heads waits for the threads twice in all, not twice per head. Rows are read and written in place.
 #include <algorithm>
 #include <vector>
 
@@ -12,10 +12,10 @@
 namespace freight {
 namespace {
 
-constexpr int64_t kMostInputs = 1 << 21;  // of all heads, staged at once: what stays in the caches
-constexpr int64_t kPartRows = 16;         // of tiles: parts are multiples of it
+constexpr int64_t kMostInputs = 1 << 21;  // inputs of all heads staged at a time, so that they stay in the caches
+constexpr int64_t kPartRows = 16;         // rows of a tile: parts are multiples of it
 
-// Rows of a part, so that all parts have about as many.
+// Rows of a part, chosen so that all parts have about the same number.
 int64_t part_of(const FreightByHead& a, const FreightWeight& weight) {
   const int64_t most = std::clamp(kMostInputs / (a.heads * weight.in_features), kPartRows, kMostTileRows);
   const int64_t parts = (a.rows + most - 1) / most;

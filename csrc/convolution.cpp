@@ -1,8 +1,8 @@
-// Causal convolutions over sequences, whose last inputs lie in blocks.
+// Causal convolutions over sequences, whose last inputs are stored in blocks.
 //
-// A task is some channels, of all sequences: their weights are decoded once. Rows go through a window of floats, whose
-// first rows are the inputs before them. Each sum takes its products in their order, none fused, so a row's bits are
-// those of the reference, wherever calls are cut.
+// A task has some channels of all sequences, so that their weights are decoded once. Rows pass through a window of
+// floats, whose first rows are the earlier inputs. Each sum adds its products in order, without fused multiply-adds, so
+// a row has the bits of the reference, however the sequence is cut into calls.
 #include <vector>
 
 #include "parallel.h"
@@ -14,8 +14,8 @@
 namespace freight {
 namespace {
 
-constexpr int64_t kChannels = 128;  // of a task
-constexpr int64_t kRows = 16;       // of a window, behind the inputs before them
+constexpr int64_t kChannels = 128;  // channels of a task
+constexpr int64_t kRows = 16;       // new rows of a window, after the earlier inputs
 constexpr int kMaxKept = FREIGHT_MAX_WIDTH - 1;
 
 class Channels {
@@ -52,7 +52,7 @@ class Channels {
     return element(a_.columns, (block * kept_ + position % kept_) * a_.channels + begin_, a_.format);
   }
 
-  // The inputs before a sequence's first row, zeros where there are none.
+  // Load the inputs before a sequence's first row, zeros where there are none.
   void load_window(const Stretch& part) {
     for (int64_t i = 0; i < kept_; i++) {
       const int64_t position = part.position - kept_ + i;
@@ -63,7 +63,7 @@ class Channels {
     }
   }
 
-  // Up to kRows rows; the window then has the inputs before the next one.
+  // Compute up to kRows rows; afterwards the window begins with the inputs before the next row.
   void rows(int64_t first, int64_t count) {
     for (int64_t row = 0; row < count; row++) {
       read_row(input(first + row), a_.format, count_, window_[kept_ + row]);
@@ -78,7 +78,7 @@ class Channels {
     std::memmove(window_[0], window_[count], static_cast<size_t>(kept_) * sizeof window_[0]);
   }
 
-  // The last inputs, as they are stored, into the stretch's block.
+  // Store the last inputs in the stretch's block.
   void keep(const Stretch& part) const {
     const int64_t end = part.position + part.count;
     const size_t bytes = static_cast<size_t>(count_ * bytes_of(a_.format));

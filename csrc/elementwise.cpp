@@ -1,6 +1,6 @@
-// Row-wise operations between the matrix products: residual addition with RMSNorm, gated activations.
+// Row-wise operations between the matrix products: residual addition fused with RMSNorm, and gated activations.
 //
-// As the reference, they compute in float32 and round where it rounds; a row's bits depend on that row alone.
+// They compute in float32 and round where the reference rounds; a row's bits depend on that row alone.
 #include <vector>
 
 #include "parallel.h"
@@ -10,10 +10,11 @@
 namespace freight {
 namespace {
 
-constexpr int64_t kChunk = 2048;  // elements of a task
+constexpr int64_t kChunk = 2048;  // elements of a task of `gated`
 
-// All activations are gate / (1 + e^-z), z = gate for both kinds of SiLU, 1.702 gate for the clamped SwiGLU, and 2 sqrt(2 / pi)
-// (gate + 0.044715 gate^3) for GELU: (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z). The exponential of -|z| cannot overflow.
+// All activations are gate / (1 + e^-z): z is gate for both kinds of SiLU, 1.702 gate for the clamped SwiGLU, and
+// 2 sqrt(2 / pi) (gate + 0.044715 gate^3) for GELU, because (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z). The exponential is
+// that of -|z|, which cannot overflow.
 template <FreightGatedActivation A>
 inline VF activated(VF gate) {
   const VF magnitude = (VF)((VI)gate & 0x7FFFFFFF);
@@ -27,7 +28,7 @@ inline VF activated(VF gate) {
   return (gate < VF{} ? gate * e : gate) / (e + set1(1.f));
 }
 
-// activation(gate) * up; a NaN stays NaN. `bound`: of the clamped SiLU.
+// activation(gate) * up; a NaN stays NaN. `bound` is the limit of the clamped SiLU.
 template <FreightGatedActivation A>
 inline VF product_of(VF gate, VF up, VF bound) {
   if constexpr (A == FREIGHT_CLAMPED_SWIGLU) {

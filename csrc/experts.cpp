@@ -1,8 +1,8 @@
-// A mixture of experts: the rows of each expert through its two products, weighed and summed.
+// A mixture of experts: the two products of each expert over its rows, and the weighted sum of the results.
 //
-// Rows are sorted by expert. The tasks of all experts' products are distributed over the threads at once, so that every
-// thread reads weights all the time, however few the rows of an expert are. A row's bits are those that freight_linear
-// and freight_gated or freight_activated give it for that expert.
+// Rows are sorted by expert. The tasks of all experts' products are distributed over the threads together, so that
+// every thread always has weights to read, even if each expert has few rows. A row has the bits of freight_linear and
+// freight_gated or freight_activated for that expert.
 #include <algorithm>
 #include <vector>
 
@@ -15,14 +15,14 @@
 namespace freight {
 namespace {
 
-constexpr int64_t kMostPairs = 16384;  // of a row and an expert, at once: what working memory is for
-constexpr int64_t kSumColumns = 1024;  // of a task
+constexpr int64_t kMostPairs = 16384;  // pairs of a row and an expert at a time, which bounds the working memory
+constexpr int64_t kSumColumns = 1024;  // columns of a task of `sum`
 
 // Pairs of a row and one of its experts, sorted by expert.
 struct Pairs {
-  std::vector<int32_t> row;    // by pair
-  std::vector<int64_t> place;  // [rows, top_k]: the pair; -1: none
-  std::vector<int64_t> end;    // by expert: of its pairs
+  std::vector<int32_t> row;    // by pair: its row
+  std::vector<int64_t> place;  // [rows, top_k]: the pair, or -1 for an id that is skipped
+  std::vector<int64_t> end;    // by expert: the end of its pairs
 
   void sort(const int32_t* ids, int64_t rows, int64_t top_k, int64_t num_experts) {
     const auto there = [&](int32_t id) { return id >= 0 && id < num_experts; };
@@ -30,7 +30,7 @@ struct Pairs {
     for (int64_t i = 0; i < rows * top_k; i++)
       if (there(ids[i])) end[static_cast<size_t>(ids[i])]++;
     int64_t all = 0;
-    for (int64_t& count : end) {  // where an expert's pairs begin; each pair moves it on
+    for (int64_t& count : end) {  // becomes the begin of the expert's pairs, and below, pair by pair, their end
       const int64_t first = all;
       all += count;
       count = first;
@@ -53,7 +53,8 @@ struct Side {
   const void* bias;  // [num_experts, out_features], or null
   int32_t format;
 
-  // For the pairs of each expert, with rows of x by index or one of each pair. `biases` owns what they point to.
+  // Make the products of the pairs of each expert. Rows of x are selected by index, or x has one row per pair. `biases`
+  // owns the biases of the products.
   void products(const Pairs& pairs, const void* x, bool by_index, void* y, std::vector<float>& biases,
                 std::vector<Product>& out) const {
     const int64_t in = weights->in_features, width = weights->out_features;
@@ -89,7 +90,7 @@ struct Side {
   }
 };
 
-// Whether all products stage the same values: a single row for experts that quantize it alike.
+// Say whether all products stage the same values: there is a single row, and all experts quantize it alike.
 bool stage_alike(const std::vector<Product>& products, int64_t rows) {
   return rows == 1 && std::all_of(products.begin(), products.end(), [&](const Product& one) {
            const FreightWeight &weight = *one.weight, &first = *products[0].weight;
@@ -128,7 +129,7 @@ struct Mixture {
     sum(pairs.place.data(), results, first, rows);
   }
 
-  // out: [count, inner], of what the first products are of `count` pairs.
+  // Apply the activation to the results of the first products of `count` pairs. out: [count, inner].
   FreightStatus activate(const void* first, void* out, int64_t count) const {
     if (a.gated) {
       const FreightGated gated{first, out, count, inner, a.format, a.activation, a.limit, a.threads};
@@ -138,7 +139,7 @@ struct Mixture {
     return freight_activated(&activated);
   }
 
-  // place: [rows, top_k], where each result is.
+  // Sum the weighted results of each row. place: [rows, top_k], the pair of each result.
   void sum(const int64_t* place, const void* results, int64_t first, int64_t rows) const {
     const int64_t chunks = (hidden + kSumColumns - 1) / kSumColumns;
     parallel_for(rows * chunks, threads_for(rows * hidden * a.top_k, a.threads), [&](int64_t task) {

@@ -1,11 +1,12 @@
 // The matrix product: y = x @ weight.T, with scales and a bias, over packed weights.
 //
-// One order of summation per build, for every number of rows. Vectors: one lane sums an output over its inputs from first
-// to last, `Single` one a step, `Pair` two (packed.h). AMX: 32 inputs a step, even and odd ones apart (tiles.h). Under
-// block scales each group of 128 inputs is summed so, then multiplied and added in order. Rows are taken in
-// tiles, outputs in blocks; weights are decoded in registers as they stream by, once for every tile of rows, which costs
-// next to nothing while the multipliers are busy. A task goes over all tiles of rows with its few blocks of weights: with
-// few rows it reads them from memory once, with many again and again, then from L2.
+// There is one order of summation per build, for every number of rows. Vectors: one lane sums an output over its inputs
+// from first to last, one input a step with `Single`, two with `Pair` (packed.h). AMX: 32 inputs a step, even and odd
+// ones separately (tiles.h). With block scales each group of 128 inputs is summed in this order, then multiplied by its
+// scale and added to the total, in order. Rows are processed in tiles, outputs in blocks; weights are decoded in
+// registers as they stream in, once for every tile of rows, which costs almost nothing while the multipliers are busy.
+// A task computes all tiles of rows with its few blocks of weights: with few rows it reads the weights once, from
+// memory; with many it reads them repeatedly, from L2.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -30,17 +31,17 @@
 namespace freight {
 namespace {
 
-constexpr int64_t kStageRows = 516;  // rows staged at once: what all cores read over and over, from L3
-constexpr int64_t kTileAlign = 16;   // rows of a tile of AMX
-constexpr int64_t kPrefetch = 6144;  // bytes ahead in the streams of weights together, and so into the next task's
-constexpr int64_t kStream = 32;      // bands of a stream, where a task reads two
+constexpr int64_t kStageRows = 516;  // rows staged at a time, which all cores read repeatedly, from L3
+constexpr int64_t kTileAlign = 16;   // rows of an AMX tile
+constexpr int64_t kPrefetch = 6144;  // prefetch distance in bytes, over all streams of weights; reaches the next task's
+constexpr int64_t kStream = 32;      // bands of a stream, if a task reads two streams
 
 // Weights are read once, so prefetching them past the caches evicts nothing: 3 % faster on an AMD EPYC (Zen 4). Other
 // processors wait for such lines: decoding FP8 takes 1.2 to 1.9 times as long on an Intel Xeon. kernels/cpu/tuning.py
-// measures which this one is.
+// measures it on the processor at hand.
 std::atomic<bool> non_temporal{false};
 
-// Blocks of a tile, and how many of them are decoded before they are multiplied: what registers hold.
+// Blocks of a tile, and how many of them are decoded before they are multiplied: as many as fit in registers.
 #if FREIGHT_AVX512
 constexpr int blocks_for(int height) { return height <= 4 ? 4 : 2; }
 constexpr int blocks_at_once(int height) { return height <= 2 ? 1 : blocks_for(height); }
@@ -49,8 +50,8 @@ constexpr int blocks_for(int height) { return height == 1 ? 4 : height == 2 ? 2 
 constexpr int blocks_at_once(int) { return 1; }
 #endif
 
-// With M staged rows, in order over `units` units of NB blocks of weights: sums[NB][M][16] go on adding products; or,
-// given scale[NB][M], the products' own sum is multiplied by that and added.
+// Multiply M staged rows, in order, by `units` units of NB blocks of weights. Without `scale` the products are added to
+// sums[NB][M][16] one by one; with scale[NB][M] their sum is multiplied by it and then added.
 template <class D, int M, int NB>
 inline void accumulate(const D& decoder, const uint8_t* const* w, const typename D::Math::X* x, int64_t units,
                        const float* scale, float* sums) {
@@ -68,7 +69,7 @@ inline void accumulate(const D& decoder, const uint8_t* const* w, const typename
   constexpr int bytes = kUnitOf<D>;
   for (int64_t unit = 0; unit < units; unit++, x += D::steps * M) {
     const int64_t at = unit * kBand * bytes;
-    for (int j = 0; j < NB; j++)  // how is a constant of the instruction
+    for (int j = 0; j < NB; j++)  // two instructions, because the kind of prefetch is an immediate
       for (int line = 0; line < bytes; line += kUnit) {
         if (past_caches)
           __builtin_prefetch(w[j] + at + ahead + line, 0, 0);
@@ -98,7 +99,7 @@ inline void accumulate(const D& decoder, const uint8_t* const* w, const typename
     }
 }
 
-// Scales of groups of 128 inputs, for one tile; `units` is how many units make a group (0: no groups).
+// Scales of groups of 128 inputs, for one tile; `units` is the number of units of a group (0: no groups).
 struct Groups {
   int64_t units = 0;
   const float* weight[8] = {};  // by block of the tile
@@ -125,7 +126,7 @@ inline void tile(const D& decoder, const uint8_t* const* w, const typename D::Ma
   }
 }
 
-// Scales, bias and the one rounding of 16 outputs of `rows` rows; sums: [rows][16].
+// Apply scales and bias to 16 outputs of `rows` rows, and round them once; sums: [rows][16].
 void finish(const Product& call, int32_t format, const float* sums, int64_t row, int64_t rows, int64_t block,
             float factor) {
   const FreightWeight& weight = *call.weight;
@@ -155,14 +156,14 @@ struct VectorTask {
   const D& decoder;
   const FreightWeight& weight = *call.weight;
   int64_t units = call.staged.steps / D::steps;
-  float factor = weight.block_scale ? 1.f : D::factor;  // left for the end
+  float factor = weight.block_scale ? 1.f : D::factor;  // applied by `finish`
 
   const uint8_t* block_data(int64_t block) const {
     return static_cast<const uint8_t*>(weight.data) + block_offset(block, units, kUnitOf<D>);
   }
 
-  // The blocks of a task. Those beyond a band come from a second stream of memory, `kStream` bands further on, so that
-  // each stream goes on in the thread's next task. Some may lie beyond the last block.
+  // The blocks of a task. Blocks beyond one band come from a second stream of memory, `kStream` bands further on, so
+  // that each stream continues in the thread's next task. Some may be beyond the last block.
   template <int NB>
   std::array<int64_t, NB> blocks(int64_t task) const {
     std::array<int64_t, NB> out;
@@ -177,7 +178,7 @@ struct VectorTask {
     return out;
   }
 
-  // Group scales of a tile: `own` blocks (beyond the last: the last), rows from `row` on.
+  // Group scales of a tile: its blocks `own` (the last one for those beyond it), and its rows from `row` on.
   template <size_t NB>
   Groups groups(const std::array<int64_t, NB>& own, int64_t row) const {
     Groups out;
@@ -231,7 +232,7 @@ void by_vectors(const Product* products, int64_t count, int32_t format, int thre
 
 #if FREIGHT_AMX
 
-// What comes of sums of tiles: `finish`, by blocks or by bands.
+// Consumer of the sums of tiles: calls `finish`, by blocks or by bands.
 struct Finish {
   const Product& call;
   const int32_t format;
@@ -240,8 +241,9 @@ struct Finish {
     finish(call, format, sums, row, rows, block, 1.f);
   }
 
-  // The band that begins with `block`: sums[rows][16] of each of its two blocks, `apart` floats apart. In bfloat16 a row
-  // of both is as long as a line of the cache, and written at once. By blocks all rows' lines would be visited twice.
+  // Finish the band that begins with `block`: sums[rows][16] of each of its two blocks, `apart` floats apart. In
+  // bfloat16 a row of both blocks is as long as a cache line, and is written together; by blocks each line would be
+  // written twice.
   void band(const float* sums, int64_t apart, int64_t row, int64_t rows, int64_t block) const {
     const FreightWeight& weight = *call.weight;
     const int64_t out = weight.out_features, first = block * kLanes;
@@ -272,12 +274,12 @@ struct Finish {
   }
 };
 
-// The same on tiles, or for few rows by vectors with the tiles' bits.
+// Products on AMX tiles, or for few rows by vectors with the bits of the tiles.
 template <int32_t FORMAT>
 void by_tiles(const Product* products, int64_t count, int32_t format, int threads) {
   using Decoder = std::conditional_t<FORMAT == FREIGHT_E4M3FN, DotE4M3,
                                      std::conditional_t<FORMAT == FREIGHT_MXFP4, DotMxfp4, DotBFloat16>>;
-  const Decoder decoder;  // made while subnormals count, as are those of tiles
+  const Decoder decoder;  // built before SubnormalsAreZero applies, like tile_decoder
   const TileDecoder<FORMAT> tile_decoder;
   const int share = std::max(1, static_cast<int>(threads / count));  // threads for one product
   const auto job_of = [&](const Product& call) {
@@ -317,7 +319,7 @@ void linear(const FreightLinear& a) {
     read_row(a.bias, a.format, out, bias_values.data());
   }
   int64_t most = kStageRows;
-  if (layout_of(weight, a.format, a.rows) == Layout::kTiles) {  // in parts of one size
+  if (layout_of(weight, a.format, a.rows) == Layout::kTiles) {  // in parts of about the same size
     const int64_t parts = (a.rows + kMostTileRows - 1) / kMostTileRows;
     most = ((a.rows + parts - 1) / parts + kTileAlign - 1) / kTileAlign * kTileAlign;
   }

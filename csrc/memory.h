@@ -1,4 +1,4 @@
-// Working memory of a thread; it grows and is kept. Large sizes lie on large pages.
+// Working memory of a thread: it grows and is kept. Large sizes use large pages.
 #pragma once
 #include <sys/mman.h>
 
@@ -10,7 +10,7 @@ namespace freight {
 
 class WorkingMemory {
  public:
-  // `bytes` bytes at a multiple of a cache line; what was in it is lost. Throws std::bad_alloc.
+  // Return `bytes` bytes, aligned to a cache line; earlier contents are lost. Throws std::bad_alloc.
   uint8_t* of(int64_t bytes) {
     constexpr size_t kLine = 64, kPage = 1 << 21;
     const size_t wanted = static_cast<size_t>(bytes), unit = wanted < kPage / 2 ? kLine : kPage;

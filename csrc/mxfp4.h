@@ -1,22 +1,22 @@
-// Weights in MXFP4: the layout of their units, and its decoders. Every value decodes exactly, to what bfloat16 has for it,
-// so a product has the bits of the same product with weights in bfloat16.
+// Weights in MXFP4: the layout of their units, and its decoders. Every value decodes exactly to bfloat16, so a product
+// has the bits of the same product with weights in bfloat16.
 //
-// A unit is 32 inputs of 16 rows: 4 lines of 16 words, a word being the codes of 8 inputs of a row, the first in its
-// lowest bits; then a byte for each row, its scale's less 2 (`kMxBase`). That is 4.25 bits a weight. Packing admits only
-// scales whose values are all normal in bfloat16 (freight.h), so scaling one is adding to its exponent, and tiles of AMX
-// do not take it for zero.
+// A unit is 32 inputs of 16 rows: 4 lines of 16 words, where a word has the codes of 8 inputs of a row, the first in
+// the lowest bits; then a byte for each row, the byte of its scale minus 2 (`kMxBase`). This is 4.25 bits a weight.
+// Packing admits only scales with which all values are normal in bfloat16 (freight.h). So scaling a value is an
+// addition to its exponent, and AMX tiles, which flush subnormals, do not treat it as zero.
 #pragma once
 #include "packed.h"
 
 namespace freight {
 
-constexpr int kMxCodes = kMxUnit - kLanes;  // bytes of them in a unit
-constexpr int kMxBase = 2;                  // what is subtracted from a scale's byte
+constexpr int kMxCodes = kMxUnit - kLanes;  // bytes of codes in a unit
+constexpr int kMxBase = 2;                  // subtracted from a scale's byte
 constexpr float kMxValues[8] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
 
 #if FREIGHT_AVX512
 
-// The values of 16 rows: of one input by the lowest four bits of each word.
+// Decoder of one input of 16 rows, by the lowest four bits of each word.
 struct MxFloats {
   __m512 table;
 
@@ -47,7 +47,7 @@ struct Mxfp4 {
   }
 };
 
-// bfloat16 by a look-up of each of its bytes, its exponent so small that the scale's byte is added to it.
+// Decoder to bfloat16 by a look-up of each byte. Exponents in the table are so small that the scale's byte is added.
 struct Mxfp4Pair {
   using Math = Pair;
   static constexpr int steps = kMxInputs / 2, at_once = 2;
@@ -108,7 +108,7 @@ struct Mxfp4 {
     const __m256 table = _mm256_setr_ps(0.f, 2.f, 4.f, 6.f, 8.f, 12.f, 16.f, 24.f);
     return (VU)_mm256_permutevar8x32_ps(table, (__m256i)codes);
 #else
-    const VU normal = (VU)((VI)codes > 1);  // all ones where it is so; 1 is subnormal in E2M1
+    const VU normal = (VU)((VI)codes > 1);  // a mask; code 1 is subnormal in E2M1
     return (normal & ((codes << 22) + 0x40000000u)) | (~normal & (0u - codes) & 0x40000000u);
 #endif
   }

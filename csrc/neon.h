@@ -1,10 +1,10 @@
-// What NEON does better than GCC's vector extensions: conversions between stored formats and float32, and with the BF16
+// NEON code in place of GCC's vector extensions: conversions between stored formats and float32, and with the BF16
 // extension (FEAT_BF16) the decoding of E4M3 to bfloat16. Vectors have 4 lanes of float32, as in the portable build.
 #pragma once
 #if defined(__aarch64__) && defined(__ARM_NEON)
 #define FREIGHT_NEON 1
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#define FREIGHT_NEON_BF16 1  // besides: dot products of bfloat16
+#define FREIGHT_NEON_BF16 1  // also has dot products of bfloat16
 #endif
 #include <arm_neon.h>
 
@@ -22,10 +22,10 @@ inline Floats16 neon_of_f16(uint16x8_t first, uint16x8_t last) {
   return {{vcvt_f32_f16(vget_low_f16(a)), vcvt_high_f32_f16(a), vcvt_f32_f16(vget_low_f16(b)), vcvt_high_f32_f16(b)}};
 }
 
-// 8 codes of E4M3 -> float16 that are 2^8 too small (E4M3FNUZ: 2^7): the bits seven to the left, since the bias of
-// float16's exponent is 8 (7) larger. NaN codes are not looked for.
+// 8 codes of E4M3 -> float16 that are 2^8 too small (E4M3FNUZ: 2^7): the bits are shifted left by seven, and the bias
+// of float16's exponent is 8 (7) larger. NaN codes are not handled.
 inline uint16x8_t neon_e4m3(int8x8_t codes) {
-  return vandq_u16(vreinterpretq_u16_s16(vshll_n_s8(codes, 7)), vdupq_n_u16(0xBF80));  // without the copy of the sign
+  return vandq_u16(vreinterpretq_u16_s16(vshll_n_s8(codes, 7)), vdupq_n_u16(0xBF80));  // clears the extended sign
 }
 
 // 16 values of format F, which is not float32.
@@ -57,7 +57,7 @@ inline Floats16 neon_load(const void* from) {
     const uint8x16_t codes = vld1q_u8(static_cast<const uint8_t*>(from));
     const uint8x16_t zero = vdupq_n_u8(0);
     return neon_of_f16(vreinterpretq_u16_u8(vzip1q_u8(zero, codes)), vreinterpretq_u16_u8(vzip2q_u8(zero, codes)));
-  } else {  // by way of float16
+  } else {  // E4M3 through float16
     const int8x16_t codes = vld1q_s8(static_cast<const int8_t*>(from));
     const int8x16_t all = vdupq_n_s8(0x7F), magnitude = vandq_s8(codes, all);
     const uint8x16_t nan = F == FREIGHT_E4M3FNUZ ? vceqq_s8(codes, vdupq_n_s8(-128)) : vceqq_s8(magnitude, all);
@@ -88,9 +88,9 @@ inline void neon_store(uint16_t* to, const Floats16& values) {
 
 #if FREIGHT_NEON_BF16
 
-// 16 codes of E4M3 -> bfloat16, in their order. For a normal value, exponent and mantissa four to the left, plus the
-// difference of the exponents' biases, are its bfloat16. That of magnitudes below 16 is looked up, since subnormals are
-// among them. NaN codes are not looked for.
+// 16 codes of E4M3 -> bfloat16, in order. The bfloat16 of a normal value is its exponent and mantissa, shifted left by
+// four, plus the difference of the exponents' biases. Codes with a magnitude below 16, some of which are subnormal, are
+// looked up in a table. NaN codes are not handled.
 struct NeonE4M3 {
   uint8x16_t low, high;
 
@@ -101,7 +101,7 @@ struct NeonE4M3 {
 
   void operator()(const uint8_t* from, bfloat16x8_t& first, bfloat16x8_t& last) const {
     const uint8x16_t codes = vld1q_u8(from), sign = vdupq_n_u8(0x80), magnitude = vbicq_u8(codes, sign);
-    const uint8x16_t lows = vqtbx1q_u8(vshlq_n_u8(codes, 4), low, magnitude);  // unlike vqtbl, keeps what is beyond it
+    const uint8x16_t lows = vqtbx1q_u8(vshlq_n_u8(codes, 4), low, magnitude);  // vqtbx keeps lanes beyond the table
     const uint8x16_t highs = vqtbx1q_u8(vsraq_n_u8(vdupq_n_u8(0x3C), magnitude, 4), high, magnitude);
     const uint8x16_t with_sign = vbslq_u8(sign, codes, highs);
     first = vreinterpretq_bf16_u8(vzip1q_u8(lows, with_sign));

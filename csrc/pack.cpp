@@ -11,7 +11,8 @@
 namespace freight {
 namespace {
 
-// Before they are first written: reading through large pages is up to a tenth faster. Refusal does no harm.
+// Request large pages, before the memory is first written: reading through them is up to a tenth faster. A refusal is
+// ignored.
 void ask_for_large_pages(void* memory, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kPage = 1 << 21;
@@ -23,12 +24,12 @@ void ask_for_large_pages(void* memory, int64_t bytes) {
 #endif
 }
 
-// A block of `rows` rows, kBand units apart; 0 rows pad the last band.
+// Pack a block of `rows` rows, with units kBand units apart; a block of 0 rows pads the last band.
 template <class T>
 void pack_block(const T* from, T* to, int32_t format, int64_t rows, int64_t in, float* scale) {
   const int inputs = inputs_per_unit(format);
   const int64_t units = units_of(format, in);
-  int index[kUnit];  // of (lane, input) at lane * inputs + input
+  int index[kUnit];  // at lane * inputs + input: where (lane, input) is in a unit
   for (int lane = 0; lane < kLanes; lane++)
     for (int input = 0; input < inputs; input++) index[lane * inputs + input] = unit_index(format, lane, input);
   for (int64_t unit = 0; unit < units; unit++) {
@@ -43,7 +44,7 @@ void pack_block(const T* from, T* to, int32_t format, int64_t rows, int64_t in, 
   for (int64_t lane = 0; lane < rows; lane++) {
     uint8_t nan = 0;
     for (int64_t i = 0; i < in; i++) nan |= (static_cast<uint8_t>(from[lane * in + i]) & 0x7F) == 0x7F;
-    if (nan) scale[lane] = __builtin_nanf("");  // any product with that row is NaN: the decoders need not look for it
+    if (nan) scale[lane] = __builtin_nanf("");  // makes every product with the row NaN, so decoders need not handle it
   }
 }
 
@@ -58,7 +59,7 @@ void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packe
   });
 }
 
-// The same of MXFP4, as freight_pack takes it. Rows of padding, and groups of zeros, have some scale.
+// Pack a block of MXFP4, as freight_pack takes it. Rows of padding and groups of zeros have an arbitrary valid scale.
 void pack_mxfp4_block(const uint8_t* from, uint8_t* to, int64_t rows, int64_t groups) {
   constexpr int kStored = kMxInputs / 2 + 1;  // bytes of a group
   for (int64_t group = 0; group < groups; group++, from += kStored, to += kBand * kMxUnit) {

@@ -1,19 +1,21 @@
-// Packed weights: their layout, and what a matrix product needs of an instruction set.
+// Packed weights: their layout, and the arithmetic and decoders of each instruction set for matrix products.
 //
-// A weight is stored as units of 64 bytes that hold 16 output rows x `inputs` inputs (4 in eight bits, 2 in sixteen, 1
+// A weight is stored as units of 64 bytes that hold 16 output rows x `inputs` inputs (4 of eight bits, 2 of sixteen, 1
 // in float32): [ceil(out / 32)][ceil(in / inputs)][2][64], padded with zeros. So a band of two blocks of 16 rows is one
-// stream of memory, and each of 16 lanes sums one output: no horizontal sum, and the same order whatever the number of
-// rows of x. That order differs between builds (linear.cpp). (Few streams of whole pairs of cache lines read a third faster than eight of single
-// lines.) Within a unit values lie as [inputs][16], with two exceptions (`unit_index`): AVX-512 takes pairs (`Pair`), so
-// bfloat16 as [16][2] and E4M3 so that one look-up serves two registers of 16 x 2; the portable E4M3 lies in
-// the order that its decoder needs. What AVX-512 takes is also what tiles of AMX take. NEON with BF16 takes pairs too:
-// bfloat16 as [16][2], E4M3 as [2][16][2].
+// stream of memory, and each of 16 lanes sums one output: there is no horizontal sum, and the order of the sum does not
+// depend on the number of rows of x. It differs between builds (linear.cpp). (A few streams of full pairs of cache
+// lines are read a third faster than eight of single lines.)
+//
+// Within a unit values are [inputs][16], with two exceptions (`unit_index`). AVX-512 takes pairs (`Pair`): bfloat16 is
+// [16][2], and E4M3 is ordered so that one look-up serves two registers of 16 x 2; AMX tiles take the same layout. NEON
+// with BF16 also takes pairs: bfloat16 is [16][2], E4M3 [2][16][2]. And E4M3 of the portable build has the order that
+// its decoder needs.
 //
 // MXFP4 has larger units, of 32 inputs: kMxUnit bytes (mxfp4.h).
 //
-// `Single` multiplies float32 by float32, one input a step. `Pair` takes two bfloat16 inputs a step (vdpbf16ps; BFDOT), which
-// is exact in its products. A decoder D makes D::steps operands of a unit, for its arithmetic D::Math, D::at_once of them
-// in one call: those from `step` on.
+// `Single` multiplies float32 by float32, one input a step. `Pair` multiplies two bfloat16 inputs a step (vdpbf16ps;
+// BFDOT), with exact products. A decoder D decodes a unit to D::steps operands of its arithmetic D::Math; a call
+// decodes D::at_once of them, from `step` on.
 #pragma once
 #include "tiles.h"
 #include "vec.h"
@@ -27,7 +29,7 @@ constexpr int kGroup = 128;                // outputs and inputs that share one 
 constexpr int kMxInputs = 32;              // of a row of MXFP4 that share a scale
 constexpr int kMxUnit = kMxInputs / 2 * kLanes + kLanes;  // bytes
 
-// Blocks and bands of a weight, the last of which may be padded.
+// Numbers of blocks and bands of a weight, of which the last may be padded.
 inline int64_t blocks_of(int64_t out_features) { return (out_features + kLanes - 1) / kLanes; }
 inline int64_t bands_of(int64_t out_features) { return (out_features + kBand * kLanes - 1) / (kBand * kLanes); }
 
@@ -38,7 +40,7 @@ inline int inputs_per_unit(int32_t format) {
   return format == FREIGHT_FLOAT32 ? 1 : format == FREIGHT_E4M3FN ? 4 : 2;
 }
 
-// Units of a block: the inputs are padded with zeros, for tiles of AMX to a multiple of theirs.
+// Number of units of a block: the inputs are padded with zeros, for AMX tiles to a multiple of a tile's inputs.
 inline int64_t units_of(int32_t format, int64_t in_features) {
   const int inputs = inputs_per_unit(format);
 #if FREIGHT_AMX
@@ -48,7 +50,7 @@ inline int64_t units_of(int32_t format, int64_t in_features) {
   return (in_features + inputs - 1) / inputs;
 }
 
-// Where a block's first unit lies in a packed weight, in bytes; the next ones follow kBand * `bytes` apart.
+// Offset in bytes of a block's first unit in a packed weight; the next units follow at steps of kBand * `bytes`.
 inline int64_t block_offset(int64_t block, int64_t units, int64_t bytes = kUnit) {
   return block / kBand * kBand * units * bytes + block % kBand * bytes;
 }
@@ -133,8 +135,8 @@ struct E4M3 {
 
 #elif FREIGHT_NEON_BF16
 
-// BFDOT rounds sums to odd and takes subnormals for zeros, unlike fused multiply-adds: products of any number of rows go
-// through it, so that a row's bits are always the same.
+// BFDOT rounds sums to odd and treats subnormals as zeros, unlike fused multiply-adds. So products of any number of
+// rows use it, and a row's bits are always the same.
 struct Pair {
   using X = uint32_t;  // two bfloat16, the earlier input in the low half
   struct Operand {
@@ -208,12 +210,13 @@ struct BFloat16 {
   }
 };
 
-// NaN codes do not come here: packing has moved them into the row's scale.
+// NaN codes need no handling: packing has set the scale of their row to NaN.
 struct E4M3 {
   using Math = Single;
   static constexpr int steps = 4, at_once = 1;
 #if FREIGHT_AVX2
-  // The code's bits, seven to the left, are a float16 that is 2^8 too small: its exponent's bias is 8 larger.
+  // The code's bits, shifted left by seven, are a float16 that is 2^8 too small, because its exponent's bias is 8
+  // larger.
   static constexpr float factor = 256.f;
   FREIGHT_INLINE void decode(const uint8_t* unit, int step, V16* out) const {
     const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(unit) + step);
@@ -229,8 +232,8 @@ struct E4M3 {
     *out = each([&](int i) { return (VF)floats.v[i]; });
   }
 #else
-  // The same towards float32, 2^120 too small; that is multiplied at once, since products with it would underflow.
-  // Sixteen codes are taken as four words; byte i of each word is one vector of four.
+  // The same for float32, 2^120 too small; it is multiplied immediately, because products with it would underflow.
+  // Sixteen codes are read as four words; byte i of each word gives one vector of four.
   static constexpr float factor = 1.f;
   FREIGHT_INLINE void decode(const uint8_t* unit, int step, V16* out) const {
     VU words;
@@ -245,7 +248,7 @@ struct E4M3 {
 
 #endif
 
-// Where row `lane` and input `input` of a unit lie in it, in elements.
+// Index in a unit, in elements, of row `lane` and input `input`.
 inline int unit_index(int32_t format, int lane, int input) {
 #if FREIGHT_AVX512
   if (format == FREIGHT_E4M3FN) return lane / 4 * 16 + input / 2 * 8 + lane % 4 * 2 + input % 2;

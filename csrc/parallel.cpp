@@ -1,8 +1,8 @@
-// Where threads come from: the process's OpenMP runtime when there is one, else a small pool of our own.
+// The threads of kernels: those of the process's OpenMP runtime if it has one, else those of a small pool.
 //
-// A second pool beside torch's would fight it for the cores: after a parallel region its workers spin for
-// milliseconds. Calling GOMP_parallel, whose interface is stable, puts kernels on the very threads that torch uses,
-// and needs no OpenMP compiler. The pool here serves processes whose torch has no GOMP (macOS).
+// A second pool alongside torch's would compete with it for the cores, because after a parallel region OpenMP's workers
+// spin for milliseconds. Calling GOMP_parallel, whose interface is stable, runs kernels on the same threads as torch,
+// and needs no OpenMP compiler. The pool serves processes whose torch has no GOMP (macOS).
 #include <pthread.h>
 #if defined(__linux__)
 #include <sched.h>
@@ -21,8 +21,8 @@ namespace {
 
 FreightGompParallel gomp_parallel = nullptr;  // written by freight_init, before any kernel runs
 
-// Processors by memory node; written by freight_bind, before any kernel runs. Where a thread runs is the caller's affair
-// if the caller made it, so `calls_kernels` excepts those.
+// Processors by memory node; written by freight_bind, before any kernel runs. Threads that the caller created are left
+// where they run; `calls_kernels` marks them.
 #if defined(__linux__)
 std::vector<cpu_set_t> nodes;
 #endif
@@ -32,7 +32,7 @@ void bind_to_node([[maybe_unused]] int number) {
 #if defined(__linux__)
   if (nodes.empty() || calls_kernels) return;
   const cpu_set_t& node = nodes[static_cast<size_t>(number) % nodes.size()];
-  sched_setaffinity(0, sizeof node, &node);  // refused: the thread runs where it did
+  sched_setaffinity(0, sizeof node, &node);  // on refusal, the thread stays where it runs
 #endif
 }
 
@@ -57,7 +57,7 @@ class Pool {
   }
 
  private:
-  static constexpr int kSpins = 20000;  // some tens of microseconds: longer than the gap between two kernels
+  static constexpr int kSpins = 20000;  // tens of microseconds, longer than the gap between two kernels
 
   void work(int index, uint64_t seen) {
     for (;;) {
@@ -93,7 +93,7 @@ Pool& own_pool() {
   static std::once_flag once;
   std::call_once(once, [] {
     pool = new Pool;
-    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });  // a forked child has none of the threads
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });  // a forked child does not have the threads
   });
   return *pool;
 }

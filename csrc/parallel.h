@@ -1,10 +1,11 @@
 // parallel_for: numbered tasks, distributed over threads.
 //
-// Each thread starts on a range of its own, the same one in every call with as many threads, and goes through it in
-// order: what its tasks read is one stream of memory, which lies in that core's caches or on its memory node if an earlier
-// call has read or first written it. A thread that has finished steals from the ends of other ranges. Which thread runs which task is undetermined,
-// so a task must compute the same bits wherever it runs, and may not depend on the number of threads. Threads come from
-// the OpenMP runtime given to freight_init, else from a pool of our own; freight_bind keeps them on memory nodes. A task may throw std::bad_alloc.
+// Each thread has a range of tasks, the same in every call with this number of threads, and runs it in order. So what
+// it reads is one stream of memory, which is in that core's caches or on its memory node if an earlier call has read or
+// first written it. A thread that has finished its range steals from the ends of others. It is therefore undetermined
+// which thread runs a task, so a task must compute the same bits on every thread, and for any number of threads.
+// Threads come from the OpenMP runtime given to freight_init, else from a pool; freight_bind keeps them on memory
+// nodes. A task may throw std::bad_alloc.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -15,15 +16,15 @@ namespace freight {
 // Run body(data) on `threads` threads at once, this one included; returns when all have returned.
 void run_on_threads(void (*body)(void*), void* data, int threads);
 
-// The calling thread's number: 0, 1, ... in the order in which threads first asked. Pools keep their threads.
+// The calling thread's number: 0, 1, ... in the order in which threads first called this. Pools keep their threads.
 int thread_number();
 
-// The tasks that are left of a range: the first in the low half, the end in the high half.
+// The remaining tasks of a range: the first in the low half, the end in the high half.
 class TaskRange {
  public:
   void set(int64_t first, int64_t end) { left_.store(static_cast<uint64_t>(end) << 32 | static_cast<uint64_t>(first)); }
 
-  // The first or the last task, which is the caller's from then on; -1 when none is left.
+  // Remove and return the first or the last task, or return -1 if none is left.
   int64_t take(bool first) {
     uint64_t left = left_.load(std::memory_order_relaxed);
     for (;;) {
@@ -39,7 +40,7 @@ class TaskRange {
 };
 
 // Call body(task) for task 0 .. tasks-1, on at most `threads` threads; fewer than 2^32 tasks. Throws std::bad_alloc if a
-// task did; all threads have returned then.
+// task did, after all threads have returned.
 template <class Body>
 void parallel_for(int64_t tasks, int threads, const Body& body) {
   constexpr int kRanges = 64;
@@ -60,8 +61,8 @@ void parallel_for(int64_t tasks, int threads, const Body& body) {
   run_on_threads(
       [](void* data) {
         Job& shared = *static_cast<Job*>(data);
-        const int own = thread_number() % shared.count;  // two threads may share one and split it
-        try {  // an exception that left the region would end the process
+        const int own = thread_number() % shared.count;  // two threads may share a range and split it
+        try {  // an exception that leaves the region would terminate the process
           for (int i = 0; i < shared.count; i++) {
             TaskRange& range = shared.ranges[(own + i) % shared.count];
             for (int64_t task; (task = range.take(i == 0)) >= 0;) (*shared.body)(task);

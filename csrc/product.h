@@ -1,4 +1,4 @@
-// Products over packed weights: one of freight_linear, or one of each expert or head, whose tasks all threads share.
+// Products over packed weights: one of freight_linear, or one per expert or head, with tasks shared by all threads.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -8,32 +8,32 @@
 
 namespace freight {
 
-constexpr int kDotRows = 4;              // with AMX: more rows go through tiles
-constexpr int64_t kMostTileRows = 512;  // of a product on tiles: their sums, and a panel of theirs, stay in L2
+constexpr int kDotRows = 4;              // with AMX: more rows than this are multiplied on tiles
+constexpr int64_t kMostTileRows = 512;  // rows of a product on tiles: their sums and one panel of them stay in L2
 
 // y = x @ weight.T + bias, for some rows.
 struct Product {
   const FreightWeight* weight;
   const void* x = nullptr;         // [.., in_features], rows at multiples of x_stride
-  const int32_t* index = nullptr;  // [rows]: which rows of x; null: the first
+  const int32_t* index = nullptr;  // [rows]: the rows of x; null: its first `rows`
   int64_t rows = 0;
   const float* bias = nullptr;  // [out_features padded to 16], or null
   void* y = nullptr;            // [rows, out_features], rows at multiples of y_stride
-  bool wide = false;            // y is float32, of values in the call's format
+  bool wide = false;            // y is stored as float32, with values rounded to the call's format
   Staged staged = {};
   int64_t x_stride = weight->in_features, y_stride = weight->out_features;
 
   int64_t row_of(int64_t row) const { return index ? index[row] : row; }
 };
 
-// Whether the inputs of the product are values of bfloat16, and so are the weights: pairs and tiles then lose nothing.
+// Say whether inputs and weights of the product are exact in bfloat16, so that `Pair` and tiles lose nothing.
 inline bool exact_in_bfloat16(const FreightWeight& weight, int32_t format) {
   const bool inputs = weight.activations != FREIGHT_PLAIN || format == FREIGHT_BFLOAT16;
   return inputs && (weight.format == FREIGHT_E4M3FN || weight.format == FREIGHT_BFLOAT16 ||
                     weight.format == FREIGHT_MXFP4);
 }
 
-// How `rows` rows in `format` are staged for a weight.
+// The layout in which `rows` rows in `format` are staged for a weight.
 enum class Layout { kFloats, kPairs, kTiles };
 
 inline Layout layout_of(const FreightWeight& weight, int32_t format, int64_t rows) {
@@ -48,19 +48,19 @@ inline Layout layout_of(const FreightWeight& weight, int32_t format, int64_t row
 #endif
 }
 
-// Stage the rows of one product, one after another in memory, each of them by all threads; or of many, a tile on one
-// thread. The memory is the calling thread's, until its next call of the same function.
+// Stage the rows of one product, which are contiguous, with all threads on each tile; or of many products, with each
+// tile on one thread. The memory is valid until the calling thread's next call of the same function.
 void stage_one(Product& product, int32_t format, int threads);
 void stage_all(Product* products, int64_t count, int32_t format, int threads);
 
-// The products of staged rows. All weights have one shape, format and way to take activations. The tasks of all products
-// are distributed at once, those of a product next to each other.
+// Compute the products of staged rows. All weights have the same shape, format and treatment of activations. The tasks
+// of all products are distributed together, those of a product next to each other.
 void multiply(const Product* products, int64_t count, int32_t format, int threads);
 
-// Calls body(i, task) for task 0 .. tasks(i) - 1 of every i below `count`.
+// Call body(i, task) for task 0 .. tasks(i) - 1 of every i below `count`.
 template <class Tasks, class Body>
 void for_each_task(int64_t count, int threads, const Tasks& tasks, const Body& body) {
-  thread_local std::vector<int64_t> ends;  // by i: of its tasks among all
+  thread_local std::vector<int64_t> ends;  // by i: the end of its tasks among all
   ends.resize(static_cast<size_t>(count));
   int64_t all = 0;
   for (int64_t i = 0; i < count; i++) ends[static_cast<size_t>(i)] = all += tasks(i);

@@ -1,17 +1,17 @@
 // Linear attention with a decay (gated delta nets, KDA, Mamba-2), whose state is rounded where a tile of 16 positions
 // begins.
 //
-// A task is one head of one sequence: its rows tile by tile, in float32. A row is computed from S at its tile's start as
-// it is stored and from the rows of its tile as they are kept, in one order of sums, so its bits do not depend on how rows
-// are cut into calls. Heads that share a key head share its kept rows, which may be those of a tile that is to be
-// overwritten: they are written when all tasks have ended.
+// A task is one head of one sequence: its rows tile by tile, in float32. A row is computed from the stored S at its
+// tile's start and from the stored rows of its tile, in one order of sums, so its bits do not depend on how rows are
+// cut into calls. Heads that share a key head share its kept rows, and may still read those of a tile that this call
+// overwrites. So kept keys are written only after all tasks have ended.
 #include "recurrence_head.h"
 #include "status.h"
 
 namespace freight {
 namespace {
 
-// Keep the keys of the tile that each block's rows end in.
+// Store the keys of the last tile of each block's rows.
 void keep_keys(const FreightRecurrence& a, int64_t sequence, int64_t key_head, float* key) {
   for_stretches(a, sequence, [&](const Stretch& part) {
     const int64_t last = part.position + part.count - 1, begin = std::max(part.position, last - last % kStateTile);

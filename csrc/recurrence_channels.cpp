@@ -1,4 +1,4 @@
-// The rows of recurrences where each channel of a key has its own decay (KDA).
+// The rows of recurrences in which each channel of a key has its own decay (KDA).
 #include "recurrence_head.h"
 
 namespace freight {

@@ -1,6 +1,6 @@
-// The rows of one head of one sequence, for both kinds of decay; recurrence.cpp says what a recurrence is.
+// The rows of one head of one sequence, for both kinds of decay; recurrence.cpp explains the recurrence.
 //
-// Each kind is compiled in a file of its own, so that the compiler makes of one what it made before there was the other.
+// Each kind is compiled in a separate file, so that the code of one kind does not change how the other is compiled.
 #pragma once
 #include <stdexcept>
 #include <vector>
@@ -12,15 +12,15 @@
 
 namespace freight {
 
-// The rows of all heads where each channel of a key has its own decay (recurrence_channels.cpp).
+// Compute the rows of all heads if each channel of a key has its own decay (recurrence_channels.cpp).
 void recur_by_channel(const FreightRecurrence& a);
 
 namespace {
 
-// Room for a head's open tile, and for what its rows are multiplied with. Rows of k_dim or v_dim values, padded.
+// Memory for a head's open tile and its products. Rows of k_dim or v_dim values are padded.
 struct Room {
   FloatRows k, u, q;           // the tile's rows as they are kept; q of the rows of this call
-  FloatRows factors, products;  // rows that multiply S, and the results: k and q of each row in turns, or q alone
+  FloatRows factors, products;  // rows that multiply S, and the results: k and q of each row alternating, or only q
   FloatRows matrix;            // S
   FloatRows decay;             // [kStateTile, 1], or by channel [kStateTile, k_dim]
   float* weights;              // [2, kStateTile]
@@ -60,14 +60,15 @@ V16 exp16(V16 x) {
   return each([&](int i) { return exp(x.v[i]); });
 }
 
-// Asks for the row behind `row`, which is the next head's.
+// Prefetch the row after `row`, which is the next head's.
 void prefetch_next(const char* row, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += FREIGHT_CACHE_LINE) __builtin_prefetch(row + bytes + line);
 }
 
 float exp_of(float x) { return exp(set1(x))[0]; }
 
-// A row of one head, [size] of `format` -> floats; with `norm` divided by the root of its sum of squares, times `factor`.
+// Read a row of one head, [size] of `format`, as floats; with `norm` divided by the root of its sum of squares plus
+// 1e-6, times `factor`.
 void read_head(const void* from, int32_t format, int64_t size, bool norm, float factor, float* to) {
   read_row(from, format, size, to);
   if (!norm) return;
@@ -75,15 +76,15 @@ void read_head(const void* from, int32_t format, int64_t size, bool norm, float 
   for (int64_t i = 0; i < size; i += kLanes) store(to + i, load16(to + i) * scale * then);
 }
 
-// A row's key as it is kept.
+// Read a row's key with the values that are kept of it.
 void read_key(const FreightRecurrence& a, int64_t row, int64_t key_head, float* to) {
   const void* from = element(a.k, row * a.k_stride + key_head * a.k_dim, a.format);
   read_head(from, a.format, a.k_dim, a.norm, 1.f, to);
   for (int64_t i = 0; i < a.k_dim; i += kLanes) store(to + i, rounded_to(load16(to + i), a.format));
 }
 
-// ByChannel: each channel of a key has a decay of its own. Products of decays are exponentials of a difference of sums,
-// so none is above 1.
+// One head. ByChannel: each channel of a key has its own decay. Products of decays are computed as the exponential of a
+// difference of sums, so none is above 1.
 template <FreightFormat F, bool ByChannel>
 class Head {
  public:
@@ -121,7 +122,7 @@ class Head {
     return a_.kept_decay + ((block * kStateTile + t) * a_.heads + head_) * (ByChannel ? a_.k_dim : 1);
   }
 
-  // The first `count` rows of the tile that `block` holds.
+  // Load the first `count` rows of the tile that `block` holds.
   void load_tile(int64_t block, int64_t count) {
     for (int64_t t = 0; t < count; t++) {
       const int64_t key = ((block * kStateTile + t) * a_.key_heads + key_head_) * a_.k_dim;
@@ -137,7 +138,7 @@ class Head {
     }
   }
 
-  // Store S behind the tile whose rows are loaded, or that of no token.
+  // Store S after the tile whose rows are loaded, or zeros at the start of a sequence.
   void open_tile(int64_t source, int64_t target) {
     if (source < 0) {
       std::fill_n(room_.matrix.data, a_.k_dim * room_.matrix.stride, 0.f);
@@ -148,7 +149,7 @@ class Head {
     encode_state(room_.matrix, room_.largest, room_.divisors, state(target));
   }
 
-  // matrix = S behind the tile whose rows are loaded; keys become those that are added to it.
+  // matrix = S after the tile whose rows are loaded; the loaded keys are multiplied by their decays.
   void advance(int64_t source) {
     const float* last = room_.decay.row(kStateTile - 1);
     for (int64_t t = 0; t < kStateTile; t++) {
@@ -170,25 +171,25 @@ class Head {
     }
   }
 
-  // The decay since the tile's start of row t of the tile, whose own is that of `row`; kept in `target`.
+  // Compute the decay from the tile's start to row t of the tile, which is row `row` of the batch; keep it in `target`.
   void decay_row(int64_t target, int64_t t, int64_t row) {
     if constexpr (ByChannel) {
       const float* own = a_.log_decay + (row * a_.heads + head_) * a_.k_dim;
       const VF least = set1(kLeastDecay);
       for (int64_t i = 0; i < a_.k_dim; i += kLanes) {
         V16 sum = load_as<FREIGHT_FLOAT32>(own + i, lanes_at(i, a_.k_dim));
-        sum = each([&](int lanes) { return sum.v[lanes] < least ? least : sum.v[lanes]; });  // a NaN stays
+        sum = each([&](int lanes) { return sum.v[lanes] < least ? least : sum.v[lanes]; });  // keeps NaN
         if (t) sum = sum + load16(room_.decay.row(t - 1) + i);
         store(room_.decay.row(t) + i, sum);
       }
       write_row(room_.decay.row(t), FREIGHT_FLOAT32, a_.k_dim, kept_decay(target, t));
     } else {
-      const float own = std::max(a_.log_decay[row * a_.heads + head_], kLeastDecay);  // a NaN stays
+      const float own = std::max(a_.log_decay[row * a_.heads + head_], kLeastDecay);  // keeps NaN
       *room_.decay.row(t) = *kept_decay(target, t) = t ? own + *room_.decay.row(t - 1) : own;
     }
   }
 
-  // Keys, queries and decays of rows `begin` .. `end` of the tile, and their products with S.
+  // Read keys, queries and decays of rows `begin` .. `end` of the tile, and multiply them by S.
   void multiply(const Stretch& part, int64_t begin, int64_t end) {
     const int64_t each_row = a_.delta ? 2 : 1;
     for (int64_t t = begin, i = 0; t < end; t++, i++) {
@@ -223,7 +224,8 @@ class Head {
     store(weights, load16(weights) * decays);
   }
 
-  // with_q[j] = (exp(G_t - G_j) k_j) · q, with_k the same of the key of row t, for all rows of the tile up to it.
+  // with_q[j] = (exp(G_t - G_j) k_j) · q, and with_k[j] the same with the key of row t, for all rows of the tile up to
+  // t.
   void weigh_channels(int64_t t, const float* q, float* with_k, float* with_q) const {
     const float *decay = room_.decay.row(t), *k = room_.k.row(t);
     for (int64_t j = 0; j <= t; j++) {
@@ -238,7 +240,7 @@ class Head {
     }
   }
 
-  // u and the result of row t of the tile, the i-th of this part.
+  // Compute u and the result of row t of the tile, the i-th row of this part.
   void finish_row(const Stretch& part, int64_t t, int64_t i) {
     const int64_t row = part.row + i, v_dim = a_.v_dim;
     float *with_k = room_.weights, *with_q = room_.weights + kStateTile;

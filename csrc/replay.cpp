@@ -1,4 +1,4 @@
-// A sequence of calls, made one after another without a return to the caller in between.
+// Replay of a sequence of calls, without a return to the caller in between.
 #include "attention.h"
 #include "states.h"
 

@@ -1,4 +1,4 @@
-// Routing: the logits of a router, and of each row the experts with the largest scores.
+// Routing: the logits of a router, and for each row the experts with the largest scores.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -12,18 +12,18 @@
 namespace freight {
 namespace {
 
-constexpr int64_t kRowsAtOnce = 1024;  // whose float32 inputs and logits are in memory
-constexpr int64_t kCost = 64;          // of a logit, in elements that threads_for counts
+constexpr int64_t kRowsAtOnce = 1024;  // rows at a time, which bounds the memory of float32 inputs and logits
+constexpr int64_t kCost = 64;          // cost of a logit, in the elements that threads_for counts
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Orders as the values do; NaN is above all, and -0 is 0.
+// A number that is ordered like the values; NaN is the largest, and -0 equals 0.
 inline uint32_t rank_of(float value) {
   const uint32_t bits = float_to_bits(value + 0.f);
   return value != value ? 0xFFFFFFFFu : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// `count` largest of values[0 .. size - 1], of equal ones those that come first: their places, in order of size.
+// Find the `count` largest of values[0 .. size - 1], of equal ones the first: their keys, largest first (`place_of`).
 void largest(const float* values, int64_t size, int64_t count, std::vector<uint64_t>& keys) {
   keys.resize(static_cast<size_t>(size));
   for (int64_t i = 0; i < size; i++)
@@ -33,7 +33,7 @@ void largest(const float* values, int64_t size, int64_t count, std::vector<uint6
 
 inline int32_t place_of(uint64_t key) { return static_cast<int32_t>(0xFFFFFFFFu - static_cast<uint32_t>(key)); }
 
-// In place. All NaN where one is.
+// Softmax in place; all values become NaN if one is.
 void softmax(float* values, int64_t size) {
   float top = -kInfinity;
   for (int64_t i = 0; i < size; i++) top = values[i] > top ? values[i] : top;
@@ -46,7 +46,8 @@ struct Router {
   const FreightRoute& a;
   int64_t num_experts;
 
-  // wanted[e] = -infinity for the experts of groups beyond the top_groups whose group_best best have the largest sums.
+  // Set wanted[e] = -infinity for the experts outside the top_groups best groups. A group is rated by the sum of its
+  // group_best largest values.
   void leave_groups_out(float* wanted, std::vector<float>& best, std::vector<uint64_t>& keys) const {
     const int64_t size = num_experts / a.num_groups;
     best.resize(static_cast<size_t>(a.num_groups));
@@ -63,7 +64,7 @@ struct Router {
     }
   }
 
-  // scores: the logits of a row, which are overwritten.
+  // Choose the experts of a row. scores: its logits, which are overwritten.
   void choose(float* scores, int32_t* ids, float* weights) const {
     thread_local std::vector<float> wanted, best;
     thread_local std::vector<uint64_t> keys;
@@ -91,7 +92,7 @@ struct Router {
   }
 };
 
-// `rows` rows of x, from `first` on, as float32.
+// Read `rows` rows of x, from `first` on, as float32.
 void read_inputs(const FreightRoute& a, int64_t first, int64_t rows, int64_t hidden, float* to) {
   parallel_for(rows, threads_for(rows * hidden, a.threads), [&](int64_t row) {
     for (int64_t i = 0; i < hidden; i += kLanes) {

@@ -1,4 +1,6 @@
-// Rows: from any stored format to float32 and back, and RMSNorm, which norms between layers and of heads share. As the reference: float32 inside, rounded to the row's format where it rounds.
+// Rows: conversion between stored formats and float32, and the RMSNorm that norms between layers and of heads share.
+//
+// Operations compute in float32 and round to the row's format where the reference rounds.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -8,9 +10,10 @@
 
 namespace freight {
 
-constexpr int64_t kShare = 32768;  // elements that are worth a second thread
+constexpr int64_t kShare = 32768;  // elements per thread: fewer are not worth another thread
 
-// Only large inputs are distributed over threads: waking one takes longer than the rows of a decode step.
+// The number of threads for row-wise operations. Small inputs get one: waking another takes longer than the rows of a
+// decode step.
 inline int threads_for(int64_t elements, int threads) {
   return static_cast<int>(std::min<int64_t>(threads, elements / kShare + 1));
 }
@@ -39,7 +42,7 @@ inline V16 load_as(const void* from, int32_t format, int count) {
                                       : load_as<FREIGHT_FLOAT16>(from, count);
 }
 
-// The first `count` lanes, as `format` (float32, float16 or bfloat16) stores them.
+// Store the first `count` lanes in `format` (float32, float16 or bfloat16).
 inline void store_as(void* to, V16 v, int32_t format, int count) {
   alignas(64) char all[kLanes * 4];
   void* at = count == kLanes ? to : all;
@@ -66,13 +69,13 @@ inline void read_row(const void* from, int32_t format, int64_t n, float* to) {
     read_row<FREIGHT_FLOAT16>(from, n, to);
 }
 
-// `n` values, in room for padded(n), -> as `format` (float32, float16 or bfloat16) stores them.
+// Store `n` values in `format` (float32, float16 or bfloat16); `values` is readable up to padded(n).
 inline void write_row(const float* values, int32_t format, int64_t n, void* to) {
   for (int64_t i = 0; i < n; i += kLanes)
     store_as(element(to, i, format), load16(values + i), format, lanes_at(i, n));
 }
 
-// The values that `format` stores for them.
+// Round values to those that `format` can store.
 inline V16 rounded_to(V16 values, int32_t format) {
   if (format == FREIGHT_FLOAT32) return values;
   alignas(64) char stored[kLanes * 2];
@@ -80,7 +83,7 @@ inline V16 rounded_to(V16 values, int32_t format) {
   return load_as(stored, format, kLanes);
 }
 
-// The largest finite magnitude. Compared as integers, which a compiler may take in any order: so this becomes vectors.
+// The largest finite magnitude. It is compared as integers, whose order the compiler may change, so that it vectorizes.
 inline float largest_finite(const float* values, int64_t size) {
   int32_t largest = 0;
   for (int64_t i = 0; i < size; i++) {
@@ -91,10 +94,10 @@ inline float largest_finite(const float* values, int64_t size) {
   return bits_to_float(static_cast<uint32_t>(largest));
 }
 
-// amax / max, as large as the smallest normal float32 at least.
+// amax / max, but at least the smallest normal float32.
 inline float scale_from(float amax, float max) { return std::max(amax / max, 0x1p-126f); }
 
-// In lanes, and the lanes in order.
+// The sum of squares: by lanes, then over the lanes in order.
 inline float sum_of_squares(const float* values, int64_t size) {
   V16 sums{};
   for (int64_t i = 0; i < size; i += kLanes) {
@@ -107,8 +110,8 @@ inline float sum_of_squares(const float* values, int64_t size) {
   return sum;
 }
 
-// values = values / sqrt(mean(values^2) + eps) * weight, in place, as `format` stores them. Zeros follow up to
-// padded(size). A weight in `format` multiplies the rounded norm; a float32 weight multiplies before the one rounding.
+// values = values / sqrt(mean(values^2) + eps) * weight, in place, rounded to `format`. Zeros must follow up to
+// padded(size). A weight in `format` multiplies the rounded norm; a float32 weight multiplies before the only rounding.
 inline void rms_norm(float* values, const void* weight, int32_t weight_format, int64_t size, int32_t format,
                      float eps) {
   const float mean = sum_of_squares(values, padded(size)) / static_cast<float>(size);

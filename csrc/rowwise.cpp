@@ -1,7 +1,7 @@
-// Rows of an embedding, and row-wise operations that some families have: LayerNorm, activations without a gate, gates of
-// results, columns that are normed on their own, and what comes before and after a recurrence.
+// Embedding lookup and row-wise operations of some model families: LayerNorm, activations without a gate, gates of
+// results, norms of concatenated columns, and the operations around a recurrence.
 //
-// As the reference, they round where it rounds; a row's bits depend on that row alone.
+// They round where the reference rounds; a row's bits depend on that row alone.
 #include <algorithm>
 #include <vector>
 
@@ -18,7 +18,7 @@ float* scratch_of(int64_t size) {
   return scratch.data();
 }
 
-// In lanes, and the lanes in order.
+// The sum: by lanes, then over the lanes in order.
 float sum_of(const float* values, int64_t size) {
   V16 sums{};
   for (int64_t i = 0; i < size; i += kLanes) sums = sums + load16(values + i);
@@ -43,7 +43,7 @@ void add_layer_norm(const FreightLayerNorm& a) {
       }
       store(values + i, v);
     }
-    for (int pass = 0; pass < 2; pass++) {  // the second takes what the first one's rounding left of the mean
+    for (int pass = 0; pass < 2; pass++) {  // the second pass removes the rounding error of the first one's mean
       const V16 mean = set16(sum_of(values, padded(size)) / static_cast<float>(size));
       for (int64_t i = 0; i < size; i += kLanes) store(values + i, load16(values + i) - mean);
       std::fill(values + size, values + padded(size), 0.f);
@@ -73,7 +73,7 @@ void activated(const FreightActivated& a) {
   });
 }
 
-// ln(1 + u) for u of 0 .. 1: 2 artanh(u / (2 + u)), whose series has an error below 2 ** -28 after these terms.
+// ln(1 + u) for u of 0 .. 1, as 2 artanh(u / (2 + u)), whose series has an error below 2 ** -28 after these terms.
 inline VF log1p(VF u) {
   const VF s = u / (u + set1(2.f)), square = s * s;
   VF sum = set1(1.f / 15.f);
@@ -148,7 +148,7 @@ inline VF bounded(VF x, VF least, VF most) {
   return x > most ? most : x;
 }
 
-// Log decays of x = a + dt_bias; dt becomes what they are made of without a bound.
+// Log decays of x = a + dt_bias. Without a bound they are computed from dt, which is returned, too.
 V16 log_decays(const FreightDecays& a, V16 x, V16 a_log, V16* dt) {
   const VF least = set1(a.least), most = set1(a.most), bound = set1(a.bound);
   if (a.bound < 0) return each([&](int lanes) { return bound * sigmoid(exp(a_log.v[lanes]) * x.v[lanes]); });
@@ -156,7 +156,7 @@ V16 log_decays(const FreightDecays& a, V16 x, V16 a_log, V16* dt) {
   return each([&](int lanes) { return -exp(a_log.v[lanes]) * dt->v[lanes]; });
 }
 
-// Those of all channels of a row.
+// Compute the log decays of all channels of a row.
 void channel_decays(const FreightDecays& a, int64_t row) {
   for (int64_t head = 0; head < a.heads; head++) {
     const V16 a_log = set16(a.a_log[head]);

@@ -1,14 +1,14 @@
-// Values of a state, decoded on the way into a product.
+// Values of a state, decoded as they enter a product.
 //
-// A product sums what `Codes::read` returns: the stored value divided by a power of two, which is exact. Codes of NaN are
-// looked for once per column, behind the sum, because a sum with a NaN is one whatever else is in it. What multiplies the
-// sum makes up for both: `finished`.
+// A product sums what `Codes::read` returns: the stored value divided by a power of two, which is exact. NaN codes are
+// checked once per column, after the sum, because a sum with a NaN is NaN. `finished` multiplies the sum by the power
+// of two, and makes it NaN if the column has a NaN code.
 #pragma once
 #include "rows.h"
 
 namespace freight {
 
-// Sixteen codes in a register of bytes, where the instruction set widens them from there.
+// Sixteen codes in a register of bytes, if the instruction set can widen them.
 #if FREIGHT_AVX512 || FREIGHT_AVX2
 #define FREIGHT_WIDENS_BYTES 1
 typedef int8_t VB __attribute__((vector_size(kLanes)));
@@ -36,7 +36,7 @@ inline VI widened32(VB codes, [[maybe_unused]] int i) {
 }
 #endif
 
-// Reads sixteen values of F in each of some rows. One object per column vector.
+// Reader of sixteen values of F in each row of a column vector. One object per column vector.
 template <FreightFormat F>
 class Codes {
  public:
@@ -46,7 +46,7 @@ class Codes {
   static constexpr bool kWidens = false;
 #endif
 
-  // The values of a row from `from` on, divided by kFactor; any number for a NaN that was noted in `seen_`.
+  // The values of a row from `from` on, divided by kFactor. A NaN is recorded in `seen_`, and returned as any number.
   V16 read(const uint8_t* from) {
 #if FREIGHT_WIDENS_BYTES
     if constexpr (kWidens) return of(load_codes(from));
@@ -54,7 +54,7 @@ class Codes {
     return load_as<F>(from);
   }
 
-  // The first `count` of them, and zeros.
+  // The first `count` values, and zeros.
   V16 read(const uint8_t* from, int count) {
     if (count == kLanes) return read(from);
     alignas(64) uint8_t all[kLanes * bytes_of(F)] = {};
@@ -62,7 +62,7 @@ class Codes {
     return read(all);
   }
 
-  // A sum over rows of what `read` returned, made one of the values.
+  // Turn a sum over rows of the results of `read` into the sum of the stored values.
   V16 finished(V16 sum) const {
 #if FREIGHT_WIDENS_BYTES
     if constexpr (kWidens) {
@@ -74,9 +74,9 @@ class Codes {
 
  private:
 #if FREIGHT_WIDENS_BYTES
-  // INT8: its values; E4M3: by way of float16, whose exponent's bias is 8 or 7 larger.
+  // INT8 is read exactly; E4M3 through float16, whose exponent's bias is 8 or 7 larger.
   static constexpr float kFactor = F == FREIGHT_E4M3FN ? 256.0f : F == FREIGHT_E4M3FNUZ ? 128.0f : 1.0f;
-  static constexpr int kNaN = F == FREIGHT_E4M3FN ? 0x7F : -128;  // what `seen_` ends at if there was one
+  static constexpr int kNaN = F == FREIGHT_E4M3FN ? 0x7F : -128;  // the final value of `seen_` if there was a NaN
   VB seen_ = F == FREIGHT_E4M3FN ? VB{} : VB{} + 127;
 
   V16 of(VB codes) {
@@ -87,7 +87,7 @@ class Codes {
       seen_ = seen_ < codes ? seen_ : codes;
     }
     if constexpr (F == FREIGHT_INT8) return each([&](int i) { return of_ints(widened32(codes, i)); });
-    else return each([&](int i) { return of_f16(widened16(codes, i) << 7 & 0xBF80); });  // without the copy of the sign
+    else return each([&](int i) { return of_f16(widened16(codes, i) << 7 & 0xBF80); });  // clears the extended sign
   }
 #endif
 };

@@ -1,7 +1,7 @@
 // Products of rows with a state, and its advance over a tile.
 //
-// A column's sum takes the rows of S in their order, in one accumulator, whether S is decoded on the way or beforehand,
-// and however many rows are multiplied: so a row's bits do not depend on how many rows a call has.
+// A column's sum adds the rows of S in order, in one accumulator, whether S is decoded during the product or before it,
+// and for any number of rows. So a row's bits do not depend on the number of rows of a call.
 #pragma once
 #include "state_codes.h"
 #include "states.h"
@@ -12,7 +12,8 @@ constexpr int kStateTile = FREIGHT_STATE_TILE;
 constexpr float kLeastDecay = -104.0f;  // LEAST_DECAY of operands/tiles.py, which says why
 constexpr int64_t kStateAhead = 4096;  // bytes between what is decoded and what is prefetched
 
-// Column vectors that are summed at a time: of one or two rows while S is decoded, of `kRowsOfMany` rows behind that.
+// Column vectors that are summed at a time: of one or two rows while S is decoded, of `kRowsOfMany` rows of a decoded
+// S.
 #if FREIGHT_AVX512
 constexpr int kColumnsOfOne = 8, kRowsOfMany = 4, kColumnsOfMany = 4;
 #elif FREIGHT_AVX2
@@ -21,7 +22,7 @@ constexpr int kColumnsOfOne = 2, kRowsOfMany = 4, kColumnsOfMany = 1;
 constexpr int kColumnsOfOne = 1, kRowsOfMany = 2, kColumnsOfMany = 1;
 #endif
 
-// S of one head as it is stored: [k_dim, v_dim] of F, and its scales [v_dim], or null.
+// The stored S of one head: [k_dim, v_dim] of F, and its scales [v_dim], or null.
 template <FreightFormat F>
 struct StoredState {
   uint8_t* data;
@@ -35,7 +36,7 @@ struct StoredState {
   }
 };
 
-// Rows of floats, `stride` apart: a multiple of kLanes, with zeros behind the last value.
+// Rows of floats, `stride` apart, a multiple of kLanes, with zeros after the last value.
 struct FloatRows {
   float* data;
   int64_t stride;
@@ -43,14 +44,15 @@ struct FloatRows {
   float* row(int64_t index) const { return data + index * stride; }
 };
 
-// body(N, column): N column vectors from `column` on, the last of all perhaps in part; N a constant, as large as fits.
+// Call body(N, column) for N column vectors from `column` on; N is a constant, as large as fits. The very last vector
+// may be partial.
 template <int N, class Body>
 void for_column_vectors(int64_t begin, int64_t size, const Body& body) {
   for (; begin + (N > 1 ? N * kLanes : 1) <= size; begin += N * kLanes) body(std::integral_constant<int, N>(), begin);
   if constexpr (N > 1) for_column_vectors<N / 2>(begin, size, body);
 }
 
-// out[m] = x[m] S for M rows, S decoded on the way.
+// out[m] = x[m] S for M rows, with S decoded during the product.
 template <int M, FreightFormat F>
 void multiply_stored(const StoredState<F>& s, FloatRows x, FloatRows out) {
   for_column_vectors<kColumnsOfOne>(0, s.v_dim, [&](auto number, int64_t column) {
@@ -79,7 +81,8 @@ void multiply_stored(const StoredState<F>& s, FloatRows x, FloatRows out) {
   });
 }
 
-// What `multiply_stored` sums, [k_dim, padded(v_dim)]. A NaN in the first row stands for those of its column.
+// Decode S to the values that `multiply_stored` sums, [k_dim, padded(v_dim)]. A NaN anywhere in a column is stored in
+// its first row.
 template <FreightFormat F>
 void decode_state(const StoredState<F>& s, FloatRows to) {
   for (int64_t column = 0; column < s.v_dim; column += kLanes) {
@@ -131,13 +134,13 @@ inline V16 larger_finite(V16 largest, V16 values) {
   });
 }
 
-// What a row of S is multiplied by: one factor for all rows, or one for each.
+// The factor of a row of S: one for all rows, or one for each.
 inline V16 all_lanes(float decay) { return set16(decay); }
 inline const float* all_lanes(const float* decays) { return decays; }
 inline V16 decay_of(V16 decay, int64_t) { return decay; }
 inline V16 decay_of(const float* decays, int64_t row) { return set16(decays[row]); }
 
-// Rows `row` .. `row + D` of what `advance_state` computes.
+// Compute rows `row` .. `row + D` of `advance_state`.
 template <int D, int N, FreightFormat F, class Decay>
 void advance_rows(const StoredState<F>& s, Decay decay, FloatRows k, FloatRows u, FloatRows to, int64_t row,
                   int64_t column, V16* largest) {
@@ -187,14 +190,14 @@ void advance_state(const StoredState<F>& s, Decay decay, FloatRows k, FloatRows 
   });
 }
 
-// The codes of a row's values. Nothing else that is read here may change, so that the loop becomes vectors.
+// Encode a row's values. The arrays do not overlap (__restrict), so that the loop vectorizes.
 template <FreightFormat F>
 void encode_row(const float* __restrict values, const float* __restrict divisors, int64_t size,
                 uint8_t* __restrict codes) {
   for (int64_t i = 0; i < size; i++) codes[i] = code_of<F>(values[i] / divisors[i]);
 }
 
-// Store `matrix` [k_dim, v_dim]. largest: [v_dim], of each column; divisors: room for as many.
+// Store `matrix` [k_dim, v_dim]. largest: [v_dim], the largest magnitude of each column; divisors: scratch, [v_dim].
 template <FreightFormat F>
 void encode_state(FloatRows matrix, const float* largest, [[maybe_unused]] float* divisors, const StoredState<F>& s) {
   if constexpr (is_quantized(F)) {

@@ -1,8 +1,9 @@
 // The C interface of the operations that keep a state of each sequence: convolutions and recurrences.
 //
-// A struct per call: src/freight/kernels/cpu/interface.py mirrors it field by field. States lie in blocks; a block belongs
-// to `every` positions of one sequence, and holds the state behind the last of them so far. The first row of block i reads
-// the state of block i - 1 (src/freight/operands/states.py). Lengths and tables are read when the function is called.
+// Each call takes one struct, which src/freight/kernels/cpu/interface.py mirrors field by field. States are stored in
+// blocks: a block belongs to `every` positions of one sequence, and holds the state after the last of them so far. The
+// first row of block i reads the state of block i - 1 (src/freight/operands/states.py). Lengths and tables are read
+// when the function is called.
 #pragma once
 #include "freight.h"
 
@@ -26,9 +27,9 @@ struct FreightConvolution {
   int32_t threads;
 };
 
-// A causal convolution of each channel over its sequence: `KernelSet.convolve` of src/freight/kernels/interface.py has the
-// formula. Its sums are those of the reference, to the bit. A context shorter than its rows is refused
-// (FREIGHT_SHORT_CONTEXT) before anything is written.
+// A causal convolution of each channel over its sequence; the formula is that of `KernelSet.convolve`
+// (src/freight/kernels/interface.py). Its sums have the bits of the reference. A context shorter than its rows is
+// refused (FREIGHT_SHORT_CONTEXT) before anything is written.
 FREIGHT_API FreightStatus freight_convolution(const FreightConvolution* arguments);
 
 struct FreightRecurrence {
@@ -41,13 +42,13 @@ struct FreightRecurrence {
   void* scale;                   // [num_blocks, heads, v_dim] bfloat16; null for the formats of 16 and 32 bits
   void* kept_k;                  // [num_blocks, FREIGHT_STATE_TILE, key_heads, k_dim] of format: rows of the open tile
   void* kept_u;                  // [num_blocks, FREIGHT_STATE_TILE, heads, v_dim] of format
-  float* kept_decay;             // [num_blocks, FREIGHT_STATE_TILE, heads], or a row of log_decay: that since the tile's start
+  float* kept_decay;             // [num_blocks, FREIGHT_STATE_TILE, heads (, k_dim)]: sums since the tile's start
   const int32_t* query_starts;   // [num_seqs + 1]
   const int32_t* context_lens;   // [num_seqs]
   const int32_t* block_tables;   // [num_seqs, max_blocks]
   int64_t q_stride, k_stride, v_stride;
   int32_t num_seqs, max_blocks, every;
-  int32_t key_heads, heads, k_dim, v_dim;  // heads: a multiple of key_heads; those of one key head are neighbours
+  int32_t key_heads, heads, k_dim, v_dim;  // heads: a multiple of key_heads; the heads of one key head are adjacent
   int32_t format;                          // of q, k, v, out and the kept rows: float32, float16 or bfloat16
   int32_t state_format;                    // float32, bfloat16, INT8 or E4M3
   int32_t delta, norm;                     // 0 or 1
@@ -56,7 +57,7 @@ struct FreightRecurrence {
   int32_t threads;
 };
 
-// Linear attention with a decay: `KernelSet.recurrence` of src/freight/kernels/interface.py has the formulas. A row's bits,
-// and those of what is stored, depend on its own history alone. A context shorter than its rows is refused
-// (FREIGHT_SHORT_CONTEXT) before anything is written, and so is another format of states (FREIGHT_FAILED).
+// Linear attention with a decay; the formulas are those of `KernelSet.recurrence` (src/freight/kernels/interface.py). A
+// row's bits, and those of the stored state, depend only on its own history. A context shorter than its rows is refused
+// (FREIGHT_SHORT_CONTEXT) before anything is written, and so is a format that states do not have (FREIGHT_FAILED).
 FREIGHT_API FreightStatus freight_recurrence(const FreightRecurrence* arguments);

@@ -1,7 +1,7 @@
-// The boundary between C++ and the C interface: no exception crosses it, nor that of a parallel region.
+// The boundary between C++ and the C interface, which no exception crosses.
 //
-// Working memory is allocated where it is needed, so std::bad_alloc can be thrown anywhere below an exported function;
-// parallel_for carries it from a worker to the calling thread.
+// Working memory is allocated where it is needed, so std::bad_alloc can be thrown anywhere below an exported function.
+// No exception leaves a parallel region, either: parallel_for throws std::bad_alloc in the calling thread instead.
 #pragma once
 #include <new>
 #include <stdexcept>

@@ -1,8 +1,9 @@
-// Rotate and store: a merged projection's queries rotated, its keys and values into their slots of the pages, one pass.
+// Rotate and store: rotate the queries of a merged projection, and store its keys and values, in one pass.
 //
-// The same bits as kernels/reference.py `rotate_store`: each step rounds to the type of the projection; then divided by
-// the scale in float32, clamped, rounded to nearest, ties to even; NaN stays NaN. A `token` or `group` scale is
-// amax / max of the finite values, rounded to bfloat16. NaNs are counted, and values clipped to the range of their scale.
+// The bits are those of kernels/reference.py `rotate_store`: each step rounds to the type of the projection; stored
+// values are divided by the scale in float32, clamped, and rounded to nearest, ties to even; NaN stays NaN. A `token`
+// or `group` scale is amax / max of the finite values, rounded to bfloat16. NaNs are counted, and so are values clipped
+// to the range of their scale.
 #include <atomic>
 #include <utility>
 
@@ -15,7 +16,7 @@
 namespace freight {
 namespace {
 
-constexpr int64_t kRowsPerTask = 4;
+constexpr int64_t kRowsPerTask = 4;  // rows of a task
 
 enum Kind { kQuery, kKey, kValue };
 
@@ -23,13 +24,13 @@ struct Counts {
   int64_t nan = 0, beyond = 0;
 };
 
-// Round to `type` what lies in `values` [n], padded.
+// Round `values` [n], padded, to `type`.
 void round_to(float* values, int n, int32_t type) {
   if (type == FREIGHT_FLOAT32) return;
   for (int i = 0; i < n; i += kLanes) store(values + i, rounded_to(load16(values + i), type));
 }
 
-// Rotary embedding of the pairs (i, i + half), and what follows them; cos and sin: [half].
+// Apply rotary embedding to the pairs (i, i + half), and copy the channels after them; cos and sin: [half].
 void rotate(const float* x, const float* cos, const float* sin, int half, int n, float* out) {
   for (int i = 0; i < half; i += kLanes) {
     const int count = lanes_at(i, half);
@@ -41,13 +42,14 @@ void rotate(const float* x, const float* cos, const float* sin, int half, int n,
   std::copy(x + 2 * half, x + n, out + 2 * half);
 }
 
-// x [n], padded, times `factor` rounded to `type`.
+// Multiply x [n], padded, by `factor` rounded to `type`.
 void multiply(float* x, float factor, int n, int32_t type) {
   const V16 rounded = rounded_to(set16(factor), type);
   for (int i = 0; i < n; i += kLanes) store(x + i, load16(x + i) * rounded);
 }
 
-// x, one head of one row, as it is stored or attended with; `other` is room for as much. Returns where it is.
+// Norm, center, rotate and scale x, one head of one row, in place or in `other`, which has the same size. Returns the
+// one that holds the result.
 float* finished(const FreightStore& a, Kind kind, int head, int64_t position, float* x, float* other) {
   const int n = kind == kValue ? a.v_dim : a.k_dim, half = a.rotary_dim / 2;
   const void* norm = kind == kQuery ? a.q_norm : kind == kKey ? a.k_norm : nullptr;
@@ -69,7 +71,7 @@ float* finished(const FreightStore& a, Kind kind, int head, int64_t position, fl
   return x;
 }
 
-// Encode x[i] / scale(i).
+// Encode x[i] / scale(i) to `to`; returns the numbers of NaNs and of clipped values.
 template <FreightFormat F, class Scale>
 Counts encode(const float* x, int n, const Scale& scale, uint8_t* to) {
   const int32_t last = static_cast<int32_t>(float_to_bits(overflow_of(F)));
@@ -90,7 +92,7 @@ int64_t count_nan(const float* x, int n) {
   return count;
 }
 
-// x [n], in codes of a scale of their own, which goes into `to_scale`.
+// Encode x [n] with a scale measured from its values, which is stored in `to_scale`.
 template <FreightFormat F>
 Counts store_scaled(const float* x, int n, uint8_t* to_scale, uint8_t* to) {
   const uint16_t stored = float_to_bf16(scale_from(largest_finite(x, n), max_of(F)));
@@ -99,7 +101,7 @@ Counts store_scaled(const float* x, int n, uint8_t* to_scale, uint8_t* to) {
   return encode<F>(x, n, [scale](int) { return scale; }, to);
 }
 
-// A key of group scales.
+// Store a key with group scales: the first channels in bfloat16, the others in groups with a scale each.
 template <FreightFormat F>
 Counts store_groups(const FreightStore& a, int head, int64_t block, int64_t token, const float* x) {
   const int first = a.k_dim - a.v_dim;

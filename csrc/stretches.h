@@ -8,11 +8,12 @@ namespace freight {
 struct Stretch {
   int64_t row, count;  // of the batch
   int64_t position;    // of the first row in its sequence
-  int64_t source;      // the block with the state before it; -1: the sequence begins here
-  int64_t target;      // the block that has the state behind it
+  int64_t source;      // the block with the state before the first row; -1: the sequence begins here
+  int64_t target;      // the block for the state after the last row
 };
 
-// Where a sequence's rows begin, and the position of the first of them. `Call` has the lengths and tables.
+// The number of a sequence's rows in this call, and the position of the first of them. `Call` has the lengths and
+// tables.
 template <class Call>
 int64_t rows_of(const Call& a, int64_t sequence) {
   return a.query_starts[sequence + 1] - a.query_starts[sequence];
@@ -29,7 +30,7 @@ bool contexts_hold_rows(const Call& a) {
   return true;
 }
 
-// visit(Stretch) in the order in which they have to be computed.
+// Call visit(Stretch) for the stretches of a sequence, in the order in which they must be computed.
 template <class Call, class Visit>
 void for_stretches(const Call& a, int64_t sequence, const Visit& visit) {
   const int32_t* table = a.block_tables + sequence * a.max_blocks;
@@ -43,7 +44,7 @@ void for_stretches(const Call& a, int64_t sequence, const Visit& visit) {
   }
 }
 
-// Likewise, each stretch cut at multiples of `tile` positions; only its first part has its source.
+// The same with each stretch cut at multiples of `tile` positions; only its first part has the stretch's source.
 template <class Call, class Visit>
 void for_tiles(const Call& a, int64_t sequence, int64_t tile, const Visit& visit) {
   for_stretches(a, sequence, [&](Stretch part) {

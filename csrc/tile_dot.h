@@ -1,6 +1,6 @@
-// The product for few rows, by vectors: to the bit what tiles compute (tiles.h), at the speed of the memory.
+// The product for 1 to 4 rows, by vectors, at the speed of memory and with the bits of tiles (tiles.h).
 //
-// Tiles need a second pass over decoded weights, and with 1 to 4 rows nearly all their work is wasted.
+// Tiles would need a second pass over decoded weights, and with so few rows nearly all of their work is wasted.
 #pragma once
 #include <algorithm>
 
@@ -13,10 +13,10 @@
 
 namespace freight {
 
-constexpr int64_t kDotAhead = 8192;  // bytes between what is read and what is prefetched, into L2: faster than into L1
+constexpr int64_t kDotAhead = 8192;  // prefetch distance in bytes; into L2, which is faster than into L1
 
-// Decoders of a piece of a block into float32: inputs 0, 1, 2, ... of 16 outputs. A block begins `block` bytes after the
-// one before; `step`: bytes of 32 inputs of a band.
+// Decoders of a piece of a block to float32: inputs 0, 1, 2, ... of 16 outputs. `block` is the distance of blocks in
+// bytes, `step` the bytes of 32 inputs of a band.
 struct DotE4M3 {
   static constexpr int inputs = 4, piece = kBand * kUnit, block = kUnit, step = kTileInputs / inputs * piece;
   E4M3Pair pairs;
@@ -45,7 +45,7 @@ struct DotMxfp4 {
   }
 };
 
-// sums[2][M] += 32 inputs of a band: x[32][M].
+// sums[2][M] += the products of 32 inputs of a band with x[32][M].
 template <class D, int M>
 inline void dot_step(const D& decoder, const uint8_t* w, const float* x, V16 (*sums)[M]) {
   V16 even[kBand][M], odd[kBand][M];
@@ -63,12 +63,12 @@ inline void dot_step(const D& decoder, const uint8_t* w, const float* x, V16 (*s
         }
     }
   }
-  if constexpr (D::step % kUnit) __builtin_prefetch(w + D::step - 1 + kDotAhead, 0, 2);  // lines not on those of the cache
+  if constexpr (D::step % kUnit) __builtin_prefetch(w + D::step - 1 + kDotAhead, 0, 2);  // MXFP4: not aligned to lines
   for (int j = 0; j < kBand; j++)
     for (int m = 0; m < M; m++) sums[j][m] = sums[j][m] + (even[j][m] + odd[j][m]);
 }
 
-// What a band's sums need besides: scales of its groups, [groups] and [M][groups]; null: none, or 1.
+// Scales of a band's groups: of the weight, [groups], or null without scales; of x, [M][groups], or null for 1.
 struct DotScales {
   const float *weight, *x;
   int64_t groups;
@@ -97,7 +97,7 @@ __attribute__((noinline)) void dot_band(const D& tables, const uint8_t* w, const
     for (int m = 0; m < M; m++) store(out + (j * M + m) * kLanes, scales.weight ? total[j][m] : sums[j][m]);
 }
 
-// One band. x: [steps * 32][M]. Calls finish(sums[M][16], block) for its blocks of 16 outputs.
+// Compute one band. x: [steps * 32][M]. Calls finish(sums[M][16], block) for its blocks of 16 outputs.
 template <class D, int M, class Finish>
 void dot_task(const D& decoder, const FreightWeight& weight, const float* x, const float* x_scale, int64_t band,
               const Finish& finish) {

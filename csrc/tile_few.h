@@ -1,8 +1,8 @@
-// The product of FP8 weights on tiles (tiles.h) for 5 to 32 rows, as an expert has of a prompt, or a batch that decodes.
+// The product of FP8 weights on tiles (tiles.h) for 5 to 32 rows: an expert's rows of a prompt, or a decode batch.
 //
-// With so few rows decoding weights takes as long as multiplying them. So the decoder's tables stay in registers, each step
-// of the tiles is followed by the decoding of one step that comes later, sums stay in tiles from the first input to the
-// last, and the second tile of rows has no more rows than there are. Bits are those of tile_product.h.
+// With so few rows, decoding weights takes as long as multiplying them. So the decoder's tables stay in registers, the
+// decoding of a later step is interleaved with each step of the tiles, sums stay in tiles from the first input to the
+// last, and the second tile of rows has only as many rows as exist. The bits are those of tile_product.h.
 #pragma once
 #include <algorithm>
 
@@ -16,13 +16,13 @@
 namespace freight {
 
 constexpr int64_t kFewRows = 2 * kTileLines;
-constexpr int kFewAhead = kGroupSteps;   // steps between decoding and multiplying
-constexpr int kFewRing = 2 * kFewAhead;  // steps that are decoded: a power of two
+constexpr int kFewAhead = kGroupSteps;   // steps from the decoding of weights to their multiplication
+constexpr int kFewRing = 2 * kFewAhead;  // decoded steps in memory: a power of two
 
 // 32 inputs of a band -> bfloat16.
 FREIGHT_INLINE void decode_step(const E4M3Pair& decoder, const uint8_t* from, uint8_t* to) {
   for (int unit = 0; unit < kStepBytes / 2 / kUnit; unit++, from += kUnit) {
-    __builtin_prefetch(from + kTileAhead, 0, 2);  // into L2: faster than into L1
+    __builtin_prefetch(from + kTileAhead, 0, 2);  // into L2, which is faster than into L1
     __m512i lines[2];
     decoder.decode(from, 0, lines);
     uint8_t* line = to + (unit / kBand * 2 * kBand + unit % kBand) * kUnit;
@@ -56,7 +56,7 @@ FREIGHT_INLINE void store_tiles(float* to) {
   memory_barrier();
 }
 
-// One band on one thread: sums[kSquare]. `ring` has room for kFewRing steps.
+// Compute one band on one thread: sums[kSquare]. `ring` is memory for kFewRing steps.
 template <int ROW_TILES>
 __attribute__((noinline)) void few_band(const TileJob& job, const E4M3Pair& tables, int64_t band, uint8_t* ring,
                                         float* sums) {
@@ -95,7 +95,7 @@ __attribute__((noinline)) void few_band(const TileJob& job, const E4M3Pair& tabl
   if (!job.weight.block_scale) store_tiles<ROW_TILES>(sums);
 }
 
-// tile_task for kFewRows rows at most: the task is a band.
+// `tile_task` for at most kFewRows rows; a task is a band.
 template <class Finish>
 void few_task(const TileJob& job, const E4M3Pair& decoder, int64_t band, const Finish& finish) {
   thread_local WorkingMemory memory;

@@ -1,9 +1,9 @@
 // The product on tiles (tiles.h), for 5 rows and more; of FP8 weights for more than 32 (tile_few.h).
 //
-// A task has a few bands of 32 outputs and goes through their inputs in panels; within a panel all rows meet all its
-// bands, and their sums rest in memory between panels, which changes no bit. FP8 and MXFP4 weights are decoded once for
-// all rows: the next panel, a few registers after every step of this one, so that both the tiles and the vector units
-// work. Without block scales, results are finished within the last panel: scaled, rounded and written beside the tiles.
+// A task has a few bands of 32 outputs and walks their inputs in panels. Within a panel all rows are multiplied by all
+// bands; between panels the sums are in memory, which changes no bit. FP8 and MXFP4 weights are decoded once for all
+// rows: a few registers of the next panel after every step of this one, so that tiles and vector units work at the same
+// time. Without block scales, results are scaled, rounded and written during the last panel, in parallel to the tiles.
 #pragma once
 #include <algorithm>
 
@@ -16,7 +16,7 @@
 
 namespace freight {
 
-constexpr int64_t kTileAhead = 4096;     // bytes between what is decoded and what is prefetched
+constexpr int64_t kTileAhead = 4096;     // prefetch distance in bytes from the weights that are decoded
 constexpr int kStepBytes = 2 * kTileBytes;  // 32 inputs of a band in bfloat16: [16 pairs of inputs][2 blocks][64]
 constexpr int kPairBytes = 2 * kGroupSteps * kTileBytes;  // a pair of row tiles in a group of inputs
 constexpr int kSquare = 4 * kTileLines * kLanes;  // sums of 32 rows and a band: [2 row tiles][2 blocks][16][16]
@@ -26,12 +26,12 @@ struct TileJob {
   const uint8_t* x;      // tiles: [groups][row tiles][kGroupSteps][kTileBytes]
   const float* x_scale;  // [rows][groups], or null
   int64_t rows;
-  int bands;        // of a task
-  int panel_steps;  // of 32 inputs: a multiple of kGroupSteps, with block scales kGroupSteps
+  int bands;        // bands of a task
+  int panel_steps;  // steps of 32 inputs of a panel: kGroupSteps with block scales, else a multiple
 
   TileJob(const FreightWeight& of, const void* tiles, const float* scale, int64_t count, int threads)
       : weight(of), x(static_cast<const uint8_t*>(tiles)), x_scale(scale), rows(count) {
-    constexpr int64_t kMany = 64, kMostBands = 8, kTasks = 3;  // measured; tasks for each thread at least, where there are
+    constexpr int64_t kMany = 64, kMostBands = 8, kTasks = 3;  // measured; kTasks: least tasks per thread, if possible
     const int64_t most = std::clamp<int64_t>(all_bands() / (kTasks * threads), 1, kMostBands);
     bands = rows < kMany ? 1 : static_cast<int>(most);
     panel_steps = weight.block_scale || rows < kMany ? kGroupSteps : 2 * kGroupSteps;
@@ -50,20 +50,21 @@ struct TileJob {
 template <int32_t FORMAT>
 using TileDecoder = std::conditional_t<FORMAT == FREIGHT_MXFP4, Mxfp4Pair, E4M3Pair>;
 
-// Bytes of a step as it is stored.
+// Bytes of a stored step.
 template <int32_t FORMAT>
 constexpr int kStoredStep = FORMAT == FREIGHT_MXFP4 ? kBand * kMxUnit
                             : FORMAT == FREIGHT_E4M3FN ? kStepBytes / 2 : kStepBytes;
 
-// The next panel of some bands, in pieces of 128 bytes of bfloat16. bfloat16: prefetched; others: decoded into `to`.
+// Preparation of the next panel of some bands, in pieces of 128 bytes of bfloat16. Weights in bfloat16 are prefetched,
+// the others decoded to `to`.
 template <int32_t FORMAT>
 struct Ahead {
-  static constexpr int kPieces = kStepBytes / 128;  // of a step
+  static constexpr int kPieces = kStepBytes / 128;  // pieces of a step
   const TileDecoder<FORMAT> decoder;
   const uint8_t* from;
   uint8_t* to;
-  int64_t from_skip, to_skip;  // from the end of a band's panel to the next band's
-  int each, bands;             // pieces of a band; bands that are left
+  int64_t from_skip, to_skip;  // bytes from the end of a band's panel to the next band's
+  int each, bands;             // pieces of a band; remaining bands
   int piece = 0;
 
   int pieces() const { return each * bands; }
@@ -101,14 +102,15 @@ struct Ahead {
   }
 };
 
-// What tiles load next, prefetched while they multiply: many rows do not stay in L2, nor their sums in L1.
+// Data that tiles load next, prefetched while they multiply: many rows do not stay in L2, nor their sums in L1.
 struct Soon {
   const uint8_t* rows;  // this band's part of the next pair of row tiles, into L2
-  int lines;            // of that, in each group of inputs, by a step
+  int lines;            // lines of it that a step prefetches in each group of inputs
   const float* sums;    // the next square, into L1
 };
 
-// sums += up to 32 rows x a band over a panel, or, where `fresh`, = that. After each step `each` pieces of `ahead`.
+// sums += up to 32 rows x a band over a panel, or if `fresh` sums = that. Each step also advances `ahead` by `each`
+// pieces.
 template <int ROW_TILES, int32_t FORMAT>
 inline void multiply(const uint8_t* a, int64_t a_group, const uint8_t* b, int steps, bool fresh, float* sums,
                      Ahead<FORMAT>& ahead, int each, const Soon& soon) {
@@ -139,8 +141,8 @@ inline void multiply(const uint8_t* a, int64_t a_group, const uint8_t* b, int st
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-    // The loops are no functions of their own: GCC takes one that only prefetches for one without effects, and leaves
-    // its calls out.
+    // The loops are not separate functions: GCC takes a function that only prefetches for one without effects, and
+    // removes its calls.
     const uint8_t* rows = soon.rows + step / kGroupSteps * a_group + step % kGroupSteps * soon.lines * kUnit;
     for (int i = 0; i < soon.lines; i++) _mm_prefetch(reinterpret_cast<const char*>(rows + i * kUnit), _MM_HINT_T1);
     for (int i = 0; i < kStepSums; i += kLanes) __builtin_prefetch(soon.sums + step * kStepSums + i, 1);
@@ -155,7 +157,8 @@ inline void multiply(const uint8_t* a, int64_t a_group, const uint8_t* b, int st
   memory_barrier();
 }
 
-// totals += sums * scales: of a group of inputs, `rows` rows from a pair of row tiles' first on, x_scale at that row.
+// totals += sums * scales for a group of inputs and `rows` rows of a pair of row tiles; x_scale points to the first
+// row's.
 inline void add_scaled(const float* sums, int64_t rows, float weight_scale, const float* x_scale, int64_t stride,
                        float* totals) {
   for (int64_t row = 0; row < rows; row++) {
@@ -166,7 +169,7 @@ inline void add_scaled(const float* sums, int64_t rows, float weight_scale, cons
   }
 }
 
-// One task on one thread. `scratch`: two panels of its bands; sums: [row pairs][bands of the task][kSquare].
+// One task on one thread. `scratch` holds two panels of its bands; sums: [row pairs][bands of the task][kSquare].
 template <int32_t FORMAT, class Finish>
 struct TileTask {
   const TileJob& job;
@@ -234,7 +237,8 @@ struct TileTask {
     if (finishes) finish_square(job.row_pairs() * bands - 1);
   }
 
-  // Called a square later than its sums are stored, so that reading them waits for no store.
+  // Finish the outputs of a square. It is called one square after the sums were stored, so that reading them does not
+  // wait for the stores.
   void finish_square(int64_t square) const {
     const int64_t pair = square / bands, band = square % bands;
     const float* from = sums + square * kSquare;
@@ -253,8 +257,8 @@ struct TileTask {
   }
 };
 
-// Some bands. Calls finish.band(sums of its first block, floats from there to the second's, row, rows, first block) for
-// all rows of each band.
+// Compute some bands. Calls finish.band(sums of the band's first block, floats from there to the second block's, row,
+// rows, first block) for all rows of each band.
 template <int32_t FORMAT, class Finish>
 void tile_task(const TileJob& job, const TileDecoder<FORMAT>& decoder, int64_t task, const Finish& finish) {
   thread_local WorkingMemory memory;

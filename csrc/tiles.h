@@ -1,8 +1,9 @@
 // The matrix tiles of AMX: their configuration, and the arithmetic of TDPBF16PS, which `tile_dot.h` repeats.
 //
-// C[16 rows][16 outputs] += A[16 rows][32 inputs] * B[32 inputs][16 outputs], of bfloat16 in float32. For each output the
-// even and the odd inputs are summed apart, from zero, by fused multiply-adds; the two sums are added; that is added to
-// C. All of it rounds to nearest even and takes subnormal operands and results for zeros, whatever MXCSR says.
+// C[16 rows][16 outputs] += A[16 rows][32 inputs] * B[32 inputs][16 outputs], bfloat16 inputs with float32 sums. For
+// each output the even and the odd inputs are summed separately, from zero, by fused multiply-adds; the two sums are
+// added, and their sum is added to C. Every step rounds to nearest even and treats subnormal operands and results as
+// zeros, independent of MXCSR.
 #pragma once
 #include <initializer_list>
 
@@ -19,23 +20,24 @@ constexpr int kTileInputs = 32;
 constexpr int kGroupSteps = 4;  // tiles of the inputs that share a block scale
 constexpr int kGroupInputs = kGroupSteps * kTileInputs;
 
-// GCC 12 does not know that tile loads and their configuration read memory, nor that tile stores write it.
+// A compiler barrier: GCC 12 does not know that tile loads and configurations read memory, nor that tile stores write
+// it.
 inline void memory_barrier() { asm volatile("" ::: "memory"); }
 
-// The shapes of all tiles, as LDTILECFG reads them: whole ones by default.
+// The shapes of all tiles, as LDTILECFG reads them; full tiles by default.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 
-  // Takes a few hundred cycles, and makes all tiles zero.
+  // Load the configuration. This takes a few hundred cycles, and zeroes all tiles.
   void load() const {
-    asm volatile("" ::"r"(this) : "memory");  // GCC 12 takes ldtilecfg to read 8 of the 64 bytes, and drops the others
+    asm volatile("" ::"r"(this) : "memory");  // GCC 12 assumes that ldtilecfg reads only 8 of the 64 bytes
     _tile_loadconfig(this);
   }
 };
 
-// This thread's tiles. Released at the end, since tiles in use make every change of threads slower.
+// This thread's tiles. They are released at the end, because tiles in use make context switches slower.
 class LoadedTiles {
  public:
   LoadedTiles() = default;
@@ -55,11 +57,11 @@ class LoadedTiles {
   bool loaded_ = false;
 };
 
-// Those of products: 0-3 for C, 4-5 for A, 6-7 for B.
+// The tiles of products: 0-3 for C, 4-5 for A, 6-7 for B.
 class TileRegisters : public LoadedTiles {
  public:
-  // For products of `rows` rows, 1 to 16: A and C have so many. Tiles 2, 3 and 5, which are for the next rows, have
-  // `second` of them, 0: as many.
+  // Configure tiles for products of `rows` rows, 1 to 16, which A and C then have. Tiles 2, 3 and 5, for the next rows,
+  // have `second` rows, or if that is 0 the same number.
   void set_rows(int rows, int second = 0) {
     if (rows == rows_ && second == second_) return;
     rows_ = rows, second_ = second;
@@ -74,8 +76,8 @@ class TileRegisters : public LoadedTiles {
   int rows_ = 0, second_ = 0;
 };
 
-// While it lives, vector instructions of this thread treat subnormals as tiles do. The compiler may move arithmetic across
-// it, so what it is for belongs into a function that is not inlined.
+// While it exists, vector instructions of this thread treat subnormals as tiles do. The compiler may move arithmetic
+// across its constructor and destructor, so the arithmetic must be in a function that is not inlined.
 class SubnormalsAreZero {
  public:
   SubnormalsAreZero() {

@@ -1,7 +1,7 @@
-// Values and how they are stored: the formats, and one value at a time from and to its bits (vec.h: sixteen).
+// Stored formats, and conversion of one value at a time from and to its bits (vec.h converts sixteen).
 //
 // FP8 is E4M3FN, E4M3FNUZ and E5M2 (Micikevicius et al. 2022; Noune et al. 2022), whose values are all exact in BF16.
-// So are those of INT8, whose code 0x80 is not needed for -128 in a symmetric range: it is NaN.
+// So are those of INT8, whose code 0x80 is NaN: a symmetric range does not need -128.
 // Decoding is exact, subnormals included, and NaN stays NaN.
 #pragma once
 #include <cmath>
@@ -28,7 +28,7 @@ inline uint32_t float_to_bits(float value) {
 
 inline float bf16_to_float(uint16_t value) { return bits_to_float(static_cast<uint32_t>(value) << 16); }
 
-// Round to nearest, ties to even; NaN stays a (quiet) NaN. Branch-free, so that loops over it become vectors.
+// Round to nearest, ties to even; NaN stays a (quiet) NaN. Branch-free, so that loops over it vectorize.
 inline uint16_t float_to_bf16(float value) {
   const uint32_t bits = float_to_bits(value);
   const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
@@ -38,7 +38,7 @@ inline uint16_t float_to_bf16(float value) {
 // Exact, subnormals, infinities and NaN included.
 inline float f16_to_float(uint16_t value) {
   const uint32_t magnitude = value & 0x7FFFu, sign = static_cast<uint32_t>(value & 0x8000u) << 16;
-  const float scaled = bits_to_float(magnitude << 13) * 0x1p112f;  // the exponent's bias is 15 there, 127 here
+  const float scaled = bits_to_float(magnitude << 13) * 0x1p112f;  // the bias is 15 in float16, 127 in float32
   const uint32_t bits = magnitude >= 0x7C00u ? (magnitude << 13 | 0x7F800000u) : float_to_bits(scaled);
   return bits_to_float(bits | sign);
 }
@@ -62,10 +62,10 @@ constexpr int bytes_of(int32_t f) {
   return f == FREIGHT_FLOAT32 ? 4 : f == FREIGHT_FLOAT16 || f == FREIGHT_BFLOAT16 ? 2 : 1;
 }
 
-// Stored as a byte that encodes the true value divided by a scale.
+// Say whether values are stored as bytes that encode the true value divided by a scale.
 constexpr bool is_quantized(int32_t f) { return bytes_of(f) == 1; }
 
-// call(std::integral_constant<FreightFormat, F>) with the constant of a format that is known at run time.
+// Call call(std::integral_constant<FreightFormat, F>()) for a format that is known only at run time.
 template <class Call>
 void for_format(int32_t format, const Call& call) {
   switch (format) {
@@ -85,12 +85,12 @@ constexpr float max_of(FreightFormat f) {
   return f == FREIGHT_E5M2 ? 57344.0f : f == FREIGHT_E4M3FN ? 448.0f : f == FREIGHT_INT8 ? 127.0f : 240.0f;
 }
 
-// Half a step above the largest value: larger magnitudes do not round to it; they are clipped.
+// Half a step above the largest value: larger magnitudes do not round to that value, but are clipped to it.
 constexpr float overflow_of(FreightFormat f) {
   return f == FREIGHT_E5M2 ? 61440.0f : f == FREIGHT_E4M3FN ? 464.0f : f == FREIGHT_INT8 ? 127.5f : 248.0f;
 }
 
-// float of a quantized byte, from its definition. For building tables.
+// The float of a quantized byte, computed from the definition of its format; used to build tables.
 inline float value_of(FreightFormat format, int code) {
   const int bits = mantissa_bits(format), bias = exponent_bias(format);
   const int magnitude = code & 0x7F, exponent = magnitude >> bits, mantissa = magnitude & ((1 << bits) - 1);
@@ -107,7 +107,7 @@ template <FreightFormat F>
 inline uint8_t fp8_code(float value) {
   constexpr int dropped = 23 - mantissa_bits(F), bias = exponent_bias(F);
   constexpr uint32_t smallest_normal = (uint32_t)(128 - bias) << 23;  // 2 ** (1 - bias)
-  constexpr uint32_t magic = (uint32_t)(128 - bias + dropped) << 23;  // its last bit is worth a subnormal's
+  constexpr uint32_t magic = (uint32_t)(128 - bias + dropped) << 23;  // its last bit has the value of a subnormal's
   const uint32_t sign = float_to_bits(value) >> 24 & 0x80;
   const float magnitude = bits_to_float(float_to_bits(value) & 0x7FFFFFFF);
   const float clamped = magnitude > max_of(F) ? max_of(F) : magnitude;
@@ -121,13 +121,13 @@ inline uint8_t fp8_code(float value) {
 }
 
 inline uint8_t int8_code(float value) {
-  const float magic = 12582912.0f;  // 1.5 * 2**23: adding it rounds to an integer, whose last byte is the sum's
+  const float magic = 12582912.0f;  // 1.5 * 2**23: adding it rounds to an integer; the last byte of the sum is its code
   const float least = value < -127.0f ? -127.0f : value, clamped = least > 127.0f ? 127.0f : least;
   return (uint8_t)(value != value ? 0x80 : float_to_bits(clamped + magic));
 }
 
-// Quantized byte of a float: saturates, rounds to nearest, ties to even; NaN stays NaN (E4M3FN and E5M2: with its
-// sign). Branch-free, so that loops over it become vectors.
+// The quantized byte of a float: rounded to nearest, ties to even, saturating; NaN stays NaN (in E4M3FN and E5M2 with
+// its sign). Branch-free, so that loops over it vectorize.
 template <FreightFormat F>
 inline uint8_t code_of(float value) {
   if constexpr (F == FREIGHT_INT8) return int8_code(value);

@@ -1,8 +1,9 @@
-// Vectors: VF, the register of an instruction set, and V16, sixteen float32 lanes in as many registers as they take.
+// Vectors: VF, a register of the instruction set, and V16, sixteen float32 lanes in as many registers as they need.
 //
-// AVX-512: W = 16 lanes a register; AVX2: 8; NEON, and all else that GCC and Clang know: 4. Lane-wise operations are
-// GCC's vector extensions, so the sources read the same everywhere, and give the same bits on every call: no contraction
-// is left to the compiler (the build passes -ffp-contract=off). `fma` is fused where the build has FMA.
+// A register has W lanes: 16 with AVX-512, 8 with AVX2, 4 with NEON and on every other target of GCC and Clang.
+// Lane-wise operations use GCC's vector extensions, so one source serves all instruction sets. They give the same bits
+// on every call: the compiler may not contract (the build passes -ffp-contract=off). `fma` is fused where the build has
+// FMA.
 #pragma once
 #include "values.h"
 
@@ -10,7 +11,7 @@
     defined(__AVX512BF16__)
 #define FREIGHT_AVX512 1
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__)
-#define FREIGHT_AMX 1  // besides: matrix tiles
+#define FREIGHT_AMX 1  // also has matrix tiles
 #endif
 #include <immintrin.h>
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -18,13 +19,13 @@
 #include <immintrin.h>
 #else
 #define FREIGHT_PORTABLE 1
-#include "neon.h"  // on arm64: besides, conversions
+#include "neon.h"  // on arm64 also conversions
 #endif
 
 // Before a loop over an array of vectors: GCC keeps the array in registers only if the loop is unrolled early.
 #define FREIGHT_UNROLL _Pragma("GCC unroll 16")
 
-// GCC 12 calls larger functions otherwise, and vectors that they return go through memory.
+// Without it GCC 12 does not inline larger functions, and the vectors that they return pass through memory.
 #define FREIGHT_INLINE inline __attribute__((always_inline))
 
 namespace freight {
@@ -36,7 +37,7 @@ constexpr int W = 8;
 #else
 constexpr int W = 4;
 #endif
-constexpr int kLanes = FREIGHT_LANES;  // of a V16
+constexpr int kLanes = FREIGHT_LANES;  // lanes of a V16
 
 typedef float VF __attribute__((vector_size(W * 4)));
 typedef int32_t VI __attribute__((vector_size(W * 4)));
@@ -55,7 +56,7 @@ inline VF load(const float* p) {
 inline void store(float* p, VF v) { std::memcpy(p, &v, sizeof v); }
 inline VF set1(float x) { return x - VF{}; }  // exact, and keeps the sign of zero
 
-// a * b + c, one rounding where the instruction set has it.
+// a * b + c, with one rounding if the instruction set has FMA.
 inline VF fma(VF a, VF b, VF c) {
 #if FREIGHT_AVX512
   return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -73,7 +74,7 @@ inline VF fma(VF a, VF b, VF c) {
 
 inline VF max(VF a, VF b) { return a > b ? a : b; }  // b where either is NaN
 
-// A V16 of what `lanes` makes of its i-th register. The forms differ in what GCC 12 keeps in registers.
+// A V16 whose i-th register is lanes(i). The two forms differ in what GCC 12 keeps in registers.
 template <class Lanes>
 inline V16 each(const Lanes& lanes) {
 #if FREIGHT_PORTABLE
@@ -117,7 +118,7 @@ inline V16 fma(const V16& a, const V16& b, const V16& c) {
   return each([&](int i) { return fma(a.v[i], b.v[i], c.v[i]); });
 }
 
-// The lanes of a and b in turns: the first halves, and the last halves.
+// Interleave the lanes of a and b: of the first halves, and of the last halves.
 inline void interleave(VF a, VF b, VF& first, VF& last) {
 #if FREIGHT_AVX512
   const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -175,8 +176,8 @@ inline VF exp2(VF x) {
   return exp2_of_fraction(x - (rounded - magic)) * (VF)(((VU)rounded + 127u) << 23);  // a NaN's bits may overflow
 }
 
-// e ** x, within 2 ulp, subnormals, 0 and infinity included; NaN stays NaN. The multiple of log(2) is subtracted in two
-// parts, so that a large x loses no digits.
+// e ** x, within 2 ulp, including results that are subnormal, 0 or infinity; NaN stays NaN. The multiple of log(2) is
+// subtracted in two parts, so that a large x loses no digits.
 inline VF exp(VF x) {
   const VF magic = set1(kRound), log2e = set1(1.44269504088896f);
   x = max(set1(-104.0f), x);
@@ -187,13 +188,13 @@ inline VF exp(VF x) {
   return exp2_of_fraction(rest * log2e) * (VF)((half + 127u) << 23) * (VF)((whole - half + 127u) << 23);
 }
 
-// x / (1 + e ** -x), by the exponential of -|x|, which cannot overflow.
+// x / (1 + e ** -x), computed from the exponential of -|x|, which cannot overflow.
 inline VF silu(VF x) {
   const VF e = exp((VF)((VI)x | INT32_MIN));
   return (x < VF{} ? x * e : x) / (e + set1(1.0f));
 }
 
-// tanh(x * log(2) / 2), within 2 ** -23 of it: what exp2 makes it from. NaN stays NaN.
+// tanh(x * log(2) / 2), within 2 ** -23, computed from exp2. NaN stays NaN.
 inline VF tanh_of_exp2(VF x) {
   const VF power = exp2(x > 0.0f ? -x : x), size = (1.0f - power) / (1.0f + power);
   return x > 0.0f ? size : -size;
@@ -208,7 +209,7 @@ inline void transpose(VF (&r)[W]) {
   }
 }
 
-// Stored values: W of them in a register, from and to memory.
+// Loads and stores of W stored values in a register.
 
 #if FREIGHT_AVX512
 inline VH load_halves(const void* p) { return (VH)_mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -305,7 +306,7 @@ inline VF load_lanes(const uint8_t* from) {
     return (VF)((VI)of_ints(code) | (code == -128));  // all bits set: a NaN
   } else if constexpr (F == FREIGHT_E5M2) {
     return of_f16(load_bytes(from) << 8);
-  } else {  // by way of float16, whose exponent's bias is 15
+  } else {  // E4M3 through float16, whose exponent's bias is 15
     const VH code = load_bytes(from), magnitude = code & 0x7F;
     const VH nan = (VH)(F == FREIGHT_E4M3FNUZ ? code == 0x80 : magnitude == 0x7F) & 0x7E00;
     return of_f16(magnitude << 7 | (code & 0x80) << 8 | nan) * set1(F == FREIGHT_E4M3FNUZ ? 128.0f : 256.0f);
@@ -346,8 +347,8 @@ inline __m512i upper_halves(__m512i first, __m512i last) {
   return _mm512_permutex2var_epi16(first, _mm512_load_si512(kOdd), last);
 }
 
-// 64 codes of a quantized format -> BF16, by tables of the low and the high byte: `first` has the first eight of each
-// 16 codes, `last` the last eight.
+// Decoder of 64 codes of a quantized format to BF16, by tables of the low and the high byte. `first` gets the first
+// eight of each 16 codes, `last` the last eight.
 template <FreightFormat F>
 struct Decoder {
   __m512i low0, low1, high0, high1;

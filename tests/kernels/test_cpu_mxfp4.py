@@ -142,5 +142,5 @@ def test_what_may_leave_the_range_of_bfloat16_is_refused(scale: int, byte: int, 
     if taken:
         assert not kernels.linear(torch.ones(1, 64), kernels.pack(weight)).any()
         return
-    with pytest.raises(KernelError, match="scales are 3 to 252"):
+    with pytest.raises(KernelError, match="scale bytes are 3 to 252"):
         kernels.pack(weight)

@@ -1,13 +1,12 @@
-"""Every operation in plain torch: the specification of the fast kernels, their oracle, and the
-fallback.
+"""Every operation in plain torch: specification and test oracle of the fast kernels, and fallback.
 
-What it guarantees beyond the formulas: **a row's result depends on nothing but its own history**,
-to the bit. A BLAS library may choose another order of summation for another number of rows, so
-matrix products here are only ever called in one shape per weight: rows in tiles of `ROW_TILE`,
-padded with zeros; keys in tiles of `KEY_TILE` at absolute positions, walked in order (online
-softmax, Milakov and Gimelshein 2018). A tile that a row does not see changes no bit of that row. So
-chunking, batching, prefix hits and preemption change no bit of any token. In float32 the number of
-threads changes no bit either, except for a single KV head of 512 channels or more.
+It guarantees more than the formulas: **a row's result depends only on its own history**, to the
+bit. A BLAS library may choose another order of summation for another number of rows, so matrix
+products here are only called in one shape per weight: rows in tiles of `ROW_TILE`, padded with
+zeros; keys in tiles of `KEY_TILE` at absolute positions, walked in order (online softmax, Milakov
+and Gimelshein 2018). A tile that a row does not see changes no bit of that row. So chunking,
+batching, prefix hits and preemption change no bit of any token. In float32 the number of threads
+changes no bit either, except for a single KV head of 512 channels or more.
 
 Row-wise operations compute in float32 and round once, to their input's dtype, unless they say
 otherwise (`rms_norm`).
@@ -42,15 +41,15 @@ from freight.operands.rotary import Rotary
 from freight.operands.tiles import KEY_TILE
 from freight.operands.weight import Activations, Weight
 
-ROW_TILE = 32
-# inputs that float32 products sum in one call; a BLAS cuts longer sums by the number of threads
+ROW_TILE = 32  # rows of one call of a matrix product; fewer are padded with zeros
+# Inputs that float32 products sum in one call: a BLAS splits longer sums by the number of threads.
 INPUT_TILE = 512
-OUTPUT_TILE = 4096  # output features decoded at once; a multiple of 128
-QUERY_TILE = 32
+OUTPUT_TILE = 4096  # output features decoded at once; a multiple of 128, the size of scale blocks
+QUERY_TILE = 32  # rows of one sequence that attention computes together; fewer are padded
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype."""
+    """Return x @ weight.T + bias, [rows, out_features] in x's dtype. x: [rows, in_features]."""
     if weight.scale is not None:
         return _fp8_linear(x, weight, bias)
     rows, in_features = x.shape
@@ -69,8 +68,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def _product(tile: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """tile @ matrix.T + bias in float32, inputs summed `INPUT_TILE` at a time, so the thread count
-    changes no bit.
+    """Return tile @ matrix.T + bias in float32.
+
+    Inputs are summed `INPUT_TILE` at a time, so that the thread count changes no bit.
     """
     pieces = zip(tile.split(INPUT_TILE, 1), matrix.split(INPUT_TILE, 1), strict=True)
     out = F.linear(*next(pieces))
@@ -80,11 +80,11 @@ def _product(tile: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _fp8_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """`linear` over FP8 weights: float32 products and sums of the decoded values, then scales and
-    bias, one rounding.
+    """Compute `linear` over FP8 weights: float32 products and sums of the decoded values.
 
     With a scale per output row both scales multiply the finished sum; with 128 x 128 blocks they
-    multiply each value beforehand. Decodes `OUTPUT_TILE` output features at a time.
+    multiply each value beforehand. The bias is added last, and the result rounded once. Decodes
+    `OUTPUT_TILE` output features at a time.
     """
     assert weight.scale is not None
     values, factor = _activations(x, weight)
@@ -108,8 +108,9 @@ def _fp8_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 def _activations(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:
-    """float32 values that enter the product, and what multiplies it afterwards ([rows, 1]; None:
-    nothing).
+    """Return the float32 values that enter the product, and the scale that multiplies the result.
+
+    The scale is [rows, 1], or None if nothing multiplies the result.
     """
     if weight.activations is Activations.PLAIN:
         return x.float(), None
@@ -119,12 +120,9 @@ def _activations(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:
         assert weight.input_scale is not None
         scale = torch.full((len(x), 1), weight.input_scale, dtype=torch.float32, device=x.device)
     elif weight.scale is not None and weight.scale.ndim == 2:
-        groups = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(
-            1, (-1, BLOCK)
-        )  # zeros do not raise an amax
-        scale = scale_from_amax(amax(groups, -1), format).repeat_interleave(BLOCK, 1)[
-            :, : x.shape[1]
-        ]
+        padded = F.pad(x, (0, -x.shape[1] % BLOCK))  # zeros do not raise an amax
+        by_group = scale_from_amax(amax(padded.unflatten(1, (-1, BLOCK)), -1), format)
+        scale = by_group.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
         return decode(encode(x, scale, format), scale), None
     else:
         scale = scale_from_amax(amax(x, -1), format)[:, None]
@@ -132,10 +130,10 @@ def _activations(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
+    """Return x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
 
-    A weight in x's dtype multiplies the rounded norm, as in Llama; a float32 weight is multiplied
-    before the one rounding, as in Gemma, whose weights are stored as their difference from 1.
+    A weight in x's dtype multiplies the rounded norm, as in Llama; a float32 weight multiplies
+    before the only rounding, as in Gemma, whose weights are stored as their difference from 1.
     """
     values = x.float()
     normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
@@ -150,10 +148,9 @@ def add_rms_norm(
     consumer: PackedWeight | None = None,
     delta_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x + delta in x's dtype, and the `rms_norm` of that. x, delta: [rows, size]; no delta adds
-    nothing.
+    """Return x + delta in x's dtype (x if delta is None), and the `rms_norm` of that.
 
-    With `delta_weight` the `rms_norm` of delta is added instead.
+    x, delta: [rows, size]. With `delta_weight` the `rms_norm` of delta is added instead of delta.
     """
     if delta is not None:
         x = x + (delta if delta_weight is None else rms_norm(delta, delta_weight, eps))
@@ -163,21 +160,24 @@ def add_rms_norm(
 def gated(
     gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None
 ) -> Tensor:
-    """activation(gate) * up of a merged [rows, 2 * intermediate]."""
+    """Return activation(gate) * up of a merged [rows, 2 * intermediate_size], gate first."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    if activation.function is GatedFunction.CLAMPED_SWIGLU:
+    if activation.function is GatedFunction.CLAMPED_SWIGLU:  # 7 and 1.702 are those of gpt-oss
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return (gate / (1.0 + torch.exp(-1.702 * gate)) * (up + 1.0)).to(gate_up.dtype)
-    is_gelu, limit = activation.function is GatedFunction.GELU_TANH, activation.limit or math.inf
-    value = F.gelu(gate, approximate="tanh") if is_gelu else gate / (1.0 + torch.exp(-gate))
+    if activation.function is GatedFunction.GELU_TANH:
+        value = F.gelu(gate, approximate="tanh")
+    else:
+        value = gate / (1.0 + torch.exp(-gate))
+    limit = activation.limit or math.inf  # 0: the function has no limit
     return (value.clamp(max=limit) * up.clamp(-limit, limit)).to(gate_up.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (Su et al. 2021), pairs (i, i + rotary_dim / 2), of the first rotary_dim
-    channels.
+    """Apply rotary embedding (Su et al. 2021) to the first rotary_dim channels of each head.
 
-    x: [rows, heads, head_dim]; cos, sin: [rows, rotary_dim / 2] float32 at each row's position.
+    Channels i and i + rotary_dim / 2 are a pair. x: [rows, heads, head_dim]; cos, sin: [rows,
+    rotary_dim / 2] float32 at each row's position.
     """
     half = cos.shape[1]
     first, second, rest = x.float().tensor_split((half, 2 * half), dim=-1)
@@ -188,9 +188,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_queries(q: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
-    """`rotate` at `positions`, then times `rotary.q_factor`: each step rounds to q's dtype.
+    """Apply `rotate` at `positions`, then multiply by `rotary.q_factor`; each rounds to q's dtype.
 
-    q: [rows, num_heads, k_dim]; positions: [rows]
+    q: [rows, num_heads, k_dim]; positions: [rows] int64.
     """
     q = rotate(q, rotary.cos[positions], rotary.sin[positions])
     return (
@@ -199,7 +199,7 @@ def rotate_queries(q: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
 
 
 def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v before rotary embedding: q and k normed, the center of keys subtracted.
+    """Return q, k and v before rotary embedding: q and k normed, the center of keys subtracted.
 
     qkv: [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], the heads of q, then of k, then
     of v.
@@ -223,10 +223,10 @@ def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Te
 def rotate_store(
     qkv: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor | None, pages: KVPages
 ) -> Tensor:
-    """The steps between projection and attention: `split_heads`, `rotate` k at `positions` and
-    `store_kv`; `rotate_queries`.
+    """Run the steps between projection and attention, and return q, [rows, num_heads, k_dim].
 
-    Returns q, [rows, num_heads, k_dim]. Without slots `qkv` has the heads of q alone.
+    The steps are `split_heads`, `rotate` of k at `positions`, `store_kv`, and `rotate_queries`.
+    Without slots `qkv` holds only the heads of q.
     """
     if slots is None:
         q = qkv.unflatten(1, (-1, pages.k_dim))
@@ -238,14 +238,16 @@ def rotate_store(
 
 
 def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
-    """Quantize k and v, [rows, num_kv_heads, k_dim or v_dim], into the pages' slots; slot -1 stores
-    nothing.
+    """Quantize k and v, [rows, num_kv_heads, k_dim or v_dim], into the slots of the pages.
 
-    With `group` scales the first channels of k are stored in bfloat16.
+    Slot -1 stores nothing. With `group` scales the first channels of k are stored in bfloat16.
+    Adds to the pages' counters: NaNs, and values clipped to the range of their scale.
     """
     kept = slots >= 0
-    parts = ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale))
-    for given, page, scale in parts[:1] if pages.v_in_k else parts:
+    parts = [(k, pages.k, pages.k_scale)]
+    if not pages.v_in_k:
+        parts.append((v, pages.v, pages.v_scale))
+    for given, page, scale in parts:
         values = given[kept]
         pages.counters[0] += torch.isnan(values).sum()
         if not pages.format.is_quantized:
@@ -259,9 +261,8 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
                 first, values = values.split((pages.rotated.shape[3], page.shape[3]), -1)
                 write_slots(pages.rotated, slots[kept], first.to(torch.bfloat16))
                 vectors = values.unflatten(-1, (-1, SCALE_GROUP))
-            measured = token_scale(
-                amax(vectors, -1), pages.format
-            )  # [rows, num_kv_heads, …] bfloat16
+            # [rows, num_kv_heads], or [rows, num_kv_heads, groups]; bfloat16
+            measured = token_scale(amax(vectors, -1), pages.format)
             write_slots(scale, slots[kept], measured)
             factor = spread(measured)
         elif scale is not None:
@@ -273,12 +274,11 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
 def load_kv(
     page: Tensor, token_scale: Tensor | None, blocks: Tensor, length: int, skipped: int = 0
 ) -> Tensor:
-    """The first `length` tokens of a sequence, float32, in key tiles [tiles, num_kv_heads,
-    KEY_TILE, dim].
+    """Read `length` tokens of a sequence as key tiles [tiles, num_kv_heads, KEY_TILE, dim].
 
-    The first `skipped` tiles are not read and not returned. Scales of tokens and of their groups
-    are multiplied in; static ones multiply q and the output of attention instead. Slots beyond
-    `length` may hold anything, NaN included: they become 0.
+    The result is float32. The first `skipped` tiles are neither read nor returned. Scales of tokens
+    and of their groups are multiplied in; static ones multiply q and the output of attention
+    instead. Slots beyond `length` may hold anything, NaN included: they become 0.
     """
     heads, dim = page.shape[2:]
     begin = skipped * KEY_TILE
@@ -294,12 +294,15 @@ def load_kv(
 
 
 class Fp8Products(StrEnum):
-    """Which of attention's products multiply FP8 by FP8, over E4M3 pages without `group` scales;
-    the others decode K and V first."""
+    """The products of attention that multiply FP8 by FP8, over E4M3 pages without `group` scales.
+
+    The other products decode K and V first.
+    """
 
     NONE = "none"
-    SCORES = "scores"  # Q·Kᵀ: each row of q is rounded to E4M3, with a scale of its own
-    # and P·V, unless V has `token` scales: probabilities times a power of two are rounded to E4M3
+    SCORES = "scores"  # Q·Kᵀ: each row of q is rounded to E4M3 with its own scale
+    # Also P·V, unless V has `token` scales: probabilities are multiplied by a power of two and
+    # rounded to E4M3.
     BOTH = "both"
 
 
@@ -313,16 +316,16 @@ def attention(
     products: Fp8Products = Fp8Products.NONE,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal grouped-query attention of each row over its own sequence, read back from the pages.
+    """Compute causal grouped-query attention of each row over the stored keys of its sequence.
 
     q: [num_tokens, num_heads, k_dim]; the sequences' keys, this step's included, are stored
-    already. A key at position j is seen from position i if j <= i and, with a sliding window, i - j
-    < window. With a soft cap (Gemma 2, Riviere et al. 2024) a score s = softmax_scale * q . k
-    becomes soft_cap * tanh(s / soft_cap). sinks: [num_heads] float32, one more score of each row of
-    that head, whose value is 0: it takes part in the sum of the softmax alone (Xiao et al. 2024;
-    learned in gpt-oss, arXiv 2508.10925). Neither window, soft cap nor center changes it. Returns
-    [num_tokens, num_heads, v_dim] in q's dtype; computes in float32. Raises KernelError for a
-    context shorter than its queries: a row before the first key would have no key to attend to.
+    already. A key at position j is visible from position i if j <= i and, with a sliding window, i
+    - j < window. With a soft cap (Gemma 2, Riviere et al. 2024) a score s = softmax_scale * q . k
+    becomes soft_cap * tanh(s / soft_cap). sinks: [num_heads] float32, an additional score of each
+    row of that head whose value is 0, so that it enters only the sum of the softmax (Xiao et al.
+    2024; learned in gpt-oss, arXiv 2508.10925). Neither window, soft cap nor center changes it.
+    Returns [num_tokens, num_heads, v_dim] in q's dtype; computes in float32. Raises KernelError for
+    a context shorter than its queries: a row before the first key would have no key to attend to.
     """
     out = q.new_empty(*q.shape[:2], pages.v.shape[3])
     starts, lengths = sequences.query_starts.tolist(), sequences.context_lens.tolist()
@@ -335,7 +338,7 @@ def attention(
             )
         if begin == end:
             continue
-        # keys before the first row's window are not read: their blocks may have been given back
+        # Keys before the first row's window are not read: their blocks may have been freed.
         skipped = 0 if window is None else max(0, length - (end - begin) - window + 1) // KEY_TILE
         table = sequences.block_tables[seq, : -(-length // pages.block_size)].long()
         scales = (pages.k_scale, pages.v_scale) if pages.dynamic else (None, None)
@@ -364,21 +367,20 @@ def attention(
 
 
 def _by_kv_head(rows: Tensor) -> Tensor:
-    """[rows, num_kv_heads, group, n] -> [num_kv_heads, rows * group, n]"""
+    """Rearrange [rows, num_kv_heads, group, n] to [num_kv_heads, rows * group, n]."""
     return rows.permute(1, 0, 2, 3).flatten(1, 2).contiguous()
 
 
 def _rounded_probabilities(probabilities: Tensor, format: Format) -> Tensor:
-    """Numbers in [0, 1], rounded as E4M3 rounds them when scaled by the largest power of two in its
-    range.
-    """
+    """Round numbers in [0, 1] as E4M3 does after scaling by its largest power of two."""
     scale = 2.0 ** -math.floor(math.log2(format.max))
     return decode(encode(probabilities, scale, format), scale)
 
 
 def _weighted(probabilities: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """probabilities @ v of a key tile; NaN and infinities of v reach those rows alone that see
-    their keys.
+    """Return probabilities @ v of a key tile.
+
+    A NaN or infinity in v reaches only the rows that see its key: 0 times it would be NaN.
     """
     out = torch.bmm(probabilities, v)
     for row in range(0 if v.isfinite().all() else len(seen)):
@@ -399,8 +401,9 @@ def _attend(
     products: Fp8Products,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One query tile at positions first, … over a sequence's key tiles k (transposed) and v, from
-    tile `skipped` on.
+    """Attend with one query tile, at positions from `first` on, over the key tiles of a sequence.
+
+    k (transposed) and v hold the tiles from tile `skipped` on. Returns [rows, num_heads, v_dim].
     """
     rows, num_heads, dim = q.shape
     num_kv_heads = v.shape[1]
@@ -442,9 +445,8 @@ def _attend(
             scores = soft_cap * torch.tanh(scores / soft_cap)
         scores = scores.masked_fill(~seen, -torch.inf)
         new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
-        reference = new_best.masked_fill(
-            new_best == -torch.inf, 0.0
-        )  # a row that has seen no key yet
+        # -inf - -inf would be NaN: a row that has seen no key yet subtracts 0.
+        reference = new_best.masked_fill(new_best == -torch.inf, 0.0)
         probabilities = torch.exp(scores - reference)
         decay = torch.exp(best - reference)
         total = total * decay + probabilities.sum(-1, keepdim=True)

@@ -1,7 +1,7 @@
-"""Mixture of experts out of a set's own operations, expert after expert: the definition of
-`KernelSet.experts`.
+"""Mixture of experts from a set's own products, one expert at a time: reference of the kernels.
 
-A set without a kernel of its own for experts runs this one, and one with is tested against it.
+It defines `KernelSet.experts`, `route` and `by_head`. A set without kernels for experts runs it; a
+set with such kernels is tested against it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ from freight.operands.weight import Weights
 
 @dataclass(frozen=True)
 class ExpertList(PackedExperts):
-    """One packed matrix of each expert, by id. bias: [num_experts, out_features], in the dtype of
-    the rows.
+    """One packed matrix of each expert, by id.
+
+    bias: [num_experts, out_features] in the dtype of the rows, or None
     """
 
     matrices: tuple[PackedWeight, ...]
     bias: Tensor | None = None
 
     def of(self, expert: int) -> tuple[PackedWeight, Tensor | None]:
+        """Return the matrix and the bias of one expert."""
         return self.matrices[expert], None if self.bias is None else self.bias[expert]
 
 
 def pack(products: KernelSet, weights: Weights, bias: Tensor | None = None) -> ExpertList:
+    """Pack each expert's matrix with `products.pack` (`KernelSet.pack_experts`)."""
     return ExpertList(tuple(map(products.pack, weights)), bias)
 
 
 def by_head(products: KernelSet, x: Tensor, matrices: PackedExperts) -> Tensor:
-    """`KernelSet.by_head`, head after head."""
+    """Compute `KernelSet.by_head`, one head at a time."""
     assert isinstance(matrices, ExpertList)
     assert matrices.bias is None
     heads = zip(x.unbind(1), matrices.matrices, strict=True)
@@ -49,7 +52,7 @@ def choose(
     choice_bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`KernelSet.route` behind the product. logits: float32 [rows, num_experts]."""
+    """Choose experts by logits, float32 [rows, num_experts], as `KernelSet.route` does."""
     scores = logits
     if routing.scoring is Scoring.SOFTMAX:
         scores = torch.softmax(logits, -1)
@@ -59,18 +62,11 @@ def choose(
     if routing.num_groups > 1:
         groups = wanted.unflatten(1, (routing.num_groups, -1))
         best = groups.topk(min(routing.group_best, groups.shape[2]), -1).values.sum(-1)
-        left_out = torch.sort(best, dim=-1, descending=True, stable=True).indices[
-            :, routing.top_groups :
-        ]
-        wanted = groups.scatter(
-            1, left_out[..., None].expand(-1, -1, groups.shape[2]), -torch.inf
-        ).flatten(1)
-    ids = (
-        torch.sort(wanted, dim=-1, descending=True, stable=True)
-        .indices[:, : routing.top_k]
-        .sort(-1)
-        .values
-    )
+        order = torch.sort(best, dim=-1, descending=True, stable=True).indices
+        left_out = order[:, routing.top_groups :, None].expand(-1, -1, groups.shape[2])
+        wanted = groups.scatter(1, left_out, -torch.inf).flatten(1)
+    best_first = torch.sort(wanted, dim=-1, descending=True, stable=True).indices
+    ids = best_first[:, : routing.top_k].sort(-1).values
     weights = scores.gather(1, ids)
     if routing.scoring is Scoring.CHOSEN:
         weights = torch.softmax(weights, -1)
@@ -90,8 +86,9 @@ def experts(
     activation: AnyActivation,
     base: Tensor | None = None,
 ) -> Tensor:
-    """`KernelSet.experts`: the products of each expert as this set rounds them, weighed and summed
-    by id in float32.
+    """Compute `KernelSet.experts`, one expert at a time.
+
+    The products are rounded as `products` rounds them, then weighted and summed by id in float32.
     """
     assert isinstance(gate_up, ExpertList)
     assert isinstance(down, ExpertList)

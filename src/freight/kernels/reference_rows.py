@@ -1,9 +1,8 @@
-"""Rows of an embedding, and the row-wise operations that some families have, as `reference.py`
-defines the others: LayerNorm, activations without a gate, gates of results, and columns that are
-normed on their own.
+"""Embedding lookup and the row-wise operations of some model families, in plain torch.
 
-A row's result depends on that row alone. They compute in float32 and round once, to their input's
-dtype, unless they say otherwise.
+They are LayerNorm, activations without a gate, gates of results, and the norms of separate columns.
+As in `reference.py`, a row's result depends on that row alone. Operations compute in float32 and
+round once, to their input's dtype, unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ def lookup(
     base: Tensor | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """(base + table[ids] * multiplier) * factor in base's dtype, or in table's without `base`; no
-    base adds nothing.
+    """Return (base + table[ids] * multiplier) * factor; without `base` nothing is added.
 
-    table: [table_rows, size]; ids: [rows] int64; base: [rows, size]. The rows, each product and the
-    sum are rounded.
+    table: [table_rows, size]; ids: [rows] int64; base: [rows, size]. The result has base's dtype,
+    or table's without `base`; the rows, each product and the sum are rounded to it.
     """
     rows = table[ids] if base is None else table[ids].to(base.dtype)
     if multiplier != 1:
@@ -41,10 +39,9 @@ def lookup(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) * weight + bias over the last dimension (Ba
-    et al. 2016).
+    """Return the LayerNorm of x over the last dimension (Ba et al. 2016), rounded once, at the end.
 
-    Rounded once, at the end.
+    It is (x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) * weight + bias.
     """
     values = x.float()
     values = values - values.mean(-1, keepdim=True)
@@ -60,39 +57,42 @@ def add_layer_norm(
     eps: float,
     consumer: PackedWeight | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x + delta in x's dtype, and the `layer_norm` of that. x, delta: [rows, size]; no delta adds
-    nothing.
+    """Return x + delta in x's dtype (x if delta is None), and the `layer_norm` of that.
+
+    x, delta: [rows, size].
     """
     x = x if delta is None else x + delta
     return x, layer_norm(x, weight, bias, eps)
 
 
 def activated(x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Tensor:
-    """activation(x), element by element; NaN stays NaN."""
+    """Return activation(x), element by element; NaN stays NaN."""
     positive = torch.relu(x)
     return positive.square() if activation is Activation.RELU_SQUARED else positive
 
 
 def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-    """x * function(logits) of [rows, size] and [rows or 1, groups], in float64: no factor depends
-    on its neighbours.
+    """Return x * function(logits) of [rows, size] and [rows or 1, groups].
+
+    Computed in float64, so that no factor depends on its neighbours.
     """
-    wide, soft = logits.double(), function is GateFunction.SOFTPLUS
-    factors = (
-        F.softplus(wide)
-        if soft
-        else torch.sigmoid(wide)
-        if function is GateFunction.SIGMOID
-        else wide
-    )
+    factors = logits.double()
+    if function is GateFunction.SOFTPLUS:
+        factors = F.softplus(factors)
+    elif function is GateFunction.SIGMOID:
+        factors = torch.sigmoid(factors)
     return (x.double() * factors.repeat_interleave(x.shape[1] // logits.shape[1], 1)).to(x.dtype)
 
 
 def join(parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:
-    """The columns of all parts; a part: x [rows, size] or [rows, heads, size], and the weight
-    [group] of an `rms_norm` of groups, or None."""
-    made = (
-        x if w is None else rms_norm(x.unflatten(-1, (-1, len(w))), w, eps).flatten(-2)
-        for x, w in parts
-    )
-    return torch.cat(tuple(made), -1)
+    """Concatenate the columns of all parts.
+
+    A part is x, [rows, size] or [rows, heads, size], and None or the weight [group] of the
+    `rms_norm` of each `group` columns.
+    """
+    columns = []
+    for x, weight in parts:
+        if weight is not None:
+            x = rms_norm(x.unflatten(-1, (-1, len(weight))), weight, eps).flatten(-2)
+        columns.append(x)
+    return torch.cat(columns, -1)

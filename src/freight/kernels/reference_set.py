@@ -1,6 +1,4 @@
-"""ReferenceKernels: the functions of `reference.py`, `reference_rows.py` and `reference_states.py`
-as a KernelSet.
-"""
+"""ReferenceKernels: the reference functions (`reference*.py`) as a KernelSet."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from freight.operands.weight import Weight
 
 @dataclass(frozen=True)
 class ReferenceKernels:
-    """Plain torch on any device. `products`: which products of attention multiply FP8 by FP8."""
+    """Plain torch on any device. `products`: the products of attention that multiply FP8 by FP8."""
 
     products: Fp8Products = Fp8Products.NONE
     note: str = ""

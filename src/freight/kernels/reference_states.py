@@ -1,9 +1,8 @@
-"""The operations that keep a state, in plain torch: convolutions, and linear attention with a
-decay.
+"""Operations with a state in plain torch: convolutions, and linear attention with a decay.
 
-As everywhere (`reference.py`) a row's result depends on nothing but its own history, to the bit:
-products with a state are called in one shape, STATE_TILE rows padded with zeros, and every other
-sum adds one row after the other.
+As in `reference.py`, a row's result depends only on its own history, to the bit: products with a
+state are called in one shape, STATE_TILE rows padded with zeros, and every other sum adds one row
+after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from freight.operands.tiles import LEAST_DECAY, STATE_TILE
 
 
 def _silu(x: Tensor) -> Tensor:
-    """x / (1 + exp(-x)), float32."""
+    """Return x / (1 + exp(-x)) in float32."""
     values = x.float()
     return values / (1.0 + torch.exp(-values))
 
@@ -37,7 +36,7 @@ def convolve(
     states: States,
     sequences: Sequences,
 ) -> Tensor:
-    """`KernelSet.convolve`."""
+    """Compute `KernelSet.convolve`."""
     columns, width = states.parts["columns"], weight.shape[1]
     kept = width - 1  # position p lies at p % kept
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -68,7 +67,7 @@ def decays(
     limits: tuple[float, float] = (0.0, math.inf),
     bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`KernelSet.decays`, in float64, so that no value depends on its neighbours."""
+    """Compute `KernelSet.decays` in float64, so that no value depends on its neighbours."""
     x, rate = a.double() + dt_bias.double(), torch.exp(a_log.double())
     if len(dt_bias) != len(a_log):
         x, rate = x.unflatten(1, (len(a_log), -1)), rate[:, None]
@@ -87,7 +86,7 @@ def gated_norm(
     norm_first: bool,
     consumer: PackedWeight | None = None,
 ) -> Tensor:
-    """`KernelSet.gated_norm`."""
+    """Compute `KernelSet.gated_norm`."""
     weights, factor = weight.view(-1, group), _silu(gate)
     if norm_first:
         normed = rms_norm(x.unflatten(1, (-1, group)), weights, eps).flatten(1)
@@ -113,7 +112,7 @@ def recurrence(
     norm: bool,
     skip: Tensor | None = None,
 ) -> Tensor:
-    """`KernelSet.recurrence`."""
+    """Compute `KernelSet.recurrence`."""
     key_heads, k_dim = states.parts["k"].shape[2:]
     heads, v_dim = states.parts["u"].shape[2:]
     queries, keys = (x.unflatten(1, (key_heads, k_dim)).float() for x in (q, k))
@@ -136,7 +135,7 @@ def recurrence(
 
 
 def _tiles(stretches: Iterator[Stretch]) -> Iterator[Stretch]:
-    """Each stretch cut where tiles begin; only its first part has its source."""
+    """Cut each stretch where tiles begin; only its first part reads the stretch's source."""
     for stretch in stretches:
         row, position, source = stretch.rows.start, stretch.position, stretch.source
         while row < stretch.rows.stop:
@@ -146,7 +145,7 @@ def _tiles(stretches: Iterator[Stretch]) -> Iterator[Stretch]:
 
 
 def _open_tile(states: States, part: Stretch) -> None:
-    """Where `part` begins a tile, store S at its start: zeros, or the tile before added up."""
+    """Store S if `part` begins a tile: zeros, or S advanced over the tile before it."""
     if part.position % STATE_TILE:
         assert part.source == part.target, "blocks begin where tiles do"
         return
@@ -164,18 +163,18 @@ def _open_tile(states: States, part: Stretch) -> None:
 
 
 def _state(states: States, block: int) -> Tensor:
-    """S as it is stored, [heads, k_dim, v_dim] float32."""
+    """Return the stored S, [heads, k_dim, v_dim] float32."""
     scale = states.parts["scale"][block].float()[:, None] if "scale" in states.parts else None
     return decode(states.parts["state"][block], scale)
 
 
 def _by_channel(decay: Tensor) -> Tensor:
-    """[rows, heads, k_dim], or where all channels of a head have one decay [rows, heads, 1]."""
+    """Return `decay` as [rows, heads, k_dim], or [rows, heads, 1] if a head has one decay."""
     return decay if decay.ndim == 3 else decay[..., None]
 
 
 def _advanced(states: States, block: int) -> Tensor:
-    """S behind the rows of a tile that is full, [heads, k_dim, v_dim] float32."""
+    """Return S after all rows of a full tile, [heads, k_dim, v_dim] float32."""
     k, u, decay = (states.parts[name][block].float() for name in ("k", "u", "decay"))
     decay = _by_channel(decay)
     state = _state(states, block) * torch.exp(decay[-1])[..., None]
@@ -186,13 +185,16 @@ def _advanced(states: States, block: int) -> Tensor:
 
 
 class _Tile:
-    """The open tile of one sequence, whose rows [begin, end) are computed; those before are read
-    from `states`.
+    """The open tile of one sequence.
+
+    Its rows [begin, end) are computed; earlier rows are read from `states`.
     """
 
     def __init__(self, states: States, part: Stretch, keys: Tensor, log_decay: Tensor) -> None:
-        """keys: [rows, key_heads, k_dim] in the compute dtype; log_decay: [rows, heads] or by
-        channel.
+        """Keep the keys and decays of the new rows.
+
+        keys: [rows, key_heads, k_dim] in the compute dtype; log_decay: [rows, heads], or [rows,
+        heads, k_dim] with a decay of each channel
         """
         kept_k, self.kept_u, decay = (
             states.parts[name][part.target] for name in ("k", "u", "decay")
@@ -200,20 +202,20 @@ class _Tile:
         self.begin = part.position % STATE_TILE
         self.end = self.begin + len(keys)
         kept_k[self.begin : self.end] = keys
-        for row, own in enumerate(log_decay.clamp(min=LEAST_DECAY), self.begin):
-            decay[row] = own + decay[row - 1] if row else own
+        for row, step in enumerate(log_decay.clamp(min=LEAST_DECAY), self.begin):
+            decay[row] = step + decay[row - 1] if row else step
         heads = self.kept_u.shape[1]
         self.k = self._padded(
             kept_k[: self.end].repeat_interleave(heads // kept_k.shape[1], 1).float()
         )
-        self.decay = self._padded(_by_channel(decay[: self.end]))  # G
+        self.decay = self._padded(_by_channel(decay[: self.end]))  # G of `KernelSet.recurrence`
         self.state = _state(states, part.target)
 
     def _padded(self, rows: Tensor) -> Tensor:
         return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, STATE_TILE - len(rows)))
 
     def rows(self, queries: Tensor, values: Tensor, beta: Tensor, delta: bool) -> Tensor:
-        """Compute u of each row and keep it; returns o, [rows, heads, v_dim] float32."""
+        """Compute u of each row and keep it; return o, [rows, heads, v_dim] float32."""
         heads = self.k.shape[1]
         q = torch.zeros_like(self.k)
         q[self.begin : self.end] = queries.repeat_interleave(heads // queries.shape[1], 1)
@@ -230,13 +232,11 @@ class _Tile:
         return out
 
     def _product(self, rows: Tensor) -> Tensor:
-        """rows @ S of every head, [STATE_TILE, heads, v_dim]."""
+        """Return rows @ S of every head, [STATE_TILE, heads, v_dim]."""
         return torch.bmm(rows.transpose(0, 1), self.state).transpose(0, 1)
 
     def _over(self, count: int, total: Tensor, keys: Tensor, with_key: Tensor) -> Tensor:
-        """total + the sum over the first `count` rows of (key · with_key) u, one row after the
-        other.
-        """
+        """Add (key · with_key) u of the first `count` rows to `total`, one row after the other."""
         weights = (keys[:count] * with_key).sum(-1, keepdim=True)
         for j in range(count):
             total = total + weights[j] * self.kept_u[j].float()

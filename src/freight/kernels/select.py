@@ -1,5 +1,7 @@
-"""Which kernel set runs: on a GPU the Triton set, on a CPU the best build of the compiled set
-(csrc/) that the processor runs; where neither is available, and on request, the reference."""
+"""Selection of the kernel set: Triton on a GPU, the best compiled build (csrc/) on a CPU.
+
+The reference runs where neither is available, and on request.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from freight.kernels.reference_set import ReferenceKernels
 
 
 def select_kernels(name: str, device: str = "cpu", fp8_attention: bool = False) -> KernelSet:
-    """The kernel set `name`: 'auto' or 'reference', the values of `--kernels`, or for measurements
-    and tests 'triton', 'cpu', or one build of the latter such as 'cpu-avx2'.
+    """Return the kernel set `name`: 'auto' or 'reference', the values of `--kernels`.
 
+    For measurements and tests also 'triton', 'cpu', or one build of the latter such as 'cpu-avx2'.
     'auto' is the best set for `device` ('cpu' or 'cuda'), and the reference if no other can run.
-    Raises KernelError, with the reason, if the CPU set was requested by name and cannot run.
     `fp8_attention`: attention multiplies FP8 by FP8 over E4M3 pages; a set that cannot falls back
-    to products of decoded values.
+    to products of decoded values. Raises KernelError, with the reason, if the CPU set was requested
+    by name and cannot run.
     """
     products = Fp8Products.BOTH if fp8_attention else Fp8Products.NONE
     if name == "reference":

@@ -1,1 +1,1 @@
-"""The layers of a decoder: frozen values over tensors."""
+"""The layers of a decoder: frozen dataclasses over tensors."""

@@ -1,7 +1,7 @@
 """Attention of one layer: project; norm, rotate and store; attend; project back.
 
-The keys and values of this step are stored first and read back from the pages, so attention reads the same bits
-for a token of this step as for an earlier one.
+The keys and values of this step are stored first and read back from the pages, so that attention
+reads the same bits for a token of this step as for an earlier one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class QKNorm:
     kernels: KernelSet
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        """[num_tokens, q's size + k's size + v's size], before and after."""
+        """Norm q and k of `qkv`, [num_tokens, q's size + k's size + v's size]."""
         first, second = len(self.q), len(self.q) + len(self.k)
         parts = ((qkv[:, :first], self.q), (qkv[:, first:second], self.k), (qkv[:, second:], None))
         return self.kernels.join(parts, self.eps)
@@ -37,11 +37,11 @@ class QKNorm:
 
 @dataclass(frozen=True)
 class ValueNorm:
-    """Values of each head divided by their root mean square (Gemma 4).
+    """RMSNorm, without a weight, of the values of each head (Gemma 4).
 
-    ones     [v_dim] float32: the weight of an RMSNorm that has none
-    size     values of all heads of v
-    k_eq_v   whether v is k as it is projected, and not a projection of its own
+    ones     [v_dim] float32: stands for the weight that this RMSNorm does not have
+    size     channels of all heads of v
+    k_eq_v   True if v is the projected k, and has no projection
     """
 
     ones: Tensor
@@ -51,18 +51,21 @@ class ValueNorm:
     kernels: KernelSet
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        """[num_tokens, q's size + k's size + v's size]; of `qkv`, v's size is 0 with `k_eq_v`."""
+        """Return [num_tokens, q's size + k's size + v's size], v normed.
+
+        `qkv` has the same columns, or with `k_eq_v` only those of q and k.
+        """
         kept = qkv if self.k_eq_v else qkv[:, : -self.size]
         return self.kernels.join(((kept, None), (qkv[:, -self.size :], self.ones)), self.eps)
 
 
 @dataclass(frozen=True)
 class NormedLast:
-    """Queries and keys rotated, and RMSNorm of each head of both behind that (Hunyuan).
+    """Rotary embedding of queries and keys, followed by RMSNorm of each head of both (Hunyuan).
 
-    It is made of operations that every kernel set has: the heads are rotated as those of a layer
-    that stores nothing, and what follows stores them unrotated. k_dim is v_dim, so that v passes
-    through as heads, too; its own are kept.
+    It uses operations that every kernel set has: all heads are rotated as queries, without being
+    stored; the layer then stores the normed result with an empty rotation. v has to pass through
+    the rotation as heads of the same size, so k_dim is v_dim; the rotated v is discarded.
     """
 
     rotary: Rotary
@@ -73,14 +76,12 @@ class NormedLast:
     kernels: KernelSet
 
     def __call__(self, qkv: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
-        """[num_tokens, q's size + k's size + v's size], before and after. `sizes` are those of q
-        and k.
+        """Rotate and norm q and k of `qkv`, [num_tokens, q's size + k's size + v's size].
+
+        `sizes` are the channels of q and of k.
         """
-        rotated, first, second = (
-            kv.rotate(qkv, self.rotary, batch).flatten(1),
-            self.sizes[0],
-            sum(self.sizes),
-        )
+        rotated = kv.rotate(qkv, self.rotary, batch).flatten(1)
+        first, second = self.sizes[0], sum(self.sizes)
         parts = (
             (rotated[:, :first], self.q),
             (rotated[:, first:second], self.k),
@@ -91,7 +92,7 @@ class NormedLast:
 
 @dataclass(frozen=True)
 class ValueFactor:
-    """Values multiplied by a number (MiMo-V2).
+    """A number that multiplies the values (MiMo-V2).
 
     factors   [1, sum of `AttentionConfig.factor_groups`] in the compute dtype: 1 for the parts of q
               and k
@@ -101,14 +102,15 @@ class ValueFactor:
     kernels: KernelSet
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        """[num_tokens, q's size + k's size + v's size], before and after; q and k keep their bits."""
+        """Scale v in `qkv`, [num_tokens, q's size + k's size + v's size]; q and k do not change."""
         return self.kernels.gate(qkv, self.factors, GateFunction.IDENTITY)
 
 
 @dataclass(frozen=True)
 class OutputGate:
-    """Factors of what attention returns, of the layer's input: one for each head, or for each
-    channel of a head.
+    """Factors of the result of attention, projected from the layer's input.
+
+    One for each head, or one for each channel of each head.
     """
 
     projection: Projection
@@ -116,26 +118,25 @@ class OutputGate:
     kernels: KernelSet
 
     def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size], attended: [num_tokens, num_heads, v_dim] -> [num_tokens,
-        num_heads * v_dim]
+        """Return the gated result, [num_tokens, num_heads * v_dim].
+
+        x: [num_tokens, hidden_size]; attended: [num_tokens, num_heads, v_dim]
         """
         return self.kernels.gate(attended.flatten(1), self.projection(x), self.function)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query self-attention (Ainslie et al. 2023). `qkv` computes q, k and v, concatenated
-    along the output.
+    """Grouped-query self-attention (Ainslie et al. 2023).
 
-    norm         of q and k over all their heads; norms of single heads are in `rotary`
-    last         rotation of q and k with norms behind it, in layers that have these: `rotary` then
-                 rotates nothing
-    v_norm       of each head of v, which may be k too, or a factor of v; None: v is as it is
+    qkv          computes q, k and v, concatenated along the output
+    norm         norm of q and k over all their heads; norms of single heads are in `rotary`
+    last         rotation of q and k followed by norms; `rotary` then rotates nothing
+    v_norm       norm of each head of v, which may be k, or a factor of v; None: v is used as
                  projected
-    shares       whether keys and values are those of another layer, which has stored them: `qkv`
-                 computes q alone
+    shares       True if another layer has stored the keys and values: `qkv` computes only q
     sinks        [num_heads] float32, or None (`KernelSet.attention`)
-    output_gate  of the result of each head; None: there is none
+    output_gate  gate of the result of each head, or None
     """
 
     qkv: Projection
@@ -153,17 +154,18 @@ class Attention:
 
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
-        """All whose tables the layer reads."""
+        """Return every `Rotary` whose tables the layer reads."""
         return (self.rotary,) if self.last is None else (self.rotary, self.last.rotary)
 
     @property
     def consumer(self) -> PackedWeight | None:
-        """As `Linear.consumer`."""
+        """Return the `consumer` of the layer's input (`Linear.consumer`)."""
         return self.qkv.consumer if self.output_gate is None else None
 
     def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerCache) -> Tensor:
-        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns
-        x's shape.
+        """Compute attention of this step's tokens, [num_tokens, hidden_size].
+
+        x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
         """
         assert kv is not None, "a layer with attention has pages"
         assert not isinstance(kv, PagedState)

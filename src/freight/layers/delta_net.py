@@ -1,6 +1,4 @@
-"""A gated delta net (Yang et al. 2024, arXiv 2412.06464): project; convolve; recur; norm and gate;
-project back.
-"""
+"""Gated delta net (arXiv 2412.06464): project; convolve; recur; norm and gate; project back."""
 
 from __future__ import annotations
 
@@ -18,12 +16,15 @@ from freight.operands.packed import Rows, plain
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """`qkvz` computes q, k, v and the gate z, `ba` what decides beta and the decay of each head.
+    """One gated delta net (Yang et al. 2024).
 
+    qkvz             computes q, k, v and the gate z, concatenated along the output
+    ba               computes b and a of each head, from which `KernelSet.decays` makes beta and
+                     the decay
     conv             [channels of q, k and v, width] in the compute dtype
     a_log, dt_bias   [heads] float32 (`KernelSet.decays`)
-    norm             [v_dim] in the compute dtype: of each head of the result
-    sizes            channels of q, which k has as well, and of q, k and v together
+    norm             [v_dim] in the compute dtype: norm of each head of the result
+    sizes            channels of q (the same as of k), and of q, k and v together
     """
 
     qkvz: Projection
@@ -37,10 +38,10 @@ class DeltaNet:
     eps: float
     kernels: KernelSet
 
-    consumer: ClassVar[None] = None  # two projections take the input
+    consumer: ClassVar[None] = None  # two projections use the input
 
     def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
-        """x: [num_tokens, hidden_size]; returns its shape."""
+        """Compute the mixer of this step's tokens. x and the result: [num_tokens, hidden_size]."""
         assert isinstance(cache, PagedState), "a delta net has a state"
         kernels, states, sequences = self.kernels, cache.states, batch.sequences(cache.group)
         keys, channels = self.sizes

@@ -1,4 +1,4 @@
-"""Embedding of tokens and positions, and the output head over the same matrix as tokens or another."""
+"""Embedding of tokens and positions, and the output head, which may share the token matrix."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from freight.operands.packed import PackedWeight, plain
 class Embedding:
     """Rows of `weight` [vocab_size, embedding_size], times `multiplier`, rounded once.
 
-    projection   to hidden_size, where the rows have another size
+    projection   to hidden_size, if the rows have another size
     positions    [max_positions, hidden_size], learned; the row of each token's position is added
-    norm         of the rows, in models that have it
+    norm         norm of the rows, or None
     """
 
     weight: Tensor
@@ -30,7 +30,10 @@ class Embedding:
     norm: RMSNorm | None = None
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """[num_tokens], and the position of each in its sequence -> [num_tokens, hidden_size]"""
+        """Embed tokens, [num_tokens], at their positions in their sequences, [num_tokens].
+
+        Returns [num_tokens, hidden_size].
+        """
         rows = self.kernels.lookup(
             self.weight, token_ids, 1.0 if self.multiplier is None else self.multiplier
         )
@@ -47,14 +50,15 @@ class Embedding:
 
 @dataclass(frozen=True)
 class LogitsHead:
-    """Hidden states [rows, hidden_size] -> float32 logits [rows, vocab_size]; quantized if the
-    checkpoint's head is.
+    """Projection of hidden states [rows, hidden_size] to float32 logits [rows, vocab_size].
 
-    `weight` is what `kernels.pack` returned; `input_limit` is that of `Linear`. With a soft cap a
-    logit x becomes soft_cap * tanh(x / soft_cap) (Gemma 2, Riviere et al. 2024). `projection` comes
-    before `weight`, if its rows are of another size than hidden_size. `divisor` divides the logits.
-    `float32`: they are not rounded to the dtype of the hidden states; a weight without scales is in
-    float32 then.
+    weight        the packed head (`kernels.pack`); quantized if the checkpoint's head is
+    input_limit   as in `Linear`
+    soft_cap      a logit x becomes soft_cap * tanh(x / soft_cap) (Gemma 2, Riviere et al. 2024)
+    projection    from hidden_size to the size of weight's rows, where that differs
+    divisor       divides the logits
+    float32       logits are not rounded to the dtype of the hidden states; a weight without scales
+                  is then in float32
     """
 
     weight: PackedWeight
@@ -66,15 +70,16 @@ class LogitsHead:
     float32: bool = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits, [rows, vocab_size] float32. hidden: [rows, hidden_size]."""
         return self.bounded(self.product(hidden))
 
     @property
     def begins_with_kernels(self) -> bool:
-        """Whether `product` is made by `kernels` alone, and torch has no part in it."""
+        """Say whether `product` calls only `kernels`, and no operation of torch."""
         return self.input_limit is None and not self.float32
 
     def product(self, hidden: Tensor) -> Tensor:
-        """The logits, float32, before `divisor` and `soft_cap`."""
+        """Return the logits before `divisor` and `soft_cap`, float32."""
         if self.projection is not None:
             hidden = self.projection(hidden)
         if self.float32:
@@ -84,7 +89,7 @@ class LogitsHead:
         return self.kernels.linear(hidden, self.weight, None, float32=True)
 
     def bounded(self, logits: Tensor) -> Tensor:
-        """What `divisor` and `soft_cap` make of `product`."""
+        """Apply `divisor` and `soft_cap` to the result of `product`."""
         if self.divisor is not None:
             logits = logits / self.divisor
         return (

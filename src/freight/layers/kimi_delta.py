@@ -1,5 +1,6 @@
-"""Kimi delta attention (Kimi Linear, 2025, arXiv 2510.26692): project; convolve; recur with a decay
-of each channel of a key; norm and gate; project back.
+"""Kimi delta attention (arXiv 2510.26692): project; convolve; recur; norm and gate; project back.
+
+From Kimi Linear (2025). Each channel of a key has its own decay.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from freight.operands.packed import Rows, plain
 
 @dataclass(frozen=True)
 class KimiDelta:
-    """`first` computes q, k and v, and `gates` what decides the decay of each channel, and beta of
-    each head.
+    """One layer of Kimi delta attention.
 
-    Of the gate z of the result, and of the decays, there are two forms. In one step: `first` has z
-    behind v, and `gates` the decays before beta. In two: `gates` has the first step of both, with
-    beta between them; `decay` and `output_gate` are the second.
+    `first` computes q, k and v; `gates` computes the inputs of the decay of each channel and of
+    beta of each head (`KernelSet.decays`). The gate z of the result and the decays are projected in
+    one step or in two (low rank). In one step, `first` also computes z, after v, and `gates`
+    computes the decays, then beta. In two steps, `gates` computes the first step of the decays,
+    then beta, then the first step of z; `decay` and `output_gate` are the second steps.
 
     conv             [channels of q, k and v, width] in the compute dtype
     a_log, dt_bias   [heads] and [channels of k] float32 (`KernelSet.decays`)
-    norm             [channels of a head] in the compute dtype: of each head of the result
-    bound            of log decays; None: they have none
+    norm             [channels of a head] in the compute dtype: norm of each head of the result
+    bound            bound of log decays (`KernelSet.decays`), or None
     """
 
     first: Projection
@@ -45,10 +47,10 @@ class KimiDelta:
     eps: float
     kernels: KernelSet
 
-    consumer: ClassVar[None] = None  # two projections take the input
+    consumer: ClassVar[None] = None  # two projections use the input
 
     def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
-        """x: [num_tokens, hidden_size]; returns its shape."""
+        """Compute the mixer of this step's tokens. x and the result: [num_tokens, hidden_size]."""
         assert isinstance(cache, PagedState), "Kimi delta attention has a state"
         kernels, states, sequences = self.kernels, cache.states, batch.sequences(cache.group)
         size, channels = len(self.dt_bias), len(self.conv)
@@ -64,8 +66,9 @@ class KimiDelta:
         return self.out(kernels.gate(normed, z, GateFunction.SIGMOID))
 
     def _gates(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What decides decays, and beta, and the gate of the result, which is `z` if it is of one
-        step.
+        """Return the inputs of the decays and of beta, and the gate of the result.
+
+        z: the gate if it is projected in one step; else it has no columns
         """
         gates, heads = self.gates(x), len(self.a_log)
         if self.decay is None or self.output_gate is None:

@@ -1,7 +1,7 @@
-"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), absorbed: project; norm; multiply q by
-each head's keys; store; attend; multiply by each head's values; project back.
+"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) in its absorbed form.
 
-A prompt is computed as its decoded tokens are, from the latents that are stored, so both have the
+Project; norm; multiply q by each head's keys; store; attend; multiply by each head's values;
+project back. A prompt is computed like decoded tokens, from the stored latents, so both have the
 same bits.
 """
 
@@ -22,17 +22,20 @@ from freight.operands.rotary import Rotary
 
 @dataclass(frozen=True)
 class Latent:
-    """`first` computes, side by side, the latent of q (or q itself), the latent of keys and values,
-    and what all keys share, which is rotated. Of the heads of q, the last channels are rotated.
+    """One layer of latent attention.
+
+    `first` computes, concatenated along the output: the latent of q (or q itself), the latent of
+    keys and values, and the channels that all keys share, which are rotated. In each head of q, the
+    last channels are rotated.
 
     q_norm, q_b    norm and projection of the latent of q; None: `first` computes q
-    kv_norm        [latent]
-    keys, values   of each head: [latent, nope], which brings q into the latent, and [head_size,
-                   latent], which brings the result out of it (`KernelSet.by_head`)
+    kv_norm        [latent]: norm of the latent of keys and values
+    keys, values   matrices of each head: [latent, nope], which maps q into the latent, and
+                   [head_size, latent], which maps the result out of it (`KernelSet.by_head`)
     nope           channels of a head of q that are not rotated
-    eps            of both norms
-    shared         channels that all keys share: those that are rotated, or that a rope could rotate
-    output_gate    of the result of each head; None: there is none
+    eps            eps of both norms
+    shared         number of channels that all keys share: those that a rope rotates, or could
+    output_gate    gate of the result of each head, or None
     """
 
     first: Projection
@@ -53,28 +56,29 @@ class Latent:
 
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
-        """All whose tables the layer reads."""
+        """Return every `Rotary` whose tables the layer reads."""
         return (self.rotary,)
 
     @property
     def consumer(self) -> PackedWeight | None:
-        """As `Linear.consumer`."""
+        """Return the `consumer` of the layer's input (`Linear.consumer`)."""
         return self.first.consumer if self.output_gate is None else None
 
     def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerCache) -> Tensor:
-        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns
-        x's shape.
+        """Compute attention of this step's tokens, [num_tokens, hidden_size].
+
+        x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
         """
         assert kv is not None, "a layer with latent attention has pages"
         assert not isinstance(kv, PagedState)
         kernels, rotated, latent = self.kernels, self.shared, len(self.kv_norm)
         projected = self.first(x)
-        size = projected.shape[1] - rotated - latent  # of what is of q
+        size = projected.shape[1] - rotated - latent  # columns of q or its latent
         q = kernels.join(((projected[:, :size], self.q_norm),), self.eps)
         q = q if self.q_b is None else self.q_b(q)
         heads = q.view(len(q), self.num_heads, self.nope + rotated)
         absorbed = kernels.by_head(heads[:, :, : self.nope], self.keys)
-        # the rotated channels come first, as in all heads that are rotated in part
+        # Rotated channels come first: the kernels rotate the first channels of a head.
         q = kernels.join(((heads[:, :, self.nope :], None), (absorbed, None))).flatten(1)
         key = (
             (projected[:, size + latent :], None),

@@ -13,11 +13,11 @@ from freight.operands.packed import PackedWeight, Rows, plain
 
 @dataclass(frozen=True)
 class Linear:
-    """x @ weight.T + bias; x [rows, in_features] -> [rows, out_features]. `weight` is what
-    `kernels.pack` returned.
+    """The projection x @ weight.T + bias, [rows, in_features] to [rows, out_features].
 
-    `input_limit`: x is clipped to this magnitude first, which bounds dynamic scales (fbgemm's upper
-    bound).
+    weight        the result of `kernels.pack`
+    input_limit   x is clipped to this magnitude first, which bounds dynamic scales (fbgemm's
+                  upper bound)
     """
 
     weight: PackedWeight
@@ -27,13 +27,11 @@ class Linear:
 
     @property
     def consumer(self) -> PackedWeight | None:
-        """The `consumer` (`KernelSet`) to pass to the operation whose output only this layer takes
-        as input.
-        """
+        """Return the `consumer` (`KernelSet`) for an operation that only this layer follows."""
         return self.weight if self.input_limit is None else None
 
     def __call__(self, x: Rows) -> Tensor:
-        """x: a tensor, or what an operation returned for `consumer`."""
+        """Return [rows, out_features]. x: a tensor, or an operation's result for `consumer`."""
         if self.input_limit is not None:
             x = plain(x).clamp(-self.input_limit, self.input_limit)
         return self.kernels.linear(x, self.weight, self.bias)
@@ -41,13 +39,14 @@ class Linear:
 
 @dataclass(frozen=True)
 class UnmergedLinear:
-    """Projections of one input that cannot be merged: quantized differently, or only some of them."""
+    """Projections of one input that cannot be merged: their quantization differs."""
 
     parts: tuple[Linear, ...]
 
-    consumer: ClassVar[None] = None  # several weights take the input
+    consumer: ClassVar[None] = None  # several weights use the input
 
     def __call__(self, x: Rows) -> Tensor:
+        """Return the results of all parts, concatenated, [rows, sum of out_features]."""
         return self.parts[0].kernels.join([(part(plain(x)), None) for part in self.parts])
 
 

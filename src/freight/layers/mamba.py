@@ -1,6 +1,4 @@
-"""Mamba-2 (Dao and Gu 2024, arXiv 2405.21060): project; convolve; recur; gate and norm; project
-back.
-"""
+"""Mamba-2 (arXiv 2405.21060): project; convolve; recur; gate and norm; project back."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from freight.operands.packed import PackedWeight, Rows
 
 @dataclass(frozen=True)
 class Mamba2:
-    """`in_proj` computes, side by side, the gate z, what is convolved (x, B, C), and dt of each
-    head.
+    """One Mamba-2 mixer (Dao and Gu 2024).
 
-    It is one product, of which the parts are columns: where they end need not be where blocks of
+    `in_proj` computes the gate z, the inputs of the convolution (x, B, C), and dt of each head,
+    concatenated along the output. It stays one product: the parts need not end where blocks of
     scales do.
 
     conv, conv_bias       [channels of x, B and C, width] and [channels] in the compute dtype; the
@@ -28,8 +26,8 @@ class Mamba2:
     a_log, skip, dt_bias  [heads] float32 (`KernelSet.decays`, `KernelSet.recurrence`)
     norm                  [channels of x] in the compute dtype
     group                 channels of x that are normed together
-    limits                bounds of dt
-    keys                  channels of B, which C has as well
+    limits                lower and upper bound of dt
+    keys                  channels of B (the same as of C)
     """
 
     in_proj: Projection
@@ -48,12 +46,13 @@ class Mamba2:
 
     @property
     def consumer(self) -> PackedWeight | None:
-        """As `Linear.consumer`."""
+        """Return the `consumer` of the layer's input (`Linear.consumer`)."""
         return self.in_proj.consumer
 
     def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
-        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns
-        x's shape.
+        """Compute the mixer of this step's tokens, [num_tokens, hidden_size].
+
+        x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
         """
         assert isinstance(cache, PagedState), "Mamba-2 has a state"
         kernels, states, sequences = self.kernels, cache.states, batch.sequences(cache.group)
@@ -62,11 +61,8 @@ class Mamba2:
         z, dt = projected[:, :values], projected[:, values + channels :]
         convolved = projected[:, values : values + channels]
         mixed = kernels.convolve(convolved, self.conv, self.conv_bias, True, states, sequences)
-        v, k, q = (
-            mixed[:, :values],
-            mixed[:, values : values + self.keys],
-            mixed[:, values + self.keys :],
-        )
+        first_q = values + self.keys
+        v, k, q = mixed[:, :values], mixed[:, values:first_q], mixed[:, first_q:]
         beta, log_decay = kernels.decays(dt, None, self.a_log, self.dt_bias, self.limits)
         result = kernels.recurrence(
             q, k, v, beta, log_decay, states, sequences, delta=False, norm=False, skip=self.skip

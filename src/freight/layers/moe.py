@@ -1,4 +1,4 @@
-"""MoE: a mixture of experts as a feed-forward."""
+"""Mixture of experts (MoE) as the feed-forward of a layer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from freight.operands.routing import Routing
 
 @dataclass(frozen=True)
 class Latent:
-    """What surrounds experts that work in a smaller space (`MoEConfig.latent_size`).
+    """The projections around experts that work in a smaller space (`MoEConfig.latent_size`).
 
     inner, outer   the projections to that space and back
-    add            adds what `outer` and the shared experts return: kernels add and norm in one
-                   pass, and what this one norms is not used. None without shared experts
+    add            adds the results of `outer` and of the shared experts. Kernels fuse an addition
+                   with a norm; the normed result of this one is not used. None without shared
+                   experts
     """
 
     inner: Projection
@@ -32,16 +33,17 @@ class Latent:
 
 @dataclass(frozen=True)
 class MoE:
-    """Each row goes through the experts that the router chooses for it, and through `shared`.
+    """The experts that the router chooses for each row, and the shared experts of all rows.
 
-    router          its matrix in float32, as `kernels.pack` returned it, with `bias` and
-                    `choice_bias`
-    gate_up, down   the matrices of all experts, as `kernels.pack_experts` returned them; without a
-                    gate, `gate_up` has those of up alone
-    expert_scale    [num_experts] float32, or None: multiplies the weights that the router gives
-    shared          the experts that every row goes through, as one feed-forward; times a sigmoid of
-                    `shared_gate`
-    latent          None: the routed experts take the row itself
+    router          its float32 matrix, packed by `kernels.pack`
+    bias            [num_experts] float32 or None: added to the router's logits
+    choice_bias     [num_experts] float32 or None: added to the scores for the choice only
+    gate_up, down   the matrices of all experts, packed by `kernels.pack_experts`; without a gate,
+                    `gate_up` holds only up
+    expert_scale    [num_experts] float32 or None: multiplies the router's weights
+    shared          the shared experts as one feed-forward, or None
+    shared_gate     its sigmoid multiplies the result of `shared`; None: nothing does
+    latent          projections around the routed experts; None: they take the row itself
     """
 
     router: PackedWeight
@@ -57,11 +59,12 @@ class MoE:
     expert_scale: Tensor | None = None
     latent: Latent | None = None
 
-    consumer: ClassVar[None] = None  # the router and every expert take the input
+    consumer: ClassVar[None] = None  # the router and every expert use the input
 
     def __call__(self, x: Rows, routed: Rows | None = None) -> Tensor:
-        """x: [num_tokens, hidden_size], and so are the result and `routed`, what the router takes
-        if that is not x.
+        """Return the sum of the chosen and the shared experts, [num_tokens, hidden_size].
+
+        x: [num_tokens, hidden_size]; routed: the same shape, the router's input if it is not x
         """
         x = plain(x)
         chosen_by = x if routed is None else plain(routed)
@@ -82,8 +85,15 @@ class MoE:
 
 @dataclass(frozen=True)
 class ExpertsBeside:
-    """Experts beside a feed-forward: each takes the residual stream with a norm of its own, and the
-    norms of both results are added (Gemma 4 26B-A4B). `post` is the weight of the experts' norm.
+    """Experts alongside a feed-forward (Gemma 4 26B-A4B).
+
+    Router and experts have separate norms of the residual stream; the norms of the results of
+    feed-forward and experts are added.
+
+    router_norm   norm of the router's input
+    norm          norm of the experts' input
+    shared_norm   norm of the feed-forward's result
+    post          weight of the norm of the experts' result
     """
 
     router_norm: RMSNorm
@@ -93,8 +103,10 @@ class ExpertsBeside:
     post: Tensor
 
     def __call__(self, x: Tensor, shared: Tensor) -> Tensor:
-        """x: the stream, shared: what the feed-forward made of it; both [num_tokens, hidden_size],
-        and the result.
+        """Return the sum of both normed results, [num_tokens, hidden_size].
+
+        x: the residual stream; shared: the result of the feed-forward; both [num_tokens,
+        hidden_size]
         """
         (_, routed), (_, normed) = self.router_norm(x, None), self.norm(x, None)
         _, first = self.shared_norm(shared, None)

@@ -12,7 +12,7 @@ from freight.operands.packed import PackedWeight, Rows
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """x / rms(x) * weight over the last dimension.
+    """The norm x / sqrt(mean(x²) + eps) * weight over the last dimension.
 
     weight: [hidden_size], in the compute dtype or float32 (`KernelSet.add_rms_norm`).
     """
@@ -28,17 +28,20 @@ class RMSNorm:
         consumer: PackedWeight | None = None,
         delta_weight: Tensor | None = None,
     ) -> tuple[Tensor, Rows]:
-        """x + delta (x if delta is None) and its norm, for `consumer` (`KernelSet`). x, delta:
-        [rows, hidden_size].
+        """Return x + delta (x if delta is None), and its norm for `consumer` (`KernelSet`).
 
-        With `delta_weight` the norm of delta with that weight is added instead of delta.
+        x, delta: [rows, hidden_size]. With `delta_weight` the norm of delta with that weight is
+        added instead of delta.
         """
         return self.kernels.add_rms_norm(x, delta, self.weight, self.eps, consumer, delta_weight)
 
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """(x - mean(x)) / std(x) * weight + bias over the last dimension. weight, bias: [hidden_size]."""
+    """The norm (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension.
+
+    weight, bias: [hidden_size] in the compute dtype.
+    """
 
     weight: Tensor
     bias: Tensor
@@ -52,7 +55,10 @@ class LayerNorm:
         consumer: PackedWeight | None = None,
         delta_weight: Tensor | None = None,
     ) -> tuple[Tensor, Rows]:
-        """As `RMSNorm`; no model that has LayerNorm norms what it adds."""
+        """Return x + delta and its norm, as `RMSNorm` does.
+
+        `delta_weight` must be None: no model with LayerNorm norms the delta.
+        """
         assert delta_weight is None
         return self.kernels.add_layer_norm(x, delta, self.weight, self.bias, self.eps, consumer)
 

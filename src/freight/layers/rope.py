@@ -8,9 +8,9 @@ linear    positions divided by `factor` (Chen et al. 2023)
 llama3    long wavelengths divided by `factor`, short ones kept, a linear ramp between (Llama 3.1)
 yarn      the same idea with bounds in rotations, and attention scaled by `attention_factor` (Peng
           et al. 2023)
-longrope  every frequency divided by a factor of its own, from the short list or the long one (Ding
-          et al. 2024). The longest context that the tables are built for decides which list, so
-          that keys in the cache stay valid
+longrope  each frequency divided by its factor from the short or the long list (Ding et al. 2024).
+          The longest context that the tables are built for selects the list, not the current
+          length, so that keys in the cache stay valid
 proportional  as default, divided by `factor`, for the pairs of the highest frequencies; the others
               are not rotated
 
@@ -35,10 +35,9 @@ from freight.operands.rotary import Rotary
 def build_ropes(
     configs: Sequence[RopeConfig], max_positions: int, device: str
 ) -> Mapping[int | None, Rotary]:
-    """The tables of each rope, for positions below `max_positions`, by `AttentionConfig.rope`,
-    without norms.
+    """Build the tables of each rope, for positions below `max_positions`.
 
-    Those under None rotate no channel.
+    Returns them by `AttentionConfig.rope`, without norms; the tables under None rotate no channel.
     """
     empty = torch.empty(max_positions, 0, dtype=torch.float32, device=device)
     tables: dict[int | None, Rotary] = {None: Rotary(empty, empty)}
@@ -48,7 +47,7 @@ def build_ropes(
 
 
 def build_rope(config: RopeConfig, max_positions: int, device: str) -> Rotary:
-    """The tables for positions below `max_positions`, without norms."""
+    """Build the tables of one rope for positions below `max_positions`, without norms."""
     inverse, factor = inverse_frequencies(config, max_positions)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"), inverse)
     q_factor = _query_factor(config, max_positions)
@@ -60,7 +59,7 @@ def build_rope(config: RopeConfig, max_positions: int, device: str) -> Rotary:
 
 
 def _query_factor(config: RopeConfig, max_positions: int) -> Tensor | None:
-    """[max_positions] float32, computed as transformers does."""
+    """Compute the factors of queries, [max_positions] float32, as transformers does, or None."""
     beta = config.parameters.get(QUERY_SCALING)
     if not beta:
         return None
@@ -70,20 +69,23 @@ def _query_factor(config: RopeConfig, max_positions: int) -> Tensor | None:
 
 
 def places(count: int) -> Tensor:
-    """0 … count - 1 on the CPU, to make an order of rows of."""
+    """Return 0 … count - 1 on the CPU, from which an order of rows can be built."""
     return torch.arange(count, dtype=torch.int64, device="cpu")
 
 
 def half_pairs(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
-    """[num_heads * head_dim]: the channels of heads whose rope pairs (2i, 2i + 1), in the order of
-    the kernels, which pair (i, i + rotary_dim / 2)."""
+    """Return the order that turns pairs (2i, 2i + 1) into pairs (i, i + rotary_dim / 2).
+
+    The result, [num_heads * head_dim] int64, indexes the channels of heads whose rope has the
+    former pairs; the kernels rotate the latter.
+    """
     channels = places(head_dim)
     head = torch.cat((channels[0:rotary_dim:2], channels[1:rotary_dim:2], channels[rotary_dim:]))
     return (places(num_heads)[:, None] * head_dim + head).flatten()
 
 
 def inverse_frequencies(config: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
-    """[rotary_dim / 2] float32 inverse frequencies, and the factor that multiplies cos and sin."""
+    """Return the inverse frequencies, [rotary_dim / 2] float32, and the factor of cos and sin."""
     rotary_dim = config.rotary_dim
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rotary_dim
     inverse = 1.0 / (config.theta**exponents)
@@ -97,10 +99,8 @@ def inverse_frequencies(config: RopeConfig, max_positions: int) -> tuple[Tensor,
         case "yarn":
             return _yarn(inverse, config, rotary_dim)
         case "proportional":
-            turning = int(config.parameters.get("partial_rotary_factor", 1.0) * rotary_dim // 2)
-            inverse[turning:] = (
-                0  # cos is 1 and sin 0: these channels stay what they are, to the bit
-            )
+            rotated = int(config.parameters.get("partial_rotary_factor", 1.0) * rotary_dim // 2)
+            inverse[rotated:] = 0  # cos is 1 and sin is 0, so these channels keep their bits
             return inverse / config.parameters.get("factor", 1.0), 1.0
         case "longrope":
             return _longrope(config, config.theta**exponents, max_positions)
@@ -145,10 +145,10 @@ def _yarn(inverse: Tensor, config: RopeConfig, rotary_dim: int) -> tuple[Tensor,
 
 
 def yarn_attention_factor(config: RopeConfig) -> float:
-    """The checkpoint's `attention_factor`, else from `mscale` and `mscale_all_dim` (DeepSeek), else
-    0.1 ln(s) + 1.
+    """Return yarn's factor of cos and sin.
 
-    `attn_factor` multiplies the last two.
+    It is the checkpoint's `attention_factor`; else the quotient of the scales by `mscale` and
+    `mscale_all_dim` (DeepSeek); else 0.1 ln(factor) + 1. `attn_factor` multiplies the last two.
     """
     p = config.parameters
     if "attention_factor" in p:

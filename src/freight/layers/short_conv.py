@@ -1,5 +1,6 @@
-"""A short convolution between two gates, the mixer of LFM2 (Liquid AI 2025): out(c * convolution(b
-* x)).
+"""Short convolution between two gates, the mixer of LFM2 (Liquid AI 2025).
+
+out(c * convolution(b * x))
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from freight.operands.packed import PackedWeight, Rows
 
 @dataclass(frozen=True)
 class ShortConv:
-    """`in_proj` computes b, c and x, concatenated along the output; what the convolution sees of
-    the tokens before is b * x, rounded to the compute dtype.
+    """One gated short convolution.
+
+    `in_proj` computes b, c and x, concatenated along the output. The state holds b * x of earlier
+    tokens, rounded to the compute dtype.
 
     weight   [channels, width] in the compute dtype, as `KernelSet.convolve` takes it
-    bias     [channels] in it, or None
+    bias     [channels] in the compute dtype, or None
     """
 
     in_proj: Projection
@@ -33,12 +36,13 @@ class ShortConv:
 
     @property
     def consumer(self) -> PackedWeight | None:
-        """As `Linear.consumer`."""
+        """Return the `consumer` of the layer's input (`Linear.consumer`)."""
         return self.in_proj.consumer
 
     def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
-        """x: [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; returns
-        x's shape.
+        """Compute the mixer of this step's tokens, [num_tokens, hidden_size].
+
+        x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
         """
         assert isinstance(cache, PagedState), "a layer with a convolution has states"
         kernels, size, projected = self.kernels, len(self.weight), self.in_proj(x)

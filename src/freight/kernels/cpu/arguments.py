@@ -1,4 +1,4 @@
-"""What several calls check of what they pass to the C functions, and its addresses."""
+"""Checks of the arguments of the C functions, and their addresses, shared by several calls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from freight.operands.kv_pages import KVPages
 
 
 def weight_format(weight: Tensor, x: Tensor) -> int:
-    """The code of a norm's weight, [size] in the dtype of x, [..., size], or float32."""
+    """Return the code of the format of a norm's weight: x's dtype or float32.
+
+    weight: [size]; x: [..., size]
+    """
     assert weight.dtype in (x.dtype, torch.float32)
     assert weight.shape == x.shape[-1:]
     return FORMATS[weight.dtype]
 
 
 def address(tensor: Tensor | None) -> int | None:
+    """Return the address of a contiguous tensor, or None without a tensor."""
     if tensor is None:
         return None
     assert tensor.is_contiguous()
@@ -25,16 +29,17 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 def strided(rows: Tensor) -> int:
-    """Of rows that may be columns of a larger tensor: they lie `rows.stride(0)` values apart."""
+    """Return the address of rows that are `rows.stride(0)` values apart.
+
+    They may be columns of a larger tensor; within a row, values are contiguous.
+    """
     assert rows.ndim == 2
     assert rows.stride(1) == 1 or rows.shape[1] == 1
     return rows.data_ptr()
 
 
 def pages_of(page: Tensor, scale: Tensor | None) -> FreightPages:
-    """K or V of `KVPages`, or what `group` scales keep apart, and its scales, wherever its vectors
-    lie.
-    """
+    """Describe K, V or the rotated channels of `KVPages` and their scales, by strides in bytes."""
     assert page.stride(3) == 1
     fields = FreightPages(data=page.data_ptr())
     fields.block, fields.token, fields.head = (step * page.itemsize for step in page.stride()[:3])
@@ -52,12 +57,12 @@ def pages_of(page: Tensor, scale: Tensor | None) -> FreightPages:
 
 
 def rotated_of(pages: KVPages) -> FreightPages:
-    """The channels of keys that `group` scales keep apart."""
+    """Describe the channels of keys that `group` scales store separately, in bfloat16."""
     return FreightPages() if pages.rotated is None else pages_of(pages.rotated, None)
 
 
 def check_head_dim(pages: KVPages) -> None:
-    """Raises KernelError for pages with a head_dim above MAX_HEAD_DIM."""
+    """Raise KernelError for pages with a head_dim above MAX_HEAD_DIM."""
     head_dim = max(pages.k_dim, pages.v.shape[3])
     if head_dim > MAX_HEAD_DIM:
         raise KernelError(

@@ -1,8 +1,7 @@
-"""Attention over the pages of the cache (csrc/attention.cpp): K and V are read as stored and
-decoded in registers.
+"""Attention over the pages of the cache (csrc/attention.cpp); K and V are decoded in registers.
 
-A row's bits depend on nothing but its own history: not on the other rows, the chunk, the threads,
-or the blocks.
+A row's bits depend only on its own history: not on the other rows, the chunk, the threads, or the
+blocks.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ def attention(
     sinks: Tensor | None = None,
     consumer: PackedWeight | None = None,
 ) -> Tensor:
-    """As `reference.attention`. q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads,
-    v_dim].
+    """Compute `KernelSet.attention`, [num_tokens, num_heads, v_dim] in q's dtype.
 
-    Over quantized and bfloat16 pages, bfloat16 queries use bfloat16 dot products in the avx512 build, and matrix
-    tiles in the amx build.
-    Raises KernelError for a head_dim above MAX_HEAD_DIM and for a context shorter than its queries, CapacityError
-    if working memory cannot be allocated.
+    q: [num_tokens, num_heads, k_dim]. Over quantized and bfloat16 pages, bfloat16 queries use
+    bfloat16 dot products in the avx512 build, and matrix tiles in the amx build. Raises KernelError
+    for a head_dim above MAX_HEAD_DIM and for a context shorter than its queries, CapacityError if
+    working memory cannot be allocated.
     """
     check_head_dim(pages)
     q = q.contiguous()

@@ -25,9 +25,7 @@ from freight.operands.weight import Weight, Weights
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """The compiled kernels. They make nothing of a `consumer`: activations are quantized by the
-    product itself.
-    """
+    """The compiled kernels. They ignore a `consumer`: products quantize their activations."""
 
     library: Library
     note: str = ""
@@ -53,16 +51,18 @@ class CpuKernels:
 
     @property
     def name(self) -> str:
-        """The build is part of the name: 'cpu-avx2'."""
+        """Return the name with the build, such as 'cpu-avx2'."""
         return f"cpu-{self.library.build}"
 
     def pack(self, weight: Weight) -> CpuWeight:
+        """Pack `weight`; the first large one measures how to prefetch weights (tuning.py)."""
         packed = linear.pack(self.library, weight)
         if packed.num_bytes >= tuning.LARGE:
             tuning.tune(self.library)
         return packed
 
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> CpuExperts:
+        """Pack one matrix of each expert; measures prefetching as `pack` does."""
         packed = experts.pack(self.library, weights, bias)
         if packed.num_bytes >= tuning.LARGE:
             tuning.tune(self.library)

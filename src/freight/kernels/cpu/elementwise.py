@@ -1,8 +1,7 @@
-"""Row-wise operations (csrc/elementwise.cpp): residual addition with RMSNorm, gated activations,
-each in one pass.
+"""Residual addition fused with RMSNorm, and gated activations (csrc/elementwise.cpp).
 
-A row's bits depend on that row alone. They differ from the reference's by the order of a sum or the
-last bits of an exponential, before the same roundings.
+A row's bits depend on that row alone. Results differ from the reference's in the order of a sum or
+the last bits of an exponential, before the same roundings.
 """
 
 from __future__ import annotations
@@ -26,21 +25,22 @@ def add_rms_norm(
     consumer: PackedWeight | None = None,
     delta_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.add_rms_norm`. x, delta: [rows, size], one dtype; weight, delta_weight: [size], in
-    it or float32.
+    """Compute `KernelSet.add_rms_norm`.
+
+    x, delta: [rows, size], one dtype; weight, delta_weight: [size], in that dtype or float32
     """
     assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype)
     x = x.contiguous()
     delta = None if delta is None else delta.contiguous()
     if delta is None or delta_weight is None:
-        delta_weight, of_delta = None, 0
+        delta_weight, delta_weight_format = None, 0
     else:
-        of_delta = weight_format(delta_weight, x)
+        delta_weight_format = weight_format(delta_weight, x)
     rows, size = x.shape
     total = x if delta is None else library.empty((rows, size), x.dtype)
     out = library.empty((rows, size), x.dtype)
     library.functions.freight_add_rms_norm(
-        FreightNorm(  # by position, which takes a third of the time
+        FreightNorm(  # positional: takes a third of the time of keywords
             x.data_ptr(),
             address(delta),
             address(weight),
@@ -51,7 +51,7 @@ def add_rms_norm(
             size,
             FORMATS[x.dtype],
             weight_format(weight, x),
-            of_delta,
+            delta_weight_format,
             eps,
             torch.get_num_threads(),
         )
@@ -65,7 +65,7 @@ def gated(
     activation: GatedActivation,
     consumer: PackedWeight | None = None,
 ) -> Tensor:
-    """`reference.gated`. gate_up: [rows, 2 * size]; returns [rows, size]."""
+    """Compute `KernelSet.gated`, [rows, size]. gate_up: [rows, 2 * size]."""
     gate_up = gate_up.contiguous()
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = library.empty((rows, size), gate_up.dtype)

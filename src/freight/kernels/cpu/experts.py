@@ -1,8 +1,7 @@
-"""Mixtures of experts (csrc/experts.cpp, csrc/route.cpp) and products of heads (csrc/by_head.cpp):
-the packing at load, and the calls.
+"""Experts (csrc/experts.cpp, csrc/route.cpp) and products of heads (csrc/by_head.cpp).
 
-Results have the bits of `kernels/reference_experts.py` over this set's own products, which is their
-definition: a row's depend on that row and its experts alone.
+Weights are packed at load. Results have the bits of `kernels/reference_experts.py` over this set's
+products: a row's bits depend only on that row and its experts.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from freight.operands.weight import Weights
 
 @dataclass(frozen=True, eq=False)
 class CpuExperts(PackedExperts):
-    """One matrix of each expert in the layout of one build, in one piece of memory, which the other
-    fields own.
+    """One matrix of each expert in the layout of one build, in one allocation.
 
-    Thousands of mappings, one of each expert, would come close to what Linux allows a process.
+    One mapping per expert would be thousands, close to the limit of Linux for a process. The other
+    fields own the memory that `descriptors` point to.
     """
 
     out_features: int
@@ -59,10 +58,12 @@ class CpuExperts(PackedExperts):
 
     @property
     def num_experts(self) -> int:
+        """Return the number of experts."""
         return len(self.descriptors)
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of the packed matrices and their scales."""
         return sum(
             t.numel() * t.element_size()
             for t in (self.data, self.scale, self.block_scale)
@@ -71,20 +72,18 @@ class CpuExperts(PackedExperts):
 
 
 def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> CpuExperts:
-    """`weights`, one of each expert, of one shape and format. Each is released before the next one
-    is read.
+    """Pack `weights`, one of each expert, of one shape and format.
 
-    Raises KernelError for what `linear.pack` refuses.
+    Each weight is released before the next one is read. bias: [num_experts, out_features] in the
+    dtype of the rows. Raises KernelError for a weight that `linear.pack` refuses.
     """
     packed: list[CpuWeight] = []
     data: Tensor | None = None
     for weight in weights:
         check(weight)
         if data is None:
-            (out_features, in_features), kind = (
-                weight.shape,
-                (weight.data.dtype, weight.activations),
-            )
+            out_features, in_features = weight.shape
+            kind = (weight.data.dtype, weight.activations)
             num_bytes = packed_bytes(library, weight)
             data = aligned(len(weights) * num_bytes).view(len(weights), num_bytes)
         assert weight.shape == (out_features, in_features)
@@ -118,8 +117,9 @@ def route(
     choice_bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`KernelSet.route`. The logits have the bits of `linear` over x in float32; a NaN counts as
-    the largest score.
+    """Compute `KernelSet.route`.
+
+    The logits have the bits of `linear` over x in float32; a NaN counts as the largest score.
     """
     assert isinstance(router, CpuWeight)
     rows, hidden_size = x.shape
@@ -134,10 +134,8 @@ def route(
         for one in by_expert
     )
     x = x.contiguous()
-    ids, weights = (
-        library.empty((rows, top_k), torch.int32),
-        library.empty((rows, top_k), torch.float32),
-    )
+    ids = library.empty((rows, top_k), torch.int32)
+    weights = library.empty((rows, top_k), torch.float32)
     library.functions.freight_route(
         FreightRoute(
             router.address,
@@ -170,7 +168,7 @@ def experts(
     activation: AnyActivation,
     base: Tensor | None = None,
 ) -> Tensor:
-    """`KernelSet.experts`. ids: int32, weights: float32, both [rows, top_k]."""
+    """Compute `KernelSet.experts`. ids: int32, weights: float32, both [rows, top_k]."""
     assert isinstance(gate_up, CpuExperts)
     assert isinstance(down, CpuExperts)
     rows, hidden_size = x.shape
@@ -214,7 +212,7 @@ def experts(
 
 
 def by_head(library: Library, x: Tensor, matrices: PackedExperts) -> Tensor:
-    """`KernelSet.by_head`."""
+    """Compute `KernelSet.by_head`."""
     assert isinstance(matrices, CpuExperts)
     rows, heads, in_features = x.shape
     assert (heads, in_features) == (matrices.num_experts, matrices.in_features)

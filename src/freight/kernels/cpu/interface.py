@@ -1,7 +1,7 @@
-"""The C interface of csrc/ (freight.h, attention.h, states.h) in Python: numbers, structs, and
-types of functions.
+"""The C interface of csrc/ (freight.h, attention.h, states.h) in Python, through ctypes.
 
-The test of this file compares all of it with the headers, and fails for what one of them has alone.
+It has the numbers, structs and function types of the headers. Its test compares the two sides, and
+fails for anything that only one of them has.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from freight.operands.routing import Scoring
 from freight.operands.tiles import STATE_TILE as STATE_TILE  # FREIGHT_STATE_TILE
 from freight.operands.weight import Activations
 
-ABI = 26
-LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8
+ABI = 26  # FREIGHT_ABI; a library with another number is refused
+LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8  # FREIGHT_… of the headers
 
 FORMAT_CODES = {
     Format.FLOAT32: 0,
@@ -31,7 +31,7 @@ FORMAT_CODES = {
     Format.E4M3FNUZ: 5,
     Format.INT8: 6,
 }
-MXFP4 = 7  # of weights alone
+MXFP4 = 7  # a format of weights only
 FORMATS = {torch_dtype(format): code for format, code in FORMAT_CODES.items()}  # by dtype
 ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
 GATED_ACTIVATIONS = {
@@ -50,19 +50,19 @@ _ERRORS: dict[int, tuple[type[FreightError], str]] = {
         CapacityError,
         "there is no memory left for its working space; lower --max-num-batched-tokens",
     ),
-    FAILED: (KernelError, "the system gave it no thread; lower --threads"),
+    FAILED: (KernelError, "the operating system refused a thread; lower --threads"),
     SHORT_CONTEXT: (
         KernelError,
         "a sequence has more queries than keys: its context must include the tokens of this step",
     ),
-    NO_SUCH_ROW: (KernelError, "a token id or position lies outside of the embedding"),
+    NO_SUCH_ROW: (KernelError, "a token id or position is outside the embedding"),
 }
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
 def _fields(*parts: tuple[type, str]) -> list[tuple[str, type]]:
-    """The fields of a struct, in order. A part: a type, and the names of its fields."""
+    """Return the fields of a struct, in order. A part: a type, and the names of its fields."""
     return [(name, kind) for kind, names in parts for name in names.split()]
 
 
@@ -264,7 +264,7 @@ class FreightCall(ctypes.Structure):
     _fields_ = _fields((_POINTER, "arguments"), (_INT, "function"))
 
 
-# Functions that take one struct, and can be replayed, in the order of FreightFunction.
+# Functions that take one struct and can be replayed, in the order of the enum FreightFunction.
 _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "linear": FreightLinear,
     "add_rms_norm": FreightNorm,
@@ -285,13 +285,13 @@ _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "by_head": FreightByHead,
 }
 FUNCTIONS = tuple(_STRUCTS)
-# Functions that compute, by name: their arguments. They return a FreightStatus.
+# Argument types of the functions that compute, by name. They return a FreightStatus.
 COMPUTE: dict[str, tuple[Any, ...]] = {
     **{f"freight_{name}": (ctypes.POINTER(struct),) for name, struct in _STRUCTS.items()},
     "freight_pack": (_POINTER, _INT, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "freight_replay": (ctypes.POINTER(FreightCall), _LONG, ctypes.POINTER(_LONG)),
 }
-# The others: what they return, then their arguments.
+# Types of the other functions, by name: the result, then the arguments.
 OTHERS: dict[str, tuple[Any, ...]] = {
     "freight_abi": (_INT,),
     "freight_init": (None, _POINTER),
@@ -303,10 +303,11 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """The functions of a compiled library. Those that compute raise CapacityError if memory cannot
-    be allocated, and KernelError for other failures.
+    """Load a compiled library and declare the types of its functions.
 
-    Raises OSError if `path` is not a library, AttributeError if it lacks a function.
+    Functions that compute raise CapacityError if memory cannot be allocated, and KernelError for
+    other failures. Raises OSError if `path` is not a library, AttributeError if it lacks a
+    function.
     """
     functions = ctypes.CDLL(str(path))
     for name, (result, *arguments) in OTHERS.items():
@@ -321,7 +322,7 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def replay(functions: Any, calls: ctypes.Array[FreightCall]) -> None:
-    """Make the calls in order, up to the first that fails. Raises as the function that failed."""
+    """Make the calls in order, up to the first that fails; raise the error of that function."""
     functions.freight_replay(calls, len(calls), ctypes.byref(_LONG()))
 
 

@@ -1,9 +1,8 @@
-"""The compiled CPU kernels: which builds were installed, which of them this processor runs, and the
-loading of one.
+"""The compiled CPU kernels: the installed builds, the ones this processor runs, and their loading.
 
-`csrc/` is compiled once per instruction set; the libraries lie next to this file, and are absent if
-there was no compiler at install time. The best one that the processor runs is loaded. A library
-older than this source is refused.
+`csrc/` is compiled once per instruction set. The libraries are stored next to this file, and are
+absent if there was no compiler at install time. The best one that the processor runs is loaded. A
+library of another interface version (ABI) than this source is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ OTHER_BUILDS: dict[str, frozenset[str]] = {"portable": frozenset()}
 
 
 def builds() -> dict[str, frozenset[str]]:
-    """The builds for this machine's architecture."""
+    """Return the builds for this machine's architecture, best first."""
     machine = platform.machine().lower()
     if machine in ("x86_64", "amd64"):
         return X86_BUILDS
@@ -48,45 +47,47 @@ def builds() -> dict[str, frozenset[str]]:
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Allocate a tensor in main memory; its values are undefined."""
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
 class Library:
-    """One loaded build; `functions` has the C functions of interface.py, `empty` makes their
-    outputs.
-    """
+    """One loaded build: `functions` are the C functions of interface.py, `empty` makes outputs."""
 
     build: str
     functions: Any
     empty: Callable[[tuple[int, ...], torch.dtype], Tensor] = new_tensor
 
     def set_prefetch(self, non_temporal: bool) -> None:
-        """Prefetch weights past the caches (True) or into them (False, the default). Changes no
-        result.
+        """Prefetch weights past the caches (True) or into them (False, the default).
+
+        Changes no result.
         """
         self.functions.freight_set_prefetch(int(non_temporal))
 
 
 def installed(folder: Path | None = None) -> tuple[str, ...]:
-    """The builds that were compiled, best first."""
+    """Return the builds that were compiled, best first."""
     return tuple(build for build in builds() if path_of(build, folder).exists())
 
 
 def path_of(build: str, folder: Path | None = None) -> Path:
+    """Return the path of a build's library, whether or not it exists."""
     return (folder or FOLDER) / f"freight_{build}.so"
 
 
 def runnable(features: Iterable[str] | None = None, folder: Path | None = None) -> tuple[str, ...]:
-    """The installed builds that a processor with these features (default: this one) runs, best
-    first.
+    """Return the installed builds that a processor with these features runs, best first.
+
+    features: as in /proc/cpuinfo; default: those of this processor
     """
     have = cpu_features() if features is None else tuple(features)
     return tuple(build for build in installed(folder) if not _obstacle(build, have))
 
 
 def _obstacle(build: str, features: tuple[str, ...]) -> str:
-    """Why a processor with these features does not run `build`, or ''."""
+    """Return the reason why a processor with these features does not run `build`, or ''."""
     lacks = sorted(builds()[build] - set(features))
     if lacks:
         return f"the processor lacks {', '.join(lacks)}"
@@ -95,31 +96,23 @@ def _obstacle(build: str, features: tuple[str, ...]) -> str:
 
 @cache
 def tile_obstacle() -> str:
-    """Why the operating system denies this process the tile registers of AMX, or ''.
+    """Request the tile registers of AMX; return the reason if they are denied, or ''.
 
-    Linux saves 8 KiB of tiles only for processes that ask (Documentation/arch/x86/xstate.rst);
-    threads that exist already get the permission as well.
+    Linux saves the 8 KiB of tiles only for processes that ask (Documentation/arch/x86/xstate.rst).
+    The permission also covers existing threads.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        return "only Linux on x86-64 gives a process tiles that Freight can ask for"
-    arch_prctl, request_permission, tile_data = (
-        158,
-        0x1023,
-        18,
-    )  # SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA
+        return "only Linux on x86-64 lets Freight request tile registers"
+    sys_arch_prctl, arch_req_xcomp_perm, xtiledata = 158, 0x1023, 18  # of Linux's headers
     libc = ctypes.CDLL(None, use_errno=True)
-    if (
-        libc.syscall(
-            ctypes.c_long(arch_prctl), ctypes.c_long(request_permission), ctypes.c_long(tile_data)
-        )
-        == 0
-    ):
+    request = (ctypes.c_long(sys_arch_prctl), ctypes.c_long(arch_req_xcomp_perm))
+    if libc.syscall(*request, ctypes.c_long(xtiledata)) == 0:
         return ""
     return f"Linux denied this process the tile registers ({os.strerror(ctypes.get_errno())})"
 
 
 def describe(features: tuple[str, ...] | None = None, folder: Path | None = None) -> str:
-    """One line on the choice: the build that runs and why not a better one, or why none does."""
+    """Describe the choice in one line: the build that runs and why no better one, or why none."""
     features = cpu_features() if features is None else features
     if not installed(folder):
         return (
@@ -138,8 +131,8 @@ def describe(features: tuple[str, ...] | None = None, folder: Path | None = None
 def load(build: str | None = None) -> Library:
     """Load `build`, or the best that this processor runs.
 
-    Raises KernelError when none is installed, when the processor does not run `build`, and for a
-    stale library; ConfigError as `check_stack`.
+    Raises KernelError if none is installed, if the processor does not run `build`, and for a stale
+    library; ConfigError as `check_stack` does.
     """
     check_stack()
     usable = runnable()
@@ -152,9 +145,7 @@ def load(build: str | None = None) -> Library:
 
 
 def load_file(path: Path, build: str) -> Library:
-    """Load the library at `path`, which is of `build`. Raises KernelError if it is stale or no
-    library.
-    """
+    """Load the library of `build` at `path`. Raises KernelError if it is stale or not a library."""
     try:
         functions = open_library(path)
         abi = functions.freight_abi()
@@ -162,7 +153,7 @@ def load_file(path: Path, build: str) -> Library:
         raise KernelError(f"{path} cannot be loaded: {error}; reinstall Freight") from error
     if abi != ABI:
         raise KernelError(
-            f"{path} is of another version (interface {abi}, not {ABI}): reinstall Freight"
+            f"{path} is of another version (interface {abi}, not {ABI}); reinstall Freight"
         )
     functions.freight_init(_gomp_parallel())
     bind(functions, bound_nodes())
@@ -170,8 +161,9 @@ def load_file(path: Path, build: str) -> Library:
 
 
 def bind(functions: Any, nodes: Sequence[frozenset[int]]) -> None:
-    """Keep the threads of kernels on these memory nodes in turn; without nodes the operating system
-    places them.
+    """Bind the threads of kernels to these memory nodes, round-robin.
+
+    nodes: the logical processors of each node; if empty, the operating system places the threads
     """
     if not nodes:
         return
@@ -182,8 +174,9 @@ def bind(functions: Any, nodes: Sequence[frozenset[int]]) -> None:
 
 
 def _gomp_parallel() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that torch has loaded: both use one pool
-    of threads.
+    """Return the address of GOMP_parallel in torch's OpenMP runtime, or None without one.
+
+    With it the kernels and torch share one pool of threads.
     """
     if sys.platform != "linux" or "OpenMP" not in torch.__config__.parallel_info():
         return None

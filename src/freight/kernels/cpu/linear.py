@@ -1,7 +1,7 @@
 """Linear over packed weights (csrc/linear.cpp): the packing at load, and the call.
 
-A row's bits depend on nothing but that row and the weight: not on the other rows, the threads, or
-memory addresses.
+A row's bits depend only on that row and the weight: not on the other rows, the threads, or memory
+addresses.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ _WEIGHTS = {
     torch_dtype(format): FORMATS[torch_dtype(format)]
     for format in (*COMPUTE_FORMATS, Format.E4M3FN)
 } | {mxfp4.CODES: MXFP4}
-LARGE = 2**20  # values: packing fewer gives back no memory
-_LARGE_PAGE = 2**21  # bytes; such pages are requested where whole ones fit
+LARGE = 2**20  # values from which packing first returns freed memory; see give_back_freed_memory
+_LARGE_PAGE = 2**21  # bytes; allocations of this size and more are aligned to such pages
 
 
 @dataclass(frozen=True, eq=False)
 class CpuWeight(PackedWeight):
-    """A weight in the layout of one build. The other fields own the memory that `descriptor` points
-    to.
+    """A weight in the layout of one build.
+
+    The other fields own the memory that `descriptor` points to.
     """
 
     out_features: int
@@ -55,6 +56,7 @@ class CpuWeight(PackedWeight):
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of the packed matrix and its scales."""
         return sum(
             t.numel() * t.element_size()
             for t in (self.data, self.scale, self.block_scale)
@@ -63,8 +65,11 @@ class CpuWeight(PackedWeight):
 
 
 def aligned(num_bytes: int) -> Tensor:
-    """Memory that begins at a large page, or at a cache line. Large sizes get a mapping of their
-    own: on the heap they would lie on small pages, and keep freed blocks around them resident."""
+    """Allocate memory that begins at a large page, or at a cache line for small sizes.
+
+    Large sizes get a separate mapping: on the heap they would lie on small pages, and keep freed
+    blocks around them resident.
+    """
     if num_bytes < _LARGE_PAGE:
         memory = torch.empty(num_bytes + CACHE_LINE, dtype=torch.uint8, device="cpu")
         start = -memory.data_ptr() % CACHE_LINE
@@ -73,17 +78,17 @@ def aligned(num_bytes: int) -> Tensor:
         pages = mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=private)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         start = -memory.data_ptr() % _LARGE_PAGE  # what comes before is never touched
-        if hasattr(
-            mmap, "MADV_HUGEPAGE"
-        ):  # at once: what requests it part by part splits the mapping
-            with suppress(OSError):  # refusal does no harm
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # In one call for the full range: requests for parts would split the mapping.
+            with suppress(OSError):  # a refusal costs only speed
                 pages.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // _LARGE_PAGE * _LARGE_PAGE)
     return memory[start : start + num_bytes]
 
 
 def pack(library: Library, weight: Weight) -> CpuWeight:
-    """`weight` in the layout of this build. Raises KernelError for a weight that it does not
-    compute with.
+    """Pack `weight` in the layout of this build.
+
+    Raises KernelError for a weight that no build computes with.
     """
     check(weight)
     if weight.data.numel() >= LARGE:
@@ -92,29 +97,31 @@ def pack(library: Library, weight: Weight) -> CpuWeight:
 
 
 def give_back_freed_memory() -> None:
-    """Returns to the system what matrices read before have left on the heap, which would keep its
-    pages. Walking the heap takes long, compared with packing a small matrix."""
+    """Return freed heap memory to the system, which glibc would keep: matrices read before.
+
+    Walking the heap takes long compared with packing a small matrix, so small ones skip it.
+    """
     with suppress(AttributeError):  # of C libraries other than glibc, which return it by themselves
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def check(weight: Weight) -> None:
-    """Raises KernelError for a weight that no build computes with."""
+    """Raise KernelError for a weight that no build computes with."""
     if weight.data.dtype not in _WEIGHTS or weight.data.device.type != "cpu":
         raise KernelError(
             f"the CPU kernels compute with weights in float32, float16, bfloat16, float8_e4m3fn and MXFP4 in main "
-            f"memory, not {weight.data.dtype} on {weight.data.device}; --kernels reference takes the others"
+            f"memory, not {weight.data.dtype} on {weight.data.device}; use --kernels reference for the others"
         )
 
 
 def packed_bytes(library: Library, weight: Weight) -> int:
-    """Bytes of the packed data, a multiple of CACHE_LINE."""
+    """Return the bytes of the packed data, a multiple of CACHE_LINE."""
     check(weight)
     return int(library.functions.freight_packed_bytes(_WEIGHTS[weight.data.dtype], *weight.shape))
 
 
 def pack_into(library: Library, weight: Weight, packed: Tensor) -> CpuWeight:
-    """`pack`, into memory of `packed_bytes` that begins at a cache line."""
+    """Pack into `packed`, memory of `packed_bytes` that begins at a cache line."""
     out_features, in_features = weight.shape
     data = _with_scales(weight) if weight.is_mxfp4 else weight.data.contiguous()
     format = _WEIGHTS[weight.data.dtype]
@@ -147,14 +154,16 @@ def pack_into(library: Library, weight: Weight, packed: Tensor) -> CpuWeight:
 
 
 def _with_scales(weight: Weight) -> Tensor:
-    """Of MXFP4, uint8 [out_features, in_features / 32, 17]: the bytes of each group, then that of
-    its scale.
+    """Interleave MXFP4 with its scales: uint8 [out_features, in_features / 32, 17].
+
+    Each group has its 16 bytes of codes, then the byte of its scale. Raises KernelError if values
+    would not be normal in bfloat16.
     """
     blocks, scales = weight.mxfp4_bytes
     if not mxfp4.normal(blocks, scales):
         raise KernelError(
-            "the CPU kernels compute with MXFP4 whose scales are 3 to 252, but for groups of zeros; convert the matrix "
-            "to bfloat16"
+            "the CPU kernels compute with MXFP4 whose scale bytes are 3 to 252, except in groups of zeros; convert the "
+            "matrix to bfloat16"
         )
     return torch.cat((blocks, scales[..., None]), -1)
 
@@ -166,8 +175,10 @@ def linear(
     bias: Tensor | None = None,
     float32: bool = False,
 ) -> Tensor:
-    """x @ weight.T + bias. x: [rows, in_features]; returns [rows, out_features] in x's dtype, or
-    its values in float32."""
+    """Return x @ weight.T + bias, [rows, out_features] in x's dtype, or its values in float32.
+
+    x: [rows, in_features]; bias: [out_features] in x's dtype
+    """
     assert isinstance(x, Tensor)
     assert isinstance(weight, CpuWeight)
     rows, in_features = x.shape

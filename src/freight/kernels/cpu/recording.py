@@ -1,12 +1,12 @@
-"""A sequence of C calls, recorded while it runs, and made again in one call (csrc/replay.cpp).
+"""A sequence of C calls, recorded while it runs, and replayed in one call (csrc/replay.cpp).
 
-Between two products whose weights stream through the caches, Python's own code has been evicted
-from them; a replay needs none. A recording repeats the same calls with the same arguments, so its
-results have the same bits, for what the inputs hold by then. It keeps addresses: its owner must
-keep the inputs, the weights and the pages alive and in place.
+Weights that stream through the caches evict the code of the Python interpreter between two
+products; a replay runs no Python. A recording repeats the same calls with the same arguments, so
+its results have the same bits, for the values that the inputs hold at that time. It keeps
+addresses: its owner must keep the inputs, the weights and the pages alive and in place.
 
-A replay makes no call of torch. Therefore a sequence is not recorded if torch did anything in it
-but view memory: a dispatch mode sees every operation of torch while the recording runs.
+A replay makes no call of torch. So a sequence in which torch did anything but view memory is not
+recorded: a dispatch mode sees every operation of torch while the recording runs.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ VIEWS = (
     _aten.alias.default,
     _aten.flatten.using_ints,
     _aten.reshape.default,
-    _aten.contiguous.default,  # these copy where a view cannot be
+    _aten.contiguous.default,  # this one and the two before may copy, which `_storage` detects
 )
 
 
 class Arena:
-    """Memory for outputs of up to `max_rows` rows. Recordings that never run at the same time share
-    it.
+    """Memory for outputs of up to `max_rows` rows, shared by recordings that run one at a time.
 
-    A recording uses the memory of a tensor again once that is gone, so the arena grows to what is
-    alive at one moment.
+    A recording reuses the memory of a tensor once that is freed, so the arena grows to the largest
+    total that is alive at one time.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -57,9 +56,11 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of all blocks."""
         return sum(block.nbytes for block in self.blocks)
 
     def add(self, num_bytes: int) -> np.ndarray:
+        """Allocate a block that begins at a cache line."""
         memory = np.empty(num_bytes + CACHE_LINE, np.uint8)
         start = -memory.ctypes.data % CACHE_LINE
         self.blocks.append(memory[start : start + num_bytes])
@@ -68,7 +69,10 @@ class Arena:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """Calls, and the tensor in the arena that they leave. `arguments` owns what `calls` points to."""
+    """Recorded calls, and the tensor in the arena that holds their result.
+
+    `arguments` owns the structs that `calls` points to.
+    """
 
     functions: Any
     calls: ctypes.Array[FreightCall]
@@ -76,8 +80,9 @@ class Recording:
     output: Tensor
 
     def replay(self) -> Tensor:
-        """`output`, until the arena is next used. Raises what the first call that fails would
-        raise.
+        """Make the calls and return `output`, which is valid until the arena is next used.
+
+        Raises the error of the first call that fails.
         """
         interface.replay(self.functions, self.calls)
         return self.output
@@ -85,8 +90,9 @@ class Recording:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a recorded run returned; `recording` is None if it cannot be repeated, for the reason in
-    `obstacle`.
+    """The result of a recorded run, and its recording.
+
+    `recording` is None if the run cannot be replayed, for the reason in `obstacle`.
     """
 
     output: Tensor
@@ -95,10 +101,10 @@ class Recorded:
 
 
 def record(library: Library, arena: Arena, run: Callable[[Library], Tensor]) -> Recorded:
-    """Call `run` with a library that records, and returns what `run` does with another one of the
-    same build.
+    """Call `run` with a copy of `library` that records its calls.
 
-    `run` returns an output of one of its calls. What it raises is passed on.
+    `run` must return the output of one of its calls; its result is the same as with `library`. An
+    error that it raises is passed on.
     """
     recorder = _Recorder(library, arena)
     depth = torch._C._len_torch_dispatch_stack()
@@ -120,7 +126,7 @@ def record(library: Library, arena: Arena, run: Callable[[Library], Tensor]) -> 
 
 
 class _Recorder(dispatch.TorchDispatchMode):
-    """The library that records, and torch's operations while it does."""
+    """The library that records, and the dispatch mode that sees torch's operations meanwhile."""
 
     def __init__(self, library: Library, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -146,17 +152,16 @@ class _Recorder(dispatch.TorchDispatchMode):
         self.calls.append((code, arguments))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """`Library.empty` in the arena."""
+        """Allocate an output in the arena, in place of `Library.empty`."""
         assert shape[0] <= self._arena.max_rows
         row = math.prod(shape[1:]) * dtype.itemsize
-        needed = (
-            -(-row * self._arena.max_rows // CACHE_LINE) * CACHE_LINE
-        )  # so that all numbers of rows share blocks
+        # Bytes for max_rows rows, so that outputs of any number of rows share blocks.
+        needed = -(-row * self._arena.max_rows // CACHE_LINE) * CACHE_LINE
         fitting = [index for index, block in enumerate(self._free) if block.nbytes >= needed]
         best = min(fitting, key=lambda index: self._free[index].nbytes, default=None)
         block = self._arena.add(needed) if best is None else self._free.pop(best)
-        # The tensor's storage, which its views share, holds `handle`; where nothing does, nothing
-        # can read the block.
+        # The tensor's storage, which its views share, keeps `handle` alive. Once `handle` is
+        # collected, no tensor can read the block.
         handle = block[: row * shape[0]]
         weakref.finalize(handle, self._free.append, block).atexit = False
         self._allocating = True
@@ -166,6 +171,7 @@ class _Recorder(dispatch.TorchDispatchMode):
             self._allocating = False
 
     def owns(self, tensor: Tensor) -> bool:
+        """Say whether a tensor lies in the arena."""
         address = tensor.data_ptr()
         return any(
             block.ctypes.data <= address < block.ctypes.data + block.nbytes

@@ -1,9 +1,8 @@
-"""Rows of an embedding, and row-wise operations that some families have (csrc/rowwise.cpp):
-LayerNorm, activations without a gate, gates of results, and columns that are normed on their own
-and put side by side.
+"""Embedding lookup and the row-wise operations of some model families (csrc/rowwise.cpp).
 
-A row's bits depend on that row alone. They differ from the reference's by the order of a sum or the
-last bits of an exponential, before the same roundings.
+They are LayerNorm, activations without a gate, gates of results, and columns that are normed and
+concatenated. A row's bits depend on that row alone. Results differ from the reference's in the
+order of a sum or the last bits of an exponential, before the same roundings.
 """
 
 from __future__ import annotations
@@ -38,7 +37,10 @@ def add_layer_norm(
     eps: float,
     consumer: PackedWeight | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference_rows.add_layer_norm`. x, delta: [rows, size]; weight, bias: [size]; one dtype."""
+    """Compute `KernelSet.add_layer_norm`.
+
+    x, delta: [rows, size]; weight, bias: [size]; all of one dtype
+    """
     assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype)
     assert weight.shape == bias.shape == x.shape[1:]
     assert weight.dtype == bias.dtype == x.dtype
@@ -68,7 +70,7 @@ def add_layer_norm(
 def activated(
     library: Library, x: Tensor, activation: Activation, consumer: PackedWeight | None = None
 ) -> Tensor:
-    """`reference_rows.activated`, to the bit. x: [rows, size]."""
+    """Compute `KernelSet.activated`, with the reference's bits. x: [rows, size]."""
     x = x.contiguous()
     out = library.empty((x.shape[0], x.shape[1]), x.dtype)
     code = UNGATED_ACTIVATIONS[activation]
@@ -81,8 +83,11 @@ def activated(
 
 
 def gate(library: Library, x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-    """`reference_rows.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups], in x's dtype;
-    columns of both contiguous."""
+    """Compute `KernelSet.gate`.
+
+    x: [rows, size]; logits: [rows, groups] or [1, groups] in x's dtype; both contiguous within a
+    row
+    """
     rows, size = x.shape
     same, groups = len(logits) != rows, logits.shape[1]
     assert logits.dtype == x.dtype
@@ -110,7 +115,7 @@ def gate(library: Library, x: Tensor, logits: Tensor, function: GateFunction) ->
 
 
 def join(library: Library, parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:
-    """`reference_rows.join`. Each x: its columns one after another in memory."""
+    """Compute `KernelSet.join`. Each x is contiguous within a row."""
     first = parts[0][0]
     leading, width = first.shape[:-1], sum(x.shape[-1] for x, _ in parts)
     rows, out = leading.numel(), library.empty((*leading, width), first.dtype)
@@ -152,7 +157,10 @@ def lookup(
     base: Tensor | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """`reference_rows.lookup`, to the bit. Raises KernelError for an id that is no row of `table`."""
+    """Compute `KernelSet.lookup`, with the reference's bits.
+
+    Raises KernelError for an id that is not a row of `table`.
+    """
     rows, size = len(ids), table.shape[1]
     dtype = table.dtype if base is None else base.dtype
     assert ids.dtype == torch.int64

@@ -1,10 +1,9 @@
-"""The operations that keep a state of each sequence (csrc/states.h), in the blocks of `States`, and
-the row-wise ones that go with them.
+"""Convolutions and recurrences (csrc/states.h), and the row-wise operations around them.
 
-A row's bits, and those of what is stored, depend on its own history alone: not on the other rows,
-the cuts into calls or the threads. They differ from the reference's by the order of sums and the
-last bits of exponentials. Lengths and tables are read by the C functions, so a recorded call
-follows them.
+They keep a state of each sequence in the blocks of `States`. A row's bits, and those of the stored
+state, depend only on its own history: not on the other rows, the split into calls or the threads.
+They differ from the reference's in the order of sums and the last bits of exponentials. The C
+functions read lengths and block tables at the time of the call, so a replayed call follows them.
 """
 
 from __future__ import annotations
@@ -40,8 +39,10 @@ def convolve(
     states: States,
     sequences: Sequences,
 ) -> Tensor:
-    """`KernelSet.convolve`. Raises KernelError for a width that is not 2 to MAX_WIDTH, and for a
-    context shorter than its rows."""
+    """Compute `KernelSet.convolve`.
+
+    Raises KernelError for a width outside 2 to MAX_WIDTH, and for a context shorter than its rows.
+    """
     columns = states.parts["columns"]
     rows, channels = x.shape
     width = weight.shape[1]
@@ -55,7 +56,7 @@ def convolve(
     assert bias is None or (bias.dtype == x.dtype and bias.shape == (channels,))
     out = library.empty((rows, channels), x.dtype)
     library.functions.freight_convolution(
-        FreightConvolution(  # by position, which takes a third of the time
+        FreightConvolution(  # positional: takes a third of the time of keywords
             strided(x),
             address(weight),
             address(bias),
@@ -87,7 +88,7 @@ def decays(
     limits: tuple[float, float] = (0.0, math.inf),
     bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`KernelSet.decays`. b has a's dtype."""
+    """Compute `KernelSet.decays`. b has a's dtype."""
     rows, heads, channels = len(a), len(a_log), len(dt_bias)
     assert b is None or (b.shape == (rows, heads) and b.dtype == a.dtype)
     assert b is not None or (channels == heads and bound is None)
@@ -134,7 +135,7 @@ def recurrence(
     norm: bool,
     skip: Tensor | None = None,
 ) -> Tensor:
-    """`KernelSet.recurrence`. Raises KernelError for a context shorter than its rows."""
+    """Compute `KernelSet.recurrence`. Raises KernelError for a context shorter than its rows."""
     parts, rows = states.parts, len(v)
     state, kept_k, kept_u, kept_decay = (parts[name] for name in ("state", "k", "u", "decay"))
     scale = parts.get("scale")
@@ -208,7 +209,7 @@ def gated_norm(
     norm_first: bool,
     consumer: PackedWeight | None = None,
 ) -> Tensor:
-    """`KernelSet.gated_norm`."""
+    """Compute `KernelSet.gated_norm`."""
     rows, size = x.shape
     assert gate.shape == x.shape
     assert gate.dtype == x.dtype

@@ -1,7 +1,6 @@
-"""Rotate and store (csrc/store.cpp): the steps between the projection of q, k and v and attention,
-in one pass.
+"""Rotate and store (csrc/store.cpp): all steps between the qkv projection and attention, fused.
 
-Bit-identical to the reference, except that a norm of heads sums in the order of this build's
+Bit-identical to the reference, except that the norms of heads sum in the order of this build's
 `add_rms_norm`.
 """
 
@@ -31,7 +30,7 @@ def rotate_store(
     slots: Tensor | None,
     pages: KVPages,
 ) -> Tensor:
-    """`reference.rotate_store`. qkv: contiguous.
+    """Compute `KernelSet.rotate_store`. qkv: contiguous.
 
     Raises KernelError for a head_dim above MAX_HEAD_DIM.
     """

@@ -1,10 +1,10 @@
-"""How weights are prefetched on this processor: measured once, and remembered for its model.
+"""Choice of how weights are prefetched, measured once per processor model and remembered.
 
 Some processors gain 3 % when weights are prefetched past the caches, others lose half of their
-speed, and no feature says which. So a product is timed both ways, over a weight that is evicted
-from the caches before each run: a tenth of a second, when the first large weight is packed. The
-decision lies in `$XDG_CACHE_HOME/freight/prefetch.json` (default: `~/.cache`) by processor model,
-build and number of threads. It changes no bit of a result.
+speed, and no processor feature tells them apart. So a product is timed both ways, over a weight
+that is evicted from the caches before each run. This takes a tenth of a second, when the first
+large weight is packed. The decision is stored in `$XDG_CACHE_HOME/freight/prefetch.json` (default:
+`~/.cache`) by processor model, build and number of threads. It changes no bit of a result.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import linear, pack
 from freight.operands.weight import Weight
 
-LARGE = (
-    2**22
-)  # bytes of a packed weight from which reading it from memory takes longer than all else
-PAIRS = 11
-GAIN = 0.98  # the share of the time that makes prefetching past the caches worth it
+# Bytes of a packed weight from which a product spends most of its time reading the weight.
+LARGE = 2**22
+PAIRS = 11  # pairs of timings that count, after one that warms up
+GAIN = 0.98  # largest ratio of the times, past the caches to into them, that counts as a gain
 
 
 @cache
 def tune(library: Library) -> None:
     """Set how `library` prefetches, once: as remembered for this processor, else as measured now.
 
-    Nothing is measured for the amx build: its products with FP8 and bfloat16 weights prefetch in
-    their own way.
+    Nothing is measured for the amx build: its products with FP8 and bfloat16 weights prefetch in a
+    fixed way, which this setting does not change.
     """
     if library.build == "amx":
         return
@@ -53,9 +52,9 @@ def tune(library: Library) -> None:
 
 
 def measure(library: Library) -> list[tuple[float, float]]:
-    """Pairs of seconds of a product of one row, prefetched into the caches and past them, in turns.
+    """Time a product of one row with weights prefetched into the caches and past them, alternating.
 
-    [] where the caches cannot be emptied.
+    Returns pairs of seconds (into, past), or [] where the caches cannot be emptied.
     """
     codes = torch.full((1024, 4096), 0x38, dtype=torch.uint8, device="cpu")  # 1.0
     weight = pack(library, Weight(codes.view(torch_dtype(Format.E4M3FN))))
@@ -75,8 +74,9 @@ def measure(library: Library) -> list[tuple[float, float]]:
 
 
 def past_the_caches(pairs: Sequence[tuple[float, float]]) -> bool:
-    """Whether prefetching past the caches pays: by the median of the ratios, and in four of five
-    pairs.
+    """Say whether prefetching past the caches is faster, given pairs of seconds (into, past).
+
+    The median of the ratios must be below `GAIN`, and at least four of five pairs must be faster.
     """
     ratios = [past / into for into, past in pairs]
     return (
@@ -87,18 +87,17 @@ def past_the_caches(pairs: Sequence[tuple[float, float]]) -> bool:
 
 
 def decisions() -> Path | None:
-    """The file of decisions; None where nothing is remembered, for a user without a home directory."""
+    """Return the path of the file of decisions, or None for a user without a home directory."""
     folder = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(folder) if folder else Path.home() / ".cache") / "freight" / "prefetch.json"
-    except (
-        RuntimeError
-    ):  # no $HOME, and no entry for this user id: a container under an arbitrary one
+    except RuntimeError:
+        # No $HOME, and no passwd entry: a container that runs under an arbitrary user id.
         return None
 
 
 def remembered(path: Path) -> dict[str, object]:
-    """The decisions in the file; a file that cannot be read is as good as none."""
+    """Read the decisions in the file; a file that is missing or damaged has none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -107,7 +106,7 @@ def remembered(path: Path) -> dict[str, object]:
 
 
 def remember(path: Path, key: str, wanted: bool) -> None:
-    """Add a decision to the file. Where nothing can be written it is measured again next time."""
+    """Add a decision to the file. If it cannot be written, the next process measures again."""
     scratch = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

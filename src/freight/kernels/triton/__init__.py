@@ -1,1 +1,1 @@
-"""The kernels for GPUs."""
+"""The Triton kernels for NVIDIA and AMD GPUs."""

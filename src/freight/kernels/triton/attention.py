@@ -1,24 +1,24 @@
 """Paged attention: the kernels. `paged.py` launches them.
 
 A sequence that has one row in this step is *decoded*: its keys are cut into splits of `SPLIT` at
-fixed positions, several programs take turns over the splits, and `merge_kernel` merges the splits
-in order. It also quantizes the rows, with the bits of `rows.quantize`, which is launched if the
-step has other rows, too. A sequence that has more rows is a chunk of *prefill*: a program takes a
-tile of its rows and walks the keys. Both walk tiles of keys at absolute positions through
-`walk.py`, so within either kind a row's bits depend on nothing but its own history.
+fixed positions, which are distributed over several programs, and `merge_kernel` merges the splits
+in order. The merge also quantizes the rows, with the bits of `rows.quantize`, which is launched for
+all rows if the step has prefill, too. A sequence that has more rows is a chunk of *prefill*: a
+program takes a tile of its rows and walks the keys. Both walk tiles of keys at absolute positions
+through `walk.py`, so within either kind a row's bits depend only on its own history.
 
-K_DOT and V_DOT are the types that the two products multiply; uint8 stands for FP8 as it is stored
+K_DOT and V_DOT are the operand types of the two products; uint8 stands for FP8 as it is stored
 (below).
 
 FP8 is decoded in registers, between the load and the product. Static scales cost nothing there: the
 K scale is in q and the V scale multiplies the output. A `token` scale is one multiplication per
 score and one per probability. The constant subtracted from keys (`KVPages.k_center`) is added back
-to the scores in float32, one pair of channels at a time. Last comes a soft cap, compiled only with
-CAPPED. A sink is where the softmax of a row starts: in prefill its own, in decoding that of the
-merge. Products of FP8 values run in float16, in which every FP8 value is exact; q is divided by a
-power of two per row beforehand, so that it is near 1, and the scores are multiplied by it in
+to the scores in float32, one pair of channels at a time. A soft cap comes last, compiled only with
+CAPPED. A sink is the initial state of a row's softmax: of the walk in prefill, of the merge in
+decoding. Products of FP8 values run in float16, in which every FP8 value is exact; q is divided by
+a power of two per row beforehand, so that it is near 1, and the scores are multiplied by it in
 float32. Probabilities times `token` scales need bfloat16's range in prefill; in decoding they are
-divided by a power of two near the largest scale of the split so far (`unit`), which spares the
+divided by a power of two near the largest scale of the split so far (`unit`), which avoids the
 conversion of every value to bfloat16.
 
 With `--attention-compute fp8` products multiply E4M3 as it is stored, where Triton compiles that to
@@ -32,7 +32,7 @@ multiplication by a power of two, which the division by their sum cancels.
     gfx942          both products, prefill and decode               v_mfma fp8_fp8
     gfx950          both products, prefill and decode               v_mfma f8f6f4, fp8_fp8
 
-Prefill of latents is as decode here: its tiles have as few rows.
+Prefill of latents counts as decode here, because its tiles have as few rows.
 
 Online softmax (Milakov and Gimelshein 2018) over tiles as in FlashAttention-2 (Dao 2023), with
 powers of 2. Shapes: M = ROWS rows of a tile, row m is query m // TAKEN of the tile and head m %
@@ -40,8 +40,8 @@ TAKEN of the program's share of the KV head's group; N = KEYS; D = K_BLOCK or V_
 part of it) or v_dim padded to a power of two.
 
 Latents have one KV head for up to 128 heads, of which a program takes as many as its tile has rows.
-No figure of them was measured on a GPU: their tiles were chosen by the registers, shared memory and
-instructions that compilers report (`tests/kernels/triton/latent_cases.py`).
+Their tiles were chosen by the registers, shared memory and instructions that the compilers report
+(`tests/kernels/triton/latent_cases.py`), not by measurements on a GPU.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from freight.kernels.triton.walk import initial, no_values, summed_values, walk
 def _finished(
     output, v_scale_ptr, head, dims, like: tl.constexpr, V_DIM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """`output` times V's static scale, in type `like`."""
+    """Multiply `output` by V's static scale, if any, and convert it to type `like`."""
     if SCALES == STATIC:
         output *= tl.load(v_scale_ptr + head * V_DIM + dims, mask=dims < V_DIM, other=0.0)
     return output.to(like)
@@ -67,8 +67,9 @@ def _finished(
 
 @triton.jit
 def sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
-    """The sequence that a tile of QUERIES rows belongs to; sequence i's tiles begin at starts[i] //
-    QUERIES + i.
+    """Find the sequence that a tile of QUERIES rows belongs to, by binary search.
+
+    Sequence i's tiles begin at starts[i] // QUERIES + i.
     """
     low = 0
     high = num_seqs
@@ -84,11 +85,10 @@ def sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
 
 @triton.jit
 def _member(m, GROUP: tl.constexpr, TAKEN: tl.constexpr):
-    """(number in its KV head's GROUP of the head `m` of this program, whether it is one of the
-    program's TAKEN).
+    """Return the number of head `m` of this program within its KV head's GROUP, and its validity.
 
-    Programs that take other heads are neighbours on axis 0, so that they read the same keys at a
-    time.
+    It is valid if it is one of the program's TAKEN heads. Programs that take other heads of the
+    same KV head are adjacent on axis 0, so that they read the same keys at the same time.
     """
     SHARES: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
     member = m
@@ -111,12 +111,12 @@ def prefill_kernel(
     K_PAIRS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """A program: one tile of QUERIES rows of a sequence and TAKEN heads of one KV head.
-    softmax_scale holds log2(e).
+
+    softmax_scale includes log2(e).
     """
     SHARES: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
-    tile = (
-        tl.num_programs(0) - 1 - tl.program_id(0)
-    ) // SHARES  # a sequence's last rows see most keys: they go first
+    # In reverse: a sequence's last rows see the most keys, so they are scheduled first.
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // SHARES
     head = tl.program_id(1)
     seq = sequence_of(starts_ptr, tile, num_seqs, QUERIES)
     begin = tl.load(starts_ptr + seq)
@@ -131,7 +131,7 @@ def prefill_kernel(
     live &= (m < QUERIES * TAKEN) & (row < end)
     position = length - end + row
     first = length - end + first_row  # position of the first row
-    last = tl.minimum(first + QUERIES, length)  # keys that the last row sees
+    last = tl.minimum(first + QUERIES, length)  # number of keys that the last row sees
     q, factor = load_queries(
         q_ptr, row, head * GROUP + member, live, q_row_stride, q_head_stride, k_scale_ptr, head, K_DIM, K_BLOCK, REST,
         REST_BLOCK, FORMAT, SCALES, K_DOT, K_PAIRS, k_ptr.dtype.element_ty,
@@ -177,11 +177,10 @@ def decode_kernel(
     WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr,
     K_PAIRS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A program: TAKEN heads of a KV head, and a sequence's splits in turn with others. Sets
-    arrived [num_seqs] to 0.
+    """A program: TAKEN heads of a KV head, and every n-th split of a sequence, of n programs.
 
     Writes acc to partial [num_seqs, HEADS, max_splits, GROUP, V_DIM] and (best, total) to stats
-    [the same, 2].
+    [num_seqs, HEADS, max_splits, GROUP, 2]. Sets arrived [num_seqs] to 0 for `merge_kernel`.
     """
     SHARES: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
     head = tl.program_id(1)
@@ -204,8 +203,8 @@ def decode_kernel(
     position = tl.full((ROWS,), 0, tl.int32) + length - 1
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
     first = tl.maximum(length - window, 0) // KEYS * KEYS if WINDOWED else 0
-    turn, turns = tl.program_id(0) // SHARES, tl.num_programs(0) // SHARES
-    for split in range(first // SPLIT + turn, tl.cdiv(length, SPLIT), turns):
+    program, programs = tl.program_id(0) // SHARES, tl.num_programs(0) // SHARES
+    for split in range(first // SPLIT + program, tl.cdiv(length, SPLIT), programs):
         begin = tl.maximum(split * SPLIT, first)
         end = tl.minimum(split * SPLIT + SPLIT, length)
         acc = no_values(ROWS, V_BLOCK, PAIRS)
@@ -236,9 +235,10 @@ def merge_kernel(
 ):  # fmt: skip
     """Merge the splits of one sequence and head, in tiles of TILE splits at fixed places, in order.
 
-    With OUT_SCALES, which is SCALES of `write_row`, it is also quantized, to codes and scale. If
-    heads have scales of their own, or all the same, each is quantized ALONE. If not, the program
-    that writes the last head of a row quantizes the row, CHUNK groups of 128 at a time.
+    With OUT_SCALES, which is SCALES of `write_row`, the result is also quantized, to codes and
+    scale. With ALONE, the scales of a head do not depend on other heads, and each program quantizes
+    its head. Otherwise the program that writes the last head of a row quantizes the row, CHUNK
+    groups of 128 at a time.
     """
     QUERY_HEADS: tl.constexpr = HEADS * GROUP
     SIZE: tl.constexpr = QUERY_HEADS * V_DIM
@@ -284,7 +284,8 @@ def merge_kernel(
             OUT_FORMAT, OUT_SCALES,
         )  # fmt: skip
     elif OUT_SCALES != "":
-        tl.debug_barrier()  # all threads of the program have stored before one of them counts it
+        # All threads of the program must have stored the head before it is counted as written.
+        tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + seq, 1, sem="acq_rel", scope="gpu") == QUERY_HEADS - 1:
             quantize_written_row(
                 out_ptr + row * SIZE, codes_ptr, scale_ptr, static_scale, row, SIZE, NUM_SCALES, OUT_FORMAT, OUT_SCALES,

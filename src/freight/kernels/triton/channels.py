@@ -1,9 +1,8 @@
-"""The products of a recurrence whose decays are those of channels of a key, the first launch of
-`recurrence.py` there.
+"""First launch of a recurrence (`recurrence.py`) in which each channel of a key has its own decay.
 
-A product of two keys has the decay between them within its sum, so it belongs to a value head, not
-to a key head. The same program sums up the decays of its row's tile, one row after the other, and
-the second launch reads the sums. Shapes are named as in `states.py`.
+The decay between two keys is inside the sum of their product, so the product belongs to a value
+head, not to a key head. The same program sums up the decays of its row's tile, one row after the
+other, and the second launch reads the sums. Shapes are named as in `states.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +28,10 @@ def _sums(
     K_DIM: tl.constexpr,
     K_BLOCK: tl.constexpr,
 ):
-    """Log decays since the tile's start: of its rows up to t [T, D], and of row t [D]. Those before
-    `fresh_from` are kept at kept_ptr [T, HEADS, K_DIM]."""
+    """Sum the log decays since the tile's start: of its rows up to t [T, D], and of row t [D].
+
+    The sums of rows before `fresh_from` are read from kept_ptr [T, HEADS, K_DIM].
+    """
     j, dims = tl.arange(0, TILE), tl.arange(0, K_BLOCK)
     total, mine = tl.zeros((K_BLOCK,), tl.float32), tl.zeros((K_BLOCK,), tl.float32)
     sums = tl.zeros((TILE, K_BLOCK), tl.float32)
@@ -41,9 +42,8 @@ def _sums(
         own = tl.load(decay_ptr + place, mask=dims < fresh, other=0.0)
         kept_place = (i * HEADS + head) * K_DIM + dims
         kept = tl.load(kept_ptr + kept_place, mask=dims < size - fresh, other=0.0)
-        total = tl.where(
-            i >= fresh_from, tl.where(own < LEAST, LEAST, own) + total, kept
-        )  # a NaN stays
+        bounded = tl.where(own < LEAST, LEAST, own)  # keeps NaN
+        total = tl.where(i >= fresh_from, bounded + total, kept)
         sums = tl.where((j == i)[:, None], total[None, :], sums)
         mine = tl.where(i == t, total, mine)
     return sums, mine
@@ -54,8 +54,9 @@ def _copy_tile(
     seq, first, head, block, k_ptr, k_stride, old_k_ptr, decay_ptr, decay_stride, old_decay_ptr,
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy what all programs of a head read of the tile before position `first`, and one of them
-    writes over.
+    """Copy the rows of the tile before position `first` that all programs of a head read.
+
+    One of those programs overwrites the original in the second launch.
     """
     HEADS: tl.constexpr = KEY_HEADS * RATIO
     count = (first - 1) % TILE + 1
@@ -84,11 +85,11 @@ def channel_products_kernel(
 ):  # fmt: skip
     """A program: one row and one value head.
 
-    factors    [rows, KEY_HEADS, 2]: what the row's query and key are multiplied with, by NORM
+    factors    [rows, KEY_HEADS, 2]: the factors of the row's query and key, with NORM
     products   [rows, HEADS, 2, T]: of the row's query, and of its key, with the decayed key of each
                row of its tile
     sums       [rows, HEADS, K_DIM]: the row's log decay since its tile's start
-    old_k      [num_seqs, T, KEY_HEADS, K_DIM]: keys that `States` has of the open tile, where this
+    old_k      [num_seqs, T, KEY_HEADS, K_DIM]: the stored keys of the open tile, copied if this
                step goes beyond it
     old_decay  [num_seqs, T, HEADS, K_DIM]: its decays, likewise
     """

@@ -1,7 +1,7 @@
-"""Convolutions over a sequence, of each channel on its own.
+"""Causal convolution of each channel over its sequence.
 
-Lengths stay on the device: grids follow from shapes alone. A sequence of length 0 fills up a
-captured step: nothing of it is read or written.
+Lengths stay on the device: grids follow from shapes alone. A sequence of length 0 pads a captured
+step: none of its state is read or written.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ def _keep_columns(
     x_ptr, x_stride, columns_ptr, block_stride, source_ptr, table_ptr, begin, first, length, channel,
     CHANNELS: tl.constexpr, KEPT: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Write the last KEPT inputs of each block: rows of this step, or what `source_ptr` has of
-    those before.
-    """
+    """Write the last KEPT inputs of each block: of this step, or earlier ones at source_ptr."""
     exists = channel < CHANNELS
     for block in range(first // EVERY, (length - 1) // EVERY + 1):
         stop = tl.minimum(length, block * EVERY + EVERY)
@@ -50,8 +48,7 @@ def convolve_kernel(
 ):  # fmt: skip
     """A program: BLOCK channels of ROWS rows of one sequence. ROWS 1: every sequence has one row.
 
-    The program of a sequence's first rows alone reads old columns, so it is the one that writes new
-    ones.
+    Only the program of a sequence's first rows reads old columns, so it also writes the new ones.
     """
     KEPT: tl.constexpr = WIDTH - 1
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -99,7 +96,7 @@ def convolve_kernel(
     target_ptr = out_ptr + row.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
     tl.store(target_ptr, total.to(out_ptr.dtype.element_ty), mask=live)
     if first_row == begin:
-        tl.debug_barrier()  # all threads have read what is written over now
+        tl.debug_barrier()  # all threads have read the columns that are overwritten now
         _keep_columns(
             x_ptr, x_stride, columns_ptr, block_stride, source_ptr, table_ptr, begin, first, length, channel, CHANNELS,
             KEPT, EVERY,
@@ -109,15 +106,15 @@ def convolve_kernel(
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, states: States, sequences: Sequences
 ) -> Tensor:
-    """`KernelSet.convolve`. x: [rows, channels], channels one after another in memory."""
+    """Compute `KernelSet.convolve`. x: [rows, channels], contiguous within a row."""
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     rows, channels = x.shape
     num_seqs, tables = sequences.num_seqs, sequences.block_tables
     out = x.new_empty(rows, channels)
     single = rows == num_seqs  # a sequence has at least one row
-    tile, block = (1, 256) if single else (16, 64)
-    assert weight.shape[1] <= 8 <= 16, "the inputs before a tile of rows begin in the tile before"
+    tile, block = (1, 256) if single else (16, 64)  # rows and channels of a program
+    assert weight.shape[1] <= 8 <= 16, "only the first tile of a sequence reads stored columns"
     grid = (triton.cdiv(channels, block), num_seqs if single else rows // tile + num_seqs)
     convolve_kernel[grid](
         x,

@@ -1,5 +1,4 @@
-"""Row-wise operations: residual addition with RMSNorm or LayerNorm, activations; FP8 if the
-consumer takes it.
+"""Residual addition fused with RMSNorm or LayerNorm, and activations; FP8 out for FP8 consumers.
 
 Computed in float32, rounded where the reference rounds.
 """
@@ -29,8 +28,10 @@ from freight.operands.packed import PackedWeight
 
 @triton.jit
 def weighted(normed, weight, like: tl.constexpr):
-    """normed (float32) * weight, in type `like`: a weight of that type multiplies rounded values, a
-    float32 one not.
+    """Return normed (float32) * weight, in type `like`.
+
+    A weight of type `like` multiplies the rounded `normed`; a float32 weight multiplies it as it
+    is.
     """
     if weight.dtype == like:
         normed = normed.to(like).to(tl.float32)
@@ -39,7 +40,7 @@ def weighted(normed, weight, like: tl.constexpr):
 
 @triton.jit
 def _rms_norm(stored, weight_ptr, eps, index, mask, SIZE: tl.constexpr):
-    """RMSNorm of a row, in its type."""
+    """Return the RMSNorm of a row, in its type."""
     x = stored.to(tl.float32)
     weight = tl.load(weight_ptr + index, mask=mask, other=0.0)
     return weighted(x * tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / SIZE + eps), weight, stored.dtype)
@@ -50,8 +51,9 @@ def add_rms_norm_kernel(
     x_ptr, delta_ptr, delta_weight_ptr, weight_ptr, sum_ptr, eps, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr, NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A program: one row. Without delta_ptr the sum is x, and not written; with delta_weight_ptr
-    delta is normed.
+    """A program: one row.
+
+    Without delta_ptr the sum is x, and not written; with delta_weight_ptr delta is normed first.
     """
     row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
     stored = tl.load(x_ptr + row * SIZE + index, mask=mask, other=0.0)
@@ -114,21 +116,21 @@ def add_layer_norm_kernel(
 
 @triton.jit
 def _gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
-    """The activation of the gate times up, in their type. ACTIVATION, LIMIT: what a
-    `GatedActivation` has.
+    """Return activation(gate) * up in their type.
+
+    ACTIVATION, LIMIT: function and limit of a `GatedActivation`.
     """
     value = gate.to(tl.float32)
     factor = up.to(tl.float32)
     exponent = value
-    if ACTIVATION == "clamped_swiglu":
+    if ACTIVATION == "clamped_swiglu":  # 7 and 1.702 are those of gpt-oss
         value = tl.minimum(value, 7.0, propagate_nan=tl.PropagateNan.ALL)
         factor = tl.minimum(factor, 7.0, propagate_nan=tl.PropagateNan.ALL)
         factor = tl.maximum(factor, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
         exponent = 1.702 * value
     if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = 1 / (1 + e ** -2u)
-        exponent = 1.5957691216057308 * (
-            value + 0.044715 * value * value * value
-        )  # 2 * sqrt(2 / pi)
+        # 2 * sqrt(2 / pi) * (value + 0.044715 value ** 3)
+        exponent = 1.5957691216057308 * (value + 0.044715 * value * value * value)
     value = value / (1.0 + tl.exp(-exponent))
     if ACTIVATION == "clamped_silu":
         value = tl.minimum(value, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -141,8 +143,9 @@ def _gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
 def _applied(
     x_ptr, row, index, mask, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr
 ):
-    """The activation of values `index` of a row, in their type. ACTIVATION: that of `_gated`, whose
-    rows are gate, then up, or an `Activation`.
+    """Return the activation of values `index` of a row, in their type.
+
+    ACTIVATION: that of `_gated`, whose rows are gate, then up, or an `Activation`'s name.
     """
     if ACTIVATION == "relu" or ACTIVATION == "relu_squared":
         x = tl.load(x_ptr + row * SIZE + index, mask=mask, other=0.0)
@@ -201,8 +204,9 @@ def add_rms_norm(
     consumer: PackedWeight | None = None,
     delta_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | Quantized]:
-    """`reference.add_rms_norm`; the norm is quantized if `consumer` takes quantized rows. x, delta:
-    contiguous.
+    """Compute `KernelSet.add_rms_norm`; quantize the norm if `consumer` takes quantized rows.
+
+    x, delta: [rows, size], contiguous
     """
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
@@ -223,8 +227,9 @@ def add_layer_norm(
     eps: float,
     consumer: PackedWeight | None = None,
 ) -> tuple[Tensor, Tensor | Quantized]:
-    """`reference_rows.add_layer_norm`; the norm is quantized if `consumer` takes such rows. x,
-    delta: contiguous.
+    """Compute `KernelSet.add_layer_norm`; quantize the norm if `consumer` takes quantized rows.
+
+    x, delta: [rows, size], contiguous
     """
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
@@ -238,7 +243,7 @@ def add_layer_norm(
 def applied(
     target: Target, x: Tensor, activation: AnyActivation, consumer: PackedWeight | None = None
 ) -> Tensor | Quantized:
-    """`activated` or `gated`."""
+    """Compute `activated` or `gated`, by the kind of `activation`."""
     if isinstance(activation, Activation):
         return activated(target, x, activation, consumer)
     return gated(target, x, activation, consumer)
@@ -247,8 +252,9 @@ def applied(
 def activated(
     target: Target, x: Tensor, activation: Activation, consumer: PackedWeight | None = None
 ) -> Tensor | Quantized:
-    """`reference_rows.activated`, quantized if `consumer` takes quantized rows. x: [rows, size],
-    contiguous.
+    """Compute `KernelSet.activated`, quantized if `consumer` takes quantized rows.
+
+    x: [rows, size], contiguous
     """
     return _apply(target, x, x.shape[1], {"ACTIVATION": str(activation), "LIMIT": 0.0}, consumer)
 
@@ -259,8 +265,9 @@ def gated(
     activation: GatedActivation,
     consumer: PackedWeight | None = None,
 ) -> Tensor | Quantized:
-    """`reference.gated`, quantized if `consumer` takes quantized rows. gate_up: [rows, 2 * size],
-    contiguous.
+    """Compute `KernelSet.gated`, quantized if `consumer` takes quantized rows.
+
+    gate_up: [rows, 2 * size], gate first, contiguous
     """
     named = {"ACTIVATION": str(activation.function), "LIMIT": activation.limit}
     return _apply(target, gate_up, gate_up.shape[1] // 2, named, consumer)
@@ -269,7 +276,7 @@ def gated(
 def _apply(
     target: Target, x: Tensor, size: int, named: dict[str, Any], consumer: PackedWeight | None
 ) -> Tensor | Quantized:
-    """The activation that `named` says, of rows whose results are `size` wide."""
+    """Apply the activation with the constants `named` to rows; the result is [rows, size]."""
     assert x.is_contiguous()
     rows = len(x)
     if quantizes(consumer) and size <= WIDE:

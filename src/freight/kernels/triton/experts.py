@@ -1,15 +1,15 @@
 """Experts of all rows in two grouped products; see `KernelSet.experts`.
 
-A slot is one expert of one row: row * top_k + its place among the row's ids. `sort_kernel` lists
+A slot is one expert of one row: row * top_k + its index among the row's ids. `sort_kernel` lists
 slots by expert and cuts the list into tiles of one expert each; `experts_kernel` multiplies a
-tile's rows with its expert's matrix by linear.py's `product`. Grids follow from shapes alone: the
-number of tiles is the most that there can be, and programs without a tile return at once. So the
-host never waits for the device, and a CUDA graph can hold all of it.
+tile's rows by its expert's matrix with `product` of linear.py. Grids follow from shapes alone: they
+have the largest possible number of tiles, and programs without a tile return at once. So the host
+never waits for the device, and a CUDA graph can capture all launches.
 
-Tiles are of one size for any number of rows, so a row's bits do not depend on the other rows.
+Tiles have one size for any number of rows, so a row's bits do not depend on the other rows.
 
-`heads_kernel` is the product of each head, where every row has every matrix: nothing is sorted, and
-tiles are those of `linear.matmul_kernel`, by the number of rows.
+`heads_kernel` is the product of each head (`KernelSet.by_head`). Every row uses every matrix there,
+so nothing is sorted; tiles are those of `linear.matmul_kernel`, by the number of rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from freight.operands.activation import AnyActivation
 from freight.operands.packed import PackedExperts
 from freight.operands.weight import Weight, Weights
 
-SORTED = 1024  # slots that `sort_kernel` looks at together
+SORTED = 1024  # slots that `sort_kernel` reads at a time
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class ExpertStack(PackedExperts):
     """One matrix of every expert.
 
     data     [num_experts, out_features, in_features]
-    scale    None, or as `Weight.scale` with num_experts in front
-    bias     [num_experts, out_features], in the dtype of the rows
-    one      the first expert's matrix, a view: format, kind of scales and treatment of activations,
-             which are of all
+    scale    `Weight.scale` of each expert, stacked along a first dimension, or None
+    bias     [num_experts, out_features] in the dtype of the rows, or None
+    one      the first expert's matrix, a view: it has the format, kind of scales and treatment of
+             activations of all
     """
 
     data: Tensor
@@ -69,12 +69,11 @@ def sort_kernel(
     ids_ptr, slot_ptr, tile_ptr, num_slots, num_tiles, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A program: one expert. Writes its slots, ascending, behind those of the experts before it,
-    and its tiles.
+    """A program: one expert. Writes its slots and its tiles.
 
-    slot_ptr: [num_slots]; tile_ptr: [num_tiles, 3], the tile's expert and its first place in
-    slot_ptr and the one behind its last; -1 where no tile is left, which the last expert's program
-    writes.
+    slot_ptr: [num_slots]: slots in ascending order, after those of lower experts; tile_ptr:
+    [num_tiles, 3]: of each tile its expert, and the begin and the end of its part of slot_ptr. The
+    last expert's program marks unused tiles with expert -1.
     """
     expert = tl.program_id(0)
     every = tl.arange(0, BINS)
@@ -112,11 +111,10 @@ def experts_kernel(
     INPUTS: tl.constexpr, CHAINS: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
     BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """A program: the slots of a tile by OUTPUTS outputs of its expert, into out_ptr, [num_slots,
-    num_outputs].
+    """A program: the slots of a tile by OUTPUTS outputs of its expert.
 
-    A row of x belongs to SLOTS_OF_ROW slots one after the other. num_scales: of one expert's
-    matrix.
+    out_ptr: [num_slots, num_outputs]. A row of x belongs to SLOTS_OF_ROW consecutive slots.
+    num_scales: the scales of one expert's matrix.
     """
     tile = tile_ptr + tl.program_id(1) * 3
     expert = tl.load(tile).to(tl.int64)
@@ -124,9 +122,8 @@ def experts_kernel(
         return
     end = tl.load(tile + 2)
     place = tl.load(tile + 1) + tl.arange(0, ROWS)
-    slot = tl.load(
-        slot_ptr + tl.minimum(place, end - 1)
-    )  # places behind the last repeat it, and are not stored
+    # Places after the last slot repeat it, and are not stored.
+    slot = tl.load(slot_ptr + tl.minimum(place, end - 1))
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     matrix_ptr = weight_ptr + expert * num_outputs * SIZE
     if weight_scale_ptr is not None:
@@ -152,8 +149,9 @@ def weigh_kernel(
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
 ):
-    """A program: BLOCK values of one row: base + the sum of its slots, weighed, in order; rounded
-    once.
+    """A program: BLOCK values of one row: base + the weighted sum of its slots, rounded once.
+
+    Slots are added in order.
     """
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -170,8 +168,9 @@ def weigh_kernel(
 
 @dataclass(frozen=True)
 class Sorted:
-    """What `sort_kernel` writes, for tiles of `rows` rows. slots: [num_slots] int32; tiles:
-    [num_tiles, 3] int32.
+    """Slots in the order of their experts, and tiles of `rows` slots, as `sort_kernel` writes them.
+
+    slots: [num_slots] int32; tiles: [num_tiles, 3] int32
     """
 
     slots: Tensor
@@ -180,11 +179,10 @@ class Sorted:
 
 
 def sort_slots(ids: Tensor, num_experts: int, rows: int) -> Sorted:
-    """The slots of ids [num_rows, top_k] int32 by expert, in tiles of `rows`."""
+    """Sort the slots of ids [num_rows, top_k] int32 by expert, in tiles of `rows`."""
     num_slots = ids.numel()
-    used = min(
-        num_experts, num_slots
-    )  # every expert in use has a tile that may hold 1 slot; the others are full
+    # At most, each expert in use has one tile with a single slot, and the other tiles are full.
+    used = min(num_experts, num_slots)
     num_tiles = used + (num_slots - used) // rows
     slots, tiles = ids.new_empty(num_slots), ids.new_empty(num_tiles, 3)
     sort_kernel[(num_experts,)](
@@ -194,9 +192,8 @@ def sort_slots(ids: Tensor, num_experts: int, rows: int) -> Sorted:
         num_slots,
         num_tiles,
         NUM_EXPERTS=num_experts,
-        BINS=triton.next_power_of_2(
-            num_experts + 1
-        ),  # one at least for places behind the last slot
+        # At least one bin more than experts, which counts the places after the last slot.
+        BINS=triton.next_power_of_2(num_experts + 1),
         BLOCK=SORTED,
         ROWS=rows,
         num_warps=4,
@@ -205,8 +202,10 @@ def sort_slots(ids: Tensor, num_experts: int, rows: int) -> Sorted:
 
 
 def experts_tile(target: Target, stack: ExpertStack, dot: tl.dtype) -> Tile:
-    """Of 64 rows, which cost a few rows nothing: with 64, too, reading the weights takes longer
-    than multiplying.
+    """Choose the tile: 64 rows, for any number of rows.
+
+    It costs nothing when there are only a few rows, because even with 64 rows reading the weights
+    takes longer than multiplying.
     """
     outputs = stack.data.shape[0] * stack.data.shape[1]  # of all experts
     tile = matmul_tile(
@@ -224,11 +223,10 @@ def multiply(
     tile: Tile,
     like: Tensor,
 ) -> Tensor:
-    """Each slot's row of x times its expert's matrix, [num_slots, out_features] in the dtype of
-    `like`.
+    """Multiply each slot's row of x by its expert's matrix, [num_slots, out_features].
 
-    x: [num_slots / n, in_features], plain or quantized for `stack.one`: each row is that of n
-    slots.
+    x: [num_slots / n, in_features], plain or quantized for `stack.one`; each row is shared by n
+    consecutive slots. The result has the dtype of `like`.
     """
     codes, x_scale = (x.codes, x.scale) if isinstance(x, Quantized) else (x, None)
     _, outputs, size = stack.data.shape
@@ -258,7 +256,7 @@ def multiply(
 
 
 def weigh(out: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
-    """base + the sum over a row's slots of weight * out, in float32, rounded once.
+    """Return base + the sum over a row's slots of weight * out, in float32, rounded once.
 
     out: [num_rows * top_k, size]; weights: float32 [num_rows, top_k]; base: [num_rows, size].
     """
@@ -266,7 +264,7 @@ def weigh(out: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
     total = out.new_empty(rows, size)
     block = min(1024, triton.next_power_of_2(size))
     constants: dict[str, Any] = {"SIZE": size, "BLOCK": block, "TOP_K": top_k, "num_warps": 4}
-    # products are rounded before they are added, as the definition does
+    # Unfused: products are rounded before they are added, as in the reference.
     weigh_kernel[(rows, triton.cdiv(size, block))](
         out, weights, base, total, **constants, enable_fp_fusion=False
     )
@@ -283,8 +281,9 @@ def experts(
     activation: AnyActivation,
     base: Tensor | None = None,
 ) -> Tensor:
-    """`KernelSet.experts`: five launches, or six if x is quantized. x: its last dimension is
-    contiguous.
+    """Compute `KernelSet.experts` in five launches, or six if x is quantized.
+
+    x: [rows, hidden_size], contiguous within a row
     """
     assert isinstance(gate_up, ExpertStack)
     assert isinstance(down, ExpertStack)
@@ -310,8 +309,9 @@ def heads_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, num_outputs, x_stride, head_stride, SIZE: tl.constexpr, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """A program: ROWS rows of a head by OUTPUTS outputs, into out_ptr, [num_rows, heads,
-    num_outputs].
+    """A program: ROWS rows of a head by OUTPUTS outputs.
+
+    out_ptr: [num_rows, heads, num_outputs]
     """
     head = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -328,7 +328,7 @@ def heads_kernel(
 
 
 def by_head(target: Target, x: Tensor, matrices: PackedExperts) -> Tensor:
-    """`KernelSet.by_head`."""
+    """Compute `KernelSet.by_head`."""
     assert isinstance(matrices, ExpertStack)
     rows = len(x)
     heads, outputs, size = matrices.data.shape

@@ -1,11 +1,10 @@
-"""FP8 on a GPU: encoding and decoding, by conversion instructions where the hardware has them, else
-by bits.
+"""FP8 on a GPU: encoding and decoding, by conversion instructions or in integer arithmetic.
 
-`encode_bits` and `decode_bits` use integer arithmetic and one exact float32 addition or float16
-multiplication, so every format runs on every GPU, and gives the bytes of `fp8/cast.py`: to nearest,
-ties to even, saturating, NaN kept. The element type of a pointer selects the way at compile time:
-float8 means that the hardware converts, uint8 that it does not. `carrier` makes that choice on the
-host; in Triton's interpreter it is always uint8.
+Where the hardware has no conversion, `encode_bits` and `decode_bits` use integer arithmetic and one
+exact float32 addition or float16 multiplication. So every format runs on every GPU, and gives the
+bytes of `fp8/cast.py`: rounded to nearest, ties to even, saturating, NaN kept. The element type of
+a pointer selects the method at compile time: float8 if the hardware converts, uint8 if it does not.
+`carrier` makes that choice on the host; in Triton's interpreter it is always uint8.
 
 FP8 decodes to float16, in which all values of all FP8 formats are exact, subnormals included.
 """
@@ -27,22 +26,23 @@ from freight.fp8.cast import format_of
 from freight.fp8.formats import Format, ScaleKind, amd_fp8
 from freight.kernels.reference import Fp8Products
 
-# Whether multiplications are fused with additions where a launch says nothing: Triton 3.9 warns
-# that 3.10 will not.
+# Fuse multiplications with additions unless a launch says otherwise. It is the default up to Triton
+# 3.9, which warns that 3.10 changes it.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-# what kernels compare their SCALES with
+# Values of a kernel's SCALES.
 STATIC = tl.constexpr(int(ScaleKind.STATIC))
 TOKEN = tl.constexpr(int(ScaleKind.TOKEN))
-SMALLEST = tl.constexpr(2.0**-126)  # normal float32
+SMALLEST = tl.constexpr(2.0**-126)  # the smallest normal float32
 
 
 @dataclass(frozen=True)
 class Target:
-    """The GPU that kernels are specialized for. `arch` is 80, 90, … on NVIDIA (`cuda`), 'gfx942'
-    etc. on AMD (`hip`).
+    """The GPU that kernels are specialized for.
 
-    `units` is the number of multiprocessors.
+    backend   'cuda' (NVIDIA) or 'hip' (AMD)
+    arch      80, 90, … on NVIDIA, 'gfx942' etc. on AMD; 0 is Triton's interpreter
+    units     number of multiprocessors
     """
 
     backend: str
@@ -51,25 +51,22 @@ class Target:
 
     @cached_property
     def fits(self) -> dict[Hashable, int]:
-        """What `occupancy.programs_per_unit` found, kept: the driver gives the same answer every
-        time.
-        """
+        """Return the cache of `occupancy.programs_per_unit`, whose answers never change."""
         return {}
 
     @property
     def native(self) -> frozenset[Format]:
-        """FP8 formats that this GPU converts and multiplies in hardware."""
+        """Return the FP8 formats that this GPU converts and multiplies in hardware."""
         if self.backend == "hip":
             return amd_fp8(str(self.arch))
         return frozenset({Format.E4M3FN, Format.E5M2} if int(self.arch) >= 89 else ())
 
     def fp8_products(self, format: Format, few_rows: bool) -> Fp8Products:
-        """Which products of attention over `format` Triton compiles to FP8 matrix instructions that
-        are faster.
+        """Select the products of attention over `format` that are faster with FP8 instructions.
 
-        Tiles of few rows, as in decoding, go to `mma.sync`, for which Triton widens FP8 on Hopper
-        and on Blackwell's sm_10x; Hopper's `wgmma` would need V transposed byte by byte. The
-        interpreter, which has no FP8, rounds both.
+        Tiles of few rows, as in decoding, use `mma.sync`, for which Triton widens FP8 on Hopper and
+        on Blackwell's sm_10x. Hopper's `wgmma` would need V transposed byte by byte. The
+        interpreter, which has no FP8, rounds the operands of both products.
         """
         if not format.is_e4m3 or (format not in self.native and self.arch):
             return Fp8Products.NONE
@@ -80,11 +77,10 @@ class Target:
         return Fp8Products.SCORES if 90 <= int(self.arch) < 100 else Fp8Products.BOTH
 
     def pairs(self, format: Format) -> str:
-        """How kernels decode two neighbouring values of `format` at a time: '' not at all, it is
-        not FP8.
+        """Return how kernels decode two neighbouring values of `format` at a time.
 
-        'ptx' is by the instructions that convert two at a time, 'triton' by Triton's own
-        conversions or by bits.
+        '': not at all, because it is not FP8; 'ptx': by the instructions that convert two values;
+        'triton': by Triton's conversions or in integer arithmetic.
         """
         if not format.is_fp8:
             return ""
@@ -92,13 +88,15 @@ class Target:
 
     @property
     def small(self) -> bool:
-        """Whether a multiprocessor holds 1536 threads, in 100 KiB: ptxas gives a program fewer
-        registers there.
+        """Say whether a multiprocessor holds 1536 threads and has 100 KiB of shared memory.
+
+        ptxas gives a program fewer registers there.
         """
         return self.backend == "cuda" and int(self.arch) in (86, 89)
 
     @property
     def hopper_or_newer(self) -> bool:
+        """Say whether the GPU is NVIDIA's of sm_90 or later."""
         return self.backend == "cuda" and int(self.arch) >= 90
 
 
@@ -106,7 +104,7 @@ INTERPRETER = Target("cuda", 0, units=1)  # no native FP8
 
 
 def current_target() -> Target:
-    """The GPU that torch uses now, or the interpreter."""
+    """Return the GPU that torch uses now, or the interpreter."""
     if knobs.runtime.interpret:
         return INTERPRETER
     facts = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -116,8 +114,9 @@ def current_target() -> Target:
 
 
 def carrier(stored: Tensor, target: Target) -> Tensor:
-    """`stored` as kernels for `target` take it: FP8 that the hardware does not convert is viewed as
-    uint8.
+    """View `stored` as kernels for `target` take it.
+
+    FP8 that the hardware does not convert is viewed as uint8.
     """
     format = format_of(stored)
     return stored.view(torch.uint8) if format.is_fp8 and format not in target.native else stored
@@ -125,25 +124,24 @@ def carrier(stored: Tensor, target: Target) -> Tensor:
 
 @triton.constexpr_function
 def largest(format):
-    """The largest number of the format with this name, a constant of the kernel that asks."""
+    """Return the largest number of the format with this name, at compile time."""
     return Format(format).max
 
 
 @triton.constexpr_function
 def overflow(format):
-    """`Format.overflow` of the format with this name."""
+    """Return `Format.overflow` of the format with this name, at compile time."""
     return Format(format).overflow
 
 
 @triton.jit
 def encode_bits(x, FORMAT: tl.constexpr):
-    """float32 -> the byte of FORMAT (a `Format`'s name) that is nearest."""
+    """Encode float32 as the nearest byte of FORMAT (a `Format`'s name)."""
     FNUZ: tl.constexpr = FORMAT == "fp8_e4m3fnuz"
     MANTISSA: tl.constexpr = 2 if FORMAT == "fp8_e5m2" else 3
     BIAS: tl.constexpr = 15 if FORMAT == "fp8_e5m2" else (8 if FNUZ else 7)
     LARGEST: tl.constexpr = largest(FORMAT)
-    # adding 2 ** (23 - MANTISSA + 1 - BIAS) leaves a subnormal, rounded, in the lowest bits of the
-    # sum
+    # Adding 2 ** (23 - MANTISSA + 1 - BIAS) rounds a subnormal into the lowest bits of the sum.
     MAGIC: tl.constexpr = 2.0 ** (24 - MANTISSA - BIAS)
     MAGIC_BITS: tl.constexpr = (24 - MANTISSA - BIAS + 127) << 23
     SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
@@ -166,12 +164,12 @@ def encode_bits(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def decode_bits(code, FORMAT: tl.constexpr):
-    """The byte of FORMAT -> float16, exactly."""
+    """Decode a byte of FORMAT to float16, exactly."""
     word = code.to(tl.int16)
     if FORMAT == "fp8_e5m2":
-        value = (word << 8).to(tl.float16, bitcast=True)  # float16's own upper half
+        value = (word << 8).to(tl.float16, bitcast=True)  # E5M2 is the upper half of float16
     else:
-        # read as float16 the exponent's bias is 8 (FNUZ: 7) too large
+        # Read as float16, the value is 2 ** 8 (FNUZ: 2 ** 7) too small: float16's bias is larger.
         value = (((word & 0x80) << 8) | ((word & 0x7F) << 7)).to(tl.float16, bitcast=True)
         nan = tl.full((), float("nan"), tl.float16)
         if FORMAT == "fp8_e4m3fnuz":
@@ -183,8 +181,9 @@ def decode_bits(code, FORMAT: tl.constexpr):
 
 @triton.jit
 def encode(x, like: tl.constexpr, FORMAT: tl.constexpr):
-    """float32 -> what a pointer with elements of type `like` stores: float8 (in hardware) or a byte
-    of FORMAT.
+    """Encode float32 for a pointer to elements of type `like`: float8 (in hardware) or bytes.
+
+    FORMAT: the name of the `Format`.
     """
     if like == tl.uint8:
         stored = encode_bits(x, FORMAT)
@@ -196,7 +195,7 @@ def encode(x, like: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def decode(stored, FORMAT: tl.constexpr):
-    """What was loaded, float8 or bytes of FORMAT -> float16; 16 and 32 bits stay as they are."""
+    """Decode loaded float8 values or bytes of FORMAT to float16; other types do not change."""
     if stored.dtype == tl.uint8:
         value = decode_bits(stored, FORMAT)
     elif stored.dtype.is_fp8():
@@ -208,13 +207,12 @@ def decode(stored, FORMAT: tl.constexpr):
 
 @triton.jit
 def decode_pairs(words, like: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr):
-    """int16, each two neighbours of type `like` as they are stored -> float16 (first ones, second
-    ones).
+    """Decode int16 words, each two stored neighbours of type `like`, to float16.
 
-    PAIRS is `Target.pairs`. PTX takes two words at a time and brings what belongs together side by
-    side.
+    Returns the first and the second values of all words. PAIRS is `Target.pairs`. The PTX code
+    takes two words at a time and collects their first and their second bytes.
     """
-    if PAIRS == "ptx" and FORMAT == "fp8_e5m2":  # float16's own upper half
+    if PAIRS == "ptx" and FORMAT == "fp8_e5m2":  # E5M2 is the upper half of float16
         first, second = tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xFF00FF00;",
             "=&r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
@@ -238,22 +236,23 @@ def decode_pairs(words, like: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.cons
 
 @triton.jit
 def finite_amax(x, axis: tl.constexpr):
-    """Largest finite magnitude along `axis`; 0 where there is none."""
+    """Return the largest finite magnitude along `axis`, 0 where there is none."""
     magnitude = tl.abs(x)
     return tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), axis)
 
 
 @triton.jit
 def scale_from_amax(amax, FORMAT: tl.constexpr):
-    """amax / the largest value of FORMAT, at least 2 ** -126."""
+    """Return amax / the largest value of FORMAT, at least 2 ** -126."""
     LARGEST: tl.constexpr = largest(FORMAT)
     return tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), SMALLEST)
 
 
 @triton.jit
 def power_of_two(amax):
-    """The power of two at or below amax, 2 ** -126 to 2 ** 126, and its inverse: float32, exact,
-    from exponent bits.
+    """Return the power of two at or below amax, clamped to 2 ** ±126, and its inverse.
+
+    Both are float32, and exact, because they are built from exponent bits.
     """
     exponent = amax.to(tl.int32, bitcast=True) & 0x7F800000
     exponent = tl.minimum(tl.maximum(exponent, 1 << 23), 253 << 23)
@@ -264,10 +263,11 @@ def power_of_two(amax):
 
 @triton.jit
 def places(block, token, head, STRIDES: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the vectors of a KV head lie in pages, in units of WIDTH values; STRIDES is one of
-    `KVPages.strides`.
+    """Return the offsets of a KV head's vectors in pages, in units of WIDTH values.
+
+    STRIDES is one of `KVPages.strides`.
     """
-    if STRIDES[0] % STRIDES[1] == 0:  # one multiplication fewer, and a register
+    if STRIDES[0] % STRIDES[1] == 0:  # saves a multiplication and a register
         place = (block * (STRIDES[0] // STRIDES[1]) + token) * STRIDES[1] + head * STRIDES[2]
     else:
         place = block * STRIDES[0] + token * STRIDES[1] + head * STRIDES[2]
@@ -278,7 +278,7 @@ def places(block, token, head, STRIDES: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def token_scale(scale_ptr, place, stored, MASKED: tl.constexpr):
-    """The `token` scales of a tile's keys or values, float32 [N]."""
+    """Load the `token` scales of a tile's keys or values, float32 [N]."""
     if MASKED:
         scale = tl.load(scale_ptr + place, mask=stored, other=0.0)
     else:

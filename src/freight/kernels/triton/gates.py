@@ -1,5 +1,4 @@
-"""Gates of results and decays of states, and columns that are normed on their own, with a gate or
-put side by side.
+"""Gates of results, decays of states, gated norms, and norms of concatenated columns.
 
 Computed in float32, rounded where the reference rounds.
 """
@@ -24,6 +23,7 @@ from freight.kernels.triton.rows import (
     quantize,
     quantizes,
     this_row,
+    warps_for,
     write_row,
 )
 from freight.operands.activation import GateFunction
@@ -32,15 +32,14 @@ from freight.operands.packed import JoinedPart, PackedWeight
 
 @triton.jit
 def _factor(logit, FUNCTION: tl.constexpr):
-    """The factor that a logit (float32) gives. FUNCTION: a `GateFunction`'s name."""
+    """Return function(logit), float32. FUNCTION: a `GateFunction`'s name."""
     if FUNCTION == "identity":
         return logit
     e = tl.exp(-tl.abs(logit))
     if FUNCTION == "sigmoid":
         return tl.where(logit < 0, e, 1.0) / (1.0 + e)
-    s = e / (
-        2.0 + e
-    )  # ln(1 + e) = 2 artanh(s), whose series has an error below 2 ** -28 after these terms
+    # ln(1 + e) = 2 artanh(s), whose series has an error below 2 ** -28 after these terms.
+    s = e / (2.0 + e)
     square = s * s
     total = 1.0 / 15.0
     for divisor in tl.static_range(13, 0, -2):
@@ -92,9 +91,7 @@ def decays_kernel(
     a_ptr, a_stride, b_ptr, b_stride, a_log_ptr, dt_bias_ptr, least, most, bound, beta_ptr, decay_ptr, rows,
     HEADS: tl.constexpr, K_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program: BLOCK values of all rows, heads and, of each head, K_DIM channels with a decay of
-    their own.
-    """
+    """A program: BLOCK values of all rows, heads, and K_DIM channels (1: one decay per head)."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < rows * (HEADS * K_DIM)
     row, column = (index // (HEADS * K_DIM)).to(tl.int64), index % (HEADS * K_DIM)
@@ -120,8 +117,9 @@ def decays_kernel(
 def _gated_norm(
     x, gate, weight, eps, GROUP: tl.constexpr, WHOLE: tl.constexpr, NORM_FIRST: tl.constexpr
 ):
-    """Norm of x [groups, values] with a gate, in x's type; each group on its own, or WHOLE: all of
-    x as one.
+    """Return the gated norm of x [groups, values], in x's type.
+
+    Each group is normed separately, or with WHOLE all of x together.
     """
     factor = gate.to(tl.float32)
     factor = factor / (1.0 + tl.exp(-factor))
@@ -143,7 +141,7 @@ def gated_norm_row_kernel(
     BLOCK_GROUPS: tl.constexpr, NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
     GROUP: tl.constexpr, REPEATED: tl.constexpr, NORM_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """A program: one row, normed as a whole or by 128. REPEATED: the weight is that of each group."""
+    """A program: one row, normed together or by 128. REPEATED: all groups have the same weight."""
     row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
     x = tl.load(x_ptr + row * x_stride + index, mask=mask, other=0.0)
     gate = tl.load(gate_ptr + row * gate_stride + index, mask=mask, other=0.0)
@@ -182,8 +180,9 @@ def gated_norm_kernel(
 
 
 def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
-    """`reference_rows.gate`. x: [rows, size]; logits: [rows, groups] or [1, groups]; columns of
-    both contiguous.
+    """Compute `KernelSet.gate`.
+
+    x: [rows, size]; logits: [rows, groups] or [1, groups]; both contiguous within a row
     """
     rows, size = x.shape
     assert x.stride(1) == 1 or size == 1
@@ -205,7 +204,7 @@ def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
 
 
 def join(parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:
-    """`reference_rows.join`. Each x: its columns one after another in memory."""
+    """Compute `KernelSet.join`, one launch for each part. Each x is contiguous within a row."""
     leading, width = parts[0][0].shape[:-1], sum(x.shape[-1] for x, _ in parts)
     rows, out = leading.numel(), parts[0][0].new_empty(*leading, width)
     column = 0
@@ -213,7 +212,7 @@ def join(parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:
         x = heads.flatten(0, -2)
         group = x.shape[1] if weight is None else len(weight)
         block = triton.next_power_of_2(group)
-        constants = {"GROUP": group, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+        constants = {"GROUP": group, "BLOCK": block, "num_warps": warps_for(block)}
         pointers = (x, x.stride(0), weight, out, column, width, eps)
         part_kernel[(rows, x.shape[1] // group)](*pointers, **constants)
         column += x.shape[1]
@@ -228,7 +227,7 @@ def decays(
     limits: tuple[float, float] = (0.0, math.inf),
     bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`KernelSet.decays`. a, b: heads, or their channels, one after another in memory."""
+    """Compute `KernelSet.decays`. a, b: contiguous within a row."""
     assert a.stride(1) == 1
     assert b is None or b.stride(1) == 1
     rows, heads, channels = len(a), len(a_log), len(dt_bias)
@@ -269,11 +268,11 @@ def gated_norm(
     norm_first: bool,
     consumer: PackedWeight | None = None,
 ) -> Tensor | Quantized:
-    """`KernelSet.gated_norm`, quantized if `consumer` takes quantized rows. Columns lie one after
-    another in memory.
+    """Compute `KernelSet.gated_norm`, quantized if `consumer` takes quantized rows.
 
-    One launch where a row is normed as a whole, or by 128 as Freight quantizes; which does not
-    depend on `consumer`.
+    x, gate: contiguous within a row. If a row is normed together, or in groups of 128 as Freight
+    quantizes, norm and quantization are one launch. The choice of the kernel does not depend on
+    `consumer`.
     """
     assert x.stride(1) == gate.stride(1) == 1
     rows, size = x.shape
@@ -288,7 +287,7 @@ def gated_norm(
     sizes: dict[str, Any] = {
         "SIZE": size,
         "BLOCK": block,
-        "num_warps": min(16, max(1, block // 512)),
+        "num_warps": warps_for(block),
     }
     gated_norm_kernel[(rows, size // group)](*inputs, out, **sizes, **norm)
     return quantize(target, out, consumer) if quantizes(consumer) else out

@@ -1,12 +1,12 @@
-"""Linear over FP8 weights: a matrix product for the cases that torch's own does not support.
+"""Linear over FP8 weights: a matrix product for the cases that torch does not support.
 
-`torch._scaled_mm` takes many rows with a scale per row against weights with a scale per output row,
-on NVIDIA GPUs that multiply FP8. `matmul_kernel` takes the rest: few rows, where reading the
-weights takes most of the time; 128 x 128 block scales; weight-only quantization; every GPU and
-format without FP8 multiplication, where both operands are decoded to float16, exactly. It sums over
-the input features in float32: in order, or, for up to 16 rows, in four sums that are added at the
-end. A row's bits are the same in all batches of up to 16 rows, of 17 to `FEW_ROWS`, and of more;
-between these kinds they may differ, because the matrix instructions do.
+`torch._scaled_mm` computes products of many rows, with a scale per row and weights with a scale per
+output row, on NVIDIA GPUs that multiply FP8. `matmul_kernel` computes the rest: few rows, where
+reading the weights takes most of the time; 128 x 128 block scales; weight-only quantization; every
+GPU and format without FP8 multiplication, where both operands are decoded to float16, exactly. It
+sums over the input features in float32: in order, or for up to 16 rows in four sums that are added
+at the end. A row's bits are the same in all batches of up to 16 rows, of 17 to `FEW_ROWS`, and of
+more; between these classes they may differ, because the matrix instructions do.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from freight.kernels.triton.formats import Target, carrier, decode
 from freight.kernels.triton.rows import Quantized, quantize, quantizes
 from freight.operands.weight import Weight
 
-FEW_ROWS = 64  # up to here reading the weights takes longer than multiplying with them
-# Whether `torch._scaled_mm` leaves the sums of a product to Hopper's matrix units, which keep about
-# 14 bits of them, instead of adding them up in float32 every 128 inputs. It is faster; `freight
-# bench kernels --device cuda` times both.
+FEW_ROWS = 64  # rows up to which reading the weights takes longer than multiplying
+# If True, `torch._scaled_mm` leaves all sums of a product to Hopper's matrix units, which keep
+# about 14 bits of them, instead of adding them to a float32 sum every 128 inputs. It is faster;
+# `freight bench kernels --device cuda` times both.
 FAST_SUMS = False
 
 
@@ -38,11 +38,11 @@ def _chains(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr, X_FORMAT: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The sums of `product` in CHAINS parts, added up: chain c takes tiles of inputs c, c + CHAINS,
-    c + 2 CHAINS, …
+    """Compute the sums of `product` in CHAINS parts, and add these.
 
-    Each warp multiplies another chain: over few rows and outputs the matrix instructions of one sum
-    wait for one another, and those of CHAINS sums do not.
+    Chain c takes the tiles of inputs c, c + CHAINS, c + 2 CHAINS, … Each warp multiplies another
+    chain: over few rows and outputs the matrix instructions of one sum wait for one another, and
+    those of CHAINS sums do not.
     """
     GROUPS: tl.constexpr = (SIZE + 127) // 128
     EVEN: tl.constexpr = SIZE % (INPUTS * CHAINS) == 0
@@ -63,9 +63,8 @@ def _chains(
             weight = decode(weight, WEIGHT_FORMAT).to(DOT)
         if BLOCKS:
             part = tl.dot(x, weight, input_precision="ieee")
-            group = tl.minimum(
-                start // 128 + chain, GROUPS - 1
-            )  # behind the last group everything is 0
+            # Inputs after the last group are 0, so its scale may be used for them.
+            group = tl.minimum(start // 128 + chain, GROUPS - 1)
             place = (output // 128 * GROUPS)[None, :] + group[:, None]
             part *= tl.load(weight_scale_ptr + place, mask=live_output[None, :], other=0.0)[
                 :, None, :
@@ -84,7 +83,7 @@ def _one_chain(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, X_FORMAT: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The sums of `product` over the inputs in order."""
+    """Compute the sums of `product` over the inputs in order."""
     x_row = x_ptr + row.to(tl.int64)[:, None] * x_stride
     weight_row = weight_ptr + output.to(tl.int64)[None, :] * SIZE
     GROUPS: tl.constexpr = (SIZE + 127) // 128
@@ -109,7 +108,7 @@ def _one_chain(
                 part *= tl.load(x_scale_ptr + row * GROUPS + group)[:, None]
             acc += part
         else:
-            # FP8 sums on Hopper keep 14 bits, so they are added to a float32 sum every 128 inputs
+            # Hopper keeps 14 bits of FP8 sums, so they are added to a float32 sum every 128 inputs.
             PIECE: tl.constexpr = INPUTS if INPUTS < 128 else 128
             acc = tl.dot(x, weight, acc, input_precision="ieee", max_num_imprecise_acc=PIECE)
     return acc
@@ -121,15 +120,14 @@ def product(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr, X_FORMAT: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """x @ weight.T + bias for the rows `row` of x, all of which exist, and the outputs `output`, in
-    float32.
+    """Return x @ weight.T + bias for the rows `row` and the outputs `output`, in float32.
 
-    Without BLOCKS scales belong to rows of x and of the weight, and multiply the finished sum. With
-    it they belong to 128 inputs of x and to 128 x 128 blocks of the weight, and INPUTS is 128.
-    Scales of plain operands are None.
+    All rows exist; outputs may be beyond the last. Without BLOCKS scales belong to rows of x and of
+    the weight, and multiply the finished sum. With BLOCKS they belong to 128 inputs of x and to 128
+    x 128 blocks of the weight, and INPUTS is 128. Scales of plain operands are None.
     """
     live_output = output < num_outputs
-    read = tl.minimum(output, num_outputs - 1)  # an index beyond the last output repeats the last
+    read = tl.minimum(output, num_outputs - 1)  # outputs beyond the last one read the last one
     if CHAINS == 1:
         acc = _one_chain(
             x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, row, read, live_output, x_stride, SIZE, ROWS, OUTPUTS,
@@ -156,8 +154,9 @@ def matmul_kernel(
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr,
     X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """A program: ROWS rows by OUTPUTS outputs of `product`, [num_rows, SIZE] by [num_outputs,
-    SIZE].
+    """A program: ROWS rows by OUTPUTS outputs of `product`.
+
+    x: [num_rows, SIZE]; weight: [num_outputs, SIZE]; out: [num_rows, num_outputs]
     """
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -172,10 +171,9 @@ def matmul_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile sizes of a program, and its numbers of warps, of pipeline stages, and of sums that it
-    keeps of an output.
+    """Tile sizes of a program, and its numbers of warps and pipeline stages.
 
-    With more than one of `chains`, `inputs` are those of each.
+    `chains` is the number of separate sums of an output; each takes `inputs` inputs at a time.
     """
 
     rows: int
@@ -187,7 +185,7 @@ class Tile:
 
     @property
     def constants(self) -> dict[str, int]:
-        """As a kernel over `product` takes them."""
+        """Return the compile-time constants of a kernel that calls `product`."""
         sizes = {
             "ROWS": self.rows,
             "OUTPUTS": self.outputs,
@@ -198,10 +196,10 @@ class Tile:
 
 
 def matmul_tile(target: Target, rows: int, outputs: int, blocks: bool, dot: tl.dtype) -> Tile:
-    """By the class of `rows` (to 16, to FEW_ROWS, more), so that within one a row's bits do not
-    depend on the others.
+    """Choose the tile by the class of `rows`: up to 16, up to FEW_ROWS, or more.
 
-    `outputs` of the weight change how many a program computes, and never the order of a sum.
+    So within a class a row's bits do not depend on the other rows. The number of `outputs` of the
+    weight changes how many of them a program computes, but never the order of a sum.
     """
     if dot == tl.float32:
         return Tile(16, 32, 32 if not blocks else 128, 4, 1)
@@ -216,9 +214,8 @@ def matmul_tile(target: Target, rows: int, outputs: int, blocks: bool, dot: tl.d
             else Tile(64, 64, 128, 4, stages)
         )
     if dot.primitive_bitwidth == 8 and target.hopper_or_newer:
-        if (
-            blocks and int(target.arch) >= 100
-        ):  # sums come from tensor memory group by group: more of them spill
+        if blocks and int(target.arch) >= 100:
+            # Sums come from tensor memory group by group; with more outputs they spill.
             return Tile(128, 64, 128, 8, stages)
         return Tile(128, 128, 128, 8, stages)
     if blocks:
@@ -234,8 +231,9 @@ def matmul(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """x @ weight.T + bias by `matmul_kernel`, in `dtype`. x: [rows, in_features], FP8 with
-    `x_scale`, or plain.
+    """Return x @ weight.T + bias by `matmul_kernel`, [rows, out_features] in `dtype`.
+
+    x: [rows, in_features], FP8 with `x_scale`, or plain
     """
     assert weight.scale is not None
     rows, size = x.shape
@@ -265,8 +263,9 @@ def matmul(
 
 
 def dot_type(target: Target, x: Tensor, weight: Weight) -> tl.dtype:
-    """Operand type: FP8 where the hardware multiplies it, float16 for FP8 otherwise, and the type
-    of plain x.
+    """Return the operand type of a product.
+
+    It is the type of a plain x; for an FP8 x, FP8 if the hardware multiplies it, else float16.
     """
     plain = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     if x.dtype in plain:
@@ -283,9 +282,9 @@ def dot_type(target: Target, x: Tensor, weight: Weight) -> tl.dtype:
 def linear(
     target: Target, x: Tensor | Quantized, weight: Weight, bias: Tensor | None = None
 ) -> Tensor:
-    """`reference.linear`. x: [rows, in_features], or quantized for this weight already.
+    """Compute `KernelSet.linear`. x: [rows, in_features], plain or quantized for this weight.
 
-    16- and 32-bit weights are multiplied by torch.
+    Torch multiplies weights of 16 and 32 bits.
     """
     if isinstance(x, Tensor):
         if weight.scale is None:
@@ -308,8 +307,10 @@ def linear(
 
 
 def scaled_mm_takes(target: Target, dtype: torch.dtype, weight: Weight) -> bool:
-    """Whether `torch._scaled_mm` supports this product: E4M3FN on NVIDIA, scales per row, bfloat16
-    out, sizes of 16.
+    """Say whether `torch._scaled_mm` supports this product.
+
+    It does for E4M3FN on NVIDIA, with scales per row, bfloat16 results and sizes that are multiples
+    of 16.
     """
     return (
         target.backend == "cuda"

@@ -1,11 +1,10 @@
-"""How many programs of a kernel a multiprocessor holds at a time, and how many to launch so that
-none waits for long.
+"""Occupancy: programs that a multiprocessor holds at a time, and how many a launch should have.
 
-Registers differ between versions of Triton, and between scales: on sm_90 decoding over static ones
-takes 124 a thread with 3.6 and 104 with 3.9, and over one per token 138 and 140, so 4 programs fit
-or 3. Therefore they are those of the kernel that was compiled, as the driver tells them. Only the
-number of programs that share the splits of a sequence follows from it; the splits are the same on
-every device, and so are the bits.
+The registers of a kernel differ between versions of Triton, and between kinds of scales: on sm_90
+decoding with static scales takes 124 a thread with 3.6 and 104 with 3.9, and with a scale per token
+138 and 140, so 4 programs fit or 3. Therefore the driver is asked for the registers of the compiled
+kernel. Only the number of programs that share the splits of a sequence follows from it; the splits
+are the same on every device, and so are the bits.
 """
 
 from __future__ import annotations
@@ -19,16 +18,18 @@ from torch import Tensor
 
 from freight.kernels.triton.formats import Target
 
-USUAL = 4  # where no compiled kernel can be asked: on AMD GPUs and in the interpreter
-MOST_ROUNDS = (
-    4  # programs for each place, and for each piece of work that has fewer places, at most
-)
+USUAL = 4  # programs per multiprocessor where the driver cannot tell: on AMD, in the interpreter
+# Largest number of programs for each place, and for each piece of work if there are fewer places.
+MOST_ROUNDS = 4
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What a multiprocessor of an NVIDIA GPU has: 32-bit registers, bytes of shared memory, and
-    places for warps.
+    """The resources of one multiprocessor of an NVIDIA GPU.
+
+    registers   32-bit registers
+    shared      bytes of shared memory
+    warps       warps that it holds
     """
 
     registers: int
@@ -37,19 +38,19 @@ class Unit:
 
     @staticmethod
     def here() -> Unit:
-        """Of the GPU that torch uses now."""
+        """Return those of the GPU that torch uses now."""
         facts = torch.cuda.get_device_properties(torch.cuda.current_device())
         threads = facts.max_threads_per_multi_processor
-        registers = getattr(
-            facts, "regs_per_multiprocessor", 65536
-        )  # that many since Kepler, where torch is silent
+        # Versions of torch that do not report registers: there have been 65536 since Kepler.
+        registers = getattr(facts, "regs_per_multiprocessor", 65536)
         return Unit(registers, facts.shared_memory_per_multiprocessor, threads // 32)
 
     def programs(self, registers: int, shared: int, warps: int) -> int:
-        """Programs that fit, 1 at least: of `warps` warps, `registers` a thread and `shared` bytes.
+        """Return how many programs fit, at least 1.
 
-        A warp's registers are given out in 256s by one of four schedulers; 1024 bytes of shared
-        memory a program are the driver's.
+        A program has `warps` warps, `registers` registers per thread and `shared` bytes of shared
+        memory. Each of four schedulers allocates a warp's registers in units of 256; the driver
+        reserves 1024 bytes of shared memory per program.
         """
         of_warp = -(-max(registers, 1) * 32 // 256) * 256
         by_registers = self.registers // 4 // of_warp * 4 // warps
@@ -59,8 +60,9 @@ class Unit:
 def programs_per_unit(
     target: Target, kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]
 ) -> int:
-    """Programs of this launch that a multiprocessor holds at a time. Compiles the kernel if it is
-    not yet.
+    """Return how many programs of this launch a multiprocessor holds at a time.
+
+    Compiles the kernel if it is not compiled yet.
     """
     if target.backend != "cuda" or not target.arch:
         return USUAL
@@ -82,11 +84,10 @@ def programs_per_unit(
 
 
 def programs_for(work: int, places: int, most: int) -> int:
-    """How many programs to give each of `work` pieces, `most` at most: the fewest that fill
-    `places` best.
+    """Return the number of programs for each of `work` pieces, at most `most`.
 
-    With one that does not fit all others run twice as long as need be: 400 programs in 396 places
-    take two rounds.
+    It is the smallest number that fills `places` best. One program too many doubles the time: 400
+    programs in 396 places take two rounds.
     """
 
     def filled(count: int) -> float:

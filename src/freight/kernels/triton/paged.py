@@ -1,6 +1,6 @@
 """Paged attention: launches and their sizes. The kernels are in `attention.py`.
 
-Grids depend on the shapes of the batch alone, never on the values of its lengths, so a step can be
+Grids depend only on the shapes of the batch, never on the values of its lengths, so a step can be
 captured in a graph and the host does not wait for the GPU.
 """
 
@@ -26,13 +26,13 @@ from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedWeight
 from freight.operands.tiles import KEY_TILE
 
-WHOLE = 128  # channels of a head of k that are never taken apart
+WHOLE = 128  # channels up to which a head of k is one product (`rest_of`)
 SPLIT = 512  # keys of one split in decoding
-MERGE_TILE = 16
+MERGE_TILE = 16  # splits that `merge_kernel` merges at a time
 MERGE_WARPS = 4
-# Groups of 128, 32 values a thread. Not MERGE_TILE: if the tile that is quantized had the shape of
-# the tile that is merged, Triton would give both one layout, and with it the sums of the merge
-# another order than without quantizing.
+# Groups of 128 that the merge quantizes at a time: 32 values a thread. It must not be MERGE_TILE:
+# if the quantized tile had the shape of the merged tile, Triton would give both one layout, and the
+# sums of the merge would have another order than without quantization.
 MERGE_CHUNK = 32
 
 
@@ -46,15 +46,18 @@ class Tile:
     stages: int
 
 
-# `keys` divides reference.KEY_TILE: with a window, the blocks before the first such tile that it
-# touches may be gone. Keys and values are found through the block table, so their loads are two
-# deep, and Triton shares `stages` out between the two: 5 keeps two tiles of keys in flight, 7
+# `keys` divides tiles.KEY_TILE: with a window, the blocks before the first such tile that the
+# window touches may be freed. Keys and values are found through the block table, so their loads are
+# two deep, and Triton divides `stages` between the two: 5 keeps two tiles of keys in flight, 7
 # three.
 
 
 def prefill_tile(target: Target, block_dim: int, bytes_per_value: int, centered: bool) -> Tile:
-    """`bytes_per_value` is that of the product's operands; `centered` is whether keys have a
-    center.
+    """Choose the tile of prefill.
+
+    block_dim         channels of a head, padded
+    bytes_per_value   of the operands of the product
+    centered          True if keys have a center
     """
     if bytes_per_value == 4:
         return (
@@ -66,9 +69,8 @@ def prefill_tile(target: Target, block_dim: int, bytes_per_value: int, centered:
         if bytes_per_value > 1:
             return Tile(32, 16, 4, 1)
         return Tile(16 if target.arch == "gfx950" else 32, 32, 4, 1)
-    if (
-        block_dim > 256
-    ):  # 64 rows of sums spill everywhere, and on gfx950 32 keys, which FP8 products need
+    if block_dim > 256:
+        # 64 rows of sums spill everywhere; on gfx950 so do 32 keys, but FP8 products need them.
         if target.backend == "hip":
             return Tile(32, 16 if target.arch == "gfx950" and bytes_per_value > 1 else 32, 4, 1)
         return Tile(32, 32, 8, 3)
@@ -82,18 +84,19 @@ def prefill_tile(target: Target, block_dim: int, bytes_per_value: int, centered:
 
 
 def _warps(target: Target, block_dim: int) -> int:
-    """Of a program of 16 rows, which keeps their sums in registers."""
+    """Return the number of warps of a program of 16 rows, which keeps their sums in registers."""
     return 8 if target.small and block_dim > 256 else 4
 
 
 def decode_tile(
     target: Target, block_dim: int, bytes_per_value: int, pairs: str, group: int = 1
 ) -> Tile:
-    """`rows` is the least that the matrix units take; a KV head's group mostly has fewer. `pairs`
-    is `Target.pairs`.
+    """Choose the tile of decoding.
 
-    Latents have one KV head, whose `group` is all heads: programs of 32 rows read its keys half as
-    often.
+    Its `rows` are the fewest that the matrix units take; the group of a KV head mostly has fewer
+    heads. Latents have one KV head, whose `group` is all heads: programs of 32 rows read its keys
+    half as often as programs of 16. `pairs` is `Target.pairs`; block_dim, bytes_per_value: as in
+    `prefill_tile`.
     """
     if bytes_per_value == 4:
         return Tile(16, 32 if block_dim <= 128 else 16, 4, 1)
@@ -101,7 +104,8 @@ def decode_tile(
         if target.small:
             return Tile(16, 32, 8, 3)
         return Tile(32, 32, 8, 5) if group > 16 else Tile(16, 32, 4, 5)
-    if block_dim > 256:  # 32 keys spill on sm_80 and gfx942, but products of FP8 sum over no fewer
+    if block_dim > 256:
+        # 32 keys spill on sm_80 and gfx942, but FP8 products sum over at least 32.
         stages = 5 if target.hopper_or_newer else 2 if target.backend == "hip" else 3
         return Tile(16, 32 if bytes_per_value == 1 else 16, _warps(target, block_dim), stages)
     if target.backend == "hip":
@@ -115,10 +119,10 @@ UNPAIRED = {"K_PAIRS": "", "PAIRS": ""}
 
 
 def pairs_of(target: Target, pages: KVPages, made: dict[str, Any]) -> dict[str, str]:
-    """How keys and values are read two neighbours at a time, as `Target.pairs` says it. `made`: the
-    other constants.
+    """Return the constants by which keys and values are read in pairs (`Target.pairs`).
 
-    No product of FP8 takes pairs. Keys that are one part are not transposed, and need none.
+    FP8 products do not take pairs. Keys that are one part are not transposed, and need no pairs.
+    `made`: the other constants.
     """
     if made["K_DOT"] == tl.uint8 or made["V_DOT"] == tl.uint8:
         return UNPAIRED
@@ -133,8 +137,8 @@ def pairs_of(target: Target, pages: KVPages, made: dict[str, Any]) -> dict[str, 
 def dot_types(
     target: Target, q: torch.dtype, pages: KVPages, fp8: bool, decoding: bool
 ) -> dict[str, tl.dtype]:
-    """The operand types of Q·Kᵀ and P·V; uint8 stands for FP8 as it is stored."""
-    few_rows = decoding or pages.k.shape[3] > 512  # as `prefill_tile` has them for latents
+    """Return the operand types of Q·Kᵀ and P·V; uint8 stands for FP8 as it is stored."""
+    few_rows = decoding or pages.k.shape[3] > 512  # latents: `prefill_tile` has few rows for them
     products = target.fp8_products(pages.format, few_rows) if fp8 else Fp8Products.NONE
     if torch.float32 in (q, pages.k.dtype):
         k_dot = v_dot = tl.float32
@@ -150,22 +154,23 @@ def dot_types(
 
 
 def rest_of(k_dim: int) -> int:
-    """How many channels of keys are multiplied apart from the others, which are a power of two; 0:
-    none, all together.
+    """Return how many of the first channels of keys are a separate product; 0: none.
 
-    They are the first, and a latent's values the others. A head of 128 channels or fewer is padded
-    to a power of two.
+    The other channels are a power of two; those of a latent are its values. A head of 128 channels
+    or fewer is one product, padded to a power of two.
     """
     return 0 if k_dim <= WHOLE else k_dim - (1 << k_dim.bit_length() - 1)
 
 
 def heads_taken(group: int, rows: int, block_dim: int, one_row: bool) -> int:
-    """How many of the `group` heads of a KV head a program takes, whose tile has `rows` rows of
-    heads.
+    """Return how many of the `group` heads of a KV head a program takes.
 
-    All of them where sums are small. With heads of more than 256 channels sums of more rows do not
-    fit into registers: then the fewest programs divide them, or twice as many if that leaves fewer
-    rows of a tile without a head. `one_row`: each program has one row of a sequence.
+    It takes all of them if the sums are small. With heads of more than 256 channels, sums of more
+    than `rows` rows do not fit in registers: then the fewest programs share the heads, or up to
+    twice as many if that leaves fewer rows of a tile unused.
+
+    rows      rows of the program's tile
+    one_row   True if each program has one row of a sequence (decoding)
     """
     if block_dim <= 256:
         return group
@@ -184,12 +189,11 @@ def heads_taken(group: int, rows: int, block_dim: int, one_row: bool) -> int:
 def constants(
     q: Tensor, pages: KVPages, window: int | None, soft_cap: float | None
 ) -> dict[str, Any]:
-    """Compile-time constants that the attention kernels share, except the operand types."""
+    """Return the compile-time constants that the attention kernels share, except operand types."""
     num_kv_heads, k_dim = pages.k.shape[2:]
     v_dim = pages.v.shape[3]
-    least = (
-        32 if pages.format.is_fp8 else 16
-    )  # matrix units sum over that many values or more at a time
+    # Matrix units sum over at least this many values at a time.
+    least = 32 if pages.format.is_fp8 else 16
     rest = rest_of(k_dim)
     at_the_end = (
         pages.v_in_k and pages.v.storage_offset() - pages.k.storage_offset() == k_dim - v_dim
@@ -216,8 +220,10 @@ def constants(
 
 
 def center_arguments(q: Tensor, pages: KVPages, scale: float) -> tuple[Tensor | int | None, ...]:
-    """Kernel arguments for a center: each row's factors, cosines, sines, pairs, and the number of
-    pairs.
+    """Return the kernel arguments for a center of keys.
+
+    They are each row's factors, cosines, sines, pairs, and the number of pairs; without a center
+    None and 0.
     """
     center = pages.k_center
     if center is None:
@@ -234,12 +240,13 @@ def center_arguments(q: Tensor, pages: KVPages, scale: float) -> tuple[Tensor | 
 
 @dataclass(frozen=True)
 class _Work:
-    """What the launches of one call share. `out`: [num_tokens, num_heads, v_dim] in q's dtype.
+    """Arguments that the launches of one call share.
 
-    k, v      the pages as kernels take them (`carrier`)
-    scale     of the scores, with log2(e) in it; with a soft cap also what is inside its tanh
-    extras    the arguments for a center, and the cap
-    constants  those of `constants`
+    out        [num_tokens, num_heads, v_dim] in q's dtype
+    k, v       the pages as kernels take them (`carrier`)
+    scale      factor of the scores, including log2(e); with a soft cap also 2 / soft_cap
+    extras     the arguments for a center, and the cap
+    constants  the result of `constants`
     """
 
     target: Target
@@ -257,6 +264,7 @@ class _Work:
     constants: dict[str, Any]
 
     def dot_types(self, decoding: bool) -> dict[str, tl.dtype]:
+        """Return the operand types of this call."""
         return dot_types(self.target, self.q.dtype, self.pages, self.fp8, decoding)
 
 
@@ -272,11 +280,10 @@ def attention(
     sinks: Tensor | None = None,
     consumer: PackedWeight | None = None,
 ) -> Tensor | Quantized:
-    """`reference.attention`, quantized if `consumer` takes quantized rows. q's last dimension is
-    contiguous.
+    """Compute `KernelSet.attention`, quantized if `consumer` takes quantized rows.
 
-    q: [num_tokens, num_heads, k_dim]. With `fp8`, the products that `Target.fp8_products` names
-    multiply FP8.
+    q: [num_tokens, num_heads, k_dim], the last dimension contiguous. With `fp8`, the products that
+    `Target.fp8_products` selects multiply FP8.
     """
     assert q.stride(2) == 1
     assert sinks is None or (
@@ -301,9 +308,8 @@ def attention(
     mixed = len(q) > sequences.num_seqs
     if mixed:
         _prefill(work)
-    merged = _decode(
-        work, consumer
-    )  # by the same kernel in all steps: a row's bits do not depend on the others
+    # The same kernel in all steps, mixed or not, so that a row's bits do not depend on the others.
+    merged = _decode(work, consumer)
     if not quantizes(consumer):
         return work.out
     return quantize(target, work.out.flatten(1), consumer) if mixed or merged is None else merged
@@ -315,7 +321,7 @@ def _prefill(work: _Work) -> None:
     shared = work.constants | work.dot_types(decoding=False)
     bytes_per_value = shared["V_DOT"].primitive_bitwidth // 8
     block_dim = max(shared["K_BLOCK"] + shared["REST_BLOCK"], shared["V_BLOCK"])
-    # keys and values of few channels go to matrix units that take them as they are stored
+    # Matrix units take keys and values of few channels as they are stored, without pairs.
     shared |= (
         pairs_of(work.target, pages, shared) if shared["REST"] and block_dim > 256 else UNPAIRED
     )
@@ -356,12 +362,11 @@ def _prefill(work: _Work) -> None:
 
 
 def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
-    """Compute the rows of sequences that have one row in this step, into `out`, and quantized if
-    the merge does that.
+    """Compute the rows of sequences that have one row in this step, into `out`.
 
-    The splits are merged by a launch of its own, even where there is only one: the step of a graph
-    has tables as wide as the longest sequence allowed, and where that is not longer than a split, a
-    step takes little time anyway.
+    Returns them quantized if the merge does that (`_merged_output`). A separate launch merges the
+    splits, even if there is only one: in a graph, block tables are as wide as the longest sequence
+    allowed, and if that is not longer than a split, a step takes little time anyway.
     """
     target, q, pages, sequences = work.target, work.q, work.pages, work.sequences
     shared = work.constants | work.dot_types(decoding=True)
@@ -436,11 +441,11 @@ def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
 def _merged_output(
     work: _Work, consumer: PackedWeight | None
 ) -> tuple[Quantized | None, tuple[Any, ...], dict[str, Any]]:
-    """What the merge quantizes `out` to for `consumer`, None if it does not, and its arguments and
-    constants for that.
+    """Allocate what the merge quantizes `out` to for `consumer`, or None if it does not quantize.
 
-    On AMD GPUs it does not where a program reads what others wrote: Triton's barrier does not wait
-    there until the writes of all waves have arrived, before one of them counts the program.
+    Also returns the merge's arguments and constants for that. On AMD GPUs it does not quantize
+    where a program would read what others wrote: Triton's barrier does not wait there until the
+    writes of all waves have arrived, before one of them counts the program.
     """
     result, pointers, of_row = allocate_output(work.target, work.out, work.out[0].numel(), consumer)
     scales, v_dim = of_row["SCALES"], work.out.shape[2]

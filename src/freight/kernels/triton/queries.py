@@ -1,6 +1,4 @@
-"""Paged attention: queries, as the product with a tile of keys takes them. `walk.py` has that
-product.
-"""
+"""Paged attention: loading of queries as the product with a tile of keys (`walk.py`) takes them."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ from freight.kernels.triton.formats import (
 def _query_part(
     q_ptr, place, live, k_scale_ptr, begin, dims, end, SCALES: tl.constexpr, K_DOT: tl.constexpr,
 ):  # fmt: skip
-    """The channels `dims` [D] of q, those before `end`, times the static scales from `begin` on;
-    zeros elsewhere.
+    """Load the channels `dims` [D] of q below `end`, and zeros elsewhere.
+
+    They are multiplied by the static scales, which begin at `begin`.
     """
     q = tl.load(
         q_ptr + place[:, None] + dims[None, :],
@@ -37,8 +36,9 @@ def _query_part(
 
 @triton.jit
 def _as_operand(q, factor, inverse, FORMAT: tl.constexpr, K_DOT: tl.constexpr, LIKE: tl.constexpr):
-    """q [M, D] in the operand type, divided by `factor` [M]; where that is a power of two, times
-    its `inverse`.
+    """Divide q [M, D] by `factor` [M], and convert it to the operand type.
+
+    A factor that is a power of two is divided by as a multiplication by its `inverse`.
     """
     if K_DOT == tl.float16:
         q *= inverse[:, None]
@@ -55,11 +55,10 @@ def load_queries(
     K_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
     K_DOT: tl.constexpr, PAIRS: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """q in the operand type, as `walk.py` takes it, and the factor [M] that scores must be
-    multiplied with.
+    """Load q in the operand type, as `walk.py` takes it, and the factor [M] of its scores.
 
-    Without REST q is one [M, D]. With it q is that of the REST first channels, and that of the
-    others: one [M, D], or with PAIRS two of [M, D / 2], the even channels' and the odd ones'.
+    Without REST q is one tensor [M, D]. With REST it is a tensor of the first REST channels, then
+    the others: one [M, D], or with PAIRS two of [M, D / 2], of the even and of the odd channels.
     """
     place = row.to(tl.int64) * row_stride + query_head * head_stride
     factor = tl.full(row.shape, 1.0, tl.float32)

@@ -1,21 +1,22 @@
 """Linear attention with a decay, the recurrence of `KernelSet.recurrence`, in two launches.
 
-`products_kernel` multiplies each row's key and query with the keys of its tile: work that all value
-heads of a key head share, and all blocks of their channels; where each channel of a key has its own
-decay, `channel_products_kernel` does (`channels.py`). `recurrence_kernel` computes the rows of a
-sequence one after the other. A program has BLOCK_V channels of one value head, so that S and the
-tile's u are its own alone and stay in registers. Each row is computed by the same instructions
-whether a step has one row of a sequence or thousands, so prefill and decoding have the same bits. A
-tile's end is a condition on positions, which are read on the device: a graph can hold the step.
+`products_kernel` multiplies each row's key and query by the keys of its tile, work that all value
+heads of a key head and all blocks of their channels share. If each channel of a key has its own
+decay, `channel_products_kernel` (`channels.py`) does so instead. `recurrence_kernel` computes the
+rows of a sequence one after the other. A program has BLOCK_V channels of one value head, so that S
+and the tile's u are private to it and stay in registers. Each row is computed by the same
+instructions whether a step has one row of a sequence or thousands, so prefill and decoding have the
+same bits. The end of a tile is a condition on positions, which are read on the device, so a graph
+can capture the step.
 
 All programs of a key head share its kept keys, and those of a value head its decays. A step may
 begin a tile in the block of the tile before it, whose rows each program reads when it adds them up.
 So the first launch copies those rows, the second reads the copies, and one program writes the
 block.
 
-Products of a row with S are sums in float32, not matrix instructions: those take 16 rows at least,
-and in decoding there is one. The tile's end has 16, and is a matrix product. Shapes are named as in
-`states.py`.
+Products of a row with S are sums in float32, not matrix instructions: those take at least 16 rows,
+and in decoding there is one. The end of a tile has 16, and is a matrix product. Shapes are named as
+in `states.py`.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def products_kernel(
 ):  # fmt: skip
     """A program: one row and one key head.
 
-    factors    [rows, KEY_HEADS, 2]: what the row's query and key are multiplied with, by NORM
+    factors    [rows, KEY_HEADS, 2]: the factors of the row's query and key, with NORM
     products   [rows, KEY_HEADS, 2, T]: of the row's query, and of its key, with the key of each row
                of its tile so far
-    old_k      [num_seqs, T, KEY_HEADS, K_DIM]: keys that `States` has of the open tile, where this
+    old_k      [num_seqs, T, KEY_HEADS, K_DIM]: the stored keys of the open tile, copied if this
                step goes beyond it
     old_decay  [num_seqs, T, KEY_HEADS * RATIO]: its decays
     """
@@ -90,10 +91,9 @@ def _advanced(
     sums_ptr, old_decay_ptr, value_head, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr,
     K_BLOCK: tl.constexpr, NORM: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """S [D, C] behind the tile before `position`, which begins one; `last` is that tile's whole
-    decay.
+    """Return S [D, C] after the tile before `position`; `last` is the total decay of that tile.
 
-    BY_CHANNEL: decays are those of sums_ptr and, of rows before this step, of old_decay_ptr
+    BY_CHANNEL: decays are read from sums_ptr and, of rows before this step, from old_decay_ptr
     (`channels.py`).
     """
     head = value_head // (HEADS // KEY_HEADS)
@@ -133,9 +133,7 @@ def _advanced(
 
 @triton.jit
 def _stays(start, length, EVERY: tl.constexpr):
-    """Whether the tile that begins at `start` is the last one of its block in a step that ends at
-    `length`.
-    """
+    """Say whether the tile at `start` is the last of its block in a step that ends at `length`."""
     return start + TILE >= tl.minimum(length, (start // EVERY + 1) * EVERY)
 
 
@@ -144,10 +142,10 @@ def _load_row(
     row, end, rows, head, channel, LIKE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
     K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_DIM: tl.constexpr, NORM: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Of a row, the last one behind `end`: query [D], key [D], value [C], beta, log_decay, products
-    with both [T].
+    """Load a row; a row beyond `end` repeats the last one.
 
-    BY_CHANNEL: log_decay [D] is that since the tile's start, and products have the decays in them.
+    Returns query [D], key [D], value [C], beta, log_decay, and the products of query and of key
+    [T]. BY_CHANNEL: log_decay [D] is that since the tile's start, and products include the decays.
     """
     (
         q_ptr,
@@ -183,7 +181,7 @@ def _load_row(
         place = wide * HEADS + head
     else:
         decay = tl.load(decay_ptr + wide * HEADS + head)
-        decay = tl.where(decay < LEAST, LEAST, decay)  # a NaN stays
+        decay = tl.where(decay < LEAST, LEAST, decay)  # keeps NaN
     with_query = tl.load(products_ptr + place * 2 * TILE + j)
     with_key = tl.load(products_ptr + place * 2 * TILE + TILE + j)
     return query, key.to(LIKE).to(tl.float32), value, beta, decay, with_query, with_key
@@ -202,8 +200,9 @@ def _next_row(
     LIKE: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):
-    """u [T, C], decay [T] and its last with row t, `this` (`_load_row`), in them; the row's u and
-    its result [C].
+    """Add row t of the tile, `this` (`_load_row`), to u [T, C], to decay [T] and to its total.
+
+    Returns these three, the row's u [C], and the row's result [C].
     """
     query, key, value, beta, log_decay, with_query, with_key = this
     j = tl.arange(0, TILE)
@@ -214,17 +213,17 @@ def _next_row(
         decay = tl.where(j == t, total, decay)
         from_start, since = tl.exp(total), tl.exp(total - decay)
         with_key, with_query = since * with_key, since * with_query
-    own = value
+    row_u = value
     if DELTA:
         before = tl.where(j < t, with_key, 0.0)
-        own -= tl.sum(state * (key * from_start)[:, None], 0) + tl.sum(u * before[:, None], 0)
-    own = (own * beta).to(LIKE)
-    u = tl.where((j == t)[:, None], own.to(tl.float32)[None, :], u)
+        row_u -= tl.sum(state * (key * from_start)[:, None], 0) + tl.sum(u * before[:, None], 0)
+    row_u = (row_u * beta).to(LIKE)
+    u = tl.where((j == t)[:, None], row_u.to(tl.float32)[None, :], u)
     until = tl.where(j <= t, with_query, 0.0)
     result = tl.sum(state * (query * from_start)[:, None], 0) + tl.sum(u * until[:, None], 0)
     if skip is not None:
         result += skip * value
-    return u, decay, total, own, result
+    return u, decay, total, row_u, result
 
 
 @triton.jit
@@ -232,9 +231,7 @@ def _keep_row(
     t, head, total, this, kept_ptrs, LIKE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
     K_DIM: tl.constexpr, dims, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Store the decay of row t of a head, and with the first head of a key head the key; `this`:
-    `_load_row`.
-    """
+    """Store the decay of row t, `this` (`_load_row`); with the first head of a key head the key."""
     decay_ptr, k_ptr = kept_ptrs
     RATIO: tl.constexpr = HEADS // KEY_HEADS
     if BY_CHANNEL:
@@ -260,7 +257,7 @@ def recurrence_kernel(
 ):  # fmt: skip
     """A program: BLOCK_V channels of one value head of one sequence.
 
-    BY_CHANNEL: log_decay are the `sums` of `channels.py`.
+    BY_CHANNEL: log_decay_ptr points to the `sums` of `channels.py`.
     """
     head, seq = tl.program_id(1), tl.program_id(2)
     begin, end, length = (
@@ -344,13 +341,13 @@ def recurrence_kernel(
             )  # fmt: skip
             u, decay = tl.zeros((TILE, BLOCK_V), tl.float32), tl.zeros((TILE,), tl.float32)
             total = tl.full((), 0.0, tl.float32)
-        u, decay, total, own, result = _next_row(
+        u, decay, total, row_u, result = _next_row(
             state, u, decay, total, t, this, skip, DELTA, like, BY_CHANNEL
         )
         tl.store(out_ptr + row.to(tl.int64) * (HEADS * V_DIM) + u_place, result.to(like), mask=in_v)
         if kept:
             tl.store(
-                kept_u_ptr + block * u_part_stride + t * (HEADS * V_DIM) + u_place, own, mask=in_v
+                kept_u_ptr + block * u_part_stride + t * (HEADS * V_DIM) + u_place, row_u, mask=in_v
             )
             if tl.program_id(0) == 0:
                 kept_ptrs = (
@@ -366,8 +363,10 @@ BLOCK_V = 16  # channels of a program: a step of one sequence with 48 heads of 1
 
 
 def _warps(target: Target, format: Format, k_block: int, by_channel: bool) -> int:
-    """With which a thread has 32 values of S, or 16 where 32 spill: on NVIDIA GPUs, if S is not
-    quantized or channels have decays of their own."""
+    """Return the number of warps with which a thread has 32 values of S, or 16 where 32 spill.
+
+    They spill on NVIDIA GPUs if S is not quantized, or if each channel has its own decay.
+    """
     few = target.backend == "hip" or (format.is_quantized and not by_channel)
     return max(1, k_block // (64 if few else 32))
 
@@ -386,7 +385,7 @@ def recurrence(
     norm: bool,
     skip: Tensor | None = None,
 ) -> Tensor:
-    """`KernelSet.recurrence`. q, k, v: columns one after another in memory."""
+    """Compute `KernelSet.recurrence`. q, k, v: contiguous within a row."""
     assert q.stride(1) == k.stride(1) == v.stride(1) == 1
     assert beta.is_contiguous()
     assert log_decay.is_contiguous()
@@ -413,16 +412,18 @@ def recurrence(
     shared["EVERY"] = states.every
     lengths = (sequences.query_starts, sequences.context_lens, tables, tables.stride(0))
     kept_k, kept_u, kept_decay = (by_block(parts[name]) for name in ("k", "u", "decay"))
-    read, made = (q, q.stride(0), k, k.stride(0), *kept_k), (old_k, old_decay, *lengths, num_seqs)
+    read = (q, q.stride(0), k, k.stride(0), *kept_k)
+    made = (old_k, old_decay, *lengths, num_seqs)
     once: dict[str, Any] = {
         **shared,
         "RATIO": heads // key_heads,
         "num_warps": max(1, k_block // 64),
     }
     if by_channel:
-        own, log_decay = log_decay, torch.empty_like(log_decay)
-        inputs = (*read, own, *kept_decay, factors, products, log_decay)
+        sums = torch.empty_like(log_decay)
+        inputs = (*read, log_decay, *kept_decay, factors, products, sums)
         channel_products_kernel[(rows, heads)](*inputs, *made, **once)
+        log_decay = sums  # `recurrence_kernel` reads the sums in place of the decays
     else:
         once["RATIO_BLOCK"] = triton.next_power_of_2(heads // key_heads)
         products_kernel[(rows, key_heads)](*read, *kept_decay, factors, products, *made, **once)

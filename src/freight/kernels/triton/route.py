@@ -1,8 +1,8 @@
 """Routing: the experts of each row, in two launches; see `KernelSet.route`.
 
-The logits are `linear.matmul_kernel`'s in float32, in tiles of one size: a row's bits do not depend
-on the others. `choose_kernel` is `kernels.reference_experts.choose`. Nothing waits for the device, so a CUDA
-graph can hold both.
+`linear.matmul_kernel` computes the logits in float32, in tiles of one size, so that a row's bits do
+not depend on the others. `choose_kernel` computes `kernels.reference_experts.choose`. The host does
+not wait for the device, so a CUDA graph can capture both.
 """
 
 from __future__ import annotations
@@ -17,24 +17,21 @@ from freight.operands.packed import PackedWeight
 from freight.operands.routing import Routing
 from freight.operands.weight import Weight
 
-LOGITS = Tile(16, 16, 64, 4, 3)  # small: one row by 128 experts are 8 programs
+LOGITS = Tile(16, 16, 64, 4, 3)  # small, so that even one row by 128 experts has 8 programs
 
 
 @triton.jit
 def _softmax(logits):
-    """Softmax of one row. logits: -inf where there is none."""
-    largest = tl.maximum(
-        tl.max(logits, 0), -3.0e38
-    )  # a number for a row of NaN, too, whose padding stays -inf
+    """Return the softmax of one row. logits: -inf where there is none."""
+    # At least a finite number, so that the padding of a row of NaN stays -inf.
+    largest = tl.maximum(tl.max(logits, 0), -3.0e38)
     power = tl.exp(logits - largest)
     return power / tl.sum(power, 0)
 
 
 @triton.jit
 def _first_largest(value, free, index, END: tl.constexpr):
-    """The index of the largest value that is free; of equal ones, the first. END: behind every
-    index.
-    """
+    """Return the index of the largest free value, of equal ones the first. END: above any index."""
     largest = tl.max(tl.where(free, value, float("-inf")), 0)
     return tl.min(tl.where(free & (value == largest), index, END), 0)
 
@@ -44,8 +41,9 @@ def _leave_out_groups(
     wanted, expert, NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr, GROUP_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`wanted`, -inf but in the TOP_GROUPS groups whose GROUP_BEST best, 1 or 2, have the largest
-    sums.
+    """Set `wanted` to -inf except in the TOP_GROUPS best groups.
+
+    A group is rated by the sum of its GROUP_BEST (1 or 2) largest values.
     """
     PER_GROUP: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     group_index = tl.arange(0, GROUP_BLOCK)
@@ -87,9 +85,8 @@ def choose_kernel(
     wanted = scores
     if choice_bias_ptr is not None:
         wanted += tl.load(choice_bias_ptr + expert, mask=live, other=0.0)
-    wanted = tl.where(
-        wanted != wanted, float("inf"), wanted
-    )  # so that ids exist for a row of NaN, too
+    # A NaN counts as the largest, so that a row of NaN gets valid ids, too.
+    wanted = tl.where(wanted != wanted, float("inf"), wanted)
     if NUM_GROUPS > 1:
         wanted = _leave_out_groups(
             wanted, expert, NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS, GROUP_BEST, GROUP_BLOCK
@@ -102,15 +99,16 @@ def choose_kernel(
     if SCORING == "chosen":
         weights = _softmax(tl.where(chosen, logits, float("-inf")))
     if NORMED:
-        weights /= tl.sum(weights, 0) + 1e-20
+        weights /= tl.sum(weights, 0) + 1e-20  # the sum of sigmoids may be 0
     place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(ids_ptr + place, expert, mask=chosen)
     tl.store(weights_ptr + place, weights * factor, mask=chosen)
 
 
 def logits(x: Tensor, router: Weight, bias: Tensor | None) -> Tensor:
-    """x @ router.T + bias in float32, [rows, num_experts]. x: its last dimension contiguous;
-    router: float32.
+    """Return x @ router.T + bias in float32, [rows, num_experts].
+
+    x: [rows, hidden_size], contiguous within a row; router: float32
     """
     (rows, size), experts = x.shape, len(router.data)
     out = torch.empty(rows, experts, dtype=torch.float32, device=x.device)
@@ -137,7 +135,7 @@ def logits(x: Tensor, router: Weight, bias: Tensor | None) -> Tensor:
 def choose(
     scores: Tensor, routing: Routing, choice_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.reference_experts.choose` of logits, float32 [rows, num_experts]."""
+    """Compute `reference_experts.choose`. scores: the logits, float32 [rows, num_experts]."""
     rows, num_experts = scores.shape
     ids = torch.empty(rows, routing.top_k, dtype=torch.int32, device=scores.device)
     weights = torch.empty_like(ids, dtype=torch.float32)
@@ -169,7 +167,7 @@ def route(
     choice_bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`KernelSet.route`. x: [rows, hidden_size]."""
+    """Compute `KernelSet.route`. x: [rows, hidden_size]."""
     assert isinstance(router, Weight)
     ids, weights = choose(logits(x, router, bias), routing, choice_bias)
     return ids, weights if expert_scale is None else weights * expert_scale[ids]

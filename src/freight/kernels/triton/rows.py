@@ -1,9 +1,8 @@
-"""Rows in the form that their consumer takes: unchanged, or quantized to FP8 by the kernel that
-computes them.
+"""Output rows as their consumer takes them: unchanged, or quantized to FP8 in the same kernel.
 
-Quantizing needs the amax of the whole row, so one program writes a row. Attention merges each head
-of a row in a program of its own, which quantizes the head if that needs no other head's values; if
-not, the last program of a row quantizes the row. Fusing it saves a launch and a pass over the
+Quantization needs the amax of the full row, so one program writes a row. Attention merges each head
+of a row in a separate program, which quantizes the head if that needs no other head's values;
+otherwise the last program of a row quantizes the row. The fusion saves a launch and a pass over the
 activations before a matrix product.
 """
 
@@ -40,9 +39,7 @@ class Quantized(QuantizedRows):
 
 @triton.jit
 def this_row(SIZE: tl.constexpr, BLOCK_GROUPS: tl.constexpr):
-    """Of a program that works on one row: the row, its groups of 128, where their values lie in it,
-    and which exist.
-    """
+    """Return a program's row, its groups of 128, the indices of their values, and their mask."""
     group = tl.arange(0, BLOCK_GROUPS)
     index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     return tl.program_id(0).to(tl.int64), group, index, index < SIZE
@@ -53,8 +50,9 @@ def write_row(
     x, out_ptr, scale_ptr, static_scale, row, group, index, mask, SIZE: tl.constexpr, NUM_SCALES: tl.constexpr,
     FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Write a row x [groups, 128] of the compute type. SCALES: '' (as it is), 'row', 'group' or
-    'static'.
+    """Write a row x [groups, 128] of the compute type.
+
+    SCALES: '' (not quantized), 'row', 'group' or 'static'.
     """
     target = out_ptr + row * SIZE + index
     if SCALES == "":
@@ -81,11 +79,10 @@ def write_head(
     x, out_ptr, scale_ptr, static_scale, row, head, dims, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Write one head x [BLOCK] of a row of HEADS heads of DIM values, with the bits that
-    `write_row` gives the row.
+    """Write one head x [BLOCK] of a row of HEADS heads of DIM values, with the bits of `write_row`.
 
-    SCALES: 'static', or 'group' where a head is whole groups of 128, which are then the groups of
-    HEADS rows of DIM.
+    SCALES: 'static', or 'group' if DIM is a multiple of 128; the row's groups are then those of
+    HEADS rows of DIM values.
     """
     place = row * HEADS + head
     if SCALES == "static":
@@ -123,10 +120,9 @@ def quantize_written_row(
     x_ptr, out_ptr, scale_ptr, static_scale, row, SIZE: tl.constexpr, NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr,
     SCALES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Quantize the row at x_ptr with the bits of `write_row`, not held at once: CHUNK groups at a
-    time.
+    """Quantize the row at x_ptr with the bits of `write_row`, CHUNK groups of 128 at a time.
 
-    With SCALES 'row' it is read twice.
+    With SCALES 'row' the row is read twice.
     """
     group = tl.arange(0, CHUNK)
     index = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -162,9 +158,7 @@ def quantize_kernel(
     x_ptr, row_stride, out_ptr, scale_ptr, static_scale, SIZE: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
     NUM_SCALES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A program: one row, held at once if BLOCK_GROUPS are all of its groups, else so many at a
-    time.
-    """
+    """A program: one row, in registers if it has at most BLOCK_GROUPS groups, else in chunks."""
     row, group, index, mask = this_row(SIZE, BLOCK_GROUPS)
     x_ptr += row * row_stride
     if SIZE <= BLOCK_GROUPS * 128:
@@ -198,17 +192,17 @@ def quantize_kernel(
         )
 
 
-WIDE = 32768  # beyond it the values of a row do not fit the registers of one program
-WIDE_GROUPS = 64  # groups of 128 of such a row that are quantized at a time
+WIDE = 32768  # values of the longest row that fits in the registers of one program
+WIDE_GROUPS = 64  # groups of 128 of a longer row that are quantized at a time
 
 
 def warps_for(block: int) -> int:
-    """The number of warps with which a thread has about 16 values."""
+    """Return the number of warps with which a thread has about 16 of `block` values."""
     return min(16, max(1, block // 512))
 
 
 def quantizes(consumer: PackedWeight | None) -> TypeGuard[Weight]:
-    """Whether `consumer` takes quantized rows."""
+    """Say whether `consumer` takes quantized rows."""
     return (
         isinstance(consumer, Weight)
         and consumer.scale is not None
@@ -219,11 +213,10 @@ def quantizes(consumer: PackedWeight | None) -> TypeGuard[Weight]:
 def allocate_output(
     target: Target, like: Tensor, size: int, consumer: PackedWeight | None
 ) -> tuple[Tensor | Quantized, tuple[Any, ...], dict[str, Any]]:
-    """Allocate output for `consumer`: rows and dtype of `like`, width `size`; quantized if
-    `consumer` wants that.
+    """Allocate output for `consumer`, quantized if it takes quantized rows.
 
-    Also returns the arguments of `write_row`: (out_ptr, scale_ptr, static_scale), and its constants
-    with `num_warps`.
+    The output has the rows and the dtype of `like`, and `size` columns. Also returns the arguments
+    of `write_row`, (out_ptr, scale_ptr, static_scale), and its constants with `num_warps`.
     """
     rows, device = len(like), like.device
     groups = triton.cdiv(size, BLOCK)
@@ -250,7 +243,7 @@ def allocate_output(
 
 
 def quantize(target: Target, x: Tensor, weight: Weight) -> Quantized:
-    """x [rows, in_features], its last dimension contiguous, as the weight's `activations` say."""
+    """Quantize x [rows, in_features], contiguous within a row, by the weight's `activations`."""
     assert quantizes(weight)
     result, pointers, constants = allocate_output(target, x, x.shape[1], weight)
     assert isinstance(result, Quantized)

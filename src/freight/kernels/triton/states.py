@@ -1,7 +1,7 @@
-"""What `operands/states.py` says that a recurrence keeps, as its kernels read and write it.
+"""Reading and writing of the state of a recurrence (`operands/states.py`) in Triton.
 
-S is rounded to its stored type where a tile begins. A program goes on with the rounded values,
-which it need not read back. Shapes: D = k_dim padded to a power of two; C = channels of a program;
+S is rounded to its stored type where a tile begins. A program continues with the rounded values,
+without reading them back. Shapes: D = k_dim padded to a power of two; C = channels of a program;
 T = STATE_TILE rows of a tile.
 """
 
@@ -15,22 +15,19 @@ from freight.kernels.triton.formats import decode, encode, finite_amax, scale_fr
 from freight.operands.tiles import STATE_TILE
 
 TILE = tl.constexpr(STATE_TILE)
-ROUNDING = tl.constexpr(
-    1.5 * 2.0**23
-)  # added to a float32 below 2 ** 22, it leaves a whole number, ties to even
+# Added to a float32 below 2 ** 22 and subtracted again, it rounds to an integer, ties to even.
+ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
 
 def by_block(part: Tensor) -> tuple[Tensor, int]:
-    """A part of `States` as kernels take it: with the stride of its blocks, each of which lies in
-    one piece.
-    """
+    """Return a part of `States` with the stride of its blocks, each of which is contiguous."""
     assert part[0].is_contiguous()
     return part, part.stride(0)
 
 
 @triton.jit
 def sequence_of_row(starts_ptr, row, num_seqs):
-    """The sequence that has this row."""
+    """Find the sequence that a row belongs to, by binary search."""
     low = 0
     high = num_seqs
     while high - low > 1:
@@ -44,7 +41,7 @@ def sequence_of_row(starts_ptr, row, num_seqs):
 
 @triton.jit
 def _decoded(stored, scale, FORMAT: tl.constexpr):
-    """S [D, C] in float32. FORMAT: '' for 16 and 32 bits. scale: [C]."""
+    """Decode stored S [D, C] to float32. FORMAT: '' for 16 and 32 bits; scale: [C]."""
     if FORMAT == "int8":
         value = tl.where(stored == -128, float("nan"), stored.to(tl.float32)) * scale[None, :]
     elif FORMAT != "":
@@ -56,7 +53,7 @@ def _decoded(stored, scale, FORMAT: tl.constexpr):
 
 @triton.jit
 def _encoded(state, scale, like: tl.constexpr, FORMAT: tl.constexpr):
-    """S [D, C] as it is stored in type `like`; `fp8.cast.encode`."""
+    """Encode S [D, C] for storage in type `like`, as `fp8.cast.encode` does."""
     if FORMAT == "":
         stored = state.to(like)
     else:
@@ -71,15 +68,16 @@ def _encoded(state, scale, like: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def rounded(state, kept, state_ptr, scale_ptr, scale_place, in_state, in_v, FORMAT: tl.constexpr):
-    """S [D, C] as a later step would read it; `kept`: stored, too. state_ptr, in_state: [D, C]; the
-    others: [C].
+    """Round S [D, C] to the values that a later step would read; store it if `kept`.
+
+    state_ptr, in_state: [D, C]; scale_place, in_v: [C]
     """
     scale = tl.full((state.shape[1],), 1.0, tl.float32)
     if FORMAT != "":
-        own = scale_from_amax(finite_amax(state, 0), FORMAT).to(scale_ptr.dtype.element_ty)
+        stored = scale_from_amax(finite_amax(state, 0), FORMAT).to(scale_ptr.dtype.element_ty)
         if kept:
-            tl.store(scale_ptr + scale_place, own, mask=in_v)
-        scale = own.to(tl.float32)
+            tl.store(scale_ptr + scale_place, stored, mask=in_v)
+        scale = stored.to(tl.float32)
     code = _encoded(state, scale, state_ptr.dtype.element_ty, FORMAT)
     if kept:
         tl.store(state_ptr, code, mask=in_state)
@@ -92,10 +90,10 @@ def stored_tile(
     in_v, old_decay_ptr, HEADS: tl.constexpr, V_DIM: tl.constexpr, FORMAT: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of `count` rows: S at its start [D, C], u [T, C], decay [T], and that of its last row.
-    All 0 without rows.
+    """Load a stored tile of `count` rows; everything is 0 if it has none.
 
-    old_decay_ptr: the head's decays [T, HEADS]. BY_CHANNEL: they are not read, and 0.
+    Returns S at its start [D, C], u [T, C], decay [T], and the decay of its last row.
+    old_decay_ptr: the head's decays [T, HEADS]. BY_CHANNEL: decays are not read, and are 0.
     """
     j = tl.arange(0, TILE)
     there = in_v & (u_place < tl.where(count > 0, HEADS * V_DIM, 0))
@@ -112,7 +110,7 @@ def stored_tile(
     decay = tl.zeros((TILE,), tl.float32)
     if not BY_CHANNEL:
         decay = tl.load(old_decay_ptr + j * HEADS, mask=j < count, other=0.0)
-    tl.debug_barrier()  # all threads have read what is written over later
+    tl.debug_barrier()  # all threads have read what is overwritten later
     return (
         _decoded(stored, scale, FORMAT),
         u,
@@ -126,12 +124,14 @@ def rows_of_tile(
     q_ptr, q_stride, k_ptr, k_stride, kept_ptr, kept_stride, factors_ptr, table_ptr, row, head, begin, first, stores,
     KEY_HEADS: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, EVERY: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Of a row of a key head: its place t in its tile, the tile's block, the place in it of the first
-    row of this step, and which keys of the tile exist for the row [T, D]; its query [D] and key
-    [D], and the tile's keys so far [T, D].
+    """Load a row of a key head, and the keys of its tile up to the row.
 
-    begin: the first row of the sequence in this step, which has the position `first`. stores:
-    whether this program writes what NORM multiplies query and key with.
+    Returns the row's index t in its tile, the tile's block, the index in the tile of the first row
+    of this step, a mask of the keys of the tile that the row sees [T, D], the row's query [D] and
+    key [D], and the tile's keys [T, D].
+
+    begin    the first row of the sequence in this step, which has the position `first`
+    stores   True if this program writes the factors of query and key to factors_ptr, with NORM
     """
     position = first + row - begin
     t = position % TILE
@@ -177,11 +177,11 @@ def copy_tile(
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, RATIO_BLOCK: tl.constexpr, K_DIM: tl.constexpr,
     K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy what all programs of a key head read of the tile before position `first`, and one of
-    them writes over.
+    """Copy the rows of the tile before position `first` that all programs of a key head read.
 
-    Decays of its value heads, to [num_seqs, T, KEY_HEADS * RATIO]; and if this step, which ends at
-    `length`, goes beyond the tile, keys, to [num_seqs, T, KEY_HEADS, K_DIM].
+    One of those programs overwrites the original in the second launch. Copies the decays of the
+    value heads to [num_seqs, T, KEY_HEADS * RATIO]. If this step, which ends at `length`, goes
+    beyond the tile, also copies the keys, to [num_seqs, T, KEY_HEADS, K_DIM].
     """
     count = (first - 1) % TILE + 1
     of_seq = seq.to(tl.int64) * TILE * KEY_HEADS

@@ -1,7 +1,7 @@
-"""Rotate-and-store: queries normed and rotated, keys and values into their pages; one launch.
+"""Rotate-and-store: norm and rotate queries, store keys and values in their pages, in one launch.
 
-Every value is read from memory once; the second read of a channel that rotary embedding pairs with
-another finds it in the cache.
+Every value is read from memory once: rotary embedding reads a channel again for its partner, but
+from the cache.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from freight.operands.rotary import Rotary
 
 @triton.jit
 def _prepared(source, index, mask, root, norm_ptr, center_ptr):
-    """Channels `index` of the heads at `source`: multiplied by root and weight of their norm, less
-    the center.
+    """Load channels `index` of the heads at `source`, normed and centered.
+
+    The norm multiplies by `root` and by its weight; the center is subtracted.
     """
     x = tl.load(source + index[None, :], mask=mask, other=0.0)
     like: tl.constexpr = x.dtype
@@ -45,8 +46,9 @@ def _prepared(source, index, mask, root, norm_ptr, center_ptr):
 
 @triton.jit
 def _angles(cos_ptr, sin_ptr, positions, mask, index, HALF: tl.constexpr):
-    """What turns channels `index` at `positions`: their cosines, and sines with the sign that the
-    partner takes.
+    """Load the cosines of channels `index` at `positions`, and the sines.
+
+    Sines have the sign with which they multiply the channel's partner.
     """
     angle = positions[:, None] * HALF + (index % HALF)[None, :]
     cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
@@ -58,9 +60,10 @@ def _angles(cos_ptr, sin_ptr, positions, mask, index, HALF: tl.constexpr):
 def _rotated(
     source, cos, sin, norm_ptr, eps, center_ptr, live, index, DIM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """A head of each row, normed, less the center, turned by `_angles`: [ROWS, channels `index`].
+    """Load a head of each row, normed, centered and rotated: [ROWS, channels `index`].
 
-    The first 2 * HALF channels turn; each loads the channel that it is paired with as well.
+    cos, sin: as `_angles` returns them. The first 2 * HALF channels are rotated; for each of them
+    the channel that it is paired with is loaded, too.
     """
     mask = live[:, None] & (index < DIM)[None, :]
     root = None
@@ -69,17 +72,17 @@ def _rotated(
         root = tl.rsqrt(tl.sum(whole * whole, 1) / DIM + eps)[:, None]
     x = _prepared(source, index, mask, root, norm_ptr, center_ptr)
     if HALF > 0:
-        turns = (index < 2 * HALF)[None, :]
-        mask &= turns
+        rotated = (index < 2 * HALF)[None, :]
+        mask &= rotated
         partner = tl.where(index < HALF, index + HALF, index - HALF)
         other = _prepared(source, partner, mask, root, norm_ptr, center_ptr).to(tl.float32)
-        x = tl.where(turns, (x.to(tl.float32) * cos + other * sin).to(x.dtype), x)
+        x = tl.where(rotated, (x.to(tl.float32) * cos + other * sin).to(x.dtype), x)
     return x
 
 
 @triton.jit
 def _encoded(x, scale, target, mask, like: tl.constexpr, FORMAT: tl.constexpr):
-    """Store x / scale (x if scale is None) at `target`; returns how many values are clipped."""
+    """Store x / scale (x if scale is None) at `target`; return how many values are clipped."""
     LAST: tl.constexpr = overflow(FORMAT)
     quotient = x.to(tl.float32)
     if scale is not None:
@@ -93,7 +96,7 @@ def _store(
     x, page_ptr, scale_ptr, counters_ptr, slots, head, index, STRIDES: tl.constexpr, SCALE_STRIDES: tl.constexpr,
     DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Store one head of a tile of rows, of K or of V; slots that are negative are left out."""
+    """Store one head of a tile of rows, of K or of V; negative slots are skipped."""
     inside = index < DIM
     mask = (slots >= 0)[:, None] & inside[None, :]
     block = slots // BLOCK_SIZE
@@ -127,11 +130,11 @@ def rotate_store_kernel(
     V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
     TURNS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A program: ROWS rows of TURNS heads, one after the other, of q, k and v. FORMAT '' is 16 or
-    32 bits; SCALES is a `ScaleKind`.
+    """A program: ROWS rows of TURNS heads of q, k and v, one head after the other.
 
-    V_HEADS is KV_HEADS, or 0 where V lies inside K. STRIDES are `KVPages.strides`. K_BLOCK and
-    V_BLOCK are K_DIM and V_DIM padded to powers of two; HALF is rotary_dim / 2.
+    FORMAT '' is 16 or 32 bits; SCALES is a `ScaleKind`. V_HEADS is KV_HEADS, or 0 if V lies inside
+    K. STRIDES are `KVPages.strides`. K_BLOCK and V_BLOCK are K_DIM and V_DIM padded to powers of
+    two; HALF is rotary_dim / 2.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < num_rows
@@ -142,9 +145,9 @@ def rotate_store_kernel(
     first = tl.program_id(1) * TURNS
     cos = None
     sin = None
-    if HALF > 0:  # the same for all heads
-        turned = live[:, None] & (index < 2 * HALF)[None, :]
-        cos, sin = _angles(cos_ptr, sin_ptr, positions, turned, index, HALF)
+    if HALF > 0:  # loaded once: all heads have the same
+        rotated = live[:, None] & (index < 2 * HALF)[None, :]
+        cos, sin = _angles(cos_ptr, sin_ptr, positions, rotated, index, HALF)
     for head in range(first, tl.minimum(first + TURNS, HEADS + KV_HEADS + V_HEADS)):
         if head < HEADS + KV_HEADS:
             source = row_ptr + head * K_DIM
@@ -167,7 +170,7 @@ def rotate_store_kernel(
                     x, k_page_ptr, k_scale_ptr, counters_ptr, slots, kv_head, index, STRIDES[0], STRIDES[2], K_DIM,
                     BLOCK_SIZE, FORMAT, SCALES,
                 )  # fmt: skip
-        else:  # no name of the other branch that would have another shape here
+        else:  # with other names than above: Triton allows a name only one shape in both branches
             v_head = head - HEADS - KV_HEADS
             channel = tl.arange(0, V_BLOCK)
             values = row_ptr + (HEADS + KV_HEADS) * K_DIM + v_head * V_DIM
@@ -179,7 +182,7 @@ def rotate_store_kernel(
             )  # fmt: skip
 
 
-TURNS = 4  # heads of a program over many rows, for which it loads its angles once
+TURNS = 4  # heads of a program over many rows, which loads its angles once for all of them
 FEW_ROWS = 512  # up to here a program takes one row and one head, so that there are enough programs
 
 
@@ -191,7 +194,7 @@ def rotate_store(
     slots: Tensor | None,
     pages: KVPages,
 ) -> Tensor:
-    """`reference.rotate_store`. qkv: contiguous."""
+    """Compute `KernelSet.rotate_store`. qkv: contiguous."""
     assert qkv.is_contiguous()
     rows, width = qkv.shape
     kv_heads, k_dim = pages.k.shape[2:]
@@ -205,9 +208,8 @@ def rotate_store(
     k_center = None if pages.k_center is None else pages.k_center.b
     k_block, v_block = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
     block = max(k_block, v_block)
-    tile, turns = (
-        (1, 1) if rows <= FEW_ROWS else (16 if block <= 256 else 8, TURNS)
-    )  # 16 rows of 512 dims spill
+    # With few rows one row and one head; else 16 rows, or 8 of 512 channels, because 16 spill.
+    tile, turns = (1, 1) if rows <= FEW_ROWS else (16 if block <= 256 else 8, TURNS)
     rotate_store_kernel[
         (triton.cdiv(rows, tile), triton.cdiv(num_heads + kv_heads + v_heads, turns))
     ](

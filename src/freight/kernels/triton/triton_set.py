@@ -1,8 +1,8 @@
 """TritonKernels: FP8 and 16-bit models on NVIDIA and AMD GPUs.
 
-A kernel is compiled when it is first launched, once for each combination of types, compile-time
-constants and known divisors of its arguments. Arguments that change from step to step are therefore
-marked `do_not_specialize`.
+A kernel is compiled at its first launch, once for each combination of types, compile-time constants
+and known divisors of its arguments. Arguments that change from step to step are therefore marked
+`do_not_specialize`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from freight.operands.weight import Weight
 
 @dataclass(frozen=True)
 class TritonKernels:
-    """The set for `target`; `fp8_attention` as in `select_kernels`."""
+    """The kernels for `target`; `fp8_attention` as in `select_kernels`."""
 
     target: Target
     fp8_attention: bool = False

@@ -1,22 +1,22 @@
 """Paged attention: the walk over tiles of keys that the kernels of prefill and of decoding share.
 
-It takes one tile of keys and values after another into a running softmax: scales, a center of keys,
+It adds one tile of keys and values after another to a running softmax: scales, a center of keys,
 soft caps, masks and sinks are compile-time branches. `queries.py` loads the queries. `attention.py`
-says which types the products multiply, and has the names of shapes.
+explains the operand types of the products, and defines the names of shapes.
 
-FP8 values are read in pairs in decoding: no GPU of this time transposes bytes on their way from
-shared memory, which made loads of single bytes most of the instructions. Two neighbouring dims are
-one 16-bit element, a few instructions decode both, and even and odd dims are summed by products of
-their own, interleaved once at the end of a split.
+FP8 values are read in pairs in decoding: no current GPU transposes bytes as it loads them from
+shared memory, so that loads of single bytes were most of the instructions. Two neighbouring dims
+are one 16-bit element, a few instructions decode both, and even and odd dims are summed by separate
+products, interleaved once at the end of a split.
 
 Keys of a latent, and of other wide heads whose size is not a power of two, are two products: 512 +
-64 channels instead of 576 in 1024. The 512 of a latent are its values, too, and are loaded once for
-both products. They are loaded as values are and transposed for the scores: so Triton reads both
-operands from one tile in shared memory, and has the next one on its way meanwhile.
+64 channels instead of 576 padded to 1024. The 512 of a latent are also its values, and are loaded
+once for both products. They are loaded like values and transposed for the scores, so that Triton
+reads both operands from one tile in shared memory while it loads the next tile.
 
 A center of keys is a loop over pairs of channels inside the loop over tiles, in which Triton then
-keeps no loads in flight. Two matrix products a tile would let it, but have not been shown to fit
-the registers of every target and to keep the precision of float32 there.
+keeps no loads in flight. With two matrix products per tile instead it could, but these have not
+been shown to fit the registers of every target and to keep the precision of float32 there.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from freight.kernels.triton.formats import (
 
 @triton.jit
 def _fp8_product(a, b, FORMAT: tl.constexpr):
-    """a @ b of FP8 values as they are stored. Bytes, which occur in the interpreter only, are
-    decoded.
+    """Return a @ b of FP8 values as they are stored.
+
+    Bytes, which occur only in the interpreter, are decoded first.
     """
     if a.dtype == tl.uint8:
         product = tl.dot(decode(a, FORMAT), decode(b, FORMAT))
@@ -49,7 +50,7 @@ def _fp8_product(a, b, FORMAT: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, FORMAT: tl.constexpr, K_DOT: tl.constexpr):
-    """q [M, D] @ k [D, N], k as it was loaded; float32."""
+    """Return q [M, D] @ k [D, N] in float32; k is as it was loaded."""
     if K_DOT == tl.uint8:
         scores = _fp8_product(q, k, FORMAT)
     else:
@@ -59,8 +60,9 @@ def _scores(q, k, FORMAT: tl.constexpr, K_DOT: tl.constexpr):
 
 @triton.jit
 def no_values(ROWS: tl.constexpr, V_BLOCK: tl.constexpr, PAIRS: tl.constexpr):
-    """What `walk` starts to add to: one [M, D], or with PAIRS two of [M, D / 2], the even dims' and
-    the odd dims'.
+    """Return zeros as the initial sums of `walk`.
+
+    They are one tensor [M, D], or with PAIRS two of [M, D / 2], of the even and of the odd dims.
     """
     if PAIRS != "":
         acc = (
@@ -74,7 +76,7 @@ def no_values(ROWS: tl.constexpr, V_BLOCK: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def summed_values(acc, unit, SCALES: tl.constexpr, V_DOT: tl.constexpr, PAIRS: tl.constexpr):
-    """[M, D] float32: what `walk` added up, its dims in order, in the unit of values and scales."""
+    """Return the sums of `walk`, [M, D] float32, with dims in order and `unit` multiplied in."""
     values = acc[0]
     if PAIRS != "":
         values = tl.interleave(acc[0], acc[1])
@@ -87,10 +89,10 @@ def summed_values(acc, unit, SCALES: tl.constexpr, V_DOT: tl.constexpr, PAIRS: t
 def _add_values(
     acc, decay, probability, v, FORMAT: tl.constexpr, V_DOT: tl.constexpr, PAIRS: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """acc (`no_values`) * decay [M] + probability [M, N] @ v as `_load_values` loaded it; float32.
+    """Return acc (`no_values`) * decay [M] + probability [M, N] @ v in float32.
 
-    In FP8 each tile is summed separately, because some GPUs sum such products with less than
-    float32 precision.
+    v is as `_load_values` loaded it. In FP8 each tile is summed separately, because some GPUs sum
+    such products with less than float32 precision.
     """
     if V_DOT == tl.uint8:
         if v.dtype == tl.uint8:
@@ -114,22 +116,22 @@ def _add_values(
 
 @triton.jit
 def initial(sinks_ptr, query_head, live, V_DOT: tl.constexpr, FORMAT: tl.constexpr):
-    """(best [M], total [M]) of rows that have seen no key: their heads' sinks in base 2, or
-    nothing.
+    """Return (best [M], total [M]) of rows that have seen no key: from sinks, or empty.
+
+    A sink counts as a score, in base 2.
     """
     best = tl.full(query_head.shape, float("-inf"), tl.float32)
     total = tl.zeros(query_head.shape, tl.float32)
     if sinks_ptr is not None:
         best = tl.load(sinks_ptr + query_head, mask=live, other=0.0) * 1.44269504088896341
-        total += (
-            1.0 if V_DOT != tl.uint8 else 128.0 if FORMAT == "fp8_e4m3fnuz" else 256.0
-        )  # as in `walk`
+        # With FP8 values, probabilities and `total` have a factor 2 ** 7 or 2 ** 8, as in `_walk`.
+        total += 1.0 if V_DOT != tl.uint8 else 128.0 if FORMAT == "fp8_e4m3fnuz" else 256.0
     return best, total
 
 
 @triton.jit
 def _hide(scores, key, position, window, MASKED: tl.constexpr, WINDOWED: tl.constexpr):
-    """Scores [M, N], -infinity where the row at `position` [M] does not see `key` [N].
+    """Set scores [M, N] to -infinity where the row at `position` [M] does not see `key` [N].
 
     Without MASKED no row is before any key, and only the window hides some.
     """
@@ -146,11 +148,11 @@ def _hide(scores, key, position, window, MASKED: tl.constexpr, WINDOWED: tl.cons
 def _add_center(
     scores, center_ptr, place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, head, key, HALF: tl.constexpr,
 ):  # fmt: skip
-    """scores [M, N] plus that of the keys' center. `place` [M] has each row's first factor, `key`
-    [N] positions.
+    """Add the contribution of the keys' center to scores [M, N].
 
-    Layouts: angles [positions / 64, rotary_dim / 2, 64]; pairs [HEADS, num_pairs]; factors of
-    cosines, then of sines.
+    `place` [M] is the offset of each row's first factor, `key` [N] the positions of keys. Layouts:
+    angles [positions / 64, rotary_dim / 2, 64]; pairs [HEADS, num_pairs]; factors of cosines, then
+    of sines.
     """
     angle = key // 64 * (HALF * 64) + key % 64
     for i in range(num_pairs):
@@ -164,18 +166,18 @@ def _add_center(
 
 @triton.jit
 def _soften(scores, cap):
-    """Scores times 2 log2(e) / soft cap -> soft-capped, in base 2. `cap` is the soft cap times
-    log2(e).
+    """Soft-cap scores that are multiplied by 2 log2(e) / soft cap; the result is in base 2.
+
+    `cap` is the soft cap times log2(e).
     """
-    power = tl.exp2(
-        tl.minimum(scores, 64.0, propagate_nan=tl.PropagateNan.ALL)
-    )  # tanh is 1 long before
+    # At 64 tanh has long been 1; the bound keeps the power finite.
+    power = tl.exp2(tl.minimum(scores, 64.0, propagate_nan=tl.PropagateNan.ALL))
     return cap - 2.0 * cap / (1.0 + power)  # tanh(x) = 1 - 2 / (1 + e ** 2x)
 
 
 @triton.jit
 def _blocks(table_ptr, key, stored, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """The block that holds each `key` [N]."""
+    """Look up the block that holds each `key` [N]."""
     if MASKED:
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=stored, other=0)
     else:
@@ -187,8 +189,9 @@ def _blocks(table_ptr, key, stored, BLOCK_SIZE: tl.constexpr, MASKED: tl.constex
 def _load_values(
     v_ptr, place, stored, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, MASKED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """V [N, D] as it is stored, from `place` [N] on; with PAIRS int16 [N, D / 2], two neighbouring
-    dims in each.
+    """Load V [N, D] as it is stored, from `place` [N] on.
+
+    With PAIRS the result is int16 [N, D / 2], two neighbouring dims in each.
     """
     WIDTH: tl.constexpr = 2 if PAIRS != "" else 1
     dims = tl.arange(0, V_BLOCK // WIDTH)
@@ -212,11 +215,10 @@ def _load_others(
     k_ptr, place, stored, REST: tl.constexpr, K_BLOCK: tl.constexpr, MASKED: tl.constexpr, INSIDE: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """The K_BLOCK channels of K behind the REST first, as `_load_values` loads values. INSIDE: they
-    are values, too.
+    """Load the K_BLOCK channels of K after the first REST, as `_load_values` loads values.
 
-    Only what is loaded as values are can be both, and be on its way from memory while another tile
-    is computed.
+    INSIDE: they are also the values. Only in the layout of values can they be used as both, and be
+    loaded while another tile is computed.
     """
     WIDTH: tl.constexpr = 2 if PAIRS != "" else 1
     source = place[:, None] + (tl.arange(0, K_BLOCK // WIDTH) + REST // WIDTH)[None, :]
@@ -237,8 +239,9 @@ def _key_scores(
     REST: tl.constexpr, REST_BLOCK: tl.constexpr, INSIDE: tl.constexpr, FORMAT: tl.constexpr, MASKED: tl.constexpr,
     K_DOT: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """(q, of `load_queries`, @ K [D, N], what of K was loaded last); float32. PAIRS as `K_PAIRS` of
-    `walk`.
+    """Return q (of `load_queries`) @ K [D, N] in float32, and the last loaded part of K.
+
+    PAIRS is K_PAIRS of `walk`.
     """
     CHANNELS: tl.constexpr = K_DIM if REST == 0 else REST
     BLOCK: tl.constexpr = K_BLOCK if REST == 0 else REST_BLOCK
@@ -250,7 +253,7 @@ def _key_scores(
         k = tl.load(k_ptr + source, mask=(dims < CHANNELS)[:, None], other=0.0)
     if REST == 0:
         scores = _scores(q[0], k, FORMAT, K_DOT)
-    else:  # both loads come before the first product: behind it, the second has float32 spill
+    else:  # both loads come before the first product; with one after it, float32 spills
         place = formats.places(block, token, head, STRIDES[0], 2 if PAIRS != "" else 1)
         first = k
         k = _load_others(k_ptr, place, stored, REST, K_BLOCK, MASKED, INSIDE, PAIRS)
@@ -273,7 +276,7 @@ def _values(
     k, v_ptr, block, token, stored, head, STRIDES: tl.constexpr, INSIDE: tl.constexpr, V_DIM: tl.constexpr,
     V_BLOCK: tl.constexpr, MASKED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """V as `_load_values` loads it; INSIDE: `k`, what `_key_scores` loaded."""
+    """Load V by `_load_values`; with INSIDE it is `k`, which `_key_scores` loaded."""
     if INSIDE:
         v = k
     else:
@@ -292,10 +295,10 @@ def _walk(
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr, K_PAIRS: tl.constexpr,
     PAIRS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of [begin, end), begin on a tile's edge: see `walk`.
+    """Add the keys of [begin, end), where `begin` is a multiple of KEYS: see `walk`.
 
-    Without MASKED every key of these tiles is stored, no row is before any, and `end` is on an
-    edge, too.
+    Without MASKED every key of these tiles is stored, no row is before any, and `end` is a multiple
+    of KEYS, too.
     """
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
@@ -321,7 +324,7 @@ def _walk(
         reference = new_best
         if WINDOWED:  # a row may have seen no key yet
             reference = tl.where(new_best == float("-inf"), 0.0, new_best)
-        if V_DOT == tl.uint8:  # times the largest power of two that FORMAT holds, and so is `total`
+        if V_DOT == tl.uint8:  # probabilities and `total` times FORMAT's largest power of two
             probability = tl.exp2(
                 scores - (reference - (7.0 if FORMAT == "fp8_e4m3fnuz" else 8.0))[:, None]
             )
@@ -356,14 +359,13 @@ def walk(
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr, K_PAIRS: tl.constexpr,
     PAIRS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of [begin, end), begin and edge on a tile's edge, to (acc (`no_values`), best
-    [M], total [M]).
+    """Add the keys of [begin, end) to acc (`no_values`), best [M], total [M] and unit.
 
-    Keys before `edge` are stored, and no row is before any; without SEEN there are none, and
-    `begin` is not read. STAGES are those of the tiles from `edge` on. STRIDES are
-    `KVPages.strides`. With REST, channels of keys are taken in two parts: the REST first, padded to
-    REST_BLOCK, and the K_BLOCK others, in pairs with K_PAIRS. INSIDE: those are the values, and
-    loaded once for both.
+    `begin` and `edge` are multiples of KEYS. Keys before `edge` are stored, and no row is before
+    any of them, so they need no masks; without SEEN there are none, and `begin` is not read. STAGES
+    are the pipeline stages of the tiles from `edge` on. STRIDES are `KVPages.strides`. With REST,
+    channels of keys are two products: the first REST, padded to REST_BLOCK, and the K_BLOCK others,
+    in pairs with K_PAIRS. INSIDE: the latter are also the values, and are loaded once for both.
     """
     if SEEN:
         acc, best, total, unit = _walk(
