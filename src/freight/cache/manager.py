@@ -6,9 +6,9 @@ absolute: entry i is block i of the sequence. Blocks that a group no longer read
 (`CacheGroup.first_block`) are released before the next chunk is computed; their entries become 0.
 Full blocks are indexed as they are computed, and stay cached when they are released.
 
-A prefix hit is the longest prefix that every group can serve. A group only needs the blocks that
-the first token to compute reads: all of them for full attention, those of the last window for a
-sliding one.
+A prefix hit is the longest cached prefix from which every group can continue. For that a group
+needs only the blocks that the next token reads: all of them for full attention, those of the last
+window for a sliding one, the last one for a state.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from freight.cache.groups import CacheGroup
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The blocks of one sequence, by group. Replaced, never changed in place, so that a step may
-    keep a reference.
+    """The blocks of one sequence, by group. Immutable, so that a step may keep a reference.
 
     block_ids    block tables; () for a sequence that holds nothing
-    given_back   by group, the number of released entries at the start of the table, which are 0
+    given_back   number of entries at the start of each table that are 0: their blocks were
+                 released, or never needed
     room         tokens for which every table has blocks
     """
 
@@ -40,32 +40,32 @@ NOTHING = Held()
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A group with `num_blocks` blocks, of which one sequence would hold `needed` at once."""
+    """A group that is too small for a sequence: it has `num_blocks` blocks, and the sequence would
+    hold `needed` at once.
+    """
 
     group: CacheGroup
     needed: int
     num_blocks: int
 
     def describe(self, limit: int) -> str:
-        """Return the tokens that fit, and for a group that needs less than all `limit` tokens at
-        once, those needed.
+        """Return the number of tokens that fit, as text for a message about a sequence of `limit`
+        tokens. If it need not hold all of them at once, name the number that it must hold as well.
         """
         size = self.group.tokens_per_block
         has, needed = self.num_blocks * size, self.needed * size
-        return (
-            f"{has}"
-            if needed >= limit
-            else f"{has} of the {needed} that it needs at once in {self.group.describe()}"
-        )
+        if needed >= limit:
+            return str(has)
+        return f"{has} of the {needed} that it needs at once in {self.group.describe()}"
 
 
 class CacheManager:
-    """The block allocators of all groups, with `num_blocks` blocks in each. Prefix keys are made
-    for every `block_size` tokens.
+    """The block allocators of all groups, each with its number of `num_blocks`. Each `block_size`
+    tokens have a prefix key.
 
-    A step computes at most `step_tokens` tokens of a sequence. `capacity_tokens` are the tokens of
-    complete sequences that fit: into the groups that release nothing before the end, or into all
-    groups if none does.
+    A step computes at most `step_tokens` tokens of a sequence. `capacity_tokens` is the number of
+    tokens that fit into every group that keeps the blocks of a sequence to its end; if there is no
+    such group, into every group.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class CacheManager:
             for group, count in zip(groups, num_blocks, strict=True)
         )
         self._step_tokens = step_tokens
+        # indices of the groups that release blocks before a sequence ends
         self._giving_back = tuple(
             index for index, group in enumerate(groups) if not group.keeps_all
         )
-        tokens = [allocator.num_blocks * allocator.block_size for allocator in self.allocators]
-        self.capacity_tokens = min(
-            [n for index, n in enumerate(tokens) if index not in self._giving_back] or tokens
-        )
+        sizes = [allocator.num_blocks * allocator.block_size for allocator in self.allocators]
+        keeping = [size for size, group in zip(sizes, self.groups, strict=True) if group.keeps_all]
+        self.capacity_tokens = min(keeping or sizes)
 
     @property
     def num_held(self) -> int:
@@ -99,16 +99,16 @@ class CacheManager:
 
     @property
     def used_share(self) -> float:
-        """Share of held blocks, in the group in which it is largest."""
+        """Share of the blocks that are held, in the group where it is largest."""
         return max(
             1.0 - allocator.num_available / allocator.num_blocks for allocator in self.allocators
         )
 
     def usage(self) -> tuple[int, int]:
-        """Return the tokens of `capacity_tokens` in held blocks, and in cached blocks without
-        references.
+        """Return how many of `capacity_tokens` are held, and how many are cached and not held.
 
-        Both are those of the group with the largest held share, scaled to `capacity_tokens`.
+        Both are shares of the blocks of the group with the largest held share, times
+        `capacity_tokens`.
         """
         fullest = max(self.allocators, key=lambda one: one.num_held / one.num_blocks)
         capacity, num_blocks = self.capacity_tokens, fullest.num_blocks
@@ -123,8 +123,8 @@ class CacheManager:
             allocator.reset()
 
     def shortfall(self, num_tokens: int) -> Shortfall | None:
-        """Return the first group that could not hold a sequence of `num_tokens` tokens even alone;
-        None if all could.
+        """Return the first group that is too small for a sequence of `num_tokens` tokens, even with
+        no other sequence in the cache; None if there is none.
         """
         for group, allocator in zip(self.groups, self.allocators, strict=True):
             needed = group.most_blocks(num_tokens, self._step_tokens)
@@ -135,11 +135,12 @@ class CacheManager:
     def admit(
         self, keys: Sequence[bytes], num_tokens: int, reserve: int
     ) -> tuple[Held, int] | None:
-        """Take the blocks of the longest cached prefix; return them and its tokens. None, and no
-        change, if the request does not fit.
+        """Take references on the blocks of the longest cached prefix; return them, and the number
+        of its tokens. None, and no change, if the request does not fit.
 
-        `keys` are those of the full blocks that may be hits, from the first on. The request fits if
-        every group has the blocks for the rest of `num_tokens` tokens, and `reserve` more.
+        `keys`: prefix keys of the sequence's full blocks, from the first to the last that may be a
+        hit. The request fits if every group has the blocks for the rest of its `num_tokens` tokens
+        available, and `reserve` more.
         """
         start = self._longest_hit(keys)
         tables, given_back, fits = [], [], True
@@ -149,9 +150,12 @@ class CacheManager:
             assert len(taken) == end - first, f"{len(taken)} blocks of a hit of {end - first}"
             tables.append((0,) * first + tuple(taken))
             given_back.append(first)
-            rest = allocator.blocks_for(num_tokens) - first
-            needed = min(rest, group.most_blocks(num_tokens, self._step_tokens)) - len(taken)
-            fits = fits and needed + reserve <= allocator.num_available
+            # blocks that the sequence will hold at once, those taken included
+            most = min(
+                allocator.blocks_for(num_tokens) - first,
+                group.most_blocks(num_tokens, self._step_tokens),
+            )
+            fits = fits and most - len(taken) + reserve <= allocator.num_available
         held = Held(tuple(tables), tuple(given_back), start)
         if not fits:
             self.release(held)
@@ -164,24 +168,23 @@ class CacheManager:
         return bool(self._giving_back)
 
     def trim(self, held: Held, start: int) -> Held:
-        """Release the blocks that no token from position `start` on reads."""
-        block_ids = given_back = None
+        """Release the blocks that no token at position `start` or later reads."""
+        block_ids, given_back = list(held.block_ids), list(held.given_back)
+        released = False
         for index in self._giving_back:
             first, before = self.groups[index].first_block(start), held.given_back[index]
             if first <= before:
                 continue
-            if block_ids is None or given_back is None:
-                block_ids, given_back = list(held.block_ids), list(held.given_back)
-            table = block_ids[index]
-            block_ids[index], given_back[index] = (0,) * first + table[first:], first
+            table = held.block_ids[index]
             self.allocators[index].release(table[before:first])
-        if block_ids is None or given_back is None:
-            return held
-        return Held(tuple(block_ids), tuple(given_back), held.room)
+            block_ids[index] = (0,) * first + table[first:]
+            given_back[index] = first
+            released = True
+        return Held(tuple(block_ids), tuple(given_back), held.room) if released else held
 
     def grow(self, held: Held, num_tokens: int) -> Held | None:
-        """Allocate the missing blocks for `num_tokens` tokens; None, and no change, if a group has
-        too few.
+        """Allocate the blocks that are missing for `num_tokens` tokens; None, and no change, if a
+        group has too few available.
         """
         if num_tokens <= held.room:
             return held
@@ -189,10 +192,9 @@ class CacheManager:
             max(allocator.blocks_for(num_tokens) - len(table), 0)
             for table, allocator in zip(held.block_ids, self.allocators, strict=True)
         ]
-        if any(
-            count > one.num_available for count, one in zip(missing, self.allocators, strict=True)
-        ):
-            return None
+        for count, allocator in zip(missing, self.allocators, strict=True):
+            if count > allocator.num_available:
+                return None
         tables = []
         for table, count, allocator in zip(held.block_ids, missing, self.allocators, strict=True):
             fresh = allocator.allocate(count)
@@ -207,7 +209,7 @@ class CacheManager:
     def register(self, held: Held, keys: Sequence[bytes], before: int, after: int) -> None:
         """Index the blocks that became full when the computed tokens rose from `before` to `after`.
 
-        `keys` are those of the sequence's full blocks, at least `after` // block_size.
+        `keys`: prefix keys of the sequence's full blocks, at least `after` // block_size of them.
         """
         for group, allocator, table in zip(
             self.groups, self.allocators, held.block_ids, strict=True
@@ -223,58 +225,69 @@ class CacheManager:
         self._release(held, forget=False)
 
     def forget(self, held: Held, keys: Sequence[bytes]) -> None:
-        """Release all blocks, and remove from the index all that the sequence computed, released
-        before or not.
+        """Release all blocks, and remove the content of the sequence from the index, with that of
+        the blocks it no longer holds (`Held.given_back`).
+
+        `keys`: prefix keys of the sequence's full blocks.
         """
         if not held.block_ids:
             return
-        for group, allocator, first in zip(
+        for group, allocator, given_back in zip(
             self.groups, self.allocators, held.given_back, strict=True
         ):
-            known = len(keys) * self.block_size // group.tokens_per_block
-            allocator.forget(self._keys_of(group, keys, 0, min(first, known)))
+            with_key = len(keys) * self.block_size // group.tokens_per_block
+            allocator.forget(self._keys_of(group, keys, 0, min(given_back, with_key)))
         self._release(held, forget=True)
 
     def _release(self, held: Held, forget: bool) -> None:
+        # not strict, because NOTHING has no tables
         for allocator, table, first in zip(
             self.allocators, held.block_ids, held.given_back, strict=False
         ):
             allocator.release(table[first:], forget)
 
     def _longest_hit(self, keys: Sequence[bytes]) -> int:
-        """Return the tokens of the longest prefix that every group can serve. The groups shorten it
-        in turn until all agree.
+        """Return the number of tokens of the longest prefix that every group can continue from. The
+        groups shorten it in turn until all agree.
         """
-        length, agreed, index = len(keys) * self.block_size, 0, 0
-        while agreed < len(self.groups):
-            shorter = self._longest_hit_of(index, keys, length)
-            agreed = agreed + 1 if shorter == length else 1
-            length, index = shorter, (index + 1) % len(self.groups)
+        length = len(keys) * self.block_size
+        num_agreed = 0  # groups, up to the last one asked, that can continue from `length`
+        index = 0
+        while num_agreed < len(self.groups):
+            possible = self._longest_hit_of(index, keys, length)
+            num_agreed = num_agreed + 1 if possible == length else 1
+            length = possible
+            index = (index + 1) % len(self.groups)
         return length
 
     def _longest_hit_of(self, index: int, keys: Sequence[bytes], length: int) -> int:
-        """Return the tokens of the longest prefix, `length` at most, that one group can serve."""
+        """Return the number of tokens of the longest prefix, `length` at most, that group `index`
+        can continue from.
+        """
         group, allocator = self.groups[index], self.allocators[index]
         size = group.tokens_per_block
-        per = size // self.block_size
         end = length // size
-        if group.first_block(end * size) == 0:  # every block is needed: the first gap ends the hit
-            run = 0
-            while run < end and allocator.is_indexed(keys[(run + 1) * per - 1]):
-                run += 1
-            return run * size
-        block = end  # blocks from here to `end` are indexed
+        block_keys = self._keys_of(group, keys, 0, end)
+        if group.first_block(end * size) == 0:
+            # Every block is needed: the prefix ends at the first that is not indexed.
+            num_indexed = 0
+            while num_indexed < end and allocator.is_indexed(block_keys[num_indexed]):
+                num_indexed += 1
+            return num_indexed * size
+        # Only blocks from `first_block` on are needed: walk back from the end, and move the end to
+        # each block that is not indexed.
+        block = end  # all blocks from here to `end` are indexed
         while block > group.first_block(end * size):
             block -= 1
-            if not allocator.is_indexed(keys[(block + 1) * per - 1]):
+            if not allocator.is_indexed(block_keys[block]):
                 end = block
         return end * size
 
     def _keys_of(
         self, group: CacheGroup, keys: Sequence[bytes], first: int, end: int
     ) -> Sequence[bytes]:
-        """Return the keys of a group's blocks first … end - 1: each is the key of the last
-        `block_size` tokens in the block.
+        """Return the keys of the sequence's blocks first … end - 1 in `group`: each is the prefix
+        key of the last `block_size` tokens in the block.
         """
-        per = group.tokens_per_block // self.block_size
-        return keys[(first + 1) * per - 1 : end * per : per]
+        keys_per_block = group.tokens_per_block // self.block_size
+        return keys[(first + 1) * keys_per_block - 1 : end * keys_per_block : keys_per_block]

@@ -19,17 +19,18 @@ from freight.config.engine import EngineArgs
 from freight.errors import ConfigError, install
 from freight.terminal import bars
 
+# The options of `freight serve` that this command has as well.
 _OPTIONS = ("served_model_name", "chat_template", "template_timeout", "unknown_fields")
-# What changes how fast an answer comes, and not which: a run may be continued with others.
+# Options that influence the speed and not the answers: a run may be continued with other values.
 _SPEED = (
-    *(
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_step_seconds",
-        "enable_prefix_caching",
-        "kv_cache_memory",
-    ),
-    *("device", "kernels", "threads"),
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_step_seconds",
+    "enable_prefix_caching",
+    "kv_cache_memory",
+    "device",
+    "kernels",
+    "threads",
 )
 
 
@@ -44,10 +45,10 @@ def batch(
     ],
     out: Annotated[
         Path,
-        argument("OUT", "The file of answers, continued if there; - is stdout."),
+        argument("OUT", "The file of answers, continued if it exists; - is stdout."),
     ],
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print what was done as one JSON object.")
+        bool, typer.Option("--json", help="Print the counts of the run as one JSON object.")
     ] = False,
 ) -> None:
     """Answer a file of requests, in OpenAI's batch format.
@@ -68,44 +69,43 @@ def batch(
     from freight.server.settings import ServerSettings
 
     folder = Path(args.model).expanduser()
-    names = tuple(server.pop("served_model_name")) or (folder.name or args.model,)
-    room = (
-        LINES_PER_SEQUENCE * COMPLETIONS * args.max_num_seqs
-    )  # for all lines at once: the queue is never full
+    names = tuple(server.pop("served_model_name"))
+    if not names:
+        names = (folder.name or args.model,)
+    # The queue has room for every completion of the lines in the engine, so it is never full.
+    room = LINES_PER_SEQUENCE * COMPLETIONS * args.max_num_seqs
     settings = ServerSettings(names=names, max_queue=room, **server)
-    asked = {name: value for name, value in asdict(args).items() if name not in _SPEED}
-    asked["model"] = str(folder.resolve()) if folder.is_dir() else args.model
+    # The ids of answers are hashes of all options that influence an answer.
+    engine_options = {name: value for name, value in asdict(args).items() if name not in _SPEED}
+    engine_options["model"] = str(folder.resolve()) if folder.is_dir() else args.model
+    server_options = {name: str(value) for name, value in server.items()}
     require_different(source, out)
-    lines = BatchInput(
-        source, [asked, {name: str(value) for name, value in server.items()}, names], names
-    )
+    lines = BatchInput(source, [engine_options, server_options, names], names)
     started = time.monotonic()
     with BatchOutput(out, lines.ids) as output, bars() as bar:
         counts = BatchCounts(len(lines.ids), before=output.num_done, failed=output.num_failed)
         status = 0
         if counts.before < counts.lines:
             task = bar.add_task("answering", total=counts.lines, completed=counts.before)
-            # Nobody waits for single tokens: steps are as long as their rate is best, and sent
-            # once a second.
-            offline = asdict(replace(args, max_step_seconds=args.max_step_seconds or 0.0))
-            options = WorkerOptions(offline, events_per_second=1.0)
-            status = run_batch(
-                lines,
-                output,
-                settings,
-                options,
-                counts,
-                lambda done: bar.update(task, completed=done),
-            )
+
+            def show_progress(num_answered: int) -> None:
+                bar.update(task, completed=num_answered)
+
+            # Nobody waits for single tokens. So steps have no target duration unless one was given
+            # (0.0: none), and the engine sends new tokens once a second.
+            engine_args = asdict(replace(args, max_step_seconds=args.max_step_seconds or 0.0))
+            options = WorkerOptions(engine_args, events_per_second=1.0)
+            status = run_batch(lines, output, settings, options, counts, show_progress)
     done = counts.before + counts.answered
     if as_json:
         typer.echo(
             json.dumps(counts.as_object() | {"seconds": round(time.monotonic() - started, 3)})
         )
-    typer.echo(
+    summary = (
         f"{out}: {done:,} of {counts.lines:,} lines are answered, {counts.before:,} of them by earlier runs; "
         f"{counts.failed:,} with an error"
-        + ("" if done == counts.lines else "; the same command goes on"),
-        err=True,
     )
+    if done < counts.lines:
+        summary += "; run the same command again to continue"
+    typer.echo(summary, err=True)
     raise typer.Exit(status)

@@ -13,33 +13,33 @@ from freight.operands.routing import Routing, Scoring
 
 @dataclass(frozen=True)
 class MoEFamily:
-    """The description of experts in the files of one model_type. A `..._key` is the key of
-    config.json that holds the value.
+    """The description of experts in the config.json files of one model_type. A `..._key` is the key
+    that holds the value.
 
-    count            number of experts if none of `count_keys` is present
-    count_keys       number of experts; any of these, because transformers writes other names than
-                     the hub's files have
-    top_k_keys       experts per token
+    count            number of experts if none of `count_keys` is present; None: one is required
+    count_keys       number of experts, under any of these names: those that transformers writes
+                     differ from those in published files
+    top_k_keys       experts per token, under any of these names
     width_key        `intermediate_size` of an expert
-    norm_key         whether a token's weights are divided by their sum; None: they are, unless
-                     their sum is 1 anyway
-    factor_key       multiplies the weights
-    group_keys       number of groups, and of the groups that a token chooses from
+    scoring          `Routing.scoring`
+    norm_key         whether a token's weights are divided by their sum; None: always, except where
+                     the scoring already makes their sum 1
+    factor_key       multiplies the weights; None: nothing does
+    group_keys       number of groups, and of the groups that a token chooses from; None: one group
     group_best       `Routing.group_best`
-    choice_bias      whether the router has a bias for the choice
+    choice_bias      `MoEConfig.choice_bias`
     shared_width_key `intermediate_size` of all shared experts together
     shared_count_key number of shared experts, each as wide as an expert
-    shared_gate      whether a projection to one number weights the shared experts
-    router_bias      whether the router adds a bias to its logits
+    shared_gate      `MoEConfig.shared_gate`
+    router_bias      `MoEConfig.router_bias`
     bias             whether the projections of experts have biases
-    activation       activation of experts, if `hidden_act` does not name it
-    latent_key       `MoEConfig.latent_size`; absent or null: the experts take the token itself
-    switch_key       whether there are experts, or their number, which may be 0; None: there are
+    activation       activation of experts; None: that of dense layers
+    dense_keys       those keys of this model_type that tell which layers have no experts
+                     (`layers_with_experts`)
+    latent_key       `MoEConfig.latent_size`; the key may be absent or null
+    switch_key       a flag that says whether there are experts, or one of `count_keys` whose number
+                     may be 0; None: there always are
     beside           `MoEConfig.beside`; the width of the shared feed-forward is `intermediate_size`
-    dense_keys       the keys that identify layers without experts, of `decoder_sparse_step`,
-                     `mlp_only_layers`, `first_k_dense_replace`, `num_dense_layers`,
-                     `mlp_layer_types`, `moe_layer_start_index`, `moe_layer_end_index`,
-                     `moe_layer_interval`
     """
 
     count: int | None = None
@@ -66,7 +66,7 @@ class MoEFamily:
     @property
     def keys(self) -> frozenset[str]:
         """All keys of config.json that these fields name."""
-        named = (
+        single = (
             self.width_key,
             self.norm_key,
             self.factor_key,
@@ -75,11 +75,11 @@ class MoEFamily:
             self.latent_key,
             self.switch_key,
         )
-        lists = {*self.top_k_keys, *self.count_keys, *(self.group_keys or ()), *self.dense_keys}
-        return frozenset(lists | {key for key in named if key is not None})
+        listed = {*self.top_k_keys, *self.count_keys, *(self.group_keys or ()), *self.dense_keys}
+        return frozenset(listed | {key for key in single if key is not None})
 
 
-# the experts of DeepSeek-V3, which later models have in other numbers
+# The experts of DeepSeek-V3; many later models differ in the numbers only.
 DEEPSEEK_EXPERTS = MoEFamily(
     256,
     scoring=Scoring.SIGMOID,
@@ -89,23 +89,26 @@ DEEPSEEK_EXPERTS = MoEFamily(
     shared_count_key="n_shared_experts",
     dense_keys=frozenset(("first_k_dense_replace",)),
 )
-# the same, for families whose files may list the layers with experts
+# The same, for families whose files may name the kind of each layer.
 DEEPSEEK_EXPERTS_BY_LAYER = replace(
     DEEPSEEK_EXPERTS, dense_keys=frozenset(("first_k_dense_replace", "mlp_layer_types"))
 )
 
 
 def has_experts(config: JsonObject, family: MoEFamily) -> bool:
-    """Return whether there are experts at all (`MoEFamily.switch_key`)."""
+    """Return whether any layer has experts (`MoEFamily.switch_key`)."""
     key = family.switch_key
     if key is None:
         return True
-    return integer(config, key, least=0) > 0 if key in family.count_keys else flag(config, key)
+    if key in family.count_keys:
+        return integer(config, key, least=0) > 0
+    return flag(config, key)
 
 
 def parse_moe(config: JsonObject, family: MoEFamily, activation: AnyActivation) -> MoEConfig:
-    """Read the configuration of the experts, the same in every layer that has them. Raises
-    CheckpointError for a missing or contradictory value.
+    """Read the configuration of the experts, which is the same in every layer that has them.
+    `activation` is that of dense layers. Raises CheckpointError for a missing or contradictory
+    value.
     """
     width = integer(config, family.width_key)
     activation = family.activation or activation
@@ -129,19 +132,26 @@ def parse_moe(config: JsonObject, family: MoEFamily, activation: AnyActivation) 
 def _routing(config: JsonObject, family: MoEFamily) -> Routing:
     count = integer(config, _one_of(config, family.count_keys), family.count)
     top_k = integer(config, _one_of(config, family.top_k_keys))
-    groups, top_groups = (integer(config, key, 1) for key in family.group_keys or ("", ""))
-    if count % groups or top_groups > groups or top_k > count // groups * top_groups:
+    groups = top_groups = 1
+    if family.group_keys is not None:
+        groups_key, top_groups_key = family.group_keys
+        groups = integer(config, groups_key, 1)
+        top_groups = integer(config, top_groups_key, 1)
+    eligible = count // groups * top_groups  # experts in the chosen groups
+    if count % groups or top_groups > groups or top_k > eligible:
         raise CheckpointError(
             f"config.json contradicts itself: {family.top_k_keys[0]} = {top_k} of {count} experts in {groups} groups, "
             f"of which {top_groups} are chosen"
         )
+    if family.norm_key is None:
+        normed = family.scoring is not Scoring.CHOSEN
+    else:
+        normed = flag(config, family.norm_key)
     return Routing(
         num_experts=count,
         top_k=top_k,
         scoring=family.scoring,
-        normed=family.scoring is not Scoring.CHOSEN
-        if family.norm_key is None
-        else flag(config, family.norm_key),
+        normed=normed,
         factor=1.0 if family.factor_key is None else number(config, family.factor_key, 1.0),
         num_groups=groups,
         top_groups=top_groups,
@@ -150,13 +160,15 @@ def _routing(config: JsonObject, family: MoEFamily) -> Routing:
 
 
 def _one_of(config: JsonObject, keys: tuple[str, ...]) -> str:
-    """Return a key that is present, or the first. Raises CheckpointError for values that differ."""
-    named = {key: config[key] for key in keys if config.get(key) is not None}
-    if len(set(map(str, named.values()))) > 1:
-        raise CheckpointError(
-            f"config.json contradicts itself: {', '.join(f'{key} = {value!r}' for key, value in named.items())}"
-        )
-    return next(iter(named), keys[0])
+    """Return the first of `keys` that has a value in `config`, or keys[0] if none has. Raises
+    CheckpointError if their values differ.
+    """
+    found = {key: config[key] for key in keys if config.get(key) is not None}
+    # Compared as texts, because a value may be unhashable, such as a list.
+    if len({str(value) for value in found.values()}) > 1:
+        values = ", ".join(f"{key} = {value!r}" for key, value in found.items())
+        raise CheckpointError(f"config.json contradicts itself: {values}")
+    return next(iter(found), keys[0])
 
 
 def _shared(
@@ -174,9 +186,15 @@ def _shared(
 
 
 def layers_with_experts(config: JsonObject, num_layers: int) -> list[bool]:
-    """Return for each layer whether it has experts; the others have a dense feed-forward."""
+    """Return for each layer whether it has experts; the others have a dense feed-forward.
+
+    `mlp_layer_types` decides alone. Without it, a layer has experts if it is in the range from
+    first to end, its number counted from 1 is a multiple of step, and `mlp_only_layers` does not
+    list it.
+    """
     if config.get("mlp_layer_types"):
-        return _sparse_types(config["mlp_layer_types"], num_layers)
+        return _are_sparse(config["mlp_layer_types"], num_layers)
+    # Alternative keys belong to different families.
     step = integer(config, "decoder_sparse_step", integer(config, "moe_layer_interval", 1))
     first = max(
         integer(config, key, 0, least=0)
@@ -193,7 +211,8 @@ def layers_with_experts(config: JsonObject, num_layers: int) -> list[bool]:
     ]
 
 
-def _sparse_types(types: object, num_layers: int) -> list[bool]:
+def _are_sparse(types: object, num_layers: int) -> list[bool]:
+    """Return for each of `types`, the kinds of all layers, whether it is 'sparse': with experts."""
     if (
         not isinstance(types, list)
         or len(types) != num_layers

@@ -1,4 +1,8 @@
-"""Decode steps as CUDA graphs: one launch instead of some hundreds. Grids follow from shapes alone."""
+"""Decode steps as CUDA graphs: one launch replaces the hundreds of kernel launches of a step.
+
+A replay repeats the grids of the captured launches. Grids depend only on the shapes of tensors, so
+a graph stays valid while contexts grow.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,22 @@ from freight.operands.batch import ForwardBatch
 
 
 def bucket_of(num_seqs: int) -> int:
-    """The number of sequences that a step of `num_seqs` is padded to: 1, 2, 4, 8, then in eights,
-    from 64 in 32s.
+    """Return the number of sequences that a step of `num_seqs` is padded to: a power of two up to
+    8, a multiple of 8 up to 64, a multiple of 32 above.
     """
     if num_seqs <= 8:
-        return 1 << (num_seqs - 1).bit_length()
-    step = 8 if num_seqs <= 64 else 32
-    return -(-num_seqs // step) * step
+        return 1 << (num_seqs - 1).bit_length()  # rounds up to a power of two
+    multiple = 8 if num_seqs <= 64 else 32
+    return -(-num_seqs // multiple) * multiple
 
 
 class CudaGraphs:
-    """A `Capture` on a GPU; all graphs share one pool of memory, because they never run at the same
-    time.
+    """A `Capture` on a GPU. All graphs share one pool of device memory, because they never run at
+    the same time.
 
-    Pieces of the pool never grow, so a larger graph after a smaller one finds none that is large
-    enough, and takes new memory. The largest first leaves room for all others.
+    A piece of that pool never grows: a graph larger than those before it finds no piece that is
+    large enough, and takes new memory. So the largest is captured first, and all others fit into
+    its pieces.
     """
 
     largest_first = True
@@ -34,26 +39,28 @@ class CudaGraphs:
     def __init__(self, model: Decoder, pool: KVPool, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
         self._model, self._pool = model, pool
-        self._first: torch.cuda.CUDAGraph | None = None  # whose pool all others share
+        self._first: torch.cuda.CUDAGraph | None = None  # all later graphs share its memory
 
     def bucket_of(self, num_seqs: int) -> int:
         return bucket_of(num_seqs)
 
     def capture(self, batch: ForwardBatch) -> Replay:
-        main, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(main)
-        with torch.cuda.stream(
-            aside
-        ):  # kernels are compiled and libraries take their memory outside of the graph
+        # First run the step uncaptured, on another stream: kernels are compiled then, and libraries
+        # allocate their memory outside of the graph.
+        main, warm_up = torch.cuda.current_stream(), torch.cuda.Stream()
+        warm_up.wait_stream(main)
+        with torch.cuda.stream(warm_up):
             self._model.forward(batch, self._pool.layers)
-        main.wait_stream(aside)
+        main.wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=None if self._first is None else self._first.pool()):
+        memory = None if self._first is None else self._first.pool()
+        with torch.cuda.graph(graph, pool=memory):
             logits = self._model.forward(batch, self._pool.layers)
-        self._first = self._first or graph
+        if self._first is None:
+            self._first = graph
 
         def replay() -> Tensor:
             graph.replay()
-            return logits
+            return logits  # each replay writes the same tensor
 
         return replay

@@ -1,57 +1,64 @@
-"""Pace: how many tokens the next step may have, so that running requests do not wait long for their
-next token.
+"""Pace: the most tokens that the next step may have, so that running requests do not wait long for
+their next token.
 
-While no request is decoding, a step may have all the tokens that a step may have at most. While one
-is, the time of the step counts: it is the time between two tokens of everybody. Then it takes only
-as many prompt tokens as are expected to fit into `seconds`, from what the engine's own steps took.
-Prompts always go on:
+While no request decodes, a step may have all the tokens that any step may have. While one does, the
+duration of a step is the time between two tokens of every running request. A step then takes only
+as many prompt tokens as are expected to fit into `seconds`, by the times of the engine's earlier
+steps. Prompts always advance:
 
-- They get at least as long as a step without them takes, so prefill keeps at least half of its
-  speed where decoding alone fills the time. A running request gets a token in `seconds`, or in
-  twice what its step takes anyway.
+- They get at least as much time as the step takes without them, so at least half of it. A step
+  therefore takes `seconds`, or twice the time of a step without prompts, whichever is longer.
 - A step has at least MIN_PROMPT_TOKENS of them, however slow the steps are.
 
-Chunks change no bit of a result, so a clock may decide about them. This object reads none: it gets
-seconds and counts, and two that got the same give the same.
+The cutting of a prompt into chunks changes no bit of a result, so it may depend on measured times.
+A `Pace` reads no clock: its answers follow from the seconds and counts that it is given.
 """
 
 from __future__ import annotations
 
-ROWS = 32  # matrix products take rows in tiles of so many
+ROWS = 32  # rows of a tile of a matrix product; a tile of fewer rows costs as much
 MIN_PROMPT_TOKENS = 32
-SMOOTHING = 0.3  # what a new measurement counts against all that were before
-# a step that took longer than expected by more is taken as one that took this many times as long
+SMOOTHING = 0.3  # weight of a new measurement; all earlier ones together have the rest
+# A new measurement counts as at most this many times the old value, so that one slow step does not
+# stop the prompts.
 MOST_GROWTH = 4.0
 
 
 def _smoothed(old: float, new: float, weight: float) -> float:
-    """`old` on its way to `new`; without an old value, `new`."""
-    return old + weight * (min(new, MOST_GROWTH * old) - old) if old > 0 else new
+    """Return the mean of `old` and `new`, where `new` has `weight`; `new` if `old` is 0, which
+    means unknown.
+    """
+    if old <= 0:
+        return new
+    bounded = min(new, MOST_GROWTH * old)
+    return old + weight * (bounded - old)
 
 
 class Pace:
-    """Tokens of the next step, from the times of earlier ones. `most` is the largest number of
-    tokens of a step.
+    """The most tokens of the next step, from the times of earlier steps.
 
-    The expected time of a step is `base` seconds, smoothed over steps without prompt tokens, and
-    `per_token` seconds, smoothed over the others, for each prompt token. Where `base` is wrong,
-    because there are more sequences or longer ones by now, `per_token` makes up for it, as it is
-    measured at the number of tokens that is used.
+    A step with n prompt tokens is expected to take base + n * per_token seconds. `base` is smoothed
+    over steps without prompt tokens, `per_token` over the others. When `base` is out of date,
+    because sequences have become more or longer, `per_token` makes up for the error: it is measured
+    at the number of prompt tokens that steps then have.
     """
 
     def __init__(self, seconds: float, most: int) -> None:
+        """`seconds`: the target duration of a step in which a request decodes; `most`: the most
+        tokens of any step.
+        """
         assert seconds > 0
         assert most > 0
         self._seconds, self._most = seconds, most
-        self.base = 0.0
-        self.per_token = 0.0  # 0: not known
+        self.base = 0.0  # seconds; 0: not measured yet
+        self.per_token = 0.0  # seconds; 0: not measured yet
 
     def tokens(self, num_decoding: int) -> int:
-        """The most tokens of a step in which `num_decoding` sequences have one token each and
-        prompts have the rest.
+        """Return the most tokens of a step in which `num_decoding` sequences have one token each
+        and prompts have the rest.
 
-        At most `most`, which is also the answer for 0 sequences; else at least MIN_PROMPT_TOKENS
-        for prompts, where `most` leaves them. Whole tiles of rows, the sequences' own included.
+        The result is `most` if no sequence decodes. Otherwise it is a multiple of ROWS that leaves
+        prompts at least MIN_PROMPT_TOKENS, or `most` if that is less.
         """
         if num_decoding == 0:
             return self._most
@@ -62,15 +69,16 @@ class Pace:
         return min(max(least, wanted), self._most)
 
     def note(self, seconds: float, num_prompt: int) -> None:
-        """Take in that a step took `seconds` with `num_prompt` tokens of prompts."""
+        """Record that a step with `num_prompt` prompt tokens took `seconds`."""
         seconds = max(seconds, 0.0)
         if num_prompt == 0:
             self.base = _smoothed(self.base, seconds, SMOOTHING)
             return
-        weight = SMOOTHING * min(
-            1.0, num_prompt / ROWS
-        )  # a few tokens say little: they cost as much as a whole tile
+        # Less than a tile costs as much as a full one, so it tells less about the cost of a token.
+        weight = SMOOTHING * min(1.0, num_prompt / ROWS)
         if seconds > self.base:
             self.per_token = _smoothed(self.per_token, (seconds - self.base) / num_prompt, weight)
-        else:  # fewer sequences, or shorter ones: `base` is out of date
+        else:
+            # `base` is out of date: sequences have become fewer or shorter. Without its prompt
+            # tokens this step would have been shorter still; half of it is assumed.
             self.base = _smoothed(self.base, seconds / 2, weight)

@@ -21,9 +21,10 @@ _OLMO = Family(
         "rms_norm_eps": 1e-5,
         "eos_token_id": 50279,
     },
-    words("attention_bias"),
+    keys=words("attention_bias"),
     bias_keys=ATTENTION_BIAS,
     qk_norm=True,
+    # one norm over all heads of q, and one over all heads of k
     derive=lambda config, model: with_attention(model, qk_norm_whole=True),
     norms=NormPlacement.OUTPUT,
     wide_norms=True,
@@ -39,10 +40,10 @@ ROWS = {
             **_OLMO.defaults,
             "sliding_window": 4096,
             "use_sliding_window": True,
-            "sliding_window_pattern": 4,
+            "sliding_window_pattern": 4,  # every fourth layer has no window
         },
         keys=_OLMO.keys | words("sliding_window layer_types"),
         theta=5e5,
-        local_theta=5e5,
+        local_theta=5e5,  # layers with a window have a separate rope
     ),
 }

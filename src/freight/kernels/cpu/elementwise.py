@@ -1,7 +1,8 @@
 """Residual addition fused with RMSNorm, and gated activations (csrc/elementwise.cpp).
 
-A row's bits depend on that row alone. Results differ from the reference's in the order of a sum or
-the last bits of an exponential, before the same roundings.
+A row's bits depend on that row alone. Results are rounded where the reference rounds. Before
+that, sums may have another order, and exponentials may differ in their last bits. `consumer` has no
+effect (`CpuKernels`).
 """
 
 from __future__ import annotations
@@ -27,20 +28,23 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Compute `KernelSet.add_rms_norm`.
 
-    x, delta: [rows, size], one dtype; weight, delta_weight: [size], in that dtype or float32
+    x, delta: [rows, size], one dtype; weight, delta_weight: [size], in that dtype or float32.
+    Without delta, `delta_weight` is ignored and the sum that is returned is x itself.
     """
     assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype)
     x = x.contiguous()
-    delta = None if delta is None else delta.contiguous()
-    if delta is None or delta_weight is None:
-        delta_weight, delta_weight_format = None, 0
+    if delta is None:
+        delta_weight = None
     else:
+        delta = delta.contiguous()
+    delta_weight_format = 0  # not read without a weight
+    if delta_weight is not None:
         delta_weight_format = weight_format(delta_weight, x)
     rows, size = x.shape
     total = x if delta is None else library.empty((rows, size), x.dtype)
     out = library.empty((rows, size), x.dtype)
     library.functions.freight_add_rms_norm(
-        FreightNorm(  # positional: takes a third of the time of keywords
+        FreightNorm(  # positional arguments, because keywords take three times as long
             x.data_ptr(),
             address(delta),
             address(weight),
