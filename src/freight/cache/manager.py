@@ -49,8 +49,8 @@ class Shortfall:
     num_blocks: int
 
     def describe(self, limit: int) -> str:
-        """Return the number of tokens that fit, as text for a message about a sequence of `limit`
-        tokens. If it need not hold all of them at once, name the number that it must hold as well.
+        """Return the number of tokens that fit, for a message about a sequence of `limit` tokens.
+        If the group need not hold all of them at once, the text also has the number that it must.
         """
         size = self.group.tokens_per_block
         has, needed = self.num_blocks * size, self.needed * size
@@ -60,8 +60,8 @@ class Shortfall:
 
 
 class CacheManager:
-    """The block allocators of all groups, each with its number of `num_blocks`. Each `block_size`
-    tokens have a prefix key.
+    """The block allocators of all groups; `num_blocks` is by group. There is a prefix key for every
+    `block_size` tokens.
 
     A step computes at most `step_tokens` tokens of a sequence. `capacity_tokens` is the number of
     tokens that fit into every group that keeps the blocks of a sequence to its end; if there is no
@@ -107,8 +107,7 @@ class CacheManager:
     def usage(self) -> tuple[int, int]:
         """Return how many of `capacity_tokens` are held, and how many are cached and not held.
 
-        Both are shares of the blocks of the group with the largest held share, times
-        `capacity_tokens`.
+        Both are shares of the blocks of one group, the one with the largest held share.
         """
         fullest = max(self.allocators, key=lambda one: one.num_held / one.num_blocks)
         capacity, num_blocks = self.capacity_tokens, fullest.num_blocks
@@ -150,7 +149,7 @@ class CacheManager:
             assert len(taken) == end - first, f"{len(taken)} blocks of a hit of {end - first}"
             tables.append((0,) * first + tuple(taken))
             given_back.append(first)
-            # blocks that the sequence will hold at once, those taken included
+            # the most blocks that the sequence will hold at once, those taken included
             most = min(
                 allocator.blocks_for(num_tokens) - first,
                 group.most_blocks(num_tokens, self._step_tokens),
@@ -225,8 +224,8 @@ class CacheManager:
         self._release(held, forget=False)
 
     def forget(self, held: Held, keys: Sequence[bytes]) -> None:
-        """Release all blocks, and remove the content of the sequence from the index, with that of
-        the blocks it no longer holds (`Held.given_back`).
+        """Release all blocks. Remove the sequence's content from the index, also that of blocks
+        that it no longer holds (`Held.given_back`).
 
         `keys`: prefix keys of the sequence's full blocks.
         """
@@ -251,7 +250,7 @@ class CacheManager:
         groups shorten it in turn until all agree.
         """
         length = len(keys) * self.block_size
-        num_agreed = 0  # groups, up to the last one asked, that can continue from `length`
+        num_agreed = 0  # how many groups, the last ones asked, can continue from `length`
         index = 0
         while num_agreed < len(self.groups):
             possible = self._longest_hit_of(index, keys, length)

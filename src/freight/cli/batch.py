@@ -48,7 +48,7 @@ def batch(
         argument("OUT", "The file of answers, continued if it exists; - is stdout."),
     ],
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the counts of the run as one JSON object.")
+        bool, typer.Option("--json", help="Print a summary of the run as one JSON object.")
     ] = False,
 ) -> None:
     """Answer a file of requests, in OpenAI's batch format.
@@ -75,7 +75,7 @@ def batch(
     # The queue has room for every completion of the lines in the engine, so it is never full.
     room = LINES_PER_SEQUENCE * COMPLETIONS * args.max_num_seqs
     settings = ServerSettings(names=names, max_queue=room, **server)
-    # The ids of answers are hashes of all options that influence an answer.
+    # The options that influence the answers: BatchInput hashes them into the ids of the answers.
     engine_options = {name: value for name, value in asdict(args).items() if name not in _SPEED}
     engine_options["model"] = str(folder.resolve()) if folder.is_dir() else args.model
     server_options = {name: str(value) for name, value in server.items()}

@@ -27,11 +27,12 @@ class MoEFamily:
     factor_key       multiplies the weights; None: nothing does
     group_keys       number of groups, and of the groups that a token chooses from; None: one group
     group_best       `Routing.group_best`
-    choice_bias      `MoEConfig.choice_bias`
+    choice_bias      whether the router adds a bias to the scores for the choice of experts only
     shared_width_key `intermediate_size` of all shared experts together
     shared_count_key number of shared experts, each as wide as an expert
-    shared_gate      `MoEConfig.shared_gate`
-    router_bias      `MoEConfig.router_bias`
+    shared_gate      whether the sigmoid of a projection to one number multiplies the result of the
+                     shared experts
+    router_bias      whether the router adds a bias to its logits
     bias             whether the projections of experts have biases
     activation       activation of experts; None: that of dense layers
     dense_keys       those keys of this model_type that tell which layers have no experts
@@ -140,8 +141,8 @@ def _routing(config: JsonObject, family: MoEFamily) -> Routing:
     eligible = count // groups * top_groups  # experts in the chosen groups
     if count % groups or top_groups > groups or top_k > eligible:
         raise CheckpointError(
-            f"config.json contradicts itself: {family.top_k_keys[0]} = {top_k} of {count} experts in {groups} groups, "
-            f"of which {top_groups} are chosen"
+            f"config.json contradicts itself: {family.top_k_keys[0]} = {top_k}, but there are {count} experts in "
+            f"{groups} groups, of which a token uses {top_groups}"
         )
     if family.norm_key is None:
         normed = family.scoring is not Scoring.CHOSEN
@@ -188,13 +189,13 @@ def _shared(
 def layers_with_experts(config: JsonObject, num_layers: int) -> list[bool]:
     """Return for each layer whether it has experts; the others have a dense feed-forward.
 
-    `mlp_layer_types` decides alone. Without it, a layer has experts if it is in the range from
-    first to end, its number counted from 1 is a multiple of step, and `mlp_only_layers` does not
-    list it.
+    `mlp_layer_types` decides if it is there. Otherwise layer i has experts if it lies in the range
+    of layers that may, if i + 1 is a multiple of the step, and if `mlp_only_layers` does not list
+    it. Raises CheckpointError for an invalid value.
     """
     if config.get("mlp_layer_types"):
         return _are_sparse(config["mlp_layer_types"], num_layers)
-    # Alternative keys belong to different families.
+    # Keys with the same meaning belong to different families.
     step = integer(config, "decoder_sparse_step", integer(config, "moe_layer_interval", 1))
     first = max(
         integer(config, key, 0, least=0)
@@ -204,7 +205,7 @@ def layers_with_experts(config: JsonObject, num_layers: int) -> list[bool]:
     end = num_layers if last == -1 else last + 1
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(not isinstance(index, int) for index in dense):
-        raise CheckpointError(f"config.json: mlp_only_layers = {dense!r} must be a list of layers")
+        raise CheckpointError(f"config.json: mlp_only_layers = {dense!r} must be a list of numbers")
     return [
         first <= index < end and (index + 1) % step == 0 and index not in dense
         for index in range(num_layers)

@@ -6,18 +6,19 @@ duration of a step is the time between two tokens of every running request. A st
 as many prompt tokens as are expected to fit into `seconds`, by the times of the engine's earlier
 steps. Prompts always advance:
 
-- They get at least as much time as the step takes without them, so at least half of it. A step
-  therefore takes `seconds`, or twice the time of a step without prompts, whichever is longer.
-- A step has at least MIN_PROMPT_TOKENS of them, however slow the steps are.
+- They get at least as much time as the step takes without them: at least half of the step. So a
+  step is expected to take `seconds`, or twice the time of a step without prompts, whichever is
+  longer.
+- A step has at least MIN_PROMPT_TOKENS prompt tokens, however slow steps are.
 
-The cutting of a prompt into chunks changes no bit of a result, so it may depend on measured times.
-A `Pace` reads no clock: its answers follow from the seconds and counts that it is given.
+The chunks that a prompt is cut into change no bit of a result, so they may depend on measured
+times. A `Pace` reads no clock: its answers follow from the seconds and counts that it is given.
 """
 
 from __future__ import annotations
 
 ROWS = 32  # rows of a tile of a matrix product; a tile of fewer rows costs as much
-MIN_PROMPT_TOKENS = 32
+MIN_PROMPT_TOKENS = 32  # as many as a tile has rows
 SMOOTHING = 0.3  # weight of a new measurement; all earlier ones together have the rest
 # A new measurement counts as at most this many times the old value, so that one slow step does not
 # stop the prompts.
@@ -38,9 +39,9 @@ class Pace:
     """The most tokens of the next step, from the times of earlier steps.
 
     A step with n prompt tokens is expected to take base + n * per_token seconds. `base` is smoothed
-    over steps without prompt tokens, `per_token` over the others. When `base` is out of date,
-    because sequences have become more or longer, `per_token` makes up for the error: it is measured
-    at the number of prompt tokens that steps then have.
+    over steps without prompt tokens, `per_token` over the others. If `base` is out of date, because
+    there are now more sequences, or longer ones, `per_token` makes up for the error: it is measured
+    at the number of prompt tokens that steps have now.
     """
 
     def __init__(self, seconds: float, most: int) -> None:
@@ -79,6 +80,6 @@ class Pace:
         if seconds > self.base:
             self.per_token = _smoothed(self.per_token, (seconds - self.base) / num_prompt, weight)
         else:
-            # `base` is out of date: sequences have become fewer or shorter. Without its prompt
-            # tokens this step would have been shorter still; half of it is assumed.
+            # `base` is out of date: there are now fewer sequences, or shorter ones. Without its
+            # prompt tokens this step would have been shorter still; half of it is assumed.
             self.base = _smoothed(self.base, seconds / 2, weight)

@@ -77,7 +77,12 @@ class ModelBuilder(Builder):
         offset = self.config.position_offset
         positions = None if offset is None else self.tensor(self.names.positions)[offset:]
         return Embedding(
-            weight, self.kernels, multiplier, self.outer(self.names.project_in), positions, norm
+            weight,
+            self.kernels,
+            multiplier,
+            projection=self.outer(self.names.project_in),
+            positions=positions,
+            norm=norm,
         )
 
     def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
@@ -91,8 +96,8 @@ class ModelBuilder(Builder):
             mixer_post = self.post_weight(prefix + names.attention_post)
         if has_posts and has_mlp:
             mlp_post = self.post_weight(prefix + names.mlp_post)
-        # With `outputs_only` no input is normed. The norms before the parts serve for their eps
-        # (`Residual.summed`), so any weight of the right size will do.
+        # With `outputs_only` no input is normed: mixer_norm and mlp_norm serve for their eps only
+        # (`Residual.summed`), and any weight of the right size will do.
         outputs_only = layer.norms is NormPlacement.OUTPUT
         mixer_norm = mlp_norm = None
         if mixer is not None:
@@ -211,14 +216,16 @@ class ModelBuilder(Builder):
             assert choice_bias is not None
             matrix = matrix.t().contiguous()
             choice_bias = choice_bias[: mlp.num_experts].clone()
+        gate_up = self.experts(mlp, prefix, *names.expert_gate_up)
+        down = self.experts(mlp, prefix, names.expert_down)
         shared = None
         if mlp.shared is not None:
             shared = self.dense(mlp.shared, prefix, *shared_names(names))
         return MoE(
             router=self.kernels.pack(Weight(matrix)),
             routing=mlp.routing,
-            gate_up=self.experts(mlp, prefix, *names.expert_gate_up),
-            down=self.experts(mlp, prefix, names.expert_down),
+            gate_up=gate_up,
+            down=down,
             activation=mlp.activation,
             kernels=self.kernels,
             bias=self.exact(f"{router}.bias") if mlp.router_bias else None,
@@ -259,16 +266,16 @@ class ModelBuilder(Builder):
             return self.interleaved(
                 prefix + self.names.expert + parts[0], pairs=parts == self.names.expert_gate_up
             )
-        names: list[list[str]] = []
+        weight_names: list[list[str]] = []
         biases: list[Tensor] = []
         for index in range(mlp.num_experts):
             expert = prefix + self.names.expert.format(index)
-            names.append([f"{expert}{part}.weight" for part in parts])
+            weight_names.append([f"{expert}{part}.weight" for part in parts])
             if mlp.bias:
                 biases.append(torch.cat([self.tensor(f"{expert}{part}.bias") for part in parts]))
 
         def read() -> Iterator[Weight]:
-            return expert_matrices(self.source, self.shapes, names)
+            return expert_matrices(self.source, self.shapes, weight_names)
 
         weights = Read(mlp.num_experts, read)
         return self.kernels.pack_experts(weights, torch.stack(biases) if biases else None)
@@ -307,7 +314,7 @@ def build_decoder(
     names = builder.names
     final_norm = None
     if config.final_norm:
-        weight = None  # the stored one plus the offset of the model's norms
+        weight = None  # the stored one, with the offset that all norms have
         if not config.final_norm_offset:
             weight = builder.norm_weight(names.norm, offset=False)
         final_norm = builder.norm(names.norm, weight)
@@ -374,7 +381,7 @@ def load_model(
         weight_format,
         device,
         stored,
-        rounds=scheme.weight_format is None,  # else its 16-bit matrices stay so
+        rounds=scheme.weight_format is None,  # a quantized one keeps its 16-bit matrices
         packed=packed,
         keeps_mxfp4=kernels.packs_mxfp4,
     )

@@ -1,8 +1,8 @@
 """Readers of `quant_method` fp8 (AutoFP8, Quark for vLLM, DeepSeek, transformers) and fbgemm_fp8.
 
-A matrix of fp8 has one scale, or one per block with `weight_block_size`; in the files it is called
-`weight_scale`, or `weight_scale_inv`, which is not an inverse either. A matrix of fbgemm_fp8 has a
-scale per output row, and activations are clipped to `activation_scale_ub`.
+A matrix of fp8 has one scale, or one per block if `weight_block_size` is given. The tensor of
+scales is `weight_scale` or `weight_scale_inv`; the second is no inverse, despite its name. A matrix
+of fbgemm_fp8 has a scale per output row, and activations are clipped to `activation_scale_ub`.
 """
 
 from __future__ import annotations
