@@ -11,7 +11,7 @@ import heapq
 import itertools
 import os
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -43,15 +43,16 @@ def choose(rows: Sequence[Sequence[Hashable]]) -> list[int]:
     return found
 
 
-def covered(*axes: Sequence[Any]) -> list[Any]:
+def covered(*axes: Collection[Any]) -> list[Any]:
     """Return the full product for pytest.mark.parametrize: what is not of the covering array is
     `slow`.
     """
-    places = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    values = [list(axis) for axis in axes]
+    places = list(itertools.product(*(range(len(axis)) for axis in values)))
     chosen = {places[one] for one in choose(places)}
     return [
         pytest.param(
-            *(axis[at] for axis, at in zip(axes, row, strict=True)),
+            *(axis[at] for axis, at in zip(values, row, strict=True)),
             marks=() if row in chosen or in_rotation(str(row)) else pytest.mark.slow,
         )
         for row in places

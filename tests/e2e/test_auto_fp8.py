@@ -148,7 +148,7 @@ def test_what_the_model_refuses(tmp_path: Path):
         model().quantize()
     with pytest.raises(ConfigError, match="has no token"):
         model().quantize([])
-    with pytest.raises(ConfigError, match=r"are \[rows, length\]"):
+    with pytest.raises(ConfigError, match=r"must be \[rows, length\]"):
         model().quantize(torch.arange(300))
     with pytest.raises(ConfigError, match="call quantize"):
         model().save_quantized(tmp_path / "out")

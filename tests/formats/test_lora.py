@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no rank": ({"r": 0}, CheckpointError, "damaged"),
     "a pattern": ({"rank_pattern": {"(": 4}}, CheckpointError, "damaged"),
     "a truth": ({"lora_alpha": True, "alpha_pattern": {}}, CheckpointError, "damaged"),
-    "DoRA without magnitudes": ({"use_dora": True}, CheckpointError, "alone"),
+    "DoRA without magnitudes": ({"use_dora": True}, CheckpointError, "only a, b of the parts"),
 }
 
 

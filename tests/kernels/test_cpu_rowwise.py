@@ -173,7 +173,7 @@ def test_an_id_beyond_the_table_is_refused(kernels, outside):
     table, ids = torch.randn(5, 64), torch.tensor([0, 1, 2])
     ids[2] = outside
     with pytest.raises(
-        KernelError, match="freight_lookup failed: a token id or position lies outside"
+        KernelError, match="freight_lookup failed: a token id or position is outside"
     ):
         kernels.lookup(table, ids)
 
