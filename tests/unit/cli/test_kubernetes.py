@@ -29,12 +29,15 @@ from freight.server.transport.auth import Keys, check_binding
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy" / "kubernetes"
 SCHEMAS = ROOT / "tests" / "fixtures" / "kubernetes"
+SCALE_OUT = ROOT / "docs" / "scale-out.md"
 Document = dict[str, Any]
 Serve = Callable[[list[str]], dict[str, Any]]
 
 # seconds that the server may take once answers have ended: the last events of streams
 # (`lifecycle._FLUSH`), then an engine that does not leave by itself (`EngineClient.stop`)
 TO_END = 11
+PICKED_BY = {"num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"}
+ABSENT = {"vllm:lora_requests_info"}  # the page says that it is not exported
 
 
 # -----------------------------------------------------------------------------------------------
@@ -282,6 +285,12 @@ def test_the_adapter_reads_series_of_the_server() -> None:
         f"vllm_num_requests_{state}": f"vllm:num_requests_{state}"
         for state in ("waiting", "running")
     }
+
+
+def test_the_page_names_series_of_the_server() -> None:
+    series = set(re.findall(r"`((?:vllm|freight):[a-z_]+)", SCALE_OUT.read_text()))
+    assert series - exported() == ABSENT
+    assert {f"vllm:{name}" for name in PICKED_BY} <= series
 
 
 # -----------------------------------------------------------------------------------------------
