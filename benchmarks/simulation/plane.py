@@ -27,7 +27,7 @@ from freight.errors import ConfigError
 from freight.sampling import SamplingParams
 
 BLOCK_SIZE = 16  # tokens, as the engine's default
-MOST_SEQS = 256  # that run at once, as the engine's default
+MOST_SEQS = 64  # that run at once, as the engine's default
 SAME = 1e-9  # a column that is left of another's direction by less of its length says nothing new
 
 
