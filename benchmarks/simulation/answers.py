@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from freight.errors import ConfigError
-
 from simulation.plane import Plane
 from simulation.replicas import (
     Loss,
@@ -184,17 +183,13 @@ class Capacity:
 
 
 def most_rate(setup: Setup) -> float:
-    """Requests a second and replica that no engine of this plane can exceed: their own work alone,
-    one step for as many tokens as there may be sequences.
+    """Requests a second and replica that no engine of this plane can exceed: rows of their own, and
+    steps that are shared by as many sequences as there may be.
     """
     plane, (num_prompt, num_output) = setup.plane, setup.traffic.means()
     unit = plane.seconds
     own = (1 - setup.traffic.share) * num_prompt * unit.prefill_tokens
-    per_output = (
-        unit.sequences
-        + num_prompt * plane.bytes_per_token * unit.cached_bytes
-        + unit.steps / plane.max_num_seqs
-    )
+    per_output = unit.sequences + unit.steps / plane.max_num_seqs
     return 1 / (own + num_output * per_output)
 
 

@@ -317,14 +317,14 @@ def plane_of(
     if not reports:
         raise ConfigError("there is no report: give files, or options of `freight bench latency`")
     first = reports[0]
-    same = [(report["model"], report["kv_cache"]["format"]) for report in reports]
-    if len(set(same)) > 1:
-        raise ConfigError(f"the reports are of different engines: {sorted(set(same))}")
     seen = [one for report in reports for one in observations(report)]
+    names = [_name(report) for report in reports]
+    if len(set(names)) > 1:
+        raise ConfigError(f"the reports are of different engines: {'; '.join(sorted(set(names)))}")
     seconds, errors = fit(seen)
     sizes = [abs(error) for error in errors]
     plane = Plane(
-        name=f"{first['model']}, cache {first['kv_cache']['format']}",
+        name=names[0],
         source=f"fitted to {len(reports)} reports of `freight bench latency` on {first['kernels']}, "
         f"{first['threads']} threads",
         seconds=seconds,
@@ -334,6 +334,12 @@ def plane_of(
         error=(statistics.median(sizes), max(sizes)),
     )
     return plane, seen, errors
+
+
+def _name(report: Mapping[str, Any]) -> str:
+    kv = report["kv_cache"]
+    scales = f", {kv['granularity']}" if kv.get("granularity") else ""
+    return f"{report['model']}, weights {report['weight_dtype']}, cache {kv['dtype']}{scales}"
 
 
 def read_reports(path: Path) -> list[Mapping[str, Any]]:

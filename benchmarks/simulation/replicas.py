@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from freight.engine.pace import Pace
 from freight.engine.step import Step
-
 from simulation.plane import Plane, Work, new_request, sampled, work_of
 from simulation.traffic import Ask
 
