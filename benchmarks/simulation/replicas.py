@@ -276,6 +276,7 @@ class Simulation:
             else:
                 self._return(what)
         for replica in self._up.values():
+            assert not replica.asks, f"requests {list(replica.asks)[:5]} never ended"
             replica.close()
         return Outcome(self._served, self._account, num_replicas, self._now)
 
