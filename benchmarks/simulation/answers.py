@@ -24,6 +24,8 @@ from simulation.traffic import Traffic
 
 WARM_UP = 1 / 3  # of the time simulated: requests that arrive in it are not in the figures
 LEAST_SECONDS = 30.0  # of time simulated of many replicas, whose many requests make up for it
+BEYOND = 1.1  # times what the work alone allows: that no engine keeps
+LEAST_LIMITS = 10  # times the limit of TTFT
 OFTEN = 0.25  # of busy time: requests that wait for so long wait for what binds
 IDLE = 0.3  # of the time: replicas that are idle for longer are bound by no work of theirs
 HALVINGS = 6  # of a range of rates
@@ -75,7 +77,9 @@ class Setup:
         return min(num_replicas, self.most)
 
     def seconds_of(self, num_replicas: int) -> float:
-        return max(LEAST_SECONDS, self.seconds / self.simulated(num_replicas))
+        """In less time than several limits, a queue that grows would not be seen."""
+        least = max(LEAST_SECONDS, LEAST_LIMITS * self.limits.ttft)
+        return max(least, self.seconds / self.simulated(num_replicas))
 
     def assumptions(self) -> list[str]:
         plane = self.plane
@@ -198,9 +202,10 @@ def capacity(setup: Setup, num_replicas: int, near: float | None = None) -> Capa
 
     near  a rate that is known of fewer replicas: the search begins around it
     """
-    low, high = 0.0, most_rate(setup)
+    low, high = 0.0, BEYOND * most_rate(setup)
     best: Level | None = None
     above: Level | None = None
+    exact = high / 2**HALVINGS
     if near is not None:
         for guess in (near, min(1.3 * near, high)):
             found = level(setup, num_replicas, guess)
@@ -208,18 +213,16 @@ def capacity(setup: Setup, num_replicas: int, near: float | None = None) -> Capa
                 above, high = found, guess
                 break
             best, low = found, guess
-    while high - low > high / 2**HALVINGS:
+    while high - low > exact:
         rate = (low + high) / 2
         found = level(setup, num_replicas, rate)
         if setup.limits.missed(found.times):
             above, high = found, rate
         else:
             best, low = found, rate
-    if above is None:
-        binds = "nothing within what the work alone allows"
-    else:
-        binds = what_binds(above, setup.limits)
-    return Capacity(best, binds)
+    if above is None:  # all halves up to the bound keep the limits
+        above = level(setup, num_replicas, high)
+    return Capacity(best, what_binds(above, setup.limits))
 
 
 # ------------------------------------------------------------------------------------------------

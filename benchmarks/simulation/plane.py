@@ -28,6 +28,7 @@ from freight.sampling import SamplingParams
 
 BLOCK_SIZE = 16  # tokens, as the engine's default
 MOST_SEQS = 64  # that run at once, as the engine's default
+NO_LIMIT = 2**40  # tokens of a request
 SAME = 1e-9  # a column that is left of another's direction by less of its length says nothing new
 
 
@@ -99,13 +100,12 @@ class Plane:
     def slower(self, factor: float) -> Plane:
         return replace(self, seconds=Work(*(factor * value for value in self.seconds)))
 
-    def scheduler(self, max_model_len: int | None = None) -> tuple[CacheManager, Scheduler]:
-        """A cache and a scheduler of this engine, empty."""
+    def scheduler(self) -> tuple[CacheManager, Scheduler]:
+        """A cache and a scheduler of this engine, empty. Only the cache limits a request, and one
+        that does not fit is an error: `max_model_len` would cut answers.
+        """
         return new_scheduler(
-            self.cache_tokens,
-            self.max_num_seqs,
-            self.max_num_batched_tokens,
-            max_model_len or self.cache_tokens,
+            self.cache_tokens, self.max_num_seqs, self.max_num_batched_tokens, NO_LIMIT
         )
 
     def to_json(self) -> dict[str, Any]:
