@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import simulate
 from simulation.answers import Limits, Setup, capacity, cost, level, replicas_for, tail, what_binds
+from simulation.beside import ALONE, Load, compare, one_at_a_time, saturation
 from simulation.plane import (
     Observation,
     Plane,
@@ -35,11 +36,15 @@ from simulation.replicas import (
 )
 from simulation.replicas import simulate as run
 from simulation.traffic import PUBLISHED, Ask, Even, Listed, Traffic, read_trace
+from tests.unit.bench.stand_in_server import StandIn, running
 
+from freight.bench.http_stream import Address
 from freight.bench.latency import measure_latency
+from freight.bench.load import Target
+from freight.bench.prompts import Lengths
 from freight.config.engine import EngineArgs
 from freight.config.presets import PRESETS
-from freight.errors import CapacityError, ConfigError
+from freight.errors import CapacityError, ConfigError, FreightError
 from freight.models.open import open_random
 
 SECONDS = Work(3e-3, 4e-5, 2e-5, 5e-13, 2e-9)
@@ -433,6 +438,39 @@ def test_the_tail_after_a_loss_is_longer_in_a_small_fleet() -> None:
 def test_quantiles_are_those_of_numpy() -> None:
     assert [quantile([1.0, 2.0, 4.0], share) for share in (0.0, 0.5, 0.75, 1.0)] == [1, 2, 3, 4]
     assert Times.of([]).count == 0
+
+
+# ------------------------------------------------------------------------------------------------
+# beside servers
+
+
+@pytest.mark.clock
+def test_servers_get_what_the_simulation_gets_in_turns() -> None:
+    """Servers that take 10 ms before each token, whatever comes, as engines of constant steps do."""
+    plane = replace(PLANE, seconds=Work(steps=0.01))
+    load = Load(Lengths(4, 9), Lengths(3, 5), requests=10, rounds=2)
+    stand_ins = StandIn(gap=0.01), StandIn(gap=0.01)
+    with running(*stand_ins):
+        targets = [Target(Address.parse(one.url), "stand-in") for one in stand_ins]
+        (row,) = compare(plane, load, [0.1], targets)
+    asked = [[len(body["prompt"]) for body in one.bodies] for one in stand_ins]
+    assert [len(each) for each in asked] == [2 * (ALONE + 5)] * 2
+    rate = 0.1 * 2 * saturation(plane, load)
+    expected = [len(one.content) for one in load.sent(f"load 0 {rate} 1", 10)]
+    assert sorted(asked[0][-5:] + asked[1][-5:]) == sorted(expected)
+    assert row["slowdown"] > 0.9
+    tpot = row["figures"]["tpot p50"]
+    assert tpot["by_plane_ms"] == pytest.approx(10)
+    assert tpot["measured_ms"] > 9
+
+
+@pytest.mark.clock
+def test_an_answer_that_is_not_whole_is_an_error() -> None:
+    stand_in, load = StandIn(fault="error_event"), Load(Lengths(4, 9), Lengths(3, 5), 10, 2)
+    with running(stand_in):
+        target = Target(Address.parse(stand_in.url), "stand-in")
+        with pytest.raises(FreightError, match="an answer is not whole"):
+            one_at_a_time(PLANE, load, [target], "x")
 
 
 # ------------------------------------------------------------------------------------------------
