@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ from freight.config.presets import PRESETS
 from freight.errors import CapacityError, ConfigError, FreightError
 from freight.models.open import open_random
 
+SCRIPTS = Path(simulate.__file__).parent
 SECONDS = Work(3e-3, 4e-5, 2e-5, 5e-13, 2e-9)
 PLANE = Plane("a", "made up", SECONDS, 65536, 200_000, 2048, max_num_seqs=256)
 SLOW = PLANE.slower(20)
@@ -514,6 +517,11 @@ def test_equal_options_print_the_same_and_say_what_they_assume(
     assert "step time: made up" in table
     assert "limits: p95 TTFT <= 1 s and p95 TPOT <= 500 ms" in table
     assert all(f"- {one}" in table for one in found["assumptions"])
+
+
+def test_the_answers_load_no_torch() -> None:
+    code = "import sys, simulate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS).returncode == 0
 
 
 def test_fit_of_files(tmp_path: Path, plane_file: str, capsys: pytest.CaptureFixture[str]) -> None:
