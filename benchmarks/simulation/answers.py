@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from freight.errors import ConfigError
 from simulation.plane import Plane
 from simulation.replicas import (
     Loss,
@@ -24,6 +23,7 @@ from simulation.traffic import Traffic
 
 WARM_UP = 1 / 3  # of the time simulated: requests that arrive in it are not in the figures
 LEAST_SECONDS = 30.0  # of time simulated of many replicas, whose many requests make up for it
+LEAST_REQUESTS = 20  # that are simulated, where few come
 BEYOND = 1.1  # times what the work alone allows: that no engine keeps
 LEAST_LIMITS = 10  # times the limit of TTFT
 OFTEN = 0.25  # of busy time: requests that wait for so long wait for what binds
@@ -147,10 +147,9 @@ class Level:
 def level(
     setup: Setup, num_replicas: int, rate: float, router: str = "", loss: Loss | None = None
 ) -> Level:
-    simulated, seconds = setup.simulated(num_replicas), setup.seconds_of(num_replicas)
+    simulated = setup.simulated(num_replicas)
+    seconds = max(setup.seconds_of(num_replicas), LEAST_REQUESTS / (rate * simulated))
     asks = setup.traffic.asks(rate * simulated, seconds)
-    if not asks:
-        raise ConfigError(f"no request comes in {seconds:g} s at {rate:g}/s: raise --seconds")
     policy = new_router(router or setup.router, setup.traffic.seed)
     outcome = simulate(setup.plane, asks, simulated, policy, setup.front, loss)
     counted = arrived(outcome.served, WARM_UP * seconds, seconds)

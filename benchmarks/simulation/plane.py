@@ -207,8 +207,8 @@ def batch_work(
 ) -> tuple[Work, Work]:
     """(the work of all steps until every sequence has a token, the mean of the later full ones)."""
     length = num_prompt + num_output
-    blocks = batch * -(-length // BLOCK_SIZE)
-    _, scheduler = new_scheduler(blocks * BLOCK_SIZE, batch, budget, length)
+    room = batch * (length + (batch + 1) * BLOCK_SIZE)  # nobody waits for blocks
+    _, scheduler = new_scheduler(room, batch, budget, length)
     for index in range(batch):
         scheduler.add(new_request(str(index), (index,) * num_prompt, num_output))
     prefill, full = Work(), []
@@ -359,8 +359,9 @@ def read_reports(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _read_json(path: Path) -> Any:
+    text = _read_text(path)
     try:
-        return json.loads(_read_text(path))
+        return json.loads(text)
     except ValueError:
         raise ConfigError(f"{path} is not JSON") from None
 

@@ -81,7 +81,7 @@ def test_round_robin_over_constant_service_is_one_m_d_2_queue() -> None:
     Cosmetatos, of M/M/2 it is load² / (1 - load²) services.
     """
     service, load = 0.1, 0.7
-    asks = Traffic(Even((1, 1), (1, 1)), seed=1).asks(2 * load / service, 5000 * service)
+    asks = Traffic(Even((1, 1), (1, 1)), seed=1).asks(2 * load / service, 3000 * service)
     waits = {
         name: statistics.mean(
             one.ttft - service for one in run(CONSTANT, asks, 2, new_router(name)).served
@@ -90,7 +90,7 @@ def test_round_robin_over_constant_service_is_one_m_d_2_queue() -> None:
     }
     exponential = service * load**2 / (1 - load**2)
     ideal = exponential / 2 * (1 + (1 - load) * (14**0.5 - 2) / (16 * load * 2))
-    assert waits["round-robin"] == pytest.approx(ideal, rel=0.05)
+    assert waits["round-robin"] == pytest.approx(ideal, rel=0.08)
     one_queue_each = service * load / (2 * (1 - load))
     assert waits["round-robin"] <= waits["least-loaded"] < one_queue_each
 
@@ -140,7 +140,7 @@ def test_short_steps_let_decodes_go_on_beside_a_long_prompt() -> None:
 def test_every_request_ends_once_and_every_block_returns(name: str, loss: Loss | None) -> None:
     plane = replace(PLANE, cache_tokens=3000)  # so small that requests are preempted
     traffic = Traffic(Even((10, 900), (1, 300)), share=0.4, prefixes=5, seed=1)
-    asks = traffic.asks(30.0, 6.0)
+    asks = traffic.asks(30.0, 4.0)
     simulation = Simulation(plane, asks, 3, new_router(name), loss=loss)
     outcome = simulation.run()
     assert sorted(one.ask.number for one in outcome.served) == [ask.number for ask in asks]
@@ -329,8 +329,11 @@ def test_one_report_is_no_plane_and_a_window_is_refused() -> None:
         plane_of([report(1, 32), other])
 
 
-def test_reports_of_bench_latency_are_understood(tmp_path: Path) -> None:
+def test_reports_of_bench_latency_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two reports of a random model, as the command writes them."""
+    monkeypatch.setattr("freight.bench.timing.bytes_beyond_caches", lambda: 2**20)
     shape = PRESETS["llama-1b"] | {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -407,9 +410,9 @@ def test_replicas_for_users_are_the_fewest() -> None:
 @pytest.mark.parametrize(
     ("plane", "sizes", "rate", "cause"),
     [
-        (replace(PLANE, cache_tokens=16_000), Even((500, 700), (300, 400)), 20.0, "memory for KV"),
-        (replace(PLANE, max_num_seqs=4), Even((10, 20), (300, 400)), 20.0, "max_num_seqs"),
-        (PLANE, Even((3000, 4000), (2, 4)), 20.0, "prefill compute"),
+        (replace(PLANE, cache_tokens=8_000), Even((500, 700), (300, 400)), 8.0, "memory for KV"),
+        (replace(PLANE, max_num_seqs=4), Even((10, 20), (300, 400)), 8.0, "max_num_seqs"),
+        (PLANE, Even((3000, 4000), (2, 4)), 8.0, "prefill compute"),
         (
             replace(PLANE, max_num_seqs=1024, cache_tokens=10**7),
             Even((3000, 3500), (400, 500)),
