@@ -29,6 +29,7 @@ from freight.sampling import SamplingParams
 BLOCK_SIZE = 16  # tokens, as the engine's default
 MOST_SEQS = 64  # that run at once, as the engine's default
 NO_LIMIT = 2**40  # tokens of a request
+ROUNDS, LEAST_ERROR = 30, 1e-6  # of weighing anew; relative: smaller ones count as this
 SAME = 1e-9  # a column that is left of another's direction by less of its length says nothing new
 
 
@@ -231,8 +232,9 @@ def batch_work(
 
 
 def fit(seen: Sequence[Observation]) -> tuple[Work, list[float]]:
-    """The coefficients with the least sum of squared relative errors, and those errors, signed.
+    """The coefficients with the least sum of relative errors, and those errors, signed.
 
+    Not of squares: where other work disturbed a measurement it is far off, and the others decide.
     Of all choices of terms that make every coefficient positive the best is taken: that is the
     least over coefficients that are not negative. Raises ConfigError where no term can be told from
     another.
@@ -242,15 +244,15 @@ def fit(seen: Sequence[Observation]) -> tuple[Work, list[float]]:
     for used in _subsets(len(columns)):
         if len(used) >= len(seen):
             continue
-        found = _least_squares([columns[index] for index in used])
+        found = _least_errors([columns[index] for index in used])
         if found is None or min(found) < 0:
             continue
         values = [0.0] * len(columns)
         for index, value in zip(used, found, strict=True):
             values[index] = value
-        squares = sum(error**2 for error in _errors(columns, values))
-        if best is None or squares < best[0]:
-            best = squares, values
+        total = sum(map(abs, _errors(columns, values)))
+        if best is None or total < (1 - SAME) * best[0]:
+            best = total, values
     if best is None:
         raise ConfigError(
             f"{len(seen) // 2} reports do not determine a plane: give several, of two batch sizes "
@@ -275,15 +277,31 @@ def _errors(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list
     return [sum(a * b for a, b in zip(row, values, strict=True)) - 1.0 for row in rows]
 
 
-def _least_squares(columns: Sequence[Sequence[float]]) -> list[float] | None:
-    """The weights of `columns` whose sum is nearest to ones everywhere; None where they are not
+def _least_errors(columns: Sequence[Sequence[float]]) -> list[float] | None:
+    """The weights of `columns` whose sum has the least sum of distances from ones, by least squares
+    that are weighted anew each time; None where they are not independent.
+    """
+    weights, found = [1.0] * len(columns[0]), None
+    for _ in range(ROUNDS):
+        weighted = [[w * a for w, a in zip(weights, one, strict=True)] for one in columns]
+        found = _least_squares(weighted, weights)
+        if found is None:
+            return None
+        weights = [max(abs(error), LEAST_ERROR) ** -0.5 for error in _errors(columns, found)]
+    return found
+
+
+def _least_squares(
+    columns: Sequence[Sequence[float]], wanted: Sequence[float]
+) -> list[float] | None:
+    """The weights of `columns` whose sum is nearest to `wanted`; None where they are not
     independent.
 
     By orthogonal columns (modified Gram-Schmidt): the coefficients differ by 1e15.
     """
     size = len(columns)
     upper = [[0.0] * size for _ in range(size)]
-    left, right = [list(column) for column in columns], [1.0] * len(columns[0])
+    left, right = [list(column) for column in columns], list(wanted)
     target = [0.0] * size
     for i in range(size):
         length = math.hypot(*left[i])

@@ -315,6 +315,15 @@ def test_the_fit_of_noisy_reports_predicts_others() -> None:
             assert plane.time(one.work) == pytest.approx(one.seconds, rel=0.04)
 
 
+def test_measurements_that_other_work_disturbed_do_not_move_the_plane() -> None:
+    reports = [report(*one) for one in GRID]
+    for index, factor in ((2, 2.0), (5, 1.5), (7, 3.0)):
+        reports[index]["decode_step_ms"] *= factor
+    plane, _, errors = plane_of(reports)
+    assert plane.seconds == pytest.approx(SECONDS, rel=0.02)
+    assert sum(abs(error) > 0.1 for error in errors) == 3
+
+
 def test_one_report_is_no_plane_and_a_window_is_refused() -> None:
     with pytest.raises(ConfigError, match="reports do not determine a plane"):
         fit([Observation("", Work(1, 1, 1, 1, 1), 1.0)])
