@@ -356,7 +356,7 @@ def show_routing(found: Mapping[str, Any]) -> Iterator[str]:
 
 def show_tail(found: Mapping[str, Any]) -> Iterator[str]:
     head = "requests that arrive", "replicas", "p50 TTFT, s", "p95", "p99", "p95 TPOT, ms"
-    rows = [(*head, "sent again", "cut")]
+    rows: list[tuple[str, ...]] = [(*head, "sent again", "cut")]
     for row in found["rows"]:
         for name, label in (
             ("without", "then, nothing lost"),

@@ -128,7 +128,8 @@ class Level:
     def waiting(self) -> dict[str, float]:
         """Of busy time, how long requests waited, by what kept the first of them."""
         account = self.outcome.account
-        return {name: time / account.busy for name, time in account.kept_waiting.most_common()}
+        found = {name: time / account.busy for name, time in account.kept_waiting.items()}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -131,9 +131,11 @@ def one_at_a_time(plane: Plane, load: Load, targets: Sequence[Target], seed: str
 
 @dataclass(frozen=True)
 class _Round:
-    measured: dict[str, float]
-    simulated: dict[str, float]
-    by_plane: dict[str, float]  # simulated without what one request at a time has shown
+    """`sides`: figures 'measured', 'simulated', and 'by_plane', which is simulated without what one
+    request at a time has shown.
+    """
+
+    sides: dict[str, dict[str, float]]
     alone: Alone
 
 
@@ -152,16 +154,19 @@ def _round(
     asks = [_simulated(i, dues[i], one) for i, one in enumerate(sent)]
     slower = plane.slower(alone.slowdown)
     count = len(targets)
-    return _Round(
-        _figures(
-            [answer.times[0] - answer.start for answer in answers],
-            [value for answer in answers if (value := _tpot(answer)) is not None],
-            [answer.end - answer.start for answer in answers],
-        ),
-        _of(simulate(slower, asks, count, RoundRobin(), alone.front).served),
-        _of(simulate(plane, asks, count, RoundRobin()).served),
-        alone,
+    measured = _figures(
+        [answer.times[0] - answer.start for answer in answers],
+        [value for answer in answers if (value := _tpot(answer)) is not None],
+        [answer.end - answer.start for answer in answers],
     )
+    simulated = simulate(slower, asks, count, RoundRobin(), alone.front)
+    by_plane = simulate(plane, asks, count, RoundRobin())
+    sides = {
+        "measured": measured,
+        "simulated": _of(simulated.served),
+        "by_plane": _of(by_plane.served),
+    }
+    return _Round(sides, alone)
 
 
 async def _send(
@@ -217,11 +222,11 @@ def _row(count: int, share: float, rate: float, rounds: Sequence[_Round]) -> dic
     """Differences are taken within each round, and their median over rounds."""
 
     def median(side: str, figure: str) -> float:
-        return statistics.median(getattr(one, side)[figure] for one in rounds)
+        return statistics.median(one.sides[side][figure] for one in rounds)
 
     def difference(side: str, figure: str) -> float:
         return statistics.median(
-            getattr(one, side)[figure] / one.measured[figure] - 1 for one in rounds
+            one.sides[side][figure] / one.sides["measured"][figure] - 1 for one in rounds
         )
 
     return {
@@ -239,6 +244,6 @@ def _row(count: int, share: float, rate: float, rounds: Sequence[_Round]) -> dic
                 "by_plane_ms": median("by_plane", figure),
                 "difference_by_plane": difference("by_plane", figure),
             }
-            for figure in rounds[0].measured
+            for figure in rounds[0].sides["measured"]
         },
     }

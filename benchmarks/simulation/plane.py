@@ -212,7 +212,7 @@ def batch_work(
     _, scheduler = new_scheduler(room, batch, budget, length)
     for index in range(batch):
         scheduler.add(new_request(str(index), (index,) * num_prompt, num_output))
-    prefill, full = Work(), []
+    prefill, full = Work(), list[Work]()
     while scheduler.has_unfinished:
         step = scheduler.schedule()
         work, tokens = work_of(step, bytes_per_token), sampled(step)

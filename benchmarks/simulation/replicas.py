@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -122,7 +121,7 @@ class Account:
 
     steps: int = 0
     by_term: Work = field(default_factory=Work)
-    kept_waiting: Counter[str] = field(default_factory=Counter)
+    kept_waiting: dict[str, float] = field(default_factory=dict)
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
@@ -172,7 +171,8 @@ class _Replica:
         account.steps += 1
         account.by_term = account.by_term.plus(by_term)
         if scheduler.num_waiting:
-            account.kept_waiting[self._what_keeps(step, most)] += seconds
+            cause = self._what_keeps(step, most)
+            account.kept_waiting[cause] = account.kept_waiting.get(cause, 0.0) + seconds
         self._step, self._seconds = step, seconds
         return seconds
 

@@ -258,7 +258,9 @@ def test_shared_tokens_are_equal_and_others_are_not() -> None:
 # the fit
 
 
-def report(batch: int, before: int, after: int = 49, seconds: Work = SECONDS, noise: float = 0.0):
+def report(
+    batch: int, before: int, after: int = 49, seconds: Work = SECONDS, noise: float = 0.0
+) -> dict[str, Any]:
     """What `freight bench latency --json` would say of an engine that is a plane."""
     prefill, decode = batch_work(batch, before, after, 512, 65536)
     numbers = random.Random(f"{batch} {before}")
@@ -343,7 +345,7 @@ def test_reports_of_bench_latency_are_understood(
 ) -> None:
     """Two reports of a random model, as the command writes them."""
     monkeypatch.setattr("freight.bench.timing.bytes_beyond_caches", lambda: 2**20)
-    shape = PRESETS["llama-1b"] | {
+    shape = dict(PRESETS["llama-1b"]) | {
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
