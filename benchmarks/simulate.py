@@ -126,7 +126,8 @@ def show_fit(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"{plane['name']}: {plane['source']}"
     unit = plane["seconds"]
     yield (
-        f"a step {1e3 * unit['steps']:.3g} ms + a prefill token {1e6 * unit['prefill_tokens']:.3g} us "
+        f"a step {1e3 * unit['steps']:.3g} ms + a step with prefill {1e3 * unit['prefill_steps']:.3g} ms "
+        f"+ a prefill token {1e6 * unit['prefill_tokens']:.3g} us "
         f"+ a sequence {1e6 * unit['sequences']:.3g} us + a cached MB {1e12 * unit['cached_bytes']:.3g} us "
         f"+ a thousand pairs of prefill {1e9 * unit['prefill_pairs']:.3g} us"
     )

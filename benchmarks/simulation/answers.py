@@ -31,6 +31,7 @@ IDLE = 0.3  # of the time: replicas that are idle for longer are bound by no wor
 HALVINGS = 6  # of a range of rates
 CAUSES = {  # a term of the plane -> what the device spends it on
     "steps": "weights' bandwidth and launches",
+    "prefill_steps": "weights' bandwidth and launches",
     "prefill_tokens": "prefill compute",
     "prefill_pairs": "prefill compute",
     "sequences": "work per sequence",

@@ -29,7 +29,7 @@ from freight.sampling import SamplingParams
 BLOCK_SIZE = 16  # tokens, as the engine's default
 MOST_SEQS = 64  # that run at once, as the engine's default
 NO_LIMIT = 2**40  # tokens of a request
-ROUNDS, LEAST_ERROR = 30, 1e-6  # of weighing anew; relative: smaller ones count as this
+ROUNDS, LEAST_ERROR = 15, 1e-6  # of weighing anew; relative: smaller ones count as this
 SAME = 1e-9  # a column that is left of another's direction by less of its length says nothing new
 
 
@@ -37,6 +37,7 @@ class Work(NamedTuple):
     """What a step computes; and, in `Plane.seconds`, the seconds of one unit of each.
 
     steps           1: launches, and the weights that every step reads
+    prefill_steps   1 in a step with a chunk of more than one token: it is no captured step
     prefill_tokens  of chunks of more than one token
     sequences       chunks, of prompts and of decodes
     cached_bytes    keys and values that attention reads, once for each chunk
@@ -44,6 +45,7 @@ class Work(NamedTuple):
     """
 
     steps: float = 0.0
+    prefill_steps: float = 0.0
     prefill_tokens: float = 0.0
     sequences: float = 0.0
     cached_bytes: float = 0.0
@@ -68,7 +70,7 @@ def work_of(step: Step, bytes_per_token: float) -> Work:
         if count > 1:
             tokens += count
             pairs += count * start + count * (count + 1) // 2
-    return Work(1, tokens, len(step.chunks), read * bytes_per_token, pairs)
+    return Work(1, float(tokens > 0), tokens, len(step.chunks), read * bytes_per_token, pairs)
 
 
 @dataclass(frozen=True)

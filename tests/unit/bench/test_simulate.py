@@ -50,7 +50,7 @@ from freight.errors import CapacityError, ConfigError, FreightError
 from freight.models.open import open_random
 
 SCRIPTS = Path(simulate.__file__).parent
-SECONDS = Work(3e-3, 4e-5, 2e-5, 5e-13, 2e-9)
+SECONDS = Work(3e-3, 1e-3, 4e-5, 2e-5, 5e-13, 2e-9)
 PLANE = Plane("a", "made up", SECONDS, 65536, 200_000, 2048, max_num_seqs=256)
 SLOW = PLANE.slower(20)
 CONSTANT = Plane("a", "made up", Work(steps=0.1), 1, 10_000, 64, max_num_seqs=1)
@@ -103,9 +103,15 @@ def test_arrivals_at_a_distance_never_wait() -> None:
 def test_a_request_alone_takes_the_sum_of_its_steps() -> None:
     num_prompt, num_output = 300, 20
     (one,) = run(PLANE, asks_of((5.0, num_prompt, num_output)), 1, RoundRobin()).served
-    step, token, sequence, byte, pair = SECONDS
+    step, prefill, token, sequence, byte, pair = SECONDS
     key = 65536 * byte
-    first = step + sequence + num_prompt * (token + key) + pair * num_prompt * (num_prompt + 1) / 2
+    first = (
+        step
+        + prefill
+        + sequence
+        + num_prompt * (token + key)
+        + pair * num_prompt * (num_prompt + 1) / 2
+    )
     later = [step + sequence + key * (num_prompt + made) for made in range(1, num_output)]
     assert one.ttft == pytest.approx(first)
     assert one.latency == pytest.approx(first + sum(later))
@@ -301,7 +307,7 @@ def test_the_fit_recovers_a_plane() -> None:
 
 
 def test_a_term_that_is_not_there_is_nothing_and_none_is_negative() -> None:
-    seconds = Work(3e-3, 4e-5, 0.0, 5e-13, 0.0)
+    seconds = Work(3e-3, 1e-3, 4e-5, 0.0, 5e-13, 0.0)
     plane, _, _ = plane_of([report(*one, seconds=seconds) for one in GRID])
     assert plane.seconds == pytest.approx(seconds, rel=1e-6, abs=1e-15)
     noisy, _, _ = plane_of([report(*one, seconds=seconds, noise=0.1) for one in GRID])
@@ -328,7 +334,7 @@ def test_measurements_that_other_work_disturbed_do_not_move_the_plane() -> None:
 
 def test_one_report_is_no_plane_and_a_window_is_refused() -> None:
     with pytest.raises(ConfigError, match="reports do not determine a plane"):
-        fit([Observation("", Work(1, 1, 1, 1, 1), 1.0)])
+        fit([Observation("", Work(1, 1, 1, 1, 1, 1), 1.0)])
     windowed = report(4, 256)
     windowed["decode_bytes_per_step"]["kv_cache"] //= 2
     with pytest.raises(ConfigError, match="not every layer keeps every token"):
@@ -545,7 +551,9 @@ def test_fit_of_files(tmp_path: Path, plane_file: str, capsys: pytest.CaptureFix
         Path(names[-1]).write_text(json.dumps(report(*one)))
     output = str(tmp_path / "fitted.json")
     text = printed(capsys, "fit", *names, "--output", output, "--kv-cache-memory", "64MiB")
-    assert "a step 3 ms + a prefill token 40 us + a sequence 20 us" in text
+    assert (
+        "a step 3 ms + a step with prefill 1 ms + a prefill token 40 us + a sequence 20 us" in text
+    )
     assert "| 16 x 1024+49, a decode step" in text
     assert Plane.read(Path(output)).cache_tokens == 1024
 
