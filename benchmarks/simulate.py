@@ -342,12 +342,12 @@ def show_replicas(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def show_routing(found: Mapping[str, Any]) -> Iterator[str]:
-    head = "router", "misses", "share", "found in cache", "busy ms a request", "p50 TTFT, ms"
+    head = "router", "misses", "share", "found in cache", "prefill ms a request", "p50 TTFT, ms"
     rows = [(*head, "p95 TTFT, ms", "p95 TPOT, ms", "busy")]
     for row in found["rows"]:
         rows.append((
             row["router"], " and ".join(row["missed"]) or "none", f"{row['share']:.0%}",
-            f"{row['prefix_hits']:.1%}", f"{row['busy_ms_per_request']:.1f}",
+            f"{row['prefix_hits']:.1%}", f"{row['prefill_ms_per_request']:.1f}",
             f"{1e3 * row['ttft'][0]:.0f}", f"{1e3 * row['ttft'][1]:.0f}",
             f"{1e3 * row['tpot'][1]:.1f}", f"{row['busy']:.0%}",
         ))  # fmt: skip

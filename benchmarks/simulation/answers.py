@@ -297,13 +297,13 @@ def routing(
         )
         for name in ("round-robin", "least-loaded", "prefix"):
             found = level(here, num_replicas, rate, name)
-            answers = len(found.outcome.served)
+            prefill = found.shares()["prefill compute"] * found.outcome.account.busy
             rows.append(
                 found.to_json()
                 | {
                     "share": share,
                     "router": name,
-                    "busy_ms_per_request": 1e3 * found.outcome.account.busy / answers,
+                    "prefill_ms_per_request": 1e3 * prefill / len(found.outcome.served),
                     "missed": setup.limits.missed(found.times),
                 }
             )
