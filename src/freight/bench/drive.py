@@ -190,6 +190,7 @@ def describe_run(engine: Engine, config: EngineConfig, name: str) -> dict[str, A
         "threads": torch.get_num_threads(),
         "dtype": str(config.compute_format),
         "weight_dtype": str(config.weight_format),
+        "max_num_batched_tokens": config.max_num_batched_tokens,
         "kv_cache": {
             **kv.names(),
             "bytes_per_token": engine.runner.pool.spec.bytes_per_token,

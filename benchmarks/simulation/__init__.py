@@ -1,0 +1,1 @@
+"""What benchmarks/simulate.py consists of: replicas of Freight, simulated."""
