@@ -27,7 +27,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 FACADE = "freight"  # freight/__init__.py: the public names
 
 ORDER = [
-    {"errors"},
+    {"errors", "version"},
     {"json_schema"},
     {"structured", "files", "terminal", "tables", "svg"},
     {"sampling", "outputs", "fp8"},
@@ -38,6 +38,7 @@ ORDER = [
     {"layers"},
     {"models"},
     {"engine", "calibrate"},
+    {"processes"},
     {"llm"},
     {FACADE},
     {"compat"},
@@ -50,6 +51,7 @@ ROW = {package: row for row, packages in enumerate(ORDER) for package in package
 
 TORCH_FREE = [
     "errors.py",
+    "version.py",
     "json_schema.py",
     "structured.py",
     "files.py",
@@ -84,6 +86,7 @@ TORCH_FREE = [
     "engine/intake.py",
     "engine/request.py",
     "engine/scheduler.py",
+    "processes/*.py",
     "server/*.py",
     "server/*/*.py",
     # load comes from the server's own cores: it starts at once, and stays small

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         CapacityError,
         CheckpointError,
         ConfigError,
+        EngineError,
         FreightError,
         GenerationError,
         KernelError,
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "EngineError",
     "FinishReason",
     "FreightError",
     "GenerationError",
@@ -65,15 +67,14 @@ _HOMES |= dict.fromkeys(("QuantizeResult", "quantize"), "calibrate.quantize")  #
 if not TYPE_CHECKING:  # type checkers see the imports above, and so report a misspelt name
 
     def __getattr__(name: str) -> object:
-        from importlib import import_module, metadata
+        from importlib import import_module
 
         from freight.errors import nearest
 
         if name == "__version__":
-            try:
-                return metadata.version("freight")
-            except metadata.PackageNotFoundError:  # run from source, without an installation
-                return "0+source"
+            from freight.version import version
+
+            return version()
         if name not in __all__:
             raise AttributeError(
                 f"module 'freight' has no attribute {name!r}{nearest(name, __all__)}"

@@ -25,6 +25,7 @@ PUBLIC = {
     "CheckpointError": "freight.errors",
     "CapacityError": "freight.errors",
     "KernelError": "freight.errors",
+    "EngineError": "freight.errors",
     "GenerationError": "freight.errors",
     "quantize": "freight.calibrate.quantize",
     "QuantizeResult": "freight.calibrate.quantize",

@@ -1,1 +1,1 @@
-"""The server's processes, and the messages between them."""
+"""The server's other processes, and what comes of the engine's."""

@@ -1,5 +1,6 @@
-"""The messages between the server's two processes, as JSON values; `frames.py` puts them on a
-socket.
+"""The messages between an engine's process and the one that asks, as JSON values.
+
+`frames.py` puts them on a socket.
 
 To the engine: a start, then requests, aborts and pings. From the engine: facts about the model,
 then what happens. Every message is a list whose first entry names it. A step, the message that
@@ -15,6 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
+from freight.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    FreightError,
+    KernelError,
+    RequestError,
+)
 from freight.outputs import (
     CompletionDelta,
     EngineStats,
@@ -34,7 +43,7 @@ _MOST_ENTRIES = 8192  # log-probabilities in a message, about: some 200 KB, or m
 # from the engine's process
 OPENED = "opened"  # headers are read: an EngineFacts without what needs weights
 READY = "ready"  # the model is loaded: a whole EngineFacts
-FAILED = "failed"  # it cannot be loaded: the error, and the process's exit status
+FAILED = "failed"  # it cannot be loaded: an error
 ACCEPTED = "accepted"
 REFUSED = "refused"
 STEPPED = "stepped"
@@ -50,7 +59,7 @@ PING = "ping"
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the server's other process has to know of the model.
+    """What the process that asks has to know of the model.
 
     tokenizer     the folder of its tokenizer; None: there is none, and prompts are token ids
     defaults      sampling parameters of generation_config.json
@@ -68,6 +77,27 @@ class EngineFacts:
     kernels: str = ""
     fingerprint: str = ""
     reproducible: bool = False
+
+
+_ERRORS = {
+    kind.__name__: kind
+    for kind in (ConfigError, RequestError, CheckpointError, CapacityError, KernelError)
+}
+
+
+def error_to_json(error: FreightError) -> list[str]:
+    """The name of its class, as far as Freight's callers know it, and its message."""
+    known = [kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS]
+    return [known[0] if known else FreightError.__name__, str(error)]
+
+
+def error_from_json(kind: str, message: str) -> FreightError:
+    return _ERRORS.get(kind, FreightError)(message)
+
+
+def exit_status(error: FreightError) -> int:
+    """Of a process that ends by `error`: 2 for what was asked for, 1 for what was found."""
+    return 2 if isinstance(error, ConfigError | RequestError) else 1
 
 
 def facts_to_json(facts: EngineFacts) -> dict[str, Any]:

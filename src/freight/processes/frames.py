@@ -1,5 +1,4 @@
-"""Messages between the server's processes: JSON in frames of a known length, over a stream of
-bytes.
+"""Messages between processes: JSON in frames of a known length, over a stream of bytes.
 
 A frame is four bytes, the length of what follows (big-endian), and that many bytes of JSON in
 ASCII. JSON cannot make the reader run code, as pickle can. The length is compared with a cap before

@@ -1,11 +1,10 @@
-"""The engine's process: `python -m freight.server.processes.worker FD`, with FD one end of a socket
-pair.
+"""The engine's process: `python -m freight.processes.worker FD`, with FD one end of a socket pair.
 
 It owns the engine and everything of torch. Its main thread loads the model and steps; a second
 thread only reads commands, and answers pings. It ends when the other end of the socket closes, so
-it never outlives the server. Interrupts, SIGTERM and SIGHUP are the server's business, which lets
-requests finish first: here they are ignored. Until then, while Python starts, the server has them
-blocked (`children.py`).
+it never outlives the process that started it. Interrupts, SIGTERM and SIGHUP are that one's
+business, which lets requests finish first: here they are ignored. Until then, while Python starts,
+they are blocked (`children.py`).
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from dataclasses import asdict, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from freight import __version__
-from freight.errors import ConfigError, FreightError, RequestError
-from freight.server.observe.log import set_up_logging
-from freight.server.processes import wire
-from freight.server.processes.frames import Decoder, FrameError, encode
-from freight.server.processes.pulse import Progress
+from freight.errors import FreightError
+from freight.processes import wire
+from freight.processes.frames import Decoder, FrameError, encode
+from freight.processes.log import set_up_logging
+from freight.processes.pulse import Progress
+from freight.version import version
 
 if TYPE_CHECKING:
     from freight.engine.loop import Command, Event, Loop
     from freight.models.open import OpenModel
 
 _READ = 1 << 16  # bytes
-_PATIENCE = 5.0  # seconds for the step under way when the server is gone
+_PATIENCE = 5.0  # seconds for the step under way when the parent is gone
 
 
 def main() -> None:
@@ -52,13 +51,12 @@ def main() -> None:
     threading.Thread(
         target=read, args=(channel, frames, commands), name="commands", daemon=True
     ).start()
-    with contextlib.suppress(ConnectionError):  # the server is gone
+    with contextlib.suppress(ConnectionError):  # the parent is gone
         try:
             loop = _build(channel, args, options, commands)
         except FreightError as error:
-            status = 2 if isinstance(error, ConfigError | RequestError) else 1
-            channel.send([wire.FAILED, str(error), status])
-            sys.exit(status)
+            channel.send([wire.FAILED, *wire.error_to_json(error)])
+            sys.exit(wire.exit_status(error))
         gc.collect()
         # a full collection of all that is loaded takes 0.2 s, in the middle of everybody's stream
         gc.freeze()
@@ -66,7 +64,7 @@ def main() -> None:
 
 
 class Channel:
-    """The connection to the server, which the stepping thread and the one that reads commands both
+    """The connection to the parent, which the stepping thread and the one that reads commands both
     write to.
     """
 
@@ -77,7 +75,7 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, message: list[Any]) -> None:
-        """Raises FrameError for a message that is too long, and ConnectionError once the server is
+        """Raises FrameError for a message that is too long, and ConnectionError once the parent is
         gone.
         """
         frame = encode(message, wire.CAP)
@@ -134,7 +132,7 @@ def _build(channel: Channel, args: dict[str, Any], options: dict[str, Any], comm
         "max_model_len": config.max_model_len,
         "kv_cache": cache_facts(engine.runner.pool, config),
         "kernels": kernels.name,
-        "fingerprint": fingerprint(opened, config, kernels, __version__),
+        "fingerprint": fingerprint(opened, config, kernels, version()),
         "reproducible": is_reproducible(opened, kernels),
     }
     channel.send([wire.READY, whole])
@@ -149,7 +147,7 @@ def _build(channel: Channel, args: dict[str, Any], options: dict[str, Any], comm
 
 
 def _tokenizer_folder(opened: OpenModel) -> str | None:
-    """Where the tokenizer is, so that the server's process need not look for it."""
+    """Where the tokenizer is, so that the parent need not look for it."""
     if opened.checkpoint is None or opened.args.skip_tokenizer_init:
         return None
     from freight.checkpoint.reader import resolve_model
@@ -185,7 +183,7 @@ def _first(connection: socket.socket, frames: Decoder) -> list[Any]:
 
 
 def read(channel: Channel, frames: Decoder, commands: Any) -> None:
-    """Pass commands on until the server is gone."""
+    """Pass commands on until the parent is gone."""
     from freight.engine.loop import Abort, Add, Stop
 
     while data := _received(channel.connection):
@@ -196,7 +194,7 @@ def read(channel: Channel, frames: Decoder, commands: Any) -> None:
             elif name == wire.ABORT:
                 commands.put(Abort(*values))
             elif name == wire.PING:
-                with contextlib.suppress(OSError):  # the server is gone: the next read says so
+                with contextlib.suppress(OSError):  # the parent is gone: the next read says so
                     channel.answer_ping()
     commands.put(Stop())
     time.sleep(_PATIENCE)

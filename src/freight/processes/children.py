@@ -1,5 +1,6 @@
-"""Processes of the server. Ctrl-C in a terminal reaches them too, and may find them while Python
-imports.
+"""How other processes of Freight are started.
+
+Ctrl-C in a terminal reaches them too, and may find them while Python imports.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SECRETS = ("FREIGHT_API_KEY",)  # variables that only the server's first process needs
+SECRETS = ("FREIGHT_API_KEY",)  # variables that only a server's first process needs
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,6 @@
-"""Whether the engine's process gets on: what it measures of itself, and what the server makes of
-its silence.
+"""Whether the engine's process gets on: what it measures of itself, and what is made of its silence.
 
-The server pings, and the thread of the engine's process that reads commands answers, also while a
+The one that asks pings, and the thread of the engine's process that reads commands answers, also while a
 step runs. So a long step is no silence, and a process that was stopped, is swapped out or is
 deadlocked is one. A step that hangs while that thread still answers shows in the answer: it has
 used no processor for so long. Pure: times come from outside.
@@ -50,7 +49,7 @@ class Progress:
 
 
 class Silence:
-    """The server's side: for how long the engine's process has given no sign of life. every:
+    """The side that asks: for how long the engine's process has given no sign of life. every:
     seconds between ticks.
     """
 
