@@ -38,7 +38,7 @@ ORDER = [
     {"layers"},
     {"models"},
     {"engine", "calibrate"},
-    {"processes"},
+    {"processes", "prompts"},
     {"llm"},
     {FACADE},
     {"compat"},
@@ -87,6 +87,7 @@ TORCH_FREE = [
     "engine/request.py",
     "engine/scheduler.py",
     "processes/*.py",
+    "prompts.py",
     "server/*.py",
     "server/*/*.py",
     # load comes from the server's own cores: it starts at once, and stays small
