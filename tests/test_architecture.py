@@ -39,7 +39,7 @@ ORDER = [
     {"models"},
     {"engine", "calibrate"},
     {"processes", "prompts"},
-    {"llm"},
+    {"llm", "async_llm"},
     {FACADE},
     {"compat"},
     {"auto_fp8", "llm_compressor", "lm_eval", "transformers", "evaluate", "bench", "server"},
@@ -88,6 +88,7 @@ TORCH_FREE = [
     "engine/scheduler.py",
     "processes/*.py",
     "prompts.py",
+    "async_llm.py",
     "server/*.py",
     "server/*/*.py",
     # load comes from the server's own cores: it starts at once, and stays small

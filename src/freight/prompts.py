@@ -1,4 +1,4 @@
-"""What callers of LLM give: prompts, conversations and options, read and checked."""
+"""What callers of LLM and AsyncLLM give: prompts, conversations and options, read and checked."""
 
 from __future__ import annotations
 
