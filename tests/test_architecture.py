@@ -84,6 +84,7 @@ TORCH_FREE = [
     "evaluate/safety.py",
     "engine/grammar.py",
     "engine/intake.py",
+    "engine/messages.py",
     "engine/request.py",
     "engine/scheduler.py",
     "processes/*.py",

@@ -15,21 +15,29 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from freight.config.engine import EngineArgs
 from freight.config.resolve import check, for_serving
 from freight.engine.intake import Intake
+from freight.engine.messages import (
+    Abort,
+    Accepted,
+    Add,
+    Command,
+    Event,
+    Refused,
+    Stepped,
+    Stop,
+)
 from freight.errors import CapacityError, EngineError, FreightError, RequestError
 from freight.outputs import EngineStats
 from freight.processes.client import EngineClient, WorkerOptions
 from freight.processes.growing import Growing, Readers
 from freight.processes.log import LogFormat
 from freight.processes.supervisor import Supervisor
+from freight.processes.wire import EngineFacts
 from freight.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from freight.engine.loop import Command, Event
 
 logger = logging.getLogger("freight")
 
@@ -88,13 +96,17 @@ class ProcessHost:
         self._stats: EngineStats | None = None
         self._reported = asyncio.Event()  # there are stats
         self._thread = threading.Thread(target=self._run, name="freight-engine", daemon=True)
-        self._opened: Future[Intake] = Future()
+        self._opened: Future[EngineFacts] = Future()
+        self._ready: Future[EngineFacts] = Future()
         self._thread.start()
         try:
-            self.intake = self._opened.result()
+            folder = self._opened.result().tokenizer
+            tokenizer = None if folder is None else Tokenizer.load(folder)  # beside the weights
+            facts = self._ready.result()
         except BaseException:
             self.stop(at_once=True)
             raise
+        self.intake = Intake(tokenizer, facts.vocab_size, facts.max_model_len)
 
     @property
     def stats(self) -> EngineStats:
@@ -126,15 +138,10 @@ class ProcessHost:
             self._thread.join()
 
     async def load(self, client: EngineClient) -> None:
-        try:
-            facts = await client.opened
-            tokenizer = None if facts.tokenizer is None else Tokenizer.load(facts.tokenizer)
-            facts = await client.ready
-            await self._reported.wait()
-        except FreightError as error:
-            self._opened.set_exception(error)
-            raise
-        self._opened.set_result(Intake(tokenizer, facts.vocab_size, facts.max_model_len))
+        self._opened.set_result(await client.opened)
+        facts = await client.ready
+        await self._reported.wait()
+        self._ready.set_result(facts)
 
     def set_stats(self, stats: EngineStats) -> None:
         self._stats = stats
@@ -151,8 +158,9 @@ class ProcessHost:
 
     def failed(self, status: int, reason: str) -> None:
         self.end = EngineError(f"{reason}: {_WAY_OUT}")
-        if not self._opened.done():
-            self._opened.set_exception(self._engine.client.failure or self.end)
+        for waiting in (self._opened, self._ready):
+            if not waiting.done():
+                waiting.set_exception(self._engine.client.failure or self.end)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -212,8 +220,6 @@ class ThreadHost:
         self._thread.start()
 
     def submit(self, request: Growing) -> None:
-        from freight.engine.loop import Add
-
         request.readers = self._readers
         self._requests[request.name] = request
         prompt = request.prompt
@@ -222,15 +228,11 @@ class ThreadHost:
             request.fail(self.end)
 
     def abort(self, request: Growing) -> None:
-        from freight.engine.loop import Abort
-
         if self._requests.pop(request.name, None) is not None:
             self._commands.put(Abort(request.name))
 
     def stop(self, at_once: bool = False) -> None:
         """A step under way is waited for in any case."""
-        from freight.engine.loop import Stop
-
         if os.getpid() != self._owner:
             return
         self._commands.put(Stop())
@@ -248,8 +250,6 @@ class ThreadHost:
                 request.fail(self.end)
 
     def _emit(self, event: Event) -> None:
-        from freight.engine.loop import Accepted, Refused, Stepped
-
         match event:
             case Stepped(deltas, _):
                 for delta in deltas:

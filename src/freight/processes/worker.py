@@ -22,6 +22,16 @@ from dataclasses import asdict, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from freight.engine.messages import (
+    Abort,
+    Accepted,
+    Add,
+    Command,
+    Event,
+    Refused,
+    Stepped,
+    Stop,
+)
 from freight.errors import FreightError
 from freight.processes import wire
 from freight.processes.frames import Decoder, FrameError, encode
@@ -30,7 +40,7 @@ from freight.processes.pulse import Progress
 from freight.version import version
 
 if TYPE_CHECKING:
-    from freight.engine.loop import Command, Event, Loop
+    from freight.engine.loop import Loop
     from freight.models.open import OpenModel
 
 _READ = 1 << 16  # bytes
@@ -101,7 +111,9 @@ class Channel:
         self.send([wire.PONG, self.progress.stuck(began, time.monotonic(), time.process_time())])
 
 
-def _build(channel: Channel, args: dict[str, Any], options: dict[str, Any], commands: Any) -> Any:
+def _build(
+    channel: Channel, args: dict[str, Any], options: dict[str, Any], commands: SimpleQueue[Command]
+) -> Loop:
     """Load the model, saying so on the way; returns the Loop."""
     from freight.config.engine import EngineArgs
     from freight.config.parse import sampling_defaults
@@ -159,8 +171,6 @@ def _tokenizer_folder(opened: OpenModel) -> str | None:
 
 
 def _messages(event: Event) -> Iterator[list[Any]]:
-    from freight.engine.loop import Accepted, Refused, Stepped
-
     match event:
         case Stepped(deltas, steps):
             yield from wire.step_messages(deltas, steps)
@@ -182,10 +192,8 @@ def _first(connection: socket.socket, frames: Decoder) -> list[Any]:
             return list(message)
 
 
-def read(channel: Channel, frames: Decoder, commands: Any) -> None:
+def read(channel: Channel, frames: Decoder, commands: SimpleQueue[Command]) -> None:
     """Pass commands on until the parent is gone."""
-    from freight.engine.loop import Abort, Add, Stop
-
     while data := _received(channel.connection):
         for name, *values in frames.feed(data):
             if name == wire.ADD:
