@@ -5,7 +5,9 @@ Both engines stay loaded and take turns, as in `serve_against_offline.py`: LLM i
 own, AsyncLLM in this one with its engine where `--engine` says. Every round has prompts of its own.
 All prompts of a round begin at once, every output of a request is taken, and every answer has the
 same number of tokens (`ignore_eos`, greedy). Ratios are taken within a round, because a machine
-that others use changes its speed between rounds.
+that others use changes its speed between rounds. Where even that says little, the time of
+processors does: that of each engine's process and of this one, where it is said (`--threads 1`, so
+that no thread spins).
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from serve_against_offline import Turn, offline_process
+from serve_against_offline import Offline, Turn, cpu_seconds, offline_process
 
 from freight import AsyncLLM, SamplingParams
 from freight.bench.prompts import Ask, Ids, Lengths
@@ -38,9 +41,15 @@ async def answer(llm: AsyncLLM, ask: Ask, params: SamplingParams) -> int:
 
 async def turn(llm: AsyncLLM, asks: Sequence[Ask]) -> Turn:
     params = SamplingParams(max_tokens=asks[0].max_tokens, temperature=0.0, ignore_eos=True)
-    begin, used = time.perf_counter(), time.process_time()
+    begin, used, engine = time.perf_counter(), time.process_time(), cpu_seconds(llm._host.pid)
     counts = await asyncio.gather(*(answer(llm, ask, params) for ask in asks))
-    return Turn(sum(counts), time.perf_counter() - begin, client_cpu=time.process_time() - used)
+    seconds, used = time.perf_counter() - begin, time.process_time() - used
+    return Turn(sum(counts), seconds, cpu_seconds(llm._host.pid) - engine, used)
+
+
+def offline_turn(offline: Offline, asks: Sequence[Ask]) -> Turn:
+    engine = cpu_seconds(offline.pid)
+    return replace(offline.turn(asks), server_cpu=cpu_seconds(offline.pid) - engine)
 
 
 def measure(args: argparse.Namespace, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -58,9 +67,9 @@ def measure(args: argparse.Namespace, options: dict[str, Any]) -> list[dict[str,
                 seed = random.Random(f"{requests} {number}").randrange(2**32)
                 asks = list(islice(prompts.asks(seed), requests))
                 if number % 2:
-                    alone, beside = offline.turn(asks), runner.run(turn(llm, asks))
+                    alone, beside = offline_turn(offline, asks), runner.run(turn(llm, asks))
                 else:
-                    beside, alone = runner.run(turn(llm, asks)), offline.turn(asks)
+                    beside, alone = runner.run(turn(llm, asks)), offline_turn(offline, asks)
                 assert alone.tokens == beside.tokens
                 if number >= 0:
                     turns.append((alone, beside))
@@ -83,6 +92,8 @@ def describe(requests: int, turns: Sequence[tuple[Turn, Turn]]) -> dict[str, Any
         "high": high,
         "coverage": coverage,
         "ratios": ratios,
+        "llm_cpu_us_per_token": sum(alone.server_cpu for alone, _ in turns) / tokens * 1e6,
+        "engine_cpu_us_per_token": sum(beside.server_cpu for _, beside in turns) / tokens * 1e6,
         "cpu_us_per_token": sum(beside.client_cpu for _, beside in turns) / tokens * 1e6,
     }
 
@@ -92,7 +103,9 @@ def shown(row: dict[str, Any]) -> str:
         f"{row['requests']:4} requests: LLM {row['offline_tokens_per_second']:8.1f} tok/s, "
         f"AsyncLLM {row['async_tokens_per_second']:8.1f} tok/s, "
         f"ratio {row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f}, {row['coverage']:.0%}); "
-        f"this process {row['cpu_us_per_token']:.1f} us/token"
+        f"CPU in us/token: LLM {row['llm_cpu_us_per_token']:.1f}, "
+        f"AsyncLLM's engine {row['engine_cpu_us_per_token']:.1f}, "
+        f"this process {row['cpu_us_per_token']:.1f}"
     )
 
 
