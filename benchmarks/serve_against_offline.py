@@ -61,6 +61,7 @@ class Offline:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
+        self.pid = process.pid
         self.vocab_size: int = self._read()["vocab_size"]
 
     def turn(self, asks: Sequence[Ask]) -> Turn:
@@ -85,7 +86,7 @@ class Server:
         self.target = Target(Address.parse(url), "")
 
     def turn(self, asks: Sequence[Ask]) -> Turn:
-        before, client = _cpu_seconds(self._pid), time.process_time()
+        before, client = cpu_seconds(self._pid), time.process_time()
         load = run_level(
             self.target, Listed(asks), Level(concurrency=len(asks)), Amount(requests=len(asks)), 0
         )
@@ -99,11 +100,11 @@ class Server:
                 f"{len(failed)} of {len(answers)} answers are not whole: {failed[0].message}"
             )
         seconds = max(answer.end for answer in answers) - min(answer.start for answer in answers)
-        used = _cpu_seconds(self._pid) - before, time.process_time() - client
+        used = cpu_seconds(self._pid) - before, time.process_time() - client
         return Turn(sum(answer.num_tokens for answer in answers), seconds, *used)
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """Return user and system time of a process if /proc has it; else 0."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

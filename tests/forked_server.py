@@ -41,7 +41,7 @@ from typing import Any, NoReturn
 _FIRST = ("transformers.utils.chat_parsing", "transformers.utils.chat_template_utils")
 _IMPORTED = (
     *("freight.cli.main", "freight.server.lifecycle"),
-    *("freight.server.processes.render_process", "freight.server.processes.worker"),
+    *("freight.server.processes.render_process", "freight.processes.worker"),
     *(
         "freight.engine.build",
         "freight.engine.loop",
@@ -336,7 +336,7 @@ def main() -> None:
     gc.freeze()
     module = _fork_on_request(control)
     control.detach()  # it is closed
-    children: Any = importlib.import_module("freight.server.processes.children")
+    children: Any = importlib.import_module("freight.processes.children")
     children.subprocess = types.SimpleNamespace(Popen=_Child)
     _run(module)
 

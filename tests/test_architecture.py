@@ -34,7 +34,7 @@ T = TypeVar("T")
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 ORDER = [
-    {"errors"},
+    {"errors", "version"},
     {"json_schema"},
     {"structured", "files", "terminal", "tables", "svg"},
     {"sampling", "outputs", "fp8"},
@@ -45,7 +45,8 @@ ORDER = [
     {"layers"},
     {"models"},
     {"engine", "calibrate"},
-    {"llm"},
+    {"processes", "prompts"},
+    {"llm", "async_llm"},
     {FACADE},
     {"compat"},
     {"auto_fp8", "llm_compressor", "lm_eval", "transformers", "evaluate", "bench", "server"},
@@ -57,6 +58,7 @@ ROW = {package: row for row, packages in enumerate(ORDER) for package in package
 
 TORCH_FREE = [
     "errors.py",
+    "version.py",
     "json_schema.py",
     "structured.py",
     "files.py",
@@ -89,8 +91,12 @@ TORCH_FREE = [
     "evaluate/safety.py",
     "engine/grammar.py",
     "engine/intake.py",
+    "engine/messages.py",
     "engine/request.py",
     "engine/scheduler.py",
+    "processes/*.py",
+    "prompts.py",
+    "async_llm.py",
     "server/*.py",
     "server/*/*.py",
     # load comes from the server's own cores: it starts at once, and stays small

@@ -31,6 +31,7 @@ COLUMNS = {  # the first and the last of four, and the colour: used, running, pa
     "bench": (2, 2, "used"),
     "server": (3, 3, "used"),
     "llm": (1, 1, "used"),
+    "processes": (3, 3, "running"),
     "calibrate": (0, 0, "running"),
     "engine": (1, 3, "running"),
     "models": (0, 3, "running"),

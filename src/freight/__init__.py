@@ -21,18 +21,26 @@ if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     )
 
 if TYPE_CHECKING:
+    from freight.async_llm import AsyncLLM
     from freight.calibrate.quantize import QuantizeResult, quantize
     from freight.errors import (
         CapacityError,
         CheckpointError,
         ConfigError,
+        EngineError,
         FreightError,
         GenerationError,
         KernelError,
         RequestError,
     )
     from freight.llm import LLM
-    from freight.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+    from freight.outputs import (
+        CompletionOutput,
+        EngineStats,
+        FinishReason,
+        Logprob,
+        RequestOutput,
+    )
     from freight.sampling import SamplingParams
     from freight.structured import StructuredOutputs
 
@@ -40,10 +48,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CapacityError",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "EngineError",
+    "EngineStats",
     "FinishReason",
     "FreightError",
     "GenerationError",
@@ -58,22 +69,23 @@ __all__ = [
     "quantize",
 ]
 
-_HOMES = {"LLM": "llm", "SamplingParams": "sampling", "StructuredOutputs": "structured"}
-_HOMES |= dict.fromkeys(("CompletionOutput", "FinishReason", "Logprob", "RequestOutput"), "outputs")
+_HOMES = {"LLM": "llm", "AsyncLLM": "async_llm"}
+_HOMES |= {"SamplingParams": "sampling", "StructuredOutputs": "structured"}
+_HOMES |= dict.fromkeys(("CompletionOutput", "EngineStats", "FinishReason"), "outputs")
+_HOMES |= dict.fromkeys(("Logprob", "RequestOutput"), "outputs")
 _HOMES |= dict.fromkeys(("QuantizeResult", "quantize"), "calibrate.quantize")  # the rest are errors
 
 if not TYPE_CHECKING:  # type checkers see the imports above, and so report a misspelt name
 
     def __getattr__(name: str) -> object:
-        from importlib import import_module, metadata
+        from importlib import import_module
 
         from freight.errors import nearest
 
         if name == "__version__":
-            try:
-                return metadata.version("freight")
-            except metadata.PackageNotFoundError:  # run from source, without an installation
-                return "0+source"
+            from freight.version import version
+
+            return version()
         if name not in __all__:
             raise AttributeError(
                 f"module 'freight' has no attribute {name!r}{nearest(name, __all__)}"

@@ -9,6 +9,7 @@
                                             understood
     ├── CapacityError                       it would not fit into memory
     ├── KernelError                         a kernel was given what it cannot compute
+    ├── EngineError                         the engine that an AsyncLLM asks has ended
     └── GenerationError                     some requests failed while they were computed; `outputs`
                                             has them all
 
@@ -48,6 +49,10 @@ class CapacityError(FreightError):
 
 class KernelError(FreightError):
     """A kernel was called with tensors that it does not compute."""
+
+
+class EngineError(FreightError):
+    """The engine that was asked has ended, was shut down, or belongs to another process."""
 
 
 class GenerationError(FreightError):

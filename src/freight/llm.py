@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from numbers import Integral
 from typing import Any
 
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from freight import terminal
 from freight.config.engine import EngineArgs
-from freight.config.other_engines import CALLS
 from freight.engine.build import BeforeWeights, build_engine, cache_facts
 from freight.engine.intake import AcceptedPrompt
 from freight.engine.turns import Turns
 from freight.engine.watch import cache_watched
-from freight.errors import ConfigError, GenerationError, RequestError, shown
 from freight.outputs import RequestOutput
+from freight.prompts import (
+    Message,
+    Prompt,
+    Tokenization,
+    chat_prompt,
+    check_on_error,
+    params_of,
+    prompts_of,
+    raise_failed,
+    text_or_ids,
+    unknown_option,
+)
 from freight.sampling import SamplingParams
 from freight.start_log import log_to_stderr
-from freight.text.tokenizer import require_chat_template
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Message = Mapping[str, Any]
 Accepted = tuple[AcceptedPrompt, SamplingParams]
 
 
@@ -79,12 +83,12 @@ class LLM:
         such as vLLM's use_tqdm, are a ConfigError.
         """
         for name in unknown:
-            raise _unknown(
+            raise unknown_option(
                 name,
                 "generate takes prompts, sampling_params, progress, on_error and tokenization_kwargs",
             )
-        _check_on_error(on_error)
-        accepted = self._accept_all(prompts, sampling_params, _Tokenization.of(tokenization_kwargs))
+        check_on_error(on_error)
+        accepted = self._accept_all(prompts, sampling_params, Tokenization.of(tokenization_kwargs))
         ids: list[str] = []
         try:
             with cache_watched(self.engine):
@@ -97,7 +101,7 @@ class LLM:
             self._turns.released.extend(ids)
             self._turns.tidy()
         if on_error == "raise":
-            _raise_failed(outputs)
+            raise_failed(outputs)
         return outputs
 
     def stream(
@@ -114,10 +118,8 @@ class LLM:
         whenever this stream or any other call of the LLM takes a step. Leaving the loop aborts it.
         A failure is raised or returned after the last output, as in `generate`.
         """
-        _check_on_error(on_error)
-        accepted = self._accept_all(
-            [prompt], sampling_params, _Tokenization.of(tokenization_kwargs)
-        )
+        check_on_error(on_error)
+        accepted = self._accept_all([prompt], sampling_params, Tokenization.of(tokenization_kwargs))
         return self._stream(accepted, on_error)
 
     def _stream(self, accepted: list[Accepted], on_error: str) -> Iterator[RequestOutput]:
@@ -133,7 +135,7 @@ class LLM:
                         if output.finished:
                             break
                 if on_error == "raise":
-                    _raise_failed([output])
+                    raise_failed([output])
         finally:
             self._turns.released.extend(ids)
             self._turns.tidy()
@@ -171,7 +173,7 @@ class LLM:
         no special tokens are added to what the template writes unless `tokenization_kwargs` asks
         for them.
         """
-        added = bool(_Tokenization.of(tokenization_kwargs).add_special_tokens)
+        added = bool(Tokenization.of(tokenization_kwargs).add_special_tokens)
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         several = is_list and not (messages and isinstance(messages[0], Mapping))
         conversations: Any = messages if several else [messages]
@@ -205,18 +207,7 @@ class LLM:
         Raises ConfigError for an option that the template does not read, and for a model without a
         chat template; RequestError for messages that the template refuses.
         """
-        tokenizer = require_chat_template(self.engine.tokenizer)
-        read = {
-            "continue_final_message",
-            "add_generation_prompt",
-            *re.findall(r"\w+", tokenizer.chat_template_source),
-        }
-        for name in template_options:
-            if name not in read:
-                raise _unknown(name, "the model's chat template does not read it; omit it")
-        return tokenizer.encode_chat(
-            tokenizer.render_chat(messages, **template_options), add_special_tokens
-        )
+        return chat_prompt(self.engine.tokenizer, messages, add_special_tokens, template_options)
 
     def kv_cache_info(self) -> dict[str, Any]:
         """Describe the cache in use, under the names that every JSON of Freight uses;
@@ -230,16 +221,16 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt] | None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        tokenization: _Tokenization,
+        tokenization: Tokenization,
     ) -> list[Accepted]:
         """Check every prompt with its parameters. Raises the error of the first that cannot be
         served. Changes nothing.
         """
-        batch = _prompts(prompts)
-        params = [tokenization.applied(one) for one in _params(sampling_params, len(batch))]
+        batch = prompts_of(prompts)
+        params = [tokenization.applied(one) for one in params_of(sampling_params, len(batch))]
         adds = tokenization.add_special_tokens is not False
         return [
-            (self.engine.accept(_text_or_ids(prompt), one, adds), one)
+            (self.engine.accept(text_or_ids(prompt), one, adds), one)
             for prompt, one in zip(batch, params, strict=True)
         ]
 
@@ -273,120 +264,3 @@ class LLM:
             task = bar.add_task("", total=len(ids))
             while pending:
                 bar.update(task, completed=self._turns.run(advance))
-
-
-@dataclass(frozen=True)
-class _Tokenization:
-    """The `tokenization_kwargs` of a call. None: not given."""
-
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any] | None) -> _Tokenization:
-        """Check `given`. Raises ConfigError for other names, and for an `add_special_tokens` that
-        is no bool.
-        """
-        known = ("add_special_tokens", "truncate_prompt_tokens")
-        for name in given or ():
-            if name not in known:
-                raise ConfigError(
-                    f"tokenization_kwargs has {shown(name)}; it may have {' and '.join(known)}"
-                )
-        made = cls(**(given or {}))
-        if not isinstance(made.add_special_tokens, bool | None):
-            raise ConfigError(
-                f"add_special_tokens is {shown(made.add_special_tokens)}; it must be True or False"
-            )
-        return made
-
-    def applied(self, params: SamplingParams) -> SamplingParams:
-        most = self.truncate_prompt_tokens
-        return params if most is None else replace(params, truncate_prompt_tokens=most)
-
-
-def _text_or_ids(prompt: Any) -> str | Sequence[int]:
-    if isinstance(prompt, Mapping):
-        keys = set(prompt)
-        if keys == {"prompt"} and isinstance(prompt["prompt"], str):
-            return str(prompt["prompt"])
-        if keys == {"prompt_token_ids"}:
-            ids = _listed(prompt["prompt_token_ids"])
-            if isinstance(ids, Sequence) and not isinstance(ids, str):
-                return ids
-            raise RequestError(f"prompt_token_ids is {shown(ids)}; it must be a list of token ids")
-        raise RequestError(
-            f'a prompt dict is {{"prompt": str}} or {{"prompt_token_ids": [int]}}; this has {sorted(map(str, keys))}'
-        )
-    prompt = _listed(prompt)
-    if isinstance(prompt, Sequence):
-        return prompt
-    raise RequestError(
-        f"a prompt is a string, a list of token ids or a dict, not {type(prompt).__name__}"
-    )
-
-
-def _prompts(prompts: Any) -> list[Any]:
-    """Return a list of prompts for one prompt or many. A list or array of integers is one prompt."""
-    prompts = _listed(prompts)
-    if isinstance(prompts, str | bytes | bytearray | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise RequestError(
-            f"prompts are a string, token ids, a dict or a list of these, not {type(prompts).__name__}"
-        )
-    batch = list(prompts)
-    return [batch] if batch and all(isinstance(item, Integral) for item in batch) else batch
-
-
-def _listed(value: Any) -> Any:
-    """Return an array or tensor as lists of Python numbers; anything else unchanged."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _params(
-    given: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    for one in given if isinstance(given, list | tuple) else [given]:
-        if not isinstance(one, SamplingParams):
-            raise RequestError(
-                f"sampling_params has a {type(one).__name__}; give a SamplingParams, or a list with one for each prompt"
-            )
-    if len(given) != count:
-        raise RequestError(
-            f"{len(given)} SamplingParams for {count} prompts; give one, or one for each"
-        )
-    return list(given)
-
-
-def _unknown(option: str, otherwise: str) -> ConfigError:
-    """Return the error for an option that a call does not have: what to use instead if another
-    engine has it, else `otherwise`.
-    """
-    return ConfigError(f"unknown option {option!r}: {CALLS.get(option, otherwise)}")
-
-
-def _check_on_error(on_error: str) -> None:
-    if on_error not in ("raise", "return"):
-        raise ConfigError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
-
-
-def _raise_failed(outputs: Sequence[RequestOutput]) -> None:
-    """Raise GenerationError if a completion of `outputs` failed."""
-    failed = [
-        (index, completion.error)
-        for index, output in enumerate(outputs)
-        for completion in output.outputs
-        if completion.error is not None
-    ]
-    if failed:
-        index, error = failed[0]
-        count = len({index for index, _ in failed})
-        which = (
-            f"{count} of {len(outputs)} prompts failed; prompt {index}"
-            if len(outputs) > 1
-            else "the prompt failed"
-        )
-        raise GenerationError(f"{which}: {error}", outputs)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from tests.rank_exports import write_export
 
-from freight import LLM, ConfigError, SamplingParams
+from freight import LLM, AsyncLLM, ConfigError, SamplingParams
 from freight.auto_fp8 import AutoFP8ForCausalLM, BaseQuantizeConfig
 from freight.cli.main import main
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
 IDS = json.loads((FIXTURES / "llmcompressor_scales.json").read_text())["input_ids"][:4]
 IDS = [ids[: min(map(len, IDS))] for ids in IDS]
-SMALL = {"kv_cache_memory": "4MiB", "max_model_len": 64}
+SMALL: dict[str, Any] = {"kv_cache_memory": "4MiB", "max_model_len": 64}
 
 
 class Row(NamedTuple):
@@ -148,8 +148,12 @@ def run_python(code: str) -> list[EngineConfig]:
         made.append(opened.config)
         return opened
 
+    def async_llm(model: str, **options: Any) -> AsyncLLM:
+        return AsyncLLM(model, engine="thread", **SMALL, **options)
+
     names = {
         "LLM": llm,
+        "AsyncLLM": async_llm,
         "SamplingParams": SamplingParams,
         "torch": torch,
         "IDS": IDS,

@@ -257,7 +257,7 @@ def test_the_next_conversation_has_a_new_process_for_its_template(
 ) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     assert server.ask("/v1/chat/completions", body).status == 200
-    killed = processes(process, "render_process")
+    killed = processes(process, "server.processes.render_process")
     assert killed
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
@@ -267,16 +267,16 @@ def test_the_next_conversation_has_a_new_process_for_its_template(
     if answer.status == 500:  # it came before the end of the process was seen
         answer = server.ask("/v1/chat/completions", body)
     assert answer.status == 200, answer.raw
-    assert not set(killed) & set(processes(process, "render_process"))
+    assert not set(killed) & set(processes(process, "server.processes.render_process"))
 
 
 def processes(process: ServeProcess, module: str) -> list[int]:
     found = []
     for pid in children_of(process.process.pid):
         with contextlib.suppress(OSError):
-            if f"freight.server.processes.{module}".encode() in Path(
-                f"/proc/{pid}/cmdline"
-            ).read_bytes().split(b"\0"):
+            if f"freight.{module}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(
+                b"\0"
+            ):
                 found.append(pid)
     return found
 
@@ -322,8 +322,8 @@ def test_no_address_in_a_request_is_connected_to(server: Server) -> None:
 def test_it_listens_on_one_socket(process: ServeProcess, server: Server) -> None:
     pids = [
         process.process.pid,
-        *processes(process, "worker"),
-        *processes(process, "render_process"),
+        *processes(process, "processes.worker"),
+        *processes(process, "server.processes.render_process"),
     ]
     inodes = {
         os.readlink(link)

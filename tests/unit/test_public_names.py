@@ -13,10 +13,12 @@ import freight
 
 PUBLIC = {
     "LLM": "freight.llm",
+    "AsyncLLM": "freight.async_llm",
     "SamplingParams": "freight.sampling",
     "StructuredOutputs": "freight.structured",
     "RequestOutput": "freight.outputs",
     "CompletionOutput": "freight.outputs",
+    "EngineStats": "freight.outputs",
     "FinishReason": "freight.outputs",
     "Logprob": "freight.outputs",
     "FreightError": "freight.errors",
@@ -25,6 +27,7 @@ PUBLIC = {
     "CheckpointError": "freight.errors",
     "CapacityError": "freight.errors",
     "KernelError": "freight.errors",
+    "EngineError": "freight.errors",
     "GenerationError": "freight.errors",
     "quantize": "freight.calibrate.quantize",
     "QuantizeResult": "freight.calibrate.quantize",

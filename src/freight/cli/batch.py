@@ -63,9 +63,9 @@ def batch(
         raise ConfigError(
             "--json and OUT - both write standard output: omit --json, or name a file"
         )
+    from freight.processes.client import WorkerOptions
     from freight.server.batch import COMPLETIONS, LINES_PER_SEQUENCE, BatchCounts, run_batch
     from freight.server.batch_files import BatchInput, BatchOutput, require_different
-    from freight.server.processes.client import WorkerOptions
     from freight.server.settings import ServerSettings
 
     folder = Path(args.model).expanduser()

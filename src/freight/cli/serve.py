@@ -199,8 +199,8 @@ def serve(
         raise ConfigError(f"freight serve needs {', '.join(missing)}: {install('server')}")
     if random_weights is not None:
         check_random_weights(args.model, random_weights)  # before anything is started
+    from freight.processes.client import WorkerOptions
     from freight.server.lifecycle import run
-    from freight.server.processes.client import WorkerOptions
     from freight.server.settings import ServerSettings
 
     server |= {name: tuple(server.pop(field)) for name, field in _LISTS.items()}

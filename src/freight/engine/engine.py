@@ -28,7 +28,7 @@ from freight.engine.compute import ChunkResult, ChunkWork, StepResult, compute, 
 from freight.engine.grammar import Grammars, Matcher
 from freight.engine.intake import AcceptedPrompt, Intake
 from freight.engine.pace import Pace
-from freight.engine.progress import Completion, Group, to_logprobs
+from freight.engine.progress import Completion, Group
 from freight.engine.request import Request
 from freight.engine.runner import ModelRunner
 from freight.engine.sampler import Sampled, sibling_seed
@@ -38,6 +38,7 @@ from freight.errors import RequestError
 from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestOutput, RequestTimes
 from freight.sampling import SamplingParams
 from freight.text.detokenizer import Detokenizer
+from freight.text.logprobs import to_logprobs
 
 SECONDS_BETWEEN_READS = 1.0  # of the pool's counters
 

@@ -17,8 +17,6 @@ from freight.outputs import (
     CompletionDelta,
     CompletionOutput,
     FinishReason,
-    Logprob,
-    LogprobEntry,
     RequestDelta,
     RequestOutput,
     RequestTimes,
@@ -27,17 +25,8 @@ from freight.outputs import (
 )
 from freight.sampling import SamplingParams
 from freight.text.detokenizer import Detokenizer
+from freight.text.logprobs import to_logprobs
 from freight.text.tokenizer import Tokenizer
-
-
-def to_logprobs(entries: tuple[LogprobEntry, ...], tokenizer: Tokenizer | None) -> TokenLogprobs:
-    """(token id, logprob, rank) -> {token id: Logprob}, with the tokens' text where there is a
-    tokenizer.
-    """
-    return {
-        token: Logprob(logprob, rank, tokenizer.token_text(token) if tokenizer else None)
-        for token, logprob, rank in entries
-    }
 
 
 @dataclass(eq=False)

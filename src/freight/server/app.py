@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from freight import __version__
+from freight.processes.log import current_request
 from freight.server.anthropic.messages_request import (
     CountBody,
     MessagesBody,
@@ -20,7 +21,7 @@ from freight.server.anthropic.messages_request import (
 from freight.server.call import Call, Conversation, Served
 from freight.server.documented import NOT_JSON, answers, document
 from freight.server.limits import ServingLimits
-from freight.server.observe.log import RequestLine, current_request, log_request
+from freight.server.observe.log import RequestLine, log_request
 from freight.server.observe.metrics import Metrics
 from freight.server.observe.monitor import Monitor
 from freight.server.openai.chat_request import ChatRequest, parse_chat

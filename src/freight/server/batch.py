@@ -16,16 +16,16 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
+from freight.processes.client import WorkerOptions
+from freight.processes.log import set_up_logging
 from freight.server.anthropic.messages_request import parse_messages
 from freight.server.app import Parse
 from freight.server.batch_files import BatchInput, BatchOutput, InputLine
 from freight.server.call import Call
 from freight.server.lifecycle import Lifecycle, read_template
-from freight.server.observe.log import set_up_logging
 from freight.server.openai.chat_request import parse_chat
 from freight.server.openai.completion_request import parse_completion
 from freight.server.openai.responses_request import parse_responses
-from freight.server.processes.client import WorkerOptions
 from freight.server.service import Service
 from freight.server.settings import ServerSettings
 from freight.server.transport.auth import Keys

@@ -20,24 +20,25 @@ import socket
 import ssl
 import sys
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
 
-from freight.errors import CheckpointError, ConfigError
+from freight.errors import ConfigError
 from freight.files import read_text
+from freight.outputs import EngineStats
+from freight.processes.client import EngineClient, EngineState, WorkerOptions
+from freight.processes.log import set_up_logging
+from freight.processes.supervisor import Supervisor
+from freight.processes.wire import EngineFacts
 from freight.server.answers.answer_format import AnswerFormat, answer_format
 from freight.server.app import make_app
 from freight.server.call import Served
 from freight.server.limits import ServingLimits
-from freight.server.observe.log import set_up_logging
 from freight.server.observe.metrics import Metrics
 from freight.server.observe.monitor import Monitor
-from freight.server.processes.client import EngineClient, EngineState, WorkerOptions, describe_exit
 from freight.server.processes.renderer import Renderer
-from freight.server.processes.wire import EngineFacts
 from freight.server.service import Service
 from freight.server.settings import ServerSettings
 from freight.server.transport.auth import Keys, check_binding
@@ -48,7 +49,6 @@ from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
 
-_RESTARTS, _WITHIN = 3, 600.0  # engines restarted per seconds at most; more would fail as well
 _FIRST_PASSED = 3  # the descriptor of systemd's first socket (SD_LISTEN_FDS_START)
 _FLUSH = 1.0  # seconds for the last events of streams that are cut off
 
@@ -71,7 +71,7 @@ def run(settings: ServerSettings, options: WorkerOptions) -> int:
 
 
 class Lifecycle:
-    """One run of the server."""
+    """One run of the server, which owns a supervised engine."""
 
     def __init__(
         self, settings: ServerSettings, options: WorkerOptions, keys: Keys, template: str | None
@@ -83,10 +83,15 @@ class Lifecycle:
         self._names = settings.names or (options.random_weights or Path(model).name or model,)
         self._metrics = Metrics(self._names[0], keys=keys.names, old_names=settings.old_metrics)
         self._status: asyncio.Future[int]
-        self._restarts: deque[float] = deque(maxlen=_RESTARTS)
         most = int(options.engine_args["max_num_seqs"]) + settings.max_queue
+        self._engine = Supervisor(options, self, settings.restart_engine)
         self._service = Service(
-            self._new_client(), ServingLimits(), keys, self._metrics, most, settings.request_timeout
+            self._engine.client,
+            ServingLimits(),
+            keys,
+            self._metrics,
+            most,
+            settings.request_timeout,
         )
         self._monitor = Monitor(self._service, self._metrics)
 
@@ -109,7 +114,8 @@ class Lifecycle:
         sys.stderr.flush()
         serving = loop.create_task(server.serve(sockets=[listener]))
         tasks = [
-            loop.create_task(one) for one in (self._load(), self._monitor.run(), self._watch())
+            loop.create_task(one)
+            for one in (self._engine.load(), self._monitor.run(), self._engine.watch())
         ]
         try:
             status = await self._status
@@ -130,7 +136,7 @@ class Lifecycle:
             loop.add_signal_handler(number, self._finish, 128 + number)
 
         async def work() -> None:
-            await self._load()
+            await self._engine.load()
             if self._service.served is not None:
                 await job(self._service)
                 self._finish(0)
@@ -147,31 +153,25 @@ class Lifecycle:
             await asyncio.wait((working,))
             await self._close_all()
 
-    def _new_client(self) -> EngineClient:
-        return EngineClient(
-            self._options, self._metrics.set_stats, self._metrics.observe_step, self._on_engine_end
-        )
+    def set_stats(self, stats: EngineStats) -> None:
+        self._metrics.set_stats(stats)
 
-    async def _load(self) -> None:
-        """Start an engine, and serve its model once it is there."""
-        client = self._service.client
-        await client.start()
-        try:
-            facts = await client.opened
-            tokenizer = await asyncio.to_thread(self._read_tokenizer, facts)
-            renderers: tuple[Renderer | None, Renderer | None] = None, None
-            form: AnswerFormat | None = None
-            if tokenizer is not None:
-                renderers = self._new_renderer(facts), self._new_renderer(facts)
-                form = await asyncio.to_thread(self._answer_format, tokenizer)
-            facts = await client.ready
-        except asyncio.CancelledError:
-            return  # the engine ended: `_on_engine_end` goes on
-        except Exception as error:
-            if not isinstance(error, CheckpointError | ConfigError):
-                logger.exception("the model cannot be served")
-            self._finish(1, str(error))
-            return
+    def observe_step(self, seconds: float, num_tokens: int) -> None:
+        self._metrics.observe_step(seconds, num_tokens)
+
+    def set_stalled(self, is_stalled: bool) -> None:
+        self._metrics.set_stalled(is_stalled)
+
+    async def load(self, client: EngineClient) -> None:
+        """Serve the model of an engine once it is there."""
+        facts = await client.opened
+        tokenizer = await asyncio.to_thread(self._read_tokenizer, facts)
+        renderers: tuple[Renderer | None, Renderer | None] = None, None
+        form: AnswerFormat | None = None
+        if tokenizer is not None:
+            renderers = self._new_renderer(facts), self._new_renderer(facts)
+            form = await asyncio.to_thread(self._answer_format, tokenizer)
+        facts = await client.ready
         old = self._service.renderer, self._service.grammars
         self._service.renderer, self._service.grammars = renderers
         await _close(old)
@@ -236,46 +236,13 @@ class Lifecycle:
             after_reasoning=None if form is None or not form.reads_reasoning else form.form_to,
         )
 
-    async def _watch(self) -> None:
-        """Watch the engine for signs of life until cancelled."""
-        while self._options.stall_timeout > 0:
-            await asyncio.sleep(self._service.client.between_ticks)
-            client = self._service.client
-            before, silent = client.state, client.tick(time.monotonic())
-            is_stalled = client.state is EngineState.STALLED
-            self._metrics.set_stalled(is_stalled)
-            if is_stalled and before is EngineState.READY:
-                waiting = f"{client.num_running} requests wait for it"
-                logger.error(
-                    "the engine's process has given no sign of life for %.0f s; %s", silent, waiting
-                )
-                if self._settings.restart_engine:
-                    client.kill()
-            elif before is EngineState.STALLED and client.state is EngineState.READY:
-                logger.warning("the engine's process gives signs of life again")
-
-    def _on_engine_end(self) -> None:
-        """Restart the engine, or end the server, after the engine's process has exited."""
-        if self._status.done():
-            return
-        client = self._service.client
-        status = client.ended.result()
-        if client.failure is not None:
-            self._finish(client.failure[1], client.failure[0])
-            return
-        now = time.monotonic()
-        often = len(self._restarts) == _RESTARTS and now - self._restarts[0] < _WITHIN
-        if not self._settings.restart_engine or often:
-            self._finish(1, f"the engine's process ended with {describe_exit(status)}")
-            return
-        logger.error(
-            "the engine's process ended with %s; another is started", describe_exit(status)
-        )
-        self._restarts.append(now)
+    def replaced(self, client: EngineClient) -> None:
         self._metrics.set_stats(None)
         self._service.served = None
-        self._service.client = self._new_client()
-        self._restarting = asyncio.get_running_loop().create_task(self._load())
+        self._service.client = client
+
+    def failed(self, status: int, reason: str) -> None:
+        self._finish(status, reason)
 
     def _read_keys_again(self) -> None:
         """Reload the keys on SIGHUP, after --api-key-file was edited. Streams go on."""
@@ -292,6 +259,7 @@ class Lifecycle:
         if reason is not None:
             logger.error("%s", reason)
         if not self._status.done():
+            self._engine.expect_end()
             self._status.set_result(status)
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -333,7 +301,7 @@ class Lifecycle:
         await self._close_all()
 
     async def _close_all(self) -> None:
-        await self._service.client.stop()
+        await self._engine.stop()
         await _close((self._service.renderer, self._service.grammars))
 
 

@@ -20,19 +20,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from freight.engine.intake import Intake
-from freight.errors import RequestError
+from freight.engine.intake import AcceptedPrompt, Intake
+from freight.errors import FreightError, RequestError
 from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestTimes
+from freight.processes.client import EngineClient, EngineState, Running
+from freight.processes.wire import EngineFacts
 from freight.sampling import SamplingParams, check_limits
 from freight.server.call import Call, Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
+from freight.server.engine_errors import from_engine, not_ready
 from freight.server.limits import CONTEXT_IS, ServingLimits, check_context, check_scores, num_scores
 from freight.server.observe.log import RequestLine, log_request, loggable
 from freight.server.observe.metrics import UNNAMED, Metrics
 from freight.server.openai.fields import from_request_error
-from freight.server.processes.client import EngineClient, EngineState, Running
 from freight.server.processes.inbox import Inbox, merged
 from freight.server.processes.renderer import Renderer
-from freight.server.processes.wire import EngineFacts
 from freight.server.transport.auth import Keys
 from freight.server.transport.errors import ApiError, took_too_long
 from freight.server.transport.slices import in_turn
@@ -93,7 +94,7 @@ class Service:
                 headers={"Connection": "close"},
             )
         if self.served is None or self.client.state is not EngineState.READY:
-            raise self.client.not_ready()
+            raise not_ready(self.client.state)
         return self.served
 
     async def begin(self, call: Call, request_id: str, key_name: str | None) -> Answer:
@@ -338,10 +339,16 @@ class Answer:
         """Submit the requests and wait until the engine has accepted them. Raises ApiError."""
         service = self._service
         service.answers.add(self)
-        for index, one in enumerate(self._work):
-            self._running.append(service.client.submit(service.next_name(), index, one, self.inbox))
-        for running in self._running:
-            await running.accepted
+        try:
+            for index, one in enumerate(self._work):
+                name, prompt = service.next_name(), AcceptedPrompt(one.text, one.token_ids)
+                self._running.append(
+                    service.client.submit(name, index, prompt, one.params, self.inbox)
+                )
+            for running in self._running:
+                await running.accepted
+        except FreightError as error:
+            raise from_engine(error) from None
         for one in self._work:
             service.metrics.request_queued(one.params.n, one.params.max_tokens, len(one.token_ids))
 
@@ -355,8 +362,12 @@ class Answer:
         """
         if self._failure is not None:
             raise self._failure
+        try:
+            new = merged(await self.inbox.next())
+        except FreightError as error:
+            raise from_engine(error) from None
         sent = b""
-        for index, delta in merged(await self.inbox.next()):
+        for index, delta in new:
             try:
                 sent += await self._take(index, delta)
             except ApiError as error:

@@ -12,9 +12,9 @@ from tests.unit.engine.fakes import FakeDetokenizer, check_clean, essence, param
 from freight import LLM, SamplingParams
 from freight.engine import compute
 from freight.engine.prepare import SequenceSlice
-from freight.engine.progress import to_logprobs
 from freight.errors import ConfigError, GenerationError
 from freight.outputs import FinishReason
+from freight.text.logprobs import to_logprobs
 
 
 def test_a_row_of_nan_ends_its_request_and_changes_no_other(new_llm: Callable[..., LLM]):

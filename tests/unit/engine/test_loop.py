@@ -12,7 +12,8 @@ from typing import Any
 from tests.unit.engine.fakes import params_of, prompt_of
 
 from freight import LLM, SamplingParams
-from freight.engine.loop import Abort, Accepted, Add, Command, Event, Loop, Stepped, Stop
+from freight.engine.loop import Loop
+from freight.engine.messages import Abort, Accepted, Add, Command, Event, Stepped, Stop
 from freight.outputs import RequestDelta
 
 STEP = 0.25  # seconds of the fake clock that every step takes

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from tests.unit.server.raw_http import Echo, post, running
 
+from freight.processes.client import EngineState
 from freight.sampling import SamplingParams
 from freight.server.call import Served, Work
 from freight.server.limits import ServingLimits
 from freight.server.observe.metrics import Metrics
 from freight.server.openai.chat_request import parse_chat
 from freight.server.openai.completion_request import parse_completion
-from freight.server.processes.client import EngineState
 from freight.server.service import Service
 from freight.server.transport.auth import Keys
 from freight.server.transport.body import parse_object

@@ -16,12 +16,9 @@ import pytest
 from hypothesis import given
 
 from freight.outputs import EngineStats
+from freight.processes.log import LogFormat, current_request, current_trace, formatter_of
 from freight.server.observe.log import (
-    LogFormat,
     RequestLine,
-    current_request,
-    current_trace,
-    formatter_of,
     log_request,
     log_summary,
     logger,

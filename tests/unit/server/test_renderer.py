@@ -20,8 +20,8 @@ from tests.forked_server import forked
 from tests.serving import CAN_FORK, has_ended
 
 import freight
+from freight.processes import children
 from freight.server.call import Conversation
-from freight.server.processes import children
 from freight.server.processes.renderer import Renderer
 from freight.server.transport.errors import ApiError
 from freight.text.chat_text import ChatText

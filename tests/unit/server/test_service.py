@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 import freight
+from freight.engine.intake import AcceptedPrompt
+from freight.errors import CapacityError
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
+from freight.processes.client import EngineState, Receiver, Running
 from freight.sampling import SamplingParams
 from freight.server.call import Conversation, ReplyHead, Served, TokenizedWork, Work
 from freight.server.limits import ServingLimits
 from freight.server.observe.metrics import Metrics
-from freight.server.processes.client import EngineState, Running
-from freight.server.processes.inbox import Inbox
 from freight.server.service import Service
 from freight.server.transport.auth import Keys
 from freight.server.transport.errors import ApiError
@@ -38,21 +39,26 @@ class FakeClient:
         self.state = EngineState.READY
         self.requests: dict[str, tuple[Running, TokenizedWork]] = {}
         self.aborted: list[str] = []
-        self.refuses: ApiError | None = None
+        self.refuses: Exception | None = None
 
     @property
     def num_sequences(self) -> int:
         return sum(running.num_sequences for running, _ in self.requests.values())
 
-    def not_ready(self) -> ApiError:
-        return ApiError(503, "the model is still loading", code="loading")
-
-    def submit(self, request_id: str, index: int, work: TokenizedWork, inbox: Inbox) -> Running:
-        running = Running(request_id, index, work.params.n, inbox)
+    def submit(
+        self,
+        request_id: str,
+        index: int,
+        prompt: AcceptedPrompt,
+        params: SamplingParams,
+        receiver: Receiver,
+    ) -> Running:
+        running = Running(request_id, index, params.n, receiver)
         if self.refuses is not None:
             running.fail(self.refuses)
             return running
         running.accepted.set_result(None)
+        work = TokenizedWork(prompt.text, prompt.token_ids, params)
         self.requests[request_id] = running, work
         return running
 
@@ -65,7 +71,7 @@ class FakeClient:
         running, _ = self.requests[request_id]
         if reason is not None:
             del self.requests[request_id]
-        running.inbox.put(running.index, RequestDelta(request_id, [delta], reason is not None))
+        running.receiver.put(running.index, RequestDelta(request_id, [delta], reason is not None))
 
 
 class TextReply:
@@ -173,7 +179,7 @@ def test_metrics_of_several_completions_are_of_each() -> None:
                 CompletionDelta(n, [5] * k, "a", None, reason, None, None)
                 for n, k in enumerate(counts)
             ]
-            running.inbox.put(0, RequestDelta("1", deltas, reason is not None))
+            running.receiver.put(0, RequestDelta("1", deltas, reason is not None))
             await answer.advance()
         tokens = count_of(service, "vllm:request_generation_tokens_sum")
         longest = count_of(service, "vllm:request_max_num_generation_tokens_sum")
@@ -232,7 +238,7 @@ def test_what_the_engine_refuses_is_counted_and_logged_once(
     caplog.set_level(logging.INFO, "freight")
 
     async def test(service: Service, client: FakeClient) -> None:
-        client.refuses = ApiError(400, "the cache holds 16 tokens", code="cache_too_small")
+        client.refuses = CapacityError("the cache holds 16 tokens")
         with pytest.raises(ApiError, match="16 tokens") as refused:
             await service.begin(call(IDS), "r", None)
         service.refused(refused.value, "r", None)

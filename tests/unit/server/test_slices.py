@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.server.test_wire import DELTA, sent
+from tests.unit.processes.test_wire import DELTA, sent
 
 from freight.outputs import RequestDelta, Scores
-from freight.server.processes import wire
+from freight.processes import wire
 from freight.server.processes.inbox import merged
 from freight.server.transport.slices import _slices, json_bytes, json_in_slices
 

@@ -1,21 +1,14 @@
-"""The server's log: a line per finished request, a summary every few seconds, as text or JSON.
+"""The server's log: a line per finished request, a summary every few seconds.
 
-No line has text of a prompt or an answer. A request id from a client is checked before it is used,
-so that an entry is always one line. A line written while a request is handled has its id.
+No line has text of a prompt or an answer. A request id from a client is checked before it is used.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import sys
 import uuid
-from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from enum import StrEnum
 from typing import Any
 
 from freight.outputs import EngineStats
@@ -24,23 +17,11 @@ from freight.server.observe.state import cache_use, prefix_hit_rate, rates
 SECONDS_BETWEEN_SUMMARIES = 10.0
 
 logger = logging.getLogger("freight.server")
-# Id of the request that is being handled, and of its trace.
-current_request: ContextVar[str | None] = ContextVar("current_request", default=None)
-current_trace: ContextVar[str | None] = ContextVar("current_trace", default=None)
-
 _TRACEPARENT = re.compile(
     r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?", re.ASCII
 )
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _PARAM = re.compile(r"[A-Za-z_]{1,40}(?:\.[A-Za-z_]{1,40}|\[[0-9]{1,9}\]){0,8}", re.ASCII)
-_PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f-\x9f]+")
-
-
-class LogFormat(StrEnum):
-    """The values of `--log-format`."""
-
-    TEXT = "text"
-    JSON = "json"
 
 
 @dataclass(frozen=True)
@@ -123,74 +104,3 @@ def log_summary(stats: EngineStats, previous: EngineStats | None, seconds: float
     """Log one summary; called every SECONDS_BETWEEN_SUMMARIES."""
     level, fields = summary(stats, previous, seconds)
     logger.log(level, "summary", extra={"fields": fields})
-
-
-def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the fields of an event, with the ids of the current request and its trace, if any."""
-    given: Mapping[str, Any] = getattr(record, "fields", {})
-    handled = {"request_id": current_request.get(), "trace_id": current_trace.get()}
-    return {**{name: value for name, value in handled.items() if value is not None}, **given}
-
-
-class TextFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.000Z INFO request request_id=… status=200 …`, always one line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        parts = [_time_of(record), record.levelname, _one_line(record.getMessage())]
-        parts += [
-            f"{name}={_text(value)}"
-            for name, value in _fields_of(record).items()
-            if value is not None
-        ]
-        if record.exc_info:
-            parts.append(f"error={_text(self.formatException(record.exc_info))}")
-        return " ".join(parts)
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, message, and the fields of the event."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry = {
-            "time": _time_of(record),
-            "level": record.levelname,
-            "message": record.getMessage(),
-        }
-        entry |= _fields_of(record)
-        if record.exc_info:
-            entry["error"] = self.formatException(record.exc_info)
-        return json.dumps(entry, default=str)
-
-
-def set_up_logging(log_format: str, level: int = logging.INFO) -> None:
-    """Log to stderr, in this process. Raises ValueError for an unknown format."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter_of(LogFormat(log_format)))
-    for name in ("freight", "uvicorn"):
-        log = logging.getLogger(name)
-        log.handlers, log.propagate = [handler], False
-        log.setLevel(level if name == "freight" else logging.WARNING)
-
-
-def formatter_of(log_format: LogFormat) -> logging.Formatter:
-    return JsonFormatter() if log_format is LogFormat.JSON else TextFormatter()
-
-
-def _time_of(record: logging.LogRecord) -> str:
-    return (
-        datetime.fromtimestamp(record.created, UTC)
-        .isoformat(timespec="milliseconds")
-        .replace("+00:00", "Z")
-    )
-
-
-def _one_line(text: str) -> str:
-    return "".join(
-        character if character.isprintable() else json.dumps(character)[1:-1] for character in text
-    )
-
-
-def _text(value: object) -> str:
-    """Return a value without blanks as it is, any other as a JSON string."""
-    text = str(value)
-    return text if _PLAIN.fullmatch(text) and text.isprintable() else json.dumps(text)

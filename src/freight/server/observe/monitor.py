@@ -8,11 +8,11 @@ from typing import Any
 
 from freight import __version__
 from freight.outputs import EngineStats
+from freight.processes.client import EngineState
+from freight.processes.wire import EngineFacts
 from freight.server.observe.log import SECONDS_BETWEEN_SUMMARIES, log_summary
 from freight.server.observe.metrics import Metrics, ModelFacts
 from freight.server.observe.state import CacheFacts, engine_state
-from freight.server.processes.client import EngineState
-from freight.server.processes.wire import EngineFacts
 from freight.server.service import KEEP_ALIVE, Service
 
 _EVERY = 1.0  # seconds

@@ -1,1 +1,1 @@
-"""The server's processes and the messages between them."""
+"""The server's other processes, and the queue of the engine's deltas."""

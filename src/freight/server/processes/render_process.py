@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from freight.errors import FreightError
-from freight.server.processes import frames
+from freight.processes import frames
 from freight.text.tokenizer import Tokenizer
 
 CAP = 64 << 20  # bytes of a frame: LONGEST_TEXT with 12 bytes per character (a surrogate pair)

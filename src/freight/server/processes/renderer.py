@@ -20,10 +20,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from freight.processes import frames
+from freight.processes.children import spawn
+from freight.processes.frames import FrameError
 from freight.server.call import Conversation
-from freight.server.processes import frames
-from freight.server.processes.children import spawn
-from freight.server.processes.frames import FrameError
 from freight.server.processes.render_process import CAP
 from freight.server.transport.errors import ApiError
 from freight.text.chat_text import ChatText

@@ -16,8 +16,9 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 
 from freight.errors import ConfigError
+from freight.processes.log import current_trace
 from freight.server.anthropic import errors as anthropic
-from freight.server.observe.log import current_trace, request_id_of, trace_id_of
+from freight.server.observe.log import request_id_of, trace_id_of
 from freight.server.tgi import reply as tgi_reply
 from freight.server.transport.auth import Keys
 from freight.server.transport.body import DisconnectedError, Receive

@@ -1,6 +1,6 @@
-"""Detection of a stalled engine: progress measured in its process, silence measured in the server.
+"""Detection of a stalled engine: progress measured in its process, silence measured in the parent.
 
-The server pings, and the command thread of the engine's process answers, even during a step. So a
+The parent pings, and the command thread of the engine's process answers, even during a step. So a
 long step is not silence, but a process that was stopped, is swapped out or is deadlocked is silent.
 A step that hangs while the command thread still answers shows in the answer: the time for which
 the process has used no CPU. Pure: times come from outside.
@@ -50,7 +50,7 @@ class Progress:
 
 
 class Silence:
-    """The server's side: the time without a sign of life from the engine's process.
+    """The parent's side: the time without a sign of life from the engine's process.
 
     every  seconds between ticks
     """

@@ -1,8 +1,8 @@
-"""EngineClient: the engine's process, from the server's side. Starts it, sends requests, routes
-the deltas.
+"""EngineClient: the engine's process, from its parent's side. Starts it, sends requests, routes the
+deltas.
 
-The deltas of an answer's requests go to its `Inbox`. When the process exits, every running request
-fails with an ApiError, `state` is ENDED, and `on_end` is called: the server decides whether to
+The deltas of a request go to its `Receiver`. When the process exits, every running request fails
+with a NotReadyError, `state` is ENDED, and `on_end` is called: `supervisor.py` decides whether to
 start another.
 """
 
@@ -14,21 +14,26 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, Protocol, cast
+from weakref import WeakSet
 
-from freight.outputs import EngineStats
-from freight.server.call import TokenizedWork
-from freight.server.processes import wire
-from freight.server.processes.children import spawn, without_secrets
-from freight.server.processes.frames import Decoder, FrameError, encode
-from freight.server.processes.inbox import Inbox
-from freight.server.processes.pulse import Silence
-from freight.server.transport.errors import ApiError
+from freight.engine.intake import AcceptedPrompt
+from freight.errors import CapacityError, EngineError, FreightError, RequestError
+from freight.outputs import EngineStats, RequestDelta
+from freight.processes import wire
+from freight.processes.children import spawn, without_secrets
+from freight.processes.frames import Decoder, FrameError, encode
+from freight.processes.pulse import Silence
+from freight.sampling import SamplingParams
 
 logger = logging.getLogger("freight")
+
+_LOOK_EVERY = 0.01  # seconds between looks at a process that is about to end
+_PATIENCE = 10.0  # seconds until it is killed
 
 
 class EngineState(StrEnum):
@@ -42,6 +47,7 @@ class EngineState(StrEnum):
 class WorkerOptions:
     """Options of the engine's process: the fields of EngineArgs, and those of the process.
 
+    log_format         of `log.py`
     events_per_second  reports of new tokens per second at most (`engine.loop`)
     stall_timeout      seconds without a sign of life after which the engine counts as stalled; 0:
                        never
@@ -55,18 +61,48 @@ class WorkerOptions:
     stall_timeout: float = 0.0
 
 
+class NotReadyError(EngineError):
+    """There is no engine that could serve a request now; `state` says why."""
+
+    def __init__(self, state: EngineState, how: str = "") -> None:
+        """how: ' with signal 9', of an engine that has ended."""
+        super().__init__(_NOT_READY[state] + how)
+        self.state = state
+
+
+# an engine may be ready before the rest of a server
+_NOT_READY = dict.fromkeys(EngineState, "the model is still loading") | {
+    EngineState.STALLED: "the engine's process gives no sign of life; try again later",
+    EngineState.ENDED: "the engine's process has ended",
+}
+
+
+class TooLongError(RequestError):
+    """A request that no message can hold."""
+
+
+class Receiver(Protocol):
+    """Takes what comes of the requests of an answer."""
+
+    def put(self, index: int, delta: RequestDelta) -> None:
+        """What is new of the index-th request."""
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more comes: the answer fails, after what has come."""
+
+
 class Running:
     """One request in the engine: the index-th of its answer."""
 
-    def __init__(self, request_id: str, index: int, num_sequences: int, inbox: Inbox) -> None:
+    def __init__(self, request_id: str, index: int, num_sequences: int, receiver: Receiver) -> None:
         self.request_id = request_id
         self.num_sequences = num_sequences
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.index = index
-        self.inbox = inbox
+        self.receiver = receiver
 
-    def fail(self, error: ApiError) -> None:
-        self.inbox.fail(error)
+    def fail(self, error: Exception) -> None:
+        self.receiver.fail(error)
         if not self.accepted.done():
             self.accepted.set_exception(error)
             self.accepted.exception()  # marks it as retrieved: there may be no waiter any more
@@ -85,8 +121,7 @@ class EngineClient(asyncio.Protocol):
         self._options = options
         self._on_stats, self._on_step, self._on_end = on_stats, on_step, on_end
         self.state = EngineState.LOADING
-        # The reason why the model could not be loaded, and the exit status for it.
-        self.failure: tuple[str, int] | None = None
+        self.failure: FreightError | None = None  # why it could not be loaded
         self.stats: EngineStats | None = None
         self._running: dict[str, Running] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -95,19 +130,6 @@ class EngineClient(asyncio.Protocol):
         self.between_ticks = min(1.0, options.stall_timeout / 4)  # seconds
         self._silence = Silence(self.between_ticks)
         self._is_ping_pending = False
-
-    def not_ready(self) -> ApiError:
-        """Return the error for requests that arrive while no engine serves. An engine may be ready
-        before the rest of the server.
-        """
-        if self.state is EngineState.ENDED:
-            return ApiError(503, "the engine's process has ended", code="engine_ended")
-        if self.state is EngineState.STALLED:
-            message = "the engine's process gives no sign of life; try again later"
-            return ApiError(503, message, code="engine_stalled", headers={"Retry-After": "5"})
-        return ApiError(
-            503, "the model is still loading", code="loading", headers={"Retry-After": "5"}
-        )
 
     @property
     def pid(self) -> int | None:
@@ -131,12 +153,13 @@ class EngineClient(asyncio.Protocol):
         self.ended: asyncio.Future[int] = loop.create_future()  # the exit status
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
+        _connections.add(ours)
         with theirs:
             command = [
                 sys.executable,
                 *_flags(),
                 "-m",
-                "freight.server.processes.worker",
+                "freight.processes.worker",
                 str(theirs.fileno()),
             ]
             environ, files = without_secrets(os.environ), (theirs.fileno(),)
@@ -146,24 +169,29 @@ class EngineClient(asyncio.Protocol):
         values = asdict(options)
         self._send([wire.START, values.pop("engine_args"), values])
 
-    def submit(self, request_id: str, index: int, work: TokenizedWork, inbox: Inbox) -> Running:
-        """Send a request, whose deltas go to `inbox`.
+    def submit(
+        self,
+        request_id: str,
+        index: int,
+        prompt: AcceptedPrompt,
+        params: SamplingParams,
+        receiver: Receiver,
+    ) -> Running:
+        """Send a request, whose deltas go to `receiver`.
 
-        Raises ApiError: 503 while no engine is ready, 413 for a request that is too long for a
-        message.
+        Raises NotReadyError while no engine is ready, TooLongError for a request that is too long
+        for a message.
         """
         if self.state is not EngineState.READY:
-            raise self.not_ready()
+            raise NotReadyError(self.state)
+        values = wire.params_to_json(params)
         try:
-            self._send(
-                [wire.ADD, request_id, work.text, work.token_ids, wire.params_to_json(work.params)]
-            )
+            self._send([wire.ADD, request_id, prompt.text, prompt.token_ids, values])
         except FrameError as error:
-            message = (
+            raise TooLongError(
                 f"the request is too long to be sent to the engine: {error}. Send a shorter prompt"
-            )
-            raise ApiError(413, message, code="request_too_large") from None
-        running = self._running[request_id] = Running(request_id, index, work.params.n, inbox)
+            ) from None
+        running = self._running[request_id] = Running(request_id, index, params.n, receiver)
         return running
 
     def abort(self, running: Running) -> None:
@@ -199,16 +227,13 @@ class EngineClient(asyncio.Protocol):
         """End the process after the step under way; kill it while it loads or is stalled, or after
         10 seconds.
         """
-        if self._process is not None and self.state in (EngineState.LOADING, EngineState.STALLED):
+        if self._process is None:
+            return
+        if self.state in (EngineState.LOADING, EngineState.STALLED):
             self._process.kill()
         if self._transport is not None:
             self._transport.close()
-        if self._process is not None:
-            try:
-                await asyncio.wait_for(asyncio.to_thread(self._process.wait), 10)
-            except TimeoutError:
-                self._process.kill()
-                await asyncio.to_thread(self._process.wait)
+        await _end_of(self._process)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's has no base class
@@ -226,15 +251,14 @@ class EngineClient(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.state = EngineState.ENDED
-        error = self.not_ready()
-        for running in self._running.values():
-            running.fail(error)
-        self._running.clear()
-        asyncio.get_running_loop().create_task(self._reap())
+        self._reaping = asyncio.get_running_loop().create_task(self._reap())
 
     async def _reap(self) -> None:
         assert self._process is not None
-        status = await asyncio.to_thread(self._process.wait)
+        status = await _end_of(self._process)
+        for running in self._running.values():
+            running.fail(NotReadyError(self.state, f" with {describe_exit(status)}"))
+        self._running.clear()
         for waiting in (self.opened, self.ready):
             if not waiting.done():
                 waiting.cancel()
@@ -266,7 +290,7 @@ class EngineClient(asyncio.Protocol):
             self.state = EngineState.READY
             _resolve(self.ready, values[0])
         elif name == wire.FAILED:
-            self.failure = (str(values[0]), int(values[1]))
+            self.failure = wire.error_from_json(*values)
 
     def _stepped(self, deltas: Sequence[Any], steps: Sequence[tuple[float, int]]) -> None:
         for one in deltas:
@@ -275,7 +299,7 @@ class EngineClient(asyncio.Protocol):
                 delta = wire.delta_from_json(one)
                 if delta.finished:
                     del self._running[delta.request_id]
-                running.inbox.put(running.index, delta)
+                running.receiver.put(running.index, delta)
         for seconds, num_tokens in steps:
             self._on_step(seconds, num_tokens)
 
@@ -287,17 +311,43 @@ class EngineClient(asyncio.Protocol):
     def _refuse(self, request_id: str, error: str, capacity: bool) -> None:
         running = self._running.pop(request_id, None)
         if running is not None:
-            running.fail(ApiError(400, error, code="cache_too_small" if capacity else None))
+            running.fail(CapacityError(error) if capacity else RequestError(error))
 
     def _lose(self, request_id: str, error: str) -> None:
         running = self._running.get(request_id)
         if running is not None:
             self.abort(running)
-            running.fail(ApiError(500, f"the engine's report on the answer is too long: {error}"))
+            running.fail(EngineError(f"the engine's report on the answer is too long: {error}"))
+
+
+# This process's ends of connections to engines. An engine ends when its connection closes, so a
+# forked child (multiprocessing) must not keep a second end open.
+_connections: WeakSet[socket.socket] = WeakSet()
+
+
+def _close_in_child() -> None:
+    for connection in _connections:
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+async def _end_of(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit status of a process whose connection is closed; kill it if it does not end.
+
+    Polls: at the end of an interpreter no new thread could wait for it.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while (status := process.poll()) is None:
+        if time.monotonic() > deadline:
+            process.kill()
+        await asyncio.sleep(_LOOK_EVERY)
+    return status
 
 
 def _resolve(waiting: asyncio.Future[wire.EngineFacts], facts: dict[str, Any]) -> None:
-    """Resolve a future with facts, unless it was cancelled because the server is shutting down."""
+    """Resolve a future with facts, unless it was cancelled because the parent is shutting down."""
     if not waiting.done():
         waiting.set_result(wire.facts_from_json(facts))
 

@@ -1,5 +1,5 @@
-"""Spawning of the server's processes. Ctrl-C in a terminal reaches them too, possibly while Python
-is still importing.
+"""Spawning of Freight's processes. Ctrl-C in a terminal reaches them too, possibly while Python is
+still importing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SECRETS = ("FREIGHT_API_KEY",)  # variables that only the server's main process needs
+SECRETS = ("FREIGHT_API_KEY",)  # variables that only a server's main process needs
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Messages between the server's processes: JSON in length-prefixed frames, over a byte stream.
+"""Messages between processes: JSON in length-prefixed frames, over a byte stream.
 
 A frame is a length of four bytes (big-endian) and that many bytes of JSON in ASCII. JSON cannot
 make the reader run code, as pickle can. The length is checked against a cap before the body is

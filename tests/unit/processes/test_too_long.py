@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
+from freight.engine.intake import AcceptedPrompt
+from freight.errors import EngineError
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
+from freight.processes import wire
+from freight.processes.client import EngineClient, EngineState, TooLongError, WorkerOptions
+from freight.processes.frames import Decoder, FrameError
+from freight.processes.worker import Channel
 from freight.sampling import SamplingParams
-from freight.server.call import TokenizedWork
-from freight.server.processes import wire
-from freight.server.processes.client import EngineClient, EngineState, WorkerOptions
-from freight.server.processes.frames import Decoder, FrameError
 from freight.server.processes.inbox import Inbox
-from freight.server.processes.worker import Channel
-from freight.server.transport.errors import ApiError
 
 SHORT = 2000  # bytes
 
@@ -59,7 +59,7 @@ def test_a_delta_that_is_too_long_fails_its_request_alone(monkeypatch: pytest.Mo
         client = client_for(sent)
         inboxes = {name: Inbox() for name in "123"}
         for name, inbox in inboxes.items():
-            client.submit(name, 0, TokenizedWork("x", (1,), SamplingParams()), inbox)
+            client.submit(name, 0, AcceptedPrompt("x", (1,)), SamplingParams(), inbox)
         sent.clear()
         client.data_received(data)
         assert client.num_running == 0
@@ -69,11 +69,8 @@ def test_a_delta_that_is_too_long_fails_its_request_alone(monkeypatch: pytest.Mo
         for name, text in (("1", "first"), ("3", "third")):
             [(_, told)] = await inboxes[name].next()
             assert told.outputs[0].text == text
-        with pytest.raises(
-            ApiError, match=r"too long: a frame of 5[0-9]+ bytes; at most 2000"
-        ) as raised:
+        with pytest.raises(EngineError, match=r"too long: a frame of 5[0-9]+ bytes; at most 2000"):
             await inboxes["2"].next()
-        assert raised.value.status == 500
 
     asyncio.run(take())
 
@@ -84,11 +81,10 @@ def test_a_request_that_is_too_long_is_refused_alone(monkeypatch: pytest.MonkeyP
     async def submit() -> None:
         sent: list[bytes] = []
         client = client_for(sent)
-        with pytest.raises(ApiError, match=r"a frame of [0-9]+ bytes; at most 2000") as raised:
-            client.submit("1", 0, TokenizedWork("x" * 5000, (1,), SamplingParams()), Inbox())
-        assert (raised.value.status, raised.value.code) == (413, "request_too_large")
+        with pytest.raises(TooLongError, match=r"a frame of [0-9]+ bytes; at most 2000"):
+            client.submit("1", 0, AcceptedPrompt("x" * 5000, (1,)), SamplingParams(), Inbox())
         assert (client.num_running, sent) == (0, [])
-        client.submit("2", 0, TokenizedWork("x", (1,), SamplingParams()), Inbox())
+        client.submit("2", 0, AcceptedPrompt("x", (1,)), SamplingParams(), Inbox())
         assert client.num_running == 1
 
     asyncio.run(submit())

@@ -1,9 +1,9 @@
-"""The engine's process: `python -m freight.server.processes.worker FD`, FD being a socket's end.
+"""The engine's process: `python -m freight.processes.worker FD`, FD being a socket's end.
 
 It owns the engine and all of torch. Its main thread loads the model and steps; a second thread only
 reads commands and answers pings. It ends when the other end of the socket closes, so it never
-outlives the server. It ignores SIGINT, SIGTERM and SIGHUP: the server handles them, and lets
-requests finish first. While Python starts, the server has them blocked (`children.py`).
+outlives its parent. It ignores SIGINT, SIGTERM and SIGHUP: the parent handles them, and lets
+requests finish first. While Python starts, the parent has them blocked (`children.py`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,29 @@ from dataclasses import asdict, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from freight import __version__
-from freight.errors import ConfigError, FreightError, RequestError
-from freight.server.observe.log import set_up_logging
-from freight.server.processes import wire
-from freight.server.processes.frames import Decoder, FrameError, encode
-from freight.server.processes.pulse import Progress
+from freight.engine.messages import (
+    Abort,
+    Accepted,
+    Add,
+    Command,
+    Event,
+    Refused,
+    Stepped,
+    Stop,
+)
+from freight.errors import FreightError
+from freight.processes import wire
+from freight.processes.frames import Decoder, FrameError, encode
+from freight.processes.log import set_up_logging
+from freight.processes.pulse import Progress
+from freight.version import version
 
 if TYPE_CHECKING:
-    from freight.engine.loop import Command, Event, Loop
+    from freight.engine.loop import Loop
     from freight.models.open import OpenModel
 
 _READ = 1 << 16  # bytes
-_PATIENCE = 5.0  # seconds for the step under way once the server is gone
+_PATIENCE = 5.0  # seconds for the step under way once the parent is gone
 
 
 def main() -> None:
@@ -50,13 +60,12 @@ def main() -> None:
     threading.Thread(
         target=read, args=(channel, frames, commands), name="commands", daemon=True
     ).start()
-    with contextlib.suppress(ConnectionError):  # the server is gone
+    with contextlib.suppress(ConnectionError):  # the parent is gone
         try:
             loop = _build(channel, args, options, commands)
         except FreightError as error:
-            status = 2 if isinstance(error, ConfigError | RequestError) else 1
-            channel.send([wire.FAILED, str(error), status])
-            sys.exit(status)
+            channel.send([wire.FAILED, *wire.error_to_json(error)])
+            sys.exit(wire.exit_status(error))
         gc.collect()
         # Exempt what is loaded: a full collection of it would stall every stream for 0.2 s.
         gc.freeze()
@@ -64,7 +73,7 @@ def main() -> None:
 
 
 class Channel:
-    """The connection to the server. The stepping thread and the command thread both write to it."""
+    """The connection to the parent. The stepping thread and the command thread both write to it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -73,7 +82,7 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, message: list[Any]) -> None:
-        """Send a message. Raises FrameError if it is too long, and ConnectionError once the server
+        """Send a message. Raises FrameError if it is too long, and ConnectionError once the parent
         is gone.
         """
         frame = encode(message, wire.CAP)
@@ -99,8 +108,10 @@ class Channel:
         self.send([wire.PONG, self.progress.stuck(began, time.monotonic(), time.process_time())])
 
 
-def _build(channel: Channel, args: dict[str, Any], options: dict[str, Any], commands: Any) -> Any:
-    """Load the model, reporting progress to the server; returns the Loop."""
+def _build(
+    channel: Channel, args: dict[str, Any], options: dict[str, Any], commands: SimpleQueue[Command]
+) -> Loop:
+    """Load the model, reporting progress to the parent; returns the Loop."""
     from freight.config.engine import EngineArgs
     from freight.config.parse import sampling_defaults
     from freight.config.resolve import for_serving
@@ -130,7 +141,7 @@ def _build(channel: Channel, args: dict[str, Any], options: dict[str, Any], comm
         "max_model_len": config.max_model_len,
         "kv_cache": cache_facts(engine.runner.pool, config),
         "kernels": kernels.name,
-        "fingerprint": fingerprint(opened, config, kernels, __version__),
+        "fingerprint": fingerprint(opened, config, kernels, version()),
         "reproducible": is_reproducible(opened, kernels),
     }
     channel.send([wire.READY, complete_facts])
@@ -148,7 +159,7 @@ def _build(channel: Channel, args: dict[str, Any], options: dict[str, Any], comm
 
 
 def _tokenizer_folder(opened: OpenModel) -> str | None:
-    """Return the folder of the tokenizer, so that the main process need not look for it."""
+    """Return the folder of the tokenizer, so that the parent need not look for it."""
     if opened.checkpoint is None or opened.args.skip_tokenizer_init:
         return None
     from freight.checkpoint.reader import resolve_model
@@ -160,8 +171,6 @@ def _tokenizer_folder(opened: OpenModel) -> str | None:
 
 
 def _messages(event: Event) -> Iterator[list[Any]]:
-    from freight.engine.loop import Accepted, Refused, Stepped
-
     match event:
         case Stepped(deltas, steps):
             yield from wire.step_messages(deltas, steps)
@@ -183,10 +192,8 @@ def _first(connection: socket.socket, frames: Decoder) -> list[Any]:
             return list(message)
 
 
-def read(channel: Channel, frames: Decoder, commands: Any) -> None:
-    """Queue commands until the server is gone, and answer pings."""
-    from freight.engine.loop import Abort, Add, Stop
-
+def read(channel: Channel, frames: Decoder, commands: SimpleQueue[Command]) -> None:
+    """Queue commands until the parent is gone, and answer pings."""
     while data := _received(channel.connection):
         for name, *values in frames.feed(data):
             if name == wire.ADD:
@@ -195,7 +202,7 @@ def read(channel: Channel, frames: Decoder, commands: Any) -> None:
             elif name == wire.ABORT:
                 commands.put(Abort(*values))
             elif name == wire.PING:
-                with contextlib.suppress(OSError):  # the server is gone: the next read shows it
+                with contextlib.suppress(OSError):  # the parent is gone: the next read shows it
                     channel.answer_ping()
     commands.put(Stop())
     time.sleep(_PATIENCE)

@@ -20,8 +20,8 @@ from freight.outputs import (
     RequestTimes,
     Scores,
 )
+from freight.processes import wire
 from freight.sampling import SamplingParams
-from freight.server.processes import wire
 from freight.structured import StructuredOutputs
 
 SECONDS = st.floats(0, 1e6)

@@ -20,13 +20,13 @@ from tests.serving import CAN_FORK
 
 from freight import LLM
 from freight.config.engine import EngineArgs
+from freight.engine.intake import AcceptedPrompt
+from freight.errors import CheckpointError, RequestError
 from freight.outputs import FinishReason
+from freight.processes import children
+from freight.processes.client import EngineClient, EngineState, NotReadyError, WorkerOptions
 from freight.sampling import SamplingParams
-from freight.server.call import TokenizedWork
-from freight.server.processes import children
-from freight.server.processes.client import EngineClient, EngineState, WorkerOptions
 from freight.server.processes.inbox import Inbox
-from freight.server.transport.errors import ApiError
 
 pytestmark = pytest.mark.clock
 
@@ -65,7 +65,7 @@ async def text_of(
     client: EngineClient, name: str, token_ids: Sequence[int], params: SamplingParams
 ) -> str:
     inbox = Inbox()
-    running = client.submit(name, 0, TokenizedWork(None, tuple(token_ids), params), inbox)
+    running = client.submit(name, 0, AcceptedPrompt(None, tuple(token_ids)), params, inbox)
     await running.accepted
     text = ""
     while True:
@@ -89,9 +89,8 @@ def test_an_engine_in_a_process_of_its_own_answers_as_llm_does() -> None:
     ]
 
     async def test(client: EngineClient) -> None:
-        with pytest.raises(ApiError) as refused:
-            client.submit("early", 0, TokenizedWork(None, (1, 2), GREEDY), Inbox())
-        assert (refused.value.status, refused.value.code) == (503, "loading")
+        with pytest.raises(NotReadyError, match="still loading"):
+            client.submit("early", 0, AcceptedPrompt(None, (1, 2)), GREEDY, Inbox())
         assert (await client.opened).vocab_size == 4096
         facts = await client.ready
         assert facts.kv_cache["dtype"] == "fp8_e4m3fn"
@@ -113,26 +112,11 @@ def test_what_the_engine_refuses_is_refused_alone() -> None:
     async def test(client: EngineClient) -> None:
         facts = await client.ready
         assert facts.max_model_len == 16
-        with pytest.raises(ApiError, match="the prompt has 30 tokens") as refused:
+        with pytest.raises(RequestError, match="the prompt has 30 tokens"):
             await text_of(client, "long", range(3, 33), GREEDY)
-        assert refused.value.status == 400
         assert await text_of(client, "short", [5, 6, 7], GREEDY)
 
     with_engine(test, kv_cache_memory="48KiB", max_model_len=None)
-
-
-@pytest.mark.parametrize(
-    ("state", "code"),
-    [
-        (EngineState.LOADING, "loading"),
-        (EngineState.READY, "loading"),  # the process for chat templates is still started
-        (EngineState.ENDED, "engine_ended"),
-    ],
-)
-def test_an_engine_has_ended_only_where_it_has(state: EngineState, code: str) -> None:
-    client = EngineClient(WorkerOptions(ARGS), lambda _: None, lambda *_: None, lambda: None)
-    client.state = state
-    assert client.not_ready().code == code
 
 
 @pytest.mark.usefixtures("quickly")
@@ -140,7 +124,7 @@ def test_an_abort_frees_what_the_request_held() -> None:
     async def test(client: EngineClient) -> None:
         await client.ready
         inbox = Inbox()
-        running = client.submit("long", 0, TokenizedWork(None, (5, 6, 7), ENDLESS), inbox)
+        running = client.submit("long", 0, AcceptedPrompt(None, (5, 6, 7)), ENDLESS, inbox)
         await inbox.next()
         client.abort(running)
         client.abort(running)  # once more changes nothing
@@ -158,17 +142,16 @@ def test_a_killed_engine_fails_what_runs() -> None:
     async def test(client: EngineClient) -> None:
         await client.ready
         inbox = Inbox()
-        client.submit("long", 0, TokenizedWork(None, (5, 6, 7), ENDLESS), inbox)
+        client.submit("long", 0, AcceptedPrompt(None, (5, 6, 7)), ENDLESS, inbox)
         await inbox.next()
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
-        with pytest.raises(ApiError, match="has ended") as failed:
+        with pytest.raises(NotReadyError, match="has ended"):
             await rest_of(inbox)
-        assert failed.value.status == 503
         assert client.state is EngineState.ENDED
         assert await client.ended == -signal.SIGKILL
-        with pytest.raises(ApiError, match="has ended"):
-            client.submit("late", 0, TokenizedWork(None, (5, 6, 7), ENDLESS), inbox)
+        with pytest.raises(NotReadyError, match="has ended"):
+            client.submit("late", 0, AcceptedPrompt(None, (5, 6, 7)), ENDLESS, inbox)
 
     assert with_engine(test, max_num_seqs=1) == -signal.SIGKILL
 
@@ -177,8 +160,8 @@ def test_a_killed_engine_fails_what_runs() -> None:
 def test_a_model_that_cannot_be_loaded_says_why() -> None:
     async def test(client: EngineClient) -> None:
         assert await client.ended == 1
-        assert client.failure is not None
-        assert "there is no folder" in client.failure[0]
+        assert isinstance(client.failure, CheckpointError)
+        assert "there is no folder" in str(client.failure)
         assert client.ready.cancelled()
 
     assert with_engine(test, model="./nowhere") == 1
@@ -188,7 +171,7 @@ def test_the_process_ends_with_its_server() -> None:
     code = (
         "import asyncio, os, signal\n"
         "from freight.config.engine import EngineArgs\n"
-        "from freight.server.processes.client import EngineClient, WorkerOptions\n"
+        "from freight.processes.client import EngineClient, WorkerOptions\n"
         "async def run():\n"
         "    client = EngineClient(WorkerOptions(vars(EngineArgs())), print, print, print)\n"
         "    await client.start()\n"

@@ -1,4 +1,4 @@
-"""The messages between the server's two processes, as JSON values; `frames.py` sends them.
+"""The messages between an engine's process and its parent, as JSON values; `frames.py` sends them.
 
 To the engine: a start, then requests, aborts and pings. From the engine: facts about the model,
 then events. Every message is a list whose first entry names it. The contents of a step, the most
@@ -14,6 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
+from freight.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    FreightError,
+    KernelError,
+    RequestError,
+)
 from freight.outputs import (
     CompletionDelta,
     EngineStats,
@@ -33,7 +41,7 @@ _MOST_ENTRIES = 8192  # log-probabilities in a message, roughly: some 200 KB, mo
 # from the engine's process
 OPENED = "opened"  # headers are read: an EngineFacts without the fields that need weights
 READY = "ready"  # the model is loaded: a complete EngineFacts
-FAILED = "failed"  # it cannot be loaded: the error, and the process's exit status
+FAILED = "failed"  # it cannot be loaded: the error
 ACCEPTED = "accepted"
 REFUSED = "refused"
 STEPPED = "stepped"
@@ -49,7 +57,7 @@ PING = "ping"
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Facts about the model that the server's main process needs.
+    """Facts about the model that the parent needs.
 
     tokenizer     the folder of its tokenizer; None: there is none, and prompts are token ids
     defaults      sampling parameters of generation_config.json
@@ -67,6 +75,27 @@ class EngineFacts:
     kernels: str = ""
     fingerprint: str = ""
     reproducible: bool = False
+
+
+_ERRORS = {
+    kind.__name__: kind
+    for kind in (ConfigError, RequestError, CheckpointError, CapacityError, KernelError)
+}
+
+
+def error_to_json(error: FreightError) -> list[str]:
+    """The name of its class, as far as Freight's callers know it, and its message."""
+    known = [kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS]
+    return [known[0] if known else FreightError.__name__, str(error)]
+
+
+def error_from_json(kind: str, message: str) -> FreightError:
+    return _ERRORS.get(kind, FreightError)(message)
+
+
+def exit_status(error: FreightError) -> int:
+    """Of a process that ends by `error`: 2 for what was asked for, 1 for what was found."""
+    return 2 if isinstance(error, ConfigError | RequestError) else 1
 
 
 def facts_to_json(facts: EngineFacts) -> dict[str, Any]:

@@ -1,0 +1,311 @@
+"""AsyncLLM: the engine for programs with event loops, with the names that vLLM's users know.
+
+It loads no torch where its engine is in a process of its own, and needs nothing of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from freight.config.engine import EngineArgs
+from freight.engine.intake import AcceptedPrompt
+from freight.errors import ConfigError, EngineError, RequestError, choices
+from freight.outputs import EngineStats, FinishReason, RequestOutput
+from freight.processes.growing import Growing
+from freight.processes.hosts import Host, ProcessHost, ThreadHost
+from freight.prompts import (
+    Message,
+    Prompt,
+    Tokenization,
+    chat_prompt,
+    check_on_error,
+    params_of,
+    raise_failed,
+    text_or_ids,
+    unknown_option,
+)
+from freight.sampling import SamplingParams
+from freight.start_log import log_to_stderr
+
+Accepted = tuple[AcceptedPrompt, SamplingParams]
+
+_HOSTS: dict[str, Callable[[EngineArgs, float], Host]] = {
+    "process": ProcessHost,
+    "thread": ThreadHost,
+}
+_LONG = 1 << 15  # characters: tokenizing more takes a thread, so that the event loop goes on
+_EVENTS_PER_SECOND = 50.0
+
+
+class AsyncLLM:
+    """A model ready to generate, for any number of event loops.
+
+        async with AsyncLLM(model="demo", kv_cache_dtype="fp8") as llm:
+            async for output in llm.generate("def main(", SamplingParams(max_tokens=64)):
+                print(output.outputs[0].text)
+
+    The options are those of LLM, and it raises as LLM does. It returns when the model is loaded:
+    `await asyncio.to_thread(AsyncLLM, …)` holds up no event loop meanwhile.
+
+    engine                 "process": in a process of its own, which ends with this one; "thread":
+                           in this process, whose Python then holds up its steps
+    max_events_per_second  of one request: tokens that come faster share an output; 0: an output for
+                           every step
+
+    May be used from several event loops and threads. A fork of this process cannot use it, and a
+    process that is spawned makes its own.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        engine: str = "process",
+        max_events_per_second: float = _EVENTS_PER_SECOND,
+        **options: Any,
+    ) -> None:
+        log_to_stderr()
+        if engine not in _HOSTS:
+            raise ConfigError(f"engine is {engine!r}; it must be {choices(map(repr, _HOSTS))}")
+        if not max_events_per_second >= 0:
+            raise ConfigError(
+                f"max_events_per_second is {max_events_per_second}; it must be 0 or more"
+            )
+        args = EngineArgs.from_options(model=model, **options)
+        self._names = itertools.count()
+        self._requests: dict[str, Growing] = {}  # by the callers' ids
+        self._lock = threading.Lock()  # of `_requests` and `_end`
+        self._end: EngineError | None = None  # it was shut down
+        self._pid = os.getpid()
+        self._host = _HOSTS[engine](args, max_events_per_second)
+        # where nobody calls `shutdown`: when the last reference or the interpreter goes
+        self._at_end = weakref.finalize(self, self._host.stop, at_once=True)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        on_error: str = "raise",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **unknown: Any,
+    ) -> Stream:
+        """Complete one prompt; the outputs, for `async for`, have all there is so far, and the last
+        is `finished`.
+
+        Prompts and options are those of `LLM.stream`. The request begins when its first output is
+        awaited, which raises RequestError where it cannot be served. `request_id` is a name for
+        `abort`, made up if it is None. Leaving the loop, and cancelling the task that awaits,
+        aborts the request.
+        """
+        for name in unknown:
+            raise unknown_option(
+                name,
+                "generate takes prompt, sampling_params, request_id, on_error and tokenization_kwargs",
+            )
+        check_on_error(on_error)
+        tokenization = Tokenization.of(tokenization_kwargs)
+        params = tokenization.applied(params_of(sampling_params, 1)[0])
+        adds = tokenization.add_special_tokens is not False
+
+        async def accept() -> Accepted:
+            return await self._accept(text_or_ids(prompt), params, adds), params
+
+        return Stream(self, request_id, accept, on_error)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        on_error: str = "raise",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **template_options: Any,
+    ) -> Stream:
+        """Answer one conversation, a list of {"role", "content"}, through the model's chat template.
+
+        `template_options` are those of `LLM.chat_prompt`; everything else is as in `generate`, but
+        that no special tokens are added unless `tokenization_kwargs` asks for them.
+        """
+        check_on_error(on_error)
+        tokenization = Tokenization.of(tokenization_kwargs)
+        params = tokenization.applied(params_of(sampling_params, 1)[0])
+        adds = bool(tokenization.add_special_tokens)
+
+        async def accept() -> Accepted:
+            tokenizer = self._host.intake.tokenizer
+            # what a template does takes as long as it likes
+            ids = await asyncio.to_thread(chat_prompt, tokenizer, messages, adds, template_options)
+            return await self._accept(ids, params, adds), params
+
+        return Stream(self, request_id, accept, on_error)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests by their ids. Who awaits one gets its last output, with finish reason
+        "abort". Ids that are not known are ignored.
+        """
+        self._check_process()
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            growing = self._requests.get(name)
+            if growing is not None:
+                self._host.abort(growing)
+                growing.end(FinishReason.ABORT)
+
+    def stats(self) -> EngineStats:
+        """What the engine does and has done; at most half a second old while it has work."""
+        self._check()
+        return self._host.stats
+
+    def shutdown(self) -> None:
+        """End the engine, and wait for its end. Requests that run fail with EngineError. Leaving
+        `async with` does this, and holds up no event loop.
+        """
+        if os.getpid() != self._pid:  # the engine is not this process's
+            return
+        with self._lock:
+            self._end = self._end or _shut_down()
+            running = list(self._requests.values())
+        for growing in running:
+            growing.fail(_shut_down())
+        self._host.stop()
+        self._at_end.detach()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError("an AsyncLLM cannot be pickled: make one in each process that needs one")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineError(
+                f"this AsyncLLM was made in process {self._pid}, and process {os.getpid()} is a fork of that: "
+                "make another here"
+            )
+
+    def _check(self) -> None:
+        """Raises EngineError where there is no engine to ask."""
+        self._check_process()
+        end = self._end or self._host.end
+        if end is not None:
+            raise EngineError(str(end))  # each caller has a traceback of its own
+
+    async def _accept(
+        self, prompt: str | Sequence[int], params: SamplingParams, adds: bool
+    ) -> AcceptedPrompt:
+        accept = partial(self._host.intake.accept, prompt, params, adds)
+        is_long = isinstance(prompt, str) and len(prompt) >= _LONG
+        return await asyncio.to_thread(accept) if is_long else accept()
+
+    def _begin(self, request_id: str | None, accepted: Accepted) -> Growing:
+        """Hand a request to the engine."""
+        self._check()
+        name = uuid.uuid4().hex if request_id is None else request_id
+        tokenizer = self._host.intake.tokenizer
+        growing = Growing(str(next(self._names)), name, *accepted, tokenizer)
+        with self._lock:
+            if self._end is not None:
+                raise _shut_down()
+            if name in self._requests:
+                raise RequestError(f"request id {name!r} is in use")
+            self._requests[name] = growing
+        self._host.submit(growing)
+        return growing
+
+    def _leave(self, growing: Growing) -> None:
+        """Nobody reads the request any more."""
+        if os.getpid() != self._pid:
+            return
+        self._requests.pop(growing.request_id, None)
+        if not growing.is_finished:
+            self._host.abort(growing)
+
+
+class Stream:
+    """The outputs of one request. It belongs to the event loop in which the first one is awaited.
+
+    A stream that is no longer referred to, and one whose `aclose` is called, aborts its request.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        request_id: str | None,
+        accept: Callable[[], Awaitable[Accepted]],
+        on_error: str,
+    ) -> None:
+        self._llm = llm
+        self._request_id = request_id
+        self._accept = accept
+        self._on_error = on_error
+        self._growing: Growing | None = None
+        self._last: RequestOutput | None = None  # it is finished, and has been handed out
+        self._is_over = self._is_awaited = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._is_awaited:
+            raise RequestError("another task awaits the next output of this stream")
+        if self._growing is not None:
+            self._growing.check_loop()
+        last, self._last = self._last, None
+        if last is not None and self._on_error == "raise":
+            raise_failed([last])
+        if self._is_over:
+            raise StopAsyncIteration
+        self._is_awaited = True
+        try:
+            output = await self._next()
+        except BaseException:  # it is refused, there is no engine, or the task is cancelled
+            self._close()
+            raise
+        finally:
+            self._is_awaited = False
+        if output.finished:
+            self._last = output
+            self._close()
+        return output
+
+    async def aclose(self) -> None:
+        self._close()
+
+    def __del__(self) -> None:
+        self._close()
+
+    async def _next(self) -> RequestOutput:
+        if self._growing is None:
+            self._llm._check()  # before a long prompt is tokenized
+            accepted = await self._accept()
+            self._growing = self._llm._begin(self._request_id, accepted)
+        return await self._growing.next()
+
+    def _close(self) -> None:
+        self._is_over = True
+        if self._growing is not None:
+            self._llm._leave(self._growing)
+            self._growing = None
+
+
+def _shut_down() -> EngineError:
+    return EngineError("this AsyncLLM was shut down: make another")
