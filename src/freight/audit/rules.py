@@ -170,9 +170,8 @@ SGLANG_WITH_SCALES = WITH_SCALES
 SGLANG_WITHOUT = frozenset(
     {NONE, "fbgemm_fp8", "torchao", "awq", "gptq", "gguf", "bitsandbytes", "mxfp4"}
 )
-SGLANG_STRATEGIES = frozenset(
-    {"tensor"}
-)  # of compressed-tensors and ModelOpt; others leave attention without scales
+# of compressed-tensors and ModelOpt; others leave attention without scales
+SGLANG_STRATEGIES = frozenset({"tensor"})
 
 # Scales of static activations: which suffixes an engine reads. All three take the largest of
 # projections they merge.

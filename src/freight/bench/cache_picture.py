@@ -15,13 +15,8 @@ from freight.config.fields import JsonObject
 from freight.svg import framed, line, text
 
 WIDTH = 860
-_LEFT, _TOP, _BAR, _GAP, _PLOT = (
-    210,
-    84,
-    26,
-    22,
-    400,
-)  # pixels; _BAR is the height of one, with the space below it
+# pixels; _BAR is the height of one, with the space below it
+_LEFT, _TOP, _BAR, _GAP, _PLOT = (210, 84, 26, 22, 400)
 _STYLE = """
 text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}
 .soft{fill:var(--soft)}.title{font-size:18px;font-weight:600}.head{font-weight:600}

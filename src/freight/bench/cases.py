@@ -99,11 +99,9 @@ class Bench:
         return _product("linear", name, rows, shape, size + 2 * rows * sum(shape), calls)
 
     def torch_linear(self, rows: int, shape: tuple[int, int]) -> Case:
-        x, source, size = (
-            self._activations(rows, shape[1]),
-            self._source(Format.BFLOAT16),
-            2 * shape[0] * shape[1],
-        )
+        x = self._activations(rows, shape[1])
+        source = self._source(Format.BFLOAT16)
+        size = 2 * shape[0] * shape[1]
         calls = [
             partial(functional.linear, x, source.tensor("", shape)) for _ in self._copies(size)
         ]
@@ -257,10 +255,8 @@ class Bench:
             k, v = ((SCALE,) * granularity.num_scales(heads.num_kv_heads, dim) for dim in dims)
             scales = KVScales((LayerScales(k, v, granularity),), format)
         layer = LayerKVSpec(format, granularity, heads.num_kv_heads, *dims, v_in_k=heads.v_in_k)
-        spec, config = (
-            KVCacheSpec((layer,), BLOCK_SIZE),
-            KVCacheConfig(format, granularity, source, scales),
-        )
+        spec = KVCacheSpec((layer,), BLOCK_SIZE)
+        config = KVCacheConfig(format, granularity, source, scales)
         copies = self._copies(spec.bytes_per_token * blocks * BLOCK_SIZE)
         pools = [allocate_pool(spec, config, (blocks,), self.kernels, self.device) for _ in copies]
         pages = [pool.paged[0].pages for pool in pools]
@@ -299,9 +295,8 @@ def _fill(pages: KVPages) -> None:
         if not pages.format.is_quantized:
             page.normal_()
         else:
-            page.view(torch.uint8).random_(0, 256).bitwise_and_(0xBF).bitwise_or_(
-                1
-            )  # no NaN in any FP8 format
+            # no NaN in any FP8 format
+            page.view(torch.uint8).random_(0, 256).bitwise_and_(0xBF).bitwise_or_(1)
     if pages.rotated is not None:
         pages.rotated.normal_()
     if pages.dynamic:

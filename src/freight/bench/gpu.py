@@ -50,14 +50,10 @@ class Sizes:
         (64, 28672, 4096),
     )
     latents: Heads = DEEPSEEK_V3
-    latent_attention: tuple[tuple[int, int, int], ...] = (
-        (32, 1, 8192),
-        (1, 4096, 4096),
-    )  # benchmarks/gpu_goals.py has no goal for these shapes
-    by_head: tuple[tuple[int, int], ...] = (
-        (512, 128),
-        (128, 512),
-    )  # of each head of latents: keys, values
+    # benchmarks/gpu_goals.py has no goal for these shapes
+    latent_attention: tuple[tuple[int, int, int], ...] = ((32, 1, 8192), (1, 4096, 4096))
+    # of each head of latents: keys, values
+    by_head: tuple[tuple[int, int], ...] = ((512, 128), (128, 512))
     by_head_rows: tuple[int, ...] = (1, 64, 4096)
 
 

@@ -89,9 +89,8 @@ class AnswerReader:
         self.headers: dict[str, str] = {}
         self.complete = False
         self._buffer = b""
-        self._left: int | None = (
-            None  # bytes to come of the body, or of this chunk; None: up to the connection's end
-        )
+        # bytes to come of the body, or of this chunk; None: up to the connection's end
+        self._left: int | None = None
         self._chunked = False
         self._state = "head"
 

@@ -21,11 +21,8 @@ from freight.svg import LogAxis, framed, line, text
 
 WIDTH = 1120
 _LEFT, _TOP, _ROW, _BOTTOM = 104, 116, 84, 46  # pixels; _ROW is the height of one load
-_PLOT, _NUMBERS, _GAP = (
-    346,
-    120,
-    30,
-)  # widths: of an axis, of the numbers at its right, between the halves
+# widths: of an axis, of the numbers at its right, between the halves
+_PLOT, _NUMBERS, _GAP = (346, 120, 30)
 _BINS = 90
 _STYLE = """
 text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}

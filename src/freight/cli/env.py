@@ -53,10 +53,8 @@ def collect() -> JsonObject:
     from freight.kernels.select import select_kernels
 
     device = probe("auto")
-    threads, possible = (
-        choose_threads(None, device.cores).count,
-        min(device.cores, physical_cores() or device.cores),
-    )
+    threads = choose_threads(None, device.cores).count
+    possible = min(device.cores, physical_cores() or device.cores)
     notes = (openmp.few_threads(os.environ, threads, possible), openmp.long_waits(os.environ))
     hip = getattr(torch.version, "hip", None)
     return {

@@ -273,9 +273,8 @@ def _sizes(checkpoint: Checkpoint) -> JsonObject:
         entry = checkpoint.entry(name)
         sizes[entry.dtype_name] += entry.size
         if not name.endswith(_NOT_PARAMETERS):
-            parameters += math.prod(entry.shape) * (
-                2 if name.endswith("_blocks") else 1
-            )  # of MXFP4: two in a byte
+            # of MXFP4: two in a byte
+            parameters += math.prod(entry.shape) * (2 if name.endswith("_blocks") else 1)
     return {"num_parameters": parameters, "bytes": dict(sizes.most_common())}
 
 
@@ -300,13 +299,10 @@ def _scales(scales: KVScales, without_keys: Collection[int]) -> list[dict[str, A
     ]
     for index in without_keys:
         entries[index]["stores_keys"] = False
-    for entry, granularity in zip(
-        entries, scales.mixed, strict=False
-    ):  # empty unless layers differ
-        entry["dtype"], entry["granularity"] = (
-            scales.format if granularity else "16 bits",
-            granularity,
-        )
+    # empty unless layers differ
+    for entry, granularity in zip(entries, scales.mixed, strict=False):
+        entry["dtype"] = scales.format if granularity else "16 bits"
+        entry["granularity"] = granularity
     return entries
 
 

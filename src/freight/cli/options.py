@@ -49,15 +49,19 @@ CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` v
     "kernels": resolve.KERNELS,
     "attention_compute": resolve.ATTENTION_COMPUTES,
 }
+
+
+def _with_hyphens(token: str) -> str:
+    """Return the option as it is declared: --kv_cache_dtype is --kv-cache-dtype."""
+    return token.replace("_", "-")
+
+
 CONTEXT: Values = {
     "help_option_names": ["-h", "--help"],
-    "token_normalize_func": lambda token: token.replace(
-        "_", "-"
-    ),  # --kv_cache_dtype is --kv-cache-dtype
+    "token_normalize_func": _with_hyphens,
 }
-MAX_TOKENS = (
-    256  # what a person at a terminal expects, where SamplingParams has the 16 of other libraries
-)
+# what a person at a terminal expects, where SamplingParams has the 16 of other libraries
+MAX_TOKENS = 256
 
 
 def option(values: str | Iterable[object] | None, sentence: str, *names: str, **more: Any) -> Any:
@@ -331,9 +335,8 @@ def require_name(model: str | None, model_id: str | None) -> None:
     """Raises ConfigError for an empty name, which is a shell's variable without a value and never
     the demo model.
     """
-    variable = (
-        os.environ.get(MODEL_VARIABLE) if model is None and model_id is None else None
-    )  # typer passes over ""
+    # typer passes over ""
+    variable = os.environ.get(MODEL_VARIABLE) if model is None and model_id is None else None
     for given, what in (
         (model, "MODEL"),
         (model_id, f"--model-id or {MODEL_VARIABLE}"),

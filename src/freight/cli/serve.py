@@ -216,8 +216,5 @@ def serve(
     raise typer.Exit(run(ServerSettings(**server), options))
 
 
-_LISTS = {
-    "names": "served_model_name",
-    "api_keys": "api_key",
-    "allow_origins": "allow_origin",
-}  # settings by option
+# settings by option
+_LISTS = {"names": "served_model_name", "api_keys": "api_key", "allow_origins": "allow_origin"}

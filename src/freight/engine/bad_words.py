@@ -23,9 +23,8 @@ class BadWords:
         """sequences: the token ids of each word, at least one."""
         forms = dict.fromkeys(map(tuple, sequences))
         self.single = sorted({form[0] for form in forms if len(form) == 1})
-        self._behind: dict[int, list[tuple[int, ...]]] = defaultdict(
-            list
-        )  # longer ones by the last token but one
+        # longer ones by the last token but one
+        self._behind: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for form in forms:
             if len(form) > 1:
                 self._behind[form[-2]].append(form)

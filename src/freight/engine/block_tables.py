@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SINGLE_PER_ROW = (
-    2  # more new entries than this many times the rows are not worth a list: rows are copied
-)
+# more new entries than this many times the rows are not worth a list: rows are copied
+SINGLE_PER_ROW = 2
 
 
 class BlockTables:

@@ -133,9 +133,8 @@ def captured_steps(
     """The decode steps of `decoder` over `pool`, to be captured as they are needed; None where
     kernels cannot be.
     """
-    capture: Capture | None = (
-        None  # the reference asks lengths of the device while it runs, and cannot be captured
-    )
+    # the reference asks lengths of the device while it runs, and cannot be captured
+    capture: Capture | None = None
     if not isinstance(decoder, Decoder):
         logger.info("steps are not captured: the modules of transformers run as they are")
     elif kernels.name == "triton":
@@ -178,10 +177,8 @@ def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     rest as computed.
     """
     names = tensor_names(model)
-    matrix, other = (
-        min(config.weight_format.bytes, config.compute_format.bytes),
-        config.compute_format.bytes,
-    )
+    matrix = min(config.weight_format.bytes, config.compute_format.bytes)
+    other = config.compute_format.bytes
     shapes = tensor_shapes(model)
     inner = {
         name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith("bias")

@@ -81,9 +81,8 @@ class Engine:
         )
         self._threads = threads
         self._clock = clock
-        self.num_computed_tokens = (
-            0  # since the start: tokens whose keys and values were computed and stored
-        )
+        # since the start: tokens whose keys and values were computed and stored
+        self.num_computed_tokens = 0
         self._num_added = 0
         self._groups: dict[
             str, Group
@@ -97,14 +96,12 @@ class Engine:
         assert repeatable or not overlaps, "a step that was launched ahead may be computed again"
         self.overlaps = overlaps
         self._repeatable = repeatable
-        self._logged: set[str] = (
-            set()
-        )  # the errors of steps that were computed alone, since one was lost
+        # the errors of steps that were computed alone, since one was lost
+        self._logged: set[str] = set()
         self._pace = pace
         self._ahead: Launched | None = None  # the step after the one that was applied last
-        self._stored: tuple[float, int, int] | None = (
-            None  # when the pool's counters were read, NaNs, clipped values
-        )
+        # when the pool's counters were read, NaNs, clipped values
+        self._stored: tuple[float, int, int] | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -169,9 +166,8 @@ class Engine:
             self.scheduler.lose(step)
         advanced = [] if result.lost else self._apply(step, result.chunks)
         self._ahead = following
-        if (
-            self._pace is not None and step.chunks and not result.repeated
-        ):  # its time is not that of a step
+        # the time of a repeated step is not that of one
+        if self._pace is not None and step.chunks and not result.repeated:
             prompt = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
             self._pace.note(self._clock() - started, prompt)
         changed = [*expired, *advanced]
@@ -423,9 +419,8 @@ class Engine:
             if result.scored is not None:
                 group.scores.append(result.scored)
             if result.sampled is not None:
-                if (
-                    result.sampled.logprobs is not None
-                ):  # before the token: a rebuild drops what is too many
+                # before the token: a rebuild drops what is too many
+                if result.sampled.logprobs is not None:
                     completion.logprobs.append(
                         to_logprobs(result.sampled.logprobs, completion.tokenizer)
                     )

@@ -42,9 +42,8 @@ KEPT = 256  # compiled grammars
 STACK = 512 << 20  # bytes, of the thread that compiles
 WHITESPACE = r"[ \n]{0,16}"  # between the parts of a JSON text
 
-COMPILE_FUEL = (
-    200_000  # llguidance's measure of work: a quarter of its default, with which 7 s were possible
-)
+# llguidance's measure of work: a quarter of its default, with which 7 s were possible
+COMPILE_FUEL = 200_000
 MASK_FUEL = 50_000  # for each token; a quarter of the default, with which 0.3 s were possible
 
 _ONE_STACK = threading.Lock()  # threading.stack_size is a setting of the process
@@ -60,9 +59,8 @@ class Matcher:
     def __init__(self, start: LLMatcher, vocab_size: int, stop_token_ids: frozenset[int]) -> None:
         """`start` is a compiled grammar at its beginning; it is copied, and never changed."""
         self._start = start
-        self._state: tuple[LLMatcher, int] | None = (
-            None  # the grammar, and the output tokens that it has taken in
-        )
+        # the grammar, and the output tokens that it has taken in
+        self._state: tuple[LLMatcher, int] | None = None
         self._vocab_size = vocab_size
         self.stop_token_ids = stop_token_ids
         self.error: str | None = None
@@ -199,9 +197,8 @@ class _Vocabulary:
             string = tokenizer.token_string(token, skip_special_tokens=False)
             piece = b"" if string is None else pieces.decoder.piece(string)
             data = piece.encode() if isinstance(piece, str) else piece
-            self.tokens[token] = (
-                b"" if data.startswith(b"\xff") else data
-            )  # never in a text; a mark to llguidance
+            # never in a text; a mark to llguidance
+            self.tokens[token] = b"" if data.startswith(b"\xff") else data
         self.special_token_ids = sorted(
             token for token in tokenizer.special_token_ids if token < vocab_size
         )

@@ -110,9 +110,8 @@ class Intake:
     def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         ids: list[int] = []
         for position, token in enumerate(token_ids):
-            if isinstance(token, bool) or not isinstance(
-                token, Integral
-            ):  # NumPy's integers are Integral
+            # NumPy's integers are Integral
+            if isinstance(token, bool) or not isinstance(token, Integral):
                 raise RequestError(
                     f"prompt token {position} is {token!r:.60}, a {type(token).__name__}; token ids are integers, "
                     f"here 0 to {self.vocab_size - 1}"

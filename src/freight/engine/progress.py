@@ -195,9 +195,8 @@ class Group:
 
     def __post_init__(self) -> None:
         self._told_scores = 0  # parts that earlier deltas had
-        self._prompt_logprobs: list[TokenLogprobs | None] = [
-            None
-        ]  # what `output` made of the first parts
+        # what `output` made of the first parts
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._read_scores = 0  # these parts
 
     @property

@@ -101,9 +101,8 @@ def draw(logits: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, Tensor]:
     looks at more of the vocabulary.
     """
     tokens, reached, peaks = _choose(logits, rows, _NUCLEUS)
-    tokens = tokens.clamp(
-        0, logits.shape[1] - 1
-    )  # of a row of NaN it may be anything, and another step looks it up
+    # of a row of NaN it may be anything, and another step looks it up
+    tokens = tokens.clamp(0, logits.shape[1] - 1)
     return tokens, torch.stack((tokens, (reached & peaks.isfinite()).long()))
 
 
@@ -290,9 +289,8 @@ def _draw(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor, 
     mass = p.cumsum(-1, dtype=torch.float64)
     total = mass[:, -1:]
     u = uniforms([row.seed for row in rows], [row.position for row in rows], x.device).unsqueeze(-1)
-    point = torch.minimum(
-        u * total, total.nextafter(torch.zeros_like(total))
-    )  # < total, also after rounding
+    # < total, also after rounding
+    point = torch.minimum(u * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(mass, point, right=True).squeeze(-1), reached, peaks.squeeze(-1)
 
 
@@ -331,17 +329,15 @@ def _top_p(p: Tensor, goals: Sequence[float], width: int) -> tuple[Tensor, Tenso
     values = _largest(p, width)
     mass = values.cumsum(-1, dtype=torch.float64)
     reached = (mass[:, -1] >= goal[:, 0]) | (values.shape[-1] == p.shape[-1])
-    count = (torch.searchsorted(mass, goal) + 1).clamp(
-        max=values.shape[-1]
-    )  # rounding may leave 1 unreached
+    # rounding may leave 1 unreached
+    count = (torch.searchsorted(mass, goal) + 1).clamp(max=values.shape[-1])
     return p.masked_fill(~_first(p, values.gather(-1, count - 1), count), 0), reached
 
 
 def _largest(p: Tensor, width: int) -> Tensor:
     """The `width` largest of each row, or all of them, by falling value."""
-    if (
-        p.device.type == "cpu"
-    ):  # numpy sorts all, with vector instructions, in less time than topk takes for 1024
+    # numpy sorts all, with vector instructions, in less time than topk takes for 1024
+    if p.device.type == "cpu":
         return torch.from_numpy(np.sort(p.numpy(), axis=-1)).flip(-1)
     if width < p.shape[-1]:
         return p.topk(width).values
@@ -392,9 +388,8 @@ def _ranks(logits: Tensor, tokens: Tensor) -> Tensor:
     """int64 [num_rows]: the rank of each row's token, from 1. Of equal logits the lower id comes
     first.
     """
-    if (
-        logits.device.type == "cpu"
-    ):  # numpy counts with vector instructions, in a tenth of the time of torch's sum
+    # numpy counts with vector instructions, in a tenth of the time of torch's sum
+    if logits.device.type == "cpu":
         pairs = zip(logits.numpy(), tokens.tolist(), strict=True)
         return torch.tensor(
             [

@@ -164,9 +164,8 @@ class Scheduler:
             start = request.num_computed_tokens
             count = min(request.num_tokens - start, budget - reserved)
             assert count > 0, f"no token of the budget is left for request {request.request_id}"
-            changes = (
-                self._gives_back or start + count > request.held.room
-            )  # in most steps, neither
+            # in most steps, neither
+            changes = self._gives_back or start + count > request.held.room
             if changes and not self._grow(request, start, start + count, preempted):
                 break  # it preempted itself, being the last
             chunks.append(ScheduledChunk.of(request, start, count))
@@ -224,9 +223,8 @@ class Scheduler:
                     self._finish_if_done(request)
                     if request.is_finished:
                         break
-            elif (
-                request.num_computed_tokens >= request.token_limit
-            ):  # max_tokens is 0: the prompt was all
+            elif request.num_computed_tokens >= request.token_limit:
+                # max_tokens is 0: the prompt was all
                 self._finish(request, FinishReason.LENGTH, None)
         self.totals.generated += num_drawn
         return advanced
@@ -279,22 +277,18 @@ class Scheduler:
         interrupted, and then has to be called again.
         """
         self._cache.reset()
-        self._requests, self._leaders, self._waiting, self._running, self._suspects = (
-            {},
-            {},
-            [],
-            [],
-            {},
-        )
+        self._requests = {}
+        self._leaders = {}
+        self._waiting = []
+        self._running = []
+        self._suspects = {}
         for request in sorted(requests, key=_arrival):
             request.held = NOTHING
             if request.is_finished:
                 continue
             if request.num_computed_tokens:
-                request.num_computed_tokens, request.num_preemptions = (
-                    0,
-                    request.num_preemptions + 1,
-                )
+                request.num_computed_tokens = 0
+                request.num_preemptions += 1
                 self.totals.preemptions += 1
             request.state = RequestState.WAITING
             request.finish_reason = request.stop_reason = request.error = None
@@ -474,9 +468,8 @@ class Scheduler:
         _remove(self._running if request.state is RequestState.RUNNING else self._waiting, request)
         request.finish_reason = reason
         request.stop_reason = stop_reason
-        request.state = (
-            RequestState.FINISHED
-        )  # after its reasons, so that `rebuild` finds all of them or none
+        # after its reasons, so that `rebuild` finds all of them or none
+        request.state = RequestState.FINISHED
         if reason is FinishReason.ERROR:
             self.totals.failed += 1
             self._cache.forget(request.held, request.block_keys)

@@ -106,9 +106,8 @@ def how_to(run: Figures, over: Overview) -> str:
     if run.granularity is None:
         return f"freight serve {model} --kv-cache-dtype {run.kv_cache_dtype}{more}"
     more += f" {FLAG} {','.join(map(str, over.skipped_layers))}" if over.skipped_layers else ""
-    if (
-        over.chosen_by_layer and run.scale_source == "checkpoint"
-    ):  # --kv-cache-dtype fp8 would contradict it
+    # --kv-cache-dtype fp8 would contradict it
+    if over.chosen_by_layer and run.scale_source == "checkpoint":
         return f"freight serve {model}{more}"
     if run.scale_source == "calibrated":
         made = f"freight quantize {model} OUT --weights none --kv-cache fp8 --kv-granularity {run.granularity}"

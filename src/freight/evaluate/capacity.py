@@ -296,9 +296,8 @@ def _setting(
     num_blocks: tuple[int, ...] = ()
     if longest == context:
         requests = requests_in(spec, cache, context, step)
-    if longest == context or (
-        wish.context is None and longest > 0
-    ):  # the model's own context is lowered to fit
+    # the model's own context is lowered to fit
+    if longest == context or (wish.context is None and longest > 0):
         num_blocks = split_memory(spec, cache, longest, wish.max_num_seqs, step)
         tokens = spec.capacity_tokens(num_blocks)
     needed = loaded.total + needed_for(held_memory(spec, context, wish.num_requests, step), share)
@@ -428,11 +427,9 @@ def as_json(plan: Plan) -> JsonObject:
 
 
 def _setting_json(one: Setting) -> JsonObject:
-    blocks, names, layers = (
-        one.num_blocks or (0,) * len(one.spec.groups),
-        one.kv.names(),
-        one.kv.layer_names(),
-    )
+    blocks = one.num_blocks or (0,) * len(one.spec.groups)
+    names = one.kv.names()
+    layers = one.kv.layer_names()
     return {
         "weight_dtype": one.weights,
         "kv_cache_dtype": names["dtype"],

@@ -94,10 +94,8 @@ class _Scale:
             return
         if axis.log:
             self.ticks = _log_ticks(min(values), max(values))
-            self._from, self._to = (
-                math.log10(min(*values, self.ticks[0])),
-                math.log10(max(*values, self.ticks[-1])),
-            )
+            self._from = math.log10(min(*values, self.ticks[0]))
+            self._to = math.log10(max(*values, self.ticks[-1]))
             pad = 0.04 * (self._to - self._from) or 0.1
         else:
             least, most = (0.0 if axis.zero else min(values)), max(values)

@@ -37,9 +37,8 @@ def read_documents(path: Path, field: str = "text") -> list[str]:
     if path.suffix != ".jsonl":
         found = [text]
     else:
-        lines = enumerate(
-            text.split("\n"), 1
-        )  # splitlines() also splits inside of JSON strings: U+2028
+        # splitlines() also splits inside of JSON strings: U+2028
+        lines = enumerate(text.split("\n"), 1)
         found = [_line(path, number, line, field) for number, line in lines if line.strip()]
     if not any(found):
         raise ConfigError(f"--data {path} is empty; give a text that the model was not trained on")

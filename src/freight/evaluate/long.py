@@ -126,9 +126,8 @@ def compare_long(
         )
     tokenizer = opened.load_tokenizer()
     bos = opened.model.bos_token_id
-    if tokenizer is not None and tokenizer.encode("a")[:1] != [
-        bos
-    ]:  # the model wants none before a text
+    # the model wants none before a text
+    if tokenizer is not None and tokenizer.encode("a")[:1] != [bos]:
         bos = None
     words = vocabulary(tokenizer, opened.model.vocab_size, bos)
     contexts = make_contexts(words, length, num_contexts, num_questions, args.seed)

@@ -26,9 +26,8 @@ SAME_TOP = 0.95
 CLIPPED = 0.001
 MIN_UNITS = 12  # fewer windows or documents have no interval: what is called 95 % would hold less
 MIN_TOKENS = 2000
-UNKNOWN_TEXT = (
-    0.5  # of the vocabulary's size: perplexity from which the model knows no more than a guess
-)
+# of the vocabulary's size: perplexity from which the model knows no more than a guess
+UNKNOWN_TEXT = 0.5
 
 Interval = tuple[float, float]
 

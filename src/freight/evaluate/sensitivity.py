@@ -69,9 +69,8 @@ def per_layer(
             f"--per-layer with a cache in {config.kv.format}: no layer of it is quantized; use --kv-cache-dtype fp8"
         )
     unquantized = opened.resolve(args.with_plain_cache(str(config.compute_format)))
-    unquantized = replace(
-        unquantized, kv=replace(unquantized.kv, state=config.kv.state)
-    )  # pages alone are measured
+    # pages alone are measured
+    unquantized = replace(unquantized, kv=replace(unquantized.kv, state=config.kv.state))
     samples = [window.token_ids for window in windows(opened, config.max_model_len)]
     with opened.threads(config):
         meter = Meter.open(opened, unquantized, [config.kv], max(map(len, samples)))

@@ -28,9 +28,8 @@ from freight.fp8.scheme import KVScales, LayerScales
 from freight.models.decoder import Decoder
 from freight.operands.kv_pages import KeyCenter
 
-Amax = list[
-    list[Tensor]
-]  # by layer, of k and v: float32 [num_kv_heads, head_dim]; [] of a layer that stores neither
+# by layer, of k and v: float32 [num_kv_heads, head_dim]; [] of a layer that stores neither
+Amax = list[list[Tensor]]
 
 
 @dataclass(frozen=True)

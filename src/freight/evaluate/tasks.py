@@ -217,9 +217,8 @@ def _pairs(
 def _with_errors(
     score: TaskScore, pairs: Sequence[tuple[Any, Any]], aggregate: Aggregate
 ) -> TaskScore:
-    changed = sum(
-        bool(before != after) for before, after in pairs
-    )  # of NumPy's numbers, too, which JSON does not take
+    # of NumPy's numbers, too, which JSON does not take
+    changed = sum(bool(before != after) for before, after in pairs)
     score = replace(score, num_documents=len(pairs), num_changed=changed)
     if len(pairs) < 2:
         return score

@@ -110,12 +110,10 @@ class _Batch:
         on_progress: Callable[[int], None],
         at_once: int,
     ) -> None:
-        self._service, self._out, self._counts, self._on_progress = (
-            service,
-            out,
-            counts,
-            on_progress,
-        )
+        self._service = service
+        self._out = out
+        self._counts = counts
+        self._on_progress = on_progress
         self._limits = HttpLimits()
         self._places = asyncio.Semaphore(at_once)
         self._answers: asyncio.Queue[asyncio.Task[dict[str, Any]] | None] = asyncio.Queue(_AHEAD)

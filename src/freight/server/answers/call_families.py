@@ -59,12 +59,10 @@ _GLM = Tagged(
     ("<arg_value>", "</arg_value>"),
     gap="\n",
 )
-GLM45 = _tagged(
-    _GLM, _GLM_REGION, before_arguments="\n", between="\n", markers=_GLM_MARKERS
-)  # GLM 4.5 and 4.6
-GLM47 = _tagged(
-    replace(_GLM, gap="", line=""), _GLM_REGION, markers=_GLM_MARKERS
-)  # GLM 4.7: no line ends
+# GLM 4.5 and 4.6
+GLM45 = _tagged(_GLM, _GLM_REGION, before_arguments="\n", between="\n", markers=_GLM_MARKERS)
+# GLM 4.7: no line ends
+GLM47 = _tagged(replace(_GLM, gap="", line=""), _GLM_REGION, markers=_GLM_MARKERS)
 
 
 def _hunyuan(suffix: str) -> CallForm:
@@ -178,9 +176,10 @@ def _listed(opening: str, closing: str, region: dict[str, Any], *markers: str) -
     )
 
 
+# Granite 3
 GRANITE = _listed(
     "<|tool_call|>", "", _region(r"<\|?tool_call\|?>(?=\s{0,8}\[)", None), "<|tool_call|>"
-)  # Granite 3
+)
 PHI4 = _listed(  # `functools` as its prompt asks for, or its special tokens
     "functools",
     "",
