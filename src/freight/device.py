@@ -392,15 +392,16 @@ def _fields(path: Path) -> dict[str, int]:
 def _macos_memory() -> tuple[int, int]:
     """Return (total, free) bytes from sysctl and vm_stat."""
     try:
-        total, pages = (
-            subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            for command in (["sysctl", "-n", "hw.memsize"], ["vm_stat"])
-        )
+        total, pages = _output("sysctl", "-n", "hw.memsize"), _output("vm_stat")
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError(
             f"{platform.system()} does not report how much memory is free: {error}"
         ) from error
     return int(total), parse_vm_stat(pages)
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def parse_vm_stat(text: str) -> int:

@@ -207,9 +207,8 @@ def view(engine: Engine, version: str, facts: Facts) -> EngineView:
         if index not in facts.without_keys:
             ruled = [(one, _rule(engine, rules_of, one, facts)) for one in found]
             layers.append(_layer(index, ruled, assembly, facts))
-    refused = [
-        side for layer in layers for side in (layer.k, layer.v) if side.effect is Effect.REFUSED
-    ]
+    sides = [side for layer in layers for side in (layer.k, layer.v)]
+    refused = [side for side in sides if side.effect is Effect.REFUSED]
     refusal = f"{refused[0].name}: {refused[0].why} ({refused[0].source})" if refused else ""
     recent = engine is Engine.VLLM and rules_of != READ[engine][0]
     if engine is Engine.VLLM and facts.method in CT and facts.scheme is not None:

@@ -62,11 +62,7 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
         _method(declared),
         strategy,
         declares,
-        str(
-            config.get("model_type")
-            if inner is config
-            else inner.get("model_type", config.get("model_type"))
-        ),
+        str(inner.get("model_type", config.get("model_type"))),
         layers,
         tuple(stored),
         tuple(sorted(inputs.items())),

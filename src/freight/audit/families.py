@@ -114,4 +114,6 @@ def _situation(
     if method in FP8_QUARK:
         return "scales_and_outputs"
     has_scales = methods.get(method)
-    return None if has_scales is None else "scales" if has_scales else "no_scales"
+    if has_scales is None:
+        return None
+    return "scales" if has_scales else "no_scales"

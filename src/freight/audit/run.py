@@ -144,12 +144,12 @@ def _measure(
     on_progress: Progress,
 ) -> _Costs:
     """Measure each of `scales`, and each of `cpu` as vLLM's CPU kernels round; equal ones once."""
-    nearest, towards_zero = (_distinct(some) for some in (scales, cpu))
+    nearest, towards_zero = _distinct(scales), _distinct(cpu)
     shown = partial(on_progress, "measuring")
     scored = measure(args, nearest, text, window, max_tokens, shown, towards_zero)
-    plain, dynamic, *others = (
+    plain, dynamic, *others = [
         Cost(score.perplexity, score.mean_kl, score.same_top_share) for score in scored
-    )
+    ]
     return _Costs(
         plain,
         dynamic,

@@ -186,14 +186,10 @@ class Bench:
         heads, out_features, in_features = shape
         x = self._activations(rows, heads * in_features).view(rows, heads, in_features)
         source, size = self._source(Format.BFLOAT16), 2 * math.prod(shape)
-        each = [
-            [source.weight("", (out_features, in_features)) for _ in range(heads)]
-            for _ in self._copies(size)
-        ]
-        calls = [
-            partial(self.kernels.by_head, x, self.kernels.pack_experts(matrices))
-            for matrices in each
-        ]
+        calls = []
+        for _ in self._copies(size):
+            matrices = [source.weight("", (out_features, in_features)) for _ in range(heads)]
+            calls.append(partial(self.kernels.by_head, x, self.kernels.pack_experts(matrices)))
         num_bytes = size + 2 * rows * heads * (out_features + in_features)
         return Case(
             "by_head",
@@ -252,7 +248,8 @@ class Bench:
             source = ScaleSource.DYNAMIC
         elif granularity is not None:
             source = ScaleSource.CALIBRATED
-            k, v = ((SCALE,) * granularity.num_scales(heads.num_kv_heads, dim) for dim in dims)
+            k = (SCALE,) * granularity.num_scales(heads.num_kv_heads, dims[0])
+            v = (SCALE,) * granularity.num_scales(heads.num_kv_heads, dims[1])
             scales = KVScales((LayerScales(k, v, granularity),), format)
         layer = LayerKVSpec(format, granularity, heads.num_kv_heads, *dims, v_in_k=heads.v_in_k)
         spec = KVCacheSpec((layer,), BLOCK_SIZE)

@@ -149,7 +149,8 @@ def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10
     samples: list[float] = []
     while len(samples) < least or (sum(samples) < seconds and len(samples) < 200):
         flush.amax()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
         end.record()
@@ -161,7 +162,8 @@ def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10
 def copy_bandwidth() -> float:
     """Return bytes read and written per second by a copy on the device: the median of five."""
     size = 2**31
-    source, target = (torch.ones(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    source = torch.ones(size, dtype=torch.uint8, device="cuda")
+    target = torch.ones_like(source)
     return 2 * size / seconds_in_graph(lambda: target.copy_(source), 0.0, least=5).median
 
 

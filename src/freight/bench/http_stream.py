@@ -144,10 +144,10 @@ class AnswerReader:
         if words[1].startswith("1"):  # such as 100 Continue: the answer itself follows
             return True
         self.status = int(words[1])
-        self.headers = {
-            name.strip().lower(): value.strip()
-            for name, _, value in (line.partition(":") for line in lines)
-        }
+        self.headers = {}
+        for line in lines:
+            name, _, value = line.partition(":")
+            self.headers[name.strip().lower()] = value.strip()
         self._chunked = self.headers.get("transfer-encoding", "").lower() == "chunked"
         length = self.headers.get("content-length")
         if not self._chunked and length is not None:

@@ -181,11 +181,11 @@ def _blocked(config: JsonObject, obstacle: str, stored: Format | None) -> JsonOb
         dtype, source = None, None
     text = config.get("text_config", config.get("llm_config"))
     inner = {**config, **text} if isinstance(text, dict) else config
-    architectures = config.get("architectures")
+    architecture, names = None, config.get("architectures")
+    if isinstance(names, list) and names:
+        architecture = names[0]
     return {
-        "architecture": architectures[0]
-        if isinstance(architectures, list) and architectures
-        else None,
+        "architecture": architecture,
         "model_type": config.get("model_type"),
         "dtype": dtype,
         "dtype_source": source,
@@ -366,11 +366,9 @@ def _print_table(facts: JsonObject) -> None:
 def _dtype(facts: JsonObject) -> str:
     from freight.config.dtype import describe_dtype
 
-    return (
-        "unknown"
-        if facts["dtype"] is None
-        else describe_dtype(facts["dtype"], facts["dtype_source"])
-    )
+    if facts["dtype"] is None:
+        return "unknown"
+    return describe_dtype(facts["dtype"], facts["dtype_source"])
 
 
 def _or_unknown(value: int | None, write: Callable[[int], str]) -> str:
@@ -400,18 +398,9 @@ def _scale_table(layers: list[JsonObject]) -> Any:
     for entry in layers:
         k, v = entry["k"], entry["v"]
         if k is None:
-            chosen = entry.get("granularity")
-            what = (
-                "missing"
-                if "granularity" not in entry
-                else "measured as stored"
-                if chosen
-                else "16 bits"
-            )
-            if not entry.get("stores_keys", True):
-                chosen, what = None, "no keys"
+            granularity, what = _without_scales(entry)
             table.add_row(
-                str(entry["layer"]), chosen or "", what, what.replace("keys", "values"), ""
+                str(entry["layer"]), granularity, what, what.replace("keys", "values"), ""
             )
             continue
         names = "\n".join(
@@ -420,6 +409,17 @@ def _scale_table(layers: list[JsonObject]) -> Any:
         )
         table.add_row(str(entry["layer"]), k["granularity"], _range(k), _range(v), names)
     return table
+
+
+def _without_scales(entry: JsonObject) -> tuple[str, str]:
+    """Return the granularity of a layer for which no scale is stored, and why none is."""
+    if not entry.get("stores_keys", True):
+        return "", "no keys"
+    if "granularity" not in entry:
+        return "", "missing"
+    if entry["granularity"]:
+        return entry["granularity"], "measured as stored"
+    return "", "16 bits"
 
 
 def _range(side: JsonObject) -> str:

@@ -65,7 +65,7 @@ MAX_TOKENS = 256
 
 
 def option(values: str | Iterable[object] | None, sentence: str, *names: str, **more: Any) -> Any:
-    """An option of typer; `values`, or their names, stand for its value in --help."""
+    """Return an option of typer; `values`, or their names, stand for its value in --help."""
     given = values if values is None or isinstance(values, str) else "|".join(map(str, values))
     return typer.Option(*names, metavar=given, help=sentence, **more)
 
@@ -358,9 +358,9 @@ def takes_model(command: Function) -> Function:
             raise ConfigError(
                 f"MODEL is {model!r} and --model-id {model_id!r}: give one of the two"
             )
-        return {
-            "model": model if model is not None else model_id if model_id is not None else "demo"
-        }
+        if model is None:
+            model = "demo" if model_id is None else model_id
+        return {"model": model}
 
     kind = inspect.Parameter.KEYWORD_ONLY
     return replace_parameter(

@@ -116,7 +116,10 @@ def _print(model: str, made: Plan) -> None:
     rows += [_row(one, made, "█" if fancy else "#", longest) for one in made.settings]
     for index, cells in enumerate(aligned(rows, "lrlrrrl"), -1):
         mark = "*" if index == made.choice else " "
-        style = "bold green" if index == made.choice else "bold" if index < 0 else ""
+        if index == made.choice:
+            style = "bold green"
+        else:
+            style = "bold" if index < 0 else ""
         console.print(Text(f"{mark} {'  '.join(cells)}".rstrip(), style))
     console.print(
         f"KV cache: {share} of what weights and rotary tables leave, as the engine takes by itself. Not counted: "

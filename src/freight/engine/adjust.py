@@ -125,8 +125,8 @@ class SamplingRow:
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The logits [num_rows, vocab_size] that tokens are drawn from; the given tensor itself when no
-    row changes any.
+    """Return the logits [num_rows, vocab_size] that tokens are drawn from; the given tensor itself
+    when no row changes any.
     """
     changing = [i for i, row in enumerate(rows) if row.changes_logits]
     if not changing:

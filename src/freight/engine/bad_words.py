@@ -30,7 +30,7 @@ class BadWords:
                 self._behind[form[-2]].append(form)
 
     def barred(self, output: Sequence[int]) -> list[int]:
-        """The ids that may not follow `output`: each would end a word."""
+        """Return the ids that may not follow `output`: each would end a word."""
         if not output or output[-1] not in self._behind:
             return self.single
         longer = self._behind[output[-1]]

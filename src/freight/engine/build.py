@@ -84,9 +84,8 @@ def start_engine(
         if config.kv_cache_memory is None
         else config.kv_cache_memory
     )
-    positions = _fit_context(
-        spec, free, config, args
-    ).max_model_len  # the weights will leave room for no more
+    # the weights will leave room for no more
+    positions = _fit_context(spec, free, config, args).max_model_len
     tokenizer = opened.load_tokenizer()
     if before_weights is not None:
         before_weights(Intake(tokenizer, opened.model.vocab_size, config.max_model_len))
@@ -130,8 +129,8 @@ def start_engine(
 def captured_steps(
     decoder: LanguageModel, pool: KVPool, kernels: KernelSet, config: EngineConfig
 ) -> DecodeSteps | None:
-    """The decode steps of `decoder` over `pool`, to be captured as they are needed; None where
-    kernels cannot be.
+    """Return the decode steps of `decoder` over `pool`, to be captured as they are needed; None
+    where kernels cannot be.
     """
     # the reference asks lengths of the device while it runs, and cannot be captured
     capture: Capture | None = None
@@ -154,8 +153,8 @@ def memory_for_cache(device: str) -> int:
 def _fit_context(
     spec: KVCacheSpec, memory: int, config: EngineConfig, args: EngineArgs
 ) -> EngineConfig:
-    """The context has to fit into the cache. One that was asked for must; the model's own limit is
-    lowered to fit.
+    """Make the context fit into the cache: the model's own limit is lowered. Raises CapacityError
+    for one that was asked for and does not fit.
     """
     step_tokens = config.max_num_batched_tokens
     tokens = longest_request(spec, memory, config.max_model_len, step_tokens)
@@ -211,8 +210,8 @@ def _size(count: int) -> str:
 
 
 def describe_cache(pool: KVPool, config: EngineConfig) -> str:
-    """The line at start: format, granularity, source of the scales, what fits, and what another
-    choice would take.
+    """Return the line at start: format, granularity, source of the scales, what fits, and what
+    another choice would take.
 
     That is 16 bits where every group keeps all blocks, else groups that give no block back.
     """
@@ -229,7 +228,7 @@ def describe_cache(pool: KVPool, config: EngineConfig) -> str:
 
 
 def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Json]:
-    """The cache in use, by the names every JSON of Freight uses.
+    """Describe the cache in use, by the names every JSON of Freight uses.
 
     bytes_per_token includes `token` scales; tokens_at_16_bits is the capacity of a 16-bit cache in
     the same memory, with the same share of its blocks for windows. A cache whose layers differ also
@@ -237,21 +236,21 @@ def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Json]:
     for the whole. One with recurrent states has their `state_dtype` and `bytes_per_state`, those of
     a sequence in all layers.
     """
-    kv, layers, state = config.kv, config.kv.layer_names(), pool.spec.state_format
-    return {
-        **kv.names(),
+    layers = config.kv.layer_names()
+    facts: dict[str, Json] = {
+        **config.kv.names(),
         "bytes_per_token": pool.spec.bytes_per_token,
         "num_blocks": pool.capacity_blocks,
         "block_size": pool.spec.block_size,
         "capacity_tokens": pool.capacity_tokens,
         "tokens_at_16_bits": _tokens_at_16_bits(pool, config),
-        **({} if layers is None else {"layers": layers}),
-        **(
-            {}
-            if state is None
-            else {"state_dtype": state, "bytes_per_state": pool.spec.bytes_per_state}
-        ),
     }
+    if layers is not None:
+        facts["layers"] = layers
+    if pool.spec.state_format is not None:
+        facts["state_dtype"] = pool.spec.state_format
+        facts["bytes_per_state"] = pool.spec.bytes_per_state
+    return facts
 
 
 def _tokens_at_16_bits(pool: KVPool, config: EngineConfig) -> int:

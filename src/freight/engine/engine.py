@@ -180,7 +180,7 @@ class Engine:
         return deltas
 
     def report(self) -> list[RequestDelta]:
-        """What is new of each request since its last delta, where steps were quiet."""
+        """Return what is new of each request since its last delta, where steps were quiet."""
         self._repair()
         self._dirty = True
         deltas = self._report()
@@ -188,7 +188,7 @@ class Engine:
         return deltas
 
     def output(self, request_id: str) -> RequestOutput:
-        """All that the request has come to so far."""
+        """Return all that the request has come to so far."""
         self._repair()
         return self._groups[request_id].output()
 
@@ -196,19 +196,19 @@ class Engine:
         return self._groups[request_id].finished
 
     def num_deltas(self, request_id: str) -> int:
-        """How many deltas the request has had: whether there is anything new of it."""
+        """Return how many deltas the request has had; one more means that there is something new."""
         return self._groups[request_id].num_deltas
 
     def times(self, request_id: str) -> RequestTimes:
-        """What the request has taken so far, or until its end; also when aborted, which gives no
-        last delta.
+        """Return what the request has taken so far, or until its end; also when aborted, which
+        gives no last delta.
         """
         self._repair()
         return self._groups[request_id].times(self._clock())
 
     def stats(self) -> EngineStats:
-        """What the engine does now, and its totals. The pool's counters, a wait on a GPU, are read
-        once a second.
+        """Return what the engine does now, and its totals. The pool's counters, a wait on a GPU,
+        are read once a second.
         """
         self._repair()
         now = self._clock()
@@ -291,14 +291,14 @@ class Engine:
         )
         bad_words = self.intake.bad_words(params)
         for index in range(params.n):
+            # one completion with the prompt's log-probabilities is enough
+            its_params = params if index == 0 else replace(params, prompt_logprobs=None)
             request = Request(
                 request_id=f"{request_id}/{index}",
                 group=request_id,
                 index=index,
                 prompt_token_ids=prompt.token_ids,
-                params=params
-                if index == 0
-                else replace(params, prompt_logprobs=None),  # one of them is enough
+                params=its_params,
                 seed=sibling_seed(seed, index),
                 stop_token_ids=stops,
                 grammar=self._matcher(params),
@@ -352,8 +352,8 @@ class Engine:
     def _compute(
         self, step: Step, launched: Launched | None
     ) -> tuple[Step, StepResult, Launched | None]:
-        """What is still wanted of `step`, a result for each chunk of it, and the step after it
-        where it was launched.
+        """Return what is still wanted of `step`, a result for each chunk of it, and the step after
+        it where it was launched.
 
         `launched` is the step itself, if it was launched ahead.
         """

@@ -107,7 +107,7 @@ class Request:
         return self.state is RequestState.FINISHED
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
-        """The known tokens at positions start … stop - 1, in O(stop - start)."""
+        """Return the known tokens at positions start … stop - 1, in O(stop - start)."""
         num_prompt = len(self.prompt_token_ids)
         if stop <= num_prompt:
             return self.prompt_token_ids[start:stop]

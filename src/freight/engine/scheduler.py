@@ -147,7 +147,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def schedule(self, max_tokens: int | None = None) -> Step:
-        """The next step; without chunks only if no request is unfinished. Takes blocks, and
+        """Return the next step; without chunks only if no request is unfinished. Takes blocks, and
         preempts for them.
 
         With fewer than max_num_batched_tokens, if `max_tokens` is less; but one for each running
@@ -181,8 +181,8 @@ class Scheduler:
         return Step(tuple(chunks), tuple(preempted), tuple(fresh))
 
     def follow(self, step: Step) -> Step | None:
-        """The step after `step`, which samples for all that run and is not applied yet. None: not
-        before it is.
+        """Return the step after `step`, which samples for all that run and is not applied yet.
+        None: not before it is.
         """
         going = [(one.request, one.start + 1) for one in step.chunks if not one.request.is_finished]
         going = [(request, start) for request, start in going if start + 1 < request.token_limit]
@@ -300,8 +300,8 @@ class Scheduler:
             self._finish_if_done(request)
 
     def _suspect(self) -> Request | None:
-        """The request to compute alone, if there is one: the latest that is not past the step that
-        was lost.
+        """Return the request to compute alone, if there is one: the latest that is not past the
+        step that was lost.
         """
         while self._suspects:
             name, end = next(reversed(self._suspects.items()))
@@ -312,7 +312,9 @@ class Scheduler:
         return None
 
     def _schedule_alone(self, request: Request) -> Step:
-        """The next step of `request`, of all that run the first that came; it has the whole budget."""
+        """Return the next step of `request`, of all that run the first that came; it has the whole
+        budget.
+        """
         preempted: list[Request] = []
         budget, start = self._max_num_batched_tokens, request.num_computed_tokens
         if request.state is RequestState.RUNNING:
@@ -408,8 +410,8 @@ class Scheduler:
             self.totals.prompt += done
 
     def _waits_for_sibling(self, request: Request) -> bool:
-        """Whether completion 0 of its group is about to compute blocks that this request will
-        share.
+        """Return whether completion 0 of its group is about to compute blocks that this request
+        will share.
         """
         leader = self._leaders.get(request.group)
         return (
@@ -447,7 +449,7 @@ class Scheduler:
             self._cache.register(request.held, request.block_keys, previously_computed, computed)
 
     def _finish_if_done(self, request: Request) -> None:
-        """A stop id ends a request once min_tokens are generated, and a complete text of its
+        """End the request at a stop id once min_tokens are generated, and at a complete text of its
         grammar at any time.
 
         Both win over a limit that the same token reached.

@@ -176,7 +176,7 @@ def _of_pages(evaluation: Evaluation, chosen: Figures | None, command: str) -> A
 
 
 def _none(evaluation: Evaluation, command: str) -> Advice:
-    """No smaller cache is safe: each with its reasons, those that all of them share once."""
+    """Say that no smaller cache is safe: each with its reasons, those that all of them share once."""
     smaller = _smaller(evaluation)
     if not smaller:
         return Advice(
@@ -198,11 +198,9 @@ def _none(evaluation: Evaluation, command: str) -> Advice:
             Verdict.CANNOT_BE_SAID, None, f"{start}: {'; '.join(evaluation.warnings)}.", command
         )
     unsettled = any(run.verdict is Verdict.CANNOT_BE_SAID for run in smaller)
-    start = (
-        "It cannot be said that a smaller cache is safe"
-        if unsettled
-        else "No smaller cache that was measured is safe"
-    )
+    start = "No smaller cache that was measured is safe"
+    if unsettled:
+        start = "It cannot be said that a smaller cache is safe"
     because = f": {'; '.join(shared)}." if shared else "."
     text = f"{start}{because} {' '.join(each)} Safe means: {BOUNDS}. Until then, keep the 16-bit cache."
     return Advice(Verdict.CANNOT_BE_SAID if unsettled else Verdict.NOT_SAFE, None, text, command)

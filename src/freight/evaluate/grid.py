@@ -104,11 +104,9 @@ def evaluate_grid(
         require_native(opened.model, args.model, "measuring its static scales, or other weights,")
     samples = _samples(opened, grid, length) if static else []
     with opened.threads(plain):
-        eight = (
-            _resolved(opened, kv_cache_dtype="fp8", kv_scales="dynamic")
-            if names and names != ("e5m2",)
-            else plain
-        )
+        eight = plain
+        if names and names != ("e5m2",):
+            eight = _resolved(opened, kv_cache_dtype="fp8", kv_scales="dynamic")
         longest = max(length, *contexts_of(opened, plain)) if grid.speed else length
         decoder = load_for(opened, [plain, chosen or eight], longest)
         calibrated = Measured()
@@ -326,11 +324,9 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = []
     if static:
-        named = (
-            Path(grid.calibration_data).name
-            if grid.calibration_data
-            else "the calibration text that ships with Freight"
-        )
+        named = "the calibration text that ships with Freight"
+        if grid.calibration_data:
+            named = Path(grid.calibration_data).name
         notes.append(
             f"Static scales were measured on {sum(map(len, samples)):,} tokens of {named}."
         )

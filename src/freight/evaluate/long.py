@@ -249,11 +249,10 @@ def _score(run: _Run, first: _Run, length: int, contexts: Sequence[RetrievalCont
 
 def _position(start: int, stop: int, run: _Run, first: _Run) -> PositionScore:
     tokens = [value for window in run.nats for value in window[start:stop]]
-    own, plain = (
-        [statistics.fmean(window[start:stop]) for window in one.nats] for one in (run, first)
-    )
+    means = [statistics.fmean(window[start:stop]) for window in run.nats]
+    plain = [statistics.fmean(window[start:stop]) for window in first.nats]
     perplexity = math.exp(statistics.fmean(tokens))
-    return PositionScore(start, stop, len(tokens), perplexity, _change(own, plain))
+    return PositionScore(start, stop, len(tokens), perplexity, _change(means, plain))
 
 
 def _depth(depth: int, contexts: Sequence[RetrievalContext], run: _Run, first: _Run) -> DepthScore:

@@ -74,7 +74,8 @@ def vocabulary(
         for i, text in zip(ordinary, texts, strict=True)
         if len(text) >= 3 and text.isalpha() and text.isascii()
     ]
-    equals, end = (tokenizer.encode(text, add_special_tokens=False) for text in (" =", "\n"))
+    equals = tokenizer.encode(" =", add_special_tokens=False)
+    end = tokenizer.encode("\n", add_special_tokens=False)
     return Vocabulary(words if len(words) >= FEWEST_WORDS else ordinary, begin, equals, end)
 
 

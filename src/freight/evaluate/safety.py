@@ -182,7 +182,8 @@ def judge(
         bound.judge(*measured, sample.num_units, sample.units)
         for bound, measured in (*bounds, (PERPLEXITY_BOUND, ratio))
     ]
-    failed = [reason for one in found if one.verdict is Verdict.NOT_SAFE for reason in one.reasons]
+    not_safe = [one for one in found if one.verdict is Verdict.NOT_SAFE]
+    failed = [reason for one in not_safe for reason in one.reasons]
     if failed:
         return Judgement(Verdict.NOT_SAFE, tuple(failed))
     missing = [*sample.missing, *(reason for one in found for reason in one.reasons)]

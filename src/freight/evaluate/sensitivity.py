@@ -91,11 +91,9 @@ def as_table(found: PerLayer) -> str:
     rows = [("layer", "cache", "KL alone", "share")]
     for layer in found.layers:
         stored = f"{layer.dtype}, {layer.granularity}" if layer.granularity else layer.dtype
-        name = (
-            f"{layer.layer}, read by {', '.join(map(str, layer.read_by))}"
-            if layer.read_by
-            else str(layer.layer)
-        )
+        name = str(layer.layer)
+        if layer.read_by:
+            name += f", read by {', '.join(map(str, layer.read_by))}"
         rows.append((name, stored, f"{layer.kl:.6f}", f"{layer.share:.1%}"))
     rows.append(("sum", "one at a time", f"{found.kl_sum:.6f}", "100.0%" if found.kl_sum else ""))
     rows.append(("whole", "all at once", f"{found.kl_whole:.6f}", ""))

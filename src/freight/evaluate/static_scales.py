@@ -101,11 +101,10 @@ def scales_of(
         if not sides:
             layers.append(None)
             continue
-        k, v = (_scales(side, granularity) for side in sides)
+        k, v = [_scales(side, granularity) for side in sides]
         b = centers[index] if centers else None
-        layers.append(
-            LayerScales(k, v, granularity, (), () if b is None else tuple(b.flatten().tolist()))
-        )
+        k_center = () if b is None else tuple(b.flatten().tolist())
+        layers.append(LayerScales(k, v, granularity, k_center=k_center))
     return KVScales(
         tuple(layers), unneeded=frozenset(index for index, sides in enumerate(amax) if not sides)
     )

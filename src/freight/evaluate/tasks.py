@@ -257,7 +257,8 @@ def bootstrap_stderr(
     drawn = []
     for _ in range(RESAMPLES):
         sample = draw.choices(pairs, k=len(pairs))
-        before, after = (float(aggregate([pair[side] for pair in sample])) for side in (0, 1))
+        before = float(aggregate([pair[0] for pair in sample]))
+        after = float(aggregate([pair[1] for pair in sample]))
         drawn.append((before, after, after - before))
     return [statistics.stdev(column) for column in zip(*drawn, strict=True)]
 

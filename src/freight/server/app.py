@@ -296,11 +296,8 @@ class Routes:
 
     def _headers(self, call: Call) -> dict[str, str]:
         facts = self._service.facts
-        headers = {
-            "x-freight-reproducible": "true"
-            if facts is not None and facts.reproducible
-            else "false"
-        }
+        reproducible = facts is not None and facts.reproducible
+        headers = {"x-freight-reproducible": "true" if reproducible else "false"}
         if call.ignored:
             headers["x-freight-ignored"] = ", ".join(call.ignored)
         return headers

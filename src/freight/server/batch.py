@@ -155,11 +155,9 @@ class _Batch:
             fault = error
         finally:
             self._places.release()
-        failure = (
-            None
-            if fault is None
-            else {"code": fault.code or fault.type, "message": _at(line, fault)}
-        )
+        failure = None
+        if fault is not None:
+            failure = {"code": fault.code or fault.type, "message": _at(line, fault)}
         return {"id": line.id, "custom_id": custom_id, "response": response, "error": failure}
 
     async def _respond(
@@ -219,9 +217,8 @@ class _Batch:
 
 def _parts(content: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the url and the body of a line. Raises ApiError if the line is not a request."""
-    custom_id, method, url, body = (
-        content.get(name) for name in ("custom_id", "method", "url", "body")
-    )
+    custom_id, method = content.get("custom_id"), content.get("method")
+    url, body = content.get("url"), content.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         raise ApiError(
             400, "custom_id is missing or not a string; give each line its own", param="custom_id"

@@ -348,14 +348,18 @@ def check_parser(flag: str, name: str | None) -> None:
 def form_of(chat_template: str) -> CallForm | None:
     """Return the form of tool calls of a model with this chat template; None if it is not known."""
     text = chat_template.replace("\\n", "\n")
-    return next((form for words, form in CALL_FORMS if all(word in text for word in words)), None)
+    for words, form in CALL_FORMS:
+        if all(word in text for word in words):
+            return form
+    return None
 
 
 def tags_of(chat_template: str) -> Tags | None:
     """Return the reasoning tags of a model with this chat template; None if they are not known."""
-    return next(
-        (tags for words, tags in REASONING if all(word in chat_template for word in words)), None
-    )
+    for words, tags in REASONING:
+        if all(word in chat_template for word in words):
+            return tags
+    return None
 
 
 def response_template(form: CallForm | None, reasoning: Tags | None) -> dict[str, Any]:

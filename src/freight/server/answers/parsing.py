@@ -97,18 +97,19 @@ class Markup:
         template = finder.template
         ends = [found.end() for found in self.anchor.finditer(prompt_text)]
         begun = prompt_text[ends[-1] :] if ends else ""
+        outside = None, "." if begun.strip() else ""
         if self.reasoning is None:
-            return None, "." if begun.strip() else ""
+            return outside
         tag = template.fields[self.reasoning].open_re
         tags = list(tag.finditer(begun or prompt_text[-256:]))
         if not tags:
-            return None, "." if begun.strip() else ""
+            return outside
         opening = tags[-1].group()
         if not ends:  # the beginning of the answer is unknown: only a tag at the very end counts
             inside = prompt_text.rstrip().endswith(opening.strip())
         else:
             inside = _region(response_parser(template, begun)) == self.reasoning
-        return (self.reasoning, opening) if inside else (None, "." if begun.strip() else "")
+        return (self.reasoning, opening) if inside else outside
 
 
 def markup_of(

@@ -178,11 +178,9 @@ class MessageFormat:
             "function: " + " | ".join(f"function_{index}" for index in range(len(functions)))
         )
         for index, function in enumerate(functions):
-            name = (
-                json.dumps(function["name"], ensure_ascii=False)
-                if form.quoted
-                else str(function["name"])
-            )
+            name = str(function["name"])
+            if form.quoted:
+                name = json.dumps(function["name"], ensure_ascii=False)
             head = self._literal(name + form.before_arguments)
             if form.numbered:
                 head = f"{self._literal(f'{name}:')} /[0-9]{{1,3}}/ {self._literal(form.before_arguments)}"
