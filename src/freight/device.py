@@ -97,7 +97,13 @@ def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
         )
     total, free = memory(root)
     return DeviceFacts(
-        DeviceKind.CPU, cpu_name(root), Format.E4M3FN, total, free, usable_cores(root), note
+        kind=DeviceKind.CPU,
+        name=cpu_name(root),
+        native_e4m3=Format.E4M3FN,
+        memory_total=total,
+        memory_free=free,
+        cores=usable_cores(root),
+        note=note,
     )
 
 

@@ -96,7 +96,14 @@ class Bench:
             partial(self.kernels.linear, x, self.kernels.pack(weight), None) for weight in weights
         ]
         name = f"{format}, activations {activations}" if format.is_fp8 else str(format)
-        return _product("linear", name, rows, shape, size + 2 * rows * sum(shape), calls)
+        return _product(
+            "linear",
+            name,
+            rows=rows,
+            shape=shape,
+            num_bytes=size + 2 * rows * sum(shape),
+            calls=calls,
+        )
 
     def torch_linear(self, rows: int, shape: tuple[int, int]) -> Case:
         x = self._activations(rows, shape[1])
@@ -106,7 +113,12 @@ class Bench:
             partial(functional.linear, x, source.tensor("", shape)) for _ in self._copies(size)
         ]
         return _product(
-            "torch.linear", str(Format.BFLOAT16), rows, shape, size + 2 * rows * sum(shape), calls
+            "torch.linear",
+            str(Format.BFLOAT16),
+            rows=rows,
+            shape=shape,
+            num_bytes=size + 2 * rows * sum(shape),
+            calls=calls,
         )
 
     def scaled_mm(self, rows: int, shape: tuple[int, int], fast: bool = False) -> Case:
@@ -135,10 +147,10 @@ class Bench:
         return _product(
             "torch._scaled_mm",
             name,
-            rows,
-            shape,
-            size + rows * (2 * out_features + in_features),
-            calls,
+            rows=rows,
+            shape=shape,
+            num_bytes=size + rows * (2 * out_features + in_features),
+            calls=calls,
         )
 
     def attention(
@@ -176,7 +188,12 @@ class Bench:
         extents = (*shape, heads.num_heads, heads.num_kv_heads, heads.head_dim)
         num_bytes = size * batch_size * context + size_of_ends
         return Case(
-            "attention", cache_name(format, granularity) + note, extents, num_bytes, flops, calls
+            kernel="attention",
+            format=cache_name(format, granularity) + note,
+            shape=extents,
+            num_bytes=num_bytes,
+            num_flops=flops,
+            calls=calls,
         )
 
     def by_head(self, rows: int, shape: tuple[int, int, int]) -> Case:
@@ -192,12 +209,12 @@ class Bench:
             calls.append(partial(self.kernels.by_head, x, self.kernels.pack_experts(matrices)))
         num_bytes = size + 2 * rows * heads * (out_features + in_features)
         return Case(
-            "by_head",
-            str(Format.BFLOAT16),
-            (rows, *shape),
-            num_bytes,
-            2 * rows * math.prod(shape),
-            calls,
+            kernel="by_head",
+            format=str(Format.BFLOAT16),
+            shape=(rows, *shape),
+            num_bytes=num_bytes,
+            num_flops=2 * rows * math.prod(shape),
+            calls=calls,
         )
 
     def rotate_store(
@@ -218,12 +235,12 @@ class Bench:
             for page in pages
         ]
         return Case(
-            "rotate_store",
-            cache_name(format, granularity),
-            (tokens, all_heads, dim),
-            num_bytes,
-            0,
-            calls,
+            kernel="rotate_store",
+            format=cache_name(format, granularity),
+            shape=(tokens, all_heads, dim),
+            num_bytes=num_bytes,
+            num_flops=0,
+            calls=calls,
         )
 
     def _copies(self, num_bytes: int) -> range:
@@ -284,7 +301,14 @@ def _product(
     num_bytes: int,
     calls: Sequence[Callable[[], object]],
 ) -> Case:
-    return Case(kernel, format, (rows, *shape), num_bytes, 2 * rows * shape[0] * shape[1], calls)
+    return Case(
+        kernel=kernel,
+        format=format,
+        shape=(rows, *shape),
+        num_bytes=num_bytes,
+        num_flops=2 * rows * shape[0] * shape[1],
+        calls=calls,
+    )
 
 
 def _fill(pages: KVPages) -> None:

@@ -262,4 +262,11 @@ def _torch_attention(
     name = (
         "bfloat16, cuDNN" if backend is SDPBackend.CUDNN_ATTENTION else "bfloat16, FlashAttention"
     )
-    return Case("torch.sdpa", name, extents, size, flops, [call])
+    return Case(
+        kernel="torch.sdpa",
+        format=name,
+        shape=extents,
+        num_bytes=size,
+        num_flops=flops,
+        calls=[call],
+    )

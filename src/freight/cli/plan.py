@@ -72,15 +72,15 @@ def plan(
     layout = packed if device == "cpu" else Layout.PLAIN
     skipped = layer_names(kv_cache_dtype_skip_layers or ())
     wish = Wish(
-        read_memory(memory),
-        context,
-        concurrency,
-        device,
-        layout,
-        dtype,
-        skipped,
-        state_every,
-        state_dtype,
+        memory=read_memory(memory),
+        context=context,
+        concurrency=concurrency,
+        device=device,
+        layout=layout,
+        dtype=dtype,
+        skip_layers=skipped,
+        state_every=state_every,
+        state_dtype=state_dtype,
     )
     config, hf_quant_config = read_config_only(model, revision)
     stored = tensors_dtype(model, config, revision) if dtype == "auto" else None

@@ -120,9 +120,17 @@ def start_engine(
     overlaps = config.device != "cpu" and repeatable  # there a step runs while the host goes on
     pace = Pace(config.max_step_seconds, step_tokens) if config.max_step_seconds else None
     engine = Engine(
-        runner, cache, scheduler, intake, stops, config.seed, threads,
-        overlaps=overlaps, pace=pace, repeatable=repeatable,
-    )  # fmt: skip
+        runner=runner,
+        cache=cache,
+        scheduler=scheduler,
+        intake=intake,
+        stop_token_ids=stops,
+        seed=config.seed,
+        threads=threads,
+        overlaps=overlaps,
+        pace=pace,
+        repeatable=repeatable,
+    )
     return engine, config
 
 

@@ -281,13 +281,13 @@ class Engine:
             None if tokenizer is None else partial(Detokenizer, tokenizer, params, prompt.token_ids)
         )
         group = Group(
-            request_id,
-            prompt.text,
-            list(prompt.token_ids),
-            params,
-            [],
-            Stamps(self._clock()),
-            self.tokenizer,
+            request_id=request_id,
+            prompt=prompt.text,
+            prompt_token_ids=list(prompt.token_ids),
+            params=params,
+            completions=[],
+            stamps=Stamps(self._clock()),
+            tokenizer=self.tokenizer,
         )
         bad_words = self.intake.bad_words(params)
         for index in range(params.n):

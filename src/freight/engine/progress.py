@@ -66,13 +66,13 @@ class Completion:
         self._pieces: list[str] = []
         self._sent_pieces = 0
         self.row = SamplingRow(
-            request.params,
-            request.seed,
-            request.prompt_token_ids,
-            request.output_token_ids,
-            request.stop_token_ids,
-            request.grammar,
-            request.bad_words,
+            params=request.params,
+            seed=request.seed,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=request.output_token_ids,
+            stop_token_ids=request.stop_token_ids,
+            grammar=request.grammar,
+            bad_words=request.bad_words,
         )
 
     def advance(self) -> str | None:

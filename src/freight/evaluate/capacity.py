@@ -303,16 +303,16 @@ def _setting(
     needed = loaded.total + needed_for(held_memory(spec, context, wish.num_requests, step), share)
     return Setting(
         *formats,
-        loaded,
-        cache,
-        left - cache,
-        spec,
-        num_blocks,
-        tokens,
-        longest,
-        step,
-        requests,
-        needed,
+        loaded=loaded,
+        cache_bytes=cache,
+        rest_bytes=left - cache,
+        spec=spec,
+        num_blocks=num_blocks,
+        capacity_tokens=tokens,
+        longest=longest,
+        step_tokens=step,
+        requests=requests,
+        needed_bytes=needed,
     )
 
 

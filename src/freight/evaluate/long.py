@@ -238,12 +238,12 @@ def _score(run: _Run, first: _Run, length: int, contexts: Sequence[RetrievalCont
     levels = depths(length)
     spans = itertools.pairwise([0, *levels]) if run.nats else ()
     return LongScore(
-        str(names["dtype"]),
-        names["granularity"],
-        names["scale_source"],
-        None if state is None else str(state),
-        [_depth(depth, contexts, run, first) for depth in levels],
-        [_position(start, stop, run, first) for start, stop in spans],
+        kv_cache_dtype=str(names["dtype"]),
+        granularity=names["granularity"],
+        scale_source=names["scale_source"],
+        state_dtype=None if state is None else str(state),
+        depths=[_depth(depth, contexts, run, first) for depth in levels],
+        positions=[_position(start, stop, run, first) for start, stop in spans],
     )
 
 
@@ -259,13 +259,13 @@ def _depth(depth: int, contexts: Sequence[RetrievalContext], run: _Run, first: _
     found, logprob, gain, count = _means(depth, contexts, run)
     plain_found, _, plain_gain, _ = _means(depth, contexts, first)
     return DepthScore(
-        depth,
-        count,
-        estimate(found),
-        estimate(logprob),
-        estimate(gain),
-        _change(found, plain_found),
-        _change(gain, plain_gain),
+        depth=depth,
+        num_questions=count,
+        found=estimate(found),
+        logprob=estimate(logprob),
+        gain=estimate(gain),
+        found_change=_change(found, plain_found),
+        gain_change=_change(gain, plain_gain),
     )
 
 

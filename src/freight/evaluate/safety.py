@@ -157,11 +157,25 @@ class Bound:
         return f"about {max(1, math.ceil(num_units * ((half / distance) ** 2 - 1))):,} more {units} would say it"
 
 
-PERPLEXITY_BOUND = Bound("the ratio of perplexities", 1 / RATIO, RATIO, 0.0, math.inf, ".4f")
-KL_BOUND = Bound("mean KL", -math.inf, KL, -math.inf, 2 * KL, ".3g")
-SAME_TOP_BOUND = Bound("same top", SAME_TOP, math.inf, 2 * SAME_TOP - 1, math.inf, ".2%")
+PERPLEXITY_BOUND = Bound(
+    "the ratio of perplexities",
+    low=1 / RATIO,
+    high=RATIO,
+    far_low=0.0,
+    far_high=math.inf,
+    form=".4f",
+)
+KL_BOUND = Bound("mean KL", low=-math.inf, high=KL, far_low=-math.inf, far_high=2 * KL, form=".3g")
+SAME_TOP_BOUND = Bound(
+    "same top", low=SAME_TOP, high=math.inf, far_low=2 * SAME_TOP - 1, far_high=math.inf, form=".2%"
+)
 CLIPPED_BOUND = Bound(
-    "the share of clipped keys and values", -math.inf, CLIPPED, -math.inf, CLIPPED, ".3%"
+    "the share of clipped keys and values",
+    low=-math.inf,
+    high=CLIPPED,
+    far_low=-math.inf,
+    far_high=CLIPPED,
+    form=".3%",
 )
 
 Measured = tuple[float, Interval | None]

@@ -82,7 +82,16 @@ def per_layer(
         kind = config.kv.of_layer(index)
         granularity = None if kind.granularity is None else str(kind.granularity)
         share = kl / total if total else 0.0
-        layers.append(LayerCost(index, tuple(readers), str(kind.format), granularity, kl, share))
+        layers.append(
+            LayerCost(
+                layer=index,
+                read_by=tuple(readers),
+                dtype=str(kind.format),
+                granularity=granularity,
+                kl=kl,
+                share=share,
+            )
+        )
     return PerLayer(tuple(layers), total, whole, found.num_tokens)
 
 

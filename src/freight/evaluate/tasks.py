@@ -193,7 +193,15 @@ def compare_results(
             if not filter_name or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             after = other["results"][task][key]
-            score = TaskScore(task, metric, filter_name, None, value, after, after - value)
+            score = TaskScore(
+                task=task,
+                metric=metric,
+                filter_name=filter_name,
+                num_documents=None,
+                reference=value,
+                value=after,
+                difference=after - value,
+            )
             pairs = _pairs(reference, other, task, metric, filter_name)
             aggregate = aggregations.get(task, {}).get(metric)
             scores.append(_with_errors(score, pairs, aggregate) if pairs and aggregate else score)
