@@ -174,11 +174,10 @@ def _stack_size(value: str) -> int | None:
     ignore.
     """
     found = re.fullmatch(r"\s*(\d+)\s*([bkmg]?)\s*", value.lower())
-    return (
-        int(found[1]) * {"b": 1, "": 2**10, "k": 2**10, "m": 2**20, "g": 2**30}[found[2]]
-        if found
-        else None
-    )
+    if found is None:
+        return None
+    units = {"b": 1, "": 2**10, "k": 2**10, "m": 2**20, "g": 2**30}
+    return int(found[1]) * units[found[2]]
 
 
 def check_threads(wanted: int | None, cores: int) -> None:

@@ -174,11 +174,9 @@ def cases(kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = (
     """Yield each case's kernel, and what makes it, one at a time, as together they are large."""
     bench = Bench(kernels, device)
     made = chain(
-        *(
-            _attention_cases(bench, sizes, device),
-            _store_cases(bench, sizes),
-            _product_cases(bench, sizes, device),
-        ),
+        _attention_cases(bench, sizes, device),
+        _store_cases(bench, sizes),
+        _product_cases(bench, sizes, device),
         _latent_cases(bench, sizes),
     )
     return ((kernel, make) for kernel, make in made if not only or kernel in only)
@@ -191,7 +189,7 @@ def _attention_cases(bench: Bench, sizes: Sizes, device: str) -> _Made:
             given = *shape, sizes.heads, format, granularity
             yield "attention", partial(bench.attention, *given)
             if format.is_e4m3:
-                yield "attention", partial(in_fp8.attention, *given, ", FP8 products")
+                yield "attention", partial(in_fp8.attention, *given, note=", FP8 products")
         yield (
             "torch.sdpa",
             partial(_torch_attention, sizes.heads, shape, device, SDPBackend.FLASH_ATTENTION),

@@ -73,14 +73,11 @@ class Samples:
                 answer.times, answer.times[1:], counts[1:], strict=False
             ):
                 gaps += [1e3 * (after - before) / count] * count
+        several = [answer for answer in good if answer.num_tokens > 1]
         return Samples(
             ttft=[1e3 * (answer.times[0] - answer.start) for answer in good],
             itl=gaps,
-            tpot=[
-                1e3 * (a.times[-1] - a.times[0]) / (a.num_tokens - 1)
-                for a in good
-                if a.num_tokens > 1
-            ],
+            tpot=[1e3 * (a.times[-1] - a.times[0]) / (a.num_tokens - 1) for a in several],
             e2e=[1e3 * (answer.end - answer.start) for answer in good],
             unit="token" if by_token else "event",
         )

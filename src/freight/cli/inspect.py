@@ -106,7 +106,9 @@ def describe(
     if _is_config_alone(Path(model).expanduser()):
         config, hf_quant_config = read_config_only(model, revision)
         stored = tensors_dtype(model, config, revision)
-        architecture, _, scheme = _read(config, hf_quant_config, (), stored, ignore_keys)
+        architecture, _, scheme = _read(
+            config, hf_quant_config, tensors=(), stored=stored, ignore_keys=ignore_keys
+        )
         sizes: JsonObject = {"num_parameters": None, "bytes": {}, "skipped": {}}
         path = str(Path(model).expanduser())
         return {
@@ -209,12 +211,12 @@ def _scheme(scheme: Scheme) -> JsonObject:
 
 
 def _kv_cache(scales: KVScales | None, without_keys: Collection[int] = ()) -> JsonObject:
-    empty = scales is None or scales.empty
+    stored = None if scales is None or scales.empty else scales
     return {
         "kv_cache": {
-            "scales_format": None if scales is None or empty else scales.format,
+            "scales_format": None if stored is None else stored.format,
             "scales_format_assumed": scales is not None and scales.format_assumed,
-            "scales": [] if scales is None or empty else _scales(scales, without_keys),
+            "scales": [] if stored is None else _scales(stored, without_keys),
         }
     }
 
@@ -332,7 +334,8 @@ def _print_table(facts: JsonObject) -> None:
     console = terminal.console(markup=False, highlight=False)
     table = Table.grid(padding=(0, 2))
     sizes = ", ".join(f"{_size(count)} {dtype}" for dtype, count in facts["bytes"].items())
-    for label, value in (
+    matrices = [f"{n}: {kind}" for kind, n in facts["scheme"]["fp8_weights"].items()]
+    rows = [
         ("model", facts["path"]),
         (
             "architecture",
@@ -344,19 +347,14 @@ def _print_table(facts: JsonObject) -> None:
         ("context", _or_unknown(facts["max_position_embeddings"], lambda n: f"{n:,} tokens")),
         ("weights", sizes or "none: a config.json alone"),
         ("declared scheme", facts["scheme"]["description"]),
-        (
-            "FP8 matrices",
-            "; ".join(f"{n}: {kind}" for kind, n in facts["scheme"]["fp8_weights"].items())
-            or "none",
-        ),
+        ("FP8 matrices", "; ".join(matrices) or "none"),
         ("KV scales", _made_for(facts["kv_cache"])),
-        *(
-            ("not read", f"{', '.join(keys)} ({kind})")
-            for kind, keys in facts["unread_keys"].items()
-            if keys
-        ),
-        *(("skipped", f"{n} tensors {reason}") for reason, n in facts["skipped"].items()),
-    ):
+    ]
+    for kind, keys in facts["unread_keys"].items():
+        if keys:
+            rows.append(("not read", f"{', '.join(keys)} ({kind})"))
+    rows += [("skipped", f"{n} tensors {reason}") for reason, n in facts["skipped"].items()]
+    for label, value in rows:
         table.add_row(label, value)
     console.print(table)
     if facts["kv_cache"]["scales"]:

@@ -202,11 +202,9 @@ def _check_memory(asked: int, weights: int, device: DeviceFacts) -> None:
     if asked + weights <= device.memory_free:
         return
     left = (device.memory_free - weights) // 2**20
-    way_out = (
-        f"use at most {left}MiB, or omit it for a share of that"
-        if left > 0
-        else "free memory first"
-    )
+    way_out = "free memory first"
+    if left > 0:
+        way_out = f"use at most {left}MiB, or omit it for a share of that"
     raise CapacityError(
         f"--kv-cache-memory asks for {asked:,} bytes and the weights need {weights:,}, but of the {device.kind}'s "
         f"memory {device.memory_free:,} bytes are free; {way_out}"

@@ -212,7 +212,7 @@ class Scheduler:
                 f"request {request.request_id}: step applied out of turn"
             )
             request.num_computed_tokens += chunk.num_tokens
-            if request.num_told_tokens < len(request.prompt_token_ids):
+            if request.num_counted_tokens < len(request.prompt_token_ids):
                 self._count_prompt(request)
             self._register_full_blocks(request, chunk.start)
             if chunk.samples:
@@ -404,9 +404,11 @@ class Scheduler:
 
     def _count_prompt(self, request: Request) -> None:
         """Count the prompt tokens that are done for the first time."""
-        done = min(request.num_computed_tokens, request.num_prompt_tokens) - request.num_told_tokens
+        done = (
+            min(request.num_computed_tokens, request.num_prompt_tokens) - request.num_counted_tokens
+        )
         if done > 0:
-            request.num_told_tokens += done
+            request.num_counted_tokens += done
             self.totals.prompt += done
 
     def _waits_for_sibling(self, request: Request) -> bool:

@@ -390,11 +390,9 @@ def verdict(plan: Plan) -> str:
         f"Take {one.weights} weights and a cache in {one.cache_name}{first} ({' '.join(options)}): "
         f"{_count(one.requests)} of {plan.context:,} tokens fit at once"
     )
-    return (
-        f"{line}, and no setting listed before it serves {wish.num_requests:,}."
-        if plan.choice
-        else f"{line}."
-    )
+    if plan.choice:
+        return f"{line}, and no setting listed before it serves {wish.num_requests:,}."
+    return f"{line}."
 
 
 def _without_choice(plan: Plan) -> str:

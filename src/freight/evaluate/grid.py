@@ -133,14 +133,20 @@ def evaluate_grid(
         worst = layer_kl(runs, parts) if grid.per_layer else None
         size = weight_bytes(decoder)
     notes = (*_notes(args, grid, static, calibrated.scales, samples), *_skip_notes(opened, plain))
-    sizes = (str(plain.weight_format), size.layers, size.embeddings)
-    given = (
-        args.quantization_param_path or args.kv_scales,
-        args.quantization,
-        grid.calibration_data,
+    overview = Overview(
+        model=args.model,
+        source=source,
+        weight_dtype=str(plain.weight_format),
+        weight_bytes=size.layers,
+        embedding_bytes=size.embeddings,
+        window=length,
+        notes=notes,
+        kv_scales=args.quantization_param_path or args.kv_scales,
+        quantization=args.quantization,
+        calibration_data=grid.calibration_data,
+        skipped_layers=args.kv_cache_dtype_skip_layers,
+        chosen_by_layer=bool(opened.kv_scales.mixed),
     )
-    layers = (args.kv_cache_dtype_skip_layers, bool(opened.kv_scales.mixed))
-    overview = Overview(args.model, source, *sizes, length, notes, *given, *layers)
     evaluation = summarize(
         overview, [setting[:2] for setting in settings], runs, parts, speeds, worst
     )

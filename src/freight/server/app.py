@@ -320,7 +320,10 @@ def _invocation(body: Body, served: Served, limits: ServingLimits) -> Call:
 
 
 def _generate(stream: bool | None) -> Parse:
-    return lambda body, served, limits: tgi.parse_generate(body, served, limits.sampling, stream)
+    def parse(body: Body, served: Served, limits: ServingLimits) -> Call:
+        return tgi.parse_generate(body, served, limits.sampling, stream)
+
+    return parse
 
 
 def _model(name: str, served: Served) -> dict[str, Any]:

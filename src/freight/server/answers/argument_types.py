@@ -249,11 +249,14 @@ def bare(schema: Any, is_map: bool = False) -> Any:
         return [bare(entry) for entry in schema]
     if not isinstance(schema, Mapping):
         return schema
-    return {
-        name: value if not is_map and name in _DATA else bare(value, not is_map and name in _MAPS)
-        for name, value in schema.items()
-        if is_map or name not in _NOTES
-    }
+    if is_map:
+        return {name: bare(value) for name, value in schema.items()}
+    kept = {}
+    for name, value in schema.items():
+        if name in _NOTES:
+            continue
+        kept[name] = value if name in _DATA else bare(value, name in _MAPS)
+    return kept
 
 
 def within(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:

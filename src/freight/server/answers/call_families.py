@@ -162,7 +162,9 @@ GEMMA4 = CallForm(
 )
 
 
-def _listed(opening: str, closing: str, region: dict[str, Any], *markers: str) -> CallForm:
+def _listed(
+    opening: str, closing: str, region: dict[str, Any], markers: tuple[str, ...]
+) -> CallForm:
     return CallForm(
         field=region,
         syntax=ListedCalls(),
@@ -178,24 +180,30 @@ def _listed(opening: str, closing: str, region: dict[str, Any], *markers: str) -
 
 # Granite 3
 GRANITE = _listed(
-    "<|tool_call|>", "", _region(r"<\|?tool_call\|?>(?=\s{0,8}\[)", None), "<|tool_call|>"
+    opening="<|tool_call|>",
+    closing="",
+    region=_region(r"<\|?tool_call\|?>(?=\s{0,8}\[)", None),
+    markers=("<|tool_call|>",),
 )
-PHI4 = _listed(  # `functools` as its prompt asks for, or its special tokens
-    "functools",
-    "",
-    _region(r"functools(?=\[)|<\|tool_call\|>", r"<\|/tool_call\|>"),
-    "<|tool_call|>",
-    "<|/tool_call|>",
+# `functools` as its prompt asks for, or its special tokens
+PHI4 = _listed(
+    opening="functools",
+    closing="",
+    region=_region(r"functools(?=\[)|<\|tool_call\|>", r"<\|/tool_call\|>"),
+    markers=("<|tool_call|>", "<|/tool_call|>"),
 )
-HUNYUAN = _listed(  # Hunyuan A13B, Apriel
-    "<tool_calls>",
-    "</tool_calls>",
-    _region(r"<tool_calls>(?=\s{0,8}[\[{])", r"</tool_calls>"),
-    "<tool_calls>",
-    "</tool_calls>",
+# Hunyuan A13B, Apriel
+HUNYUAN = _listed(
+    opening="<tool_calls>",
+    closing="</tool_calls>",
+    region=_region(r"<tool_calls>(?=\s{0,8}[\[{])", r"</tool_calls>"),
+    markers=("<tool_calls>", "</tool_calls>"),
 )
 NEMOTRON = _listed(
-    "<TOOLCALL>", "</TOOLCALL>", _region(r"<TOOLCALL>", r"</TOOLCALL>"), "<TOOLCALL>", "</TOOLCALL>"
+    opening="<TOOLCALL>",
+    closing="</TOOLCALL>",
+    region=_region(r"<TOOLCALL>", r"</TOOLCALL>"),
+    markers=("<TOOLCALL>", "</TOOLCALL>"),
 )
 
 

@@ -283,8 +283,10 @@ def _tags(field: object) -> tuple[str, str] | None:
     """Return the opening and the closing text of a field, or None if either is a pattern."""
     if not isinstance(field, Mapping):
         return None
-    tags = field.get("open"), field.get("close")
-    return (tags[0], tags[1]) if isinstance(tags[0], str) and isinstance(tags[1], str) else None
+    opening, closing = field.get("open"), field.get("close")
+    if isinstance(opening, str) and isinstance(closing, str):
+        return opening, closing
+    return None
 
 
 def _reads(markup: Markup, form: CallForm | None) -> bool:
