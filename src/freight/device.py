@@ -97,7 +97,13 @@ def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
         )
     total, free = memory(root)
     return DeviceFacts(
-        DeviceKind.CPU, cpu_name(root), Format.E4M3FN, total, free, usable_cores(root), note
+        kind=DeviceKind.CPU,
+        name=cpu_name(root),
+        native_e4m3=Format.E4M3FN,
+        memory_total=total,
+        memory_free=free,
+        cores=usable_cores(root),
+        note=note,
     )
 
 
@@ -168,11 +174,10 @@ def _stack_size(value: str) -> int | None:
     ignore.
     """
     found = re.fullmatch(r"\s*(\d+)\s*([bkmg]?)\s*", value.lower())
-    return (
-        int(found[1]) * {"b": 1, "": 2**10, "k": 2**10, "m": 2**20, "g": 2**30}[found[2]]
-        if found
-        else None
-    )
+    if found is None:
+        return None
+    units = {"b": 1, "": 2**10, "k": 2**10, "m": 2**20, "g": 2**30}
+    return int(found[1]) * units[found[2]]
 
 
 def check_threads(wanted: int | None, cores: int) -> None:
@@ -392,15 +397,16 @@ def _fields(path: Path) -> dict[str, int]:
 def _macos_memory() -> tuple[int, int]:
     """Return (total, free) bytes from sysctl and vm_stat."""
     try:
-        total, pages = (
-            subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            for command in (["sysctl", "-n", "hw.memsize"], ["vm_stat"])
-        )
+        total, pages = _output("sysctl", "-n", "hw.memsize"), _output("vm_stat")
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError(
             f"{platform.system()} does not report how much memory is free: {error}"
         ) from error
     return int(total), parse_vm_stat(pages)
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def parse_vm_stat(text: str) -> int:

@@ -111,11 +111,9 @@ def _enforceable(
     def inner(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [inner(entry) for entry in value]
-        return (
-            _enforceable(value, root, constraints, left_out)
-            if isinstance(value, Mapping)
-            else value
-        )
+        if isinstance(value, Mapping):
+            return _enforceable(value, root, constraints, left_out)
+        return value
 
     kept: dict[str, Any] = {}
     for name, value in schema.items():
@@ -156,15 +154,16 @@ def _exclusive(branches: list[Any], root: dict[str, Any]) -> bool:
     """Return whether it is certain that no value matches two of `branches`: one property separates
     each from all others.
     """
-    told = [_told_by(branch, root) for branch in branches]
-    names = frozenset.intersection(*map(frozenset, told)) if told else frozenset()
-    return any(
-        sum(len(one[name]) for one in told) == len(frozenset.union(*(one[name] for one in told)))
-        for name in names
-    )
+    signs = [_signs(branch, root) for branch in branches]
+    names = frozenset.intersection(*map(frozenset, signs)) if signs else frozenset()
+    for name in names:
+        values = [one[name] for one in signs]
+        if sum(map(len, values)) == len(frozenset.union(*values)):
+            return True
+    return False
 
 
-def _told_by(branch: Any, root: dict[str, Any]) -> dict[str, frozenset[str]]:
+def _signs(branch: Any, root: dict[str, Any]) -> dict[str, frozenset[str]]:
     """Return what separates a branch from others: its types (under ""), its constant values (under
     "="), and the values of its required constant properties.
     """
@@ -177,15 +176,15 @@ def _told_by(branch: Any, root: dict[str, Any]) -> dict[str, frozenset[str]]:
             return {}
     if not isinstance(branch, Mapping):
         return {}
-    told: dict[str, frozenset[str]] = {}
+    signs: dict[str, frozenset[str]] = {}
     types = branch.get("type")
     if isinstance(types, str) or (
         isinstance(types, list) and all(isinstance(kind, str) for kind in types)
     ):
         kinds = [types] if isinstance(types, str) else types
-        told[""] = frozenset("number" if kind == "integer" else kind for kind in kinds)
+        signs[""] = frozenset("number" if kind == "integer" else kind for kind in kinds)
     if "const" in branch or isinstance(branch.get("enum"), list):
-        told["="] = _values(branch)
+        signs["="] = _values(branch)
     properties, required = branch.get("properties"), branch.get("required")
     if (
         branch.get("type") == "object"
@@ -195,8 +194,8 @@ def _told_by(branch: Any, root: dict[str, Any]) -> dict[str, frozenset[str]]:
         for name in required:
             one = properties.get(name) if isinstance(name, str) else None
             if isinstance(one, Mapping) and ("const" in one or isinstance(one.get("enum"), list)):
-                told[f".{name}"] = _values(one)
-    return told
+                signs[f".{name}"] = _values(one)
+    return signs
 
 
 def _values(schema: Mapping[str, Any]) -> frozenset[str]:

@@ -47,10 +47,8 @@ def long_waits(environ: Mapping[str, str]) -> str:
     if platform.system() != "Linux" or spins(environ) < _MANY_SPINS:
         return ""
     declared = " and ".join(f"{name}={environ[name]}" for name in WAITING if name in environ)
-    cause, cure = (
-        declared or "torch was imported before freight",
-        "unset it" if declared else "import freight first",
-    )
+    cause = declared or "torch was imported before freight"
+    cure = "unset it" if declared else "import freight first"
     return f"{cause}: threads that wait spin for milliseconds, which stops steps on cores that others use; {cure}"
 
 

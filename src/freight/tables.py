@@ -9,10 +9,11 @@ def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[list[str]]:
     """Pad the cells of each column to one width; `sides` has l or r for each."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pads = [str.ljust if side == "l" else str.rjust for side in sides]
-    return [
-        [pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)]
-        for row in rows
-    ]
+    padded = []
+    for row in rows:
+        cells = zip(pads, row, widths, strict=True)
+        padded.append([pad(cell, width) for pad, cell, width in cells])
+    return padded
 
 
 def markdown(rows: Sequence[Sequence[str]], num_left: int) -> str:

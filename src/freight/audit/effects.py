@@ -207,9 +207,8 @@ def view(engine: Engine, version: str, facts: Facts) -> EngineView:
         if index not in facts.without_keys:
             ruled = [(one, _rule(engine, rules_of, one, facts)) for one in found]
             layers.append(_layer(index, ruled, assembly, facts))
-    refused = [
-        side for layer in layers for side in (layer.k, layer.v) if side.effect is Effect.REFUSED
-    ]
+    sides = [side for layer in layers for side in (layer.k, layer.v)]
+    refused = [side for side in sides if side.effect is Effect.REFUSED]
     refusal = f"{refused[0].name}: {refused[0].why} ({refused[0].source})" if refused else ""
     recent = engine is Engine.VLLM and rules_of != READ[engine][0]
     if engine is Engine.VLLM and facts.method in CT and facts.scheme is not None:
@@ -269,7 +268,13 @@ def _rule(engine: Engine, version: str, stored: StoredScale, facts: Facts) -> Na
     if found is not None:
         return found
     why = f"no rule was read for {tail} of {family} with quant_method {facts.method} in {_NAMES[engine]} {version}"
-    return NameRule(engine, ".*", Effect.UNKNOWN, why, "src/freight/audit/engine_families.json")
+    return NameRule(
+        engine=engine,
+        names=".*",
+        effect=Effect.UNKNOWN,
+        why=why,
+        source="src/freight/audit/engine_families.json",
+    )
 
 
 def _layer(index: int, found: list[Ruled], assembly: Assembly, facts: Facts) -> LayerEffect:
@@ -278,7 +283,7 @@ def _layer(index: int, found: list[Ruled], assembly: Assembly, facts: Facts) -> 
     for stored, rule in found:
         if rule.effect in (Effect.REFUSED, Effect.UNKNOWN):
             values = (1.0,) if rule.effect is Effect.REFUSED else ()
-            side = Side(rule.effect, values, stored.name, rule.why, rule.source)
+            side = Side(rule.effect, values, name=stored.name, why=rule.why, source=rule.source)
             return LayerEffect(index, side, side)
         if rule.effect in (Effect.USED, Effect.CONVERTED):
             for letter in rule.sides or stored.side:
@@ -286,7 +291,7 @@ def _layer(index: int, found: list[Ruled], assembly: Assembly, facts: Facts) -> 
     several = [stored for stored, _ in loaded.values() if len(stored.values) > 1]
     if several and (assembly.heads is Effect.REFUSED or facts.strategy != "attn_head"):
         why = f"it takes one number per layer, and this tensor has {len(several[0].values)}"
-        side = Side(Effect.REFUSED, (1.0,), several[0].name, why, assembly.source)
+        side = Side(Effect.REFUSED, (1.0,), name=several[0].name, why=why, source=assembly.source)
         return LayerEffect(index, side, side)
     if set(loaded) in ({"k"}, {"v"}):
         alone = _alone(loaded, assembly)
@@ -307,13 +312,13 @@ def _alone(loaded: dict[str, Ruled], assembly: Assembly) -> tuple[Side, Side] | 
         return None
     if effect is Effect.IGNORED:
         why = "it reads a pair of scales, or neither"
-        own = Side(effect, (1.0,), stored.name, why, assembly.source)
-        other = Side(Effect.ONE, (1.0,), "", "no scale is stored", assembly.source)
+        own = Side(effect, (1.0,), name=stored.name, why=why, source=assembly.source)
+        other = Side(Effect.ONE, (1.0,), why="no scale is stored", source=assembly.source)
         return (own, other) if letter == "k" else (other, own)
     values, why = stored.values, "one scale serves K and V"
     if effect is Effect.REFUSED:
         values, why = (1.0,), f"{letter.upper()}'s scale came without the other"
-    side = Side(effect, values, stored.name, why, assembly.source)
+    side = Side(effect, values, name=stored.name, why=why, source=assembly.source)
     return side, side
 
 
@@ -329,8 +334,8 @@ def _side(
         if rule.effect is Effect.CONVERTED and stored.name in rounded:
             values = (rounded[stored.name],)
         effect = Effect.USED if values == stored.values else rule.effect
-        return Side(effect, values, stored.name, rule.why, rule.source)
+        return Side(effect, values, name=stored.name, why=rule.why, source=rule.source)
     for stored, rule in found:
         if letter in stored.side:
-            return Side(Effect.IGNORED, (1.0,), stored.name, rule.why, rule.source)
-    return Side(Effect.ONE, (1.0,), "", "no scale is stored", "")
+            return Side(Effect.IGNORED, (1.0,), name=stored.name, why=rule.why, source=rule.source)
+    return Side(Effect.ONE, (1.0,), why="no scale is stored")

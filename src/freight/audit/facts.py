@@ -59,22 +59,18 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
     strategy, declares = _kv_scheme(declared)
     inputs = Counter(name.rpartition(".")[2] for name in checkpoint.names if name.endswith(_INPUTS))
     facts = Facts(
-        _method(declared),
-        strategy,
-        declares,
-        str(
-            config.get("model_type")
-            if inner is config
-            else inner.get("model_type", config.get("model_type"))
-        ),
-        layers,
-        tuple(stored),
-        tuple(sorted(inputs.items())),
-        tuple(rounded),
-        _architecture(config),
-        _scheme(declared.get("kv_cache_scheme")),
-        sum(name.endswith(_QUERIES) for name in checkpoint.names),
-        _without_keys(checkpoint.names, layers),
+        method=_method(declared),
+        strategy=strategy,
+        declares_kv=declares,
+        model_type=str(inner.get("model_type", config.get("model_type"))),
+        num_layers=layers,
+        stored=tuple(stored),
+        input_scales=tuple(sorted(inputs.items())),
+        rounded=tuple(rounded),
+        architecture=_architecture(config),
+        scheme=_scheme(declared.get("kv_cache_scheme")),
+        query_scales=sum(name.endswith(_QUERIES) for name in checkpoint.names),
+        without_keys=_without_keys(checkpoint.names, layers),
     )
     return checkpoint, facts
 

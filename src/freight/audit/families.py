@@ -87,12 +87,23 @@ def known(
         # What vLLM raises depends on the module where the name ends: ValueError or AttributeError.
         error = "" if engine is Engine.VLLM else f" with {text.removeprefix('stops: ')}"
         return NameRule(
-            engine, ".*", Effect.REFUSED, f"its loader stops at this name{error}", source
+            engine=engine,
+            names=".*",
+            effect=Effect.REFUSED,
+            why=f"its loader stops at this name{error}",
+            source=source,
         )
     effect = _EFFECTS[text]
     if effect is Effect.USED and form == "both":
-        return NameRule(engine, ".*", effect, "kv_scale is loaded as K's scale", source, sides="k")
-    return NameRule(engine, ".*", effect, _WHY[effect], source)
+        return NameRule(
+            engine=engine,
+            names=".*",
+            effect=effect,
+            why="kv_scale is loaded as K's scale",
+            source=source,
+            sides="k",
+        )
+    return NameRule(engine=engine, names=".*", effect=effect, why=_WHY[effect], source=source)
 
 
 def _situation(
@@ -114,4 +125,6 @@ def _situation(
     if method in FP8_QUARK:
         return "scales_and_outputs"
     has_scales = methods.get(method)
-    return None if has_scales is None else "scales" if has_scales else "no_scales"
+    if has_scales is None:
+        return None
+    return "scales" if has_scales else "no_scales"

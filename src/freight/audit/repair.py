@@ -98,18 +98,19 @@ def with_scales(facts: Facts, scales: KVScales, names: str, method: str) -> Fact
     """Return the facts of the checkpoint once `scales`, one number per layer and side, are stored
     under `names`.
     """
-    stored = tuple(
-        StoredScale(f"layers.{index}.{names.format(side=side)}", index, side, values)
-        for index, layer in enumerate(scales.layers)
-        if layer is not None
-        for side, values in (("k", layer.k), ("v", layer.v))
-    )
+    stored: list[StoredScale] = []
+    for index, layer in enumerate(scales.layers):
+        if layer is None:
+            continue
+        for side, values in (("k", layer.k), ("v", layer.v)):
+            name = f"layers.{index}.{names.format(side=side)}"
+            stored.append(StoredScale(name, index, side, values))
     return replace(
         facts,
         method=method,
         strategy="tensor",
         declares_kv=True,
-        stored=stored,
+        stored=tuple(stored),
         rounded=(),
         scheme=None,
     )

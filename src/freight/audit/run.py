@@ -123,14 +123,14 @@ def audit(
         verdict = sentence(one, cost, costs.plain, costs.dynamic)
         reports.append(EngineReport(one, cost, costs.truncated.get(truncated), worst, verdict))
     return AuditReport(
-        facts,
-        tuple(reports),
-        costs.plain,
-        costs.dynamic,
-        costs.of.get(stored),
-        costs.num_tokens,
-        unmeasured,
-        form,
+        facts=facts,
+        engines=tuple(reports),
+        plain=costs.plain,
+        dynamic=costs.dynamic,
+        stored=costs.of.get(stored),
+        num_tokens=costs.num_tokens,
+        unmeasured=unmeasured,
+        fixed=form,
     )
 
 
@@ -144,18 +144,18 @@ def _measure(
     on_progress: Progress,
 ) -> _Costs:
     """Measure each of `scales`, and each of `cpu` as vLLM's CPU kernels round; equal ones once."""
-    nearest, towards_zero = (_distinct(some) for some in (scales, cpu))
+    nearest, towards_zero = _distinct(scales), _distinct(cpu)
     shown = partial(on_progress, "measuring")
     scored = measure(args, nearest, text, window, max_tokens, shown, towards_zero)
-    plain, dynamic, *others = (
+    plain, dynamic, *others = [
         Cost(score.perplexity, score.mean_kl, score.same_top_share) for score in scored
-    )
+    ]
     return _Costs(
-        plain,
-        dynamic,
-        dict(zip(nearest, others, strict=False)),
-        dict(zip(towards_zero, others[len(nearest) :], strict=True)),
-        scored[0].num_tokens,
+        plain=plain,
+        dynamic=dynamic,
+        of=dict(zip(nearest, others, strict=False)),
+        truncated=dict(zip(towards_zero, others[len(nearest) :], strict=True)),
+        num_tokens=scored[0].num_tokens,
     )
 
 

@@ -15,13 +15,8 @@ from freight.config.fields import JsonObject
 from freight.svg import framed, line, text
 
 WIDTH = 860
-_LEFT, _TOP, _BAR, _GAP, _PLOT = (
-    210,
-    84,
-    26,
-    22,
-    400,
-)  # pixels; _BAR is the height of one, with the space below it
+# pixels; _BAR is the height of one, with the space below it
+_LEFT, _TOP, _BAR, _GAP, _PLOT = (210, 84, 26, 22, 400)
 _STYLE = """
 text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}
 .soft{fill:var(--soft)}.title{font-size:18px;font-weight:600}.head{font-weight:600}
@@ -58,7 +53,8 @@ def _group(rows: list[JsonObject], top: int, scale: float) -> Iterator[str]:
         yield text(_LEFT - 10, y + 15, row["kv_cache_dtype"], 'text-anchor="end" class="soft"')
         bar = f'x="{_LEFT}" y="{y}" width="{rate["median"] * scale:.1f}" height="{_BAR - 6}"'
         yield f'<rect {bar} fill="var(--c{index % 4})"/>'
-        low, high = (round(_LEFT + rate[end] * scale, 1) for end in ("low", "high"))
+        low = round(_LEFT + rate["low"] * scale, 1)
+        high = round(_LEFT + rate["high"] * scale, 1)
         yield line((low, high), (y + 10, y + 10), 'class="span"')
         times = f" ({ratio['median']:.2f} ×)" if ratio else ""
         found = f"{rate['median']:.1f}/s{times}, {row['capacity_tokens']:,} tokens fit"

@@ -96,19 +96,29 @@ class Bench:
             partial(self.kernels.linear, x, self.kernels.pack(weight), None) for weight in weights
         ]
         name = f"{format}, activations {activations}" if format.is_fp8 else str(format)
-        return _product("linear", name, rows, shape, size + 2 * rows * sum(shape), calls)
+        return _product(
+            "linear",
+            name,
+            rows=rows,
+            shape=shape,
+            num_bytes=size + 2 * rows * sum(shape),
+            calls=calls,
+        )
 
     def torch_linear(self, rows: int, shape: tuple[int, int]) -> Case:
-        x, source, size = (
-            self._activations(rows, shape[1]),
-            self._source(Format.BFLOAT16),
-            2 * shape[0] * shape[1],
-        )
+        x = self._activations(rows, shape[1])
+        source = self._source(Format.BFLOAT16)
+        size = 2 * shape[0] * shape[1]
         calls = [
             partial(functional.linear, x, source.tensor("", shape)) for _ in self._copies(size)
         ]
         return _product(
-            "torch.linear", str(Format.BFLOAT16), rows, shape, size + 2 * rows * sum(shape), calls
+            "torch.linear",
+            str(Format.BFLOAT16),
+            rows=rows,
+            shape=shape,
+            num_bytes=size + 2 * rows * sum(shape),
+            calls=calls,
         )
 
     def scaled_mm(self, rows: int, shape: tuple[int, int], fast: bool = False) -> Case:
@@ -137,10 +147,10 @@ class Bench:
         return _product(
             "torch._scaled_mm",
             name,
-            rows,
-            shape,
-            size + rows * (2 * out_features + in_features),
-            calls,
+            rows=rows,
+            shape=shape,
+            num_bytes=size + rows * (2 * out_features + in_features),
+            calls=calls,
         )
 
     def attention(
@@ -178,7 +188,12 @@ class Bench:
         extents = (*shape, heads.num_heads, heads.num_kv_heads, heads.head_dim)
         num_bytes = size * batch_size * context + size_of_ends
         return Case(
-            "attention", cache_name(format, granularity) + note, extents, num_bytes, flops, calls
+            kernel="attention",
+            format=cache_name(format, granularity) + note,
+            shape=extents,
+            num_bytes=num_bytes,
+            num_flops=flops,
+            calls=calls,
         )
 
     def by_head(self, rows: int, shape: tuple[int, int, int]) -> Case:
@@ -188,22 +203,18 @@ class Bench:
         heads, out_features, in_features = shape
         x = self._activations(rows, heads * in_features).view(rows, heads, in_features)
         source, size = self._source(Format.BFLOAT16), 2 * math.prod(shape)
-        each = [
-            [source.weight("", (out_features, in_features)) for _ in range(heads)]
-            for _ in self._copies(size)
-        ]
-        calls = [
-            partial(self.kernels.by_head, x, self.kernels.pack_experts(matrices))
-            for matrices in each
-        ]
+        calls = []
+        for _ in self._copies(size):
+            matrices = [source.weight("", (out_features, in_features)) for _ in range(heads)]
+            calls.append(partial(self.kernels.by_head, x, self.kernels.pack_experts(matrices)))
         num_bytes = size + 2 * rows * heads * (out_features + in_features)
         return Case(
-            "by_head",
-            str(Format.BFLOAT16),
-            (rows, *shape),
-            num_bytes,
-            2 * rows * math.prod(shape),
-            calls,
+            kernel="by_head",
+            format=str(Format.BFLOAT16),
+            shape=(rows, *shape),
+            num_bytes=num_bytes,
+            num_flops=2 * rows * math.prod(shape),
+            calls=calls,
         )
 
     def rotate_store(
@@ -224,12 +235,12 @@ class Bench:
             for page in pages
         ]
         return Case(
-            "rotate_store",
-            cache_name(format, granularity),
-            (tokens, all_heads, dim),
-            num_bytes,
-            0,
-            calls,
+            kernel="rotate_store",
+            format=cache_name(format, granularity),
+            shape=(tokens, all_heads, dim),
+            num_bytes=num_bytes,
+            num_flops=0,
+            calls=calls,
         )
 
     def _copies(self, num_bytes: int) -> range:
@@ -254,13 +265,12 @@ class Bench:
             source = ScaleSource.DYNAMIC
         elif granularity is not None:
             source = ScaleSource.CALIBRATED
-            k, v = ((SCALE,) * granularity.num_scales(heads.num_kv_heads, dim) for dim in dims)
+            k = (SCALE,) * granularity.num_scales(heads.num_kv_heads, dims[0])
+            v = (SCALE,) * granularity.num_scales(heads.num_kv_heads, dims[1])
             scales = KVScales((LayerScales(k, v, granularity),), format)
         layer = LayerKVSpec(format, granularity, heads.num_kv_heads, *dims, v_in_k=heads.v_in_k)
-        spec, config = (
-            KVCacheSpec((layer,), BLOCK_SIZE),
-            KVCacheConfig(format, granularity, source, scales),
-        )
+        spec = KVCacheSpec((layer,), BLOCK_SIZE)
+        config = KVCacheConfig(format, granularity, source, scales)
         copies = self._copies(spec.bytes_per_token * blocks * BLOCK_SIZE)
         pools = [allocate_pool(spec, config, (blocks,), self.kernels, self.device) for _ in copies]
         pages = [pool.paged[0].pages for pool in pools]
@@ -291,7 +301,14 @@ def _product(
     num_bytes: int,
     calls: Sequence[Callable[[], object]],
 ) -> Case:
-    return Case(kernel, format, (rows, *shape), num_bytes, 2 * rows * shape[0] * shape[1], calls)
+    return Case(
+        kernel=kernel,
+        format=format,
+        shape=(rows, *shape),
+        num_bytes=num_bytes,
+        num_flops=2 * rows * shape[0] * shape[1],
+        calls=calls,
+    )
 
 
 def _fill(pages: KVPages) -> None:
@@ -299,9 +316,8 @@ def _fill(pages: KVPages) -> None:
         if not pages.format.is_quantized:
             page.normal_()
         else:
-            page.view(torch.uint8).random_(0, 256).bitwise_and_(0xBF).bitwise_or_(
-                1
-            )  # no NaN in any FP8 format
+            # no NaN in any FP8 format
+            page.view(torch.uint8).random_(0, 256).bitwise_and_(0xBF).bitwise_or_(1)
     if pages.rotated is not None:
         pages.rotated.normal_()
     if pages.dynamic:

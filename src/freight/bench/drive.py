@@ -126,7 +126,15 @@ def drive(
         used = engine.cache.used_share
         left = scheduler.num_running + scheduler.num_waiting
         running = scheduler.num_running + unfinished - left
-        records.append(StepRecord(seconds, sum(runner.seconds), len(deltas), running, used))
+        records.append(
+            StepRecord(
+                seconds=seconds,
+                model_seconds=sum(runner.seconds),
+                num_sampled=len(deltas),
+                num_running=running,
+                cache_share=used,
+            )
+        )
         unfinished = left
     for request_id in ids:
         engine.release(request_id)

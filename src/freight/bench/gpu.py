@@ -50,14 +50,10 @@ class Sizes:
         (64, 28672, 4096),
     )
     latents: Heads = DEEPSEEK_V3
-    latent_attention: tuple[tuple[int, int, int], ...] = (
-        (32, 1, 8192),
-        (1, 4096, 4096),
-    )  # benchmarks/gpu_goals.py has no goal for these shapes
-    by_head: tuple[tuple[int, int], ...] = (
-        (512, 128),
-        (128, 512),
-    )  # of each head of latents: keys, values
+    # benchmarks/gpu_goals.py has no goal for these shapes
+    latent_attention: tuple[tuple[int, int, int], ...] = ((32, 1, 8192), (1, 4096, 4096))
+    # of each head of latents: keys, values
+    by_head: tuple[tuple[int, int], ...] = ((512, 128), (128, 512))
     by_head_rows: tuple[int, ...] = (1, 64, 4096)
 
 
@@ -153,7 +149,8 @@ def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10
     samples: list[float] = []
     while len(samples) < least or (sum(samples) < seconds and len(samples) < 200):
         flush.amax()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
         end.record()
@@ -165,7 +162,8 @@ def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10
 def copy_bandwidth() -> float:
     """Return bytes read and written per second by a copy on the device: the median of five."""
     size = 2**31
-    source, target = (torch.ones(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    source = torch.ones(size, dtype=torch.uint8, device="cuda")
+    target = torch.ones_like(source)
     return 2 * size / seconds_in_graph(lambda: target.copy_(source), 0.0, least=5).median
 
 
@@ -176,11 +174,9 @@ def cases(kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = (
     """Yield each case's kernel, and what makes it, one at a time, as together they are large."""
     bench = Bench(kernels, device)
     made = chain(
-        *(
-            _attention_cases(bench, sizes, device),
-            _store_cases(bench, sizes),
-            _product_cases(bench, sizes, device),
-        ),
+        _attention_cases(bench, sizes, device),
+        _store_cases(bench, sizes),
+        _product_cases(bench, sizes, device),
         _latent_cases(bench, sizes),
     )
     return ((kernel, make) for kernel, make in made if not only or kernel in only)
@@ -193,7 +189,7 @@ def _attention_cases(bench: Bench, sizes: Sizes, device: str) -> _Made:
             given = *shape, sizes.heads, format, granularity
             yield "attention", partial(bench.attention, *given)
             if format.is_e4m3:
-                yield "attention", partial(in_fp8.attention, *given, ", FP8 products")
+                yield "attention", partial(in_fp8.attention, *given, note=", FP8 products")
         yield (
             "torch.sdpa",
             partial(_torch_attention, sizes.heads, shape, device, SDPBackend.FLASH_ATTENTION),
@@ -264,4 +260,11 @@ def _torch_attention(
     name = (
         "bfloat16, cuDNN" if backend is SDPBackend.CUDNN_ATTENTION else "bfloat16, FlashAttention"
     )
-    return Case("torch.sdpa", name, extents, size, flops, [call])
+    return Case(
+        kernel="torch.sdpa",
+        format=name,
+        shape=extents,
+        num_bytes=size,
+        num_flops=flops,
+        calls=[call],
+    )

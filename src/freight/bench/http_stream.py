@@ -89,9 +89,8 @@ class AnswerReader:
         self.headers: dict[str, str] = {}
         self.complete = False
         self._buffer = b""
-        self._left: int | None = (
-            None  # bytes to come of the body, or of this chunk; None: up to the connection's end
-        )
+        # bytes to come of the body, or of this chunk; None: up to the connection's end
+        self._left: int | None = None
         self._chunked = False
         self._state = "head"
 
@@ -145,10 +144,10 @@ class AnswerReader:
         if words[1].startswith("1"):  # such as 100 Continue: the answer itself follows
             return True
         self.status = int(words[1])
-        self.headers = {
-            name.strip().lower(): value.strip()
-            for name, _, value in (line.partition(":") for line in lines)
-        }
+        self.headers = {}
+        for line in lines:
+            name, _, value = line.partition(":")
+            self.headers[name.strip().lower()] = value.strip()
         self._chunked = self.headers.get("transfer-encoding", "").lower() == "chunked"
         length = self.headers.get("content-length")
         if not self._chunked and length is not None:

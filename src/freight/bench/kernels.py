@@ -113,7 +113,8 @@ def _attention_cases(
     caches = [one for one in CACHES if one[1] is not Granularity.GROUP or groups_fit({0: mixer})]
     for format, granularity in caches:
         if wanted("attention"):
-            yield partial(bench.attention, 1, 1, context, heads, format, granularity)
+            one_token = partial(bench.attention, batch_size=1, new_tokens=1, context=context)
+            yield partial(one_token, heads=heads, format=format, granularity=granularity)
     for format, granularity in caches:
         if wanted("rotate_store"):
             yield partial(bench.rotate_store, max(rows), heads, format, granularity)

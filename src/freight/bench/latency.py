@@ -61,9 +61,8 @@ def measure_latency(
     weights = weight_bytes(
         engine.runner.model.config, config.compute_format, config.weight_format, batch_size
     )
-    cache = round(
-        batch_size * read_bytes(engine.runner.pool.spec, input_len + output_len / 2)
-    )  # half way
+    # of a step half way through the output
+    cache = round(batch_size * read_bytes(engine.runner.pool.spec, input_len + output_len / 2))
     figures = _figures(runs, batch_size, input_len)
     figures["decode_bandwidth_fraction"] = Spread.of(
         [

@@ -25,10 +25,8 @@ from freight.terminal import OnProgress, unseen
 HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
 PROMPT_KINDS = ("text", "ids")
 PROBE_CHARACTERS = 400  # of the text by which a server's characters per token are found at first
-PROBES = (
-    16,
-    64,
-)  # pieces of the length asked for, by which they are found then; the shorter, the more they differ
+# pieces of the length asked for, by which they are found then; the shorter, the more they differ
+PROBES = (16, 64)
 PROBE_TOKENS = 2560  # so many tokens in all, within these numbers of pieces
 
 
@@ -99,15 +97,13 @@ async def _measure(args: ServingArgs, on_progress: OnProgress) -> tuple[list[Run
     for number, level in enumerate(args.levels):
         for turn in range(args.rounds):
             first = turn % len(targets)
-            seed = (
-                args.seed + 1000 * number + turn
-            )  # the same requests for all servers, others in each round
+            # the same requests for all servers, others in each round
+            seed = args.seed + 1000 * number + turn
             for target in [*targets[first:], *targets[:first]]:
                 if turn == 0 and args.warmup:
                     warm = Level(concurrency=level.concurrency or args.warmup)
-                    below = (
-                        args.seed - 1 - number
-                    )  # no run's seed, so that no run finds a prompt in a prefix cache
+                    # no run's seed, so that no run finds a prompt in a prefix cache
+                    below = args.seed - 1 - number
                     await run_level(target, prompts, warm, Amount(requests=args.warmup), below)
                 answers = await run_level(target, prompts, level, args.amount, seed, count)
                 runs.append(Run(target.address.url, level, turn, answers))
@@ -160,9 +156,8 @@ def describe(args: ServingArgs, targets: Sequence[Target], runs: Sequence[Run]) 
 async def _prepare(args: ServingArgs) -> tuple[list[Target], Prompts]:
     """Return the servers, each asked once, and the prompts for all of them."""
     text = HELD_OUT.read_text(encoding="utf-8")
-    by_ids = (
-        args.prompt_kind == "ids" and args.prompts_file is None
-    )  # the server may have no tokenizer
+    # the server may have no tokenizer
+    by_ids = args.prompt_kind == "ids" and args.prompts_file is None
     probe = Ask([0] * 8 if by_ids else text[:PROBE_CHARACTERS], 2)
     targets: list[Target] = []
     per_token = 4.0

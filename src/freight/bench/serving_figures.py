@@ -66,23 +66,18 @@ class Samples:
         by_token = all(answer.counts is not None for answer in good)
         gaps: list[float] = []
         for answer in good:
-            counts = (
-                answer.counts
-                if by_token and answer.counts is not None
-                else (1,) * len(answer.times)
-            )
+            counts: Sequence[int] = (1,) * len(answer.times)
+            if by_token and answer.counts is not None:
+                counts = answer.counts
             for before, after, count in zip(
                 answer.times, answer.times[1:], counts[1:], strict=False
             ):
                 gaps += [1e3 * (after - before) / count] * count
+        several = [answer for answer in good if answer.num_tokens > 1]
         return Samples(
             ttft=[1e3 * (answer.times[0] - answer.start) for answer in good],
             itl=gaps,
-            tpot=[
-                1e3 * (a.times[-1] - a.times[0]) / (a.num_tokens - 1)
-                for a in good
-                if a.num_tokens > 1
-            ],
+            tpot=[1e3 * (a.times[-1] - a.times[0]) / (a.num_tokens - 1) for a in several],
             e2e=[1e3 * (answer.end - answer.start) for answer in good],
             unit="token" if by_token else "event",
         )
@@ -128,18 +123,16 @@ def figures(runs: Sequence[Run]) -> JsonObject:
 
 def _seconds(answers: Sequence[Answer]) -> float:
     """Return the seconds from when the first request was due to the end of the last."""
-    return (
-        max(answer.end for answer in answers) - min(answer.start for answer in answers)
-        if answers
-        else 0.0
-    )
+    if not answers:
+        return 0.0
+    return max(answer.end for answer in answers) - min(answer.start for answer in answers)
 
 
 def _median_rate(runs: Sequence[Run], seconds: Sequence[float], amount: Any) -> float:
-    rates = [
-        sum(amount(answer) for answer in run.answers if not answer.error) / taken if taken else 0.0
-        for run, taken in zip(runs, seconds, strict=True)
-    ]
+    rates: list[float] = []
+    for run, taken in zip(runs, seconds, strict=True):
+        total = sum(amount(answer) for answer in run.answers if not answer.error)
+        rates.append(total / taken if taken else 0.0)
     return statistics.median(rates) if rates else 0.0
 
 

@@ -21,11 +21,8 @@ from freight.svg import LogAxis, framed, line, text
 
 WIDTH = 1120
 _LEFT, _TOP, _ROW, _BOTTOM = 104, 116, 84, 46  # pixels; _ROW is the height of one load
-_PLOT, _NUMBERS, _GAP = (
-    346,
-    120,
-    30,
-)  # widths: of an axis, of the numbers at its right, between the halves
+# widths: of an axis, of the numbers at its right, between the halves
+_PLOT, _NUMBERS, _GAP = (346, 120, 30)
 _BINS = 90
 _STYLE = """
 text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}
@@ -70,7 +67,8 @@ def _failed(urls: Sequence[str], runs: Sequence[Run]) -> str:
     """Return what the shapes leave out; empty where every request was answered."""
     parts = []
     for url in urls:
-        answers = [answer for run in runs if run.url == url for answer in run.answers]
+        of_server = [run for run in runs if run.url == url]
+        answers = [answer for run in of_server for answer in run.answers]
         if bad := sum(bool(answer.error) for answer in answers):
             parts.append(
                 f"{bad:,} of {len(answers):,} requests{f' of {url}' if len(urls) > 1 else ''}"
@@ -79,9 +77,8 @@ def _failed(urls: Sequence[str], runs: Sequence[Run]) -> str:
 
 
 def _samples(runs: Sequence[Run], url: str, level: Level) -> Samples:
-    return Samples.of(
-        a for run in runs if run.url == url and run.level == level for a in run.answers
-    )
+    wanted = [run for run in runs if run.url == url and run.level == level]
+    return Samples.of(answer for run in wanted for answer in run.answers)
 
 
 def _axis(x: float, values: Sequence[float]) -> LogAxis:
@@ -89,7 +86,7 @@ def _axis(x: float, values: Sequence[float]) -> LogAxis:
     together, lies at the left edge.
     """
     seen = [value for value in values if value > 0] or [1.0]
-    low, high = (float(v) for v in np.percentile(seen, [0.5, 100.0]))
+    low, high = np.percentile(seen, [0.5, 100.0]).tolist()
     middle = math.sqrt(low * high)
     return LogAxis(min(low / 1.15, middle / 2.5), max(high * 1.15, middle * 2.5), x, x + _PLOT)
 
@@ -174,4 +171,8 @@ def _number(value: float) -> str:
     """Three digits, as people write them."""
     if value >= 100:
         return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+    if value >= 10:
+        return f"{value:.1f}"
+    if value >= 0.1:
+        return f"{value:.2f}"
+    return f"{value:.2g}"

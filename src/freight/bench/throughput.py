@@ -43,7 +43,8 @@ def measure_throughput(
         steps = drive_random(engine, lengths, numbers)
         totals.append(sum(step.seconds for step in steps))
         records += steps
-    num_input, num_output = (sum(column) for column in zip(*lengths, strict=True))
+    num_input = sum(before for before, _ in lengths)
+    num_output = sum(after for _, after in lengths)
     figures = {
         "requests_per_second": Spread.of([num_requests / total for total in totals]),
         "prefill_tokens_per_second": Spread.of([num_input / total for total in totals]),

@@ -20,9 +20,8 @@ import torch
 
 from freight.device import ROOT, last_level_cache, memory
 
-CACHE_SIZE = (
-    2**27
-)  # bytes, at least: what is taken where the size of the last-level cache is not known
+# bytes, at least: what is taken where the size of the last-level cache is not known
+CACHE_SIZE = 2**27
 MOST_RUNS = 200  # of a row: more would change its median by less than other work does
 MEMORY_SHARE = 0.25  # of what is free, at most: what is compared, and a probe of twice its size
 

@@ -67,12 +67,12 @@ def audit(
             args,
             engines,
             text,
-            window,
-            max_tokens,
-            layer_tokens,
-            fix,
-            calibration,
-            lambda what, done, total: move(done, total),
+            window=window,
+            max_tokens=max_tokens,
+            layer_tokens=layer_tokens,
+            fix=fix,
+            calibration=calibration,
+            on_progress=lambda what, done, total: move(done, total),
         )
     if as_json:
         print(json.dumps(to_json(args.model, report)))

@@ -220,7 +220,13 @@ def kernels(
 
     with used:
         found = measure_kernels(
-            kernel_set, model, size, rows or [1, 8, 512], context or 16384, seconds, only or []
+            kernel_set,
+            model,
+            size,
+            rows=rows or [1, 8, 512],
+            context=context or 16384,
+            seconds=seconds,
+            only=only or [],
         )
         _print_rows(found, as_json)
 

@@ -73,19 +73,19 @@ def serving(
     check_picture(picture)
     targets = _targets(url or [DEFAULT_URL], endpoint, api_key, timeout)
     args = ServingArgs(
-        targets,
-        model,
-        _levels(concurrency, rate),
-        _amount(num_requests, duration),
-        prompt,
-        Lengths.parse("prompt-tokens", prompt_tokens),
-        Lengths.parse("output-tokens", output_tokens),
-        prompts,
-        shared_prefix,
-        vocab_size,
-        warmup,
-        rounds or (6 if len(targets) > 1 else 1),
-        secrets.randbelow(10**6) if seed is None else seed,
+        targets=targets,
+        model=model,
+        levels=_levels(concurrency, rate),
+        amount=_amount(num_requests, duration),
+        prompt_kind=prompt,
+        prompt=Lengths.parse("prompt-tokens", prompt_tokens),
+        output=Lengths.parse("output-tokens", output_tokens),
+        prompts_file=prompts,
+        shared_prefix=shared_prefix,
+        vocab_size=vocab_size,
+        warmup=warmup,
+        rounds=rounds or (6 if len(targets) > 1 else 1),
+        seed=secrets.randbelow(10**6) if seed is None else seed,
     )
     with progress("requests") as on_progress:
         runs, found = measure_serving(args, on_progress)

@@ -36,7 +36,6 @@ def env(
 
 def collect() -> JsonObject:
     """Return the facts, by the names of the JSON. Memory in bytes."""
-    import torch
 
     import freight
     from freight.device import (
@@ -53,12 +52,9 @@ def collect() -> JsonObject:
     from freight.kernels.select import select_kernels
 
     device = probe("auto")
-    threads, possible = (
-        choose_threads(None, device.cores).count,
-        min(device.cores, physical_cores() or device.cores),
-    )
+    threads = choose_threads(None, device.cores).count
+    possible = min(device.cores, physical_cores() or device.cores)
     notes = (openmp.few_threads(os.environ, threads, possible), openmp.long_waits(os.environ))
-    hip = getattr(torch.version, "hip", None)
     return {
         "versions": {"freight": freight.__version__, "python": platform.python_version()}
         | _versions(),
@@ -76,16 +72,21 @@ def collect() -> JsonObject:
         "native_e4m3": str(device.native_e4m3),
         "memory_total": device.memory_total,
         "memory_free": device.memory_free,
-        "torch_build": f"CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else f"ROCm {hip}"
-        if hip
-        else "CPU",
+        "torch_build": _torch_build(),
         "gpu_present": gpu_present(),
         "kernels": select_kernels("auto", str(device.kind)).name,
         "kernels_because": cpu_library.describe(),
         "note": device.note,
     }
+
+
+def _torch_build() -> str:
+    import torch
+
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    hip = getattr(torch.version, "hip", None)
+    return f"ROCm {hip}" if hip else "CPU"
 
 
 def _versions() -> dict[str, str]:

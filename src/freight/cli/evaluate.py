@@ -248,10 +248,10 @@ def evaluate_tasks(
         scores = [asdict(score) for score in found.scores]
         print(json.dumps({"model": args.model, "caches": facts, "tasks": scores}))
         return
-    first, second = (str(facts["dtype"]) for facts in found.caches)
+    plain, other = found.caches
+    first, second = str(plain["dtype"]), str(other["dtype"])
     typer.echo(markdown(as_rows(found.scores, (first, second)), num_left=2))
-    scales = found.caches[1]
-    typer.echo(f"{second}: scales {scales['granularity']}, {scales['scale_source']}")
+    typer.echo(f"{second}: scales {other['granularity']}, {other['scale_source']}")
     methods = {score.method for score in found.scores}
     if "paired" in methods:
         typer.echo(

@@ -106,7 +106,9 @@ def describe(
     if _is_config_alone(Path(model).expanduser()):
         config, hf_quant_config = read_config_only(model, revision)
         stored = tensors_dtype(model, config, revision)
-        architecture, _, scheme = _read(config, hf_quant_config, (), stored, ignore_keys)
+        architecture, _, scheme = _read(
+            config, hf_quant_config, tensors=(), stored=stored, ignore_keys=ignore_keys
+        )
         sizes: JsonObject = {"num_parameters": None, "bytes": {}, "skipped": {}}
         path = str(Path(model).expanduser())
         return {
@@ -181,11 +183,11 @@ def _blocked(config: JsonObject, obstacle: str, stored: Format | None) -> JsonOb
         dtype, source = None, None
     text = config.get("text_config", config.get("llm_config"))
     inner = {**config, **text} if isinstance(text, dict) else config
-    architectures = config.get("architectures")
+    architecture, names = None, config.get("architectures")
+    if isinstance(names, list) and names:
+        architecture = names[0]
     return {
-        "architecture": architectures[0]
-        if isinstance(architectures, list) and architectures
-        else None,
+        "architecture": architecture,
         "model_type": config.get("model_type"),
         "dtype": dtype,
         "dtype_source": source,
@@ -209,12 +211,12 @@ def _scheme(scheme: Scheme) -> JsonObject:
 
 
 def _kv_cache(scales: KVScales | None, without_keys: Collection[int] = ()) -> JsonObject:
-    empty = scales is None or scales.empty
+    stored = None if scales is None or scales.empty else scales
     return {
         "kv_cache": {
-            "scales_format": None if scales is None or empty else scales.format,
+            "scales_format": None if stored is None else stored.format,
             "scales_format_assumed": scales is not None and scales.format_assumed,
-            "scales": [] if scales is None or empty else _scales(scales, without_keys),
+            "scales": [] if stored is None else _scales(stored, without_keys),
         }
     }
 
@@ -273,9 +275,8 @@ def _sizes(checkpoint: Checkpoint) -> JsonObject:
         entry = checkpoint.entry(name)
         sizes[entry.dtype_name] += entry.size
         if not name.endswith(_NOT_PARAMETERS):
-            parameters += math.prod(entry.shape) * (
-                2 if name.endswith("_blocks") else 1
-            )  # of MXFP4: two in a byte
+            # of MXFP4: two in a byte
+            parameters += math.prod(entry.shape) * (2 if name.endswith("_blocks") else 1)
     return {"num_parameters": parameters, "bytes": dict(sizes.most_common())}
 
 
@@ -300,13 +301,10 @@ def _scales(scales: KVScales, without_keys: Collection[int]) -> list[dict[str, A
     ]
     for index in without_keys:
         entries[index]["stores_keys"] = False
-    for entry, granularity in zip(
-        entries, scales.mixed, strict=False
-    ):  # empty unless layers differ
-        entry["dtype"], entry["granularity"] = (
-            scales.format if granularity else "16 bits",
-            granularity,
-        )
+    # empty unless layers differ
+    for entry, granularity in zip(entries, scales.mixed, strict=False):
+        entry["dtype"] = scales.format if granularity else "16 bits"
+        entry["granularity"] = granularity
     return entries
 
 
@@ -336,7 +334,8 @@ def _print_table(facts: JsonObject) -> None:
     console = terminal.console(markup=False, highlight=False)
     table = Table.grid(padding=(0, 2))
     sizes = ", ".join(f"{_size(count)} {dtype}" for dtype, count in facts["bytes"].items())
-    for label, value in (
+    matrices = [f"{n}: {kind}" for kind, n in facts["scheme"]["fp8_weights"].items()]
+    rows = [
         ("model", facts["path"]),
         (
             "architecture",
@@ -348,19 +347,14 @@ def _print_table(facts: JsonObject) -> None:
         ("context", _or_unknown(facts["max_position_embeddings"], lambda n: f"{n:,} tokens")),
         ("weights", sizes or "none: a config.json alone"),
         ("declared scheme", facts["scheme"]["description"]),
-        (
-            "FP8 matrices",
-            "; ".join(f"{n}: {kind}" for kind, n in facts["scheme"]["fp8_weights"].items())
-            or "none",
-        ),
+        ("FP8 matrices", "; ".join(matrices) or "none"),
         ("KV scales", _made_for(facts["kv_cache"])),
-        *(
-            ("not read", f"{', '.join(keys)} ({kind})")
-            for kind, keys in facts["unread_keys"].items()
-            if keys
-        ),
-        *(("skipped", f"{n} tensors {reason}") for reason, n in facts["skipped"].items()),
-    ):
+    ]
+    for kind, keys in facts["unread_keys"].items():
+        if keys:
+            rows.append(("not read", f"{', '.join(keys)} ({kind})"))
+    rows += [("skipped", f"{n} tensors {reason}") for reason, n in facts["skipped"].items()]
+    for label, value in rows:
         table.add_row(label, value)
     console.print(table)
     if facts["kv_cache"]["scales"]:
@@ -370,11 +364,9 @@ def _print_table(facts: JsonObject) -> None:
 def _dtype(facts: JsonObject) -> str:
     from freight.config.dtype import describe_dtype
 
-    return (
-        "unknown"
-        if facts["dtype"] is None
-        else describe_dtype(facts["dtype"], facts["dtype_source"])
-    )
+    if facts["dtype"] is None:
+        return "unknown"
+    return describe_dtype(facts["dtype"], facts["dtype_source"])
 
 
 def _or_unknown(value: int | None, write: Callable[[int], str]) -> str:
@@ -404,18 +396,9 @@ def _scale_table(layers: list[JsonObject]) -> Any:
     for entry in layers:
         k, v = entry["k"], entry["v"]
         if k is None:
-            chosen = entry.get("granularity")
-            what = (
-                "missing"
-                if "granularity" not in entry
-                else "measured as stored"
-                if chosen
-                else "16 bits"
-            )
-            if not entry.get("stores_keys", True):
-                chosen, what = None, "no keys"
+            granularity, what = _without_scales(entry)
             table.add_row(
-                str(entry["layer"]), chosen or "", what, what.replace("keys", "values"), ""
+                str(entry["layer"]), granularity, what, what.replace("keys", "values"), ""
             )
             continue
         names = "\n".join(
@@ -424,6 +407,17 @@ def _scale_table(layers: list[JsonObject]) -> Any:
         )
         table.add_row(str(entry["layer"]), k["granularity"], _range(k), _range(v), names)
     return table
+
+
+def _without_scales(entry: JsonObject) -> tuple[str, str]:
+    """Return the granularity of a layer for which no scale is stored, and why none is."""
+    if not entry.get("stores_keys", True):
+        return "", "no keys"
+    if "granularity" not in entry:
+        return "", "missing"
+    if entry["granularity"]:
+        return entry["granularity"], "measured as stored"
+    return "", "16 bits"
 
 
 def _range(side: JsonObject) -> str:

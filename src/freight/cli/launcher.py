@@ -137,10 +137,8 @@ def _take_variable(given: Given, name: str, value: str) -> None:
     elif option.field is not None:
         if option.field in _INTEGERS and not value.isdecimal():
             raise ConfigError(f"{variable} {value!r} must be an integer")
-        ours, given.defaults[option.field] = (
-            option.field,
-            value.split(",") if option.field in _LISTS else value,
-        )
+        ours = option.field
+        given.defaults[option.field] = value.split(",") if option.field in _LISTS else value
     else:
         _pass_over(given, name, variable, value)
         return

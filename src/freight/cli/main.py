@@ -144,11 +144,8 @@ def main() -> None:
         sys.exit(1)
 
 
-_FULL = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-)  # no room on the disk, or none that this user may take
+# no room on the disk, or none that this user may take
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _warn_of_variables() -> None:

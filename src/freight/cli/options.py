@@ -49,19 +49,23 @@ CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` v
     "kernels": resolve.KERNELS,
     "attention_compute": resolve.ATTENTION_COMPUTES,
 }
+
+
+def _with_hyphens(token: str) -> str:
+    """Return the option as it is declared: --kv_cache_dtype is --kv-cache-dtype."""
+    return token.replace("_", "-")
+
+
 CONTEXT: Values = {
     "help_option_names": ["-h", "--help"],
-    "token_normalize_func": lambda token: token.replace(
-        "_", "-"
-    ),  # --kv_cache_dtype is --kv-cache-dtype
+    "token_normalize_func": _with_hyphens,
 }
-MAX_TOKENS = (
-    256  # what a person at a terminal expects, where SamplingParams has the 16 of other libraries
-)
+# what a person at a terminal expects, where SamplingParams has the 16 of other libraries
+MAX_TOKENS = 256
 
 
 def option(values: str | Iterable[object] | None, sentence: str, *names: str, **more: Any) -> Any:
-    """An option of typer; `values`, or their names, stand for its value in --help."""
+    """Return an option of typer; `values`, or their names, stand for its value in --help."""
     given = values if values is None or isinstance(values, str) else "|".join(map(str, values))
     return typer.Option(*names, metavar=given, help=sentence, **more)
 
@@ -331,9 +335,8 @@ def require_name(model: str | None, model_id: str | None) -> None:
     """Raises ConfigError for an empty name, which is a shell's variable without a value and never
     the demo model.
     """
-    variable = (
-        os.environ.get(MODEL_VARIABLE) if model is None and model_id is None else None
-    )  # typer passes over ""
+    # typer passes over ""
+    variable = os.environ.get(MODEL_VARIABLE) if model is None and model_id is None else None
     for given, what in (
         (model, "MODEL"),
         (model_id, f"--model-id or {MODEL_VARIABLE}"),
@@ -355,9 +358,9 @@ def takes_model(command: Function) -> Function:
             raise ConfigError(
                 f"MODEL is {model!r} and --model-id {model_id!r}: give one of the two"
             )
-        return {
-            "model": model if model is not None else model_id if model_id is not None else "demo"
-        }
+        if model is None:
+            model = "demo" if model_id is None else model_id
+        return {"model": model}
 
     kind = inspect.Parameter.KEYWORD_ONLY
     return replace_parameter(

@@ -72,15 +72,15 @@ def plan(
     layout = packed if device == "cpu" else Layout.PLAIN
     skipped = layer_names(kv_cache_dtype_skip_layers or ())
     wish = Wish(
-        read_memory(memory),
-        context,
-        concurrency,
-        device,
-        layout,
-        dtype,
-        skipped,
-        state_every,
-        state_dtype,
+        memory=read_memory(memory),
+        context=context,
+        concurrency=concurrency,
+        device=device,
+        layout=layout,
+        dtype=dtype,
+        skip_layers=skipped,
+        state_every=state_every,
+        state_dtype=state_dtype,
     )
     config, hf_quant_config = read_config_only(model, revision)
     stored = tensors_dtype(model, config, revision) if dtype == "auto" else None
@@ -116,7 +116,10 @@ def _print(model: str, made: Plan) -> None:
     rows += [_row(one, made, "█" if fancy else "#", longest) for one in made.settings]
     for index, cells in enumerate(aligned(rows, "lrlrrrl"), -1):
         mark = "*" if index == made.choice else " "
-        style = "bold green" if index == made.choice else "bold" if index < 0 else ""
+        if index == made.choice:
+            style = "bold green"
+        else:
+            style = "bold" if index < 0 else ""
         console.print(Text(f"{mark} {'  '.join(cells)}".rstrip(), style))
     console.print(
         f"KV cache: {share} of what weights and rotary tables leave, as the engine takes by itself. Not counted: "

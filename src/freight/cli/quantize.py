@@ -44,10 +44,8 @@ if TYPE_CHECKING:
     from freight.calibrate.quantize import QuantizeResult
 
 
-_QFORMATS = {
-    "fp8": str(WeightScheme.TENSOR),
-    "full_prec": str(WeightScheme.NONE),
-}  # AMMO's names -> --weights
+# AMMO's names -> --weights
+_QFORMATS = {"fp8": str(WeightScheme.TENSOR), "full_prec": str(WeightScheme.NONE)}
 
 
 Model = Annotated[str | None, argument("MODEL", "A folder, a hub id, or 'demo'.")]

@@ -178,9 +178,11 @@ def takes_server_options(names: Sequence[str]) -> Callable[[Function], Function]
     def build(values: Values) -> Values:
         return {"server": {flag.field: values.pop(flag.field) for flag, _ in flags}}
 
-    return lambda command: replace_parameter(
-        command, "server", [flag.parameter(default, flag.envvar) for flag, default in flags], build
-    )
+    def replaced(command: Function) -> Function:
+        options = [flag.parameter(default, flag.envvar) for flag, default in flags]
+        return replace_parameter(command, "server", options, build)
+
+    return replaced
 
 
 @takes_engine_options
@@ -216,8 +218,5 @@ def serve(
     raise typer.Exit(run(ServerSettings(**server), options))
 
 
-_LISTS = {
-    "names": "served_model_name",
-    "api_keys": "api_key",
-    "allow_origins": "allow_origin",
-}  # settings by option
+# settings by option
+_LISTS = {"names": "served_model_name", "api_keys": "api_key", "allow_origins": "allow_origin"}

@@ -38,15 +38,12 @@ class _Stdout(io.FileIO):
 def guard_stdout() -> None:
     """Put a stream whose failures are OutputErrors in the place of sys.stdout."""
     plain = sys.stdout
-    if (
-        plain is None
-    ):  # closed before the process began (>&-): the first write fails, as it would there
-        descriptor, encoding, errors, by_line = (
-            os.open(os.devnull, os.O_RDONLY),
-            "utf-8",
-            "strict",
-            False,
-        )
+    # closed before the process began (>&-): the first write fails, as it would there
+    if plain is None:
+        descriptor = os.open(os.devnull, os.O_RDONLY)
+        encoding = "utf-8"
+        errors = "strict"
+        by_line = False
     elif isinstance(plain, io.TextIOWrapper):
         plain.flush()
         descriptor, encoding, errors = plain.fileno(), plain.encoding, str(plain.errors)

@@ -32,9 +32,8 @@ def unknown(environ: Mapping[str, str], names: Iterable[str]) -> str | None:
     )
     if not found:
         return None
-    ends = {
-        name.removeprefix(PREFIX): name for name in sorted(names)
-    }  # the common prefix would make all alike
+    # the common prefix would make all alike
+    ends = {name.removeprefix(PREFIX): name for name in sorted(names)}
     hints = [
         nearest(name.removeprefix(PREFIX), ends).replace("mean ", f"mean {PREFIX}")
         for name in found

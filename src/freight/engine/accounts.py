@@ -41,7 +41,7 @@ class Stamps:
     ended: float | None = None
 
     def times(self, now: float, preemptions: int) -> RequestTimes:
-        """The times until `now`, or until the end. Their sum is the request's lifetime."""
+        """Return the times until `now`, or until the end. Their sum is the request's lifetime."""
         end = now if self.ended is None else self.ended
         scheduled = end if self.scheduled is None else self.scheduled
         first_token = end if self.first_token is None else self.first_token

@@ -64,9 +64,8 @@ class SamplingRow:
         self._always_changes = penalised or bool(params.logit_bias) or masked
         self._may_bar_stop_ids = params.min_tokens > 0 and bool(stop_token_ids)
         self._changes: _Changes | None = None
-        self._allowed: NDArray[np.bool_] | None = (
-            None  # allowed_token_ids as a mask, once it is needed
-        )
+        # allowed_token_ids as a mask, once it is needed
+        self._allowed: NDArray[np.bool_] | None = None
 
     @property
     def position(self) -> int:
@@ -126,8 +125,8 @@ class SamplingRow:
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The logits [num_rows, vocab_size] that tokens are drawn from; the given tensor itself when no
-    row changes any.
+    """Return the logits [num_rows, vocab_size] that tokens are drawn from; the given tensor itself
+    when no row changes any.
     """
     changing = [i for i, row in enumerate(rows) if row.changes_logits]
     if not changing:
@@ -166,9 +165,8 @@ class _Changes:
             self._factor = torch.ones(vocab_size, dtype=torch.float32, device=device)
             seen = send(row.prompt_token_ids, torch.int64, device)
             self._factor.index_fill_(0, seen, params.repetition_penalty)
-        self._cost: Tensor | None = (
-            None  # presence_penalty + frequency_penalty * n(v), 0 where n(v) is 0
-        )
+        # presence_penalty + frequency_penalty * n(v), 0 where n(v) is 0
+        self._cost: Tensor | None = None
         if params.presence_penalty != 0 or params.frequency_penalty != 0:
             self._cost = torch.zeros(vocab_size, dtype=torch.float32, device=device)
         self._counts: dict[
@@ -195,12 +193,10 @@ class _Changes:
                     self._counts[token] = (count + 1, position + 1)
             presence, frequency = self._params.presence_penalty, self._params.frequency_penalty
             cost = [presence + frequency * self._counts[token][0] for token in fresh]
-            self._cost[ids] = send(
-                cost, torch.float32, self.device
-            )  # a token twice in `fresh` has one cost
-        self._num_taken += len(
-            fresh
-        )  # last: until here an exception makes the next call begin at the same token
+            # a token twice in `fresh` has one cost
+            self._cost[ids] = send(cost, torch.float32, self.device)
+        # last: until here an exception makes the next call begin at the same token
+        self._num_taken += len(fresh)
 
     def make(self, x: Tensor, bars_stop_ids: bool) -> None:
         """Change the logits x [vocab_size] in place, in the order of the definition."""

@@ -59,7 +59,7 @@ class Launched:
         return any(not chunk.request.is_finished for chunk in self.step.chunks)
 
     def read(self) -> list[int] | None:
-        """The tokens, for which the host waits; None if some row has none that can be used."""
+        """Return the tokens, for which the host waits; None if some row has none that can be used."""
         try:
             if self.copied is not None:
                 self.copied.synchronize()
@@ -71,8 +71,8 @@ class Launched:
 
 
 def can_launch(work: Sequence[ChunkWork]) -> bool:
-    """Whether every chunk is one token that is followed by a drawn one, which needs nothing of the
-    host.
+    """Return whether every chunk is one token that is followed by a drawn one, which needs nothing
+    of the host.
     """
     return bool(work) and all(_draws_alone(one) for one in work)
 

@@ -23,15 +23,14 @@ class BadWords:
         """sequences: the token ids of each word, at least one."""
         forms = dict.fromkeys(map(tuple, sequences))
         self.single = sorted({form[0] for form in forms if len(form) == 1})
-        self._behind: dict[int, list[tuple[int, ...]]] = defaultdict(
-            list
-        )  # longer ones by the last token but one
+        # longer ones by the last token but one
+        self._behind: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for form in forms:
             if len(form) > 1:
                 self._behind[form[-2]].append(form)
 
     def barred(self, output: Sequence[int]) -> list[int]:
-        """The ids that may not follow `output`: each would end a word."""
+        """Return the ids that may not follow `output`: each would end a word."""
         if not output or output[-1] not in self._behind:
             return self.single
         longer = self._behind[output[-1]]

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SINGLE_PER_ROW = (
-    2  # more new entries than this many times the rows are not worth a list: rows are copied
-)
+# more new entries than this many times the rows are not worth a list: rows are copied
+SINGLE_PER_ROW = 2
 
 
 class BlockTables:
@@ -102,19 +101,19 @@ class BlockTables:
         if not changed:
             return
         moved = self._move(group, written, tables, changed)
-        whole = list(moved)
+        to_copy = list(moved)
         for row in changed:
             if row in moved:
                 continue
             new = self._write(group, row, written[row], tables[row])
             written[row] = tables[row]
             if moved or len(places) + len(new) > self._most_single:
-                whole.append(row)
+                to_copy.append(row)
             else:
                 begin = self._starts[group] + row * self._widths[group]
                 places += [begin + entry for entry in new]
-        if whole and self._apart:
-            rows = slice(min(whole), max(whole) + 1)
+        if to_copy and self._apart:
+            rows = slice(min(to_copy), max(to_copy) + 1)
             self.on_device[group][rows].copy_(self._rows_on_host[group][rows], non_blocking=True)
 
     def _move(

@@ -84,9 +84,8 @@ def start_engine(
         if config.kv_cache_memory is None
         else config.kv_cache_memory
     )
-    positions = _fit_context(
-        spec, free, config, args
-    ).max_model_len  # the weights will leave room for no more
+    # the weights will leave room for no more
+    positions = _fit_context(spec, free, config, args).max_model_len
     tokenizer = opened.load_tokenizer()
     if before_weights is not None:
         before_weights(Intake(tokenizer, opened.model.vocab_size, config.max_model_len))
@@ -121,21 +120,28 @@ def start_engine(
     overlaps = config.device != "cpu" and repeatable  # there a step runs while the host goes on
     pace = Pace(config.max_step_seconds, step_tokens) if config.max_step_seconds else None
     engine = Engine(
-        runner, cache, scheduler, intake, stops, config.seed, threads,
-        overlaps=overlaps, pace=pace, repeatable=repeatable,
-    )  # fmt: skip
+        runner=runner,
+        cache=cache,
+        scheduler=scheduler,
+        intake=intake,
+        stop_token_ids=stops,
+        seed=config.seed,
+        threads=threads,
+        overlaps=overlaps,
+        pace=pace,
+        repeatable=repeatable,
+    )
     return engine, config
 
 
 def captured_steps(
     decoder: LanguageModel, pool: KVPool, kernels: KernelSet, config: EngineConfig
 ) -> DecodeSteps | None:
-    """The decode steps of `decoder` over `pool`, to be captured as they are needed; None where
-    kernels cannot be.
+    """Return the decode steps of `decoder` over `pool`, to be captured as they are needed; None
+    where kernels cannot be.
     """
-    capture: Capture | None = (
-        None  # the reference asks lengths of the device while it runs, and cannot be captured
-    )
+    # the reference asks lengths of the device while it runs, and cannot be captured
+    capture: Capture | None = None
     if not isinstance(decoder, Decoder):
         logger.info("steps are not captured: the modules of transformers run as they are")
     elif kernels.name == "triton":
@@ -155,8 +161,8 @@ def memory_for_cache(device: str) -> int:
 def _fit_context(
     spec: KVCacheSpec, memory: int, config: EngineConfig, args: EngineArgs
 ) -> EngineConfig:
-    """The context has to fit into the cache. One that was asked for must; the model's own limit is
-    lowered to fit.
+    """Make the context fit into the cache: the model's own limit is lowered. Raises CapacityError
+    for one that was asked for and does not fit.
     """
     step_tokens = config.max_num_batched_tokens
     tokens = longest_request(spec, memory, config.max_model_len, step_tokens)
@@ -178,10 +184,8 @@ def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     rest as computed.
     """
     names = tensor_names(model)
-    matrix, other = (
-        min(config.weight_format.bytes, config.compute_format.bytes),
-        config.compute_format.bytes,
-    )
+    matrix = min(config.weight_format.bytes, config.compute_format.bytes)
+    other = config.compute_format.bytes
     shapes = tensor_shapes(model)
     inner = {
         name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith("bias")
@@ -198,11 +202,9 @@ def _check_memory(asked: int, weights: int, device: DeviceFacts) -> None:
     if asked + weights <= device.memory_free:
         return
     left = (device.memory_free - weights) // 2**20
-    way_out = (
-        f"use at most {left}MiB, or omit it for a share of that"
-        if left > 0
-        else "free memory first"
-    )
+    way_out = "free memory first"
+    if left > 0:
+        way_out = f"use at most {left}MiB, or omit it for a share of that"
     raise CapacityError(
         f"--kv-cache-memory asks for {asked:,} bytes and the weights need {weights:,}, but of the {device.kind}'s "
         f"memory {device.memory_free:,} bytes are free; {way_out}"
@@ -214,8 +216,8 @@ def _size(count: int) -> str:
 
 
 def describe_cache(pool: KVPool, config: EngineConfig) -> str:
-    """The line at start: format, granularity, source of the scales, what fits, and what another
-    choice would take.
+    """Return the line at start: format, granularity, source of the scales, what fits, and what
+    another choice would take.
 
     That is 16 bits where every group keeps all blocks, else groups that give no block back.
     """
@@ -232,7 +234,7 @@ def describe_cache(pool: KVPool, config: EngineConfig) -> str:
 
 
 def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Json]:
-    """The cache in use, by the names every JSON of Freight uses.
+    """Describe the cache in use, by the names every JSON of Freight uses.
 
     bytes_per_token includes `token` scales; tokens_at_16_bits is the capacity of a 16-bit cache in
     the same memory, with the same share of its blocks for windows. A cache whose layers differ also
@@ -240,21 +242,21 @@ def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Json]:
     for the whole. One with recurrent states has their `state_dtype` and `bytes_per_state`, those of
     a sequence in all layers.
     """
-    kv, layers, state = config.kv, config.kv.layer_names(), pool.spec.state_format
-    return {
-        **kv.names(),
+    layers = config.kv.layer_names()
+    facts: dict[str, Json] = {
+        **config.kv.names(),
         "bytes_per_token": pool.spec.bytes_per_token,
         "num_blocks": pool.capacity_blocks,
         "block_size": pool.spec.block_size,
         "capacity_tokens": pool.capacity_tokens,
         "tokens_at_16_bits": _tokens_at_16_bits(pool, config),
-        **({} if layers is None else {"layers": layers}),
-        **(
-            {}
-            if state is None
-            else {"state_dtype": state, "bytes_per_state": pool.spec.bytes_per_state}
-        ),
     }
+    if layers is not None:
+        facts["layers"] = layers
+    if pool.spec.state_format is not None:
+        facts["state_dtype"] = pool.spec.state_format
+        facts["bytes_per_state"] = pool.spec.bytes_per_state
+    return facts
 
 
 def _tokens_at_16_bits(pool: KVPool, config: EngineConfig) -> int:

@@ -52,7 +52,10 @@ class ChunkWork(NamedTuple):
     def to_slice(self) -> SequenceSlice:
         chunk = self.chunk
         tokens = chunk.request.tokens(chunk.start, chunk.start + chunk.num_tokens)
-        logits = Logits.ALL if self.scores else Logits.LAST if chunk.samples else Logits.NONE
+        if self.scores:
+            logits = Logits.ALL
+        else:
+            logits = Logits.LAST if chunk.samples else Logits.NONE
         return SequenceSlice(tokens, chunk.start, chunk.block_ids, logits)
 
 
@@ -126,8 +129,8 @@ def compute_alone(runner: ModelRunner, work: ChunkWork, logged: set[str]) -> Ste
 
 
 def _isolate(runner: ModelRunner, work: Sequence[ChunkWork], logged: set[str]) -> list[ChunkResult]:
-    """A result for each chunk; those that fail alone have an error. `logged`: the errors of the
-    step so far.
+    """Return a result for each chunk; those that fail alone have an error. `logged`: the errors of
+    the step so far.
     """
     try:
         return _compute(runner, work)

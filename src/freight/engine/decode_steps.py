@@ -44,11 +44,13 @@ class Capture(Protocol):
         ...
 
     def bucket_of(self, num_seqs: int) -> int:
-        """The number of sequences that a step of `num_seqs` is padded to."""
+        """Return the number of sequences that a step of `num_seqs` is padded to."""
         ...
 
     def capture(self, batch: ForwardBatch) -> Replay:
-        """The step over `batch`, which is full of padding now and is filled before each replay."""
+        """Return the step over `batch`, which is full of padding now and is filled before each
+        replay.
+        """
         ...
 
 
@@ -129,7 +131,7 @@ class DecodeSteps:
         self._captured: dict[int, tuple[Buffers, Replay]] = {}
 
     def takes(self, slices: Sequence[SequenceSlice]) -> bool:
-        """Whether every sequence has one token, whose logits are wanted."""
+        """Return whether every sequence has one token, whose logits are wanted."""
         return len(slices) <= self._capture.max_num_seqs and all(
             len(part.token_ids) == 1 and part.logits is not Logits.NONE for part in slices
         )

@@ -82,9 +82,8 @@ class Engine:
         )
         self._threads = threads
         self._clock = clock
-        self.num_computed_tokens = (
-            0  # since the start: tokens whose keys and values were computed and stored
-        )
+        # since the start: tokens whose keys and values were computed and stored
+        self.num_computed_tokens = 0
         self._num_added = 0
         self._groups: dict[
             str, Group
@@ -98,14 +97,12 @@ class Engine:
         assert repeatable or not overlaps, "a step that was launched ahead may be computed again"
         self.overlaps = overlaps
         self._repeatable = repeatable
-        self._logged: set[str] = (
-            set()
-        )  # the errors of steps that were computed alone, since one was lost
+        # the errors of steps that were computed alone, since one was lost
+        self._logged: set[str] = set()
         self._pace = pace
         self._ahead: Launched | None = None  # the step after the one that was applied last
-        self._stored: tuple[float, int, int] | None = (
-            None  # when the pool's counters were read, NaNs, clipped values
-        )
+        # when the pool's counters were read, NaNs, clipped values
+        self._stored: tuple[float, int, int] | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -170,9 +167,8 @@ class Engine:
             self.scheduler.lose(step)
         advanced = [] if result.lost else self._apply(step, result.chunks)
         self._ahead = following
-        if (
-            self._pace is not None and step.chunks and not result.repeated
-        ):  # its time is not that of a step
+        # the time of a repeated step is not that of one
+        if self._pace is not None and step.chunks and not result.repeated:
             prompt = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
             self._pace.note(self._clock() - started, prompt)
         changed = [*expired, *advanced]
@@ -185,7 +181,7 @@ class Engine:
         return deltas
 
     def report(self) -> list[RequestDelta]:
-        """What is new of each request since its last delta, where steps were quiet."""
+        """Return what is new of each request since its last delta, where steps were quiet."""
         self._repair()
         self._dirty = True
         deltas = self._report()
@@ -193,7 +189,7 @@ class Engine:
         return deltas
 
     def output(self, request_id: str) -> RequestOutput:
-        """All that the request has come to so far."""
+        """Return all that the request has come to so far."""
         self._repair()
         return self._groups[request_id].output()
 
@@ -201,19 +197,19 @@ class Engine:
         return self._groups[request_id].finished
 
     def num_deltas(self, request_id: str) -> int:
-        """How many deltas the request has had: whether there is anything new of it."""
+        """Return how many deltas the request has had; one more means that there is something new."""
         return self._groups[request_id].num_deltas
 
     def times(self, request_id: str) -> RequestTimes:
-        """What the request has taken so far, or until its end; also when aborted, which gives no
-        last delta.
+        """Return what the request has taken so far, or until its end; also when aborted, which
+        gives no last delta.
         """
         self._repair()
         return self._groups[request_id].times(self._clock())
 
     def stats(self) -> EngineStats:
-        """What the engine does now, and its totals. The pool's counters, a wait on a GPU, are read
-        once a second.
+        """Return what the engine does now, and its totals. The pool's counters, a wait on a GPU,
+        are read once a second.
         """
         self._repair()
         now = self._clock()
@@ -286,24 +282,24 @@ class Engine:
             None if tokenizer is None else partial(Detokenizer, tokenizer, params, prompt.token_ids)
         )
         group = Group(
-            request_id,
-            prompt.text,
-            list(prompt.token_ids),
-            params,
-            [],
-            Stamps(self._clock()),
-            self.tokenizer,
+            request_id=request_id,
+            prompt=prompt.text,
+            prompt_token_ids=list(prompt.token_ids),
+            params=params,
+            completions=[],
+            stamps=Stamps(self._clock()),
+            tokenizer=self.tokenizer,
         )
         bad_words = self.intake.bad_words(params)
         for index in range(params.n):
+            # one completion with the prompt's log-probabilities is enough
+            its_params = params if index == 0 else replace(params, prompt_logprobs=None)
             request = Request(
                 request_id=f"{request_id}/{index}",
                 group=request_id,
                 index=index,
                 prompt_token_ids=prompt.token_ids,
-                params=params
-                if index == 0
-                else replace(params, prompt_logprobs=None),  # one of them is enough
+                params=its_params,
                 seed=sibling_seed(seed, index),
                 stop_token_ids=stops,
                 grammar=self._matcher(params),
@@ -357,8 +353,8 @@ class Engine:
     def _compute(
         self, step: Step, launched: Launched | None
     ) -> tuple[Step, StepResult, Launched | None]:
-        """What is still wanted of `step`, a result for each chunk of it, and the step after it
-        where it was launched.
+        """Return what is still wanted of `step`, a result for each chunk of it, and the step after
+        it where it was launched.
 
         `launched` is the step itself, if it was launched ahead.
         """
@@ -424,9 +420,8 @@ class Engine:
             if result.scored is not None:
                 group.scores.append(result.scored)
             if result.sampled is not None:
-                if (
-                    result.sampled.logprobs is not None
-                ):  # before the token: a rebuild drops what is too many
+                # before the token: a rebuild drops what is too many
+                if result.sampled.logprobs is not None:
                     completion.logprobs.append(
                         to_logprobs(result.sampled.logprobs, completion.tokenizer)
                     )

@@ -65,7 +65,7 @@ def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, ver
 
 
 def is_reproducible(opened: OpenModel, kernels: KernelSet) -> bool:
-    """Whether the same fingerprint, prompt, parameters and seed promise the same bits.
+    """Return whether the same fingerprint, prompt, parameters and seed promise the same bits.
 
     Products of transformers' modules are torch's, which sum in another order for another number of
     rows.

@@ -42,9 +42,8 @@ KEPT = 256  # compiled grammars
 STACK = 512 << 20  # bytes, of the thread that compiles
 WHITESPACE = r"[ \n]{0,16}"  # between the parts of a JSON text
 
-COMPILE_FUEL = (
-    200_000  # llguidance's measure of work: a quarter of its default, with which 7 s were possible
-)
+# llguidance's measure of work: a quarter of its default, with which 7 s were possible
+COMPILE_FUEL = 200_000
 MASK_FUEL = 50_000  # for each token; a quarter of the default, with which 0.3 s were possible
 
 _ONE_STACK = threading.Lock()  # threading.stack_size is a setting of the process
@@ -60,15 +59,14 @@ class Matcher:
     def __init__(self, start: LLMatcher, vocab_size: int, stop_token_ids: frozenset[int]) -> None:
         """`start` is a compiled grammar at its beginning; it is copied, and never changed."""
         self._start = start
-        self._state: tuple[LLMatcher, int] | None = (
-            None  # the grammar, and the output tokens that it has taken in
-        )
+        # the grammar, and the output tokens that it has taken in
+        self._state: tuple[LLMatcher, int] | None = None
         self._vocab_size = vocab_size
         self.stop_token_ids = stop_token_ids
         self.error: str | None = None
 
     def ended(self, output: Sequence[int]) -> bool:
-        """Whether the text is complete, and nothing but the end can follow."""
+        """Return whether the text is complete, and nothing but the end can follow."""
         grammar = self._catch_up(output)
         return grammar is not None and bool(grammar.is_stopped())
 
@@ -108,7 +106,7 @@ class Matcher:
         return allowed
 
     def _catch_up(self, output: Sequence[int]) -> LLMatcher | None:
-        """The grammar after `output`; None when there is an error."""
+        """Return the grammar after `output`; None when there is an error."""
         if self.error is not None:
             return None
         try:
@@ -153,7 +151,9 @@ class Grammars:
         self._compile(outputs)
 
     def matcher(self, outputs: StructuredOutputs) -> Matcher:
-        """A Matcher for a completion that has no token yet. Raises RequestError like `check`."""
+        """Return a Matcher for a completion that has no token yet. Raises RequestError like
+        `check`.
+        """
         return Matcher(self._compile(outputs), self._vocab_size, self._stop_token_ids)
 
     def _compile(self, outputs: StructuredOutputs) -> LLMatcher:
@@ -174,11 +174,15 @@ class Grammars:
 def grammar_checker(
     tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Collection[int]
 ) -> Callable[[Mapping[str, Json]], None]:
-    """What tries grammars, mappings of the fields of StructuredOutputs, and raises RequestError for
-    one that fails.
+    """Return a function that tries grammars, mappings of the fields of StructuredOutputs, and
+    raises RequestError for one that fails.
     """
     grammars = Grammars(tokenizer, vocab_size, stop_token_ids)
-    return lambda outputs: grammars.check(StructuredOutputs.of(outputs))
+
+    def check(outputs: Mapping[str, Json]) -> None:
+        grammars.check(StructuredOutputs.of(outputs))
+
+    return check
 
 
 class _Vocabulary:
@@ -199,9 +203,8 @@ class _Vocabulary:
             string = tokenizer.token_string(token, skip_special_tokens=False)
             piece = b"" if string is None else pieces.decoder.piece(string)
             data = piece.encode() if isinstance(piece, str) else piece
-            self.tokens[token] = (
-                b"" if data.startswith(b"\xff") else data
-            )  # never in a text; a mark to llguidance
+            # never in a text; a mark to llguidance
+            self.tokens[token] = b"" if data.startswith(b"\xff") else data
         self.special_token_ids = sorted(
             token for token in tokenizer.special_token_ids if token < vocab_size
         )
@@ -223,7 +226,7 @@ def _ll_tokenizer(
 
 
 def _compiled(ll_tokenizer: LLTokenizer, form: str, text: str) -> LLMatcher:
-    """A grammar at its beginning. Raises RequestError."""
+    """Return a grammar at its beginning. Raises RequestError."""
     from llguidance import LLMatcher, LLParserLimits
 
     def compile_() -> LLMatcher:
@@ -252,7 +255,7 @@ def _compiled(ll_tokenizer: LLTokenizer, form: str, text: str) -> LLMatcher:
 
 
 def _source(make: type[LLMatcher], form: str, text: str) -> str:
-    """What the compiler reads."""
+    """Return what the compiler reads."""
     if form == "parts":
         main, parts = json.loads(text)
         named = [_named(name, _source(make, *part)) for name, *part in parts]
@@ -275,14 +278,14 @@ def _source(make: type[LLMatcher], form: str, text: str) -> str:
 
 
 def _named(name: str, source: str) -> dict[str, Json]:
-    """A source as one grammar among several."""
+    """Return a source as one grammar among several."""
     if source.startswith('{"grammars"'):
         return {**json.loads(source)["grammars"][0], "name": name}
     return {"name": name, "lark_grammar": source}
 
 
 def _on_large_stack(function: Callable[[], T]) -> T:
-    """The result of `function`, called on a thread with STACK bytes; raises what it raises."""
+    """Return the result of `function`, called on a thread with STACK bytes; raises what it raises."""
     result: list[T] = []
     failure: list[BaseException] = []
 
@@ -306,7 +309,7 @@ def _on_large_stack(function: Callable[[], T]) -> T:
 
 
 def _in_our_words(message: str) -> str:
-    """A short reason without llguidance's own state, notation or names of options."""
+    """Return a short reason without llguidance's own state, notation or names of options."""
     keywords = re.search(r"Unimplemented keys: \[(.*?)\]", message)
     if keywords:
         names = keywords[1].replace('"', "")
@@ -325,9 +328,8 @@ def _in_our_words(message: str) -> str:
     if "panic" in message or "failed:" in message:
         return "the compiler of grammars failed on it; make it simpler"
     reason = re.search(r"^error: (.*)$", message, re.MULTILINE)
-    first = (
-        reason[1]
-        if reason
-        else (message.splitlines() or ["no reason is known"])[0].split("; following")[0]
-    )
+    if reason:
+        first = reason[1]
+    else:
+        first = (message.splitlines() or ["no reason is known"])[0].split("; following")[0]
     return first.replace("<non-verbose/>", "").strip()[:200]

@@ -67,8 +67,8 @@ class Intake:
         return AcceptedPrompt(text, token_ids)
 
     def cut(self, token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
-        """The last of a prompt's tokens, as many as `truncate_prompt_tokens` says. Twice is as
-        once.
+        """Return the last of a prompt's tokens, as many as `truncate_prompt_tokens` says. To cut
+        twice is to cut once.
 
         Raises RequestError for -1 where max_tokens leave nothing of the context.
         """
@@ -86,7 +86,7 @@ class Intake:
         return token_ids[-most:]
 
     def bad_words(self, params: SamplingParams) -> BadWords | None:
-        """The tokens of `bad_words`; None without any. Raises RequestError."""
+        """Return the tokens of `bad_words`; None without any. Raises RequestError."""
         if not params.bad_words:
             return None
         if self.tokenizer is None:
@@ -110,9 +110,8 @@ class Intake:
     def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         ids: list[int] = []
         for position, token in enumerate(token_ids):
-            if isinstance(token, bool) or not isinstance(
-                token, Integral
-            ):  # NumPy's integers are Integral
+            # NumPy's integers are Integral
+            if isinstance(token, bool) or not isinstance(token, Integral):
                 raise RequestError(
                     f"prompt token {position} is {token!r:.60}, a {type(token).__name__}; token ids are integers, "
                     f"here 0 to {self.vocab_size - 1}"

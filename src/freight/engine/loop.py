@@ -57,9 +57,8 @@ class Loop:
         self._clock = clock
         self._next_stats = -1.0
         self._is_idle = False
-        self.turn_began: float | None = (
-            None  # of `clock`; None while it waits for a command. Other threads may read it
-        )
+        # of `clock`; None while it waits for a command. Other threads may read it
+        self.turn_began: float | None = None
 
     def run(self) -> None:
         """Step until a `Stop`. Between steps all commands that have come are followed."""
@@ -95,9 +94,8 @@ class Loop:
         if known := engine.report():  # its prompt may take a long step
             self._tell(known)
         try:
-            engine.accept(
-                command.token_ids, params
-            )  # the parent has checked the same, all but the cache's size
+            # the parent has checked the same, all but the cache's size
+            engine.accept(command.token_ids, params)
             engine.add(
                 command.request_id, AcceptedPrompt(command.prompt, command.token_ids), params
             )
@@ -110,9 +108,8 @@ class Loop:
         started, computed = self._clock(), self._engine.num_computed_tokens
         deltas = self._engine.step(self._quiet_until)
         self._steps.append((self._clock() - started, self._engine.num_computed_tokens - computed))
-        if (
-            deltas or self._clock() >= self._quiet_until
-        ):  # a long step counts although it gave no token
+        # a long step counts although it gave no token
+        if deltas or self._clock() >= self._quiet_until:
             self._tell(deltas)
 
     def _tell(self, deltas: list[RequestDelta]) -> None:

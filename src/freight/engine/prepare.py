@@ -86,9 +86,8 @@ def prepare(
 
     def tensor(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         host = torch.from_numpy(array)
-        return (
-            host if device == "cpu" else host.pin_memory().to(device, non_blocking=True)
-        )  # the host does not wait
+        # the host does not wait
+        return host if device == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
     return ForwardBatch(
         token_ids=tensor(np.array(tokens, np.int64)),

@@ -45,7 +45,7 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._told_tokens = self._told_chars = 0  # what earlier deltas had
+        self._sent_tokens = self._sent_chars = 0  # what earlier deltas had
         self._restart()
 
     def _restart(self) -> None:
@@ -53,15 +53,15 @@ class Completion:
         self.detokenizer = self.new_detokenizer() if self.new_detokenizer else None
         self._num_read = 0  # output tokens that the detokenizer has seen
         self._pieces: list[str] = []
-        self._told_pieces = 0
+        self._sent_pieces = 0
         self.row = SamplingRow(
-            request.params,
-            request.seed,
-            request.prompt_token_ids,
-            request.output_token_ids,
-            request.stop_token_ids,
-            request.grammar,
-            request.bad_words,
+            params=request.params,
+            seed=request.seed,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=request.output_token_ids,
+            stop_token_ids=request.stop_token_ids,
+            grammar=request.grammar,
+            bad_words=request.bad_words,
         )
 
     def advance(self) -> str | None:
@@ -97,7 +97,7 @@ class Completion:
         )
 
     def flush(self) -> None:
-        """No more tokens come: give out the text that was held back."""
+        """Give out the text that was held back: no more tokens come."""
         if self.detokenizer is not None:
             self._pieces.append(self.detokenizer.finish())
 
@@ -112,9 +112,9 @@ class Completion:
         return stop
 
     def _split(self) -> str:
-        """All text so far; kept as two pieces, the one that deltas had and the rest."""
+        """Return all text so far; kept as two pieces, the one that deltas had and the rest."""
         text = "".join(self._pieces)
-        self._pieces, self._told_pieces = [text[: self._told_chars], text[self._told_chars :]], 1
+        self._pieces, self._sent_pieces = [text[: self._sent_chars], text[self._sent_chars :]], 1
         return text
 
     @property
@@ -123,42 +123,41 @@ class Completion:
         the limit.
         """
         stop = self.detokenizer.stop_reason if self.detokenizer else None
-        return (
-            (self.request.finish_reason, self.request.stop_reason)
-            if stop is None
-            else (FinishReason.STOP, stop)
-        )
+        if stop is None:
+            return self.request.finish_reason, self.request.stop_reason
+        return FinishReason.STOP, stop
 
     def delta(self) -> CompletionDelta:
-        """What is new since the last call."""
-        request, first = self.request, self._told_tokens
+        """Return what is new since the last call."""
+        request, first = self.request, self._sent_tokens
         reason, stop = self._ending
         delta = CompletionDelta(
             index=request.index,
             token_ids=request.output_token_ids[first:],
-            text="".join(self._pieces[self._told_pieces :]),
+            text="".join(self._pieces[self._sent_pieces :]),
             logprobs=self.logprobs[first:] if request.params.logprobs is not None else None,
             finish_reason=reason,
             stop_reason=stop,
             error=request.error,
         )
-        self._told_tokens += len(delta.token_ids)
-        self._told_chars += len(delta.text)
-        self._told_pieces = len(self._pieces)
+        self._sent_tokens += len(delta.token_ids)
+        self._sent_chars += len(delta.text)
+        self._sent_pieces = len(self._pieces)
         return delta
 
     def output(self) -> CompletionOutput:
         reason, stop = self._ending
         request = self.request
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = self.logprobs[: len(request.output_token_ids)]
         return CompletionOutput(
             index=request.index,
             text=self._split(),
             token_ids=list(request.output_token_ids),
             finish_reason=reason,
             stop_reason=stop,
-            logprobs=self.logprobs[: len(request.output_token_ids)]
-            if request.params.logprobs is not None
-            else None,
+            logprobs=logprobs,
             error=request.error,
         )
 
@@ -183,10 +182,9 @@ class Group:
     num_deltas: int = 0
 
     def __post_init__(self) -> None:
-        self._told_scores = 0  # parts that earlier deltas had
-        self._prompt_logprobs: list[TokenLogprobs | None] = [
-            None
-        ]  # what `output` made of the first parts
+        self._sent_scores = 0  # parts that earlier deltas had
+        # what `output` made of the first parts
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._read_scores = 0  # these parts
 
     @property
@@ -215,15 +213,15 @@ class Group:
             stamps.ended = now
 
     def times(self, now: float) -> RequestTimes:
-        """Until `now`, or until its end."""
+        """Return the times until `now`, or until its end."""
         return self.stamps.times(now, sum(one.request.num_preemptions for one in self.completions))
 
     def delta(self, advanced: list[Completion], now: float) -> RequestDelta:
-        """What is new since the last call, of the completions that advanced, at `now` of the
+        """Return what is new since the last call, of the completions that advanced, at `now` of the
         engine's clock.
         """
-        new = self.scores[self._told_scores :]
-        self._told_scores += len(new)
+        new = self.scores[self._sent_scores :]
+        self._sent_scores += len(new)
         self.num_deltas += 1
         finished = self.finished
         if finished or self.stamps.first_token is None:  # in most steps, neither
@@ -238,16 +236,17 @@ class Group:
         )
 
     def output(self) -> RequestOutput:
-        """Everything so far."""
+        """Return everything so far."""
+        prompt_logprobs = None
+        if self.params.prompt_logprobs is not None:
+            prompt_logprobs = self._all_prompt_logprobs()
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=list(self.prompt_token_ids),
             outputs=[completion.output() for completion in self.completions],
             finished=self.finished,
-            prompt_logprobs=self._all_prompt_logprobs()
-            if self.params.prompt_logprobs is not None
-            else None,
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.completions[0].request.num_cached_tokens,
         )
 

@@ -103,8 +103,6 @@ def with_kernels(part: Part, kernels: CpuKernels) -> Part:
         name: kernels if name == "kernels" else with_kernels(one, kernels)
         for name, one in before.items()
     }
-    return (
-        replace(part, **after)
-        if any(after[name] is not one for name, one in before.items())
-        else part
-    )
+    if all(after[name] is one for name, one in before.items()):
+        return part
+    return replace(part, **after)

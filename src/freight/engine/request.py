@@ -59,7 +59,7 @@ class Request:
     held               its blocks, by cache group
     block_keys         prefix keys of the leading full blocks, as far as they were needed
     num_cached_tokens  prompt tokens found in the prefix cache when first admitted
-    num_told_tokens    leading prompt tokens that were computed or found, as far as they are in the
+    num_counted_tokens leading prompt tokens that were computed or found, as far as they are in the
                        Scheduler's totals
     was_admitted       whether it was ever admitted
     arrival            counts up from 0 over all requests added to the Scheduler
@@ -84,7 +84,7 @@ class Request:
     block_keys: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    num_told_tokens: int = 0
+    num_counted_tokens: int = 0
     was_admitted: bool = False
     arrival: int = -1
     token_limit: int = 0
@@ -107,7 +107,7 @@ class Request:
         return self.state is RequestState.FINISHED
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
-        """The known tokens at positions start … stop - 1, in O(stop - start)."""
+        """Return the known tokens at positions start … stop - 1, in O(stop - start)."""
         num_prompt = len(self.prompt_token_ids)
         if stop <= num_prompt:
             return self.prompt_token_ids[start:stop]

@@ -53,9 +53,8 @@ class ModelRunner:
     captured: DecodeSteps | None = None
 
     def __post_init__(self) -> None:
-        assert (
-            self.captured is None or self.captured.pool is self.pool
-        )  # captured steps write into its pages
+        # captured steps write into its pages
+        assert self.captured is None or self.captured.pool is self.pool
 
     @torch.inference_mode()
     def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> StepRows:

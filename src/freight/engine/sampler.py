@@ -101,9 +101,8 @@ def draw(logits: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, Tensor]:
     looks at more of the vocabulary.
     """
     tokens, reached, peaks = _choose(logits, rows, _NUCLEUS)
-    tokens = tokens.clamp(
-        0, logits.shape[1] - 1
-    )  # of a row of NaN it may be anything, and another step looks it up
+    # of a row of NaN it may be anything, and another step looks it up
+    tokens = tokens.clamp(0, logits.shape[1] - 1)
     return tokens, torch.stack((tokens, (reached & peaks.isfinite()).long()))
 
 
@@ -118,9 +117,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     adjusted = adjust(logits, rows)
     tokens, reached, adjusted_peaks = _choose(adjusted, rows, _NUCLEUS)
     peaks = adjusted_peaks if adjusted is logits else logits.amax(-1)
-    drawn, all_reached, *both_peaks = (
-        one.numpy() for one in _on_host(tokens, reached, peaks, adjusted_peaks)
-    )
+    on_host = _on_host(tokens, reached, peaks, adjusted_peaks)
+    drawn, all_reached, *both_peaks = [column.numpy() for column in on_host]
     token_ids: list[int] = drawn.astype(np.int64).tolist()
     errors: list[str | None] = [None] * len(rows)
     if not np.isfinite(both_peaks).all():
@@ -155,7 +153,8 @@ def _on_host(*columns: Tensor) -> Sequence[Tensor]:
 
 
 def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> Scores | None:
-    """The k most likely tokens of each row, and its target; None where a row has no finite maximum.
+    """Return the k most likely tokens of each row, and its target; None where a row has no finite
+    maximum.
 
     logits: float32 [num_rows, vocab_size]; targets: int64 [num_rows], the tokens that follow in the
     prompt.
@@ -180,8 +179,8 @@ def _floats(values: Tensor) -> array[float]:
 
 
 def sibling_seed(seed: int, index: int) -> int:
-    """The seed, in [0, 2 ** 64), of the index-th completion that shares `seed`; different for every
-    index.
+    """Return the seed, in [0, 2 ** 64), of the index-th completion that shares `seed`; different
+    for every index.
     """
     return _mix(_mix(seed) + index * _GOLDEN)
 
@@ -209,7 +208,7 @@ def _mix(bits: int) -> int:
 
 
 def _fault(row: SamplingRow, peak: float, adjusted_peak: float) -> str | None:
-    """Why a row has no token, from the maximum of its logits and of what its parameters made of
+    """Say why a row has no token, from the maximum of its logits and of what its parameters made of
     them; None: it has.
     """
     params = row.params
@@ -229,7 +228,7 @@ def _fault(row: SamplingRow, peak: float, adjusted_peak: float) -> str | None:
 
 
 def _nothing_left(row: SamplingRow) -> str:
-    """What to change where the parameters leave no token."""
+    """Say what to change where the parameters leave no token."""
     params = row.params
     barring = {
         "structured_outputs": row.grammar is not None,
@@ -251,8 +250,8 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def highest(x: Tensor) -> Tensor:
-    """Where each row [rows, tokens], in 32 or 64 bits, is highest: the first, thus the lowest id,
-    of equals.
+    """Return where each row [rows, tokens], in 32 or 64 bits, is highest: the first, thus the
+    lowest id, of equals.
 
     On a CPU by numpy, which takes a fifth of torch's time or less. int64 [rows].
     """
@@ -290,9 +289,8 @@ def _draw(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor, 
     mass = p.cumsum(-1, dtype=torch.float64)
     total = mass[:, -1:]
     u = uniforms([row.seed for row in rows], [row.position for row in rows], x.device).unsqueeze(-1)
-    point = torch.minimum(
-        u * total, total.nextafter(torch.zeros_like(total))
-    )  # < total, also after rounding
+    # < total, also after rounding
+    point = torch.minimum(u * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(mass, point, right=True).squeeze(-1), reached, peaks.squeeze(-1)
 
 
@@ -331,17 +329,15 @@ def _top_p(p: Tensor, goals: Sequence[float], width: int) -> tuple[Tensor, Tenso
     values = _largest(p, width)
     mass = values.cumsum(-1, dtype=torch.float64)
     reached = (mass[:, -1] >= goal[:, 0]) | (values.shape[-1] == p.shape[-1])
-    count = (torch.searchsorted(mass, goal) + 1).clamp(
-        max=values.shape[-1]
-    )  # rounding may leave 1 unreached
+    # rounding may leave 1 unreached
+    count = (torch.searchsorted(mass, goal) + 1).clamp(max=values.shape[-1])
     return p.masked_fill(~_first(p, values.gather(-1, count - 1), count), 0), reached
 
 
 def _largest(p: Tensor, width: int) -> Tensor:
-    """The `width` largest of each row, or all of them, by falling value."""
-    if (
-        p.device.type == "cpu"
-    ):  # numpy sorts all, with vector instructions, in less time than topk takes for 1024
+    """Return the `width` largest of each row, or all of them, by falling value."""
+    # numpy sorts all, with vector instructions, in less time than topk takes for 1024
+    if p.device.type == "cpu":
         return torch.from_numpy(np.sort(p.numpy(), axis=-1)).flip(-1)
     if width < p.shape[-1]:
         return p.topk(width).values
@@ -378,7 +374,7 @@ def _logprobs(
 
 
 def _ranked(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` most likely tokens of each row, or all of them, then `tokens` [num_rows].
+    """Return the `count` most likely tokens of each row, or all of them, then `tokens` [num_rows].
 
     Returns their ids, int64 [num_rows, count + 1], their log-probabilities, and the rank of
     `tokens`, int64 [num_rows].
@@ -392,27 +388,24 @@ def _ranks(logits: Tensor, tokens: Tensor) -> Tensor:
     """int64 [num_rows]: the rank of each row's token, from 1. Of equal logits the lower id comes
     first.
     """
-    if (
-        logits.device.type == "cpu"
-    ):  # numpy counts with vector instructions, in a tenth of the time of torch's sum
-        pairs = zip(logits.numpy(), tokens.tolist(), strict=True)
-        return torch.tensor(
-            [
-                np.count_nonzero(row > row[own]) + np.count_nonzero(row[: own + 1] == row[own])
-                for row, own in pairs
-            ],
-            dtype=torch.int64,
-            device=logits.device,
-        )
+    # numpy counts with vector instructions, in a tenth of the time of torch's sum
+    if logits.device.type == "cpu":
+        ranks = []
+        for row, token in zip(logits.numpy(), tokens.tolist(), strict=True):
+            value = row[token]
+            ranks.append(
+                np.count_nonzero(row > value) + np.count_nonzero(row[: token + 1] == value)
+            )
+        return torch.tensor(ranks, dtype=torch.int64, device=logits.device)
     return _ranks_on_device(logits, tokens)
 
 
 def _ranks_on_device(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The same without a wait for the device."""
-    own = tokens.unsqueeze(-1)
-    value = logits.gather(-1, own)
+    """Return `_ranks` without a wait for the device."""
+    column = tokens.unsqueeze(-1)
+    value = logits.gather(-1, column)
     everyone = torch.arange(logits.shape[-1], dtype=torch.int64, device=logits.device)
-    return ((logits > value) | ((logits == value) & (everyone <= own))).sum(-1)
+    return ((logits > value) | ((logits == value) & (everyone <= column))).sum(-1)
 
 
 def _most_likely(logits: Tensor, count: int) -> Tensor:
@@ -430,7 +423,9 @@ def _most_likely(logits: Tensor, count: int) -> Tensor:
 
 
 def _first_by_mask(logits: Tensor, cutoff: Tensor, count: int) -> Tensor:
-    """The same without a wait for the device. cutoff: [num_rows, 1], the count-th largest logit."""
+    """Return `_most_likely` without a wait for the device. cutoff: [num_rows, 1], the count-th
+    largest logit.
+    """
     vocab_size = logits.shape[-1]
     mask = _first(logits, cutoff, torch.full_like(cutoff, count, dtype=torch.int64))
     everyone = torch.arange(vocab_size, dtype=torch.int64, device=logits.device)

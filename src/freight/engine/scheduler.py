@@ -147,7 +147,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def schedule(self, max_tokens: int | None = None) -> Step:
-        """The next step; without chunks only if no request is unfinished. Takes blocks, and
+        """Return the next step; without chunks only if no request is unfinished. Takes blocks, and
         preempts for them.
 
         With fewer than max_num_batched_tokens, if `max_tokens` is less; but one for each running
@@ -164,9 +164,8 @@ class Scheduler:
             start = request.num_computed_tokens
             count = min(request.num_tokens - start, budget - reserved)
             assert count > 0, f"no token of the budget is left for request {request.request_id}"
-            changes = (
-                self._gives_back or start + count > request.held.room
-            )  # in most steps, neither
+            # in most steps, neither
+            changes = self._gives_back or start + count > request.held.room
             if changes and not self._grow(request, start, start + count, preempted):
                 break  # it preempted itself, being the last
             chunks.append(ScheduledChunk.of(request, start, count))
@@ -182,8 +181,8 @@ class Scheduler:
         return Step(tuple(chunks), tuple(preempted), tuple(fresh))
 
     def follow(self, step: Step) -> Step | None:
-        """The step after `step`, which samples for all that run and is not applied yet. None: not
-        before it is.
+        """Return the step after `step`, which samples for all that run and is not applied yet.
+        None: not before it is.
         """
         going = [(one.request, one.start + 1) for one in step.chunks if not one.request.is_finished]
         going = [(request, start) for request, start in going if start + 1 < request.token_limit]
@@ -213,7 +212,7 @@ class Scheduler:
                 f"request {request.request_id}: step applied out of turn"
             )
             request.num_computed_tokens += chunk.num_tokens
-            if request.num_told_tokens < len(request.prompt_token_ids):
+            if request.num_counted_tokens < len(request.prompt_token_ids):
                 self._count_prompt(request)
             self._register_full_blocks(request, chunk.start)
             if chunk.samples:
@@ -224,9 +223,8 @@ class Scheduler:
                     self._finish_if_done(request)
                     if request.is_finished:
                         break
-            elif (
-                request.num_computed_tokens >= request.token_limit
-            ):  # max_tokens is 0: the prompt was all
+            elif request.num_computed_tokens >= request.token_limit:
+                # max_tokens is 0: the prompt was all
                 self._finish(request, FinishReason.LENGTH, None)
         self.totals.generated += num_drawn
         return advanced
@@ -279,22 +277,18 @@ class Scheduler:
         interrupted, and then has to be called again.
         """
         self._cache.reset()
-        self._requests, self._leaders, self._waiting, self._running, self._suspects = (
-            {},
-            {},
-            [],
-            [],
-            {},
-        )
+        self._requests = {}
+        self._leaders = {}
+        self._waiting = []
+        self._running = []
+        self._suspects = {}
         for request in sorted(requests, key=_arrival):
             request.held = NOTHING
             if request.is_finished:
                 continue
             if request.num_computed_tokens:
-                request.num_computed_tokens, request.num_preemptions = (
-                    0,
-                    request.num_preemptions + 1,
-                )
+                request.num_computed_tokens = 0
+                request.num_preemptions += 1
                 self.totals.preemptions += 1
             request.state = RequestState.WAITING
             request.finish_reason = request.stop_reason = request.error = None
@@ -306,8 +300,8 @@ class Scheduler:
             self._finish_if_done(request)
 
     def _suspect(self) -> Request | None:
-        """The request to compute alone, if there is one: the latest that is not past the step that
-        was lost.
+        """Return the request to compute alone, if there is one: the latest that is not past the
+        step that was lost.
         """
         while self._suspects:
             name, end = next(reversed(self._suspects.items()))
@@ -318,7 +312,9 @@ class Scheduler:
         return None
 
     def _schedule_alone(self, request: Request) -> Step:
-        """The next step of `request`, of all that run the first that came; it has the whole budget."""
+        """Return the next step of `request`, of all that run the first that came; it has the whole
+        budget.
+        """
         preempted: list[Request] = []
         budget, start = self._max_num_batched_tokens, request.num_computed_tokens
         if request.state is RequestState.RUNNING:
@@ -408,14 +404,16 @@ class Scheduler:
 
     def _count_prompt(self, request: Request) -> None:
         """Count the prompt tokens that are done for the first time."""
-        done = min(request.num_computed_tokens, request.num_prompt_tokens) - request.num_told_tokens
+        done = (
+            min(request.num_computed_tokens, request.num_prompt_tokens) - request.num_counted_tokens
+        )
         if done > 0:
-            request.num_told_tokens += done
+            request.num_counted_tokens += done
             self.totals.prompt += done
 
     def _waits_for_sibling(self, request: Request) -> bool:
-        """Whether completion 0 of its group is about to compute blocks that this request will
-        share.
+        """Return whether completion 0 of its group is about to compute blocks that this request
+        will share.
         """
         leader = self._leaders.get(request.group)
         return (
@@ -453,7 +451,7 @@ class Scheduler:
             self._cache.register(request.held, request.block_keys, previously_computed, computed)
 
     def _finish_if_done(self, request: Request) -> None:
-        """A stop id ends a request once min_tokens are generated, and a complete text of its
+        """End the request at a stop id once min_tokens are generated, and at a complete text of its
         grammar at any time.
 
         Both win over a limit that the same token reached.
@@ -474,9 +472,8 @@ class Scheduler:
         _remove(self._running if request.state is RequestState.RUNNING else self._waiting, request)
         request.finish_reason = reason
         request.stop_reason = stop_reason
-        request.state = (
-            RequestState.FINISHED
-        )  # after its reasons, so that `rebuild` finds all of them or none
+        # after its reasons, so that `rebuild` finds all of them or none
+        request.state = RequestState.FINISHED
         if reason is FinishReason.ERROR:
             self.totals.failed += 1
             self._cache.forget(request.held, request.block_keys)

@@ -10,9 +10,8 @@ from typing import NamedTuple
 from freight.engine.request import Request
 
 
-class ScheduledChunk(
-    NamedTuple
-):  # made for every row of every step: a frozen dataclass takes three times as long
+# made for every row of every step: a frozen dataclass takes three times as long
+class ScheduledChunk(NamedTuple):
     """Compute the known tokens start … start + num_tokens - 1 of `request`, storing into
     `block_ids`.
 

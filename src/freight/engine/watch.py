@@ -20,11 +20,13 @@ def cache_watched(engine: Engine) -> Iterator[None]:
     many values.
     """
     pool = engine.runner.pool
-    before, tokens_before = pool.counters(), engine.num_computed_tokens
+    nans_before, clipped_before = pool.counters()
+    tokens_before = engine.num_computed_tokens
     try:
         yield
     finally:
-        nans, clipped = (now - then for now, then in zip(pool.counters(), before, strict=True))
+        nans_after, clipped_after = pool.counters()
+        nans, clipped = nans_after - nans_before, clipped_after - clipped_before
         stored = (engine.num_computed_tokens - tokens_before) * pool.values_per_token
         if nans:
             logger.warning(

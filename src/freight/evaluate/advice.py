@@ -106,9 +106,8 @@ def how_to(run: Figures, over: Overview) -> str:
     if run.granularity is None:
         return f"freight serve {model} --kv-cache-dtype {run.kv_cache_dtype}{more}"
     more += f" {FLAG} {','.join(map(str, over.skipped_layers))}" if over.skipped_layers else ""
-    if (
-        over.chosen_by_layer and run.scale_source == "checkpoint"
-    ):  # --kv-cache-dtype fp8 would contradict it
+    # --kv-cache-dtype fp8 would contradict it
+    if over.chosen_by_layer and run.scale_source == "checkpoint":
         return f"freight serve {model}{more}"
     if run.scale_source == "calibrated":
         made = f"freight quantize {model} OUT --weights none --kv-cache fp8 --kv-granularity {run.granularity}"
@@ -177,7 +176,7 @@ def _of_pages(evaluation: Evaluation, chosen: Figures | None, command: str) -> A
 
 
 def _none(evaluation: Evaluation, command: str) -> Advice:
-    """No smaller cache is safe: each with its reasons, those that all of them share once."""
+    """Say that no smaller cache is safe: each with its reasons, those that all of them share once."""
     smaller = _smaller(evaluation)
     if not smaller:
         return Advice(
@@ -199,11 +198,9 @@ def _none(evaluation: Evaluation, command: str) -> Advice:
             Verdict.CANNOT_BE_SAID, None, f"{start}: {'; '.join(evaluation.warnings)}.", command
         )
     unsettled = any(run.verdict is Verdict.CANNOT_BE_SAID for run in smaller)
-    start = (
-        "It cannot be said that a smaller cache is safe"
-        if unsettled
-        else "No smaller cache that was measured is safe"
-    )
+    start = "No smaller cache that was measured is safe"
+    if unsettled:
+        start = "It cannot be said that a smaller cache is safe"
     because = f": {'; '.join(shared)}." if shared else "."
     text = f"{start}{because} {' '.join(each)} Safe means: {BOUNDS}. Until then, keep the 16-bit cache."
     return Advice(Verdict.CANNOT_BE_SAID if unsettled else Verdict.NOT_SAFE, None, text, command)

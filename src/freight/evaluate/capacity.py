@@ -296,24 +296,23 @@ def _setting(
     num_blocks: tuple[int, ...] = ()
     if longest == context:
         requests = requests_in(spec, cache, context, step)
-    if longest == context or (
-        wish.context is None and longest > 0
-    ):  # the model's own context is lowered to fit
+    # the model's own context is lowered to fit
+    if longest == context or (wish.context is None and longest > 0):
         num_blocks = split_memory(spec, cache, longest, wish.max_num_seqs, step)
         tokens = spec.capacity_tokens(num_blocks)
     needed = loaded.total + needed_for(held_memory(spec, context, wish.num_requests, step), share)
     return Setting(
         *formats,
-        loaded,
-        cache,
-        left - cache,
-        spec,
-        num_blocks,
-        tokens,
-        longest,
-        step,
-        requests,
-        needed,
+        loaded=loaded,
+        cache_bytes=cache,
+        rest_bytes=left - cache,
+        spec=spec,
+        num_blocks=num_blocks,
+        capacity_tokens=tokens,
+        longest=longest,
+        step_tokens=step,
+        requests=requests,
+        needed_bytes=needed,
     )
 
 
@@ -391,11 +390,9 @@ def verdict(plan: Plan) -> str:
         f"Take {one.weights} weights and a cache in {one.cache_name}{first} ({' '.join(options)}): "
         f"{_count(one.requests)} of {plan.context:,} tokens fit at once"
     )
-    return (
-        f"{line}, and no setting listed before it serves {wish.num_requests:,}."
-        if plan.choice
-        else f"{line}."
-    )
+    if plan.choice:
+        return f"{line}, and no setting listed before it serves {wish.num_requests:,}."
+    return f"{line}."
 
 
 def _without_choice(plan: Plan) -> str:
@@ -428,11 +425,9 @@ def as_json(plan: Plan) -> JsonObject:
 
 
 def _setting_json(one: Setting) -> JsonObject:
-    blocks, names, layers = (
-        one.num_blocks or (0,) * len(one.spec.groups),
-        one.kv.names(),
-        one.kv.layer_names(),
-    )
+    blocks = one.num_blocks or (0,) * len(one.spec.groups)
+    names = one.kv.names()
+    layers = one.kv.layer_names()
     return {
         "weight_dtype": one.weights,
         "kv_cache_dtype": names["dtype"],

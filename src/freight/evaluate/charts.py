@@ -44,12 +44,12 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], lines: bool = 
     """SVG. Points that a logarithmic axis cannot show (not above 0) are left out. `title` is for
     screen readers.
     """
+
+    def has_place(point: Point) -> bool:
+        return (point[0] > 0 or not x.log) and (point[1] > 0 or not y.log)
+
     shown = [
-        Series(
-            one.name,
-            [p for p in one.points if (p[0] > 0 or not x.log) and (p[1] > 0 or not y.log)],
-            one.style,
-        )
+        Series(one.name, [point for point in one.points if has_place(point)], one.style)
         for one in series
     ]
     points = [point for one in shown for point in one.points]
@@ -57,27 +57,23 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], lines: bool = 
         return "<p>There is nothing to show: no setting differs from 16 bits.</p>"
     across = _Scale(x, [p[0] for p in points], _LEFT, WIDTH - _RIGHT)
     up = _Scale(y, [p[1] for p in points], HEIGHT - _BOTTOM, _TOP)
-    at = [
-        [(across.at(x_value), up.at(y_value)) for x_value, y_value in one.points] for one in shown
-    ]
-    places = _abreast(at, len(x.names)) if x.names else at if lines else _apart(at)
+    at: list[list[Point]] = []
+    for one in shown:
+        at.append([(across.at(x_value), up.at(y_value)) for x_value, y_value in one.points])
+    if x.names:
+        places = _abreast(at, len(x.names))
+    else:
+        places = at if lines else _apart(at)
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
         *_axes(across, up),
-        *(
-            part
-            for true, moved in zip(at, places, strict=True)
-            for part in _leaders(true, moved)
-            if not lines
-        ),
-        *(
-            part
-            for one, place in zip(shown, places, strict=True)
-            for part in _marks(one, place, across, lines)
-        ),
-        *_legend(shown, lines),
-        "</svg>",
     ]
+    if not lines:
+        for true, moved in zip(at, places, strict=True):
+            parts += _leaders(true, moved)
+    for one, place in zip(shown, places, strict=True):
+        parts += _marks(one, place, across, lines)
+    parts += [*_legend(shown, lines), "</svg>"]
     return "\n".join(parts)
 
 
@@ -94,10 +90,8 @@ class _Scale:
             return
         if axis.log:
             self.ticks = _log_ticks(min(values), max(values))
-            self._from, self._to = (
-                math.log10(min(*values, self.ticks[0])),
-                math.log10(max(*values, self.ticks[-1])),
-            )
+            self._from = math.log10(min(*values, self.ticks[0]))
+            self._to = math.log10(max(*values, self.ticks[-1]))
             pad = 0.04 * (self._to - self._from) or 0.1
         else:
             least, most = (0.0 if axis.zero else min(values)), max(values)
@@ -167,10 +161,11 @@ def _abreast(at: Sequence[Sequence[Point]], num_categories: int) -> list[list[Po
     """
     width = (WIDTH - _LEFT - _RIGHT) / num_categories
     step = min(MARK, 0.8 * width / max(1, len(at) - 1))
-    return [
-        [(round(x + step * (i - (len(at) - 1) / 2), 1), y) for x, y in points]
-        for i, points in enumerate(at)
-    ]
+    places = []
+    for i, points in enumerate(at):
+        shift = step * (i - (len(at) - 1) / 2)
+        places.append([(round(x + shift, 1), y) for x, y in points])
+    return places
 
 
 def _apart(at: Sequence[Sequence[Point]]) -> list[list[Point]]:
@@ -187,12 +182,11 @@ def _free(x: float, y: float, taken: list[Point]) -> Point:
     low, high = _LEFT + MARK / 2, WIDTH - _RIGHT - MARK / 2
     sideways = (x + side * MARK * i for i in range(WIDTH) for side in (1, -1))
     inside = (place for place in sideways if low <= place <= high or place == x)
-    free = (
-        p
-        for p in inside
-        if all(abs(p - a) >= MARK - 0.1 or abs(y - b) >= MARK - 0.1 for a, b in taken)
-    )
-    found = (round(next(free, x), 1), y)
+
+    def is_free(place: float) -> bool:
+        return all(abs(place - a) >= MARK - 0.1 or abs(y - b) >= MARK - 0.1 for a, b in taken)
+
+    found = (round(next((place for place in inside if is_free(place)), x), 1), y)
     taken.append(found)
     return found
 

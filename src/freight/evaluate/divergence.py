@@ -20,16 +20,13 @@ from torch import Tensor
 
 from freight.engine.sampler import highest
 
-SAFE = (
-    60.0  # magnitude of a row's largest logit up to which float32 sums the exponentials as they are
-)
-TILE = (
-    2**18
-)  # logits that are compared at a time, so that what is in between stays in a processor's caches
+# magnitude of a row's largest logit up to which float32 sums the exponentials as they are
+SAFE = 60.0
+# logits that are compared at a time, so that what is in between stays in a processor's caches
+TILE = 2**18
 
-Judged = tuple[
-    Tensor, Tensor, Tensor
-]  # of each row: log-probability of its target, KL, whether the top is the same
+# of each row: log-probability of its target, KL, whether the top is the same
+Judged = tuple[Tensor, Tensor, Tensor]
 
 
 def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:

@@ -37,9 +37,8 @@ def read_documents(path: Path, field: str = "text") -> list[str]:
     if path.suffix != ".jsonl":
         found = [text]
     else:
-        lines = enumerate(
-            text.split("\n"), 1
-        )  # splitlines() also splits inside of JSON strings: U+2028
+        # splitlines() also splits inside of JSON strings: U+2028
+        lines = enumerate(text.split("\n"), 1)
         found = [_line(path, number, line, field) for number, line in lines if line.strip()]
     if not any(found):
         raise ConfigError(f"--data {path} is empty; give a text that the model was not trained on")
@@ -75,11 +74,9 @@ def cut_documents(
         tokenizer = opened.load_tokenizer()
         if tokenizer is None:
             raise ConfigError("a text needs a tokenizer; with skip_tokenizer_init pass token ids")
-        bos = (
-            tokenizer.bos_token_id
-            if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
-            else None
-        )
+        bos = tokenizer.bos_token_id
+        if tokenizer.encode("a")[:1] != [bos]:
+            bos = None
     parts: list[Part] = []
     total, left = 0, max_tokens
     for number, document in enumerate(documents):
@@ -93,11 +90,9 @@ def cut_documents(
         if len(ids) > 1:
             parts += [Part(window, number) for window in cut_windows(ids, length, bos)]
     if not parts and total > 1 and len(documents) > 1:
-        within = (
-            ""
-            if max_tokens is None
-            else f" within the first {max_tokens} tokens of them all (--max-tokens)"
-        )
+        within = ""
+        if max_tokens is not None:
+            within = f" within the first {max_tokens} tokens of them all (--max-tokens)"
         raise ConfigError(
             f"none of the {len(documents):,} documents has 2 tokens{within}, and perplexity needs 2 of one document"
         )

@@ -254,11 +254,10 @@ def _figures(
     same = _array(run.token_same)
     change = loss - tokens.reference
     counts = np.bincount(tokens.units).astype(np.float64)
-    of_change, of_kl, of_same = (
-        interval(sums, counts) for sums in unit_sums(tokens.units, change, kl, same)
-    )
+    sums = unit_sums(tokens.units, change, kl, same)
+    of_change, of_kl, of_same = [interval(one, counts) for one in sums]
     ratio = float(np.exp(np.mean(change)))
-    median, p99 = (float(value) for value in np.percentile(kl, (50, 99)))
+    median, p99 = np.percentile(kl, (50, 99)).tolist()
     losses = by_position(tokens.positions, loss, tokens.edges)
     assert run.probe is not None
     kl_mean, same_top = float(kl.mean(dtype=np.float64)), float(same.mean())

@@ -104,11 +104,9 @@ def evaluate_grid(
         require_native(opened.model, args.model, "measuring its static scales, or other weights,")
     samples = _samples(opened, grid, length) if static else []
     with opened.threads(plain):
-        eight = (
-            _resolved(opened, kv_cache_dtype="fp8", kv_scales="dynamic")
-            if names and names != ("e5m2",)
-            else plain
-        )
+        eight = plain
+        if names and names != ("e5m2",):
+            eight = _resolved(opened, kv_cache_dtype="fp8", kv_scales="dynamic")
         longest = max(length, *contexts_of(opened, plain)) if grid.speed else length
         decoder = load_for(opened, [plain, chosen or eight], longest)
         calibrated = Measured()
@@ -135,14 +133,20 @@ def evaluate_grid(
         worst = layer_kl(runs, parts) if grid.per_layer else None
         size = weight_bytes(decoder)
     notes = (*_notes(args, grid, static, calibrated.scales, samples), *_skip_notes(opened, plain))
-    sizes = (str(plain.weight_format), size.layers, size.embeddings)
-    given = (
-        args.quantization_param_path or args.kv_scales,
-        args.quantization,
-        grid.calibration_data,
+    overview = Overview(
+        model=args.model,
+        source=source,
+        weight_dtype=str(plain.weight_format),
+        weight_bytes=size.layers,
+        embedding_bytes=size.embeddings,
+        window=length,
+        notes=notes,
+        kv_scales=args.quantization_param_path or args.kv_scales,
+        quantization=args.quantization,
+        calibration_data=grid.calibration_data,
+        skipped_layers=args.kv_cache_dtype_skip_layers,
+        chosen_by_layer=bool(opened.kv_scales.mixed),
     )
-    layers = (args.kv_cache_dtype_skip_layers, bool(opened.kv_scales.mixed))
-    overview = Overview(args.model, source, *sizes, length, notes, *given, *layers)
     evaluation = summarize(
         overview, [setting[:2] for setting in settings], runs, parts, speeds, worst
     )
@@ -326,11 +330,9 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = []
     if static:
-        named = (
-            Path(grid.calibration_data).name
-            if grid.calibration_data
-            else "the calibration text that ships with Freight"
-        )
+        named = "the calibration text that ships with Freight"
+        if grid.calibration_data:
+            named = Path(grid.calibration_data).name
         notes.append(
             f"Static scales were measured on {sum(map(len, samples)):,} tokens of {named}."
         )

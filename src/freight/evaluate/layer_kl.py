@@ -15,9 +15,8 @@ from freight.evaluate.measure import SettingRun, measure
 from freight.evaluate.perplexity import Window
 from freight.terminal import unseen
 
-TOKENS = (
-    1024  # of the text, at least: every layer of every setting is another forward pass over them
-)
+# of the text, at least: every layer of every setting is another forward pass over them
+TOKENS = 1024
 
 
 def layer_kl(runs: Sequence[SettingRun], parts: Sequence[Part]) -> list[list[float] | None]:

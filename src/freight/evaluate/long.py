@@ -126,9 +126,8 @@ def compare_long(
         )
     tokenizer = opened.load_tokenizer()
     bos = opened.model.bos_token_id
-    if tokenizer is not None and tokenizer.encode("a")[:1] != [
-        bos
-    ]:  # the model wants none before a text
+    # the model wants none before a text
+    if tokenizer is not None and tokenizer.encode("a")[:1] != [bos]:
         bos = None
     words = vocabulary(tokenizer, opened.model.vocab_size, bos)
     contexts = make_contexts(words, length, num_contexts, num_questions, args.seed)
@@ -239,35 +238,34 @@ def _score(run: _Run, first: _Run, length: int, contexts: Sequence[RetrievalCont
     levels = depths(length)
     spans = itertools.pairwise([0, *levels]) if run.nats else ()
     return LongScore(
-        str(names["dtype"]),
-        names["granularity"],
-        names["scale_source"],
-        None if state is None else str(state),
-        [_depth(depth, contexts, run, first) for depth in levels],
-        [_position(start, stop, run, first) for start, stop in spans],
+        kv_cache_dtype=str(names["dtype"]),
+        granularity=names["granularity"],
+        scale_source=names["scale_source"],
+        state_dtype=None if state is None else str(state),
+        depths=[_depth(depth, contexts, run, first) for depth in levels],
+        positions=[_position(start, stop, run, first) for start, stop in spans],
     )
 
 
 def _position(start: int, stop: int, run: _Run, first: _Run) -> PositionScore:
     tokens = [value for window in run.nats for value in window[start:stop]]
-    own, plain = (
-        [statistics.fmean(window[start:stop]) for window in one.nats] for one in (run, first)
-    )
+    means = [statistics.fmean(window[start:stop]) for window in run.nats]
+    plain = [statistics.fmean(window[start:stop]) for window in first.nats]
     perplexity = math.exp(statistics.fmean(tokens))
-    return PositionScore(start, stop, len(tokens), perplexity, _change(own, plain))
+    return PositionScore(start, stop, len(tokens), perplexity, _change(means, plain))
 
 
 def _depth(depth: int, contexts: Sequence[RetrievalContext], run: _Run, first: _Run) -> DepthScore:
     found, logprob, gain, count = _means(depth, contexts, run)
     plain_found, _, plain_gain, _ = _means(depth, contexts, first)
     return DepthScore(
-        depth,
-        count,
-        estimate(found),
-        estimate(logprob),
-        estimate(gain),
-        _change(found, plain_found),
-        _change(gain, plain_gain),
+        depth=depth,
+        num_questions=count,
+        found=estimate(found),
+        logprob=estimate(logprob),
+        gain=estimate(gain),
+        found_change=_change(found, plain_found),
+        gain_change=_change(gain, plain_gain),
     )
 
 

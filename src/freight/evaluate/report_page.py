@@ -285,7 +285,8 @@ def _html(evaluation: Evaluation) -> str:
 
 def _command(command: str) -> str:
     """Lines break between words alone, never behind the hyphens of an option."""
-    return f"<code>{' '.join(f'<span>{escape(word)}</span>' for word in command.split(' '))}</code>"
+    words = [f"<span>{escape(word)}</span>" for word in command.split(" ")]
+    return f"<code>{' '.join(words)}</code>"
 
 
 def _cell(text: str) -> str:
@@ -296,9 +297,10 @@ def _cell(text: str) -> str:
 
 def _table(text: str) -> str:
     """Turn a Markdown table into HTML."""
-    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()]
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
-    body = "".join(
-        f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows[2:]
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    names, _, *lines = [line.strip("| ").split(" | ") for line in text.splitlines()]
+    head = "".join(f"<th>{escape(cell.strip())}</th>" for cell in names)
+    rows = []
+    for line in lines:
+        cells = "".join(f"<td>{_cell(cell.strip())}</td>" for cell in line)
+        rows.append(f"<tr>{cells}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

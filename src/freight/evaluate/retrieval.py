@@ -74,7 +74,8 @@ def vocabulary(
         for i, text in zip(ordinary, texts, strict=True)
         if len(text) >= 3 and text.isalpha() and text.isascii()
     ]
-    equals, end = (tokenizer.encode(text, add_special_tokens=False) for text in (" =", "\n"))
+    equals = tokenizer.encode(" =", add_special_tokens=False)
+    end = tokenizer.encode("\n", add_special_tokens=False)
     return Vocabulary(words if len(words) >= FEWEST_WORDS else ordinary, begin, equals, end)
 
 
@@ -109,7 +110,8 @@ def make_contexts(
     size = KEY
     while len(words.words) ** size < 16 * count * num_records:  # else keys would hardly differ
         size += 1
-        record, num_records = record + 1, (length - len(words.begin) - record - 1) // (record + 1)
+        record += 1
+        num_records = (length - len(words.begin) - record) // record
     used: set[tuple[int, ...]] = set()
     made = []
     for _ in range(count):
@@ -120,13 +122,12 @@ def make_contexts(
             token_ids += [*key, *words.equals, *value, *words.end]
         asked = []
         for depth in levels:
-            nearest = sorted(
+            by_distance = sorted(
                 range(num_records), key=lambda i: abs((num_records - i) * record - depth)
-            )[:questions]
-            asked += [
-                Question(depth, [*records[i][0], *words.equals], records[i][1])
-                for i in sorted(nearest)
-            ]
+            )
+            for i in sorted(by_distance[:questions]):
+                key, value = records[i]
+                asked.append(Question(depth, [*key, *words.equals], value))
         made.append(RetrievalContext(token_ids, asked))
     return made
 

@@ -26,9 +26,8 @@ SAME_TOP = 0.95
 CLIPPED = 0.001
 MIN_UNITS = 12  # fewer windows or documents have no interval: what is called 95 % would hold less
 MIN_TOKENS = 2000
-UNKNOWN_TEXT = (
-    0.5  # of the vocabulary's size: perplexity from which the model knows no more than a guess
-)
+# of the vocabulary's size: perplexity from which the model knows no more than a guess
+UNKNOWN_TEXT = 0.5
 
 Interval = tuple[float, float]
 
@@ -158,11 +157,25 @@ class Bound:
         return f"about {max(1, math.ceil(num_units * ((half / distance) ** 2 - 1))):,} more {units} would say it"
 
 
-PERPLEXITY_BOUND = Bound("the ratio of perplexities", 1 / RATIO, RATIO, 0.0, math.inf, ".4f")
-KL_BOUND = Bound("mean KL", -math.inf, KL, -math.inf, 2 * KL, ".3g")
-SAME_TOP_BOUND = Bound("same top", SAME_TOP, math.inf, 2 * SAME_TOP - 1, math.inf, ".2%")
+PERPLEXITY_BOUND = Bound(
+    "the ratio of perplexities",
+    low=1 / RATIO,
+    high=RATIO,
+    far_low=0.0,
+    far_high=math.inf,
+    form=".4f",
+)
+KL_BOUND = Bound("mean KL", low=-math.inf, high=KL, far_low=-math.inf, far_high=2 * KL, form=".3g")
+SAME_TOP_BOUND = Bound(
+    "same top", low=SAME_TOP, high=math.inf, far_low=2 * SAME_TOP - 1, far_high=math.inf, form=".2%"
+)
 CLIPPED_BOUND = Bound(
-    "the share of clipped keys and values", -math.inf, CLIPPED, -math.inf, CLIPPED, ".3%"
+    "the share of clipped keys and values",
+    low=-math.inf,
+    high=CLIPPED,
+    far_low=-math.inf,
+    far_high=CLIPPED,
+    form=".3%",
 )
 
 Measured = tuple[float, Interval | None]
@@ -183,7 +196,8 @@ def judge(
         bound.judge(*measured, sample.num_units, sample.units)
         for bound, measured in (*bounds, (PERPLEXITY_BOUND, ratio))
     ]
-    failed = [reason for one in found if one.verdict is Verdict.NOT_SAFE for reason in one.reasons]
+    not_safe = [one for one in found if one.verdict is Verdict.NOT_SAFE]
+    failed = [reason for one in not_safe for reason in one.reasons]
     if failed:
         return Judgement(Verdict.NOT_SAFE, tuple(failed))
     missing = [*sample.missing, *(reason for one in found for reason in one.reasons)]

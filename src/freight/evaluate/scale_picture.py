@@ -28,15 +28,12 @@ def scale_picture(title: str, format: Format, layers: Sequence[JsonObject]) -> s
     """SVG of `layers`, each {layer, k, v} with k and v None or {min, max}: scales, of which there
     is at least one.
     """
-    sides = {
-        side: [(entry["layer"], entry[side]) for entry in layers if entry[side]] for side in "kv"
-    }
-    amax = [
-        scale * format.max
-        for side in sides.values()
-        for _, one in side
-        for scale in (one["min"], one["max"])
-    ]
+    sides: dict[str, list[tuple[int, Mapping[str, float]]]] = {}
+    amax: list[float] = []
+    for side in "kv":
+        sides[side] = [(entry["layer"], entry[side]) for entry in layers if entry[side]]
+        for _, scales in sides[side]:
+            amax += [scales["min"] * format.max, scales["max"] * format.max]
     floor, ceiling = _SMALLEST_NORMAL[format], format.max
     low = math.floor(math.log10(min(*amax, floor)))
     high = math.ceil(math.log10(max(*amax, ceiling) * 1.2))
@@ -92,7 +89,8 @@ def _side(
     colour, shift = _COLOURS[side], -0.12 if side == "k" else 0.12
     for layer, scales in layers:
         x, scale = _x(layer + shift, num_layers), scales["max"]
-        top, bottom = (axis.at(scales[end] * format.max) for end in ("max", "min"))
+        top = axis.at(scales["max"] * format.max)
+        bottom = axis.at(scales["min"] * format.max)
         tip = f"layer {layer}, {_NAMES[side]}: scale {scale:.4g}, magnitudes up to {scale * format.max:.4g}"
         if bottom > top:
             look = f'stroke="{colour}" stroke-width="3" opacity="0.45"'
@@ -109,7 +107,8 @@ def _legend(
     for row, (side, layers) in enumerate(sides.items()):
         if layers:
             largest = [scales["max"] for _, scales in layers]
-            least, most = (-math.log2(scale) for scale in (max(largest), min(largest)))
+            least = -math.log2(max(largest))
+            most = -math.log2(min(largest))
             found = (
                 f"{_NAMES[side]}: scales {min(scales['min'] for _, scales in layers):.3g} to {max(largest):.3g}; "
                 f"headroom to {format.max:g}, if it were 1.0: {least:.1f} to {most:.1f} bits"

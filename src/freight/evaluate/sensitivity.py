@@ -69,9 +69,8 @@ def per_layer(
             f"--per-layer with a cache in {config.kv.format}: no layer of it is quantized; use --kv-cache-dtype fp8"
         )
     unquantized = opened.resolve(args.with_plain_cache(str(config.compute_format)))
-    unquantized = replace(
-        unquantized, kv=replace(unquantized.kv, state=config.kv.state)
-    )  # pages alone are measured
+    # pages alone are measured
+    unquantized = replace(unquantized, kv=replace(unquantized.kv, state=config.kv.state))
     samples = [window.token_ids for window in windows(opened, config.max_model_len)]
     with opened.threads(config):
         meter = Meter.open(opened, unquantized, [config.kv], max(map(len, samples)))
@@ -83,7 +82,16 @@ def per_layer(
         kind = config.kv.of_layer(index)
         granularity = None if kind.granularity is None else str(kind.granularity)
         share = kl / total if total else 0.0
-        layers.append(LayerCost(index, tuple(readers), str(kind.format), granularity, kl, share))
+        layers.append(
+            LayerCost(
+                layer=index,
+                read_by=tuple(readers),
+                dtype=str(kind.format),
+                granularity=granularity,
+                kl=kl,
+                share=share,
+            )
+        )
     return PerLayer(tuple(layers), total, whole, found.num_tokens)
 
 
@@ -92,11 +100,9 @@ def as_table(found: PerLayer) -> str:
     rows = [("layer", "cache", "KL alone", "share")]
     for layer in found.layers:
         stored = f"{layer.dtype}, {layer.granularity}" if layer.granularity else layer.dtype
-        name = (
-            f"{layer.layer}, read by {', '.join(map(str, layer.read_by))}"
-            if layer.read_by
-            else str(layer.layer)
-        )
+        name = str(layer.layer)
+        if layer.read_by:
+            name += f", read by {', '.join(map(str, layer.read_by))}"
         rows.append((name, stored, f"{layer.kl:.6f}", f"{layer.share:.1%}"))
     rows.append(("sum", "one at a time", f"{found.kl_sum:.6f}", "100.0%" if found.kl_sum else ""))
     rows.append(("whole", "all at once", f"{found.kl_whole:.6f}", ""))

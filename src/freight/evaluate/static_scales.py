@@ -28,9 +28,8 @@ from freight.fp8.scheme import KVScales, LayerScales
 from freight.models.decoder import Decoder
 from freight.operands.kv_pages import KeyCenter
 
-Amax = list[
-    list[Tensor]
-]  # by layer, of k and v: float32 [num_kv_heads, head_dim]; [] of a layer that stores neither
+# by layer, of k and v: float32 [num_kv_heads, head_dim]; [] of a layer that stores neither
+Amax = list[list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,10 @@ def scales_of(
         if not sides:
             layers.append(None)
             continue
-        k, v = (_scales(side, granularity) for side in sides)
+        k, v = [_scales(side, granularity) for side in sides]
         b = centers[index] if centers else None
-        layers.append(
-            LayerScales(k, v, granularity, (), () if b is None else tuple(b.flatten().tolist()))
-        )
+        k_center = () if b is None else tuple(b.flatten().tolist())
+        layers.append(LayerScales(k, v, granularity, k_center=k_center))
     return KVScales(
         tuple(layers), unneeded=frozenset(index for index, sides in enumerate(amax) if not sides)
     )

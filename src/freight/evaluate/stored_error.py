@@ -45,15 +45,12 @@ class Probe:
     num_rows: int = 0
     flushed: int = 0
     num_values: int = 0
-    outputs: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # attention's output of this step, by layer
-    sums: Tensor = field(
-        init=False
-    )  # float64 [num_layers, 3, 2]: of K, V, attention, squares of (difference, truth)
-    _stored: dict[int, list[Tensor]] = field(
-        default_factory=dict
-    )  # of this step, by layer: squares of K and V, zeros
+    # attention's output of this step, by layer
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    # float64 [num_layers, 3, 2]: of K, V, attention, squares of (difference, truth)
+    sums: Tensor = field(init=False)
+    # of this step, by layer: squares of K and V, zeros
+    _stored: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sums = torch.zeros(self.num_layers, 3, 2, dtype=torch.float64, device="cpu")
@@ -175,9 +172,8 @@ class ProbedKV(PagedKV):
     ) -> Rows:
         if self.probe.rows is None:
             return super().attend(q, batch, softmax_scale, window, soft_cap, sinks, consumer)
-        attended = plain(
-            super().attend(q, batch, softmax_scale, window, soft_cap, sinks)
-        )  # not quantized yet
+        # not quantized yet
+        attended = plain(super().attend(q, batch, softmax_scale, window, soft_cap, sinks))
         self.probe.attended(self.layer, attended)
         return attended
 

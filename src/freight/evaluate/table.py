@@ -11,19 +11,20 @@ def table(evaluation: Evaluation) -> str:
     """Write a row for each setting. KL in nats."""
     several = len({run.weights for run in evaluation.runs}) > 1
     states = evaluation.runs[0].state_dtype is not None
-    headings = [
-        *(["weights"] if several else []),
-        *("cache", "format", *(["states"] if states else []), "verdict"),
-        *("same top", "mean KL", "clipped", "to zero"),
-        *("change", "perplexity", "p99 KL", "bytes/token", "tokens/GiB"),
-        *(["bytes/state"] if states else []),
-    ]
+    headings = ["weights"] if several else []
+    headings += ["cache", "format"]
+    if states:
+        headings.append("states")
+    headings += ["verdict", "same top", "mean KL", "clipped", "to zero", "change", "perplexity"]
+    headings += ["p99 KL", "bytes/token", "tokens/GiB"]
+    if states:
+        headings.append("bytes/state")
     rows = [headings]
     for index, run in enumerate(evaluation.runs):
         cells = _row(run, run.verdict if index else "compared with")
         if index == 0:  # it is compared with itself: its intervals say nothing
             cells = [cell.partition(" (")[0] for cell in cells]
-        rows.append([*([run.weights] if several else []), *cells])
+        rows.append([run.weights, *cells] if several else cells)
     return markdown(rows, num_left=3 + several + states)
 
 

@@ -193,7 +193,15 @@ def compare_results(
             if not filter_name or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             after = other["results"][task][key]
-            score = TaskScore(task, metric, filter_name, None, value, after, after - value)
+            score = TaskScore(
+                task=task,
+                metric=metric,
+                filter_name=filter_name,
+                num_documents=None,
+                reference=value,
+                value=after,
+                difference=after - value,
+            )
             pairs = _pairs(reference, other, task, metric, filter_name)
             aggregate = aggregations.get(task, {}).get(metric)
             scores.append(_with_errors(score, pairs, aggregate) if pairs and aggregate else score)
@@ -217,9 +225,8 @@ def _pairs(
 def _with_errors(
     score: TaskScore, pairs: Sequence[tuple[Any, Any]], aggregate: Aggregate
 ) -> TaskScore:
-    changed = sum(
-        bool(before != after) for before, after in pairs
-    )  # of NumPy's numbers, too, which JSON does not take
+    # of NumPy's numbers, too, which JSON does not take
+    changed = sum(bool(before != after) for before, after in pairs)
     score = replace(score, num_documents=len(pairs), num_changed=changed)
     if len(pairs) < 2:
         return score
@@ -258,7 +265,8 @@ def bootstrap_stderr(
     drawn = []
     for _ in range(RESAMPLES):
         sample = draw.choices(pairs, k=len(pairs))
-        before, after = (float(aggregate([pair[side] for pair in sample])) for side in (0, 1))
+        before = float(aggregate([pair[0] for pair in sample]))
+        after = float(aggregate([pair[1] for pair in sample]))
         drawn.append((before, after, after - before))
     return [statistics.stdev(column) for column in zip(*drawn, strict=True)]
 

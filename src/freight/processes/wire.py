@@ -166,7 +166,13 @@ def _parts(delta: RequestDelta) -> Iterator[RequestDelta]:
     last = max(0, len(scores) - 1) // size * size
     for begin in range(0, last, size):
         part = scores.part(begin, begin + size)
-        yield RequestDelta(delta.request_id, [], False, part, delta.num_cached_tokens, None)
+        yield RequestDelta(
+            delta.request_id,
+            outputs=[],
+            finished=False,
+            scores=part,
+            num_cached_tokens=delta.num_cached_tokens,
+        )
     yield replace(delta, scores=scores.part(last, len(scores)))
 
 

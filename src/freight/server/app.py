@@ -297,11 +297,8 @@ class Routes:
 
     def _headers(self, call: Call) -> dict[str, str]:
         facts = self._service.facts
-        headers = {
-            "x-freight-reproducible": "true"
-            if facts is not None and facts.reproducible
-            else "false"
-        }
+        reproducible = facts is not None and facts.reproducible
+        headers = {"x-freight-reproducible": "true" if reproducible else "false"}
         if call.ignored:
             headers["x-freight-ignored"] = ", ".join(call.ignored)
         return headers
@@ -324,7 +321,10 @@ def _invocation(body: Body, served: Served, limits: ServingLimits) -> Call:
 
 
 def _generate(stream: bool | None) -> Parse:
-    return lambda body, served, limits: tgi.parse_generate(body, served, limits.sampling, stream)
+    def parse(body: Body, served: Served, limits: ServingLimits) -> Call:
+        return tgi.parse_generate(body, served, limits.sampling, stream)
+
+    return parse
 
 
 def _model(name: str, served: Served) -> dict[str, Any]:

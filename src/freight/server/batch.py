@@ -110,12 +110,10 @@ class _Batch:
         on_progress: Callable[[int], None],
         at_once: int,
     ) -> None:
-        self._service, self._out, self._counts, self._on_progress = (
-            service,
-            out,
-            counts,
-            on_progress,
-        )
+        self._service = service
+        self._out = out
+        self._counts = counts
+        self._on_progress = on_progress
         self._limits = HttpLimits()
         self._places = asyncio.Semaphore(at_once)
         self._answers: asyncio.Queue[asyncio.Task[dict[str, Any]] | None] = asyncio.Queue(_AHEAD)
@@ -157,11 +155,9 @@ class _Batch:
             fault = error
         finally:
             self._places.release()
-        failure = (
-            None
-            if fault is None
-            else {"code": fault.code or fault.type, "message": _at(line, fault)}
-        )
+        failure = None
+        if fault is not None:
+            failure = {"code": fault.code or fault.type, "message": _at(line, fault)}
         return {"id": line.id, "custom_id": custom_id, "response": response, "error": failure}
 
     async def _respond(
@@ -221,9 +217,8 @@ class _Batch:
 
 def _parts(content: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the url and the body of a line. Raises ApiError if the line is not a request."""
-    custom_id, method, url, body = (
-        content.get(name) for name in ("custom_id", "method", "url", "body")
-    )
+    custom_id, method = content.get("custom_id"), content.get("method")
+    url, body = content.get("url"), content.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         raise ApiError(
             400, "custom_id is missing or not a string; give each line its own", param="custom_id"

@@ -445,10 +445,8 @@ class Answer:
     def _count(
         self, index: int, reason: str, times: RequestTimes | None = None, cached: int = 0
     ) -> None:
-        seconds, prompt_tokens = (
-            self._service.clock() - self._arrival,
-            len(self._work[index].token_ids),
-        )
+        seconds = self._service.clock() - self._arrival
+        prompt_tokens = len(self._work[index].token_ids)
         key, generated = self._key_name or UNNAMED, self._generated[index]
         self._service.metrics.request_finished(
             reason, seconds, times, prompt_tokens, sum(generated), cached, key, max(generated)

@@ -120,11 +120,9 @@ class Tokenize:
             "max_model_len": served.max_model_len,
             "tokens": tokens,
         }
-        answer["token_strs"] = (
-            [tokenizer.token_string(token, False) or "" for token in tokens]
-            if self.with_texts
-            else None
-        )
+        answer["token_strs"] = None
+        if self.with_texts:
+            answer["token_strs"] = [tokenizer.token_string(token, False) or "" for token in tokens]
         return answer
 
 

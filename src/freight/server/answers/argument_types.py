@@ -51,11 +51,9 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
             break
         schema = root
         for step in reference.removeprefix("#").split("/")[1:]:
-            schema = (
-                schema.get(step.replace("~1", "/").replace("~0", "~"))
-                if isinstance(schema, Mapping)
-                else None
-            )
+            if not isinstance(schema, Mapping):
+                return {}
+            schema = schema.get(step.replace("~1", "/").replace("~0", "~"))
     return schema if isinstance(schema, Mapping) else {}
 
 
@@ -220,17 +218,14 @@ def shapes_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Shap
         return shapes
     for word in ("allOf", "anyOf", "oneOf"):
         branches = schema.get(word)
-        groups = (
-            [shapes_of(branch, root, depth + 1) for branch in branches]
-            if isinstance(branches, list)
-            else []
-        )
-        if word != "allOf" and groups:
+        if not isinstance(branches, list) or not branches:
+            continue
+        groups = [shapes_of(branch, root, depth + 1) for branch in branches]
+        if word != "allOf":
             groups = [[shape for group in groups for shape in group]]
         for group in groups:
-            shapes = [({**a, **b}, left | right) for a, left in shapes for b, right in group][
-                :_MOST
-            ]
+            pairs = [({**a, **b}, left | right) for a, left in shapes for b, right in group]
+            shapes = pairs[:_MOST]
     return shapes
 
 
@@ -254,11 +249,14 @@ def bare(schema: Any, is_map: bool = False) -> Any:
         return [bare(entry) for entry in schema]
     if not isinstance(schema, Mapping):
         return schema
-    return {
-        name: value if not is_map and name in _DATA else bare(value, not is_map and name in _MAPS)
-        for name, value in schema.items()
-        if is_map or name not in _NOTES
-    }
+    if is_map:
+        return {name: bare(value) for name, value in schema.items()}
+    kept = {}
+    for name, value in schema.items():
+        if name in _NOTES:
+            continue
+        kept[name] = value if name in _DATA else bare(value, name in _MAPS)
+    return kept
 
 
 def within(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,10 +140,8 @@ class Blocks:
     def _take(self, piece: Piece, steps: list[Step]) -> None:
         kind, text = piece.kind, piece.text
         if kind is PieceKind.TOOL_CALL and not self._has_tools:  # a call, without any tools
-            kind, text = (
-                PieceKind.CONTENT,
-                f'{{"name": {json.dumps(piece.name)}, "arguments": {text}}}',
-            )
+            kind = PieceKind.CONTENT
+            text = f'{{"name": {json.dumps(piece.name)}, "arguments": {text}}}'
         is_call = kind is PieceKind.TOOL_CALL
         if is_call and not self._parallel and any(block.kind is kind for block in self.all):
             return

@@ -59,12 +59,10 @@ _GLM = Tagged(
     ("<arg_value>", "</arg_value>"),
     gap="\n",
 )
-GLM45 = _tagged(
-    _GLM, _GLM_REGION, before_arguments="\n", between="\n", markers=_GLM_MARKERS
-)  # GLM 4.5 and 4.6
-GLM47 = _tagged(
-    replace(_GLM, gap="", line=""), _GLM_REGION, markers=_GLM_MARKERS
-)  # GLM 4.7: no line ends
+# GLM 4.5 and 4.6
+GLM45 = _tagged(_GLM, _GLM_REGION, before_arguments="\n", between="\n", markers=_GLM_MARKERS)
+# GLM 4.7: no line ends
+GLM47 = _tagged(replace(_GLM, gap="", line=""), _GLM_REGION, markers=_GLM_MARKERS)
 
 
 def _hunyuan(suffix: str) -> CallForm:
@@ -164,7 +162,9 @@ GEMMA4 = CallForm(
 )
 
 
-def _listed(opening: str, closing: str, region: dict[str, Any], *markers: str) -> CallForm:
+def _listed(
+    opening: str, closing: str, region: dict[str, Any], markers: tuple[str, ...]
+) -> CallForm:
     return CallForm(
         field=region,
         syntax=ListedCalls(),
@@ -178,25 +178,32 @@ def _listed(opening: str, closing: str, region: dict[str, Any], *markers: str) -
     )
 
 
+# Granite 3
 GRANITE = _listed(
-    "<|tool_call|>", "", _region(r"<\|?tool_call\|?>(?=\s{0,8}\[)", None), "<|tool_call|>"
-)  # Granite 3
-PHI4 = _listed(  # `functools` as its prompt asks for, or its special tokens
-    "functools",
-    "",
-    _region(r"functools(?=\[)|<\|tool_call\|>", r"<\|/tool_call\|>"),
-    "<|tool_call|>",
-    "<|/tool_call|>",
+    opening="<|tool_call|>",
+    closing="",
+    region=_region(r"<\|?tool_call\|?>(?=\s{0,8}\[)", None),
+    markers=("<|tool_call|>",),
 )
-HUNYUAN = _listed(  # Hunyuan A13B, Apriel
-    "<tool_calls>",
-    "</tool_calls>",
-    _region(r"<tool_calls>(?=\s{0,8}[\[{])", r"</tool_calls>"),
-    "<tool_calls>",
-    "</tool_calls>",
+# `functools` as its prompt asks for, or its special tokens
+PHI4 = _listed(
+    opening="functools",
+    closing="",
+    region=_region(r"functools(?=\[)|<\|tool_call\|>", r"<\|/tool_call\|>"),
+    markers=("<|tool_call|>", "<|/tool_call|>"),
+)
+# Hunyuan A13B, Apriel
+HUNYUAN = _listed(
+    opening="<tool_calls>",
+    closing="</tool_calls>",
+    region=_region(r"<tool_calls>(?=\s{0,8}[\[{])", r"</tool_calls>"),
+    markers=("<tool_calls>", "</tool_calls>"),
 )
 NEMOTRON = _listed(
-    "<TOOLCALL>", "</TOOLCALL>", _region(r"<TOOLCALL>", r"</TOOLCALL>"), "<TOOLCALL>", "</TOOLCALL>"
+    opening="<TOOLCALL>",
+    closing="</TOOLCALL>",
+    region=_region(r"<TOOLCALL>", r"</TOOLCALL>"),
+    markers=("<TOOLCALL>", "</TOOLCALL>"),
 )
 
 
@@ -349,14 +356,18 @@ def check_parser(flag: str, name: str | None) -> None:
 def form_of(chat_template: str) -> CallForm | None:
     """Return the form of tool calls of a model with this chat template; None if it is not known."""
     text = chat_template.replace("\\n", "\n")
-    return next((form for words, form in CALL_FORMS if all(word in text for word in words)), None)
+    for words, form in CALL_FORMS:
+        if all(word in text for word in words):
+            return form
+    return None
 
 
 def tags_of(chat_template: str) -> Tags | None:
     """Return the reasoning tags of a model with this chat template; None if they are not known."""
-    return next(
-        (tags for words, tags in REASONING if all(word in chat_template for word in words)), None
-    )
+    for words, tags in REASONING:
+        if all(word in chat_template for word in words):
+            return tags
+    return None
 
 
 def response_template(form: CallForm | None, reasoning: Tags | None) -> dict[str, Any]:

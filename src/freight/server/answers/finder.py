@@ -70,19 +70,15 @@ def finder_of(fields: Mapping[str, Any], implicit: str) -> Finder:
 def _first(field: Mapping[str, Any], key: str) -> frozenset[str]:
     """Return the characters that can begin the markup of `field`; empty if they are not known."""
     literals = field.get(key, ())
+    if isinstance(literals, str) and literals:
+        return frozenset(literals[0])
     if literals:
-        return frozenset(
-            text[0] for text in ([literals] if isinstance(literals, str) else literals)
-        )
-    pattern = field.get(f"{key}_pattern", "")
-    begins = re.match(
-        r"(?:\(\?=|\(\?:(?=<[^()|]*\)\?<))?(?:\\?(<)|\\(\[))(?![*?{])", pattern.replace("\\|", "")
-    )
-    return (
-        frozenset(begins[1] or begins[2])
-        if begins and "|" not in pattern.replace("\\|", "")
-        else frozenset()
-    )
+        return frozenset(text[0] for text in literals)
+    pattern = field.get(f"{key}_pattern", "").replace("\\|", "")
+    begins = re.match(r"(?:\(\?=|\(\?:(?=<[^()|]*\)\?<))?(?:\\?(<)|\\(\[))(?![*?{])", pattern)
+    if begins is None or "|" in pattern:
+        return frozenset()
+    return frozenset(begins[1] or begins[2])
 
 
 def strings_in(value: Any) -> list[str]:

@@ -230,16 +230,12 @@ class _Rules:
         return f"{self._literal(self._mark)} {name}"
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> str:
-        bounds = [schema.get(word) for word in ("minItems", "maxItems")]
-        least, most = (
-            value if isinstance(value, int) and 0 <= value <= _MOST_ITEMS else None
-            for value in bounds
-        )
-        most = _MOST_ITEMS if most is None else most
+        least = _number_of_items(schema.get("minItems"), 0)
+        most = _number_of_items(schema.get("maxItems"), _MOST_ITEMS)
         item = self.value(schema.get("items", {}), depth + 1)
         if most == 0:
             return '"[]"'
-        items = f'{item} ("," {item}){{{max((least or 0) - 1, 0)},{most - 1}}}'
+        items = f'{item} ("," {item}){{{max(least - 1, 0)},{most - 1}}}'
         return f'"[" ({items}){"?" if not least else ""} "]"'
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> str:
@@ -265,6 +261,11 @@ class _Rules:
             self.lines += [f'{name}_{last}: ""', f'{name}_m{last}: ""']
             choices.append(f'"{{" {name}_0 "}}"')
         return f"({' | '.join(choices)})"
+
+
+def _number_of_items(value: object, otherwise: int) -> int:
+    """Return the value of minItems or maxItems, `otherwise` if it has none that a call can keep."""
+    return value if isinstance(value, int) and 0 <= value <= _MOST_ITEMS else otherwise
 
 
 def _skip(text: str, at: int) -> int:

@@ -97,18 +97,19 @@ class Markup:
         template = finder.template
         ends = [found.end() for found in self.anchor.finditer(prompt_text)]
         begun = prompt_text[ends[-1] :] if ends else ""
+        outside = None, "." if begun.strip() else ""
         if self.reasoning is None:
-            return None, "." if begun.strip() else ""
+            return outside
         tag = template.fields[self.reasoning].open_re
         tags = list(tag.finditer(begun or prompt_text[-256:]))
         if not tags:
-            return None, "." if begun.strip() else ""
+            return outside
         opening = tags[-1].group()
         if not ends:  # the beginning of the answer is unknown: only a tag at the very end counts
             inside = prompt_text.rstrip().endswith(opening.strip())
         else:
             inside = _region(response_parser(template, begun)) == self.reasoning
-        return (self.reasoning, opening) if inside else (None, "." if begun.strip() else "")
+        return (self.reasoning, opening) if inside else outside
 
 
 def markup_of(
@@ -129,21 +130,19 @@ def markup_of(
     skeleton = {name: as_text(field) for name, field in explicit.items()}
     quiet = {name: field for name, field in skeleton.items() if name != _CALLS}
     calls = explicit.get(_CALLS)
-    written = "".join([*strings_in(explicit), *(form.markers if form is not None else ())]).replace(
-        "\\", ""
-    )
+    markers = () if form is None else form.markers
+    written = "".join([*strings_in(explicit), *markers]).replace("\\", "")
+    in_markup = {text for text in tokenizer.special_texts if text in written}
     return Markup(
         with_calls=finder_of(skeleton, implicit) if calls else None,
         without_calls=finder_of(quiet, implicit) if quiet else None,
         calls=load_fields({_CALLS: {**calls, "repeats": True}}, _OTHER) if calls else None,
         form=form,
-        typed=bool(calls) and (calls or {}).get("content") in ("xml-inline", "kv-lines"),
+        typed=calls is not None and calls.get("content") in ("xml-inline", "kv-lines"),
         reasoning=next((name for name in _REASONING if name in explicit), None),
         implicit=implicit,
         keeps_rest=implicit == "content" or (implicit == _OTHER and "content" not in explicit),
-        special=SpecialTokens(
-            tokenizer.special_texts - {text for text in tokenizer.special_texts if text in written}
-        ),
+        special=SpecialTokens(tokenizer.special_texts - in_markup),
         anchor=anchor,
     )
 

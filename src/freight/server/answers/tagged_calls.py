@@ -117,11 +117,9 @@ class Tagged:
         while text.startswith(self._key[0], at := _skip(text, at)):
             close = text.index(self._key[1], at)
             key, is_string = self._attribute(text[at + len(self._key[0]) : close])
-            at = (
-                _skip(text, close + len(self._key[1]))
-                if self.value[0]
-                else close + len(self._key[1])
-            )
+            at = close + len(self._key[1])
+            if self.value[0]:
+                at = _skip(text, at)
             if not text.startswith(self.value[0], at):
                 raise ValueError("a key without a value")
             at += len(self.value[0])
@@ -298,9 +296,10 @@ def text_rules(
     reads that as the end.
     """
     least, most = bounds
-    text = "(?s:.)" + (
-        "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
-    )
+    if (least, most) == (0, None):
+        text = "(?s:.)*"
+    else:
+        text = f"(?s:.){{{least},{'' if most is None else most}}}"
     rules = [f"{name}: {name}_a", f"{name}_a[suffix={json.dumps(end)}]: /{text}/"]
     found = token_in(end)
     if found is not None:

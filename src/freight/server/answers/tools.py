@@ -178,11 +178,9 @@ class MessageFormat:
             "function: " + " | ".join(f"function_{index}" for index in range(len(functions)))
         )
         for index, function in enumerate(functions):
-            name = (
-                json.dumps(function["name"], ensure_ascii=False)
-                if form.quoted
-                else str(function["name"])
-            )
+            name = str(function["name"])
+            if form.quoted:
+                name = json.dumps(function["name"], ensure_ascii=False)
             head = self._literal(name + form.before_arguments)
             if form.numbered:
                 head = f"{self._literal(f'{name}:')} /[0-9]{{1,3}}/ {self._literal(form.before_arguments)}"
@@ -285,8 +283,10 @@ def _tags(field: object) -> tuple[str, str] | None:
     """Return the opening and the closing text of a field, or None if either is a pattern."""
     if not isinstance(field, Mapping):
         return None
-    tags = field.get("open"), field.get("close")
-    return (tags[0], tags[1]) if isinstance(tags[0], str) and isinstance(tags[1], str) else None
+    opening, closing = field.get("open"), field.get("close")
+    if isinstance(opening, str) and isinstance(closing, str):
+        return opening, closing
+    return None
 
 
 def _reads(markup: Markup, form: CallForm | None) -> bool:

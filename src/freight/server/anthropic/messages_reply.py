@@ -90,11 +90,9 @@ class MessagesReply:
         if blocks.finish_reason is FinishReason.LENGTH:
             most = self._work.params.max_tokens
             # The context may be full first: max_tokens need not fit into it.
-            return (
-                "max_tokens"
-                if most is None or blocks.usage.completion >= most
-                else "model_context_window_exceeded"
-            )
+            if most is None or blocks.usage.completion >= most:
+                return "max_tokens"
+            return "model_context_window_exceeded"
         return "stop_sequence" if blocks.stop is not None else "end_turn"
 
     def _content(self, block: Block) -> dict[str, Any]:

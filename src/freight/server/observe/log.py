@@ -65,7 +65,9 @@ def trace_id_of(header: str | None) -> str | None:
     Versions after 00 may append fields behind a dash; these are ignored.
     """
     match = _TRACEPARENT.fullmatch(header or "")
-    return None if match is None or (match[1] == "00" and match[3] is not None) else match[2]
+    if match is None or (match[1] == "00" and match[3] is not None):
+        return None
+    return match[2]
 
 
 def log_request(line: RequestLine) -> None:

@@ -31,23 +31,9 @@ from freight.server.observe.histogram import Buckets
 from freight.server.observe.state import CacheFacts, cache_use
 
 _LONG = (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-TTFT = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    *_LONG,
-    160.0,
-    640.0,
-    2560.0,
-)  # seconds
+# seconds
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
+TTFT = (*_FIRST, *_LONG, 160.0, 640.0, 2560.0)
 _SHORT = (0.001, 0.0025, 0.005)  # below vLLM's first bound, 0.01: small models are faster
 ITL = (*_SHORT, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, *_LONG)
 _REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
@@ -128,11 +114,9 @@ class Metrics:
         self._ttft, self._itl, self._per_token = Buckets(TTFT), Buckets(ITL), Buckets(ITL)
         self._e2e, self._queue, self._prefill = Buckets(LATENCY), Buckets(LATENCY), Buckets(LATENCY)
         self._decode, self._inference = Buckets(LATENCY), Buckets(LATENCY)
-        self._prompt, self._generation, self._longest = (
-            Buckets(tokens),
-            Buckets(tokens),
-            Buckets(tokens),
-        )
+        self._prompt = Buckets(tokens)
+        self._generation = Buckets(tokens)
+        self._longest = Buckets(tokens)
         self._params_n, self._params_max_tokens = Buckets(COMPLETIONS), Buckets(tokens)
         self._preemptions = Buckets(PREEMPTIONS)
         self._step_tokens, self._step_seconds = Buckets(STEP_TOKENS), Buckets(ITL)

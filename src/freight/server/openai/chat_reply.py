@@ -205,12 +205,14 @@ class ChatReply:
         result = {
             "index": choice.index,
             "message": message,
-            "logprobs": {"content": choice.logprobs}
-            if self._work.params.logprobs is not None
-            else None,
+            "logprobs": None,
             "finish_reason": choice.finish_reason,
         }
-        return result | ({"token_ids": choice.token_ids} if self._options.token_ids else {})
+        if self._work.params.logprobs is not None:
+            result["logprobs"] = {"content": choice.logprobs}
+        if self._options.token_ids:
+            result["token_ids"] = choice.token_ids
+        return result
 
     def failure(self, error: ApiError) -> bytes:
         return failure_events(error)

@@ -151,15 +151,12 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
     renamed, own = _own_values(request, served)
 
     def params_of(prompt_text: str | None) -> SamplingParams:
-        forced = (
-            _forced_call(served, forcing, parallel and not tools.named, prompt_text)
-            if tools.forced
-            else None
-        )
+        forced, around = None, None
+        if tools.forced:
+            forced = _forced_call(served, forcing, parallel and not tools.named, prompt_text)
         after = served.after_reasoning
-        around = (
-            None if after is None or prompt_text is None else partial(_reasoned, after, prompt_text)
-        )
+        if after is not None and prompt_text is not None:
+            around = partial(_reasoned, after, prompt_text)
         return sampling_from(request, served, limits, own, renamed, form, forced, around)
 
     depends = bool(tools.forced) or (served.after_reasoning is not None and form.values is not None)

@@ -93,11 +93,9 @@ class CompletionReply:
     def _prompt_text(self, work: TokenizedWork) -> str:
         if work.text is not None:
             return work.text
-        return (
-            self._tokenizer.decode(work.token_ids, work.params.skip_special_tokens)
-            if self._tokenizer
-            else ""
-        )
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(work.token_ids, work.params.skip_special_tokens)
 
     def start(self) -> bytes:
         """Return the prompts that are echoed without scores."""

@@ -90,10 +90,10 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
     own = {
         "max_tokens": request.max_tokens,
         "logprobs": request.logprobs,
-        "prompt_logprobs": max(scored, request.prompt_logprobs or 0)
-        if scored is not None
-        else None,
+        "prompt_logprobs": None,
     }
+    if scored is not None:
+        own["prompt_logprobs"] = max(scored, request.prompt_logprobs or 0)
     if request.max_tokens is None and "max_tokens" not in served.defaults:
         own["max_tokens"] = DEFAULT_MAX_TOKENS
     form = form_of(request, served.strict_schemas)

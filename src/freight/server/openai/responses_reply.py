@@ -72,7 +72,7 @@ class ResponsesReply:
         ]
 
     def _response(self, status: str, output: list[Item]) -> dict[str, Any]:
-        usage = self._blocks.usage
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": f"resp_{self._head.request_id}",
             "object": "response",
@@ -80,21 +80,21 @@ class ResponsesReply:
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"}
-            if status == "incomplete"
-            else None,
+            "incomplete_details": incomplete,
             "model": self._head.model,
             "output": output,
             **self._echo,
-            "usage": None
-            if status == "in_progress"
-            else {
-                "input_tokens": usage.prompt,
-                "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-                "output_tokens": usage.completion,
-                "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-                "total_tokens": usage.prompt + usage.completion,
-            },
+            "usage": None if status == "in_progress" else self._usage(),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._blocks.usage
+        return {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+            "output_tokens": usage.completion,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+            "total_tokens": usage.prompt + usage.completion,
         }
 
     def _item(self, block: Block, status: str, empty: bool = False) -> Item:

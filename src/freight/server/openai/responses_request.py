@@ -239,17 +239,18 @@ class _Reader:
     def echo(self, call: ChatCall) -> dict[str, Any]:
         """Return the fields of the answer that repeat the request."""
         given, params = self._given, call.work[0].params
-        reasoning, text, metadata = (given.get(name) for name in ("reasoning", "text", "metadata"))
+        reasoning, text = given.get("reasoning") or {}, given.get("text") or {}
+        metadata = given.get("metadata")
         return {
             "instructions": given.get("instructions"),
             "max_output_tokens": call.max_tokens,
             "metadata": metadata if isinstance(metadata, dict) else {},
             "parallel_tool_calls": call.parallel,
             "previous_response_id": None,
-            "reasoning": {"effort": (reasoning or {}).get("effort"), "summary": None},
+            "reasoning": {"effort": reasoning.get("effort"), "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": (text or {}).get("format") or {"type": "text"}},
+            "text": {"format": text.get("format") or {"type": "text"}},
             "tool_choice": self._choice if self._choice is not None else "auto",
             "tools": [
                 {"parameters": None, "strict": False, **tool, "type": "function"}

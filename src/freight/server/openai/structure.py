@@ -120,11 +120,9 @@ def _response_format(given: object) -> dict[str, Any] | None:
     if kind == "json_schema":
         return {"json": _schema(given, schema)}
     if kind in ("json_object", "json"):
-        return (
-            {"json_object": True}
-            if schema is None
-            else {"json": _checked(schema, "response_format.value")}
-        )
+        if schema is None:
+            return {"json_object": True}
+        return {"json": _checked(schema, "response_format.value")}
     if kind == "regex":
         if not isinstance(schema, str):
             raise refuse(

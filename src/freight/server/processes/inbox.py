@@ -65,7 +65,10 @@ def merged(deltas: Sequence[tuple[int, RequestDelta]]) -> list[tuple[int, Reques
         if any(one.finish_reason not in _NOT_FAILED for one in delta.outputs):
             request.append([])
         request[-1].append(delta)
-    return [(index, _as_one(run)) for index, request in runs.items() for run in request if run]
+    found: list[tuple[int, RequestDelta]] = []
+    for index, request in runs.items():
+        found += [(index, _as_one(run)) for run in request if run]
+    return found
 
 
 def _as_one(run: Sequence[RequestDelta]) -> RequestDelta:

@@ -121,9 +121,11 @@ def parse_generate(
         raise _no_tokenizer()
     ignored = [name for name in GenerateBody.accepted if body.get(name) is not None]
     ignored += _unknown("", body, GenerateBody, served)
-    asked = read(
-        GenerateBody, body, lambda path, words, _: _invalid(f"{path.split('.')[-1]} {words}", path)
-    )
+
+    def refused(path: str, words: str, _: object) -> ApiError:
+        return _invalid(f"{path.split('.')[-1]} {words}", path)
+
+    asked = read(GenerateBody, body, refused)
     given = body.get("parameters") or {}
     ignored += _unknown("parameters.", given, Parameters, served)
     parameters = present(given)

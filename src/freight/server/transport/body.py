@@ -69,11 +69,11 @@ async def read_body(
 
 def _check_type(values: dict[bytes, str]) -> None:
     declared = values.get(b"content-type", "")
-    kind, _, parameters = (part.strip().lower() for part in declared.partition(";"))
+    kind, _, parameters = declared.lower().partition(";")
     charset = re.sub(r'[\s"]', "", parameters)
     # Without this check a web page of any origin could send requests to a server on the machine of
     # its reader: a browser sends a CORS preflight before JSON, but not before a form's types.
-    if kind != "application/json" or charset not in ("", "charset=utf-8"):
+    if kind.strip() != "application/json" or charset not in ("", "charset=utf-8"):
         what = f"{declared[:100]!r}" if declared else "missing"
         raise ApiError(
             415,
