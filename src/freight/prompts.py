@@ -141,19 +141,15 @@ def check_on_error(on_error: str) -> None:
 
 
 def raise_failed(outputs: Sequence[RequestOutput]) -> None:
-    """Raises GenerationError when a completion of `outputs` failed."""
-    failed = [
-        (index, completion.error)
-        for index, output in enumerate(outputs)
-        for completion in output.outputs
-        if completion.error is not None
-    ]
-    if failed:
-        index, error = failed[0]
+    """Raise GenerationError if a completion of `outputs` failed."""
+    failed: list[tuple[int, str]] = []
+    for index, output in enumerate(outputs):
+        failed += [(index, one.error) for one in output.outputs if one.error is not None]
+    if not failed:
+        return
+    first, error = failed[0]
+    which = "the prompt failed"
+    if len(outputs) > 1:
         count = len({index for index, _ in failed})
-        which = (
-            f"{count} of {len(outputs)} prompts failed; prompt {index}"
-            if len(outputs) > 1
-            else "the prompt failed"
-        )
-        raise GenerationError(f"{which}: {error}", outputs)
+        which = f"{count} of {len(outputs)} prompts failed; prompt {first}"
+    raise GenerationError(f"{which}: {error}", outputs)
