@@ -198,11 +198,9 @@ class KVCacheConfig:
 
     def of_layer(self, index: int) -> LayerKVFormat:
         """Return the stored format of layer `index`."""
-        return (
-            LayerKVFormat(self.format, self.granularity)
-            if self.layers is None
-            else self.layers[index]
-        )
+        if self.layers is None:
+            return LayerKVFormat(self.format, self.granularity)
+        return self.layers[index]
 
     def skipping(self, skipped: Set[int], num_layers: int, compute: Format) -> KVCacheConfig:
         """Return this quantized cache with the layers of `skipped` stored in `compute`. `skipped`
