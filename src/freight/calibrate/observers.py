@@ -84,7 +84,7 @@ class _Histogram(AbsMax):
 
 
 def _magnitude(bins: Tensor, part: float) -> Tensor:
-    """The magnitude at `part` of each bin's width, float32: 0 its lower end, 1 its upper."""
+    """Return the magnitude at `part` of each bin's width, float32: 0 its lower end, 1 its upper."""
     bits = (bins + _LOWEST << _SHIFT) + int(part * (1 << _SHIFT))
     return bits.to(torch.int32).view(torch.float32)
 

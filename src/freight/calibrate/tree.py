@@ -56,7 +56,7 @@ def model_tree(
 
 
 def _folded(name: str, layers: list[list[str]]) -> list[str]:
-    """The layers, those that follow each other and are alike as one."""
+    """Return the lines of the layers, those that follow each other and are alike as one."""
     lines, start = [f"({name}): ("], 0
     for index in range(1, len(layers) + 1):
         if index == len(layers) or layers[index] != layers[start]:
