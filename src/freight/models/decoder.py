@@ -278,12 +278,9 @@ class Decoder:
         embeddings of the tokens.
         """
         embedded = self.embedding(batch.token_ids, batch.positions)
-        own = (
-            None
-            if self.per_layer_embeddings is None
-            else self.per_layer_embeddings(embedded, batch.token_ids)
-        )
-        return Residual(embedded, inputs=own)
+        if self.per_layer_embeddings is None:
+            return Residual(embedded)
+        return Residual(embedded, inputs=self.per_layer_embeddings(embedded, batch.token_ids))
 
     def layers_over(
         self, stream: Residual, batch: ForwardBatch, kv_cache: Sequence[LayerCache]

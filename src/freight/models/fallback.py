@@ -218,7 +218,7 @@ def load_foreign(
     empty = torch.empty(max_len, 0, dtype=torch.float32, device=device)
     model = TransformersModel(config, causal, kernels, (Rotary(empty, empty),) * config.num_layers)
     if not stored:
-        self_check(model, compute_format, False, device)
+        self_check(model, compute_format, fp8=False, device=device)
     linears = {
         f"{name}.weight": cast(nn.Linear, causal.get_submodule(name))
         for name in plain_linears(causal)
@@ -242,7 +242,7 @@ def load_foreign(
             data, scale = fit_rows(module.weight, weight_format)
             _replace(causal, name, Weight(data, scale, Activations.DYNAMIC), kernels)
     if stored or rounds:
-        self_check(model, compute_format, True, device)
+        self_check(model, compute_format, fp8=True, device=device)
     return model
 
 
