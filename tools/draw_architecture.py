@@ -81,18 +81,19 @@ def below(name: str, imports: Imports) -> set[str]:
 
 
 def arrows(imports: Imports) -> list[tuple[str, str]]:
-    """The imports between drawn boxes that follow from no others."""
+    """Return the imports between drawn boxes that follow from no others."""
     reach = {name: below(name, imports) & COLUMNS.keys() for name in sorted(COLUMNS)}
-    return [
-        (name, one)
-        for name, reached in reach.items()
-        for one in sorted(reached)
-        if not any(one in reach[other] for other in reached)
-    ]
+    found = []
+    for name, reached in reach.items():
+        farther = set().union(*(reach[other] for other in reached))
+        found += [(name, one) for one in sorted(reached - farther)]
+    return found
 
 
 def floors(imports: Imports) -> dict[str, int]:
-    """The floor of each drawn box, from 0 at the bottom: one above the highest that it imports."""
+    """Return the floor of each drawn box, from 0 at the bottom: one above the highest that it
+    imports.
+    """
 
     @cache
     def height(name: str) -> int:
@@ -185,20 +186,29 @@ def boxes(imports: Imports) -> dict[str, Box]:
 
 
 def beside(drawn: Mapping[str, Box], imports: Imports) -> Box:
-    """The modules that are no packages, below what stands in their columns."""
+    """Return the box of the modules that are no packages, below what stands in their columns."""
     first, last = BESIDE
     over = [box.low for box in drawn.values() if box.first <= last and box.last >= first]
     names = sorted(set(imports) - set(drawn) - NO_FLOOR)
     said = f"Modules beside the packages: {', '.join(names)}."
-    return Box("beside", "beside", first, last, 0, min(over) - 1, "", said)
+    return Box(
+        name="beside",
+        kind="beside",
+        first=first,
+        last=last,
+        low=0,
+        high=min(over) - 1,
+        more="",
+        said=said,
+    )
 
 
 def extents(drawn: list[Box]) -> list[tuple[float, float]]:
-    """The top and bottom of each floor in pixels: as high as what stands on it needs."""
-    heights = [
-        max((box.height for box in drawn if box.low == box.high == floor), default=0)
-        for floor in range(1 + max(box.high for box in drawn))
-    ]
+    """Return the top and bottom of each floor in pixels: as high as what stands on it needs."""
+    heights = [0] * (1 + max(box.high for box in drawn))
+    for box in drawn:
+        if box.low == box.high:
+            heights[box.low] = max(heights[box.low], box.height)
     for box in drawn:
         room = sum(heights[box.low : box.high + 1]) + GAP * (box.high - box.low)
         heights[box.high] += max(0, box.height - room)
@@ -236,7 +246,9 @@ def chips(names: list[str], x: float, y: float) -> Iterator[str]:
 
 
 def arrow(upper: Box, lower: Box, ends: list[tuple[float, float]]) -> Iterator[str]:
-    """A line straight down. Raises ValueError where there is none, or where it would cross a box."""
+    """Yield a line straight down. Raises ValueError where there is none, or where it would cross a
+    box.
+    """
     first, last = max(upper.first, lower.first), min(upper.last, lower.last)
     if first > last or lower.high != upper.low - 1:
         raise ValueError(
@@ -250,7 +262,7 @@ def arrow(upper: Box, lower: Box, ends: list[tuple[float, float]]) -> Iterator[s
 
 
 def check(drawn: list[Box]) -> None:
-    """Raises ValueError for boxes that lie upon each other."""
+    """Raise ValueError for boxes that lie upon each other."""
     taken: dict[tuple[int, int], str] = {}
     for box in drawn:
         for floor in range(box.low, box.high + 1):
@@ -264,7 +276,9 @@ def check(drawn: list[Box]) -> None:
 
 
 def picture(imports: Imports) -> str:
-    """The SVG's text. Raises ValueError for a package without a place, or where an arrow has none."""
+    """Return the SVG's text. Raises ValueError for a package without a place, or where an arrow has
+    none.
+    """
     unplaced = {name for name in imports if not (PACKAGE / f"{name}.py").exists()} - set(COLUMNS)
     if unplaced:
         raise ValueError(f"{', '.join(sorted(unplaced))}: no COLUMNS in tools/draw_architecture.py")

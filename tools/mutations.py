@@ -71,10 +71,9 @@ def read(text: str) -> list[Mutation]:
         head, *changes = [line for line in block.splitlines() if not line.startswith("#")] or [""]
         if not head:
             continue
-        name, file, tests = (part.strip() for part in head.split(" | "))
-        old, new = (
-            "\n".join(line[2:] for line in changes if line.startswith(sign)) for sign in "-+"
-        )
+        name, file, tests = [part.strip() for part in head.split(" | ")]
+        old = "\n".join(line[2:] for line in changes if line.startswith("-"))
+        new = "\n".join(line[2:] for line in changes if line.startswith("+"))
         files = [one for word in tests.split() for one in TESTS[word]]
         found.append(Mutation(name, file, old, new, tuple(dict.fromkeys(files))))
     return found
@@ -134,7 +133,9 @@ class Copy:
                 return f"NOT TRIED: {error}"
             if self.fails(mutation.tests, QUICK):
                 return "found"
-            return "FULL PRODUCT ONLY" if self.fails(mutation.tests, FULL) else "not found"
+            if self.fails(mutation.tests, FULL):
+                return "FULL PRODUCT ONLY"
+            return "not found"
         finally:
             file.write_text(original, encoding="utf-8")
             if compiled:

@@ -85,7 +85,7 @@ def _branches(function: ast.AST) -> Iterator[tuple[list[str], list[ast.stmt]]]:
 
 
 def _served_by(body: list[ast.stmt]) -> str:
-    """The class of the first `return` in the branch for FlashAttention: its model_class."""
+    """Return the class of the first `return` in the branch for FlashAttention: its model_class."""
     for statement in body:
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == "FLASH_ATTENTION":
             for node in ast.walk(statement):
@@ -95,13 +95,9 @@ def _served_by(body: list[ast.stmt]) -> str:
 
 
 def _outcome(tree: Tree, cls: ClassRef, form: str) -> Outcome:
-    asking = [
-        (one, value)
-        for one in reachable(cls)
-        for name, found in one.assignments.items()
-        if name == "kv_scales"
-        for value, _ in found
-    ]
+    asking = []
+    for one in reachable(cls):
+        asking += [(one, value) for value, _ in one.assignments.get("kv_scales", ())]
     if not asking:
         return undecided("the text model is chosen at run time")
     places = {place for one, _ in asking for place in _places(cls, one)}
@@ -113,9 +109,10 @@ def _outcome(tree: Tree, cls: ClassRef, form: str) -> Outcome:
         function = tree.imported("text_generation_server.layers.attention.kv_cache", ASKS)
         assert isinstance(function, FunctionRef)
         run.call(Bound(function), [weights, f"{PREFIX}.{place}"], {})
-        effects.add(
-            "drops" if not weights.read else "uses" if all(weights.read.values()) else "converts"
-        )
+        if not weights.read:
+            effects.add("drops")
+        else:
+            effects.add("uses" if all(weights.read.values()) else "converts")
     first, value = asking[0]
     if len(effects) != 1:
         return Outcome("unknown", why=f"{sorted(places)} differ")
