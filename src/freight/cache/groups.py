@@ -148,7 +148,9 @@ class Pages:
 
     @property
     def kind(self) -> str:
-        return "without a window" if self.window is None else f"with a window of {self.window:,}"
+        if self.window is None:
+            return "without a window"
+        return f"with a window of {self.window:,}"
 
     def describe(self) -> str:
         if self.window is None:

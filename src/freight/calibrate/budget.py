@@ -73,7 +73,9 @@ class KVChoice:
         layers differ.
         """
         found = set(self.granularities)
-        return found.pop() if len(found) == 1 and not found & {None, Granularity.TOKEN} else None
+        if len(found) == 1 and not found & {None, Granularity.TOKEN}:
+            return found.pop()
+        return None
 
 
 def split(samples: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:

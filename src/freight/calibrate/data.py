@@ -121,7 +121,9 @@ def _from_file(where: str, path: Path, tokenizer: _Lazy, max_seq_len: int) -> It
         text = read_text(path, "utf-8-sig", DATA_LIMIT, newline="\n" if jsonl else None)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} cannot be read as text: {error}") from None
-    return _lines(where, text, tokenizer) if jsonl else _pieces(text, tokenizer(), max_seq_len)
+    if jsonl:
+        return _lines(where, text, tokenizer)
+    return _pieces(text, tokenizer(), max_seq_len)
 
 
 def _pieces(text: str, tokenizer: Tokenizer, max_seq_len: int) -> Iterator[list[int]]:

@@ -120,7 +120,9 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
                 latent_in=(prefix + names.latent_in,),
                 latent_out=(prefix + names.latent_out,),
             )
-        return mixer if mlp.shared is None else replace(mixer, gate_up=gate_up, down=down)
+        if mlp.shared is None:
+            return mixer
+        return replace(mixer, gate_up=gate_up, down=down)
 
     def with_own(index: int, layer: LayerConfig) -> LayerModules:
         if layer.per_layer is None:

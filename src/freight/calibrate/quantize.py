@@ -60,7 +60,9 @@ from freight.models.shapes import tensor_shapes
 from freight.models.sources import CheckpointSource
 from freight.text.tokenizer import Tokenizer
 
-NOTHING_CALIBRATED = Calibration(None, None, {}, 0, 0, {}, ())
+NOTHING_CALIBRATED = Calibration(
+    kv=None, kv_finer=None, input_scales={}, num_samples=0, num_tokens=0, moving={}, zeros=()
+)
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,9 @@ def _read(checkpoint: Checkpoint, name: str, sides: str, mixer: PagedMixer) -> t
 
 
 def _short(values: tuple[float, ...]) -> str:
-    return f"{values[0]:.9g}" if len(values) == 1 else f"{values[0]:.9g}, … ({len(values)} values)"
+    if len(values) == 1:
+        return f"{values[0]:.9g}"
+    return f"{values[0]:.9g}, … ({len(values)} values)"
 
 
 def require_positive(what: str, value: float) -> None:

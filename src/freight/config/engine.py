@@ -142,7 +142,9 @@ class LayerKVFormat:
     granularity: Granularity | None
 
     def __str__(self) -> str:
-        return f"{self.format}, {self.granularity}" if self.granularity else str(self.format)
+        if self.granularity:
+            return f"{self.format}, {self.granularity}"
+        return str(self.format)
 
 
 def listed_layers(layers: Sequence[int], num_layers: int) -> str:

@@ -80,7 +80,9 @@ def _chunked(config: JsonObject) -> str | None:
     nothing reads it.
     """
     is_llama_4 = str(config.get("model_type")).startswith("llama4")
-    return "attention_chunk_size" if is_llama_4 and "attention_chunk_size" in config else None
+    if is_llama_4 and "attention_chunk_size" in config:
+        return "attention_chunk_size"
+    return None
 
 
 def _linear_kinds(config: JsonObject) -> str | None:

@@ -411,7 +411,9 @@ def _plain(value: Any) -> Any:
     """Return `value` as a mapping if it is an object of llm-compressor's kind."""
     if hasattr(value, "model_dump"):
         return value.model_dump()
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return value
 
 
 def _value(value: Any) -> Any:

@@ -136,7 +136,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     values = x.float()
     normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (normed * weight).to(x.dtype)
+    if weight.dtype == x.dtype:
+        return weight * normed.to(x.dtype)
+    return (normed * weight).to(x.dtype)
 
 
 def add_rms_norm(

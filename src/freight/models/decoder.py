@@ -271,7 +271,9 @@ class Decoder:
         """Run the rest of `forward` after `by_kernels`; return float32 logits [num_logit_rows,
         vocab_size].
         """
-        return self.head.bounded(computed) if self.head.begins_with_kernels else self.head(computed)
+        if self.head.begins_with_kernels:
+            return self.head.bounded(computed)
+        return self.head(computed)
 
     def begin(self, batch: ForwardBatch) -> Residual:
         """Return the stream that the first layer takes: the rows of the embedding, and per-layer

@@ -161,7 +161,9 @@ class TransformersModel:
             raise CheckpointError(
                 f"{step.calls} of {self.config.num_layers} layers attended over the cache"
             )
-        return states[batch.logit_rows] if len(batch.logit_rows) < len(states) else states
+        if len(batch.logit_rows) < len(states):
+            return states[batch.logit_rows]
+        return states
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of final states, as `Decoder.logits` does."""

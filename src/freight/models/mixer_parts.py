@@ -80,7 +80,9 @@ class MixerParts:
 
 def mixer_parts(mixer: Mixer, hidden_size: int, names: TensorNames) -> MixerParts:
     """Return the parts of a layer's mixer; empty for a layer without one."""
-    return MixerParts() if mixer is None else _PARTS[type(mixer)](mixer, hidden_size, names)
+    if mixer is None:
+        return MixerParts()
+    return _PARTS[type(mixer)](mixer, hidden_size, names)
 
 
 def _attention(mixer: AttentionConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:

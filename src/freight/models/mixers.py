@@ -44,7 +44,9 @@ Ropes = Mapping[int | None, Rotary]  # by `AttentionConfig.rope`
 
 def build_mixer(mixer: MixerConfig, builder: Builder, prefix: str, ropes: Ropes) -> Mixer | None:
     """Build the mixer of the layer whose tensors begin with `prefix`; None for a layer without one."""
-    return None if mixer is None else _BUILDERS[type(mixer)](mixer, builder, prefix, ropes)
+    if mixer is None:
+        return None
+    return _BUILDERS[type(mixer)](mixer, builder, prefix, ropes)
 
 
 def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Ropes) -> Attention:
@@ -105,7 +107,9 @@ def _output_gate(mixer: AttentionConfig, builder: Builder, prefix: str) -> Outpu
         projection = builder.linear(prefix, names.qkv[0], rows=(_of_heads(mixer, 1),))
     else:
         projection = builder.outer(prefix + names.output_gate)
-    return None if projection is None else OutputGate(projection, gate.function, builder.kernels)
+    if projection is None:
+        return None
+    return OutputGate(projection, gate.function, builder.kernels)
 
 
 def _of_heads(mixer: AttentionConfig, part: int) -> Tensor:

@@ -221,7 +221,9 @@ class _Count:
             return 0
         if isinstance(mlp, DenseConfig):
             return self.dense(prefix, mlp, hidden, names.gate_up, names.down)
-        router = matrix_bytes(mlp.num_experts, hidden, Format.FLOAT32, None, self.layout)
+        router = matrix_bytes(
+            mlp.num_experts, hidden, Format.FLOAT32, scales=None, layout=self.layout
+        )
         size = router + mlp.num_experts * 4 * (mlp.router_bias + mlp.choice_bias + mlp.beside)
         size += 4 * hidden + 3 * self.norm_weight(hidden) if mlp.beside else 0
         channels, parts = mlp.expert_channels(hidden), (names.expert_gate_up, names.expert_down)
@@ -297,7 +299,7 @@ class _Count:
         wider = c.float32_head and self.compute is not Format.FLOAT32
         if not c.tie_word_embeddings or self.layout is not Layout.PLAIN or wider:
             head = Format.FLOAT32 if wider else self.compute
-            size += matrix_bytes(c.vocab_size, width, head, None, self.layout)
+            size += matrix_bytes(c.vocab_size, width, head, scales=None, layout=self.layout)
         if c.embedding_size is not None:
             size += self.matrix(c.hidden_size, width) + self.matrix(width, c.hidden_size)
         if c.per_layer_vocab_size is not None:

@@ -317,7 +317,9 @@ def attention(
     merged = _decode(work, consumer)
     if not quantizes(consumer):
         return work.out
-    return quantize(target, work.out.flatten(1), consumer) if mixed or merged is None else merged
+    if mixed or merged is None:
+        return quantize(target, work.out.flatten(1), consumer)
+    return merged
 
 
 def _prefill(work: _Work) -> None:
