@@ -114,7 +114,7 @@ class Box:
     low: int
     high: int
     more: str  # at the right of the name
-    said: str
+    words: str
     inside: tuple[str, ...] = ()  # names of packages, each in a frame
 
     @property
@@ -127,7 +127,7 @@ class Box:
 
     @property
     def lines(self) -> list[str]:
-        return wrapped(self.said.split(), self.width - 2 * INSET)
+        return wrapped(self.words.split(), self.width - 2 * INSET)
 
     @property
     def rows(self) -> list[str]:
@@ -177,7 +177,7 @@ def boxes(imports: Imports) -> dict[str, Box]:
             low=low[name],
             high=min(over[name], default=low[name] + 1) - 1,
             more=str(count) if is_package else "",
-            said=opening(
+            words=opening(
                 folder / "__init__.py" if is_package else folder.with_suffix(".py")
             ).replace("`", ""),
             inside=tuple(sorted(init.parent.name for init in folder.glob("*/__init__.py"))),
@@ -190,7 +190,7 @@ def beside(drawn: Mapping[str, Box], imports: Imports) -> Box:
     first, last = BESIDE
     over = [box.low for box in drawn.values() if box.first <= last and box.last >= first]
     names = sorted(set(imports) - set(drawn) - NO_FLOOR)
-    said = f"Modules beside the packages: {', '.join(names)}."
+    words = f"Modules beside the packages: {', '.join(names)}."
     return Box(
         name="beside",
         kind="beside",
@@ -199,7 +199,7 @@ def beside(drawn: Mapping[str, Box], imports: Imports) -> Box:
         low=0,
         high=min(over) - 1,
         more="",
-        said=said,
+        words=words,
     )
 
 
@@ -292,12 +292,12 @@ def picture(imports: Imports) -> str:
     for box in every:
         parts += drawn_box(box, ends[box.high][0], ends[box.low][1])
     y, x = ends[0][1] + 34, float(MARGIN)
-    for kind, said in KINDS.items():
+    for kind, meaning in KINDS.items():
         parts.append(
             f'<rect x="{x:g}" y="{y - 11:g}" width="20" height="13" rx="3" class="{kind}"/>'
         )
-        parts.append(text(x + 28, y, said, 'class="soft"'))
-        x += 7.1 * len(said) + 52
+        parts.append(text(x + 28, y, meaning, 'class="soft"'))
+        x += 7.1 * len(meaning) + 52
     return framed("The packages of Freight", WIDTH, round(y + 20), _STYLE, parts)
 
 

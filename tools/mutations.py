@@ -93,7 +93,7 @@ class Copy:
                 shutil.copy(file, self.root)
 
     def build(self) -> str:
-        """Compile the best build. Returns what the compiler said where it failed."""
+        """Compile the best build. Returns its output where it failed."""
         target, folder = f"freight_{library.runnable()[0]}", self.root / "build"
         for command in (
             ["cmake", "-S", str(self.root / "csrc"), "-B", str(folder)],
