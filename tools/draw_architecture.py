@@ -73,7 +73,7 @@ svg{--paper:#fff;--ink:#1d2329;--soft:#5d6670;--line:#c3cad1;--used:#e6f0fa;--us
 
 
 def below(name: str, imports: Imports) -> set[str]:
-    """Everything that `name` imports, directly or through others."""
+    """Return everything that `name` imports, directly or through others."""
     found: set[str] = set()
     for one in imports[name]:
         found |= {one} | below(one, imports)
@@ -145,7 +145,9 @@ _COLUMN = (WIDTH - 2 * MARGIN - 3 * GAP) / 4
 
 
 def wrapped(words: list[str], width: float, between: float = 4) -> list[str]:
-    """`words` in lines of at most `width` pixels, by a width of letters that no usual font exceeds."""
+    """Return `words` in lines of at most `width` pixels, by a width of letters that no usual font
+    exceeds.
+    """
     lines: list[str] = []
     left = 0.0
     for word in words:

@@ -227,7 +227,7 @@ class Calls(Evaluation):
             raise Undecided(f"{name}: {error}") from error
 
     def _sorted(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> object:
-        """`sorted` or `filter` of the one tensor."""
+        """Compute `sorted` or `filter` of the one tensor."""
         if name == "sorted" and len(args[0]) == 1:
             return list(args[0])
         raise Undecided(f"{name} takes the tensor")

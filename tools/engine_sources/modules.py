@@ -105,8 +105,8 @@ class ClassRef:
 
 
 def self_assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """(attribute, value) of each `self.attribute = value` in `node`; of tuples, where both sides
-    have as many.
+    """Yield (attribute, value) of each `self.attribute = value` in `node`; of tuples, where both
+    sides have as many.
     """
     for one in ast.walk(node):
         if not isinstance(one, ast.Assign | ast.AnnAssign) or one.value is None:
@@ -161,7 +161,7 @@ class Module:
                 self._collect(node.orelse)
 
     def imports(self, node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
-        """{name here: (module, name there)}; the name there is '' for a module."""
+        """Return {name here: (module, name there)}; the name there is '' for a module."""
         if isinstance(node, ast.Import):
             return {one.asname or one.name.split(".")[0]: (one.name, "") for one in node.names}
         base = node.module or ""

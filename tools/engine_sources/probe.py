@@ -101,7 +101,9 @@ def _effect(loaded: list[str], side: str) -> str:
 def native(
     interpreter: Interpreter, owner: object, name: str, args: list[Any], kwargs: dict[str, Any]
 ) -> object:
-    """torch's own methods of modules, and the part of AutoWeightsLoader that walks through them."""
+    """Do what torch's own methods of modules do, and the part of AutoWeightsLoader that walks through
+    them.
+    """
     if isinstance(owner, ModuleObject) and owner.cls.method(name) is None:
         if name == "named_parameters":
             return interpreter.parameters

@@ -29,7 +29,7 @@ class _Weights:
 
 
 def tgi_families(root: Path) -> dict[str, dict[str, dict[str, Outcome]]]:
-    """{model_type: {'any': {form: outcome}}}, of those with a class of TGI's that runs with
+    """Return {model_type: {'any': {form: outcome}}}, of those with a class of TGI's that runs with
     FlashAttention.
     """
     tree = Tree(root / "server", "text_generation_server")
@@ -50,7 +50,7 @@ def tgi_families(root: Path) -> dict[str, dict[str, dict[str, Outcome]]]:
 
 
 def _model_types(node: object) -> dict[str, str]:
-    """{name of the constant: model_type}, from the enumeration's {"type": ...}."""
+    """Return {name of the constant: model_type}, from the enumeration's {"type": ...}."""
     assert isinstance(node, ast.ClassDef)
     found = {}
     for one in node.body:
@@ -71,7 +71,7 @@ def _model_types(node: object) -> dict[str, str]:
 
 
 def _branches(function: ast.AST) -> Iterator[tuple[list[str], list[ast.stmt]]]:
-    """(names that model_type is compared with, body) of each `if model_type == …`."""
+    """Yield (names that model_type is compared with, body) of each `if model_type == …`."""
     for node in ast.walk(function):
         if not isinstance(node, ast.If):
             continue
@@ -120,7 +120,7 @@ def _outcome(tree: Tree, cls: ClassRef, form: str) -> Outcome:
 
 
 def _places(start: ClassRef, attention: ClassRef) -> set[str]:
-    """'self_attn' of `prefix=f"{prefix}.self_attn"`, wherever the attention is created."""
+    """Return 'self_attn' of `prefix=f"{prefix}.self_attn"`, wherever the attention is created."""
     found = set()
     for cls in reachable(start):
         for pairs in cls.assignments.values():

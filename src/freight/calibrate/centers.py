@@ -41,7 +41,7 @@ class Moments:
         self._squares: Tensor | None = None
 
     def observe(self, x: Tensor) -> None:
-        """x: [num_tokens, heads, head_dim]"""
+        """Add the tokens of `x` [num_tokens, heads, head_dim]."""
         values = x.double()
         total, squares = values.sum(0), values.square().sum(0)
         self._count += len(x)

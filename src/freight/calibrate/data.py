@@ -87,7 +87,7 @@ class _Lazy:
         self._said = False
 
     def say_no_template(self, where: str) -> None:
-        """Once: conversations become plain text."""
+        """Log once that conversations become plain text."""
         if not self._said:
             logger.warning(
                 "%s has `messages`, and the model has no chat template: their texts are used alone",

@@ -16,8 +16,8 @@ from freight.models.loader import tensor_shapes
 def model_tree(
     checkpoint: Checkpoint, config: ModelConfig, plan: QuantizePlan | None, ignored: Collection[str]
 ) -> str:
-    """Lines of the form `(self_attn.q_proj): Linear(256 -> 256), bfloat16`; layers that are alike
-    share theirs.
+    """Describe the model in lines of the form `(self_attn.q_proj): Linear(256 -> 256), bfloat16`;
+    layers that are alike share theirs.
 
     With a plan, modules that are not `ignored` are shown as it quantizes them, else as they are
     stored.

@@ -50,7 +50,7 @@ class Watch:
         self.growth = 1.0  # mean growth of the scales since `mark`; 1.0 if none grew
 
     def observe(self, values: Tensor) -> None:
-        """values: [groups, count]"""
+        """Pass `values` [groups, count] to the observer."""
         assert self._observer is not None, "finished"
         self._observer.observe(values)
 
@@ -73,7 +73,7 @@ class Watch:
         return not self._seen.any()
 
     def scales(self) -> Tensor:
-        """float32 [groups]; 1.0 if only zeros were seen."""
+        """Return the scales, float32 [groups]; 1.0 if only zeros were seen."""
         if self.zero:
             return torch.ones_like(self._seen)
         return scale_from_amax(self._seen, Format.E4M3FN)
