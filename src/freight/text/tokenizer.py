@@ -95,8 +95,8 @@ class Tokenizer:
         decoder = read_decoder(backend.decoder)
         # Texts of single tokens, without and with special tokens skipped. Both are caches.
         self._pieces = decoder and (
-            Pieces(decoder, lambda token: self.token_string(token, skip_special_tokens=False)),
-            Pieces(decoder, lambda token: self.token_string(token, skip_special_tokens=True)),
+            Pieces(decoder, lambda token: self.token_string(token, False)),
+            Pieces(decoder, lambda token: self.token_string(token, True)),
         )
         self._token_texts: dict[int, str] = {}
 
