@@ -82,9 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "role", nargs="?", choices=("serve",), help=argparse.SUPPRESS
-    )  # the server's process
+    # For the server's process
+    parser.add_argument("role", nargs="?", choices=("serve",), help=argparse.SUPPRESS)
     if parser.parse_args().role:
         asyncio.run(serve())
         return

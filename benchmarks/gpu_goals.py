@@ -192,20 +192,16 @@ def _ratio(what: str, aim: float, one: str, other: str, figure: str) -> Goal:
     def find(results: Results) -> float:
         return float(engine(results, one)[figure] / engine(results, other)[figure])
 
-    return Goal(
-        what,
-        aim,
-        " x",
-        find,
-        (lambda results: engine(results, one)) if "decode" in figure else None,
-    )
+    def row(results: Results) -> Row:
+        return engine(results, one)
+
+    return Goal(what, aim, " x", find, row if "decode" in figure else None)
 
 
 def _tokens_for_the_same_bytes(what: str, aim: float, command: str) -> Goal:
     def find(results: Results) -> float:
-        sixteen, eight = (
-            engine(results, name)["kv_cache"] for name in ("8b batch 1, BF16", command)
-        )
+        sixteen = engine(results, "8b batch 1, BF16")["kv_cache"]
+        eight = engine(results, command)["kv_cache"]
         return float(sixteen["bytes_per_token"] / eight["bytes_per_token"])
 
     return Goal(what, aim, " x", find)
@@ -230,12 +226,12 @@ ENGINE_GOALS = (
     _tokens_for_the_same_bytes("tokens for the same bytes, a scale per token", 1.96, ALONE),
     Goal(
         "llama-8b, batch 1, decode: of the bandwidth",
-        0.65,
-        "",
-        lambda results: float(engine(results, ALONE)["decode_bandwidth_fraction"]),
-        lambda results: engine(results, ALONE),
+        aim=0.65,
+        unit="",
+        find=lambda results: float(engine(results, ALONE)["decode_bandwidth_fraction"]),
+        row=lambda results: engine(results, ALONE),
     ),
-    Goal("llama-70b on one card", None, "runs", _of_70b),
+    Goal("llama-70b on one card", aim=None, unit="runs", find=_of_70b),
 )
 
 
@@ -245,13 +241,9 @@ def table(results: Results, goals: tuple[Goal, ...] = KERNEL_GOALS + ENGINE_GOAL
     """
     lines = ["| | aim | found | what binds |", "|---|---:|---:|---|"]
     for goal in goals:
-        aim = (
-            goal.unit
-            if goal.unit == "runs"
-            else ""
-            if goal.aim is None
-            else f"{goal.aim:g}{goal.unit}"
-        )
+        aim = "" if goal.aim is None else f"{goal.aim:g}{goal.unit}"
+        if goal.unit == "runs":
+            aim = goal.unit
         found, why = "not measured", ""
         try:
             value = goal.find(results)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations
 from freight.fp8.weights import quantize_rows
 from freight.kernels.select import select_kernels
+from freight.operands.packed import PackedWeight
 from freight.operands.weight import Weight
 
 Call = Callable[[], None]
@@ -39,31 +42,35 @@ def shapes_of(config: Mapping[str, int]) -> list[tuple[int, int]]:
 def calls(weights: list[Tensor], rows: int) -> Iterator[tuple[str, Call]]:
     """Yield each kind by name."""
     kernels = select_kernels("auto", "cpu")
-    inputs = {
-        width: torch.randn(rows, width).bfloat16()
-        for width in {weight.shape[1] for weight in weights}
-    }
+    widths = {weight.shape[1] for weight in weights}
+    inputs = {width: torch.randn(rows, width).bfloat16() for width in widths}
     xs = [inputs[weight.shape[1]] for weight in weights]
+
+    def ours(x: Tensor, weight: PackedWeight) -> Tensor:
+        return kernels.linear(x, weight, bias=None)
+
+    linear = torch.ops.mkldnn._linear_pointwise
+
+    def torch_packed(x: Tensor, weight: Tensor) -> Tensor:
+        product: Tensor = linear(x, weight, None, "none", [], "")
+        return product
+
     for name, activations in (
         ("Freight FP8", Activations.PLAIN),
         ("Freight FP8, W8A8", Activations.DYNAMIC),
     ):
         coded = [quantize_rows(weight.float(), Format.E4M3FN) for weight in weights]
         packed = [kernels.pack(Weight(data, scale, activations)) for data, scale in coded]
-        yield name, lambda own=packed: _each(lambda x, one: kernels.linear(x, one, None), xs, own)
+        yield name, partial(_each, ours, xs, packed)
     plain = [kernels.pack(Weight(weight)) for weight in weights]
-    yield "Freight BF16", lambda: _each(lambda x, one: kernels.linear(x, one, None), xs, plain)
-    yield "torch BF16", lambda: _each(torch.nn.functional.linear, xs, weights)
+    yield "Freight BF16", partial(_each, ours, xs, plain)
+    yield "torch BF16", partial(_each, torch.nn.functional.linear, xs, weights)
     ordered = [torch.ops.mkldnn._reorder_linear_weight(weight, rows) for weight in weights]
-    linear = torch.ops.mkldnn._linear_pointwise
-    yield (
-        "torch BF16, packed",
-        lambda: _each(lambda x, one: linear(x, one, None, "none", [], ""), xs, ordered),
-    )
+    yield "torch BF16, packed", partial(_each, torch_packed, xs, ordered)
 
 
 def _each(
-    product: Callable[[Tensor, Tensor], Tensor], xs: list[Tensor], weights: list[Tensor]
+    product: Callable[[Tensor, Any], Tensor], xs: Sequence[Tensor], weights: Sequence[Any]
 ) -> None:
     for x, weight in zip(xs, weights, strict=True):
         product(x, weight)

@@ -52,9 +52,8 @@ def load_models(checkout: Path) -> tuple[Mapping[str, Any], types.ModuleType]:
     variants = importlib.import_module("tests.parity.variants")
     # Older checkouts have both in one file
     apart = (checkout / "tests" / "parity" / "random_models.py").exists()
-    return variants.VARIANTS, importlib.import_module(
-        "tests.parity.random_models"
-    ) if apart else variants
+    models = importlib.import_module("tests.parity.random_models") if apart else variants
+    return variants.VARIANTS, models
 
 
 def digest(*parts: bytes) -> str:
@@ -154,7 +153,7 @@ def run(checkout: Path, out: Path, only: str, wanted: Sequence[str]) -> None:
 
 
 def compare(before: Path, after: Path) -> int:
-    first, second = (json.loads(path.read_text()) for path in (before, after))
+    first, second = json.loads(before.read_text()), json.loads(after.read_text())
     both = [case for case in first if case in second]
     alone = len(first) + len(second) - 2 * len(both)
     different = [case for case in both if first[case] != second[case]]

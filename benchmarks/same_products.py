@@ -31,10 +31,8 @@ from freight.operands.weight import Activations, Weight
 SHAPES = [(1, 32), (17, 64), (33, 96), (48, 160), (130, 224), (260, 320), (129, 1024), (1000, 544)]
 ODD_SHAPES = [(1, 1), (33, 129), (260, 300)]  # not for MXFP4, whose groups have 32 inputs
 ROWS = (1, 3, 4, 5, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 511, 512, 513, 1025)
-DTYPES = (
-    torch.bfloat16,
-    torch.float32,
-)  # the second where activations become FP8, which pairs and tiles take as well
+# The second where activations become FP8, which pairs and tiles take as well
+DTYPES = (torch.bfloat16, torch.float32)
 THREADS = 3  # one, two and three in turn: they decide how many bands a task has
 EXPERTS, HIDDEN, INNER, TOP_K = 5, 288, 160, 2
 
@@ -115,15 +113,15 @@ def products(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
 def experts(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
     """Yield the same for mixtures of experts: few of their rows have many, and one has none."""
     shapes = (2 * INNER, HIDDEN), (HIDDEN, INNER)
-    sides = [
-        [MAKERS[name](matrix_of(shape, "ordinary")) for _ in range(EXPERTS)] for shape in shapes
-    ]
+    sides = []
+    for shape in shapes:
+        sides.append([MAKERS[name](matrix_of(shape, "ordinary")) for _ in range(EXPERTS)])
     for dtype in DTYPES:
         biases = [torch.randn(EXPERTS, shape[0]).to(dtype) for shape in shapes]
-        packed = [
-            [kernels.pack_experts(*side) for side in zip(sides, biases, strict=True)]
-            for kernels in sets
-        ]
+        given = list(zip(sides, biases, strict=True))
+        packed = []
+        for kernels in sets:
+            packed.append([kernels.pack_experts(*side) for side in given])
         for rows in ROWS:
             torch.set_num_threads(rows % THREADS + 1)
             x, shares = torch.randn(rows, HIDDEN).to(dtype), torch.rand(rows, TOP_K)

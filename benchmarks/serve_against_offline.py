@@ -279,9 +279,8 @@ def main() -> None:
     options = ["--kv-cache-dtype", args.kv_cache_dtype, "--kv-cache-memory", args.kv_cache_memory]
     options += ["--threads", args.threads] if args.threads else []
     options += ["--random-weights", args.random_weights] if args.random_weights else []
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # runs the exits that end both processes
+    # Runs the exits that end both processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rows = measure(args, options)
     if args.json:
         print(json.dumps(vars(args) | {"rows": rows}, indent=1))

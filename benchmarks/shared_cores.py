@@ -115,7 +115,7 @@ def busy() -> float:
     started.
     """
     fields = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:]
-    user, nice, system, _, _, *interrupts = (int(field) for field in fields[:8])
+    user, nice, system, _, _, *interrupts = [int(field) for field in fields[:8]]
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
@@ -174,9 +174,9 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str], list[Turn]]:
     for number in range(args.rounds):
         if number % args.restart == 0:
             end(running)
-            running = {
-                one: [Engine(one, task) for _ in range(args.processes)] for one in args.setting
-            }
+            running = {}
+            for one in args.setting:
+                running[one] = [Engine(one, task) for _ in range(args.processes)]
             for engines in running.values():
                 decode(engines, args.seconds)  # warms up
         for one in order.sample(args.setting, len(args.setting)):
@@ -198,10 +198,9 @@ def table(found: dict[tuple[str, str], list[Turn]], first: str) -> None:
             turn.rate / other.rate for turn, other in zip(turns, found[first, how], strict=True)
         ]
         low, high, _ = interval(ratios)
-        rate, cpu, share = (
-            statistics.median(getattr(turn, figure) for turn in turns)
-            for figure in ("rate", "cpu", "others")
-        )
+        rate = statistics.median(turn.rate for turn in turns)
+        cpu = statistics.median(turn.cpu for turn in turns)
+        share = statistics.median(turn.others for turn in turns)
         ratio = f"{statistics.median(ratios):.3f} | {low:.3f} to {high:.3f}"
         print(
             f"| {setting or 'by itself'} | {how} | {rate:.1f} | {ratio} | {cpu:.2f} | {share:.2f} |"

@@ -90,31 +90,25 @@ class Inputs:
 
         delta = isinstance(mixer, DeltaNetConfig)
         if isinstance(mixer, DeltaNetConfig):
-            keys, values, group = (
-                mixer.key_heads * mixer.k_dim,
-                mixer.heads * mixer.v_dim,
-                mixer.v_dim,
-            )
+            keys, values = mixer.key_heads * mixer.k_dim, mixer.heads * mixer.v_dim
+            group = mixer.v_dim
         else:
             keys, values = mixer.groups * mixer.state_size, mixer.heads * mixer.head_dim
             group = values // mixer.norm_groups
+        heads = (mixer.heads,)
         return Inputs(
-            normal(rows, mixer.channels + values)[:, : mixer.channels],
-            normal(mixer.channels, mixer.width),
-            normal(rows, values),
-            normal(rows, mixer.heads),
-            normal(rows, mixer.heads) if delta else None,
-            torch.stack(
-                (
-                    torch.zeros(mixer.heads),
-                    torch.full((mixer.heads,), -3.0),
-                    torch.ones(mixer.heads),
-                )
+            projected=normal(rows, mixer.channels + values)[:, : mixer.channels],
+            conv=normal(mixer.channels, mixer.width),
+            gate=normal(rows, values),
+            a=normal(rows, mixer.heads),
+            b=normal(rows, mixer.heads) if delta else None,
+            parameters=torch.stack(
+                (torch.zeros(heads), torch.full(heads, -3.0), torch.ones(heads))
             ),
-            normal(group if delta else values),
-            delta,
-            (keys, keys, values),
-            group,
+            weight=normal(group if delta else values),
+            delta=delta,
+            sizes=(keys, keys, values),
+            group=group,
         )
 
     def others(

@@ -90,10 +90,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="for each row")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads or torch.get_num_threads())
-    old, new = (
+    old, new = [
         CpuKernels(load_file(path, path.stem.removeprefix("freight_")))
         for path in (asked.old, asked.new)
-    )
+    ]
     print("| kernel | format | shape | old, us | new, us | speed, old = 1 | interval | pairs |")
     print("|---|---|---|---:|---:|---:|---|---:|")
     for case in cases(old):

@@ -98,9 +98,9 @@ def compare_kernels(args: argparse.Namespace) -> None:
     )
     for row in found[0]["old"]:
         if row in found[0]["new"]:
-            print(
-                f"| {row} | {comparison(*([run[name][row] for run in found] for name in ('old', 'new')))} |"
-            )
+            old = [run["old"][row] for run in found]
+            new = [run["new"][row] for run in found]
+            print(f"| {row} | {comparison(old, new)} |")
 
 
 def comparison(old: list[float], new: list[float]) -> str:
@@ -198,7 +198,8 @@ def main() -> None:
     )
     for (batch, prompt, generated), runs in pairs(args, workloads).items():
         for figure in ("prefill", "decode step"):
-            old, new = ([run[name][figure] * 1e3 for run in runs] for name in ("old", "new"))
+            old = [run["old"][figure] * 1e3 for run in runs]
+            new = [run["new"][figure] * 1e3 for run in runs]
             print(f"| {batch}x{prompt}+{generated} | {figure} | {comparison(old, new)} |")
 
 

@@ -114,13 +114,9 @@ def _is_config(node: ast.expr) -> bool:
 
 def _name(node: ast.expr) -> str:
     """Return `x` for x and for y.x."""
-    return (
-        node.id
-        if isinstance(node, ast.Name)
-        else node.attr
-        if isinstance(node, ast.Attribute)
-        else ""
-    )
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def declared_names(tree: ast.AST) -> Iterator[str]:

@@ -74,7 +74,7 @@ svg{--paper:#fff;--ink:#1d2329;--soft:#5d6670;--line:#c3cad1;--used:#e6f0fa;--us
 
 
 def below(name: str, imports: Imports) -> set[str]:
-    """Everything that `name` imports, directly or through others."""
+    """Return everything that `name` imports, directly or through others."""
     found: set[str] = set()
     for one in imports[name]:
         found |= {one} | below(one, imports)
@@ -82,18 +82,19 @@ def below(name: str, imports: Imports) -> set[str]:
 
 
 def arrows(imports: Imports) -> list[tuple[str, str]]:
-    """The imports between drawn boxes that follow from no others."""
+    """Return the imports between drawn boxes that follow from no others."""
     reach = {name: below(name, imports) & COLUMNS.keys() for name in sorted(COLUMNS)}
-    return [
-        (name, one)
-        for name, reached in reach.items()
-        for one in sorted(reached)
-        if not any(one in reach[other] for other in reached)
-    ]
+    found = []
+    for name, reached in reach.items():
+        farther = set().union(*(reach[other] for other in reached))
+        found += [(name, one) for one in sorted(reached - farther)]
+    return found
 
 
 def floors(imports: Imports) -> dict[str, int]:
-    """The floor of each drawn box, from 0 at the bottom: one above the highest that it imports."""
+    """Return the floor of each drawn box, from 0 at the bottom: one above the highest that it
+    imports.
+    """
 
     @cache
     def height(name: str) -> int:
@@ -114,7 +115,7 @@ class Box:
     low: int
     high: int
     more: str  # at the right of the name
-    said: str
+    words: str
     inside: tuple[str, ...] = ()  # names of packages, each in a frame
 
     @property
@@ -127,7 +128,7 @@ class Box:
 
     @property
     def lines(self) -> list[str]:
-        return wrapped(self.said.split(), self.width - 2 * INSET)
+        return wrapped(self.words.split(), self.width - 2 * INSET)
 
     @property
     def rows(self) -> list[str]:
@@ -145,7 +146,9 @@ _COLUMN = (WIDTH - 2 * MARGIN - 3 * GAP) / 4
 
 
 def wrapped(words: list[str], width: float, between: float = 4) -> list[str]:
-    """`words` in lines of at most `width` pixels, by a width of letters that no usual font exceeds."""
+    """Return `words` in lines of at most `width` pixels, by a width of letters that no usual font
+    exceeds.
+    """
     lines: list[str] = []
     left = 0.0
     for word in words:
@@ -177,7 +180,7 @@ def boxes(imports: Imports) -> dict[str, Box]:
             low=low[name],
             high=min(over[name], default=low[name] + 1) - 1,
             more=str(count) if is_package else "",
-            said=opening(
+            words=opening(
                 folder / "__init__.py" if is_package else folder.with_suffix(".py")
             ).replace("`", ""),
             inside=tuple(sorted(init.parent.name for init in folder.glob("*/__init__.py"))),
@@ -186,20 +189,29 @@ def boxes(imports: Imports) -> dict[str, Box]:
 
 
 def beside(drawn: Mapping[str, Box], imports: Imports) -> Box:
-    """The modules that are no packages, below what stands in their columns."""
+    """Return the box of the modules that are no packages, below what stands in their columns."""
     first, last = BESIDE
     over = [box.low for box in drawn.values() if box.first <= last and box.last >= first]
     names = sorted(set(imports) - set(drawn) - NO_FLOOR)
-    said = f"Modules beside the packages: {', '.join(names)}."
-    return Box("beside", "beside", first, last, 0, min(over) - 1, "", said)
+    words = f"Modules beside the packages: {', '.join(names)}."
+    return Box(
+        name="beside",
+        kind="beside",
+        first=first,
+        last=last,
+        low=0,
+        high=min(over) - 1,
+        more="",
+        words=words,
+    )
 
 
 def extents(drawn: list[Box]) -> list[tuple[float, float]]:
-    """The top and bottom of each floor in pixels: as high as what stands on it needs."""
-    heights = [
-        max((box.height for box in drawn if box.low == box.high == floor), default=0)
-        for floor in range(1 + max(box.high for box in drawn))
-    ]
+    """Return the top and bottom of each floor in pixels: as high as what stands on it needs."""
+    heights = [0] * (1 + max(box.high for box in drawn))
+    for box in drawn:
+        if box.low == box.high:
+            heights[box.low] = max(heights[box.low], box.height)
     for box in drawn:
         room = sum(heights[box.low : box.high + 1]) + GAP * (box.high - box.low)
         heights[box.high] += max(0, box.height - room)
@@ -237,7 +249,9 @@ def chips(names: list[str], x: float, y: float) -> Iterator[str]:
 
 
 def arrow(upper: Box, lower: Box, ends: list[tuple[float, float]]) -> Iterator[str]:
-    """A line straight down. Raises ValueError where there is none, or where it would cross a box."""
+    """Yield a line straight down. Raises ValueError where there is none, or where it would cross a
+    box.
+    """
     first, last = max(upper.first, lower.first), min(upper.last, lower.last)
     if first > last or lower.high != upper.low - 1:
         raise ValueError(
@@ -251,7 +265,7 @@ def arrow(upper: Box, lower: Box, ends: list[tuple[float, float]]) -> Iterator[s
 
 
 def check(drawn: list[Box]) -> None:
-    """Raises ValueError for boxes that lie upon each other."""
+    """Raise ValueError for boxes that lie upon each other."""
     taken: dict[tuple[int, int], str] = {}
     for box in drawn:
         for floor in range(box.low, box.high + 1):
@@ -265,7 +279,9 @@ def check(drawn: list[Box]) -> None:
 
 
 def picture(imports: Imports) -> str:
-    """The SVG's text. Raises ValueError for a package without a place, or where an arrow has none."""
+    """Return the SVG's text. Raises ValueError for a package without a place, or where an arrow has
+    none.
+    """
     unplaced = {name for name in imports if not (PACKAGE / f"{name}.py").exists()} - set(COLUMNS)
     if unplaced:
         raise ValueError(f"{', '.join(sorted(unplaced))}: no COLUMNS in tools/draw_architecture.py")
@@ -279,12 +295,12 @@ def picture(imports: Imports) -> str:
     for box in every:
         parts += drawn_box(box, ends[box.high][0], ends[box.low][1])
     y, x = ends[0][1] + 34, float(MARGIN)
-    for kind, said in KINDS.items():
+    for kind, meaning in KINDS.items():
         parts.append(
             f'<rect x="{x:g}" y="{y - 11:g}" width="20" height="13" rx="3" class="{kind}"/>'
         )
-        parts.append(text(x + 28, y, said, 'class="soft"'))
-        x += 7.1 * len(said) + 52
+        parts.append(text(x + 28, y, meaning, 'class="soft"'))
+        x += 7.1 * len(meaning) + 52
     return framed("The packages of Freight", WIDTH, round(y + 20), _STYLE, parts)
 
 

@@ -101,7 +101,7 @@ def vllm_models(tree: Tree) -> Iterator[tuple[str, ClassRef]]:
         for key, value in zip(node.keys, node.values, strict=True):
             if not isinstance(key, ast.Constant) or not isinstance(value, ast.Tuple):
                 continue
-            module, name = (str(one.value) for one in value.elts if isinstance(one, ast.Constant))
+            module, name = [str(one.value) for one in value.elts if isinstance(one, ast.Constant)]
             full = module if "." in module else f"vllm.model_executor.models.{module}"
             cls = tree.imported(full, name)
             if isinstance(cls, ClassRef):
@@ -148,11 +148,9 @@ def sglang(root: Path, reasons: bool) -> dict[str, Any]:
         module = tree.module(f"sglang.srt.models.{path.stem}")
         entry = module.names.get("EntryClass") if module is not None else None
         for node in entry.elts if isinstance(entry, ast.List | ast.Tuple) else [entry]:
-            cls = (
-                module.resolve_expression(node)
-                if module is not None and isinstance(node, ast.expr)
-                else None
-            )
+            cls = None
+            if module is not None and isinstance(node, ast.expr):
+                cls = module.resolve_expression(node)
             if isinstance(cls, ClassRef) and not DRAFTS.search(cls.name):
                 rows[cls.name] = {
                     situation: probe_forms(cls, has_scales, UNKNOWN, reasons)
@@ -166,23 +164,18 @@ def architectures(root: Path, found: Mapping[str, Any]) -> dict[str, str]:
     its loader was read.
     """
     tree = ast.parse((root / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
-    served = {
-        family
-        for engine in found.values()
-        for table in engine.values()
-        for family in table["families"]
-    }
+    tables = [table for engine in found.values() for table in engine.values()]
+    served = {family for table in tables for family in table["families"]}
     pairs: dict[str, str] = {}
     for node in tree.body:
         targets = [ast.unparse(one) for one in node.targets] if isinstance(node, ast.Assign) else []
         if targets == ["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"]:
             for one in ast.walk(node):
-                if isinstance(one, ast.Tuple) and all(
-                    isinstance(x, ast.Constant) for x in one.elts
-                ):
-                    model_type, name = (
-                        str(x.value) for x in one.elts if isinstance(x, ast.Constant)
-                    )
+                if not isinstance(one, ast.Tuple):
+                    continue
+                constants = [str(x.value) for x in one.elts if isinstance(x, ast.Constant)]
+                if len(constants) == len(one.elts):
+                    model_type, name = constants
                     pairs[model_type] = name
     return {model_type: name for model_type, name in sorted(pairs.items()) if name in served}
 
@@ -207,10 +200,10 @@ def pack(rows: Mapping[str, Rows]) -> dict[str, Any]:
     """Return {family: {situation: {form: effect}, file, at}}, without unknown effects."""
     packed = {}
     for family, situations in sorted(rows.items()):
-        known = {
-            situation: {form: one.effect for form, one in forms.items() if one.effect != "unknown"}
-            for situation, forms in situations.items()
-        }
+        known: dict[str, dict[str, str]] = {}
+        for situation, forms in situations.items():
+            effects = {form: one.effect for form, one in forms.items()}
+            known[situation] = {form: one for form, one in effects.items() if one != "unknown"}
         if not any(known.values()):
             continue
         at: dict[str, str] = {}

@@ -78,9 +78,9 @@ def write_raised(source: Path, out: Path, turning: bool = False) -> None:
     for index in range(last + 1):
         name = f"model.layers.{index}.self_attn.k_proj.bias"
         bias = tensors[name].view(heads, dim)
-        norm = NORMS["first" if index == 0 else "last" if index == last else "between"]
-        own = bias[:, channels].norm(dim=1, keepdim=True)
-        bias[:, channels] *= (norm / own).clamp(min=1)
+        place = {last: "last", 0: "first"}.get(index, "between")
+        norm = bias[:, channels].norm(dim=1, keepdim=True)
+        bias[:, channels] *= (NORMS[place] / norm).clamp(min=1)
         tensors[name] = bias.flatten()
     write_tensors(source, out, tensors)
 
@@ -162,7 +162,8 @@ def milliseconds(sequences: int, length: int, new: int) -> list[float]:
     """Return the fastest of `REPEATS` runs for each of `PAIRS`, in alternation."""
     per = length // BLOCK_SIZE
     shape = (sequences * per, BLOCK_SIZE, HEADS, DIM)
-    k, v = (torch.randint(0, 120, shape, dtype=torch.uint8).view(torch.float8_e4m3fn) for _ in "kv")
+    k = torch.randint(0, 120, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    v = torch.randint(0, 120, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
     pages = KVPages(
         k, v, torch.rand(HEADS, DIM), torch.rand(HEADS, DIM), torch.zeros(2, dtype=torch.int64)
     )
@@ -184,7 +185,7 @@ def milliseconds(sequences: int, length: int, new: int) -> list[float]:
     for _ in range(REPEATS):
         for i, one in enumerate(tried):
             begin = time.perf_counter()
-            attention(q, one, batch.sequences(0), DIM**-0.5, None, None)
+            attention(q, one, batch.sequences(0), DIM**-0.5, window=None, soft_cap=None)
             best[i] = min(best[i], time.perf_counter() - begin)
     return [1e3 * seconds for seconds in best]
 

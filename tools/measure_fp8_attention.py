@@ -56,7 +56,7 @@ def triton_computes() -> dict[str, Attention]:
 def draw(keys: int, queries: int, peak: float) -> tuple[Tensor, Tensor, Tensor]:
     """Draw q [queries, DIM] float16 and k, v [keys, DIM]."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(n, DIM, generator=generator) for n in (queries, keys, keys))
+    q, k, v = [torch.randn(n, DIM, generator=generator) for n in (queries, keys, keys)]
     q = q.half()
     if peak:
         for row in q.float():

@@ -59,18 +59,20 @@ def variants(model: str, token_ids: Sequence[int]) -> dict[str, Write]:
     def scaled(keys: float = 1.0, values: float = 1.0) -> Write:
         return lambda source, out: write_variant(source, out, rescaled(keys, values))
 
+    def with_hot_pair(source: Path, out: Path) -> None:
+        write_variant(source, out, hot_pair(half // 4, dim, 1e3))
+
     def biased(pair: int) -> Write:
-        return lambda source, out: write_biased(
-            source, out, config, key_spreads(model, token_ids), pair
-        )
+        def write(source: Path, out: Path) -> None:
+            write_biased(source, out, config, key_spreads(model, token_ids), pair)
+
+        return write
 
     return {
         "plain": scaled(),
         "k × 1000": scaled(keys=1e3),
         "v × 1e-4": scaled(values=1e-4),
-        "one hot pair": lambda source, out: write_variant(
-            source, out, hot_pair(half // 4, dim, 1e3)
-        ),
+        "one hot pair": with_hot_pair,
         "bias, slow pair": biased(half - half // 8),
         "bias, fast pair": biased(half // 8),
     }

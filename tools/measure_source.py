@@ -64,12 +64,10 @@ class Figures:
         tree = ast.parse(text)
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
         docstrings = {line for node in ast.walk(tree) for line in docstring_lines(node)}
-        code = {
-            line
-            for token in tokens
-            if token.type not in NO_CODE
-            for line in range(token.start[0], token.end[0] + 1)
-        }
+        code: set[int] = set()
+        for token in tokens:
+            if token.type not in NO_CODE:
+                code.update(range(token.start[0], token.end[0] + 1))
         lines = text.splitlines()
         self.files += 1
         self.lines += len(code - docstrings)
@@ -149,7 +147,7 @@ def main() -> None:
         if not figures.files:
             sys.exit(f"{folder} has no Python file")
         rows.append(figures.row(folder.name))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 

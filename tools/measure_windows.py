@@ -47,11 +47,11 @@ def sums(text: str) -> dict[str, list[float]]:
         "kl": rounded.token_kl,
         "same": rounded.token_same,
     }
-    by_window = {
-        name: [round(float(piece.double().sum()), 6) for piece in column.split(counts)]
-        for name, column in columns.items()
-    }
-    return {"count": [float(count) for count in counts], **by_window}
+    by_window = {"count": [float(count) for count in counts]}
+    for name, column in columns.items():
+        sums = [float(piece.double().sum()) for piece in column.split(counts)]
+        by_window[name] = [round(one, 6) for one in sums]
+    return by_window
 
 
 def main() -> None:

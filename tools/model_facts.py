@@ -154,7 +154,8 @@ def united(found: Sequence[Sequence[str]]) -> str:
     config.json.
     """
     every = list(dict.fromkeys(word for words in found for word in words))
-    always = [word for word in every if all(word in words for words in found)]
+    common = set(every).intersection(*found)
+    always = [word for word in every if word in common]
     some = [word for word in every if word not in always]
     parts = [", ".join(always), f"by config: {', '.join(some)}" if some else ""]
     return "; ".join(part for part in parts if part)
@@ -165,10 +166,12 @@ def flags(config: object, known: Mapping[str, str], other: frozenset[str]) -> li
     name.
     """
     names = [field.name for field in fields(config) if field.name not in other]  # type: ignore[arg-type]
-    chosen = [
-        name for name in names if not any(getattr(config, name) is unset for unset in (None, False))
-    ]
-    return [known.get(name, name.replace("_", " ")) for name in chosen]
+    found = []
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value is not False:
+            found.append(known.get(name, name.replace("_", " ")))
+    return found
 
 
 def of_attention(model: ModelConfig) -> list[str]:
@@ -258,10 +261,8 @@ def of_dense(part: object) -> list[str]:
 
 def of_norms(model: ModelConfig) -> list[str]:
     norm = "LayerNorm" if model.norm_kind is NormKind.LAYER else "RMSNorm"
-    found = [
-        f"{norm} {_NORMS.get(kind, str(kind))}"
-        for kind in dict.fromkeys(layer.norms for layer in model.layers)
-    ]
+    kinds = dict.fromkeys(layer.norms for layer in model.layers)
+    found = [f"{norm} {_NORMS.get(kind, str(kind))}" for kind in kinds]
     if model.norm_offset:
         found.append(f"{model.norm_offset:g} + weight")
     multiplied = {

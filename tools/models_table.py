@@ -225,13 +225,9 @@ def same_bits(variants: Sequence[str], tests: Tables) -> str:
     """Return the variants that are compared to the bit; 'all' if all of them are."""
     compared = [name for name in variants if name in tests.equivalences]
     often = [name for name in variants if name in tests.fast_equivalences]
-    named = (
-        "not compared"
-        if not compared
-        else "all"
-        if compared == list(variants)
-        else ", ".join(compared)
-    )
+    named = ", ".join(compared) or "not compared"
+    if compared and compared == list(variants):
+        named = "all"
     return f"{named}; always: {', '.join(often)}" if often else named
 
 
@@ -283,22 +279,20 @@ def running_table(recipes: Sequence[Published]) -> str:
     rows = []
     for family in (*native_types(), *foreign):
         models = [one for one in running if one.family == family]
-        columns = [
-            ", ".join(one.short_name for one in models if one.seen is seen)
-            for seen in (True, False)
-        ]
+        read = ", ".join(one.short_name for one in models if one.seen)
+        unread = ", ".join(one.short_name for one in models if not one.seen)
         if models:
-            rows.append((f"`{family}`", *columns))
+            rows.append((f"`{family}`", read, unread))
     return table(("model type", "file read", "file not seen"), rows)
 
 
 def others_table(others: Sequence[Published]) -> str:
     read = [one for one in others if one.runs and one.seen]
     families = sorted({one.family for one in read})
-    rows = [
-        (f"`{family}`", ", ".join(one.short_name for one in read if one.family == family))
-        for family in families
-    ]
+    rows = []
+    for family in families:
+        names = [one.short_name for one in read if one.family == family]
+        rows.append((f"`{family}`", ", ".join(names)))
     return table(("model type", "files"), rows)
 
 
@@ -314,7 +308,12 @@ def refused_table(tests: Tables, recipes: Sequence[Published], others: Sequence[
     for model_type in sorted(set(ALSO_ASKED) - {one.model_type for one in recipes}):
         for reason in ask(model_type, tests).reasons:
             found.setdefault(reason, ([], []))[1].append(f"`{model_type}`")
-    most_first = sorted(found.items(), key=lambda row: (-len(row[1][0]), -len(row[1][1]), row[0]))
+
+    def by_number(row: tuple[str, tuple[list[str], list[str]]]) -> tuple[int, int, str]:
+        reason, (models, rest) = row
+        return -len(models), -len(rest), reason
+
+    most_first = sorted(found.items(), key=by_number)
     rows = [
         (reason, str(len(models)), ", ".join(models), ", ".join(rest))
         for reason, (models, rest) in most_first

@@ -71,10 +71,9 @@ def read(text: str) -> list[Mutation]:
         head, *changes = [line for line in block.splitlines() if not line.startswith("#")] or [""]
         if not head:
             continue
-        name, file, tests = (part.strip() for part in head.split(" | "))
-        old, new = (
-            "\n".join(line[2:] for line in changes if line.startswith(sign)) for sign in "-+"
-        )
+        name, file, tests = [part.strip() for part in head.split(" | ")]
+        old = "\n".join(line[2:] for line in changes if line.startswith("-"))
+        new = "\n".join(line[2:] for line in changes if line.startswith("+"))
         files = [one for word in tests.split() for one in TESTS[word]]
         found.append(Mutation(name, file, old, new, tuple(dict.fromkeys(files))))
     return found
@@ -94,7 +93,7 @@ class Copy:
                 shutil.copy(file, self.root)
 
     def build(self) -> str:
-        """Compile the best build. Returns what the compiler said where it failed."""
+        """Compile the best build. Returns its output where it failed."""
         target, folder = f"freight_{library.runnable()[0]}", self.root / "build"
         for command in (
             ["cmake", "-S", str(self.root / "csrc"), "-B", str(folder)],
@@ -134,7 +133,9 @@ class Copy:
                 return f"NOT TRIED: {error}"
             if self.fails(mutation.tests, QUICK):
                 return "found"
-            return "FULL PRODUCT ONLY" if self.fails(mutation.tests, FULL) else "not found"
+            if self.fails(mutation.tests, FULL):
+                return "FULL PRODUCT ONLY"
+            return "not found"
         finally:
             file.write_text(original, encoding="utf-8")
             if compiled:

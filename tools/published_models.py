@@ -204,8 +204,17 @@ def read_recipes(tests: Tables) -> tuple[dict[str, Any], list[Published]]:
             key: entry.get(key)
             for key in ("model_type", "text_type", "keys", "architecture", "precisions")
         }
-        named = (entry["name"], entry["model_type"], by_type(json.dumps(asked)))
-        found.append(Published(*named, False, entry.get("text_type"), entry["moe"], precisions))
+        found.append(
+            Published(
+                entry["name"],
+                entry["model_type"],
+                verdict=by_type(json.dumps(asked)),
+                seen=False,
+                text_type=entry.get("text_type"),
+                moe=entry["moe"],
+                precisions=precisions,
+            )
+        )
     return content, found
 
 
@@ -214,9 +223,8 @@ def _of_type(entry: Mapping[str, Any], tests: Tables) -> Verdict:
     verdict = ask(
         entry["model_type"], tests, entry["text_type"], entry["keys"], entry["architecture"]
     )
-    unread = [
-        why for why in (unreadable(one, entry["model_type"]) for one in entry["precisions"]) if why
-    ]
+    faults = [unreadable(one, entry["model_type"]) for one in entry["precisions"]]
+    unread = [why for why in faults if why]
     if verdict.runs != REFUSED and len(unread) == len(entry["precisions"]):
         return Verdict(REFUSED, (unread[0],))
     return verdict

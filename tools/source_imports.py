@@ -12,16 +12,17 @@ SRC = ROOT / "src"
 PACKAGE = SRC / "freight"
 FACADE = "freight"  # freight/__init__.py: the public names
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+# The packages, and the modules beside them
 TOP = frozenset(
     path.stem
     for path in PACKAGE.iterdir()
     if path.suffix == ".py" or (path / "__init__.py").exists()
-)  # the packages, and the modules beside them
+)
 
 
 @cache
 def parsed(source: str) -> ast.Module:
-    """The tree of a file's text; many checks read the same files."""
+    """Parse a file's text; many checks read the same files."""
     return ast.parse(source)
 
 
@@ -31,13 +32,15 @@ def module_name(path: Path) -> str:
 
 
 def package_of(module: str) -> str:
-    """The package, or the module beside packages, of a module: 'fp8' of 'freight.fp8.formats'."""
+    """Return the package, or the module beside packages, of a module: 'fp8' of
+    'freight.fp8.formats'.
+    """
     return module.split(".")[1] if "." in module else FACADE
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Full names of every module that a file imports anywhere in it, also for types alone or by
-    `import_module("freight.…")`.
+    """Yield the full names of every module that a file imports anywhere in it, also for types alone
+    or by `import_module("freight.…")`.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -45,9 +48,8 @@ def imported(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 yield "." * node.level + (node.module or "")
-            elif (
-                node.module == "freight"
-            ):  # `from freight import cache` names a package, `… import LLM` the facade
+            elif node.module == "freight":
+                # `from freight import cache` names a package, `… import LLM` the facade
                 yield from (f"freight.{a.name}" if a.name in TOP else "freight" for a in node.names)
             else:
                 yield node.module or ""
@@ -63,7 +65,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def package_imports() -> dict[str, set[str]]:
-    """For each package and each module beside packages, those that it imports."""
+    """Return, for each package and each module beside packages, those that it imports."""
     found: dict[str, set[str]] = {name: set() for name in sorted(TOP - {"__init__"})}
     for path in SOURCES:
         package = package_of(module_name(path))

@@ -87,14 +87,12 @@ def trace(source: Path) -> dict[str, list[str]]:
             complete(1)
             (Path(folder) / "off").touch()
             time.sleep(1)
-            return {
-                file.suffix[1:]: [
-                    str(Path(line).relative_to(source))
-                    for line in file.read_text().splitlines()
-                    if line.startswith(str(source))
-                ]
-                for file in Path(folder).glob("files.*")
-            }
+            found = {}
+            for file in Path(folder).glob("files.*"):
+                lines = file.read_text().splitlines()
+                ours = [Path(line) for line in lines if line.startswith(str(source))]
+                found[file.suffix[1:]] = [str(path.relative_to(source)) for path in ours]
+            return found
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(timeout=60)

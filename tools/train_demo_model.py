@@ -142,27 +142,25 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 class Block(nn.Module):
     def __init__(self, family: Family) -> None:
         super().__init__()
-        self.q_proj, self.o_proj = (
-            nn.Linear(HIDDEN, HEADS * HEAD_DIM, family.biases),
-            nn.Linear(HEADS * HEAD_DIM, HIDDEN, False),
-        )
-        self.k_proj, self.v_proj = (
-            nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, family.biases) for _ in "kv"
-        )
-        self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, INTERMEDIATE, False) for _ in "gu")
-        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, False)
-        self.input_layernorm, self.post_attention_layernorm = (
-            nn.RMSNorm(HIDDEN, family.eps) for _ in range(2)
-        )
+        self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD_DIM, bias=family.biases)
+        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
+        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=family.biases)
+        self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=family.biases)
+        self.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+        self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
+        self.input_layernorm = nn.RMSNorm(HIDDEN, family.eps)
+        self.post_attention_layernorm = nn.RMSNorm(HIDDEN, family.eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x: [batch, length, HIDDEN]
         h = self.input_layernorm(x)
-        q, k, v = (
-            p(h).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
-            for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = [
+            projection(h).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        ]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
+        k = k.repeat_interleave(HEADS // KV_HEADS, dim=1)
+        v = v.repeat_interleave(HEADS // KV_HEADS, dim=1)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o_proj(attended.transpose(1, 2).flatten(-2))
         h = self.post_attention_layernorm(x)
@@ -213,15 +211,12 @@ class Model(nn.Module):
         names = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
         state = {}
         for name, tensor in self.state_dict().items():
-            parent, _, leaf = name.rpartition("_proj")
+            parent = name.rpartition("_proj")[0]
             group = "self_attn." if parent[-1:] in "qkvo" else "mlp."
-            full = names.get(name) or "model." + (
-                name.replace(
-                    f".{parent.split('.')[-1]}_proj", f".{group}{parent.split('.')[-1]}_proj"
-                )
-                if leaf
-                else name
-            )
+            full = names.get(name) or f"model.{name}"
+            if parent:
+                module = f"{parent.split('.')[-1]}_proj"
+                full = full.replace(f".{module}", f".{group}{module}")
             state[full] = tensor.detach().to("cpu", torch.bfloat16).contiguous()
         return state
 
@@ -371,9 +366,8 @@ def main() -> None:
     eos = tokenizer.token_to_id(EOS)
 
     def stream(names: list[str]) -> Tensor:
-        return torch.tensor(
-            [t for e in tokenizer.encode_batch([files[n] for n in names]) for t in [*e.ids, eos]]
-        )
+        encodings = tokenizer.encode_batch([files[name] for name in names])
+        return torch.tensor([token for one in encodings for token in (*one.ids, eos)])
 
     train, held_out = stream(trained), stream(HELD_OUT)
     held_out_text = "".join(files[name] for name in HELD_OUT)
@@ -390,9 +384,9 @@ def main() -> None:
     base = [args.rate * group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     steps = int(args.tokens) // args.batch_tokens
     lengths = (args.context // 2, args.context)
-    short, long = (
+    short, long = [
         batches(train, length, args.batch_tokens // length, generator) for length in lengths
-    )
+    ]
     draw = random.Random(args.seed)
     words = vocabulary(FreightTokenizer.load(args.out), VOCAB, tokenizer.token_to_id(BOS))
     records = record_batches(words, args.context, args.batch_tokens // args.context, draw)

@@ -185,7 +185,11 @@ def record_row(words: Vocabulary, length: int, draw: random.Random) -> tuple[lis
 
 def length_at(progress: float) -> int:
     """Return the tokens of a row at this share of the training, 0 … 1."""
-    return 128 if progress < 0.3 else 256 if progress < 0.6 else 512 if progress < 0.9 else CONTEXT
+    if progress < 0.3:
+        return 128
+    if progress < 0.6:
+        return 256
+    return 512 if progress < 0.9 else CONTEXT
 
 
 def optimizers_of(model: PreTrainedModel) -> list[torch.optim.Optimizer]:

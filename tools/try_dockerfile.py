@@ -97,30 +97,26 @@ def in_context(folder: Path, lines: Sequence[str]) -> list[Path]:
     Knows the patterns in use: `*`, then `!PATH` for exceptions, then `**/NAME`.
     """
     sent = [folder / line[1:] for line in lines if line.startswith("!")]
-    files = [
-        file
-        for path in sent
-        for file in ([path] if path.is_file() else path.rglob("*"))
-        if file.is_file()
-    ]
+    files: list[Path] = []
+    for path in sent:
+        files += [path] if path.is_file() else path.rglob("*")
     never = [line[3:] for line in lines if line.startswith("**/")]
-    paths = [file.relative_to(folder) for file in files]
-    return [
-        path
-        for path in paths
-        if not any(Path(part).match(name) for part in path.parts for name in never)
-    ]
+
+    def is_left(path: Path) -> bool:
+        return not any(Path(part).match(name) for part in path.parts for name in never)
+
+    paths = [file.relative_to(folder) for file in files if file.is_file()]
+    return [path for path in paths if is_left(path)]
 
 
 def copy(rest: str, stages: dict[str, Stage], stage: Stage, context: Path) -> None:
     options = [word for word in shlex.split(rest) if word.startswith("--from=")]
     *origins, target = [word for word in shlex.split(rest) if not word.startswith("--")]
     source = stages[options[0][7:]].root if options else context
-    end = (
-        stage.root / stage.folder.lstrip("/") / target
-        if not target.startswith("/")
-        else stage.root / target[1:]
-    )
+    if target.startswith("/"):
+        end = stage.root / target[1:]
+    else:
+        end = stage.root / stage.folder.lstrip("/") / target
     for origin in origins:
         path = source / origin.lstrip("/")
         if path.is_dir():

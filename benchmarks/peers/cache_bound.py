@@ -68,8 +68,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         for name, command in todo[first:] + todo[:first]:
             found = run_json(command, args.timeout, ["requests_per_second"])
             results.append({"round": number, "row": name, "found": found})
-            said = found.get("error") or f"{found['requests_per_second']:.4f} requests/s"
-            print(f"round {number + 1}, {LABELS[name]}: {said}", file=sys.stderr, flush=True)
+            shown = found.get("error") or f"{found['requests_per_second']:.4f} requests/s"
+            print(f"round {number + 1}, {LABELS[name]}: {shown}", file=sys.stderr, flush=True)
             args.output.write_text(
                 json.dumps({"machine": machine(), "results": results}, indent=1), encoding="utf-8"
             )
@@ -95,12 +95,12 @@ def table(results: list[dict[str, Any]]) -> list[str]:
             continue
         shared = rates[row].keys() & rates.get(BASE, {}).keys()
         ratios = [rates[BASE][number] / rates[row][number] for number in shared]
-        said = "1 | "
+        ratio = "1 | "
         if row != BASE and ratios:
             low, high, coverage = interval(ratios)
-            said = f"{statistics.median(ratios):.2f} | {low:.2f} to {high:.2f} ({coverage:.0%})"
+            ratio = f"{statistics.median(ratios):.2f} | {low:.2f} to {high:.2f} ({coverage:.0%})"
         rate = statistics.median(rates[row].values())
-        lines.append(f"| {label} | {rate:.4f} | {statistics.median(peaks[row]):.0f} | {said} |")
+        lines.append(f"| {label} | {rate:.4f} | {statistics.median(peaks[row]):.0f} | {ratio} |")
     return lines
 
 

@@ -96,10 +96,10 @@ def random_prompts(
     """Draw `batch_size` prompts of `input_len` token ids, new ones at every call, so that no prefix
     is found in a cache.
     """
-    return [
-        [numbers.randrange(vocab_size) for _ in range(args.input_len)]
-        for _ in range(args.batch_size)
-    ]
+    prompts = []
+    for _ in range(args.batch_size):
+        prompts.append([numbers.randrange(vocab_size) for _ in range(args.input_len)])
+    return prompts
 
 
 def measure(args: argparse.Namespace, run: Callable[[], Steps]) -> dict[str, Any]:
@@ -179,16 +179,22 @@ def first_tokens(folder: str, prompts: list[list[int]], **options: Any) -> list[
 
     llm = LLM(folder, kv_cache_memory="16MiB", **options)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, logprobs=5))
-    tops = [output.outputs[0].logprobs[0] for output in outputs if output.outputs[0].logprobs]
-    return [{token: one.logprob for token, one in top.items()} for top in tops]
+    found = []
+    for output in outputs:
+        if output.outputs[0].logprobs:
+            top = output.outputs[0].logprobs[0]
+            found.append({token: one.logprob for token, one in top.items()})
+    return found
 
 
 def differences(mine: list[Top], other: list[Top]) -> list[float]:
     """Return the largest difference of each prompt over the tokens that both name, in ascending
     order.
     """
-    pairs = zip(mine, other, strict=True)
-    return sorted(max(abs(a[token] - b[token]) for token in a.keys() & b.keys()) for a, b in pairs)
+    found = []
+    for a, b in zip(mine, other, strict=True):
+        found.append(max(abs(a[token] - b[token]) for token in a.keys() & b.keys()))
+    return sorted(found)
 
 
 def middle_and_worst(found: list[float]) -> str:

@@ -106,7 +106,8 @@ def fill(pages: KVPages, tokens: int) -> None:
     for start in range(0, tokens, 4096):
         slots = torch.arange(start, min(start + 4096, tokens), device=device)
         shape = (len(slots), *pages.k.shape[2:])
-        k, v = (torch.randn(shape, generator=generator, device=device) for _ in "kv")
+        k = torch.randn(shape, generator=generator, device=device)
+        v = torch.randn(shape, generator=generator, device=device)
         reference.store_kv(k, v, slots, pages)
 
 
@@ -173,7 +174,7 @@ def compare(
     ).attention
 
     def run_ours() -> Tensor:
-        return attention(q, pages, batch, softmax_scale, None, None)
+        return attention(q, pages, batch, softmax_scale, window=None, soft_cap=None)
 
     run_theirs()
     line = f"{format}, {scales}: largest difference {(out.float() - run_ours().float()).abs().max():.4f}"

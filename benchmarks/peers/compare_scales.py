@@ -89,7 +89,7 @@ def main() -> None:
             max_seq_len=args.max_seq_len,
         )  # fmt: skip
         quantize_theirs(folder, theirs, samples)
-        got, expected = (load_file(out / "model.safetensors") for out in (mine, theirs))
+        got, expected = [load_file(out / "model.safetensors") for out in (mine, theirs)]
     assert got.keys() == expected.keys()
     kinds: dict[str, Counter[int]] = {}
     for name, scale in got.items():

@@ -45,10 +45,11 @@ def answer(folder: str, prompts: list[list[int]]) -> list[Top]:
     llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=16)
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
-    return [
-        {token: one.logprob for token, one in output.outputs[0].logprobs[0].items()}
-        for output in outputs
-    ]
+    found = []
+    for output in outputs:
+        top = output.outputs[0].logprobs[0]
+        found.append({token: one.logprob for token, one in top.items()})
+    return found
 
 
 def ask(python: str, folder: Path, prompts: list[list[int]]) -> list[Top]:
@@ -58,10 +59,8 @@ def ask(python: str, folder: Path, prompts: list[list[int]]) -> list[Top]:
     with tempfile.NamedTemporaryFile() as file:
         command = [python, __file__, "--answer", str(folder), json.dumps(prompts), file.name]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return [
-            {int(token): value for token, value in top.items()}
-            for top in json.loads(Path(file.name).read_text())
-        ]
+        tops = json.loads(Path(file.name).read_text())
+    return [{int(token): value for token, value in top.items()} for top in tops]
 
 
 def round_towards_zero() -> None:

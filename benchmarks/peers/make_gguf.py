@@ -114,12 +114,13 @@ def add_vocabulary(writer: gguf.GGUFWriter, path: Path, config: dict[str, Any]) 
         [added.get(index) or tokens.get(index, f"<unused {index}>") for index in ids]
     )
     kinds = gguf.TokenType
-    writer.add_token_types(
-        [
-            kinds.CONTROL if index in added else kinds.NORMAL if index in tokens else kinds.UNUSED
-            for index in ids
-        ]
-    )
+    types = []
+    for index in ids:
+        if index in added:
+            types.append(kinds.CONTROL)
+        else:
+            types.append(kinds.NORMAL if index in tokens else kinds.UNUSED)
+    writer.add_token_types(types)
     writer.add_token_merges(
         [m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]]
     )

@@ -99,14 +99,8 @@ MODELS: dict[str, tf.PretrainedConfig] = {
 }  # fmt: skip
 PLAIN = ["lm_head", "re:.*visual.*", "re:.*router.*", "re:.*mlp.gate$", "re:.*block_sparse_moe.gate$",
          "re:.*per_layer_.*"]  # fmt: skip
-STATIC = (
-    "granitemoe",
-    "gemma4",
-    "gemma3",
-    "phi3",
-    "exaone4",
-    "ernie4_5_moe",
-)  # FP8; the others FP8_DYNAMIC
+# FP8; the others FP8_DYNAMIC
+STATIC = ("granitemoe", "gemma4", "gemma3", "phi3", "exaone4", "ernie4_5_moe")
 WITHOUT_CACHE = ("gemma4", "gemma4_own_inputs", "gemma4_moe", "qwen3_vl_moe")
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True,
          "observer": "static_minmax"}  # fmt: skip
@@ -118,11 +112,9 @@ PROMPTS = torch.randint(3, VOCAB, (5, 5), generator=random).tolist()
 def random_model(config: tf.PretrainedConfig, folder: str) -> type:
     """Make a model whose parameters are all random, biases and norms too."""
     torch.manual_seed(0)
-    auto = (
-        tf.AutoModelForImageTextToText
-        if hasattr(config, "vision_config")
-        else tf.AutoModelForCausalLM
-    )
+    auto = tf.AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        auto = tf.AutoModelForImageTextToText
     model = auto.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -138,9 +130,8 @@ def random_model(config: tf.PretrainedConfig, folder: str) -> type:
             elif (
                 tensor.is_floating_point() and "inv_freq" not in name and "embed_scale" not in name
             ):
-                tensor.copy_(
-                    noise * (1.0 if name.endswith("sinks") else 0.1 if tensor.ndim == 1 else 0.2)
-                )
+                width = 0.1 if tensor.ndim == 1 else 0.2
+                tensor.copy_(noise * (1.0 if name.endswith("sinks") else width))
     model.save_pretrained(folder)
     return auto
 
@@ -200,7 +191,11 @@ def by_row(module: Any) -> None:
     number.
     """
     forward = module.forward
-    module.forward = lambda x: forward(x[None])[0] if x.ndim == 2 else forward(x)
+
+    def batched(x: Any) -> Any:
+        return forward(x[None])[0] if x.ndim == 2 else forward(x)
+
+    module.forward = batched
 
 
 def logits(model: Any) -> list[list[list[float]]]:
@@ -220,9 +215,8 @@ def logits(model: Any) -> list[list[list[float]]]:
             by_row(module)
         if isinstance(module, LinearExperts2D):
             one_input_scale(module)
-        if hasattr(
-            module, "scalar_embed_scale"
-        ):  # Gemma's, rounded to bfloat16 when the model was loaded
+        if hasattr(module, "scalar_embed_scale"):
+            # Gemma's, rounded to bfloat16 when the model was loaded
             del module.embed_scale
             module.register_buffer(
                 "embed_scale", torch.tensor(module.scalar_embed_scale), persistent=False

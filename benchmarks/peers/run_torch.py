@@ -38,19 +38,23 @@ def layer_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
 
 def products(weights: list[torch.Tensor], rows: int, packed: bool) -> Callable[[], None]:
     """Return a call that multiplies `rows` rows with every weight, one after another."""
-    inputs = {
-        width: torch.randn(rows, width, dtype=torch.bfloat16)
-        for width in {one.shape[1] for one in weights}
-    }
-    if not packed:
-        pairs = [(inputs[one.shape[1]], one) for one in weights]
-        return lambda: [torch.nn.functional.linear(x, one) for x, one in pairs] and None
-    with_packed = [
-        (inputs[one.shape[1]], torch.ops.mkldnn._reorder_linear_weight(one, rows))
-        for one in weights
-    ]
+    widths = {one.shape[1] for one in weights}
+    inputs = {width: torch.randn(rows, width, dtype=torch.bfloat16) for width in widths}
+    pairs = [(inputs[one.shape[1]], one) for one in weights]
+    if packed:
+        pairs = [(x, torch.ops.mkldnn._reorder_linear_weight(one, rows)) for x, one in pairs]
+
+    def plain_products() -> None:
+        for x, one in pairs:
+            torch.nn.functional.linear(x, one)
+
     linear = torch.ops.mkldnn._linear_pointwise
-    return lambda: [linear(x, one, None, "none", [], "") for x, one in with_packed] and None
+
+    def packed_products() -> None:
+        for x, one in pairs:
+            linear(x, one, None, "none", [], "")
+
+    return packed_products if packed else plain_products
 
 
 def seconds_of(call: Callable[[], None], repeats: int) -> list[float]:

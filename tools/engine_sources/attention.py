@@ -27,7 +27,7 @@ class AttentionPath:
 
 
 def reachable(start: ClassRef) -> list[ClassRef]:
-    """The classes of the tree that `start` refers to, and those that they refer to."""
+    """Return the classes of the tree that `start` refers to, and those that they refer to."""
     found, waiting = [start], [start]
     while waiting:
         one = waiting.pop()
@@ -44,7 +44,7 @@ def _is_of_models(cls: ClassRef) -> bool:
 
 
 def attention_paths(start: ClassRef) -> frozenset[AttentionPath]:
-    """Every place of an attention kernel in the model; empty if none was found.
+    """Return every place of an attention kernel in the model; empty if none was found.
 
     A model that defines layers of its own gives them to the model that it inherits from, so where
     the two differ in what they pass on, those of the file of `start` count.
@@ -70,12 +70,8 @@ def _paths(classes: list[ClassRef]) -> frozenset[AttentionPath]:
     if not paths:  # the class is chosen at run time: its usual names
         names = {attribute for cls in classes for attribute, _ in _assigned(cls)} & set(LAYER_NAMES)
         kernels = {one for found in inner.values() for one in found}
-        paths = {
-            AttentionPath(outer, name, quantized)
-            for outer in names
-            for name, quantized in kernels
-            if outer != name
-        }
+        for outer in names:
+            paths |= {AttentionPath(outer, *kernel) for kernel in kernels if kernel[0] != outer}
     return frozenset(paths)
 
 
@@ -91,11 +87,10 @@ def _kernels(cls: ClassRef) -> Iterable[tuple[str, bool]]:
             if not isinstance(call, ast.Call):
                 continue
             callee = cls.module.resolve_expression(call.func)
-            names = (
-                callee.base_names
-                if isinstance(callee, ClassRef)
-                else {ast.unparse(call.func).rpartition(".")[2]}
-            )
+            if isinstance(callee, ClassRef):
+                names = callee.base_names
+            else:
+                names = frozenset({ast.unparse(call.func).rpartition(".")[2]})
             # Of the tree's classes named *Attention, those in models/ hold a kernel and are none.
             if names & KERNELS and not (
                 isinstance(callee, ClassRef) and _is_of_models(callee) and not _extends(callee)
@@ -109,7 +104,7 @@ def _extends(cls: ClassRef) -> bool:
 
 
 def _created(value: ast.expr, cls: ClassRef) -> set[ClassRef]:
-    """The classes that an expression may create, and the ones that those inherit from."""
+    """Return the classes that an expression may create, and the ones that those inherit from."""
     found = set()
     for node in ast.walk(value):
         if isinstance(node, ast.Call | ast.Name):

@@ -73,10 +73,12 @@ class Calls(Evaluation):
         if node.id in ASSUMED_CALLS or node.id == "default_weight_loader":
             return Loader("") if node.id == "default_weight_loader" else node.id
         resolved = scope.module.resolve(node.id)
-        return _BUILTINS.get(node.id, UNKNOWN) if resolved is None else self.resolved(resolved)
+        if resolved is None:
+            return _BUILTINS.get(node.id, UNKNOWN)
+        return self.resolved(resolved)
 
     def resolved(self, value: object) -> object:
-        """The value of what a module's name refers to."""
+        """Return the value of what a module's name refers to."""
         if isinstance(value, FunctionRef):
             return Bound(value)
         if isinstance(value, ClassRef | Module):
@@ -104,7 +106,7 @@ class Calls(Evaluation):
             found = cls.method(name, owner.after)
             return Bound(found, owner.receiver) if found else UNKNOWN
         if isinstance(owner, ClassRef):
-            return self._of_class(owner, name, None)
+            return self._of_class(owner, name, receiver=None)
         if isinstance(owner, ModuleObject | Instance):
             return self._of_object(owner, name)
         if name in ASSUMED_ATTRIBUTES:
@@ -129,10 +131,11 @@ class Calls(Evaluation):
             decorators = [ast.unparse(one) for one in method.node.decorator_list]
             if "property" in decorators or "cached_property" in decorators:
                 return self.call(Bound(method, receiver), [], {})
-            plain = "staticmethod" in decorators
-            return Bound(
-                method, None if plain else cls if "classmethod" in decorators else receiver
-            )
+            if "staticmethod" in decorators:
+                receiver = None
+            elif "classmethod" in decorators:
+                receiver = cls
+            return Bound(method, receiver)
         found = cls.attribute(name)
         if found is None:
             return UNKNOWN
@@ -141,8 +144,8 @@ class Calls(Evaluation):
         )
 
     def _of_module(self, owner: ModuleObject, name: str) -> object:
-        """What __init__ assigns, where it can be read: a module, a constant, the quantization's
-        configuration.
+        """Return what __init__ assigns, where it can be read: a module, a constant, the
+        quantization's configuration.
         """
         if name in ASSUMED_ATTRIBUTES:
             return ASSUMED_ATTRIBUTES[name]
@@ -207,7 +210,7 @@ class Calls(Evaluation):
     def _python(
         self, called: Callable[..., object], args: list[Any], kwargs: dict[str, Any], name: str
     ) -> object:
-        """What a function of Python's own returns."""
+        """Return what a function of Python's own returns."""
         given = [*args, *kwargs.values()]
         if any(isinstance(one, Parameters) for one in given):
             return UNKNOWN
@@ -215,16 +218,16 @@ class Calls(Evaluation):
         if any(one is UNKNOWN for one in given) and not holds:
             return UNKNOWN
         if any(isinstance(one, Closure | Bound) for one in given):
-            return (
-                UNKNOWN if not any(map(holds_weights, given)) else self._sorted(name, args, kwargs)
-            )
+            if not any(map(holds_weights, given)):
+                return UNKNOWN
+            return self._sorted(name, args, kwargs)
         try:
             return called(*args, **kwargs)
         except (TypeError, ValueError, AttributeError) as error:
             raise Undecided(f"{name}: {error}") from error
 
     def _sorted(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> object:
-        """`sorted` or `filter` of the one tensor."""
+        """Compute `sorted` or `filter` of the one tensor."""
         if name == "sorted" and len(args[0]) == 1:
             return list(args[0])
         raise Undecided(f"{name} takes the tensor")
@@ -290,12 +293,11 @@ class Calls(Evaluation):
         if cls.method("__init__") is not None:
             self._function(Bound(cast("FunctionRef", cls.method("__init__")), made), args, kwargs)
             return made
-        fields = [
-            (node.target.id, node.value, one)
-            for one in reversed(cls.mro)
-            for node in one.node.body
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        ]
+        fields = []
+        for one in reversed(cls.mro):
+            for node in one.node.body:
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    fields.append((node.target.id, node.value, one))
         given = dict(zip((name for name, _, _ in fields), args, strict=False)) | kwargs
         for name, default, owner in fields:
             made.attributes[name] = given[name] if name in given else self._default(default, owner)
@@ -329,11 +331,9 @@ class Calls(Evaluation):
         return UNKNOWN
 
     def _call_isinstance(self, args: list[Any], kwargs: dict[str, Any], scope: Scope) -> object:
-        return (
-            isinstance(args[0], args[1])
-            if isinstance(args[1], type) and args[0] is not UNKNOWN
-            else UNKNOWN
-        )
+        if not isinstance(args[1], type) or args[0] is UNKNOWN:
+            return UNKNOWN
+        return isinstance(args[0], args[1])
 
     def _call_super(self, args: list[Any], kwargs: dict[str, Any], scope: Scope) -> object:
         receiver, owner = scope.find("self")[1], scope.owner
@@ -348,7 +348,9 @@ class Calls(Evaluation):
 
 @cache
 def child_class(cls: ClassRef, name: str) -> ClassRef | None:
-    """The class of the module that __init__ assigns to `self.name`, if it is one of the tree."""
+    """Return the class of the module that __init__ assigns to `self.name`, if it is one of the
+    tree.
+    """
     for value, method in cls.assigned(name):
         found = called_class(value, method)
         if found is not None:
@@ -357,7 +359,7 @@ def child_class(cls: ClassRef, name: str) -> ClassRef | None:
 
 
 def called_class(value: ast.expr, method: FunctionRef) -> ClassRef | None:
-    """The class that an expression creates: `Class(...)`, one branch of an if, or
+    """Return the class that an expression creates: `Class(...)`, one branch of an if, or
     `self._init_model(...)`.
     """
     if isinstance(value, ast.IfExp):
@@ -384,7 +386,7 @@ def called_class(value: ast.expr, method: FunctionRef) -> ClassRef | None:
 
 
 def _class_names(interpreter: Calls, cls: ClassRef, node: ast.expr) -> dict[str, Any]:
-    """What a class attribute's expression may refer to: other attributes of the class body."""
+    """Return what a class attribute's expression may refer to: other attributes of the class body."""
     found = {}
     for name in names_in(node):
         other = cls.attribute(name)

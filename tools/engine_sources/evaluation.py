@@ -158,7 +158,9 @@ class Evaluation:
         value = self.eval(node.operand, scope)
         if isinstance(node.op, ast.Not):
             return UNKNOWN if value is UNKNOWN else not self.truth(value)
-        return UNKNOWN if value is UNKNOWN else -value if isinstance(node.op, ast.USub) else UNKNOWN
+        if value is UNKNOWN or not isinstance(node.op, ast.USub):
+            return UNKNOWN
+        return -value
 
     def _get_Compare(self, node: ast.Compare, scope: Scope) -> object:
         left, result = self.eval(node.left, scope), True
@@ -196,11 +198,9 @@ class Evaluation:
     def binary(self, op: ast.operator, left: Any, right: Any) -> object:
         if isinstance(left, Instance) and isinstance(op, ast.BitOr):
             method = left.cls.method("__or__")
-            return (
-                UNKNOWN
-                if method is None or right is UNKNOWN
-                else self.call(Bound(method, left), [right], {})
-            )
+            if method is None or right is UNKNOWN:
+                return UNKNOWN
+            return self.call(Bound(method, left), [right], {})
         odd = isinstance(left, Parameters) or isinstance(right, Parameters)
         if left is UNKNOWN or right is UNKNOWN or odd or type(op) not in _BINARY:
             return UNKNOWN
@@ -211,11 +211,9 @@ class Evaluation:
             self.eval(one.value if isinstance(one, ast.FormattedValue) else one, scope)
             for one in node.values
         ]
-        return (
-            "".join(map(str, parts))
-            if all(isinstance(one, str | int) for one in parts)
-            else UNKNOWN
-        )
+        if not all(isinstance(one, str | int) for one in parts):
+            return UNKNOWN
+        return "".join(map(str, parts))
 
     def _get_IfExp(self, node: ast.IfExp, scope: Scope) -> object:
         return self.eval(

@@ -99,8 +99,8 @@ class Interpreter(Calls):
         self.run(node.orelse, scope)
 
     def _bears_no_weights(self, node: ast.For, scope: Scope) -> bool:
-        """Whether a loop over what is not known touches neither the tensor nor its name, and can
-        only end by itself.
+        """Return whether a loop over what is not known touches neither the tensor nor its name, and
+        can only end by itself.
         """
         for name in names_in(node):
             value = scope.find(name)[1]

@@ -56,7 +56,7 @@ class ClassRef:
         return {node.name: FunctionRef(node, self.module, self) for node in body}
 
     def method(self, name: str, after: ClassRef | None = None) -> FunctionRef | None:
-        """The method as Python would find it; with `after`, as `super()` in that class would."""
+        """Find the method as Python would; with `after`, as `super()` in that class would."""
         order = self.mro if after is None else self.mro[self.mro.index(after) + 1 :]
         return next((one.methods[name] for one in order if name in one.methods), None)
 
@@ -74,12 +74,13 @@ class ClassRef:
         return found
 
     def attribute(self, name: str) -> tuple[ast.expr, ClassRef] | None:
-        """What the body of this class, or of one that it inherits from, assigns to `name`, and
-        which of them.
+        """Return what the body of this class, or of one that it inherits from, assigns to `name`,
+        and which of them.
         """
-        return next(
-            ((one.body_values[name], one) for one in self.mro if name in one.body_values), None
-        )
+        for one in self.mro:
+            if name in one.body_values:
+                return one.body_values[name], one
+        return None
 
     @cached_property
     def assignments(self) -> dict[str, list[tuple[ast.expr, FunctionRef]]]:
@@ -94,7 +95,7 @@ class ClassRef:
         return found
 
     def assigned(self, name: str) -> list[tuple[ast.expr, FunctionRef]]:
-        """What methods assign to `self.name`, those of the nearest class that does so."""
+        """Return what methods assign to `self.name`, those of the nearest class that does so."""
         return next((one.assignments[name] for one in self.mro if name in one.assignments), [])
 
     @cached_property
@@ -104,8 +105,8 @@ class ClassRef:
 
 
 def self_assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """(attribute, value) of each `self.attribute = value` in `node`; of tuples, where both sides
-    have as many.
+    """Yield (attribute, value) of each `self.attribute = value` in `node`; of tuples, where both
+    sides have as many.
     """
     for one in ast.walk(node):
         if not isinstance(one, ast.Assign | ast.AnnAssign) or one.value is None:
@@ -151,11 +152,8 @@ class Module:
                 self.names[node.target.id] = node.value
             elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
                 everything = self.tree.module(self.imports(node)["*"][0])
-                self.names |= (
-                    {}
-                    if everything is None
-                    else {one: (everything.name, one) for one in everything.names}
-                )
+                if everything is not None:
+                    self.names |= {one: (everything.name, one) for one in everything.names}
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 self.names |= self.imports(node)
             elif isinstance(node, ast.If | ast.Try):
@@ -163,23 +161,21 @@ class Module:
                 self._collect(node.orelse)
 
     def imports(self, node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
-        """{name here: (module, name there)}; the name there is '' for a module."""
+        """Return {name here: (module, name there)}; the name there is '' for a module."""
         if isinstance(node, ast.Import):
             return {one.asname or one.name.split(".")[0]: (one.name, "") for one in node.names}
         base = node.module or ""
         if node.level:
-            package = (
-                self.name.split(".")
-                if self.path.name == "__init__.py"
-                else self.name.split(".")[:-1]
-            )
+            package = self.name.split(".")
+            if self.path.name != "__init__.py":
+                package.pop()
             package = package[: len(package) - node.level + 1]
             base = ".".join([*package, *([node.module] if node.module else [])])
         return {one.asname or one.name: (base, one.name) for one in node.names}
 
     def resolve(self, name: str) -> Found:
-        """What `name` is here, through imports. (module, name) if it lies outside of the tree, else
-        None.
+        """Return what `name` is here, through imports. (module, name) if it lies outside of the
+        tree, else None.
         """
         if name not in self._resolved:
             self._resolved[name] = None  # of a cycle of imports
@@ -197,7 +193,7 @@ class Module:
         return None if found is None else (self, found)
 
     def resolve_expression(self, node: ast.expr) -> object:
-        """A class or function that a name, or module.name, refers to."""
+        """Return a class or function that a name, or module.name, refers to."""
         if isinstance(node, ast.Name):
             found = self.resolve(node.id)
             if (
@@ -228,10 +224,8 @@ class Tree:
     def module(self, name: str) -> Module | None:
         if name not in self._modules:
             stem = self.root.joinpath(*name.split("."))
-            path = next(
-                (one for one in (stem.with_suffix(".py"), stem / "__init__.py") if one.is_file()),
-                None,
-            )
+            places = (stem.with_suffix(".py"), stem / "__init__.py")
+            path = next((one for one in places if one.is_file()), None)
             known = path is not None and (
                 name == self.package or name.startswith(f"{self.package}.")
             )

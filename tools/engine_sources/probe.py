@@ -32,21 +32,15 @@ cached_paths = cache(attention_paths)
 
 
 def probe(cls: ClassRef, form: str, has_scales: bool, quant_config: object) -> Outcome:
-    """What `cls` does with the scales of K and V under `form`: one outcome if both sides and all
-    prefixes agree.
+    """Find what `cls` does with the scales of K and V under `form`: one outcome if both sides and
+    all prefixes agree.
     """
     paths = cached_paths(cls)
-    kinds = {(one.outer, one.inner): {x.quantized for x in paths if x == one} for one in paths}
-    if not kinds or any(
-        len({x.quantized for x in paths if (x.outer, x.inner) == key}) > 1 for key in kinds
-    ):
+    # A place that is there twice has both values of `quantized`
+    if not paths or len({(one.outer, one.inner) for one in paths}) < len(paths):
         return undecided("where attention keeps its scales")
-    ends = {
-        f"{one.outer}.{one.inner}.{side}_scale"
-        for one in paths
-        for side in "kv"
-        if one.quantized and has_scales
-    }
+    kept = [f"{one.outer}.{one.inner}" for one in paths if one.quantized and has_scales]
+    ends = {f"{place}.{side}_scale" for place in kept for side in "kv"}
     prefixes = PREFIXES if cls.name.endswith("ForCausalLM") else (*PREFIXES, *NESTED_PREFIXES)
     outcomes = []
     for prefix in prefixes:
@@ -55,17 +49,15 @@ def probe(cls: ClassRef, form: str, has_scales: bool, quant_config: object) -> O
             outcomes.append(_follow(cls, name, side, Parameters(frozenset(ends)), quant_config))
             if outcomes[-1].effect == "unknown":
                 return outcomes[-1]
-    return (
-        outcomes[0]
-        if len({one.effect for one in outcomes}) == 1
-        else undecided("K and V, or prefixes, differ")
-    )
+    if len({one.effect for one in outcomes}) > 1:
+        return undecided("K and V, or prefixes, differ")
+    return outcomes[0]
 
 
 def _follow(
     cls: ClassRef, name: str, side: str, parameters: Parameters, quant_config: object
 ) -> Outcome:
-    """Every way that `name` may take; UNDECIDED unless they agree."""
+    """Follow every way that `name` may take; undecided unless they agree."""
     load = cls.method("load_weights")
     if load is None:
         return undecided("no load_weights")
@@ -101,13 +93,17 @@ def _follow(
 def _effect(loaded: list[str], side: str) -> str:
     if not loaded:
         return "drops"
-    return "uses" if all(name.endswith(f".{side}_scale") for name in loaded) else "unknown"
+    if all(name.endswith(f".{side}_scale") for name in loaded):
+        return "uses"
+    return "unknown"
 
 
 def native(
     interpreter: Interpreter, owner: object, name: str, args: list[Any], kwargs: dict[str, Any]
 ) -> object:
-    """torch's own methods of modules, and the part of AutoWeightsLoader that walks through them."""
+    """Do what torch's own methods of modules do, and the part of AutoWeightsLoader that walks through
+    them.
+    """
     if isinstance(owner, ModuleObject) and owner.cls.method(name) is None:
         if name == "named_parameters":
             return interpreter.parameters
@@ -130,21 +126,20 @@ def native(
 
 
 def _children(cls: ClassRef) -> list[ClassRef]:
-    names = [
-        one.attr
-        for base in cls.mro
-        for one in ast.walk(base.node)
-        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
-    ]
-    found = (child_class(cls, name) for name in dict.fromkeys(names))
+    names: dict[str, None] = {}
+    for base in cls.mro:
+        for one in ast.walk(base.node):
+            if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store):
+                names[one.attr] = None
+    found = [child_class(cls, name) for name in names]
     return [one for one in found if one is not None and "Module" in one.base_names]
 
 
 def _load_module(
     interpreter: Interpreter, loader: Instance, module: object, weights: object
 ) -> list[str]:
-    """AutoWeightsLoader._load_module: into a child that has `load_weights`, else by name;
-    ValueError where none is.
+    """Do as AutoWeightsLoader._load_module: load into a child that has `load_weights`, else by
+    name; ValueError where none is.
     """
     if not isinstance(module, ModuleObject) or not isinstance(weights, list):
         raise Undecided("_load_module")
@@ -178,9 +173,8 @@ def _load_name(
     if values and full in interpreter.parameters:
         interpreter.loaded.append(full)
         return
-    prefixes, suffixes = (
-        loader.attributes.get(f"ignore_unexpected_{kind}") for kind in ("prefixes", "suffixes")
-    )
+    prefixes = loader.attributes.get("ignore_unexpected_prefixes")
+    suffixes = loader.attributes.get("ignore_unexpected_suffixes")
     if (
         not isinstance(prefixes, list)
         or not isinstance(suffixes, list)

@@ -29,7 +29,7 @@ class _Weights:
 
 
 def tgi_families(root: Path) -> dict[str, dict[str, dict[str, Outcome]]]:
-    """{model_type: {'any': {form: outcome}}}, of those with a class of TGI's that runs with
+    """Return {model_type: {'any': {form: outcome}}}, of those with a class of TGI's that runs with
     FlashAttention.
     """
     tree = Tree(root / "server", "text_generation_server")
@@ -50,7 +50,7 @@ def tgi_families(root: Path) -> dict[str, dict[str, dict[str, Outcome]]]:
 
 
 def _model_types(node: object) -> dict[str, str]:
-    """{name of the constant: model_type}, from the enumeration's {"type": ...}."""
+    """Return {name of the constant: model_type}, from the enumeration's {"type": ...}."""
     assert isinstance(node, ast.ClassDef)
     found = {}
     for one in node.body:
@@ -71,7 +71,7 @@ def _model_types(node: object) -> dict[str, str]:
 
 
 def _branches(function: ast.AST) -> Iterator[tuple[list[str], list[ast.stmt]]]:
-    """(names that model_type is compared with, body) of each `if model_type == …`."""
+    """Yield (names that model_type is compared with, body) of each `if model_type == …`."""
     for node in ast.walk(function):
         if not isinstance(node, ast.If):
             continue
@@ -85,7 +85,7 @@ def _branches(function: ast.AST) -> Iterator[tuple[list[str], list[ast.stmt]]]:
 
 
 def _served_by(body: list[ast.stmt]) -> str:
-    """The class of the first `return` in the branch for FlashAttention: its model_class."""
+    """Return the class of the first `return` in the branch for FlashAttention: its model_class."""
     for statement in body:
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == "FLASH_ATTENTION":
             for node in ast.walk(statement):
@@ -95,13 +95,9 @@ def _served_by(body: list[ast.stmt]) -> str:
 
 
 def _outcome(tree: Tree, cls: ClassRef, form: str) -> Outcome:
-    asking = [
-        (one, value)
-        for one in reachable(cls)
-        for name, found in one.assignments.items()
-        if name == "kv_scales"
-        for value, _ in found
-    ]
+    asking = []
+    for one in reachable(cls):
+        asking += [(one, value) for value, _ in one.assignments.get("kv_scales", ())]
     if not asking:
         return undecided("the text model is chosen at run time")
     places = {place for one, _ in asking for place in _places(cls, one)}
@@ -113,9 +109,10 @@ def _outcome(tree: Tree, cls: ClassRef, form: str) -> Outcome:
         function = tree.imported("text_generation_server.layers.attention.kv_cache", ASKS)
         assert isinstance(function, FunctionRef)
         run.call(Bound(function), [weights, f"{PREFIX}.{place}"], {})
-        effects.add(
-            "drops" if not weights.read else "uses" if all(weights.read.values()) else "converts"
-        )
+        if not weights.read:
+            effects.add("drops")
+        else:
+            effects.add("uses" if all(weights.read.values()) else "converts")
     first, value = asking[0]
     if len(effects) != 1:
         return Outcome("unknown", why=f"{sorted(places)} differ")
@@ -123,7 +120,7 @@ def _outcome(tree: Tree, cls: ClassRef, form: str) -> Outcome:
 
 
 def _places(start: ClassRef, attention: ClassRef) -> set[str]:
-    """'self_attn' of `prefix=f"{prefix}.self_attn"`, wherever the attention is created."""
+    """Return 'self_attn' of `prefix=f"{prefix}.self_attn"`, wherever the attention is created."""
     found = set()
     for cls in reachable(start):
         for pairs in cls.assignments.values():

@@ -1,4 +1,4 @@
-"""What the interpreter computes with beside strings, numbers and containers."""
+"""What the interpreter computes with apart from strings, numbers and containers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNKNOWN = Unknown()
 
 
 class Undecided(Exception):
-    """The interpreter met what it cannot follow; nothing may be said of this name."""
+    """The interpreter met what it cannot follow; the outcome of this name is unknown."""
 
 
 class Raised(Exception):

@@ -74,7 +74,9 @@ class StoredTokens:
         """The scales: bfloat16 [batch, num_kv_heads, tokens], float32 [num_kv_heads, head_dim], or
         None.
         """
-        return self._scales[:, :, self._begin : self._end] if self._dynamic else self._static
+        if self._dynamic:
+            return self._scales[:, :, self._begin : self._end]
+        return self._static
 
     @property
     def num_bytes(self) -> int:

@@ -148,14 +148,14 @@ class Pages:
 
     @property
     def kind(self) -> str:
-        return "without a window" if self.window is None else f"with a window of {self.window:,}"
+        if self.window is None:
+            return "without a window"
+        return f"with a window of {self.window:,}"
 
     def describe(self) -> str:
-        return (
-            "every layer"
-            if self.window is None
-            else f"the layers with a window of {self.window} tokens"
-        )
+        if self.window is None:
+            return "every layer"
+        return f"the layers with a window of {self.window} tokens"
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,9 @@ class CacheManager:
             block_ids[index] = (0,) * first + table[first:]
             given_back[index] = first
             released = True
-        return Held(tuple(block_ids), tuple(given_back), held.room) if released else held
+        if released:
+            return Held(tuple(block_ids), tuple(given_back), held.room)
+        return held
 
     def grow(self, held: Held, num_tokens: int) -> Held | None:
         """Allocate the blocks that are missing for `num_tokens` tokens; None, and no change, if a

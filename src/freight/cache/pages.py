@@ -42,12 +42,11 @@ def allocate_pages(
         k_scale, v_scale = tensors[len(sizes)].squeeze(-1), tensors[-1].squeeze(-1)
     elif scales is not None:
         k_scale = expand_scale(scales.k, spec.num_kv_heads, spec.k_dim).to(device)
-        # values in keys are stored with the scale of keys; the checkpoint's for values is ignored
-        v_scale = (
-            k_scale[:, first:].contiguous()
-            if spec.v_in_k
-            else expand_scale(scales.v, spec.num_kv_heads, spec.v_dim).to(device)
-        )
+        if spec.v_in_k:
+            # They are stored with the scale of keys; the checkpoint's for values is ignored
+            v_scale = k_scale[:, first:].contiguous()
+        else:
+            v_scale = expand_scale(scales.v, spec.num_kv_heads, spec.v_dim).to(device)
     counters = torch.zeros(2, dtype=torch.int64, device=device)
     return KVPages(k, v, k_scale, v_scale, counters, v_in_k=spec.v_in_k)
 

@@ -192,6 +192,7 @@ def _columns(channels: int, width: int, compute: Format) -> StatePart:
 
 
 def _matrices(
+    *,
     key_heads: int,
     heads: int,
     k_dim: int,
@@ -222,7 +223,14 @@ def _short_conv(
 
 def _delta_net(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerStateSpec:
     assert isinstance(mixer, DeltaNetConfig)
-    matrices = _matrices(mixer.key_heads, mixer.heads, mixer.k_dim, mixer.v_dim, compute, state)
+    matrices = _matrices(
+        key_heads=mixer.key_heads,
+        heads=mixer.heads,
+        k_dim=mixer.k_dim,
+        v_dim=mixer.v_dim,
+        compute=compute,
+        state=state,
+    )
     return LayerStateSpec((*matrices, _columns(mixer.channels, mixer.width, compute)))
 
 
@@ -230,15 +238,27 @@ def _kimi_delta(
     mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format
 ) -> LayerStateSpec:
     assert isinstance(mixer, KimiDeltaConfig)
-    heads, size = mixer.heads, mixer.head_dim
-    matrices = _matrices(heads, heads, size, size, compute, state, by_channel=True)
+    matrices = _matrices(
+        key_heads=mixer.heads,
+        heads=mixer.heads,
+        k_dim=mixer.head_dim,
+        v_dim=mixer.head_dim,
+        compute=compute,
+        state=state,
+        by_channel=True,
+    )
     return LayerStateSpec((*matrices, _columns(3 * mixer.size, mixer.width, compute)))
 
 
 def _mamba2(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerStateSpec:
     assert isinstance(mixer, Mamba2Config)
     matrices = _matrices(
-        mixer.groups, mixer.heads, mixer.state_size, mixer.head_dim, compute, state
+        key_heads=mixer.groups,
+        heads=mixer.heads,
+        k_dim=mixer.state_size,
+        v_dim=mixer.head_dim,
+        compute=compute,
+        state=state,
     )
     return LayerStateSpec((*matrices, _columns(mixer.channels, mixer.width, compute)))
 

@@ -22,7 +22,7 @@ from freight.config.quantize_plan import KV_GRANULARITIES
 from freight.config.resolve import for_variant
 from freight.errors import ConfigError
 from freight.fp8.formats import Granularity, ScaleSource
-from freight.fp8.scheme import KVScales
+from freight.fp8.scheme import KVScales, LayerScales
 from freight.models.open import OpenModel, open_model
 
 MEASURED = (
@@ -73,11 +73,15 @@ class KVChoice:
         layers differ.
         """
         found = set(self.granularities)
-        return found.pop() if len(found) == 1 and not found & {None, Granularity.TOKEN} else None
+        if len(found) == 1 and not found & {None, Granularity.TOKEN}:
+            return found.pop()
+        return None
 
 
 def split(samples: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Every other sample: to choose by, and to verify with. Raises ConfigError for a single sample."""
+    """Return every other sample to choose by, and the rest to verify with. Raises ConfigError for a
+    single sample.
+    """
     if len(samples) < 2:
         raise ConfigError(
             "--kv-budget needs at least 2 samples, one to choose by and one to verify with: give more data, or a "
@@ -87,7 +91,7 @@ def split(samples: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def frontier(kl: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]]) -> list[Option]:
-    """The choices that no other beats in both, from the fewest bytes to the most.
+    """Return the choices that no other beats in both, from the fewest bytes to the most.
 
     kl, sizes: [layers][candidates], the divergence and bytes per token of one layer. Exact: layer
     by layer, the best of each total; layers have few sizes, so totals are few.
@@ -111,8 +115,8 @@ def frontier(kl: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]]) -> l
 
 
 def cheapest(front: Sequence[Option], limit: float, measure: Callable[[Option], float]) -> int:
-    """The index of the first option that measures at most `limit`, begun where the prediction says;
-    the last one does.
+    """Find the index of the first option that measures at most `limit`, begun where the prediction
+    says; the last one does.
 
     By halves, as if what is measured fell with the bytes. Where it does not, what is found is still
     within the limit.
@@ -146,7 +150,7 @@ def choose(
         _candidate(opened, granularity, of_all)
         for granularity, of_all in zip(QUANTIZED, scales, strict=True)
     ]
-    chosen, other = (at_most(half, MEASURED) for half in halves)
+    chosen, other = [at_most(half, MEASURED) for half in halves]
     with opened.threads(config):
         meter = Meter.open(opened, config, caches, longest)
         measured = meter.by_layer(chosen, lambda done, total: say("measuring layers", done, total))
@@ -163,7 +167,9 @@ def _choose(
     texts: tuple[Samples, Samples],
 ) -> KVChoice:
     specs = [opened.cache_spec(replace(config, kv=kv)) for kv in (*caches, config.kv)]
-    sizes = [[spec.kept[index].bytes_per_token for spec in specs] for index in specs[0].kept]
+    sizes = []
+    for index in specs[0].kept:
+        sizes.append([spec.kept[index].bytes_per_token for spec in specs])
     values = specs[0].values_per_token
     front = frontier([(*of_layer, 0.0) for of_layer in measured.kl], sizes)
 
@@ -200,8 +206,8 @@ def _choose(
 def _candidate(
     opened: OpenModel, granularity: Granularity, scales: KVScales | None
 ) -> KVCacheConfig:
-    """FP8 in every layer: with the calibrated scales, or with scales per token, measured as they
-    are stored.
+    """Build the FP8 cache of every layer: with the calibrated scales, or with scales per token,
+    measured as they are stored.
     """
     native = opened.device.native_e4m3
     if scales is None:
@@ -211,18 +217,19 @@ def _candidate(
 
 
 def as_chosen(calibration: Calibration, choice: KVChoice) -> Calibration:
-    """What is written of a choice: the scales of its layers and nothing of the others.
+    """Return what is written of a choice: the scales of its layers and nothing of the others.
 
     One static granularity in every layer is what other engines can read, with a scale per
     layer; for any other choice the side file alone has it, because they would take 1.0
     for the layers without scales.
     """
-    layers = tuple(
-        None
-        if granularity in (None, Granularity.TOKEN)
-        else calibration.by_granularity[granularity].layers[index]
-        for index, granularity in enumerate(choice.granularities)
-    )
+    layers: list[LayerScales | None] = []
+    for index, granularity in enumerate(choice.granularities):
+        if granularity in (None, Granularity.TOKEN):
+            layers.append(None)
+        else:
+            layers.append(calibration.by_granularity[granularity].layers[index])
     if choice.uniform is not None:
-        return replace(calibration, kv_finer=KVScales(layers))
-    return replace(calibration, kv=None, kv_finer=KVScales(layers, mixed=choice.granularities))
+        return replace(calibration, kv_finer=KVScales(tuple(layers)))
+    mixed = KVScales(tuple(layers), mixed=choice.granularities)
+    return replace(calibration, kv=None, kv_finer=mixed)

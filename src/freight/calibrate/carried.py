@@ -16,9 +16,8 @@ from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.models.open import OpenCheckpoint, open_folder, require_native
 
-_SHAPE: Mapping[
-    str, Callable[[ModelConfig], object]
-] = {  # what two models share whose KV scales fit each other
+# What two models share whose KV scales fit each other
+_SHAPE: Mapping[str, Callable[[ModelConfig], object]] = {
     "model_type": lambda model: model.model_type,
     "num_layers": lambda model: model.num_layers,
     "num_kv_heads": lambda model: _by_layer(model, "num_kv_heads"),
@@ -28,7 +27,7 @@ _SHAPE: Mapping[
 
 
 def _by_layer(model: ModelConfig, what: str) -> object:
-    """A number of the layers with attention: one if all of them agree, else one each."""
+    """Return a number of the layers with attention: one if all of them agree, else one each."""
     values = [getattr(mixer, what) for mixer in model.paged.values()]
     return values[0] if len(set(values)) == 1 else values
 
@@ -56,7 +55,7 @@ class Carried:
 
 
 def open_scales(model: str) -> tuple[Carried, ModelConfig | RankExport]:
-    """The scales of `model`, a checkpoint or an export for TensorRT-LLM.
+    """Read the scales of `model`, a checkpoint or an export for TensorRT-LLM.
 
     Raises CheckpointError where some are missing.
     """
@@ -71,7 +70,7 @@ def open_scales(model: str) -> tuple[Carried, ModelConfig | RankExport]:
 
 
 def carried_by(stored: OpenCheckpoint, name: str) -> Carried:
-    """The scales of an opened checkpoint. Raises CheckpointError where some are missing."""
+    """Return the scales of an opened checkpoint. Raises CheckpointError where some are missing."""
     scales = stored.kv_scales
     _require_complete(scales, name)
     uncentered = stored.uncentered_scales() if any(map(_centered, scales.layers)) else scales
@@ -82,7 +81,7 @@ def carried_by(stored: OpenCheckpoint, name: str) -> Carried:
 def require_fit(
     source: ModelConfig | RankExport, source_name: str, model: ModelConfig, name: str
 ) -> None:
-    """Raises ConfigError if the scales of `source` are for a model of another shape than `model`."""
+    """Raise ConfigError if the scales of `source` are for a model of another shape than `model`."""
     for what, theirs in _facts(source, model).items():
         ours = _SHAPE[what](model)
         if theirs != ours:
@@ -92,7 +91,7 @@ def require_fit(
 
 
 def _facts(source: ModelConfig | RankExport, model: ModelConfig) -> dict[str, object]:
-    """What is known of `source`, by the names of `_SHAPE`."""
+    """Return what is known of `source`, by the names of `_SHAPE`."""
     if isinstance(source, ModelConfig):
         return {what: of(source) for what, of in _SHAPE.items()}
     exported_as = (
@@ -119,11 +118,9 @@ def _require_complete(scales: KVScales, name: str) -> None:
             f"{name} has KV scales of V alone for layers {which}; make both with freight quantize"
         )
     if scales.missing:
-        which = (
-            "no KV scales"
-            if scales.empty
-            else f"no KV scales for layers {', '.join(map(str, scales.missing))}"
-        )
+        which = "no KV scales"
+        if not scales.empty:
+            which += f" for layers {', '.join(map(str, scales.missing))}"
         raise CheckpointError(f"{name} has {which}; make them with freight quantize --kv-cache fp8")
 
 
@@ -132,7 +129,7 @@ def _centered(layer: LayerScales | None) -> bool:
 
 
 def per_layer(scales: KVScales) -> KVScales:
-    """One scale per layer and side: the largest."""
+    """Return one scale per layer and side: the largest."""
     return replace(scales, layers=tuple(layer and _coarse(layer) for layer in scales.layers))
 
 

@@ -41,7 +41,7 @@ class Moments:
         self._squares: Tensor | None = None
 
     def observe(self, x: Tensor) -> None:
-        """x: [num_tokens, heads, head_dim]"""
+        """Add the tokens of `x` [num_tokens, heads, head_dim]."""
         values = x.double()
         total, squares = values.sum(0), values.square().sum(0)
         self._count += len(x)
@@ -74,23 +74,19 @@ class CenterWatch:
         self.q, self.k = Moments(), Moments()
 
     def see(self, q: Tensor, k: Tensor) -> None:
-        """Each [num_tokens, heads, head_dim]."""
+        """Add tokens to the moments. q, k: [num_tokens, heads, head_dim]"""
         self.q.observe(q)
         self.k.observe(k)
 
     def centers(self, pair_ratio: float = PAIR_RATIO, worth: float = WORTH) -> LayerCenters:
         mean, spread, turned = self.k.mean, self.k.variance, slice(self._rotary_dim)
         q_energy = self.q.energy.unflatten(0, (len(mean), -1)).sum(1)  # [num_kv_heads, head_dim]
-        weight, of_mean, of_spread = (
-            _by_pair(x[:, turned]) for x in (q_energy, mean.square(), spread)
-        )
+        weight = _by_pair(q_energy[:, turned])
+        of_mean, of_spread = _by_pair(mean[:, turned].square()), _by_pair(spread[:, turned])
         large = of_mean > pair_ratio * of_spread
-        whole = float(
-            (q_energy * self.k.energy)[:, self._rotary_dim :].sum()
-        )  # of the channels that stay whole
-        before = (
-            float((weight * (of_mean + of_spread)).sum()) + 2 * whole
-        )  # a pair's product counts it twice
+        # A pair's product counts it twice, so the channels without rotary embedding count twice too
+        unturned = float((q_energy * self.k.energy)[:, self._rotary_dim :].sum())
+        before = float((weight * (of_mean + of_spread)).sum()) + 2 * unturned
         after = before - float((weight * of_mean * large).sum())
         gain = _ratio(before, after)
         b = torch.zeros_like(mean)
@@ -99,12 +95,12 @@ class CenterWatch:
 
 
 def _by_pair(x: Tensor) -> Tensor:
-    """Sums over the channel pairs (i, i + rotary_dim / 2): [heads, rotary_dim] -> [heads,
-    rotary_dim / 2].
-    """
+    """Sum the channel pairs (i, i + rotary_dim / 2): [heads, rotary_dim] -> [heads, rotary_dim / 2]."""
     first, second = x.tensor_split(2, dim=-1)
     return first + second
 
 
 def _ratio(before: float, after: float) -> float:
-    return before / after if after > 0 else (1.0 if before == 0 else float("inf"))
+    if after > 0:
+        return before / after
+    return 1.0 if before == 0 else float("inf")

@@ -38,7 +38,7 @@ def read_samples(
     vocab_size: int,
     load_tokenizer: Callable[[], Tokenizer],
 ) -> Samples:
-    """At most `num_samples` samples of at most `max_seq_len` tokens.
+    """Read at most `num_samples` samples of at most `max_seq_len` tokens.
 
     `data` is a path, a data set of the hub (`owner/name`), or a sequence of strings, of lists of
     token ids, or of dicts as the lines of a .jsonl file. `load_tokenizer` is called if there is
@@ -52,7 +52,7 @@ def read_samples(
         found = _from_name(where, str(data), tokenizer, max_seq_len)
     else:
         found = _from_python(where, data, tokenizer)
-    samples = [ids[:max_seq_len] for ids in islice((ids for ids in found if ids), num_samples)]
+    samples = [ids[:max_seq_len] for ids in islice(filter(None, found), num_samples)]
     for ids in samples:
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             bad = next(token for token in ids if not 0 <= token < vocab_size)
@@ -87,7 +87,7 @@ class _Lazy:
         self._said = False
 
     def say_no_template(self, where: str) -> None:
-        """Once: conversations become plain text."""
+        """Log once that conversations become plain text."""
         if not self._said:
             logger.warning(
                 "%s has `messages`, and the model has no chat template: their texts are used alone",
@@ -121,26 +121,26 @@ def _from_file(where: str, path: Path, tokenizer: _Lazy, max_seq_len: int) -> It
         text = read_text(path, "utf-8-sig", DATA_LIMIT, newline="\n" if jsonl else None)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} cannot be read as text: {error}") from None
-    return _lines(where, text, tokenizer) if jsonl else _pieces(text, tokenizer(), max_seq_len)
+    if jsonl:
+        return _lines(where, text, tokenizer)
+    return _pieces(text, tokenizer(), max_seq_len)
 
 
 def _pieces(text: str, tokenizer: Tokenizer, max_seq_len: int) -> Iterator[list[int]]:
-    """The text in samples of at most `max_seq_len` tokens, each with BOS if the model has it before
-    a text.
+    """Yield the text in samples of at most `max_seq_len` tokens, each with BOS if the model has it
+    before a text.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
-    begin = (
-        [tokenizer.bos_token_id] if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] else []
-    )
+    bos = tokenizer.bos_token_id
+    begin = [] if bos is None or tokenizer.encode("a")[:1] != [bos] else [bos]
     step = max_seq_len - len(begin)
     for start in range(0, len(ids), step):
-        yield [*(token for token in begin if token is not None), *ids[start : start + step]]
+        yield [*begin, *ids[start : start + step]]
 
 
 def _lines(where: str, text: str, tokenizer: _Lazy) -> Iterator[list[int]]:
-    for number, line in enumerate(
-        text.split("\n"), 1
-    ):  # splitlines() also splits inside of JSON strings: U+2028
+    # splitlines() also splits inside of JSON strings: U+2028
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield _line(f"{where}, line {number}", line, tokenizer)
 
@@ -154,7 +154,7 @@ def _line(where: str, line: str, tokenizer: _Lazy) -> list[int]:
 
 
 def _sample(where: str, entry: object, tokenizer: _Lazy) -> list[int]:
-    """The token ids of one line or row."""
+    """Return the token ids of one line or row."""
     keys = [key for key in _KEYS if isinstance(entry, dict) and key in entry]
     if len(keys) != 1:
         has = f"has {sorted(entry)}" if isinstance(entry, dict) else f"is {type(entry).__name__}"
@@ -179,7 +179,7 @@ def _sample(where: str, entry: object, tokenizer: _Lazy) -> list[int]:
 
 
 def _contents(where: str, messages: object) -> str:
-    """The texts of a conversation, a message a line, for a base model."""
+    """Return the texts of a conversation, a message a line, for a base model."""
     conversation = messages if isinstance(messages, list) else []
     contents = [one.get("content") if isinstance(one, dict) else None for one in conversation]
     if not contents or not all(isinstance(content, str) for content in contents):
@@ -195,12 +195,10 @@ def _from_python(where: str, data: object, tokenizer: _Lazy) -> Iterator[list[in
     for number, sample in enumerate(data):
         if isinstance(sample, dict):
             yield _sample(f"{where}[{number}]", sample, tokenizer)
+        elif isinstance(sample, str):
+            yield tokenizer().encode(sample)
         else:
-            yield (
-                tokenizer().encode(sample)
-                if isinstance(sample, str)
-                else _ids(f"{where}[{number}]", sample)
-            )
+            yield _ids(f"{where}[{number}]", sample)
 
 
 def _ids(where: str, value: object) -> list[int]:

@@ -36,16 +36,16 @@ class ExpertWatch:
     num_tokens: Tensor
 
     def around(self, moe: MoE) -> MoE:
-        """`moe` observed. It was built with kernels of `one_by_one`."""
+        """Return `moe` observed. It was built with kernels of `one_by_one`."""
         return replace(moe, kernels=cast(KernelSet, _OneByOne(moe.kernels, self)))
 
     def unseen(self) -> list[int]:
-        """The experts that no token reached."""
+        """Return the experts that no token reached."""
         return (self.num_tokens == 0).nonzero()[:, 0].tolist()
 
 
 def one_by_one(kernels: KernelSet) -> KernelSet:
-    """`kernels`, with experts that `ExpertWatch` can observe."""
+    """Return `kernels` with experts that `ExpertWatch` can observe."""
     return cast(KernelSet, _OneByOne(kernels))  # mypy does not see what `__getattr__` provides
 
 
@@ -71,9 +71,8 @@ class _OneByOne:
 
     def _seen(self, hidden: Rows) -> Rows:
         if self.watch is not None:
-            self.watch.down(
-                plain(hidden).reshape(1, -1)
-            )  # weights in calibration are not quantized
+            # Plain: weights in calibration are not quantized
+            self.watch.down(plain(hidden).reshape(1, -1))
         return hidden
 
     pack_experts = reference_experts.pack

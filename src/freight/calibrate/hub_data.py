@@ -19,16 +19,16 @@ _INSTALL = install("datasets")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` is `owner/name` or `owner/name:split`, and neither a file that is there nor
-    the name of one.
+    """Return whether `name` is `owner/name` or `owner/name:split`, and neither a file that is there
+    nor the name of one.
     """
     there = Path(name).exists() or Path(name).parent.is_dir()
     return bool(_HUB_ID.fullmatch(name)) and not name.lower().endswith(_FILES) and not there
 
 
 def hub_rows(where: str, name: str) -> Iterable[Any]:
-    """The rows of a data set of the hub: of the split that is named behind a colon, else of its
-    training split.
+    """Return the rows of a data set of the hub: of the split that is named behind a colon, else of
+    its training split.
 
     Raises ConfigError without `datasets`, for a data set that cannot be fetched, and for an unknown
     split.
@@ -50,9 +50,8 @@ def hub_rows(where: str, name: str) -> Iterable[Any]:
             f"connection, or give a local file ({type(error).__name__}: {reason})"
         ) from error
     splits = sorted(found)
-    chosen = split or next(
-        (one for one in splits if one.startswith("train")), splits[0] if len(splits) == 1 else ""
-    )
+    only = splits[0] if len(splits) == 1 else ""
+    chosen = split or next((one for one in splits if one.startswith("train")), only)
     if chosen not in splits:
         raise ConfigError(
             f"{where}: the data set has the splits {', '.join(splits)}; name one of them: {repository}:{splits[0]}"
@@ -62,8 +61,8 @@ def hub_rows(where: str, name: str) -> Iterable[Any]:
 
 
 def parquet_rows(where: str, path: Path) -> Iterator[Any]:
-    """The rows of a .parquet file, as objects. Raises ConfigError without pyarrow, and for a file
-    that is none.
+    """Yield the rows of a .parquet file, as objects. Raises ConfigError without pyarrow, and for a
+    file that is none.
     """
     try:
         from pyarrow import ArrowException

@@ -78,7 +78,7 @@ class LayerModules:
         )
 
     def input_of(self, group: tuple[str, ...]) -> str:
-        """What the input that the modules of `group` share is called in messages."""
+        """Return what messages call the input that the modules of `group` share."""
         first = group[0]
         if self.experts is not None and group in (self.experts.gate_up, self.experts.down):
             first = self.experts.prefix.format("*") + first.removeprefix(
@@ -93,10 +93,9 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
     def of(index: int, layer: LayerConfig) -> LayerModules:
         mlp, prefix = layer.feed_forward, names.layer.format(index)
         parts = mixer_parts(layer.mixer, config.hidden_size, names)
-        mixed = {
-            field: tuple(prefix + one for one in group.modules)
-            for field, group in parts.projections.items()
-        }
+        mixed = {}
+        for field, group in parts.projections.items():
+            mixed[field] = tuple(prefix + one for one in group.modules)
         kept = tuple(prefix + module for module in parts.kept)
         mixer = LayerModules(prefix + parts.module if parts.module else "", mixed, kept=kept)
         if mlp is None:
@@ -121,37 +120,39 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
                 latent_in=(prefix + names.latent_in,),
                 latent_out=(prefix + names.latent_out,),
             )
-        return mixer if mlp.shared is None else replace(mixer, gate_up=gate_up, down=down)
+        if mlp.shared is None:
+            return mixer
+        return replace(mixer, gate_up=gate_up, down=down)
 
     def with_own(index: int, layer: LayerConfig) -> LayerModules:
         if layer.per_layer is None:
             return of(index, layer)
-        gate, down = (
-            names.layer.format(index) + name
-            for name in (names.per_layer_gate, names.per_layer_down)
+        prefix = names.layer.format(index)
+        return replace(
+            of(index, layer),
+            per_layer_gate=(prefix + names.per_layer_gate,),
+            per_layer_down=(prefix + names.per_layer_down,),
         )
-        return replace(of(index, layer), per_layer_gate=(gate,), per_layer_down=(down,))
 
     return tuple(with_own(index, layer) for index, layer in enumerate(config.layers))
 
 
 def linear_modules(config: ModelConfig) -> tuple[str, ...]:
-    """The Linear modules that are quantized unless they are ignored: all of the layers but
+    """Return the Linear modules that are quantized unless they are ignored: all of the layers but
     `LayerModules.kept`.
     """
-    return tuple(
-        name for layer in layer_modules(config) for group in layer.groups for name in group
-    )
+    groups = [group for layer in layer_modules(config) for group in layer.groups]
+    return tuple(name for group in groups for name in group)
 
 
 def head_module(config: ModelConfig) -> str:
-    """The output head's name, also where it is tied to the embedding and has no tensor."""
+    """Return the output head's name, also where it is tied to the embedding and has no tensor."""
     return tensor_names(config).head.removesuffix(".weight")
 
 
 def kept_modules(config: ModelConfig) -> tuple[str, ...]:
-    """Linear modules, the head aside, that always stay in 16 bits: routers, gates of shared experts
-    and of heads, and those outside of the layers.
+    """Return the Linear modules, the head aside, that always stay in 16 bits: routers, gates of
+    shared experts and of heads, and those outside of the layers.
     """
     names = tensor_names(config)
     outer = () if config.embedding_size is None else (names.project_in, names.project_out)
@@ -165,7 +166,7 @@ def ignored_modules(
     lm_head: bool = False,
     others: Collection[str] = (),
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(names of ignored modules, names of quantized modules whose group is partly ignored).
+    """Return (names of ignored modules, names of quantized modules whose group is partly ignored).
 
     Ignored are the modules that `patterns` match, `kept_modules`, and the output head unless
     `lm_head` is True. `lm_head` raises ConfigError if the head is tied to the embedding. The second
@@ -188,11 +189,10 @@ def ignored_modules(
         matched = _matches(pattern, known, names)
         if not matched and not _matches(pattern, never, frozenset(never)):
             ends = any(name.endswith(f".{pattern}") for name in known)
-            hint = (
-                f" (did you mean 're:{pattern}$'?)"
-                if ends
-                else nearest(pattern, () if regular else known)
-            )
+            if ends:
+                hint = f" (did you mean 're:{pattern}$'?)"
+            else:
+                hint = nearest(pattern, () if regular else known)
             raise ConfigError(
                 f"--ignore {pattern!r} matches no Linear module{hint}; give a full name such as {known[0]!r}, or "
                 "re: and a regular expression, as in 're:.*down_proj'"
@@ -200,27 +200,29 @@ def ignored_modules(
         ignored.update(matched)
     _require_whole_experts(layers, ignored)
     groups = [group for layer in layers for group in layer.groups]
-    divided = [
-        name for group in groups if ignored & set(group) for name in group if name not in ignored
-    ]
+    divided: list[str] = []
+    for group in groups:
+        left = [name for name in group if name not in ignored]
+        if len(left) < len(group):
+            divided += left
     return tuple(name for name in known if name in ignored), tuple(divided)
 
 
 def keeps_experts(config: ModelConfig, kept: Collection[str]) -> bool:
-    """Whether `kept` has every module of the experts."""
+    """Return whether `kept` has every module of the experts."""
     experts = (layer.experts for layer in layer_modules(config) if layer.experts is not None)
     return all(name in kept for one in experts for name in (*one.gate_up, *one.down))
 
 
 def matched_modules(config: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
-    """The modules of layers that `patterns` mean, which may be none."""
+    """Return the modules of layers that `patterns` mean, which may be none."""
     known = linear_modules(config)
     names = frozenset(known)
     return frozenset(name for pattern in patterns for name in _matches(pattern, known, names))
 
 
 def _require_whole_experts(layers: Sequence[LayerModules], ignored: Set[str]) -> None:
-    """Raises ConfigError where some modules of a layer's experts are ignored and others are not."""
+    """Raise ConfigError where some modules of a layer's experts are ignored and others are not."""
     for experts in (layer.experts for layer in layers if layer.experts is not None):
         every = (*experts.gate_up, *experts.down)
         left_out = sum(name in ignored for name in every)
@@ -234,8 +236,8 @@ def _require_whole_experts(layers: Sequence[LayerModules], ignored: Set[str]) ->
 
 
 def _matches(pattern: str, known: Sequence[str], names: Set[str]) -> list[str]:
-    """Those of `known` that `pattern` means; `names` are the same as a set, for a model of many
-    experts has many.
+    """Return those of `known` that `pattern` means; `names` are the same as a set, for a model of
+    many experts has many.
     """
     if not pattern.startswith("re:"):
         return [pattern] if pattern in names else []

@@ -39,11 +39,13 @@ class Observer(Protocol):
     """Collects magnitudes by group."""
 
     def observe(self, values: Tensor) -> None:
-        """values: [groups, count], any float dtype. Raises CheckpointError for NaN and infinities."""
+        """Collect `values` [groups, count], of any float dtype. Raises CheckpointError for NaN and
+        infinities.
+        """
         ...
 
     def amax(self) -> Tensor:
-        """float32 [groups]; 0 where only zeros were seen, or nothing."""
+        """Return the magnitudes, float32 [groups]; 0 where only zeros were seen, or nothing."""
         ...
 
 
@@ -84,7 +86,7 @@ class _Histogram(AbsMax):
 
 
 def _magnitude(bins: Tensor, part: float) -> Tensor:
-    """The magnitude at `part` of each bin's width, float32: 0 its lower end, 1 its upper."""
+    """Return the magnitude at `part` of each bin's width, float32: 0 its lower end, 1 its upper."""
     bits = (bins + _LOWEST << _SHIFT) + int(part * (1 << _SHIFT))
     return bits.to(torch.int32).view(torch.float32)
 
@@ -136,7 +138,7 @@ def make_observer(kind: ObserverKind, name: str, groups: int, device: str = "cpu
 
 
 def by_group(values: Tensor, granularity: Granularity) -> Tensor:
-    """Keys or values [num_tokens, num_kv_heads, head_dim] -> [groups, count]."""
+    """Reorder keys or values [num_tokens, num_kv_heads, head_dim] -> [groups, count]."""
     if granularity is Granularity.TENSOR:
         return values.reshape(1, -1)
     if granularity is Granularity.HEAD:

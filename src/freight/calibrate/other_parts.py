@@ -26,8 +26,8 @@ _SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale"
 
 
 def tensors_beside(checkpoint: Checkpoint, model: ModelConfig) -> dict[str, Shape]:
-    """The tensors that the text model does not need (`TensorNames.unused`), by name, with their
-    shapes.
+    """Return the tensors that the text model does not need (`TensorNames.unused`), by name, with
+    their shapes.
     """
     found = {
         name
@@ -38,7 +38,7 @@ def tensors_beside(checkpoint: Checkpoint, model: ModelConfig) -> dict[str, Shap
 
 
 def require_unquantized(checkpoint: Checkpoint, beside: Iterable[str]) -> None:
-    """Raises CheckpointError for one that is in FP8 or less, or has the name of a scale of such a
+    """Raise CheckpointError for one that is in FP8 or less, or has the name of a scale of such a
     matrix: the written checkpoint says that their modules are not quantized.
     """
     for name in beside:
@@ -53,15 +53,13 @@ def require_unquantized(checkpoint: Checkpoint, beside: Iterable[str]) -> None:
 
 
 def modules_beside(beside: Shapes) -> list[str]:
-    """The modules with a matrix, as Linear modules have."""
-    matrices = (
-        name for name, shape in beside.items() if name.endswith(".weight") and len(shape) == 2
-    )
-    return [name.removesuffix(".weight") for name in matrices]
+    """Return the modules with a matrix, as Linear modules have."""
+    matrices = [name for name, shape in beside.items() if len(shape) == 2]
+    return [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
 
 
 def kv_twins(model: ModelConfig) -> dict[str, str]:
-    """k and v of layers that read the keys and values of another layer -> q of the same layer.
+    """Map k and v of layers that read the keys and values of another layer to q of the same layer.
 
     Nothing uses these matrices, but engines merge q, k and v of every layer, and need one scheme
     for the three. So they are quantized where q is, with the input scale of q.
@@ -70,14 +68,14 @@ def kv_twins(model: ModelConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     for index, mixer in model.attention.items():
         if mixer.kv_from is not None:
-            q, *others = (names.layer.format(index) + part for part in names.attention.qkv)
+            q, *others = [names.layer.format(index) + part for part in names.attention.qkv]
             found |= dict.fromkeys(others, q)
     return found
 
 
 def in_both_names(model: ModelConfig, modules: Iterable[str]) -> list[str]:
-    """`modules`, by their names in the checkpoint; then by those that transformers' classes give
-    them, where these are others.
+    """Return `modules` by their names in the checkpoint; then by those that transformers' classes
+    give them, where these are others.
 
     A class for text and pictures has its parts under `model.` and its head outside, whatever older
     files call them, and transformers compares a list of modules with the names in the class.
@@ -99,7 +97,7 @@ def in_both_names(model: ModelConfig, modules: Iterable[str]) -> list[str]:
 
 
 def stored_formats(checkpoint: Checkpoint, model: ModelConfig) -> dict[str, int]:
-    """The number of tensors that are copied as they are, by the name of their dtype."""
+    """Count the tensors that are copied as they are, by the name of their dtype."""
     twins = kv_twins(model)
     copied = [
         name for name in tensors_beside(checkpoint, model) if name.rpartition(".")[0] not in twins

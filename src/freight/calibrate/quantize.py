@@ -60,7 +60,9 @@ from freight.models.shapes import tensor_shapes
 from freight.models.sources import CheckpointSource
 from freight.text.tokenizer import Tokenizer
 
-NOTHING_CALIBRATED = Calibration(None, None, {}, 0, 0, {}, ())
+NOTHING_CALIBRATED = Calibration(
+    kv=None, kv_finer=None, input_scales={}, num_samples=0, num_tokens=0, moving={}, zeros=()
+)
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,9 @@ class Unquantized:
     def quantized_as(
         self, weights: WeightScheme, layout: Layout, kept: Collection[str]
     ) -> Unquantized:
-        """As it is quantized, with the modules `kept` in 16 bits: experts of one tensor for a layer
-        become separate matrices, unless they are kept. Raises ConfigError for what a model with
-        experts in MXFP4 cannot become.
+        """Return it as it is quantized, with the modules `kept` in 16 bits: experts of one tensor
+        for a layer become separate matrices, unless they are kept. Raises ConfigError for what a
+        model with experts in MXFP4 cannot become.
         """
         if self.packed:
             require_own_form(self, weights, layout)
@@ -196,8 +198,8 @@ def open_unquantized(
 
 
 def _has_fp8_matrix(stored: OpenCheckpoint) -> bool:
-    """Whether any is stored in FP8. A scheme of AutoFP8 that leaves out every matrix declares FP8
-    and has none.
+    """Return whether any matrix is stored in FP8. A scheme of AutoFP8 that leaves out every matrix
+    declares FP8 and has none.
     """
     if stored.scheme.weight_format is None:
         return False
@@ -277,13 +279,13 @@ def quantize(
 
 
 def require_other(checkpoint: Checkpoint, out: Path) -> None:
-    """Raises ConfigError if the output is the folder of the model itself."""
+    """Raise ConfigError if the output is the folder of the model itself."""
     if out.is_dir() and out.samefile(checkpoint.path):
         raise ConfigError(f"the output {out} is the model itself; name another")
 
 
 def require_own_form(opened: Unquantized, weights: WeightScheme, layout: Layout) -> None:
-    """Raises ConfigError for anything but KV scales of a model with experts in MXFP4:
+    """Raise ConfigError for anything but KV scales of a model with experts in MXFP4:
     `quant_method` mxfp4, by which engines know them, says that all else is in 16 bits, and no other
     declaration has these tensors together with FP8.
     """
@@ -302,7 +304,7 @@ def require_own_form(opened: Unquantized, weights: WeightScheme, layout: Layout)
 
 
 def _require_dtype(dtype: str | None, opened: Unquantized) -> None:
-    """Raises ConfigError for a dtype other than the model's: quantizing converts nothing but what
+    """Raise ConfigError for a dtype other than the model's: quantizing converts nothing but what
     becomes FP8.
     """
     stored = opened.model.checkpoint_format
@@ -313,7 +315,7 @@ def _require_dtype(dtype: str | None, opened: Unquantized) -> None:
 
 
 def _keeps_kv(args: QuantizeArgs) -> bool:
-    """Whether nothing is asked of the KV cache, so that scales which are there may stay."""
+    """Return whether nothing is asked of the KV cache, so that scales which are there may stay."""
     return (
         args.kv_cache is None
         and args.kv_granularity is None
@@ -323,7 +325,7 @@ def _keeps_kv(args: QuantizeArgs) -> bool:
 
 
 def require_any(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
-    """Raises ConfigError if every module is ignored and nothing else is to be quantized."""
+    """Raise ConfigError if every module is ignored and nothing else is to be quantized."""
     if plan.kv_granularity is None and {*linear_modules(model), head_module(model)}.issubset(
         ignored
     ):
@@ -333,7 +335,7 @@ def require_any(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]
 
 
 def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
-    """Raises ConfigError for experts whose blocks of scales would span gate and up, which engines
+    """Raise ConfigError for experts whose blocks of scales would span gate and up, which engines
     compute as one matrix with one scale for a block; and for matrices that engines take apart by
     head, where blocks would span heads.
     """
@@ -359,16 +361,14 @@ def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
 
 
 def _require_whole_heads(model: ModelConfig, ignored: Collection[str]) -> None:
-    """Raises ConfigError for a matrix whose rows are brought into another order at load
+    """Raise ConfigError for a matrix whose rows are brought into another order at load
     (`MixerParts.whole`).
     """
     names = tensor_names(model)
     for index, layer in enumerate(model.layers):
         for module, sizes in mixer_parts(layer.mixer, model.hidden_size, names).whole.items():
-            name, uneven = (
-                names.layer.format(index) + module,
-                [size for size in sizes if size % BLOCK],
-            )
+            name = names.layer.format(index) + module
+            uneven = [size for size in sizes if size % BLOCK]
             if uneven and name not in ignored:
                 raise ConfigError(
                     f"--weights fp8-block: {name} has parts of {uneven[0]} rows for each head, no multiple of {BLOCK}, "
@@ -377,7 +377,7 @@ def _require_whole_heads(model: ModelConfig, ignored: Collection[str]) -> None:
 
 
 def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:
-    """Raises ConfigError if centers were requested and no layer gains enough from one."""
+    """Raise ConfigError if centers were requested and no layer gains enough from one."""
     centers = calibration.centers
     if plan.center and all(one.k is None for one in centers):
         raise ConfigError(
@@ -387,8 +387,8 @@ def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:
 
 
 def load_samples(opened: Unquantized, plan: QuantizePlan, data: object) -> Samples:
-    """The calibration samples; for 'demo' the text that ships for this. Raises ConfigError where
-    there is none.
+    """Read the calibration samples; for 'demo' from the text that ships for this. Raises ConfigError
+    where there is none.
     """
     if data is None:
         if opened.name != "demo":
@@ -454,12 +454,13 @@ def write(
 
 
 def _ragged_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> list[str]:
-    """A sentence about the first module that blocks do not cover evenly, if there is one."""
+    """Return a sentence about the first module that blocks do not cover evenly, if there is one."""
+    if plan.weights is not WeightScheme.BLOCK:
+        return []
     shapes, left_out = tensor_shapes(model), frozenset(ignored)
-    modules = (
-        name for name in (*linear_modules(model), head_module(model)) if name not in left_out
-    )
-    for name in modules if plan.weights is WeightScheme.BLOCK else ():
+    for name in (*linear_modules(model), head_module(model)):
+        if name in left_out:
+            continue
         shape = shapes[f"{name}.weight"]
         if any(size % BLOCK for size in shape):
             return [
@@ -470,8 +471,8 @@ def _ragged_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
 
 
 def _unseen(names: Sequence[str]) -> list[str]:
-    """A sentence for each layer about its experts that no token of the calibration data reached, by
-    name.
+    """Return a sentence for each layer about its experts that no token of the calibration data
+    reached, by name.
     """
     layers: dict[str, list[str]] = {}
     for name in names:

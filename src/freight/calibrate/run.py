@@ -161,7 +161,7 @@ def calibrate(
 
 
 def _sources(config: ModelConfig, plan: QuantizePlan) -> tuple[list[int], list[int]]:
-    """(for each layer the one whose keys and values it reads, the layers that read another's)."""
+    """Return (for each layer the one whose keys and values it reads, the layers that read another's)."""
     read = {
         index: mixer.kv_from for index, mixer in config.paged.items() if mixer.kv_from is not None
     }
@@ -216,8 +216,8 @@ class _Run:
         self._angles = AngleTables()
 
     def _cache(self, mixer: Mixer, keep: int | None) -> PagedKV | PagedState | None:
-        """A cache for one sample, the same for all layers of one shape; or that of layer `keep`,
-        for all samples.
+        """Return a cache for one sample, the same for all layers of one shape; or that of layer
+        `keep`, for all samples.
 
         None for a layer that keeps nothing of the tokens before.
         """
@@ -229,7 +229,7 @@ class _Run:
             most = max(self._blocks) * BLOCK_SIZE
             spec = KVCacheSpec((layer,), BLOCK_SIZE, state_every=most)
             num_blocks = spec.blocks_of(most if keep is None else sum(self._blocks) * BLOCK_SIZE)
-            config = KVCacheConfig(self._format, None, None, None)
+            config = KVCacheConfig(self._format, granularity=None, scale_source=None, scales=None)
             cache = allocate_pool(spec, config, num_blocks, REFERENCE, self._device).layers[0]
             assert cache is not None
             self._caches[layer, keep] = cache
@@ -246,11 +246,13 @@ class _Run:
         keep: int | None = None,
         inputs: Callable[[slice], Tensor] | None = None,
     ) -> None:
-        """hidden: [total, hidden_size], samples end to end; overwritten with the layer's output.
+        """Compute a layer for all samples, observed.
 
-        keep: the layer whose keys and values, of all samples, this one stores or reads; None:
-        nothing reads them later inputs: the per-layer embeddings of some rows, in models that have
-        them (`layers/per_layer_embeddings.py`)
+        hidden  [total, hidden_size], samples end to end; overwritten with the layer's output
+        keep    the layer whose keys and values, of all samples, this one stores or reads; None:
+                nothing reads them later
+        inputs  the per-layer embeddings of some rows, in models that have them
+                (`layers/per_layer_embeddings.py`)
 
         `watch` observes keys and values as they are stored, the keys less `centers` if given, and
         is then finished.
@@ -281,8 +283,8 @@ class _Run:
             one.finish()
 
     def _batch(self, length: int, first: int) -> ForwardBatch:
-        """One sequence from its beginning, in the blocks from `first` on. Layers do not use token
-        ids.
+        """Build the batch of one sequence from its beginning, in the blocks from `first` on. Layers
+        do not use token ids.
         """
         position = torch.arange(length, dtype=torch.int64, device=self._device)
         blocks = first + torch.arange(
@@ -306,8 +308,8 @@ def _summary(
     centered: Sequence[tuple[LayerCenters, LayerWatch]],
     lengths: Sequence[int],
 ) -> Calibration:
-    """`stored` has, of each layer with attention, the watch of the layer whose keys and values it
-    reads: its own in most models.
+    """Return what was measured. `stored` has, of each layer with attention, the watch of the layer
+    whose keys and values it reads: its own in most models.
     """
 
     def scales(granularity: Granularity) -> KVScales:
@@ -317,9 +319,12 @@ def _summary(
         ]
         return KVScales(tuple(found), unneeded=frozenset(range(len(watched))) - stored.keys())
 
-    everything = [
-        watch for layer in (*watched, *(rest for _, rest in centered)) for watch in layer.all
-    ]
+    layers = [*watched, *(rest for _, rest in centered)]
+    everything = [watch for layer in layers for watch in layer.all]
+    input_scales: dict[str, float] = {}
+    for layer in watched:
+        for group, watch in layer.inputs.items():
+            input_scales |= dict.fromkeys(group, float(watch.scales()))
     coarse, finer = Granularity.TENSOR, plan.kv_granularity
     kv = kv_finer = None
     if finer is not None:
@@ -333,12 +338,7 @@ def _summary(
     return Calibration(
         kv=kv,
         kv_finer=kv_finer,
-        input_scales={
-            name: float(watch.scales())
-            for layer in watched
-            for group, watch in layer.inputs.items()
-            for name in group
-        },
+        input_scales=input_scales,
         num_samples=len(lengths),
         num_tokens=sum(lengths),
         moving={watch.name: watch.growth for watch in everything if watch.growth > MOVING},

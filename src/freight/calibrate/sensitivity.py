@@ -62,8 +62,8 @@ class Meter:
     def open(
         opened: OpenModel, config: EngineConfig, caches: Sequence[KVCacheConfig], length: int
     ) -> Meter:
-        """`config` has the unquantized cache; `caches` are measured against it, on samples of at
-        most `length`.
+        """Load the model. `config` has the unquantized cache; `caches` are measured against it, on
+        samples of at most `length`.
         """
         require_native(opened.model, opened.args.model, "measuring its layers one at a time")
         decoder, kernels = opened.load(config, length), opened.kernels(config)
@@ -79,7 +79,7 @@ class Meter:
 
     @torch.inference_mode()
     def by_layer(self, samples: Samples, on_pass: OnPass = lambda done, total: None) -> Sensitivity:
-        """Each cache in each layer alone, with those that read the layer's."""
+        """Measure each cache in each layer alone, with those that read the layer's."""
         shared = self._shared()
         sums = [[0.0] * len(self.caches) for _ in shared]
         for done, ids in enumerate(samples):
@@ -102,18 +102,20 @@ class Meter:
                     of_layer[candidate] += self._kl(reference, own)
         on_pass(len(samples), len(samples))
         total = sum(map(len, samples))
-        return Sensitivity(
-            tuple(tuple(value / total for value in of_layer) for of_layer in sums), shared, total
-        )
+        means = []
+        for of_layer in sums:
+            means.append(tuple(value / total for value in of_layer))
+        return Sensitivity(tuple(means), shared, total)
 
     @torch.inference_mode()
     def whole(self, choice: Sequence[int | None], samples: Samples) -> float:
-        """KL with cache `choice[layer]` in every layer at once; None: unquantized.
+        """Measure the KL with cache `choice[layer]` in every layer at once; None: unquantized.
 
         A layer that reads another's keys and values has to have the same choice.
         """
         plain = list(self.plain.layers)
-        assert all(len({choice[layer] for layer in sharing}) == 1 for sharing in self._shared())
+        for sharing in self._shared():
+            assert len({choice[layer] for layer in sharing}) == 1
         chosen = [
             plain[layer] if index is None else self.caches[index].layers[layer]
             for layer, index in enumerate(choice)
@@ -122,20 +124,18 @@ class Meter:
         for ids in samples:
             batch = self._batch(ids)
             embedded = self.decoder.begin(batch)
-            reference, own = (
-                self._normed(self._through(0, embedded, batch, kv)) for kv in (plain, chosen)
-            )
+            reference = self._normed(self._through(0, embedded, batch, plain))
+            own = self._normed(self._through(0, embedded, batch, chosen))
             total += self._kl(reference, own)
         return total / sum(map(len, samples))
 
     def _shared(self) -> tuple[tuple[int, ...], ...]:
-        """As `Sensitivity.shared`."""
-        paged = ((index, self.plain.spec.kept[index].source) for index in self.plain.paged)
-        sources = {index: index if source is None else source for index, source in paged}
-        return tuple(
-            tuple(reader for reader, read in sources.items() if read == layer)
-            for layer in sorted(set(sources.values()))
-        )
+        """Return `Sensitivity.shared`."""
+        readers: dict[int, list[int]] = {}  # by the layer whose cache they read
+        for index in self.plain.paged:
+            source = self.plain.spec.kept[index].source
+            readers.setdefault(index if source is None else source, []).append(index)
+        return tuple(tuple(readers[layer]) for layer in sorted(readers))
 
     def _through(
         self, first: int, stream: Residual, batch: ForwardBatch, caches: Sequence[LayerCache]
@@ -150,38 +150,37 @@ class Meter:
         return plain(stream.normed(self.decoder.norm)[1])
 
     def _kl(self, reference: Tensor, other: Tensor) -> float:
-        """Sum over the rows of two final states [rows, hidden_size], in nats."""
+        """Sum the KL over the rows of two final states [rows, hidden_size], in nats."""
         total = 0.0
         for start in range(0, len(reference), ROWS):
-            p, q = (
-                torch.log_softmax(self.decoder.logits(states[start : start + ROWS]).float(), -1)
-                for states in (reference, other)
-            )
-            rows = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
-            total += float(rows.double().sum())
+            rows = slice(start, start + ROWS)
+            p = torch.log_softmax(self.decoder.logits(reference[rows]).float(), -1)
+            q = torch.log_softmax(self.decoder.logits(other[rows]).float(), -1)
+            by_row = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+            total += float(by_row.double().sum())
         return total
 
     def _batch(self, ids: Sequence[int]) -> ForwardBatch:
-        """One sequence from its beginning."""
+        """Build the batch of one sequence from its beginning."""
         spec, length = self.plain.spec, len(ids)
         position = torch.arange(length, dtype=torch.int64, device=self.device)
-        counts = (
-            torch.arange(count, dtype=torch.int32, device=self.device)
-            for count in spec.blocks_of(length)
-        )
+        tables = []
+        for count in spec.blocks_of(length):
+            blocks = torch.arange(count, dtype=torch.int32, device=self.device)
+            tables.append(blocks[None])
         return ForwardBatch(
             token_ids=torch.tensor(list(ids), dtype=torch.int64, device=self.device),
             positions=position,
             query_starts=torch.tensor([0, length], dtype=torch.int32, device=self.device),
             context_lens=torch.tensor([length], dtype=torch.int32, device=self.device),
             slots=tuple(position if group.has_slots else position[:0] for group in spec.groups),
-            block_tables=tuple(blocks[None] for blocks in counts),
+            block_tables=tuple(tables),
             logit_rows=position,
         )
 
 
 def at_most(samples: Samples, num_tokens: int) -> Samples:
-    """The first samples, at least one, until they have `num_tokens` tokens."""
+    """Return the first samples, at least one, until they have `num_tokens` tokens."""
     kept, total = [], 0
     for ids in samples:
         if total >= num_tokens:

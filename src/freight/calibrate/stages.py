@@ -11,7 +11,9 @@ from freight.terminal import bars
 
 @contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr for each kind of work; gives a function (what, done, total) that moves them."""
+    """Show a bar on stderr for each kind of work; yield a function (what, done, total) that moves
+    them.
+    """
     tasks: dict[str, Any] = {}
     with bars() as bar:
 

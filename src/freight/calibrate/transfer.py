@@ -108,7 +108,7 @@ def _layout(format: str) -> Layout:
 def _write(
     opened: Unquantized, carried: Carried, out: Path, layout: Layout, on_progress: Progress
 ) -> KVScales:
-    """Scales are written in float32, with the bits that were read.
+    """Write the scales in float32, with the bits that were read.
 
     AutoFP8's form declares FP8 weights by leaving modules out, so there every module is listed as
     left out.

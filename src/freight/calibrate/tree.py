@@ -16,8 +16,8 @@ from freight.models.loader import tensor_shapes
 def model_tree(
     checkpoint: Checkpoint, config: ModelConfig, plan: QuantizePlan | None, ignored: Collection[str]
 ) -> str:
-    """Lines of the form `(self_attn.q_proj): Linear(256 -> 256), bfloat16`; layers that are alike
-    share theirs.
+    """Describe the model in lines of the form `(self_attn.q_proj): Linear(256 -> 256), bfloat16`;
+    layers that are alike share theirs.
 
     With a plan, modules that are not `ignored` are shown as it quantizes them, else as they are
     stored.
@@ -56,7 +56,7 @@ def model_tree(
 
 
 def _folded(name: str, layers: list[list[str]]) -> list[str]:
-    """The layers, those that follow each other and are alike as one."""
+    """Return the lines of the layers, those that follow each other and are alike as one."""
     lines, start = [f"({name}): ("], 0
     for index in range(1, len(layers) + 1):
         if index == len(layers) or layers[index] != layers[start]:

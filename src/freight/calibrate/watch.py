@@ -29,11 +29,10 @@ from freight.operands.kv_pages import read_slots
 from freight.operands.packed import Rows, plain
 from freight.operands.rotary import Rotary
 
-FLOOR = (
-    2.0**-8
-)  # least scale of a head or channel, as a share of the layer's. E4M3 spans a factor of 2 ** 17, so this
-# loses no precision, and a channel that was inactive in calibration does not saturate as soon as it
-# is active
+# Least scale of a head or channel, as a share of the layer's. E4M3 spans a factor of 2 ** 17, so
+# this loses no precision, and a channel that was inactive in calibration does not saturate as soon
+# as it is active
+FLOOR = 2.0**-8
 
 
 class Watch:
@@ -51,7 +50,7 @@ class Watch:
         self.growth = 1.0  # mean growth of the scales since `mark`; 1.0 if none grew
 
     def observe(self, values: Tensor) -> None:
-        """values: [groups, count]"""
+        """Pass `values` [groups, count] to the observer."""
         assert self._observer is not None, "finished"
         self._observer.observe(values)
 
@@ -74,10 +73,10 @@ class Watch:
         return not self._seen.any()
 
     def scales(self) -> Tensor:
-        """float32 [groups]; 1.0 if only zeros were seen."""
-        return (
-            torch.ones_like(self._seen) if self.zero else scale_from_amax(self._seen, Format.E4M3FN)
-        )
+        """Return the scales, float32 [groups]; 1.0 if only zeros were seen."""
+        if self.zero:
+            return torch.ones_like(self._seen)
+        return scale_from_amax(self._seen, Format.E4M3FN)
 
     @property
     def _seen(self) -> Tensor:
@@ -119,9 +118,8 @@ class LayerWatch:
     """All observers of one layer."""
 
     modules: LayerModules
-    kv: Mapping[
-        tuple[str, Granularity], Watch
-    ]  # by ('k' or 'v', granularity); without 'v' where V is in K
+    # By ('k' or 'v', granularity); without 'v' where V is in K
+    kv: Mapping[tuple[str, Granularity], Watch]
     inputs: Mapping[tuple[str, ...], Watch]  # by the modules that share the input
     experts: ExpertWatch | None = None
     v_dim: int = 0  # of values that are the last channels of keys
@@ -135,7 +133,7 @@ class LayerWatch:
             watch.observe(by_group(k if side == "k" else v, granularity))
 
     def around(self, layer: DecoderLayer) -> DecoderLayer:
-        """The layer with the inputs of its Linear modules observed."""
+        """Return the layer with the inputs of its Linear modules observed."""
         mixer, mlp, modules = layer.mixer, layer.mlp, self.modules
 
         def watched(projection: Projection, group: tuple[str, ...]) -> Projection:
@@ -174,15 +172,13 @@ class LayerWatch:
             beside = replace(beside, moe=self.experts.around(beside.moe))
         given = layer.per_layer
         if given is not None:
-            gate, down = (
-                watched(given.gate, modules.per_layer_gate),
-                watched(given.down, modules.per_layer_down),
-            )
+            gate = watched(given.gate, modules.per_layer_gate)
+            down = watched(given.down, modules.per_layer_down)
             given = replace(given, gate=gate, down=down)
         return replace(layer, mixer=mixer, mlp=mlp, per_layer=given, beside=beside)
 
     def unseen(self) -> list[str]:
-        """Names of the experts that no token reached."""
+        """Return the names of the experts that no token reached."""
         if self.experts is None or self.modules.experts is None:
             return []
         return [self.modules.experts.named(expert) for expert in self.experts.unseen()]
@@ -190,7 +186,7 @@ class LayerWatch:
     def layer_scales(
         self, granularity: Granularity, centers: LayerCenters | None = None
     ) -> LayerScales:
-        k, v = (self._side(side, granularity) for side in "kv")
+        k, v = self._side("k", granularity), self._side("v", granularity)
         b = None if centers is None else centers.k
         return LayerScales(k, v, granularity, (), () if b is None else tuple(b.flatten().tolist()))
 
@@ -203,14 +199,12 @@ class LayerWatch:
 
 
 def observed(plan: QuantizePlan) -> tuple[Granularity, ...]:
-    """The granularities whose scales are measured; a budget chooses among all of them."""
+    """Return the granularities whose scales are measured; a budget chooses among all of them."""
     if plan.kv_granularity is None:
         return ()
-    return (
-        KV_GRANULARITIES
-        if plan.kv_budget
-        else tuple(dict.fromkeys((Granularity.TENSOR, plan.kv_granularity)))
-    )
+    if plan.kv_budget:
+        return KV_GRANULARITIES
+    return tuple(dict.fromkeys((Granularity.TENSOR, plan.kv_granularity)))
 
 
 def watch_layer(

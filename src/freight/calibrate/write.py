@@ -33,7 +33,7 @@ _ROUND = {
 
 
 def check_disk_space(checkpoint: Checkpoint, out: Path) -> None:
-    """Raises CapacityError unless the disk of `out` has room for a copy of the checkpoint; the
+    """Raise CapacityError unless the disk of `out` has room for a copy of the checkpoint; the
     output is no larger.
     """
     require_space(out, sum(checkpoint.entry(name).size for name in checkpoint.names))
@@ -51,7 +51,7 @@ def write_quantized(
     overwrite: bool = False,
     packed: Mapping[str, StoredExperts] | None = None,
 ) -> tuple[int, int]:
-    """Write `checkpoint`, which is unquantized, into the new folder `out`; (bytes of tensors
+    """Write `checkpoint`, which is unquantized, into the new folder `out`; return (bytes of tensors
     before, after).
 
     Experts in MXFP4, `packed` by the names of their tensors in 16 bits, are written as they are; so
@@ -103,7 +103,7 @@ def write_quantized(
 def _add_kv(
     writer: CheckpointWriter, model: ModelConfig, plan: QuantizePlan, kv: KVScales, format: Format
 ) -> None:
-    """The KV scales of every layer that stores keys and values, in `format`."""
+    """Write the KV scales of every layer that stores keys and values, in `format`."""
     modules = layer_modules(model)
     for index, mixer in model.paged.items():
         layer = kv.layers[index]
@@ -115,7 +115,7 @@ def _add_kv(
 def _rounded(
     name: str, weight: Tensor, scheme: WeightScheme, scales_in: Format
 ) -> tuple[Tensor, Tensor]:
-    """The matrix `name` in E4M3, and its scales."""
+    """Round the matrix `name` to E4M3; return it and its scales."""
     if not bool(weight.isfinite().all()):
         raise CheckpointError(
             f"{name} has values that are NaN or infinite; a damaged checkpoint cannot be quantized"

@@ -93,11 +93,9 @@ class Adapter:
             raise CheckpointError(f"{self.path} has no {CONFIG}, so it is not a PEFT adapter")
         if not (self.path / WEIGHTS).is_file():
             pickled = (self.path / "adapter_model.bin").is_file()
-            hint = (
-                "; load adapter_model.bin with peft and save it again, as safetensors"
-                if pickled
-                else ""
-            )
+            hint = ""
+            if pickled:
+                hint = "; load adapter_model.bin with peft and save it again, as safetensors"
             raise CheckpointError(f"{self.path} has no {WEIGHTS}{hint}")
         _check_config(self.path / CONFIG, config)
         self.ties_weights = config.get("ensure_weight_tying") is True

@@ -56,11 +56,9 @@ def tensors_dtype(model: str, config: JsonObject, revision: str | None = None) -
 
 
 def _path(model: str) -> Path:
-    return (
-        Path(__file__).resolve().parent.parent / "demo"
-        if model == "demo"
-        else Path(model).expanduser()
-    )
+    if model == "demo":
+        return Path(__file__).resolve().parent.parent / "demo"
+    return Path(model).expanduser()
 
 
 def _object(file: Path) -> JsonObject:

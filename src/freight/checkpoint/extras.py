@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,15 @@ def _layer_content(layer: LayerScales | None) -> dict[str, Any]:
     return {key: list(value) for key in _REQUIRED | _OPTIONAL if (value := getattr(layer, key))}
 
 
+def _layer_values(content: Mapping[str, Any], mixed: bool) -> dict[str, tuple[float, ...]]:
+    """Return the scales of a layer. `mixed`: the layer names its granularity as well."""
+    values = {}
+    for key, numbers in content.items():
+        if not (mixed and key == "granularity"):
+            values[key] = tuple(map(float, numbers))
+    return values
+
+
 def _is_str(value: object) -> bool:
     return isinstance(value, str)
 
@@ -123,14 +133,8 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
             mixed = tuple(
                 one["granularity"] and Granularity(one["granularity"]) for one in by_layer
             )
-            by_layer = [
-                {key: values for key, values in one.items() if key != "granularity"}
-                for one in by_layer
-            ]
         granularity = Granularity.TENSOR if mixed else Granularity(content["granularity"])
-        layers = [
-            {key: tuple(map(float, values)) for key, values in layer.items()} for layer in by_layer
-        ]
+        layers = [_layer_values(one, mixed=bool(mixed)) for one in by_layer]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} holds no KV scales: {type(error).__name__}: {error}"

@@ -108,11 +108,13 @@ def _read_header(file: Path, stream: BinaryIO, size: int) -> dict[str, TensorEnt
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: the header is damaged: it is not a JSON object")
     header.pop("__metadata__", None)
+    found = []
+    for name, fields in header.items():
+        entry, begin, stop = _entry(file, name, fields)
+        found.append((begin, stop, name, entry))
+    found.sort(key=lambda one: one[:2])  # by their places in the file
     end, entries = 0, {}
-    for name, (entry, begin, stop) in sorted(
-        ((name, _entry(file, name, fields)) for name, fields in header.items()),
-        key=lambda item: item[1][1:],
-    ):
+    for begin, stop, name, entry in found:
         if begin != end:
             raise CheckpointError(
                 f"{file}: tensor {name} begins at byte {begin}, where {end} is expected"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,22 +148,21 @@ def _layer(
         return None
     if isinstance(mixer, LatentConfig):
         return _latent_layer(sides, mixer)
-    (k_name, k), (v_name, v) = (sides.get(side) or next(iter(sides.values())) for side in "kv")
-    heads, dims = mixer.num_kv_heads, (mixer.k_dim, mixer.v_dim)
-    found = (
-        next(
-            granularity
-            for granularity in _ORDER
-            if granularity.num_scales(heads, dim) == len(values)
-        )
-        for values, dim in zip((k, v), dims, strict=True)
+    k_name, k = sides.get("k") or sides["v"]
+    v_name, v = sides.get("v") or sides["k"]
+    heads = mixer.num_kv_heads
+    granularity = max(
+        _granularity(k, heads, mixer.k_dim), _granularity(v, heads, mixer.v_dim), key=_ORDER.index
     )
-    granularity = max(found, key=_ORDER.index)
     names = tuple(dict.fromkeys((k_name, v_name)))
-    k, v = (
-        _repeat(x, granularity.num_scales(heads, dim)) for x, dim in zip((k, v), dims, strict=True)
-    )
+    k = _repeat(k, granularity.num_scales(heads, mixer.k_dim))
+    v = _repeat(v, granularity.num_scales(heads, mixer.v_dim))
     return LayerScales(k, v, granularity, names, alone=next(iter(sides)) if len(sides) == 1 else "")
+
+
+def _granularity(scales: Sequence[float], heads: int, dim: int) -> Granularity:
+    """Return the first of `_ORDER` that has as many scales."""
+    return next(one for one in _ORDER if one.num_scales(heads, dim) == len(scales))
 
 
 def _latent_layer(
@@ -201,7 +200,9 @@ def _read(checkpoint: Checkpoint, name: str, sides: str, mixer: PagedMixer) -> t
 
 
 def _short(values: tuple[float, ...]) -> str:
-    return f"{values[0]:.9g}" if len(values) == 1 else f"{values[0]:.9g}, … ({len(values)} values)"
+    if len(values) == 1:
+        return f"{values[0]:.9g}"
+    return f"{values[0]:.9g}, … ({len(values)} values)"
 
 
 def require_positive(what: str, value: float) -> None:
@@ -255,11 +256,10 @@ def _check_ranks(path: Path, ranks: dict[str, Any], model: ModelConfig) -> None:
     count = len(ranks)
     if not ranks or set(ranks) != {str(rank) for rank in range(count)}:
         bad = [rank for rank in ranks if not rank.isdecimal()]
-        why = (
-            f"{bad[0]!r} is not a rank number"
-            if bad
-            else f"it has {count} ranks, {_some(ranks) or 'none'}"
-        )
+        if bad:
+            why = f"{bad[0]!r} is not a rank number"
+        else:
+            why = f"it has {count} ranks, {_some(ranks) or 'none'}"
         raise CheckpointError(
             f"{path}: scaling_factor must have ranks '0', '1' and so on without a gap, but {why}"
         )

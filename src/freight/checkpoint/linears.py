@@ -159,6 +159,14 @@ def _require_plain(
         )
 
 
+def _expected_scale(checkpoint: Checkpoint) -> str:
+    """Return what other modules call their scale, for a message."""
+    for name in _SCALES:
+        if any(one.endswith(f".{name}") for one in checkpoint.names):
+            return name
+    return _SCALES[0]
+
+
 def _stored_linear(
     checkpoint: Checkpoint, module: str, weight: str, shape: Shape, declared: LinearScheme
 ) -> StoredLinear:
@@ -170,10 +178,7 @@ def _stored_linear(
         )
     name = _one_of(checkpoint, module, _SCALES)
     if name is None:
-        expected = next(
-            (one for one in _SCALES if any(name.endswith(f".{one}") for name in checkpoint.names)),
-            _SCALES[0],
-        )
+        expected = _expected_scale(checkpoint)
         raise checkpoint.fault(
             f"{weight} is stored in FP8, and its scale {module}.{expected} is missing"
         )

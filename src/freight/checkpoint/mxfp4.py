@@ -135,8 +135,9 @@ def find_experts(
                 "is in 16 bits, list its module in modules_to_not_convert"
             )
         if stored:
+            shape = (count, inputs, outputs)
             found[name] = _stored(
-                checkpoint, StoredExperts(name, (count, inputs, outputs), 0, False)
+                checkpoint, StoredExperts(name, shape, exact_rows=0, normal=False)
             )
     return found
 
@@ -167,9 +168,9 @@ def describe(experts: Mapping[str, StoredExperts], compute: Format, keeps: bool)
     if packed:
         line = f"experts in MXFP4: {packed} of {len(experts)} tensors are computed in MXFP4"
         rest = {name: one for name, one in experts.items() if not one.normal}
-        return line + (
-            f"; scales beyond 3 to 252 in the others: {_converted(rest, compute)}" if rest else ""
-        )
+        if rest:
+            line += f"; scales beyond 3 to 252 in the others: {_converted(rest, compute)}"
+        return line
     return f"experts in MXFP4: {_converted(experts, compute)}"
 
 
@@ -178,8 +179,6 @@ def _converted(experts: Mapping[str, StoredExperts], compute: Format) -> str:
     exact = sum(one.exact_rows for one in experts.values())
     line = f"{exact:,} of {rows:,} rows exactly in E4M3"
     wide = sum(one.exact_rows < one.rows for one in experts.values())
-    return line + (
-        f"; {wide} of {len(experts)} tensors have rows that are not, and are in {compute}"
-        if wide
-        else ""
-    )
+    if wide:
+        line += f"; {wide} of {len(experts)} tensors have rows that are not, and are in {compute}"
+    return line

@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -317,11 +318,11 @@ def _agreed(
             )
         name, value = ranks[0][layer]
         layers.append(LayerScales((value,), (value,), Granularity.TENSOR, (name,)))
-    beyond = [number for scales in ranks for number in scales if number >= declared.num_layers]
-    if beyond:
-        raise CheckpointError(
-            f"{path}: there is a KV scale of layer {beyond[0]}, but {declared.num_layers} layers"
-        )
+    for number in chain.from_iterable(ranks):
+        if number >= declared.num_layers:
+            raise CheckpointError(
+                f"{path}: there is a KV scale of layer {number}, but {declared.num_layers} layers"
+            )
     return KVScales(tuple(layers), Format.E4M3FN)
 
 

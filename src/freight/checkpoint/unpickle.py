@@ -117,8 +117,11 @@ def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         if tensor.numel():
             place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
             places.setdefault(place, []).append(name)
-    groups = (sorted(names, key=lambda name: name.endswith(HEAD)) for names in places.values())
-    return {name: kept for kept, *others in groups for name in others}
+    tied = {}
+    for names in places.values():
+        kept, *others = sorted(names, key=lambda name: name.endswith(HEAD))
+        tied.update(dict.fromkeys(others, kept))
+    return tied
 
 
 def write(

@@ -230,10 +230,10 @@ def _rows(tokens: Any) -> list[list[int]]:
     rows = _lists(ids)
     if mask is None:
         return rows
-    return [
-        [token for token, kept in zip(*pair, strict=True) if kept]
-        for pair in zip(rows, _lists(mask), strict=True)
-    ]
+    unpadded = []
+    for row, kept in zip(rows, _lists(mask), strict=True):
+        unpadded.append([token for token, one in zip(row, kept, strict=True) if one])
+    return unpadded
 
 
 def _lists(values: Any) -> list[list[int]]:

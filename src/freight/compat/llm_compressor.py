@@ -276,15 +276,12 @@ def _decide(
         )
     if all(name in kept for name in linear) and wanted.kv is None:
         raise ConfigError(f"recipe: ignore leaves no module to quantize in {opened.name}")
-    lm_head = head not in kept
-    if lm_head and (
-        opened.model.tie_word_embeddings or wanted.activations is ActivationScheme.STATIC
-    ):
-        why = (
-            "is the embedding, which stays in 16 bits"
-            if opened.model.tie_word_embeddings
-            else "is not calibrated"
-        )
+    lm_head, why = head not in kept, ""
+    if opened.model.tie_word_embeddings:
+        why = "is the embedding, which stays in 16 bits"
+    elif wanted.activations is ActivationScheme.STATIC:
+        why = "is not calibrated"
+    if lm_head and why:
         raise ConfigError(f"recipe: {head} would be quantized, but {why}; add 'lm_head' to ignore")
     decided = plan(wanted.args(lm_head=lm_head))
     return decided, *ignored_modules(
@@ -346,8 +343,8 @@ def _part(splits: Any) -> tuple[str | None, tuple[int | None, int | None]]:
         raise ConfigError(
             f"splits {shown(splits)} names no part of the dataset; write it as train[:512]"
         )
-    begin, end = (int(match[index]) if match[index] else None for index in (2, 3))
-    return match[1], (begin, end)
+    name, begin, end = match.groups()
+    return name, (int(begin) if begin else None, int(end) if end else None)
 
 
 def _split(dataset: Any, splits: Any) -> tuple[Any, tuple[int | None, int | None]]:
@@ -358,11 +355,10 @@ def _split(dataset: Any, splits: Any) -> tuple[Any, tuple[int | None, int | None
         return dataset, rows
     name = name or "train"
     if not parts or name not in dataset:
-        names = (
-            f"; it has {', '.join(map(str, dataset))}"
-            if parts
-            else ", which has one part only; omit splits"
-        )
+        if parts:
+            names = f"; it has {', '.join(map(str, dataset))}"
+        else:
+            names = ", which has one part only; omit splits"
         raise ConfigError(f"splits {name!r} names no part of the dataset{names}")
     return dataset[name], rows
 
@@ -409,11 +405,9 @@ def _unpadded(row: Mapping[str, Any]) -> Iterator[list[int]]:
             raise ConfigError(
                 f"dataset: attention_mask has {len(kept)} values for {len(tokens)} input_ids"
             )
-        yield (
-            tokens
-            if kept is None
-            else [token for token, one in zip(tokens, kept, strict=True) if one]
-        )
+        if kept is not None:
+            tokens = [token for token, one in zip(tokens, kept, strict=True) if one]
+        yield tokens
 
 
 def _list(values: Any) -> Any:

@@ -242,12 +242,10 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
                 )
             )
             prompts.append(self.tok_encode(context)[-(self.max_length - max_tokens) :])
-        outputs = (
-            self.llm.generate(cast(Any, prompts), params, progress=not disable_tqdm)
-            if prompts
-            else []
-        )
-        texts = [output.outputs[0].text for output in outputs]
+        texts = []
+        if prompts:
+            outputs = self.llm.generate(cast(Any, prompts), params, progress=not disable_tqdm)
+            texts = [output.outputs[0].text for output in outputs]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
@@ -284,16 +282,12 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _score(token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> tuple[float, bool]:
     """Return the sum of log-probabilities, and whether every token is a likeliest one."""
-    pairs = [
-        (entry[token].logprob, entry)
-        for token, entry in zip(token_ids, entries, strict=True)
-        if entry
-    ]
-    assert len(pairs) == len(token_ids)
-    greedy = all(
-        logprob == max(other.logprob for other in entry.values()) for logprob, entry in pairs
-    )
-    return sum(logprob for logprob, _ in pairs), greedy
+    logprobs, greedy = [], True
+    for token, entry in zip(token_ids, entries, strict=True):
+        assert entry
+        logprobs.append(entry[token].logprob)
+        greedy = greedy and logprobs[-1] == max(other.logprob for other in entry.values())
+    return sum(logprobs), greedy
 
 
 def main() -> None:

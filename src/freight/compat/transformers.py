@@ -143,7 +143,7 @@ class FP8Layer(DynamicLayer):
         from them.
         """
         if self.is_initialized:
-            self.keys, self.values = (side.stored for side in self.tokens)
+            self.keys, self.values = [side.stored for side in self.tokens]
 
 
 class FP8SlidingLayer(FP8Layer, DynamicSlidingWindowLayer):
@@ -322,15 +322,15 @@ def _decide(
             "the KV scales of a model with latent attention (MLA) are for keys and values in one: transformers' cache "
             "stores a latent in two parts; use kv_scales='dynamic'"
         )
-    return kv, [
-        None
-        if layer is None  # skipped: `resolve_kv_cache` refuses other layers without scales
-        else (
-            Storage(kv.format, False, _key_scale(layer.k, shape.attention[index], shape.ropes)),
-            Storage(kv.format, False, _value_scale(layer.v, shape.attention[index])),
-        )
-        for index, layer in enumerate(kv.scales.layers)
-    ]
+    found: list[Sides] = []
+    for index, layer in enumerate(kv.scales.layers):
+        if layer is None:  # skipped: `resolve_kv_cache` refuses other layers without scales
+            found.append(None)
+            continue
+        mixer = shape.attention[index]
+        keys = Storage(kv.format, False, _key_scale(layer.k, mixer, shape.ropes))
+        found.append((keys, Storage(kv.format, False, _value_scale(layer.v, mixer))))
+    return kv, found
 
 
 def _skipped(args: EngineArgs, stored: Sequence[Any]) -> frozenset[int]:

@@ -49,13 +49,11 @@ def _mixer(config: JsonObject, family: Family) -> AttentionConfig:
     """
     heads = integer(config, "num_attention_heads")
     # null means one KV head per attention head, as does absence where the family has no default
-    kv_heads = (
-        heads
-        if config.get("num_key_value_heads") is None
-        else integer(config, "num_key_value_heads")
-    )
+    kv_heads = heads
+    if config.get("num_key_value_heads") is not None:
+        kv_heads = integer(config, "num_key_value_heads")
     require_multiple(heads, kv_heads, "num_key_value_heads")
-    qkv_bias, o_bias = (key != "" and flag(config, key) for key in family.bias_keys[:2])
+    qkv_bias, o_bias = [key != "" and flag(config, key) for key in family.bias_keys[:2]]
     head_dim = parse_head_dim(config)
     return AttentionConfig(
         num_heads=heads,

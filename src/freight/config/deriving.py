@@ -80,13 +80,11 @@ def step_limits(config: JsonObject) -> tuple[float, float]:
     transformers' object, or as a number beyond float32. Raises CheckpointError for anything else.
     """
     given = config.get("time_step_limit") or (0.0, inf)
-    values = (
-        [inf if one == {"__float__": "Infinity"} else one for one in given]
-        if isinstance(given, Sequence)
-        else []
-    )
+    values = []
+    if isinstance(given, Sequence):
+        values = [inf if one == {"__float__": "Infinity"} else one for one in given]
     if len(values) == 2 and all(is_number(one) for one in values):
-        low, high = (inf if one > _LARGEST else float(one) for one in values)
+        low, high = [inf if one > _LARGEST else float(one) for one in values]
         if 0 <= low <= high and low < inf:
             return low, high
     raise CheckpointError(

@@ -46,9 +46,9 @@ def checkpoint_dtype(
         named = _named(part)
         if named is not None:
             return named, source
-    return (
-        (Format.BFLOAT16, DtypeSource.ASSUMED) if stored is None else (stored, DtypeSource.TENSORS)
-    )
+    if stored is None:
+        return Format.BFLOAT16, DtypeSource.ASSUMED
+    return stored, DtypeSource.TENSORS
 
 
 def names_dtype(config: JsonObject) -> bool:

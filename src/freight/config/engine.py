@@ -142,7 +142,9 @@ class LayerKVFormat:
     granularity: Granularity | None
 
     def __str__(self) -> str:
-        return f"{self.format}, {self.granularity}" if self.granularity else str(self.format)
+        if self.granularity:
+            return f"{self.format}, {self.granularity}"
+        return str(self.format)
 
 
 def listed_layers(layers: Sequence[int], num_layers: int) -> str:
@@ -198,11 +200,9 @@ class KVCacheConfig:
 
     def of_layer(self, index: int) -> LayerKVFormat:
         """Return the stored format of layer `index`."""
-        return (
-            LayerKVFormat(self.format, self.granularity)
-            if self.layers is None
-            else self.layers[index]
-        )
+        if self.layers is None:
+            return LayerKVFormat(self.format, self.granularity)
+        return self.layers[index]
 
     def skipping(self, skipped: Set[int], num_layers: int, compute: Format) -> KVCacheConfig:
         """Return this quantized cache with the layers of `skipped` stored in `compute`. `skipped`

@@ -65,7 +65,9 @@ def flag(config: JsonObject, key: str, default: bool = False) -> bool:
 def token_ids(config: JsonObject, key: str, default: int | None) -> tuple[int, ...]:
     """Return the ids of a value that is one id, a list of ids, or null."""
     value = config.get(key, default)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
     for token in ids:
         if not is_integer(token) or token < 0:
             raise CheckpointError(f"{key} = {value!r} must be a token id or a list of token ids")

@@ -139,11 +139,11 @@ def find_family(config: JsonObject) -> tuple[str, Family]:
         in_parts = (
             family.text_type is not None and not family.flat and not config.get(family.text_key)
         )
-        lacks = (
-            f". config.json lacks {family.text_key}, in which it describes the language model"
-            if in_parts
-            else ""
-        )
+        lacks = ""
+        if in_parts:
+            lacks = (
+                f". config.json lacks {family.text_key}, in which it describes the language model"
+            )
         raise CheckpointError(
             f"config.json: architectures {architectures!r} with model_type {model_type!r} is not implemented; "
             f"Freight runs [{family.architecture!r}]{lacks}"
@@ -189,10 +189,11 @@ def check_keys(config: JsonObject, ignore: Collection[str] = ()) -> UnreadKeys:
     for part in parts:
         for key in part.config:
             keys_of.setdefault(part.kind(key, ignore), {})[key] = None
-    unknown, harmless, ignored = (
-        tuple(keys_of.get(kind, {})) for kind in (_UNKNOWN, _HARMLESS, _IGNORED)
+    return UnreadKeys(
+        unknown=tuple(keys_of.get(_UNKNOWN, {})),
+        harmless=tuple(keys_of.get(_HARMLESS, {})),
+        ignored=tuple(keys_of.get(_IGNORED, {})),
     )
-    return UnreadKeys(unknown, harmless, ignored)
 
 
 _READ, _UNKNOWN, _HARMLESS, _IGNORED = "read", "unknown", "harmless", "ignored"

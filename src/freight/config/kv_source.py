@@ -160,8 +160,8 @@ def _parse(text: str) -> KVSource:
         raise ConfigError(
             f"--kv-scales {text!r} is unknown{hint}: choose {choices(KV_SCALES_FORMS)}"
         )
-    k, v = (_float32(text, number) for number in (numbers[0], numbers[-1]))
-    return KVSource("--kv-scales", text, values=(k, v))
+    k, v = numbers[0], numbers[-1]
+    return KVSource("--kv-scales", text, values=(_float32(text, k), _float32(text, v)))
 
 
 def nearest_float32(number: float) -> float:

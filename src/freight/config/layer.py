@@ -81,7 +81,9 @@ class AttentionConfig:
         """Rows of the projection of `output_gate`."""
         if self.output_gate is None:
             return 0
-        return self.num_heads if self.output_gate.by_head else self.num_heads * self.v_dim
+        if self.output_gate.by_head:
+            return self.num_heads
+        return self.num_heads * self.v_dim
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:

@@ -35,14 +35,8 @@ class Mechanism:
         """Return the key of `config` that shows this mechanism, None without one."""
         named = next((key for key in self.keys if config.get(key)), None)
         prefixes = () if self.excluded(config) else self.prefixes
-        begins = next(
-            (
-                key
-                for key, value in config.items()
-                if value and prefixes and key.startswith(prefixes)
-            ),
-            None,
-        )
+        given = [key for key, value in config.items() if value]
+        begins = next((key for key in given if key.startswith(prefixes)), None)
         return named or begins or (self.sign(config) if self.sign is not None else None)
 
 
@@ -86,7 +80,9 @@ def _chunked(config: JsonObject) -> str | None:
     nothing reads it.
     """
     is_llama_4 = str(config.get("model_type")).startswith("llama4")
-    return "attention_chunk_size" if is_llama_4 and "attention_chunk_size" in config else None
+    if is_llama_4 and "attention_chunk_size" in config:
+        return "attention_chunk_size"
+    return None
 
 
 def _linear_kinds(config: JsonObject) -> str | None:
@@ -118,9 +114,9 @@ MECHANISMS = (
             "state_size",
             "full_attention_interval",
         ),
-        ("mamba_", "ssm_", "linear_num_", "linear_conv_"),
-        lambda config: _recurrent_kind(config) or _linear_kinds(config),
-        only_attention,
+        prefixes=("mamba_", "ssm_", "linear_num_", "linear_conv_"),
+        sign=lambda config: _recurrent_kind(config) or _linear_kinds(config),
+        excluded=only_attention,
     ),
     Mechanism("latent attention (MLA)", ("kv_lora_rank",)),
     Mechanism("layers that attend in chunks (Llama 4)", sign=_chunked),

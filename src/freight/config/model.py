@@ -103,15 +103,12 @@ class UnreadKeys:
 
     def describe(self) -> str | None:
         """Return one line for the log at start-up; None if every key is read."""
-        parts = [f"{', '.join(self.unknown)} (unknown to Freight)"] if self.unknown else []
-        parts += (
-            [f"{', '.join(self.ignored)} (--ignore-config-keys: results may differ)"]
-            if self.ignored
-            else []
+        lists = (
+            (self.unknown, "unknown to Freight"),
+            (self.ignored, "--ignore-config-keys: results may differ"),
+            (self.harmless, "known to change no result"),
         )
-        parts += (
-            [f"{', '.join(self.harmless)} (known to change no result)"] if self.harmless else []
-        )
+        parts = [f"{', '.join(keys)} ({kind})" for keys, kind in lists if keys]
         return f"config.json: not read: {'; '.join(parts)}" if parts else None
 
 

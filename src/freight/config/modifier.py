@@ -142,13 +142,18 @@ class Recipe:
                     f"recipe: the target {target!r} is no Linear module of the model{nearest(target, linear)}; Freight "
                     "quantizes Linear modules only: give 'Linear', a full name, or re: and an expression for names"
                 )
-        kept = [
-            name
-            for name in linear
-            if not any(_matches(name, target) for target in self.targets)
-            or any(_matches(name, pattern) for pattern in self.ignore)
-        ]
-        return kept, [one for one in self.ignore if not any(_matches(name, one) for name in linear)]
+        kept = [name for name in linear if not self._quantizes(name)]
+        unused = []
+        for pattern in self.ignore:
+            if not any(_matches(name, pattern) for name in linear):
+                unused.append(pattern)
+        return kept, unused
+
+    def _quantizes(self, name: str) -> bool:
+        """Return whether a target selects the Linear module `name`, and `ignore` does not."""
+        if any(_matches(name, pattern) for pattern in self.ignore):
+            return False
+        return any(_matches(name, target) for target in self.targets)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -217,11 +222,10 @@ def _scheme(
     if isinstance(scheme, str):
         given = scheme.upper()
         if given not in _PRESETS:
-            fault = (
-                "is not implemented"
-                if given in _NOT_WRITTEN
-                else f"is unknown{nearest(given, _PRESETS)}"
-            )
+            if given in _NOT_WRITTEN:
+                fault = "is not implemented"
+            else:
+                fault = f"is unknown{nearest(given, _PRESETS)}"
             raise ConfigError(
                 f"recipe: the scheme {scheme!r} {fault}; Freight writes {choices(_PRESETS)}, llm-compressor others"
             )
@@ -256,9 +260,11 @@ def _group_scheme(name: str, group: JsonObject) -> tuple[WeightScheme, Activatio
         )
     where = f"{name}: weights"
     args = _fp8_args(where, group["weights"])
-    strategy = args.strategy or (
-        "channel" if args.group_size == -1 else "block" if args.block_structure else "tensor"
-    )
+    strategy = args.strategy
+    if not strategy and args.group_size == -1:
+        strategy = "channel"
+    elif not strategy:
+        strategy = "block" if args.block_structure else "tensor"
     if strategy not in _WEIGHTS or args.dynamic is not False or args.block_structure not in _BLOCKS:
         raise ConfigError(
             f"recipe: {where} have {_says(args)}; Freight writes static scales with strategy tensor, channel, or block "
@@ -405,7 +411,9 @@ def _plain(value: Any) -> Any:
     """Return `value` as a mapping if it is an object of llm-compressor's kind."""
     if hasattr(value, "model_dump"):
         return value.model_dump()
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return value
 
 
 def _value(value: Any) -> Any:

@@ -192,34 +192,34 @@ TGI_OPTIONS = {
     "max_total_tokens": TgiOption("max_model_len"),
     "max_batch_prefill_tokens": TgiOption("max_num_batched_tokens"),
     "max_batch_size": TgiOption("max_num_seqs"),
-    "max_concurrent_requests": TgiOption(
-        None, (), "{max_num_seqs} run at once and {max_queue} wait"
-    ),
-    "json_output": TgiOption(None, ("false",), "{log_format}=json does it", switch=True),
-    "num_shard": TgiOption(None, ("1",), _ONE_DEVICE),
-    "sharded": TgiOption(None, ("false",), _ONE_DEVICE),
-    "cuda_memory_fraction": TgiOption(None, ("1", "1.0"), _MEMORY),
-    "rope_scaling": TgiOption(None, (), _ROPE),
-    "rope_factor": TgiOption(None, (), _ROPE),
-    "lora_adapters": TgiOption(None, (), _NO_LORA),
-    "tokenizer_config_path": TgiOption(None, (), "{chat_template} FILE takes a Jinja template"),
+    "max_concurrent_requests": TgiOption(instead="{max_num_seqs} run at once and {max_queue} wait"),
+    "json_output": TgiOption(asks=("false",), instead="{log_format}=json does it", switch=True),
+    "num_shard": TgiOption(asks=("1",), instead=_ONE_DEVICE),
+    "sharded": TgiOption(asks=("false",), instead=_ONE_DEVICE),
+    "cuda_memory_fraction": TgiOption(asks=("1", "1.0"), instead=_MEMORY),
+    "rope_scaling": TgiOption(instead=_ROPE),
+    "rope_factor": TgiOption(instead=_ROPE),
+    "lora_adapters": TgiOption(instead=_NO_LORA),
+    "tokenizer_config_path": TgiOption(instead="{chat_template} FILE takes a Jinja template"),
     "ngrok": TgiOption(
-        None, ("false",), "run the tunnel as a separate program that points to {port}", switch=True
+        asks=("false",),
+        instead="run the tunnel as a separate program that points to {port}",
+        switch=True,
     ),
-    "huggingface_hub_cache": TgiOption(None, (), _HUB),
-    "weights_cache_override": TgiOption(None, (), _HUB),
-    "env": TgiOption(None, (), "freight env shows it", switch=True),
-    "trust_remote_code": TgiOption(None, ("false",), _NO_CODE, harmless=True, switch=True),
-    "speculate": TgiOption(None, ("0",), _NO_DRAFT, harmless=True),
-    "cuda_graphs": TgiOption(None, (), _GRAPHS, harmless=True),
+    "huggingface_hub_cache": TgiOption(instead=_HUB),
+    "weights_cache_override": TgiOption(instead=_HUB),
+    "env": TgiOption(instead="freight env shows it", switch=True),
+    "trust_remote_code": TgiOption(asks=("false",), instead=_NO_CODE, harmless=True, switch=True),
+    "speculate": TgiOption(asks=("0",), instead=_NO_DRAFT, harmless=True),
+    "cuda_graphs": TgiOption(instead=_GRAPHS, harmless=True),
     **dict.fromkeys(
         ("max_input_tokens", "max_input_length"),
-        TgiOption(None, (), "{max_model_len} bounds prompt and answer together", harmless=True),
+        TgiOption(instead="{max_model_len} bounds prompt and answer together", harmless=True),
     ),
-    "max_batch_total_tokens": TgiOption(None, (), _MEMORY, harmless=True),
+    "max_batch_total_tokens": TgiOption(instead=_MEMORY, harmless=True),
     **dict.fromkeys(
         ("waiting_served_ratio", "max_waiting_tokens"),
-        TgiOption(None, (), _SCHEDULING, harmless=True),
+        TgiOption(instead=_SCHEDULING, harmless=True),
     ),
     **dict.fromkeys(
         (
@@ -229,7 +229,7 @@ TGI_OPTIONS = {
             "max_client_batch_size",
             "payload_limit",
         ),
-        TgiOption(None, (), _LIMITS, harmless=True),
+        TgiOption(instead=_LIMITS, harmless=True),
     ),
     **dict.fromkeys(
         (
@@ -240,15 +240,17 @@ TGI_OPTIONS = {
             "otlp_endpoint",
             "otlp_service_name",
         ),
-        TgiOption(None, (), "there is nothing to set: omit it", harmless=True),
+        TgiOption(instead="there is nothing to set: omit it", harmless=True),
     ),
     **dict.fromkeys(
         ("ngrok_authtoken", "ngrok_edge", "usage_stats", "watermark_gamma", "watermark_delta"),
-        TgiOption(None, (), "there is nothing to set: omit it", harmless=True),
+        TgiOption(instead="there is nothing to set: omit it", harmless=True),
     ),
     **dict.fromkeys(
         ("disable_custom_kernels", "disable_grammar_support", "enable_prefill_logprobs"),
-        TgiOption(None, ("false",), "there is nothing to set: omit it", harmless=True, switch=True),
+        TgiOption(
+            asks=("false",), instead="there is nothing to set: omit it", harmless=True, switch=True
+        ),
     ),
 }
 

@@ -106,11 +106,9 @@ def stop_token_ids(config: JsonObject, generation_config: JsonObject | None) -> 
     generation = generation_config or {}
     if config.get("model_type") not in FAMILIES:
         return frozenset(token_ids(generation, "eos_token_id", None))
-    default = (
-        None
-        if "eos_token_id" in generation
-        else find_family(config)[1].defaults.get("eos_token_id")
-    )
+    default = None
+    if "eos_token_id" not in generation:
+        default = find_family(config)[1].defaults.get("eos_token_id")
     ids = token_ids(decoder_config(config)[1], "eos_token_id", default)
     return frozenset(ids) | frozenset(token_ids(generation, "eos_token_id", None))
 
@@ -126,8 +124,10 @@ def sampling_defaults(generation_config: JsonObject | None) -> dict[str, float]:
 
 
 def _prefixes(family: Family, tensors: Collection[str]) -> tuple[str, str]:
-    found = (body for body in family.bodies if any(name.startswith(body[0]) for name in tensors))
-    return next(found, family.bodies[0])
+    for body in family.bodies:
+        if any(name.startswith(body[0]) for name in tensors):
+            return body
+    return family.bodies[0]
 
 
 def _tied(

@@ -175,7 +175,8 @@ _OPT_125M = {  # the other keys have the family's defaults
 }
 
 PRESETS: Mapping[str, JsonObject] = {
-    # a small vocabulary: nearly all weights are in decoder layers
+    # Hidden size, layers, intermediate size, heads, head size, vocabulary: a small one in the first,
+    # nearly all of whose weights are in decoder layers
     "llama-1b": _llama(2048, 16, 8192, 32, 64, 8192),
     "llama-1b-128k": _llama(2048, 16, 8192, 32, 64, 128256),
     "llama-8b": _llama(4096, 32, 14336, 32, 128, 128256),

@@ -112,11 +112,10 @@ def resolve(
     if kv.grouped:
         check_groups(quantized, model.model_type)
     check_kernels(kv, device, args.kernels)
+    quantized_weights = args.quantization == "fp8" or scheme.weight_format is not None
     return EngineConfig(
         compute_format=compute,
-        weight_format=device.native_e4m3
-        if args.quantization == "fp8" or scheme.weight_format
-        else compute,
+        weight_format=device.native_e4m3 if quantized_weights else compute,
         kv=with_state(kv, args.state_dtype, compute, device.native_e4m3, model),
         max_model_len=_max_model_len(args, model),
         max_num_seqs=args.max_num_seqs,
@@ -276,11 +275,9 @@ def resolve_kv_cache(
     if kv.format.is_quantized:
         return kv.skipping(skipped, len(scales.layers), compute)
     names = args.kv_cache_dtype_skip_layers
-    raise (
-        nothing_left(names)
-        if any(scales.mixed)
-        else unquantized(names, _kv_format(args, compute, scheme, native)[1])
-    )
+    if any(scales.mixed):
+        raise nothing_left(names)
+    raise unquantized(names, _kv_format(args, compute, scheme, native)[1])
 
 
 def _cache(
@@ -299,11 +296,11 @@ def _cache(
         )
     require_fit(format, cache, source)
     if not format.is_quantized:
-        return KVCacheConfig(format, None, None, None, "" if scales.empty else _skipped(args))
+        note = "" if scales.empty else _skipped(args)
+        return KVCacheConfig(format, granularity=None, scale_source=None, scales=None, note=note)
     if source.word == "group":
-        return KVCacheConfig(
-            format, Granularity.GROUP, ScaleSource.DYNAMIC, None, "measured per group as stored"
-        )
+        note = "measured per group as stored"
+        return KVCacheConfig(format, Granularity.GROUP, ScaleSource.DYNAMIC, None, note)
     if format is Format.INT8 and not scales.empty:
         return _dynamic(
             format,
@@ -383,7 +380,8 @@ def mixed_cache(
     kinds = tuple(LayerKVFormat(native if chosen else compute, chosen) for chosen in scales.mixed)
     chosen = {granularity for granularity in scales.mixed if granularity is not None}
     if not chosen:
-        return KVCacheConfig(compute, None, None, None, "the checkpoint's choice for every layer")
+        note = "the checkpoint's choice for every layer"
+        return KVCacheConfig(compute, granularity=None, scale_source=None, scales=None, note=note)
     finest = max(chosen, key=list(Granularity).index)
     if chosen == {Granularity.TOKEN}:
         source = ScaleSource.DYNAMIC

@@ -72,7 +72,7 @@ def parse_ropes(
             f"config.json: rope_parameters = {by_kind!r}: {family.architecture} needs one entry for each of "
             f"{choices(_LAYER_KINDS)}, and no other"
         )
-    full, windowed = (by_kind.get(kind) for kind in _LAYER_KINDS)
+    full, windowed = [by_kind.get(kind) for kind in _LAYER_KINDS]
     shared = {**config, "rope_parameters": full}
     local = {"rope_parameters": windowed, "rope_theta": config.get("rope_local_base_freq")}
     return (
@@ -200,11 +200,9 @@ def _parse(
         {PROPORTIONAL: frozenset[str]()} if RopeForm.PROPORTIONAL in family.ropes else {}
     )
     if kinds or kind not in required:
-        found = (
-            repr(kind)
-            if not kinds
-            else f"type {rope['type']!r} and rope_type {rope['rope_type']!r}"
-        )
+        found = repr(kind)
+        if kinds:
+            found = f"type {rope['type']!r} and rope_type {rope['rope_type']!r}"
         raise CheckpointError(
             f"config.json: {where} of {found} is not implemented; {choices(required)} are"
         )

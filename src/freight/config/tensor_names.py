@@ -26,7 +26,9 @@ class AttentionNames:
         """Return the modules of q, k and v that a layer has: those of
         `AttentionConfig.projected_sizes`, or one for all.
         """
-        return self.qkv if len(self.qkv) == 1 else self.qkv[: len(mixer.projected_sizes)]
+        if len(self.qkv) == 1:
+            return self.qkv
+        return self.qkv[: len(mixer.projected_sizes)]
 
 
 @dataclass(frozen=True)

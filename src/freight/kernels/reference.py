@@ -58,11 +58,10 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         part = x[start : start + ROW_TILE]
         tile = x.new_zeros(ROW_TILE, in_features)
         tile[: len(part)] = part
-        product = (
-            F.linear(tile, weight.data, bias)
-            if x.dtype != torch.float32
-            else _product(tile, weight.data, bias)
-        )
+        if x.dtype == torch.float32:
+            product = _product(tile, weight.data, bias)
+        else:
+            product = F.linear(tile, weight.data, bias)
         out[start : start + ROW_TILE] = product[: len(part)]
     return out
 
@@ -137,7 +136,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     values = x.float()
     normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (normed * weight).to(x.dtype)
+    if weight.dtype == x.dtype:
+        return weight * normed.to(x.dtype)
+    return (normed * weight).to(x.dtype)
 
 
 def add_rms_norm(
@@ -193,9 +194,9 @@ def rotate_queries(q: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
     q: [rows, num_heads, k_dim]; positions: [rows] int64.
     """
     q = rotate(q, rotary.cos[positions], rotary.sin[positions])
-    return (
-        q if rotary.q_factor is None else q * rotary.q_factor[positions].to(q.dtype)[:, None, None]
-    )
+    if rotary.q_factor is None:
+        return q
+    return q * rotary.q_factor[positions].to(q.dtype)[:, None, None]
 
 
 def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,17 +205,14 @@ def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Te
     qkv: [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], the heads of q, then of k, then
     of v.
     """
-    num_kv_heads, k_dim = pages.k.shape[2], pages.k_dim
-    k_size, v_size = num_kv_heads * k_dim, 0 if pages.v_in_k else num_kv_heads * pages.v.shape[3]
-    parts = qkv.split((qkv.shape[1] - k_size - v_size, k_size, v_size), 1)
-    q, k, v = (
-        part.unflatten(1, (-1, dim))
-        for part, dim in zip(parts, (k_dim, k_dim, pages.v.shape[3]), strict=True)
-    )
+    num_kv_heads, k_dim, v_dim = pages.k.shape[2], pages.k_dim, pages.v.shape[3]
+    k_size, v_size = num_kv_heads * k_dim, 0 if pages.v_in_k else num_kv_heads * v_dim
+    q, k, v = qkv.split((qkv.shape[1] - k_size - v_size, k_size, v_size), 1)
+    q, k = q.unflatten(1, (-1, k_dim)), k.unflatten(1, (-1, k_dim))
+    v = v.unflatten(1, (-1, v_dim))
     if rotary.norms is not None:
-        q, k = (
-            rms_norm(x, weight, rotary.eps) for x, weight in zip((q, k), rotary.norms, strict=True)
-        )
+        q_norm, k_norm = rotary.norms
+        q, k = rms_norm(q, q_norm, rotary.eps), rms_norm(k, k_norm, rotary.eps)
     if pages.k_center is not None:
         k = (k.float() - pages.k_center.b).to(k.dtype)
     return q, k, v

@@ -115,12 +115,10 @@ def recurrence(
     """Compute `KernelSet.recurrence`."""
     key_heads, k_dim = states.parts["k"].shape[2:]
     heads, v_dim = states.parts["u"].shape[2:]
-    queries, keys = (x.unflatten(1, (key_heads, k_dim)).float() for x in (q, k))
+    queries = q.unflatten(1, (key_heads, k_dim)).float()
+    keys = k.unflatten(1, (key_heads, k_dim)).float()
     if norm:
-        queries, keys = (
-            x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (queries, keys)
-        )
-        queries = queries * k_dim**-0.5
+        queries, keys = _unit(queries) * k_dim**-0.5, _unit(keys)
     keys = keys.to(v.dtype)
     values = v.unflatten(1, (heads, v_dim)).float()
     out = torch.empty(len(v), heads, v_dim, dtype=v.dtype, device=v.device)
@@ -132,6 +130,11 @@ def recurrence(
             results = results + skip[:, None] * values[rows]
         out[rows] = results.to(v.dtype)
     return out.flatten(1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Divide the last dimension by its Euclidean length."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _tiles(stretches: Iterator[Stretch]) -> Iterator[Stretch]:
@@ -175,8 +178,9 @@ def _by_channel(decay: Tensor) -> Tensor:
 
 def _advanced(states: States, block: int) -> Tensor:
     """Return S after all rows of a full tile, [heads, k_dim, v_dim] float32."""
-    k, u, decay = (states.parts[name][block].float() for name in ("k", "u", "decay"))
-    decay = _by_channel(decay)
+    parts = states.parts
+    k, u = parts["k"][block].float(), parts["u"][block].float()
+    decay = _by_channel(parts["decay"][block].float())
     state = _state(states, block) * torch.exp(decay[-1])[..., None]
     k = k.repeat_interleave(u.shape[1] // k.shape[1], 1) * torch.exp(decay[-1] - decay)
     for row in range(STATE_TILE):
@@ -196,9 +200,8 @@ class _Tile:
         keys: [rows, key_heads, k_dim] in the compute dtype; log_decay: [rows, heads], or [rows,
         heads, k_dim] with a decay of each channel
         """
-        kept_k, self.kept_u, decay = (
-            states.parts[name][part.target] for name in ("k", "u", "decay")
-        )
+        kept_k, decay = states.parts["k"][part.target], states.parts["decay"][part.target]
+        self.kept_u = states.parts["u"][part.target]
         self.begin = part.position % STATE_TILE
         self.end = self.begin + len(keys)
         kept_k[self.begin : self.end] = keys
@@ -220,7 +223,7 @@ class _Tile:
         q = torch.zeros_like(self.k)
         q[self.begin : self.end] = queries.repeat_interleave(heads // queries.shape[1], 1)
         factor = torch.exp(self.decay)
-        k_state, q_state = (self._product(x * factor) for x in (self.k, q))
+        k_state, q_state = self._product(self.k * factor), self._product(q * factor)
         out = torch.empty_like(values)
         for i, row in enumerate(range(self.begin, self.end)):
             keys = self.k[: row + 1] * torch.exp(self.decay[row] - self.decay[: row + 1])

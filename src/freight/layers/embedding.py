@@ -41,11 +41,9 @@ class Embedding:
             rows = plain(self.norm(rows, None)[1])
         if self.projection is not None:
             rows = self.projection(rows)
-        return (
-            rows
-            if self.positions is None
-            else self.kernels.lookup(self.positions, positions, base=rows)
-        )
+        if self.positions is None:
+            return rows
+        return self.kernels.lookup(self.positions, positions, base=rows)
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,6 @@ class LogitsHead:
         """Apply `divisor` and `soft_cap` to the result of `product`."""
         if self.divisor is not None:
             logits = logits / self.divisor
-        return (
-            logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
-        )
+        if self.soft_cap is None:
+            return logits
+        return self.soft_cap * torch.tanh(logits / self.soft_cap)

@@ -58,7 +58,7 @@ class KimiDelta:
         f, b, z = self._gates(plain(x), projected[:, channels:])
         mixed = kernels.convolve(projected[:, :channels], self.conv, None, True, states, sequences)
         beta, log_decay = kernels.decays(f, b, self.a_log, self.dt_bias, bound=self.bound)
-        q, k, v = (mixed[:, at : at + size] for at in (0, size, 2 * size))
+        q, k, v = mixed[:, :size], mixed[:, size : 2 * size], mixed[:, 2 * size :]
         result = kernels.recurrence(
             q, k, v, beta, log_decay, states, sequences, delta=True, norm=True
         )
@@ -75,8 +75,6 @@ class KimiDelta:
             size = len(self.dt_bias)
             return gates[:, :size], gates[:, size:], z
         rank = (gates.shape[1] - heads) // 2
-        of_decay, of_gate = (
-            self.kernels.join(((part, None),))
-            for part in (gates[:, :rank], gates[:, rank + heads :])
-        )
+        of_decay = self.kernels.join(((gates[:, :rank], None),))
+        of_gate = self.kernels.join(((gates[:, rank + heads :], None),))
         return self.decay(of_decay), gates[:, rank : rank + heads], self.output_gate(of_gate)

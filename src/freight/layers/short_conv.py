@@ -46,7 +46,8 @@ class ShortConv:
         """
         assert isinstance(cache, PagedState), "a layer with a convolution has states"
         kernels, size, projected = self.kernels, len(self.weight), self.in_proj(x)
-        b, c, inputs = (projected[:, at : at + size] for at in (0, size, 2 * size))
+        b, c = projected[:, :size], projected[:, size : 2 * size]
+        inputs = projected[:, 2 * size :]
         inputs = kernels.gate(inputs, b, GateFunction.IDENTITY)
         sequences = batch.sequences(cache.group)
         convolved = kernels.convolve(inputs, self.weight, self.bias, False, cache.states, sequences)

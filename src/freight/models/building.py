@@ -91,9 +91,9 @@ class Builder:
         w would be rounded in 16 bits.
         """
         weight = self.tensor(name)
-        return (
-            weight.float() + offset * self.config.norm_offset if self.config.wide_norms else weight
-        )
+        if not self.config.wide_norms:
+            return weight
+        return weight.float() + offset * self.config.norm_offset
 
     def post_weight(self, name: str) -> Tensor:
         """Read the weight of a norm of what a mixer or feed-forward returns."""
@@ -130,8 +130,6 @@ class Builder:
     def outer(self, module: str) -> Linear | None:
         """Build a projection outside the layers; None if the model does not have it."""
         name = f"{module}.weight"
-        return (
-            self.packed(self.source.head(name, self.shapes[name]), None)
-            if name in self.shapes
-            else None
-        )
+        if name not in self.shapes:
+            return None
+        return self.packed(self.source.head(name, self.shapes[name]), None)

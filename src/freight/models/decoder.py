@@ -271,19 +271,18 @@ class Decoder:
         """Run the rest of `forward` after `by_kernels`; return float32 logits [num_logit_rows,
         vocab_size].
         """
-        return self.head.bounded(computed) if self.head.begins_with_kernels else self.head(computed)
+        if self.head.begins_with_kernels:
+            return self.head.bounded(computed)
+        return self.head(computed)
 
     def begin(self, batch: ForwardBatch) -> Residual:
         """Return the stream that the first layer takes: the rows of the embedding, and per-layer
         embeddings of the tokens.
         """
         embedded = self.embedding(batch.token_ids, batch.positions)
-        own = (
-            None
-            if self.per_layer_embeddings is None
-            else self.per_layer_embeddings(embedded, batch.token_ids)
-        )
-        return Residual(embedded, inputs=own)
+        if self.per_layer_embeddings is None:
+            return Residual(embedded)
+        return Residual(embedded, inputs=self.per_layer_embeddings(embedded, batch.token_ids))
 
     def layers_over(
         self, stream: Residual, batch: ForwardBatch, kv_cache: Sequence[LayerCache]

@@ -188,28 +188,21 @@ def _stacked(
     channels: the width that an expert takes and returns.
     """
     common = _common(names)
-    modules = [
-        [
-            (prefix + own, prefix + its)
-            for own, its in zip(_modules(names, i), _modules(common, i), strict=True)
-        ]
-        for i in range(moe.num_experts)
-    ]
-    *before, down = (prefix + name for name in names.stacked)
+    modules: list[list[tuple[str, str]]] = []  # of each expert, in the order of `_modules`
+    for expert in range(moe.num_experts):
+        own = [prefix + name for name in _modules(names, expert)]
+        its = [prefix + name for name in _modules(common, expert)]
+        modules.append(list(zip(own, its, strict=True)))
+    *before, down = [prefix + name for name in names.stacked]
     width = moe.intermediate_size
     each = len(moe.up_sizes) // len(before)  # modules of a tensor
-    return (
-        *(
-            _Stacked(
-                name,
-                width,
-                channels,
-                tuple(tuple(of[at * each : (at + 1) * each]) for of in modules),
-            )
-            for at, name in enumerate(before)
-        ),
-        _Stacked(down, channels, width, tuple((of[-1],) for of in modules)),
-    )
+    found = []
+    for at, name in enumerate(before):
+        part = slice(at * each, (at + 1) * each)
+        of_experts = tuple(tuple(of_expert[part]) for of_expert in modules)
+        found.append(_Stacked(name, width, channels, of_experts))
+    last = tuple((of_expert[-1],) for of_expert in modules)
+    return *found, _Stacked(down, channels, width, last)
 
 
 def _is_turned(checkpoint: Checkpoint, stacked: _Stacked) -> bool:

@@ -31,13 +31,9 @@ def expert_matrices(
     """Yield the matrix of each expert, merged from its tensors in `names`. Raises CheckpointError
     where the experts are not quantized alike.
     """
-    scales = [
-        scale
-        for group in names
-        for name in group
-        if (scale := source.input_scale(name)) is not None
-    ]
-    largest, first = max(scales, default=None), None
+    scales = [source.input_scale(name) for group in names for name in group]
+    largest = max((scale for scale in scales if scale is not None), default=None)
+    first = None
     for group in names:
         weights = [
             replace(source.weight(name, shapes[name]), input_scale=largest) for name in group

@@ -161,7 +161,9 @@ class TransformersModel:
             raise CheckpointError(
                 f"{step.calls} of {self.config.num_layers} layers attended over the cache"
             )
-        return states[batch.logit_rows] if len(batch.logit_rows) < len(states) else states
+        if len(batch.logit_rows) < len(states):
+            return states[batch.logit_rows]
+        return states
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of final states, as `Decoder.logits` does."""
@@ -218,7 +220,7 @@ def load_foreign(
     empty = torch.empty(max_len, 0, dtype=torch.float32, device=device)
     model = TransformersModel(config, causal, kernels, (Rotary(empty, empty),) * config.num_layers)
     if not stored:
-        self_check(model, compute_format, False, device)
+        self_check(model, compute_format, fp8=False, device=device)
     linears = {
         f"{name}.weight": cast(nn.Linear, causal.get_submodule(name))
         for name in plain_linears(causal)
@@ -242,7 +244,7 @@ def load_foreign(
             data, scale = fit_rows(module.weight, weight_format)
             _replace(causal, name, Weight(data, scale, Activations.DYNAMIC), kernels)
     if stored or rounds:
-        self_check(model, compute_format, True, device)
+        self_check(model, compute_format, fp8=True, device=device)
     return model
 
 

@@ -73,18 +73,20 @@ def self_check(model: Checked, compute_format: Format, fp8: bool, device: str) -
 
 def _measure(model: Checked, compute_format: Format, device: str) -> float:
     config = model.config
-    spec = cache_spec(KVCacheConfig(compute_format, None, None, None), config, _BLOCK)
+    kv = KVCacheConfig(compute_format, granularity=None, scale_source=None, scales=None)
+    spec = cache_spec(kv, config, _BLOCK)
     blocks = spec.blocks_of(3 * _BLOCK)
-    pool = allocate_pool(
-        spec, KVCacheConfig(compute_format, None, None, None), blocks, model.kernels, device
-    )
+    pool = allocate_pool(spec, kv, blocks, model.kernels, device)
     draw = torch.Generator("cpu").manual_seed(0)
-    first, second = (
-        torch.randint(
-            config.vocab_size, (count,), generator=draw, dtype=torch.int64, device="cpu"
-        ).to(device)
-        for count in _LENGTHS
-    )
+
+    def tokens_of(count: int) -> Tensor:
+        size = (count,)
+        drawn = torch.randint(
+            config.vocab_size, size, generator=draw, dtype=torch.int64, device="cpu"
+        )
+        return drawn.to(device)
+
+    first, second = map(tokens_of, _LENGTHS)
     tables = ([0, 1], [2, 0])
     steps = [_batch([(first[:_FIRST], 0, tables[0])], len(blocks), device)]
     steps += [

@@ -80,7 +80,9 @@ class MixerParts:
 
 def mixer_parts(mixer: Mixer, hidden_size: int, names: TensorNames) -> MixerParts:
     """Return the parts of a layer's mixer; empty for a layer without one."""
-    return MixerParts() if mixer is None else _PARTS[type(mixer)](mixer, hidden_size, names)
+    if mixer is None:
+        return MixerParts()
+    return _PARTS[type(mixer)](mixer, hidden_size, names)
 
 
 def _attention(mixer: AttentionConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:
@@ -89,6 +91,13 @@ def _attention(mixer: AttentionConfig, hidden_size: int, of_all: TensorNames) ->
     if mixer.qk_norm and not mixer.qk_norm_bare:
         own = (names.q_norm,) if mixer.kv_from is not None else (names.q_norm, names.k_norm)
         norms = dict(zip(own, mixer.qk_norm_sizes, strict=False))
+    gate = mixer.output_gate
+    kept: dict[str, tuple[int, int]] = {}
+    whole: dict[str, tuple[int, ...]] = {}
+    if gate is not None and gate.in_q:
+        whole = {names.qkv[0]: (mixer.k_dim,)}
+    elif gate is not None:
+        kept = {names.output_gate: (mixer.output_gate_size, hidden_size)}
     return MixerParts(
         module=names.qkv[0].rpartition(".")[0],
         projections={
@@ -97,16 +106,12 @@ def _attention(mixer: AttentionConfig, hidden_size: int, of_all: TensorNames) ->
             ),
             "o": Projected((names.o,), (hidden_size,), mixer.num_heads * mixer.v_dim, mixer.o_bias),
         },
-        kept={}
-        if mixer.output_gate is None or mixer.output_gate.in_q
-        else {names.output_gate: (mixer.output_gate_size, hidden_size)},
+        kept=kept,
         norms=norms,
         exact={names.sinks: (mixer.num_heads,)} if mixer.sinks else {},
         made=mixer.v_norm * mixer.v_dim + mixer.qk_norm_bare * mixer.k_dim,
         factors=0 if mixer.v_factor is None else sum(mixer.factor_groups),
-        whole={names.qkv[0]: (mixer.k_dim,)}
-        if mixer.output_gate is not None and mixer.output_gate.in_q
-        else {},
+        whole=whole,
     )
 
 
@@ -136,6 +141,9 @@ def _latent(mixer: LatentConfig, hidden_size: int, of_all: TensorNames) -> Mixer
 def _delta_net(mixer: DeltaNetConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:
     names, values = of_all.delta_net, mixer.heads * mixer.v_dim
     heads = (mixer.heads,) if len(names.ba) > 1 else (2 * mixer.heads,)
+    whole = {}
+    if len(names.qkvz) == 1:
+        whole = {names.qkvz[0]: (mixer.k_dim, values // mixer.key_heads)}
     return MixerParts(
         module=names.out.rpartition(".")[0],
         projections={
@@ -143,9 +151,7 @@ def _delta_net(mixer: DeltaNetConfig, hidden_size: int, of_all: TensorNames) -> 
             "out": Projected((names.out,), (hidden_size,), values),
         },
         kept=dict.fromkeys(names.ba, (*heads, hidden_size)),
-        whole={}
-        if len(names.qkvz) > 1
-        else {names.qkvz[0]: (mixer.k_dim, values // mixer.key_heads)},
+        whole=whole,
         exact={names.a_log: (mixer.heads,), names.dt_bias: (mixer.heads,)},
         plain={names.conv: (mixer.channels, 1, mixer.width), names.norm: (mixer.v_dim,)},
     )

@@ -44,7 +44,9 @@ Ropes = Mapping[int | None, Rotary]  # by `AttentionConfig.rope`
 
 def build_mixer(mixer: MixerConfig, builder: Builder, prefix: str, ropes: Ropes) -> Mixer | None:
     """Build the mixer of the layer whose tensors begin with `prefix`; None for a layer without one."""
-    return None if mixer is None else _BUILDERS[type(mixer)](mixer, builder, prefix, ropes)
+    if mixer is None:
+        return None
+    return _BUILDERS[type(mixer)](mixer, builder, prefix, ropes)
 
 
 def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Ropes) -> Attention:
@@ -58,6 +60,11 @@ def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Rop
         assert mixer.kv_from is None
         last = NormedLast(rotary, *norms, mixer.qkv_sizes[:2], eps, kernels)
         norms, rotary = None, ropes[None]
+    v_norm: ValueNorm | ValueFactor | None
+    if mixer.v_norm:
+        v_norm = _value_norm(mixer, builder, rotary)
+    else:
+        v_norm = _value_factor(mixer, builder, prefix)
     return Attention(
         qkv=builder.linear(prefix, *names.qkv_of(mixer), rows=_qkv_rows(mixer, builder)),
         o=builder.linear(prefix, names.o),
@@ -69,9 +76,7 @@ def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Rop
         output_gate=_output_gate(mixer, builder, prefix),
         last=last,
         norm=QKNorm(*norms, eps, kernels) if norms and mixer.qk_norm_whole else None,
-        v_norm=_value_norm(mixer, builder, rotary)
-        if mixer.v_norm
-        else _value_factor(mixer, builder, prefix),
+        v_norm=v_norm,
         sinks=builder.tensor(prefix + names.sinks).float() if mixer.sinks else None,
     )
 
@@ -88,9 +93,9 @@ def _qk_norms(
         ones = torch.ones(mixer.k_dim, dtype=torch.float32, device=device)
         return ones, ones
     q = builder.norm_weight(prefix + builder.names.attention.q_norm)
-    return q, q if mixer.kv_from is not None else builder.norm_weight(
-        prefix + builder.names.attention.k_norm
-    )
+    if mixer.kv_from is not None:
+        return q, q
+    return q, builder.norm_weight(prefix + builder.names.attention.k_norm)
 
 
 def _output_gate(mixer: AttentionConfig, builder: Builder, prefix: str) -> OutputGate | None:
@@ -102,7 +107,9 @@ def _output_gate(mixer: AttentionConfig, builder: Builder, prefix: str) -> Outpu
         projection = builder.linear(prefix, names.qkv[0], rows=(_of_heads(mixer, 1),))
     else:
         projection = builder.outer(prefix + names.output_gate)
-    return None if projection is None else OutputGate(projection, gate.function, builder.kernels)
+    if projection is None:
+        return None
+    return OutputGate(projection, gate.function, builder.kernels)
 
 
 def _of_heads(mixer: AttentionConfig, part: int) -> Tensor:
@@ -143,10 +150,8 @@ def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, 
         return ()
     assert not mixer.qk_norm, "the weights of these norms would need the same order"
     rotary_dim = builder.config.ropes[mixer.rope].rotary_dim
-    q, k = (
-        half_pairs(heads, mixer.k_dim, rotary_dim)
-        for heads in (mixer.num_heads, mixer.num_kv_heads)
-    )
+    q = half_pairs(mixer.num_heads, mixer.k_dim, rotary_dim)
+    k = half_pairs(mixer.num_kv_heads, mixer.k_dim, rotary_dim)
     if len(builder.names.attention.qkv) > 1:
         return q, k, None
     v = places(sum(mixer.qkv_sizes))[len(q) + len(k) :]

@@ -260,7 +260,9 @@ class OpenModel:
         if self.checkpoint is None:
             return frozenset()
         ids = stop_token_ids(self.checkpoint.config, self.checkpoint.generation_config)
-        return ids if self.model.foreign is None else ids | frozenset(self.model.eos_token_ids)
+        if self.model.foreign is None:
+            return ids
+        return ids | frozenset(self.model.eos_token_ids)
 
     def load_tokenizer(self) -> Tokenizer | None:
         """Load the model's tokenizer, or the one that `args` names; None if there is none or it is
@@ -302,7 +304,12 @@ def open_random(args: EngineArgs, shape: str) -> OpenModel:
     check(args)
     model = parse_model_config(shape_config(shape), ignore_keys=args.ignore_config_keys)
     return OpenModel(
-        args, None, model, Scheme(), KVScales((None,) * model.num_layers), probe(args.device)
+        args,
+        checkpoint=None,
+        model=model,
+        scheme=Scheme(),
+        kv_scales=KVScales((None,) * model.num_layers),
+        device=probe(args.device),
     )
 
 

@@ -68,7 +68,9 @@ def kept_in_16_bits(config: ModelConfig) -> frozenset[str]:
 
 def _norm_tensors(weight: str, config: ModelConfig) -> tuple[str, ...]:
     """Return the names of a norm's tensors: its weight, and its bias where it has one."""
-    return (weight, bias_of(weight)) if config.norm_kind is NormKind.LAYER else (weight,)
+    if config.norm_kind is NormKind.LAYER:
+        return weight, bias_of(weight)
+    return (weight,)
 
 
 def bias_of(weight: str) -> str:

@@ -211,12 +211,9 @@ class _Count:
         if layer.per_layer is None:
             return 0
         names, hidden, size = self.names, self.model.hidden_size, layer.per_layer.size
-        gate = self.projections(prefix, (names.per_layer_gate,), (size,), hidden, False)
-        return (
-            gate
-            + self.projections(prefix, (names.per_layer_down,), (hidden,), size, False)
-            + self.norm_weight(hidden)
-        )
+        gate = self.projections(prefix, (names.per_layer_gate,), (size,), hidden, bias=False)
+        down = self.projections(prefix, (names.per_layer_down,), (hidden,), size, bias=False)
+        return gate + down + self.norm_weight(hidden)
 
     def feed_forward(self, prefix: str, mlp: FeedForward) -> int:
         names, hidden = self.names, self.model.hidden_size
@@ -224,7 +221,9 @@ class _Count:
             return 0
         if isinstance(mlp, DenseConfig):
             return self.dense(prefix, mlp, hidden, names.gate_up, names.down)
-        router = matrix_bytes(mlp.num_experts, hidden, Format.FLOAT32, None, self.layout)
+        router = matrix_bytes(
+            mlp.num_experts, hidden, Format.FLOAT32, scales=None, layout=self.layout
+        )
         size = router + mlp.num_experts * 4 * (mlp.router_bias + mlp.choice_bias + mlp.beside)
         size += 4 * hidden + 3 * self.norm_weight(hidden) if mlp.beside else 0
         channels, parts = mlp.expert_channels(hidden), (names.expert_gate_up, names.expert_down)
@@ -233,8 +232,8 @@ class _Count:
             for index in range(mlp.num_experts)
         )
         if mlp.latent_size is not None:
-            size += self.projections(prefix, (names.latent_in,), (channels,), hidden, False)
-            size += self.projections(prefix, (names.latent_out,), (hidden,), channels, False)
+            size += self.projections(prefix, (names.latent_in,), (channels,), hidden, bias=False)
+            size += self.projections(prefix, (names.latent_out,), (hidden,), channels, bias=False)
             if mlp.shared is not None:
                 # A norm adds experts and shared expert, and has a weight
                 size += 4 * hidden
@@ -260,25 +259,22 @@ class _Count:
         """
         rows = list(sizes) if len(parts) > 1 else [sum(sizes)]
         schemes = [self.linear_of(prefix + part) for part in parts]
-        kinds = [
-            None
-            if one is None
-            else (_held(one, (count, columns)), one.activations, one.input_limit)
-            for one, count in zip(schemes, rows, strict=True)
-        ]
-        scales = [None if kind is None else kind[0] for kind in kinds]
+        kinds: list[tuple[object, ...] | None] = []
+        scales: list[WeightScales | None] = []
+        for one, count in zip(schemes, rows, strict=True):
+            held = None if one is None else _held(one, (count, columns))
+            scales.append(held)
+            kinds.append(None if one is None else (held, one.activations, one.input_limit))
         spanning = WeightScales.BLOCK in scales and any(count % _BLOCK for count in rows[:-1])
         if len(set(kinds)) == 1 and not spanning:
             rows, scales = [sum(rows)], scales[:1]
         packs = self.layout is not Layout.PLAIN
+        size = sum(rows) * self.compute.bytes if bias else 0
         if packs and all(one is not None and one.bits == 4 for one in schemes):
-            return sum(mxfp4_bytes(count, columns) for count in rows) + (
-                sum(rows) * self.compute.bytes if bias else 0
-            )
-        matrices = (
-            self.matrix(count, columns, one) for count, one in zip(rows, scales, strict=True)
-        )
-        return sum(matrices) + (sum(rows) * self.compute.bytes if bias else 0)
+            return size + sum(mxfp4_bytes(count, columns) for count in rows)
+        for count, one_scales in zip(rows, scales, strict=True):
+            size += self.matrix(count, columns, one_scales)
+        return size
 
     def matrix(self, rows: int, columns: int, scales: WeightScales | None = None) -> int:
         return matrix_bytes(
@@ -303,7 +299,7 @@ class _Count:
         wider = c.float32_head and self.compute is not Format.FLOAT32
         if not c.tie_word_embeddings or self.layout is not Layout.PLAIN or wider:
             head = Format.FLOAT32 if wider else self.compute
-            size += matrix_bytes(c.vocab_size, width, head, None, self.layout)
+            size += matrix_bytes(c.vocab_size, width, head, scales=None, layout=self.layout)
         if c.embedding_size is not None:
             size += self.matrix(c.hidden_size, width) + self.matrix(width, c.hidden_size)
         if c.per_layer_vocab_size is not None:

@@ -125,7 +125,9 @@ class CheckpointSource:
         return self._rounded(self.checkpoint.take(name, shape).to(self.device))
 
     def input_scale(self, name: str) -> float | None:
-        return self.stored[name].input_scale_in(self.weight_format) if name in self.stored else None
+        if name in self.stored:
+            return self.stored[name].input_scale_in(self.weight_format)
+        return None
 
     def _rounded(self, stored: Tensor) -> Weight:
         data, scale = fit_rows(stored, self.weight_format)

@@ -35,14 +35,11 @@ def weight_bytes(model: LanguageModel) -> WeightBytes:
         return WeightBytes(*model.num_bytes)
     outer = held_tensors((model.embedding, model.head, model.per_layer_embeddings))
     inner = held_tensors((model.layers, model.norm))
-    mixers = [layer.mixer for layer in model.layers]
-    rotaries = [
-        rotary
-        for mixer in mixers
-        if isinstance(mixer, Attention | Latent)
-        for rotary in mixer.rotaries
-    ]
-    rope = held_tensors(tuple((rotary.cos, rotary.sin, rotary.q_factor) for rotary in rotaries))
+    tables = []
+    for layer in model.layers:
+        if isinstance(layer.mixer, Attention | Latent):
+            tables += [(one.cos, one.sin, one.q_factor) for one in layer.mixer.rotaries]
+    rope = held_tensors(tuple(tables))
     return WeightBytes(
         layers=sum(size for at, size in inner.items() if at not in outer and at not in rope),
         embeddings=sum(outer.values()),

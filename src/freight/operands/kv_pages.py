@@ -159,9 +159,13 @@ class KVPages:
         """Strides of k, v, and their `token` or `group` scales; placeholders for scales that do not
         exist.
         """
-        scales = (self.k_scale, self.v_scale) if self.dynamic else (None, None)
-        k, v, k_scale, v_scale = (_strides_of(tensor) for tensor in (self.k, self.v, *scales))
-        return k, v, k_scale, v_scale
+        k_scale, v_scale = (self.k_scale, self.v_scale) if self.dynamic else (None, None)
+        return (
+            _strides_of(self.k),
+            _strides_of(self.v),
+            _strides_of(k_scale),
+            _strides_of(v_scale),
+        )
 
     @property
     def dynamic(self) -> bool:
@@ -196,11 +200,9 @@ def spread(scales: Tensor) -> Tensor:
     """Expand `token` or `group` scales from `read_slots` to factors of the values: float32 [rows,
     num_kv_heads, 1 or v_dim].
     """
-    return (
-        scales.float()[..., None]
-        if scales.ndim == 2
-        else scales.float().repeat_interleave(SCALE_GROUP, -1)
-    )
+    if scales.ndim == 2:
+        return scales.float()[..., None]
+    return scales.float().repeat_interleave(SCALE_GROUP, -1)
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -73,12 +73,9 @@ class Weight(PackedWeight):
             return mxfp4.to_bfloat16(*self.mxfp4_bytes).float()
         if self.scale is None:
             return self.data.float()
-        scale = (
-            self.scale[:, None]
-            if self.scale.ndim == 1
-            else expand_blocks(self.scale, self.data.shape)
-        )
-        return decode(self.data, scale)
+        if self.scale.ndim == 1:
+            return decode(self.data, self.scale[:, None])
+        return decode(self.data, expand_blocks(self.scale, self.data.shape))
 
     def reordered(self, rows: Tensor, name: str) -> Weight:
         """Return the matrix of the output rows `rows`, int64, each at most once. Exact: every row

@@ -184,13 +184,11 @@ def _without_added_tokens(backend: Backend, text: str, is_first: bool) -> list[i
     if pre_tokenizer is not None:
         pre_tokenizer.pre_tokenize(pieces)
     pieces.tokenize(model.tokenize)
-    splits = pieces.get_splits()
-    return [
-        token.id
-        for _, (start, _), tokens in splits
-        if start >= len(before)
-        for token in tokens or ()
-    ]
+    ids: list[int] = []
+    for _, (start, _), tokens in pieces.get_splits():
+        if start >= len(before):
+            ids += [token.id for token in tokens or ()]
+    return ids
 
 
 class _Finder:

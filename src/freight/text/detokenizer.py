@@ -73,9 +73,9 @@ class Detokenizer:
         if self.stop_reason is not None:
             return ""
         text = self._text.flush()
-        return (
-            text if self._stops is None else self._release(text, self._stops) + self._stops.flush()
-        )
+        if self._stops is None:
+            return text
+        return self._release(text, self._stops) + self._stops.flush()
 
     def _release(self, text: str, stops: _StopStrings) -> str:
         released, self.stop_reason = stops.feed(text, self._num_tokens > self._min_tokens)

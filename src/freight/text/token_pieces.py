@@ -46,11 +46,10 @@ class ByteDecoder:
         """Return the text of a vocabulary entry, or its bytes if they are not complete characters
         by themselves.
         """
-        data = (
-            bytes(map(_BYTE_OF.__getitem__, token))
-            if _BYTE_OF.keys() >= set(token)
-            else token.encode()
-        )
+        if _BYTE_OF.keys() >= set(token):
+            data = bytes(map(_BYTE_OF.__getitem__, token))
+        else:
+            data = token.encode()
         try:
             return data.decode()
         except UnicodeDecodeError:

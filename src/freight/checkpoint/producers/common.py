@@ -65,7 +65,7 @@ def block_size(value: Any, what: str) -> tuple[int, int]:
     """
     sizes = value.split("x") if isinstance(value, str) else value
     try:
-        rows, columns = (int(size) for size in sizes)
+        rows, columns = [int(size) for size in sizes]
     except (TypeError, ValueError):
         rows = columns = 0
     if rows < 1 or columns < 1:

@@ -96,14 +96,15 @@ def read_groups(declared: JsonObject, method: str) -> tuple[list[Rule], bool]:
 
 
 def _rank(target: str) -> int:
-    return 2 if target in patterns.CLASSES else 1 if target.startswith("re:") else 0
+    if target in patterns.CLASSES:
+        return 2
+    return 1 if target.startswith("re:") else 0
 
 
 def _linear(group: JsonObject, where: str) -> LinearScheme | None:
     """Return how a group quantizes a Linear; None if it does not quantize weights."""
-    weights, inputs = (
-        mapping(group.get(key), f"{where} {key}") for key in ("weights", "input_activations")
-    )
+    weights = mapping(group.get("weights"), f"{where} weights")
+    inputs = mapping(group.get("input_activations"), f"{where} input_activations")
     if not weights:
         if inputs:
             raise CheckpointError(

@@ -15,9 +15,8 @@ from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightSc
 _ALGOS = {
     "FP8": LinearScheme(WeightScales.TENSOR, Activations.STATIC),
     "FP8_PER_CHANNEL_PER_TOKEN": LinearScheme(WeightScales.ROW, Activations.DYNAMIC),
-    "FP8_PB_WO": LinearScheme(
-        WeightScales.BLOCK, Activations.PLAIN, (128, 128)
-    ),  # per block, weight-only
+    # Per block, weight-only
+    "FP8_PB_WO": LinearScheme(WeightScales.BLOCK, Activations.PLAIN, (128, 128)),
 }
 
 

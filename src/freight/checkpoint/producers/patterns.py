@@ -61,7 +61,9 @@ def searched(name: str) -> re.Pattern[str]:
 
 def wildcard(name: str) -> re.Pattern[str]:
     """Match `*`, `?` and `[...]` over the full name, or `re:` as in `exact` (Quark)."""
-    return exact(name) if name.startswith("re:") else re.compile(fnmatch.translate(name))
+    if name.startswith("re:"):
+        return exact(name)
+    return re.compile(fnmatch.translate(name))
 
 
 def wildcard_or_part(name: str) -> re.Pattern[str]:

@@ -30,7 +30,9 @@ def read_quark(declared: JsonObject) -> Scheme:
     else:
         rules = tuple(_rules(declared))
         scheme = Scheme("quark", E4M3 if any(rule.linear for rule in rules) else None, rules=rules)
-    return replace(scheme, kv_format=E4M3, kv_static=True) if _quantizes_kv(declared) else scheme
+    if _quantizes_kv(declared):
+        return replace(scheme, kv_format=E4M3, kv_static=True)
+    return scheme
 
 
 def _rules(declared: JsonObject) -> list[Rule]:

@@ -42,9 +42,8 @@ def _mapped(configs: JsonObject) -> list[Rule]:
     """Return the rules of a map: names first, then expressions, then `_default`. A name is that of
     the module or of its weight.
     """
-    order = sorted(
-        (name for name in configs if name != "_default"), key=lambda name: name.startswith("re:")
-    )
+    named = [name for name in configs if name != "_default"]
+    order = sorted(named, key=lambda name: name.startswith("re:"))
     rules = [
         Rule(
             patterns.exact(name.removesuffix(".weight")),

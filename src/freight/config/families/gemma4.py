@@ -38,12 +38,9 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     embedding, rows = _per_layer_embedding(config, model)
     layers = [replace(layer, scalar=True, per_layer=embedding) for layer in model.layers]
     if flag(config, "use_double_wide_mlp"):
-        layers = [
-            one
-            if model.attention[index].kv_from is None
-            else replace(one, feed_forward=_wider(one.feed_forward))
-            for index, one in enumerate(layers)
-        ]
+        for index, layer in enumerate(layers):
+            if model.attention[index].kv_from is not None:
+                layers[index] = replace(layer, feed_forward=_wider(layer.feed_forward))
     return replace(model, layers=tuple(layers), per_layer_vocab_size=rows)
 
 

@@ -74,12 +74,12 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 def _derive_moe(config: JsonObject, model: ModelConfig) -> ModelConfig:
     biased = flag(config, "use_expert_bias")
-    layers = (
-        replace(layer, feed_forward=replace(layer.feed_forward, choice_bias=biased))
-        if isinstance(layer.feed_forward, MoEConfig)
-        else layer
-        for layer in model.layers
-    )
+    layers = []
+    for layer in model.layers:
+        mlp = layer.feed_forward
+        if isinstance(mlp, MoEConfig):
+            layer = replace(layer, feed_forward=replace(mlp, choice_bias=biased))
+        layers.append(layer)
     return _derive(config, replace(model, layers=tuple(layers)))
 
 

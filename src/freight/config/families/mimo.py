@@ -67,11 +67,9 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     factor.
     """
     v_dim = integer(config, "v_head_dim")
-    factor = (
-        None
-        if config.get("attention_value_scale") is None
-        else number(config, "attention_value_scale")
-    )
+    factor = None
+    if config.get("attention_value_scale") is not None:
+        factor = number(config, "attention_value_scale")
     first = model.attention[0]
     _require(config, "swa_num_attention_heads", first.num_heads)
     _require(config, "swa_num_key_value_heads", 2 * first.num_kv_heads)

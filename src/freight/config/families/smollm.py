@@ -18,7 +18,9 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     for mixer, rotates in zip(
         model.attention.values(), _rotated(config, model.num_layers), strict=True
     ):
-        window = mixer.window if config.get("layer_types") else None if rotates else wide
+        window = mixer.window
+        if not config.get("layer_types"):
+            window = None if rotates else wide
         mixers.append(replace(mixer, window=window, rope=0 if rotates else None))
     return with_mixers(model, mixers)
 

@@ -95,10 +95,8 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """
     gate = OutputGateConfig(GateFunction.SIGMOID, by_head=True)
     heads = _sliding_heads(config, model.attention[0])
-    routed, shared = (
-        _activations(config, key, model.num_layers)
-        for key in ("swiglu_limits", "swiglu_limits_shared")
-    )
+    routed = _activations(config, "swiglu_limits", model.num_layers)
+    shared = _activations(config, "swiglu_limits_shared", model.num_layers)
     layers = []
     for index, layer in enumerate(model.layers):
         mixer, mlp = replace(model.attention[index], output_gate=gate), layer.feed_forward

@@ -42,7 +42,7 @@ def pages_of(page: Tensor, scale: Tensor | None) -> FreightPages:
     """Describe K, V or the rotated channels of `KVPages` and their scales, by strides in bytes."""
     assert page.stride(3) == 1
     fields = FreightPages(data=page.data_ptr())
-    fields.block, fields.token, fields.head = (step * page.itemsize for step in page.stride()[:3])
+    fields.block, fields.token, fields.head = [step * page.itemsize for step in page.stride()[:3]]
     if scale is None:
         return fields
     if scale.ndim == 2:  # static
@@ -50,9 +50,8 @@ def pages_of(page: Tensor, scale: Tensor | None) -> FreightPages:
         return fields
     fields.scale = scale.data_ptr()
     assert scale.ndim == 3 or scale.stride(3) == 1
-    fields.scale_block, fields.scale_token, fields.scale_head = (
-        step * scale.itemsize for step in scale.stride()[:3]
-    )
+    steps = [step * scale.itemsize for step in scale.stride()[:3]]
+    fields.scale_block, fields.scale_token, fields.scale_head = steps
     return fields
 
 

@@ -137,7 +137,7 @@ def recurrence(
 ) -> Tensor:
     """Compute `KernelSet.recurrence`. Raises KernelError for a context shorter than its rows."""
     parts, rows = states.parts, len(v)
-    state, kept_k, kept_u, kept_decay = (parts[name] for name in ("state", "k", "u", "decay"))
+    state, kept_k, kept_u, kept_decay = parts["state"], parts["k"], parts["u"], parts["decay"]
     scale = parts.get("scale")
     blocks, heads, k_dim, v_dim = state.shape
     key_heads = kept_k.shape[2]

@@ -119,7 +119,9 @@ def carrier(stored: Tensor, target: Target) -> Tensor:
     FP8 that the hardware does not convert is viewed as uint8.
     """
     format = format_of(stored)
-    return stored.view(torch.uint8) if format.is_fp8 and format not in target.native else stored
+    if format.is_fp8 and format not in target.native:
+        return stored.view(torch.uint8)
+    return stored
 
 
 @triton.constexpr_function

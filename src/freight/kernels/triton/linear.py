@@ -208,11 +208,9 @@ def matmul_tile(target: Target, rows: int, outputs: int, blocks: bool, dot: tl.d
         return Tile(16, 32, 128 if blocks else 64, 4, stages if blocks else stages + 2, chains=4)
     if rows <= FEW_ROWS:
         idle = triton.cdiv(outputs, 64) < target.units
-        return (
-            Tile(64, 32, 128, 4, stages + 2)
-            if idle and target.hopper_or_newer
-            else Tile(64, 64, 128, 4, stages)
-        )
+        if idle and target.hopper_or_newer:
+            return Tile(64, 32, 128, 4, stages + 2)
+        return Tile(64, 64, 128, 4, stages)
     if dot.primitive_bitwidth == 8 and target.hopper_or_newer:
         if blocks and int(target.arch) >= 100:
             # Sums come from tensor memory group by group; with more outputs they spill.

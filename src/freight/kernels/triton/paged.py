@@ -60,9 +60,9 @@ def prefill_tile(target: Target, block_dim: int, bytes_per_value: int, centered:
     centered          True if keys have a center
     """
     if bytes_per_value == 4:
-        return (
-            Tile(32, 32, 4, 1) if block_dim <= 128 else Tile(16, 16, _warps(target, block_dim), 1)
-        )
+        if block_dim <= 128:
+            return Tile(32, 32, 4, 1)
+        return Tile(16, 16, _warps(target, block_dim), 1)
     if block_dim > 512:  # latents
         if target.backend == "cuda":
             return Tile(32, 32, 8, 3 if target.small else 5)
@@ -106,7 +106,9 @@ def decode_tile(
         return Tile(32, 32, 8, 5) if group > 16 else Tile(16, 32, 4, 5)
     if block_dim > 256:
         # 32 keys spill on sm_80 and gfx942, but FP8 products sum over at least 32.
-        stages = 5 if target.hopper_or_newer else 2 if target.backend == "hip" else 3
+        stages = 5 if target.hopper_or_newer else 3
+        if target.backend == "hip":
+            stages = 2
         return Tile(16, 32 if bytes_per_value == 1 else 16, _warps(target, block_dim), stages)
     if target.backend == "hip":
         return Tile(16, 64 if block_dim <= 128 else 32, 4, 2)
@@ -126,12 +128,15 @@ def pairs_of(target: Target, pages: KVPages, made: dict[str, Any]) -> dict[str, 
     """
     if made["K_DOT"] == tl.uint8 or made["V_DOT"] == tl.uint8:
         return UNPAIRED
-    k_even, v_even = (
-        all(size % 2 == 0 for size in (tensor.shape[3], strides[-1], tensor.data_ptr()))
-        for tensor, strides in zip((pages.k, pages.v), pages.strides, strict=False)
-    )
+    k_strides, v_strides, _, _ = pages.strides
+    k_even, v_even = _even(pages.k, k_strides), _even(pages.v, v_strides)
     pairs = target.pairs(pages.format)
     return {"K_PAIRS": pairs if made["REST"] and k_even else "", "PAIRS": pairs if v_even else ""}
+
+
+def _even(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    """Return whether channels can be read in pairs: their number, strides and address are even."""
+    return all(size % 2 == 0 for size in (tensor.shape[3], strides[-1], tensor.data_ptr()))
 
 
 def dot_types(
@@ -312,7 +317,9 @@ def attention(
     merged = _decode(work, consumer)
     if not quantizes(consumer):
         return work.out
-    return quantize(target, work.out.flatten(1), consumer) if mixed or merged is None else merged
+    if mixed or merged is None:
+        return quantize(target, work.out.flatten(1), consumer)
+    return merged
 
 
 def _prefill(work: _Work) -> None:
@@ -327,7 +334,7 @@ def _prefill(work: _Work) -> None:
     )
     tile = prefill_tile(work.target, block_dim, bytes_per_value, shared["CENTERED"])
     assert KEY_TILE % tile.keys == 0
-    taken = heads_taken(shared["GROUP"], tile.rows, block_dim, False)
+    taken = heads_taken(shared["GROUP"], tile.rows, block_dim, one_row=False)
     queries = max(1, tile.rows // taken)
     grid = (
         (len(q) // queries + sequences.num_seqs) * triton.cdiv(shared["GROUP"], taken),
@@ -374,7 +381,7 @@ def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
     shared |= pairs_of(target, pages, shared)
     bytes_per_value = shared["V_DOT"].primitive_bitwidth // 8
     tile = decode_tile(target, block_dim, bytes_per_value, shared["PAIRS"], shared["GROUP"])
-    shared["TAKEN"] = heads_taken(shared["GROUP"], tile.rows, block_dim, True)
+    shared["TAKEN"] = heads_taken(shared["GROUP"], tile.rows, block_dim, one_row=True)
     assert KEY_TILE % tile.keys == SPLIT % tile.keys == 0
     heads, num_seqs, tables = shared["HEADS"], sequences.num_seqs, sequences.block_tables
     max_splits = triton.cdiv(tables.shape[1] * pages.block_size, SPLIT)

@@ -411,7 +411,8 @@ def recurrence(
     }
     shared["EVERY"] = states.every
     lengths = (sequences.query_starts, sequences.context_lens, tables, tables.stride(0))
-    kept_k, kept_u, kept_decay = (by_block(parts[name]) for name in ("k", "u", "decay"))
+    kept_k, kept_u = by_block(parts["k"]), by_block(parts["u"])
+    kept_decay = by_block(parts["decay"])
     read = (q, q.stride(0), k, k.stride(0), *kept_k)
     made = (old_k, old_decay, *lengths, num_seqs)
     once: dict[str, Any] = {

@@ -237,7 +237,10 @@ def allocate_output(
     codes = torch.empty(rows, size, dtype=torch_dtype(format), device=device)
     scale = torch.empty(rows, num_scales, dtype=torch.float32, device=device)
     constants |= {"NUM_SCALES": num_scales, "FORMAT": str(format)}
-    constants["SCALES"] = "static" if static else "group" if blocks else "row"
+    if static:
+        constants["SCALES"] = "static"
+    else:
+        constants["SCALES"] = "group" if blocks else "row"
     pointers = (carrier(codes, target), scale, consumer.input_scale or 1.0)
     return Quantized(codes, scale, like.dtype), pointers, constants
 

@@ -209,7 +209,9 @@ def rotate_store(
     k_block, v_block = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
     block = max(k_block, v_block)
     # With few rows one row and one head; else 16 rows, or 8 of 512 channels, because 16 spill.
-    tile, turns = (1, 1) if rows <= FEW_ROWS else (16 if block <= 256 else 8, TURNS)
+    tile = turns = 1
+    if rows > FEW_ROWS:
+        tile, turns = 16 if block <= 256 else 8, TURNS
     rotate_store_kernel[
         (triton.cdiv(rows, tile), triton.cdiv(num_heads + kv_heads + v_heads, turns))
     ](
