@@ -81,3 +81,37 @@ def pytest_configure(config: pytest.Config) -> None:
         start = cache(lambda: remote_library(build, command))
         library.runnable = lambda features=None, folder=None: (build,)
         library.load = lambda name=None: start()
+
+
+# Files whose cases are alike and take long. Of each function, every value runs in some case (1), or
+# every pair of values (2). The other cases are `slow`.
+STRENGTHS = {
+    "tests/kernels/triton/": 1,
+    "tests/kernels/test_group_scales.py": 1,
+    "tests/kernels/test_reference_states.py": 1,
+    "tests/parity/test_stateful.py": 2,
+    "tests/e2e/test_experts.py": 1,
+    "tests/e2e/test_latent_experts.py": 1,
+    "tests/e2e/test_lost_steps.py": 1,
+    "tests/formats/test_hybrids.py": 1,
+    "tests/formats/test_mixtures.py": 1,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from tests.covering import choose, in_rotation
+
+    functions: dict[str, list[tuple[pytest.Item, tuple[str, ...]]]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and not item.get_closest_marker("slow"):
+            values = tuple(map(repr, callspec.params.values()))
+            functions.setdefault(item.nodeid.partition("[")[0], []).append((item, values))
+    for name, cases in functions.items():
+        strengths = [one for prefix, one in STRENGTHS.items() if name.startswith(prefix)]
+        if not strengths:
+            continue
+        chosen = {*choose([values for _, values in cases], strengths[0])}
+        for place, (case, _) in enumerate(cases):
+            if place not in chosen and not in_rotation(case.nodeid):
+                case.add_marker(pytest.mark.slow)

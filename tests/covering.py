@@ -19,14 +19,15 @@ import pytest
 TENTH = os.environ.get("FREIGHT_TEST_TENTH")
 
 
-def choose(rows: Sequence[Sequence[Hashable]]) -> list[int]:
-    """Return the places of rows that together have every pair of values that any row has.
+def choose(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]:
+    """Return the places of rows that together have every pair of values that any row has; with a
+    `strength` of 1, every value.
 
     Greedy and deterministic: the next row is the one with the most pairs that no row has yet, the
     first of several. `rows` has what stands for the value on each axis.
     """
     pairs = [
-        {*enumerate(row), *itertools.combinations(enumerate(row), 2)} if row else {()}
+        {*enumerate(row), *itertools.combinations(enumerate(row), strength)} if row else {()}
         for row in rows
     ]
     missing = set().union(*pairs)
