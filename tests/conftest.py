@@ -101,17 +101,16 @@ STRENGTHS = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests.covering import choose, in_rotation
 
-    functions: dict[str, list[tuple[pytest.Item, tuple[str, ...]]]] = {}
+    functions: dict[str, list[pytest.Item]] = {}
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        if callspec is not None and not item.get_closest_marker("slow"):
-            values = tuple(map(repr, callspec.params.values()))
-            functions.setdefault(item.nodeid.partition("[")[0], []).append((item, values))
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in functions.items():
         strengths = [one for prefix, one in STRENGTHS.items() if name.startswith(prefix)]
         if not strengths:
             continue
-        chosen = {*choose([values for _, values in cases], strengths[0])}
-        for place, (case, _) in enumerate(cases):
+        rows = [tuple(map(repr, case.callspec.params.values())) for case in cases]
+        chosen = {*choose(rows, strengths[0])}
+        for place, case in enumerate(cases):
             if place not in chosen and not in_rotation(case.nodeid):
                 case.add_marker(pytest.mark.slow)
