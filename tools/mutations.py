@@ -88,6 +88,7 @@ class Copy:
             shutil.copytree(
                 ROOT / name, self.root / name, ignore=shutil.ignore_patterns("__pycache__")
             )
+        self.is_stale = False  # the compiled kernels are not those of the source
         for file in ROOT.glob("*.*"):
             if file.is_file():
                 shutil.copy(file, self.root)
@@ -129,8 +130,9 @@ class Copy:
         compiled = mutation.file.startswith("csrc/")
         try:
             file.write_text(original.replace(mutation.old, mutation.new), encoding="utf-8")
-            if compiled and (error := self.build()):
+            if (compiled or self.is_stale) and (error := self.build()):
                 return f"NOT TRIED: {error}"
+            self.is_stale = compiled
             if self.fails(mutation.tests, QUICK):
                 return "found"
             if self.fails(mutation.tests, FULL):
@@ -138,8 +140,6 @@ class Copy:
             return "not found"
         finally:
             file.write_text(original, encoding="utf-8")
-            if compiled:
-                self.build()
 
 
 def main() -> None:

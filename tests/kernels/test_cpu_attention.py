@@ -303,6 +303,14 @@ def test_long_contexts_are_cut_and_merged(attention, window):
     check(attention, cache, [50, 3, 1024], 2, window, torch.bfloat16)
 
 
+@pytest.mark.parametrize("first", [1023, 1024])
+def test_a_window_begins_at_the_edge_of_a_split(attention, first):
+    """Keys are merged every 1024: the window has the last key of a split, or begins with the next."""
+    cache = make_cache(Format.E4M3FN, "token", [1100], 2, 32)
+    check(attention, cache, [1], 2, 1100 - first, torch.bfloat16)
+    check(attention, cache, [1], 2, 1100 - first, torch.float32)
+
+
 def test_one_key_tells_which_value(attention):
     """A query that matches one key far more than any other returns that key's value."""
     cache = make_cache(Format.FLOAT32, None, [300], 1, 64)
