@@ -42,7 +42,7 @@ struct AmxTiles : Bf16Tiles<F> {
   // Number of blocks whose scores are kept at a time: all of them if there are few rows.
   static int blocks_of(int heads, int rows) { return rows > 16 ? 2 : (heads + 16 / rows - 1) / (16 / rows); }
 
-  // A row of q, k_dim floats -> [16 rows][q_parts][pairs][16 of the rows][2]
+  // A row of q, k_dim floats and zeros up to a multiple of 16 -> [16 rows][q_parts][pairs][16 of the rows][2]
   void pack_q(const float* q, int row, float* packed) const {
     packed += (size_t)(row / 16) * 16 * q_parts * pairs + row % 16;
     alignas(64) uint16_t halves[kMaxHeadDim + kLanes];
@@ -52,7 +52,6 @@ struct AmxTiles : Bf16Tiles<F> {
         if (part) values = values - load_as<FREIGHT_BFLOAT16>(halves + d);  // the high part
         store_as<FREIGHT_BFLOAT16>(halves + d, values);
       }
-      if (k_dim % 2) halves[k_dim] = 0;
       for (int pair = 0; pair < (k_dim + 1) / 2; pair++) std::memcpy(packed + 16 * pair, halves + 2 * pair, 4);
     }
   }

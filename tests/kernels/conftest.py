@@ -37,11 +37,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             name for name, value in params.items() if isinstance(value, str) and value in builds
         ]
         if len(named) == 1:
-            row = tuple(repr(value) for name, value in params.items() if name != named[0])
+            row = values_of(
+                item, {name: value for name, value in params.items() if name != named[0]}
+            )
             cases = functions.setdefault(item.nodeid.partition("[")[0], defaultdict(dict))
             cases[row][params[named[0]]] = item
     for name, cases in functions.items():
         mark_slow(zlib.crc32(name.encode()), cases, builds)
+
+
+def values_of(item: pytest.Item, params: dict[str, object]) -> tuple[str, ...]:
+    """Return what stands for the values of each axis. Arguments that one mark gives together are
+    one axis: a format with its scales.
+    """
+    left, row = dict(params), []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.split(",") if isinstance(names, str) else names
+        together = [repr(left.pop(name.strip())) for name in names if name.strip() in left]
+        if together:
+            row.append(", ".join(together))
+    return (*row, *map(repr, left.values()))
 
 
 def mark_slow(offset: int, cases: Cases, builds: Sequence[str]) -> None:
