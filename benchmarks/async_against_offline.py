@@ -1,13 +1,12 @@
-"""What AsyncLLM costs: its tokens a second beside those of `LLM.generate`, with the same prompts in the
-same run.
+"""Measure what AsyncLLM costs: its tokens per second and those of `LLM.generate`, in turns.
 
 Both engines stay loaded and take turns, as in `serve_against_offline.py`: LLM in a process of its
 own, AsyncLLM in this one with its engine where `--engine` says. Every round has prompts of its own.
 All prompts of a round begin at once, every output of a request is taken, and every answer has the
 same number of tokens (`ignore_eos`, greedy). Ratios are taken within a round, because a machine
-that others use changes its speed between rounds. Where even that says little, the time of
-processors does: that of each engine's process and of this one, where it is said (`--threads 1`, so
-that no thread spins).
+that others use changes its speed between rounds. The CPU time of each
+engine's process and of this one says more on a busy machine, with `--threads 1`, so that no thread
+spins.
 """
 
 from __future__ import annotations
@@ -24,15 +23,21 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from serve_against_offline import Offline, Turn, cpu_seconds, offline_process
+from serve_against_offline import (
+    Offline,
+    Turn,
+    add_round_options,
+    cpu_seconds,
+    offline_process,
+    ratio_figures,
+)
 
 from freight import AsyncLLM, SamplingParams
 from freight.bench.prompts import Ask, Ids, Lengths
-from freight.bench.serving_figures import interval
 
 
 async def answer(llm: AsyncLLM, ask: Ask, params: SamplingParams) -> int:
-    """The tokens of one answer."""
+    """Return the number of tokens of one answer."""
     count = 0
     async for output in llm.generate(ask.content, params):
         count = len(output.outputs[0].token_ids)
@@ -53,7 +58,7 @@ def offline_turn(offline: Offline, asks: Sequence[Ask]) -> Turn:
 
 
 def measure(args: argparse.Namespace, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each number of requests."""
+    """Return a row for each number of requests."""
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     lengths = [Lengths(size, size) for size in (args.prompt_tokens, args.output_tokens)]
     extra = {"engine": args.engine, "max_events_per_second": args.max_events_per_second}
@@ -81,17 +86,12 @@ def measure(args: argparse.Namespace, options: dict[str, Any]) -> list[dict[str,
 
 def describe(requests: int, turns: Sequence[tuple[Turn, Turn]]) -> dict[str, Any]:
     ratios = [beside.rate / alone.rate for alone, beside in turns]
-    low, high, coverage = interval(ratios)
     tokens = sum(beside.tokens for _, beside in turns)
     return {
         "requests": requests,
         "offline_tokens_per_second": statistics.median(alone.rate for alone, _ in turns),
         "async_tokens_per_second": statistics.median(beside.rate for _, beside in turns),
-        "ratio": statistics.median(ratios),
-        "low": low,
-        "high": high,
-        "coverage": coverage,
-        "ratios": ratios,
+        **ratio_figures(ratios),
         "llm_cpu_us_per_token": sum(alone.server_cpu for alone, _ in turns) / tokens * 1e6,
         "engine_cpu_us_per_token": sum(beside.server_cpu for _, beside in turns) / tokens * 1e6,
         "cpu_us_per_token": sum(beside.client_cpu for _, beside in turns) / tokens * 1e6,
@@ -116,17 +116,7 @@ def main() -> None:
     )
     parser.add_argument("--engine", default="process", choices=("process", "thread"))
     parser.add_argument("--max-events-per-second", type=float, default=50.0)
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=6,
-        help="fewer than 6 give an interval that covers less than 95 %%",
-    )
-    parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
-    parser.add_argument("--kv-cache-dtype", default="fp8")
-    parser.add_argument("--kv-cache-memory", default="256MiB")
+    add_round_options(parser)
     parser.add_argument("--threads", type=int, help="of each engine")
     parser.add_argument("--json", action="store_true", help="one object on standard output")
     args = parser.parse_args()

@@ -177,19 +177,41 @@ def measure(args: argparse.Namespace, options: Sequence[str]) -> list[dict[str, 
         return rows
 
 
-def describe(streams: int, offline: Sequence[Turn], server: Sequence[Turn]) -> dict[str, Any]:
-    ratios = [served.rate / alone.rate for alone, served in zip(offline, server, strict=True)]
+def ratio_figures(ratios: Sequence[float]) -> dict[str, Any]:
+    """Return the median of the ratios, its interval, and the ratios themselves."""
     low, high, coverage = interval(ratios)
-    tokens = sum(turn.tokens for turn in server)
     return {
-        "streams": streams,
-        "offline_tokens_per_second": statistics.median(turn.rate for turn in offline),
-        "server_tokens_per_second": statistics.median(turn.rate for turn in server),
         "ratio": statistics.median(ratios),
         "low": low,
         "high": high,
         "coverage": coverage,
         "ratios": ratios,
+    }
+
+
+def add_round_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of rounds in which two ways to run an engine take turns."""
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=6,
+        help="fewer than 6 give an interval that covers less than 95 %%",
+    )
+    parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
+    parser.add_argument("--kv-cache-dtype", default="fp8")
+    parser.add_argument("--kv-cache-memory", default="256MiB")
+
+
+def describe(streams: int, offline: Sequence[Turn], server: Sequence[Turn]) -> dict[str, Any]:
+    ratios = [served.rate / alone.rate for alone, served in zip(offline, server, strict=True)]
+    tokens = sum(turn.tokens for turn in server)
+    return {
+        "streams": streams,
+        "offline_tokens_per_second": statistics.median(turn.rate for turn in offline),
+        "server_tokens_per_second": statistics.median(turn.rate for turn in server),
+        **ratio_figures(ratios),
         "server_cpu_us_per_token": sum(turn.server_cpu for turn in server) / tokens * 1e6,
         "client_cpu_us_per_token": sum(turn.client_cpu for turn in server) / tokens * 1e6,
     }
@@ -261,17 +283,7 @@ def main() -> None:
     parser.add_argument(
         "--concurrency", type=int, action="append", metavar="STREAMS", help="default: 32 and 1"
     )
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=6,
-        help="fewer than 6 give an interval that covers less than 95 %%",
-    )
-    parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
-    parser.add_argument("--kv-cache-dtype", default="fp8")
-    parser.add_argument("--kv-cache-memory", default="256MiB")
+    add_round_options(parser)
     parser.add_argument("--threads", help="of each engine")
     parser.add_argument("--json", action="store_true", help="one object on standard output")
     args = parser.parse_args()

@@ -99,7 +99,7 @@ STRENGTHS = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    from tests.covering import choose, in_rotation
+    from tests.covering import choose, leave_out
 
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -112,5 +112,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         rows = [tuple(map(repr, case.callspec.params.values())) for case in cases]
         chosen = {*choose(rows, strengths[0])}
         for place, case in enumerate(cases):
-            if place not in chosen and not in_rotation(case.nodeid):
-                case.add_marker(pytest.mark.slow)
+            if place not in chosen:
+                leave_out(case)

@@ -60,6 +60,12 @@ def covered(*axes: Collection[Any]) -> list[Any]:
     ]
 
 
+def leave_out(case: pytest.Item) -> None:
+    """Mark a case outside the covering array as `slow`, unless FREIGHT_TEST_TENTH has it."""
+    if not in_rotation(case.nodeid):
+        case.add_marker(pytest.mark.slow)
+
+
 def in_rotation(name: str) -> bool:
     """Return whether a case outside the covering array runs because of FREIGHT_TEST_TENTH."""
     return TENTH is not None and zlib.crc32(name.encode()) % 10 == int(TENTH) % 10

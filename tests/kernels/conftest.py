@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from tests.covering import choose, in_rotation
+from tests.covering import choose, leave_out
 
 from freight.kernels.cpu import library
 
@@ -72,5 +72,5 @@ def mark_slow(offset: int, cases: Cases, builds: Sequence[str]) -> None:
             wanted.add((place, others[turn % len(others)]))
     for place, row in enumerate(rows):
         for build, item in cases[row].items():
-            if (place, build) not in wanted and not in_rotation(item.nodeid):
-                item.add_marker(pytest.mark.slow)
+            if (place, build) not in wanted:
+                leave_out(item)
