@@ -163,7 +163,7 @@ class AsyncLLM:
                 growing.end(FinishReason.ABORT)
 
     def stats(self) -> EngineStats:
-        """What the engine does and has done; at most half a second old while it has work."""
+        """Return the engine's statistics, at most half a second old while it has work."""
         self._check()
         return self._host.stats
 
@@ -203,7 +203,7 @@ class AsyncLLM:
             )
 
     def _check(self) -> None:
-        """Raises EngineError where there is no engine to ask."""
+        """Raise EngineError if there is no engine."""
         self._check_process()
         end = self._end or self._host.end
         if end is not None:
@@ -217,7 +217,7 @@ class AsyncLLM:
         return await asyncio.to_thread(accept) if is_long else accept()
 
     def _begin(self, request_id: str | None, accepted: Accepted) -> Growing:
-        """Hand a request to the engine."""
+        """Submit a request to the engine."""
         self._check()
         name = uuid.uuid4().hex if request_id is None else request_id
         tokenizer = self._host.intake.tokenizer
@@ -232,7 +232,7 @@ class AsyncLLM:
         return growing
 
     def _leave(self, growing: Growing) -> None:
-        """Nobody reads the request any more."""
+        """Forget a request without a reader, and abort it if it still runs."""
         if os.getpid() != self._pid:
             return
         self._requests.pop(growing.request_id, None)

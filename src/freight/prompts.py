@@ -47,7 +47,7 @@ class Tokenization:
 
 
 def text_or_ids(prompt: Any) -> str | Sequence[int]:
-    """What one prompt is, in any of the forms that a caller may give. Raises RequestError."""
+    """Return the text or the token ids of a prompt in any form. Raises RequestError."""
     if isinstance(prompt, Mapping):
         keys = set(prompt)
         if keys == {"prompt"} and isinstance(prompt["prompt"], str):
@@ -69,7 +69,7 @@ def text_or_ids(prompt: Any) -> str | Sequence[int]:
 
 
 def prompts_of(prompts: Any) -> list[Any]:
-    """One prompt or many -> many. A list or array of integers is one prompt."""
+    """Return a list of prompts for one or many. A list or array of integers is one prompt."""
     prompts = _listed(prompts)
     if isinstance(prompts, str | bytes | bytearray | Mapping):
         return [prompts]
@@ -89,7 +89,7 @@ def _listed(value: Any) -> Any:
 def params_of(
     given: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    """The parameters of each of `count` prompts. Raises RequestError."""
+    """Return the parameters of each of `count` prompts. Raises RequestError."""
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
     for one in given if isinstance(given, list | tuple) else [given]:
@@ -135,7 +135,7 @@ def unknown_option(option: str, otherwise: str) -> ConfigError:
 
 
 def check_on_error(on_error: str) -> None:
-    """Raises ConfigError for another value than 'raise' and 'return'."""
+    """Raise ConfigError for another value than 'raise' and 'return'."""
     if on_error not in ("raise", "return"):
         raise ConfigError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
 

@@ -154,7 +154,7 @@ class Growing:
             self.readers.add(self._loop, waiter)
 
     def fail(self, error: Exception) -> None:
-        """Nothing more comes: the reader gets what is known, and then the error."""
+        """End the request with an error, which the reader gets after the known output."""
         with self._lock:
             if self.is_finished:
                 return
@@ -165,7 +165,7 @@ class Growing:
             _wake(self._loop, [waiter])
 
     def end(self, reason: FinishReason) -> None:
-        """Nothing more comes, and that is no error."""
+        """End the request without an error."""
         with self._lock:
             if self.is_finished:
                 return
@@ -177,7 +177,7 @@ class Growing:
             _wake(self._loop, [waiter])
 
     def check_loop(self) -> None:
-        """Raises RequestError in another event loop than the request's."""
+        """Raise RequestError in another event loop than the request's."""
         if asyncio.get_running_loop() is not self._loop:
             raise RequestError(
                 f"request {self.request_id!r} belongs to the event loop in which its first output was awaited: "
@@ -185,7 +185,7 @@ class Growing:
             )
 
     async def next(self) -> RequestOutput:
-        """All that is known, once there is something new. Raises what the request failed with."""
+        """Wait for something new, and return the whole output so far. Raises the request's error."""
         while True:
             with self._lock:
                 if self._is_new:

@@ -62,10 +62,10 @@ class Host(Protocol):
     def pid(self) -> int: ...
 
     def submit(self, request: Growing) -> None:
-        """Hand a request to the engine; one that cannot be served fails."""
+        """Submit a request; it fails if it cannot be served."""
 
     def abort(self, request: Growing) -> None:
-        """Nothing of the request is wanted any more. One that has ended is left alone."""
+        """Abort a request. One that has ended stays as it is."""
 
     def stop(self, at_once: bool = False) -> None:
         """End the engine, and wait for its end. at_once: not even for the step under way. In a fork
@@ -232,7 +232,7 @@ class ThreadHost:
             self._commands.put(Abort(request.name))
 
     def stop(self, at_once: bool = False) -> None:
-        """A step under way is waited for in any case."""
+        """Stop after the step under way, also if `at_once`."""
         if os.getpid() != self._owner:
             return
         self._commands.put(Stop())

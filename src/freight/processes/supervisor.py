@@ -35,13 +35,13 @@ class Owner(Protocol):
     def observe_step(self, seconds: float, num_tokens: int) -> None: ...
 
     def set_stalled(self, is_stalled: bool) -> None:
-        """Whether the engine gives no sign of life; told again and again."""
+        """Record whether the engine gives no sign of life. Called at every tick."""
 
     def replaced(self, client: EngineClient) -> None:
-        """The engine has ended, and `client` is of the process that is started in its place."""
+        """Use `client`, whose process is started in place of the one that ended."""
 
     def failed(self, status: int, reason: str) -> None:
-        """There is no engine, and there will be none. status: an exit status for that."""
+        """Give up: no engine will be started. status: the exit status for that."""
 
 
 class Supervisor:
@@ -88,7 +88,7 @@ class Supervisor:
                 logger.warning("the engine's process gives signs of life again")
 
     def expect_end(self) -> None:
-        """From now on an engine that ends is not missed."""
+        """Ignore the end of the engine from now on."""
         self._is_over = True
 
     async def stop(self) -> None:
@@ -101,7 +101,7 @@ class Supervisor:
         return EngineClient(self._options, owner.set_stats, owner.observe_step, self._on_end)
 
     def _on_end(self) -> None:
-        """The engine's process has ended."""
+        """Start another engine after one has ended, or tell the owner that none will be."""
         if self._is_over:
             return
         failure, ending = self.client.failure, describe_exit(self.client.ended.result())

@@ -50,7 +50,7 @@ from freight.text.tokenizer import Tokenizer
 logger = logging.getLogger("freight")
 
 _FIRST_PASSED = 3  # the descriptor of systemd's first socket (SD_LISTEN_FDS_START)
-_FLUSH = 1.0  # seconds for the last events of streams that are cut off
+_FLUSH = 1.0  # seconds for the last events of streams that a shutdown ends
 
 
 def run(settings: ServerSettings, options: WorkerOptions) -> int:
