@@ -47,6 +47,7 @@ def cases(kernels: CpuKernels) -> Iterator[Case]:
             (8, 1, 1024),
             (1, 1, 16384),
             (1, 512, 512),
+            (1, 512, 16384),
         ):
             yield bench.attention(batch, new_tokens, context, HEADS, format, granularity)
     yield bench.attention(1, 1, 16384, Heads(32, 8, 128), *CACHES[0])

@@ -12,7 +12,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // The softmax state of a row after some of its keys. Its `out`, stored apart, is the sum of 2 ** (score - best) * v.
 struct Partial {
-  float best = -kInfinity;  // the largest score, in base 2
+  float best = -kInfinity;  // the largest score, in base 2; with AMX one that is less than the largest by at most 8
   float total = 0.0f;       // the sum of 2 ** (score - best)
 };
 

@@ -72,7 +72,7 @@ inline float* working_memory(size_t floats) {
 }
 
 // One task. `Walk` derives from it and computes the rows of a tile (attention_vectors.h, attention_amx.h): it has
-// begin_split(), walk(tile), and partial(h, row), the softmax state of a row of the task's h-th KV head.
+// begin_split(), walk(tile), end_split(), and partial(h, row), the softmax state of a row of the task's h-th KV head.
 template <class Tiles, class Walk>
 class Worker {
  public:
@@ -110,6 +110,7 @@ class Worker {
       walk_of_task().begin_split();
       std::fill(out, out + static_cast<size_t>(row_stride) * task.heads * dim, 0.0f);
       walk_split(split);
+      walk_of_task().end_split();
       for (int i = 0; i < states; i++)
         merge(merged[i], merged_out + static_cast<size_t>(i) * dim, walk_of_task().partial(i / rows, i % rows),
               out_of(i / rows, i % rows), dim);

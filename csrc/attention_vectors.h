@@ -22,6 +22,7 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
       : Base(call, task, task.positions * call.group()), running(states) {}
 
   void begin_split() { std::fill(running.begin(), running.end(), Running()); }
+  void end_split() {}
 
   Partial partial(int h, int row) const {
     const Running& state = running[h * rows + row];
