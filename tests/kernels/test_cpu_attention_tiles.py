@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.test_cpu_attention import check, make_cache
+from tests.kernels.test_cpu_attention import check, exact, make_cache
 
 from freight.fp8.formats import Format
+from freight.kernels import reference
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 
@@ -63,3 +64,26 @@ def test_a_query_that_is_not_finite_stays_alone(attention, stored, value):
     out = attention(q, cache.pages, batch, 0.1)
     assert torch.equal(out[~hit], expected[~hit])
     assert not out[hit].isfinite().any()
+
+
+@pytest.mark.parametrize("stored", [*STORED, (Format.E4M3FN, "head")])
+@pytest.mark.parametrize(("group", "dim"), [(4, 64), (4, 128)])
+def test_scores_that_rise_from_tile_to_tile(attention, stored, group, dim):
+    """A softmax may keep its base while scores rise a little, and must move it when they rise much, in
+    rows that fall, rise slowly and rise by up to 30 a tile.
+    """
+    length, rows = 700, 40
+    cache = make_cache(*stored, [length], 1, dim)
+    direction = torch.randn(dim).sign()
+    height = torch.linspace(0, 1, length)[:, None, None]
+    k = direction * height + 0.05 * torch.randn(length, 1, dim)
+    reference.store_kv(k, torch.randn(length, 1, dim), cache.batch([length]).slots[0], cache.pages)
+    slope = torch.linspace(-30, 30, rows * group).reshape(rows, group, 1)
+    q = (direction * slope + 0.05 * torch.randn(rows, group, dim)).bfloat16()
+    batch = cache.batch([rows]).sequences(0)
+    out = attention(q, cache.pages, batch, dim**-0.5)
+    want, size = exact(q, cache, batch, None)
+    assert ((out.double() - want).abs() <= 4e-3 * size + 2**-8 * want.abs()).all()
+    for i in range(rows):
+        alone = cache.batch([1], [length - rows + 1 + i]).sequences(0)
+        assert torch.equal(attention(q[i : i + 1], cache.pages, alone, dim**-0.5), out[i : i + 1])
