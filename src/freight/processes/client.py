@@ -303,10 +303,11 @@ class EngineClient(asyncio.Protocol):
         for seconds, num_tokens in steps:
             self._on_step(seconds, num_tokens)
 
-    def _accept(self, request_id: str) -> None:
-        running = self._running.get(request_id)
-        if running is not None and not running.accepted.done():
-            running.accepted.set_result(None)
+    def _accept(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            running = self._running.get(request_id)
+            if running is not None and not running.accepted.done():
+                running.accepted.set_result(None)
 
     def _refuse(self, request_id: str, error: str, capacity: bool) -> None:
         running = self._running.pop(request_id, None)
