@@ -34,6 +34,7 @@ from freight.tables import markdown
 
 BATCHES, INPUTS, OUTPUT = (1, 4, 16), (32, 128, 512), 33  # what `fit` runs
 SIZES = (1, 100, 10_000)  # of fleets
+AIM = 0.15  # of a simulated p50 or p95: relative difference to the measured one
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -442,7 +443,20 @@ def show_check(found: Mapping[str, Any]) -> Iterator[str]:
             f"{row['replicas']} at {row['requests_per_second']:.2f}/s: one at a time takes "
             f"{row['slowdown']:.2f} times the plane, and {row['front_ms']:.1f} ms before"
         )
+    yield verdict(found)
     yield from _assumed(found)
+
+
+def verdict(found: Mapping[str, Any]) -> str:
+    """Whether all that is simulated is within AIM of what was measured."""
+    differences = {
+        f"{figure} of {row['replicas']} at {row['requests_per_second']:.2f}/s": one["difference"]
+        for row in found["rows"]
+        for figure, one in row["figures"].items()
+    }
+    far = [f"{what} {off:+.1%}" for what, off in differences.items() if abs(off) > AIM]
+    count = f"{len(differences) - len(far)} of {len(differences)} figures"
+    return f"within {AIM:.0%} of the servers: {count}" + "".join(f"; not {one}" for one in far)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -41,6 +41,8 @@ from freight.text.detokenizer import Detokenizer
 from freight.text.logprobs import to_logprobs
 
 SECONDS_BETWEEN_READS = 1.0  # of the pool's counters
+
+One = tuple[Group, Completion]  # a completion, with its request
 
 
 class Engine:
@@ -89,9 +91,7 @@ class Engine:
             str, Group
         ] = {}  # the requests that there are: a group is put in last and taken out last
         self._completions: dict[str, tuple[Group, Completion]] = {}
-        self._unreported: dict[
-            tuple[Group, Completion], None
-        ] = {}  # what advanced since its last delta, in order
+        self._unreported: dict[One, None] = {}  # what advanced since its last delta, in order
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
         self._dirty = False
         assert repeatable or not overlaps, "a step that was launched ahead may be computed again"
@@ -107,6 +107,11 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
+
+    @property
+    def has_unreported(self) -> bool:
+        """Whether there is something new of a request since its last delta."""
+        return bool(self._unreported)
 
     def accept(
         self, prompt: str | Sequence[int], params: SamplingParams, add_special_tokens: bool = True
@@ -147,8 +152,10 @@ class Engine:
     def step(self, quiet_until: float = -math.inf) -> list[RequestDelta]:
         """Run one forward pass; returns what is new of each request that advanced or ended.
 
-        Before `quiet_until`, in seconds of the clock, nothing is returned unless a request has its
-        first token or a completion has ended; a later delta has it, or `report`.
+        Before `quiet_until`, in seconds of the clock, only a request that has its first token or of
+        which a completion has ended has a delta. What is new of the others is in a later one, or in
+        `report`: `has_unreported`. If a request waits to be admitted, it may begin now, and its
+        prompt may take a long step: then all have a delta as soon as one has.
         """
         self._repair()
         started = self._clock() if self._pace is not None else 0.0
@@ -173,10 +180,7 @@ class Engine:
             self._pace.note(self._clock() - started, prompt)
         changed = [*expired, *advanced]
         self._unreported.update(dict.fromkeys(changed))
-        urgent = any(
-            one.request.is_finished or group.stamps.first_token is None for group, one in changed
-        )
-        deltas = self._report() if urgent or self._clock() >= quiet_until else []
+        deltas = self._report(self._due(changed, quiet_until))
         self._dirty = False
         return deltas
 
@@ -184,7 +188,7 @@ class Engine:
         """Return what is new of each request since its last delta, where steps were quiet."""
         self._repair()
         self._dirty = True
-        deltas = self._report()
+        deltas = self._report(self._unreported)
         self._dirty = False
         return deltas
 
@@ -263,13 +267,28 @@ class Engine:
             return self.scheduler.schedule()
         return self.scheduler.schedule(self._pace.tokens(self.scheduler.num_decoding))
 
-    def _report(self) -> list[RequestDelta]:
+    def _due(self, changed: Sequence[One], quiet_until: float) -> Iterable[One]:
+        """Return what of `_unreported` is to be told after a step in which `changed` did."""
+        if self._clock() >= quiet_until:
+            return self._unreported
+        urgent = {
+            group.request_id
+            for group, completion in changed
+            if completion.request.is_finished or group.stamps.first_token is None
+        }
+        if urgent and self.scheduler.num_waiting:
+            return self._unreported
+        return [one for one in self._unreported if one[0].request_id in urgent] if urgent else []
+
+    def _report(self, due: Iterable[One]) -> list[RequestDelta]:
         now = self._clock()
         groups: dict[str, tuple[Group, list[Completion]]] = {}
-        for group, completion in self._unreported:
+        for group, completion in due:
             groups.setdefault(group.request_id, (group, []))[1].append(completion)
         deltas = [group.delta(completions, now) for group, completions in groups.values()]
-        self._unreported = {}
+        self._unreported = {
+            one: None for one in self._unreported if one[0].request_id not in groups
+        }
         return deltas
 
     def _new_group(self, request_id: str, prompt: AcceptedPrompt, params: SamplingParams) -> Group:
@@ -381,7 +400,7 @@ class Engine:
             following,
         )
 
-    def _expire(self) -> list[tuple[Group, Completion]]:
+    def _expire(self) -> list[One]:
         """End the requests whose deadline has passed; returns what ended by it."""
         if not self._deadlines:
             return []
@@ -405,7 +424,7 @@ class Engine:
             group.stamp(self._clock())
         return running
 
-    def _apply(self, step: Step, results: Sequence[ChunkResult]) -> list[tuple[Group, Completion]]:
+    def _apply(self, step: Step, results: Sequence[ChunkResult]) -> list[One]:
         """Take in what was computed; returns the completions that advanced or ended."""
         tokens: dict[str, list[int]] = {}
         advanced, computed = [], []

@@ -108,6 +108,10 @@ class Intake:
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        known = tuple(token_ids)
+        # most prompts: ten times as fast as one id after the other, which finds what is wrong
+        if set(map(type, known)) == {int} and min(known) >= 0 and max(known) < self.vocab_size:
+            return known
         ids: list[int] = []
         for position, token in enumerate(token_ids):
             # NumPy's integers are Integral

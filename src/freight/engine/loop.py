@@ -3,8 +3,9 @@
 One thread runs `Loop.run` and with it every step; commands come through a queue from any other
 thread. What happened is handed to `emit` as one event for all requests, at most so many times a
 second: where a step takes a millisecond, to write an event for each costs more than the step. The
-first token of a request and an end wait for nothing. Everything that concerns one request comes
-back as an event of that request: a command that cannot be followed is `Refused`, and never raised.
+first token of a request and an end wait for nothing; they are told alone, and delay no other.
+Everything that concerns one request comes back as an event of that request: a command that cannot
+be followed is `Refused`, and never raised.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Loop:
         self._interval = 1.0 / events_per_second if events_per_second else 0.0
         self._quiet_until = -math.inf
         self._steps: list[tuple[float, int]] = []
+        self._accepted: list[str] = []  # since the last event that said so
         self._commands = commands
         self._emit = emit
         self._clock = clock
@@ -77,6 +79,7 @@ class Loop:
             try:
                 command = self._commands.get(block=wait)
             except Empty:
+                self._tell_accepted()
                 return True
             self.turn_began = self._clock()
             wait = False
@@ -102,7 +105,12 @@ class Loop:
         except FreightError as error:
             self._emit(Refused(command.request_id, str(error), isinstance(error, CapacityError)))
         else:
-            self._emit(Accepted(command.request_id))
+            self._accepted.append(command.request_id)
+
+    def _tell_accepted(self) -> None:
+        if self._accepted:
+            self._emit(Accepted(self._accepted))
+            self._accepted = []
 
     def _step(self) -> None:
         started, computed = self._clock(), self._engine.num_computed_tokens
@@ -115,7 +123,8 @@ class Loop:
     def _tell(self, deltas: list[RequestDelta]) -> None:
         self._emit(Stepped(deltas, self._steps))
         self._steps = []
-        self._quiet_until = self._clock() + self._interval
+        if not self._engine.has_unreported:  # the others are told when they would have been
+            self._quiet_until = self._clock() + self._interval
         for delta in deltas:
             if delta.finished:
                 self._engine.release(delta.request_id)

@@ -35,7 +35,9 @@ Command = Add | Abort | Stop
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    request_id: str
+    """Requests that are queued: those that came together."""
+
+    request_ids: list[str]
 
 
 @dataclass(frozen=True, slots=True)

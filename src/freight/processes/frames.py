@@ -42,7 +42,7 @@ class Decoder:
         self._cap = cap
         self._held = bytearray()
 
-    def feed(self, data: bytes) -> list[Any]:
+    def feed(self, data: bytes | memoryview) -> list[Any]:
         """Return the messages that `data` completes. Raises FrameError for a frame over the cap, or
         not JSON.
         """

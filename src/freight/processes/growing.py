@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from freight.engine.intake import AcceptedPrompt
@@ -34,18 +34,15 @@ Waiter = asyncio.Future[None]
 
 
 class Readers:
-    """Wakes readers that wait in their event loops: all of one loop in one go, once all that came
-    has been handed out.
+    """Wakes readers that wait in their event loops: all of one loop in one go. The host calls
+    `flush` once it has handed out what came together.
     """
 
-    def __init__(self, soon: Callable[[Callable[[], None]], object]) -> None:
-        """soon: has its argument called when what came together has been handed out."""
-        self._soon = soon
+    def __init__(self) -> None:
         self._waiting: dict[asyncio.AbstractEventLoop, list[Waiter]] = {}
 
     def add(self, loop: asyncio.AbstractEventLoop, waiter: Waiter) -> None:
-        if not self._waiting:
-            self._soon(self.flush)
+        """Have a reader woken by the next `flush`."""
         self._waiting.setdefault(loop, []).append(waiter)
 
     def flush(self) -> None:
@@ -126,6 +123,7 @@ class Growing:
         self._waiter: Waiter | None = None
         self._is_new = False
         self._error: Exception | None = None
+        self._prompt_token_ids = list(prompt.token_ids)  # all its outputs have this one list
         self._completions = [
             _Completion(index, None if params.logprobs is None else []) for index in range(params.n)
         ]
@@ -204,7 +202,7 @@ class Growing:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
-            prompt_token_ids=list(self.prompt.token_ids),
+            prompt_token_ids=self._prompt_token_ids,
             outputs=[one.output() for one in self._completions],
             finished=self.is_finished and self._error is None,
             prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),

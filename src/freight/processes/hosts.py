@@ -91,8 +91,8 @@ class ProcessHost:
         self._owner = os.getpid()
         self._loop = asyncio.SelectorEventLoop()
         self._over = asyncio.Event()
-        self._engine = Supervisor(options, self)
-        self._readers = Readers(self._loop.call_soon)
+        self._readers = Readers()
+        self._engine = Supervisor(options, self, on_told=self._readers.flush)
         self._stats: EngineStats | None = None
         self._reported = asyncio.Event()  # there are stats
         self._thread = threading.Thread(target=self._run, name="freight-engine", daemon=True)
@@ -211,7 +211,7 @@ class ThreadHost:
         self.pid = self._owner = os.getpid()
         self.end: EngineError | None = None
         self._requests: dict[str, Growing] = {}
-        self._readers = Readers(lambda flush: None)  # `_emit` flushes
+        self._readers = Readers()
         self._commands: SimpleQueue[Command] = SimpleQueue()
         loop = Loop(engine, self._commands, self._emit, events_per_second=events_per_second)
         self._thread = threading.Thread(

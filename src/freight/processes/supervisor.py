@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from freight.errors import CheckpointError, ConfigError
@@ -47,11 +48,18 @@ class Owner(Protocol):
 class Supervisor:
     """Belongs to one event loop. `client` is the engine of now, also once it has ended."""
 
-    def __init__(self, options: WorkerOptions, owner: Owner, restarts: bool = False) -> None:
-        """restarts: start another process when one ends or is stalled."""
+    def __init__(
+        self,
+        options: WorkerOptions,
+        owner: Owner,
+        restarts: bool = False,
+        on_told: Callable[[], None] = lambda: None,
+    ) -> None:
+        """restarts: start another process when one ends or is stalled. on_told: of EngineClient."""
         self._options = options
         self._owner = owner
         self._restarts = restarts
+        self._on_told = on_told
         self._ends: deque[float] = deque(maxlen=_RESTARTS)  # times of processes that were replaced
         self._is_over = False
         self.client = self._new_client()
@@ -98,7 +106,9 @@ class Supervisor:
 
     def _new_client(self) -> EngineClient:
         owner = self._owner
-        return EngineClient(self._options, owner.set_stats, owner.observe_step, self._on_end)
+        return EngineClient(
+            self._options, owner.set_stats, owner.observe_step, self._on_end, self._on_told
+        )
 
     def _on_end(self) -> None:
         """Start another engine after one has ended, or tell the owner that none will be."""

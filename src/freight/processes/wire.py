@@ -142,6 +142,10 @@ def step_messages(
     held: list[Any] = []
     room = _MOST_ENTRIES
     for delta in deltas:
+        plain = _plain_to_json(delta)
+        if plain is not None:
+            held.append(plain)
+            continue
         for part in _parts(delta):
             held.append(delta_to_json(part))
             room -= 0 if part.scores is None else len(part.scores.ids)
@@ -184,7 +188,27 @@ def stats_from_json(value: Sequence[int]) -> EngineStats:
     return EngineStats(*value)
 
 
+_PLAIN = (False, None, None, None, None, 0, None, None)
+
+
+def _plain_to_json(delta: RequestDelta) -> list[Any] | None:
+    """Return a short form of a delta that has nothing but tokens and text of a first completion, as
+    nearly all have; None for the others.
+    """
+    if len(delta.outputs) != 1:
+        return None
+    one = delta.outputs[0]
+    ends = (delta.finished, delta.times, one.finish_reason, one.stop_reason, one.error)
+    if (*ends, one.index, one.logprobs, delta.scores) != _PLAIN:
+        return None
+    return [delta.request_id, one.token_ids, one.text, delta.num_cached_tokens]
+
+
 def delta_to_json(delta: RequestDelta) -> list[Any]:
+    """Return a list of four entries or of six, for `delta_from_json`."""
+    plain = _plain_to_json(delta)
+    if plain is not None:
+        return plain
     scores, times = delta.scores, delta.times
     return [
         delta.request_id,
@@ -210,6 +234,10 @@ def delta_to_json(delta: RequestDelta) -> list[Any]:
 
 
 def delta_from_json(value: Sequence[Any]) -> RequestDelta:
+    if len(value) == 4:
+        request_id, token_ids, text, cached = value
+        plain = CompletionDelta(0, token_ids, text, None, None, None, None)
+        return RequestDelta(request_id, [plain], False, None, cached, None)
     request_id, outputs, finished, scores, cached, times = value
     return RequestDelta(
         request_id,

@@ -174,8 +174,8 @@ def _messages(event: Event) -> Iterator[list[Any]]:
     match event:
         case Stepped(deltas, steps):
             yield from wire.step_messages(deltas, steps)
-        case Accepted(request_id):
-            yield [wire.ACCEPTED, request_id]
+        case Accepted(request_ids):
+            yield [wire.ACCEPTED, request_ids]
         case Refused(request_id, error, capacity):
             yield [wire.REFUSED, request_id, error, capacity]
         case stats:

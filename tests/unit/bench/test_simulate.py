@@ -496,6 +496,18 @@ def test_an_answer_that_is_not_whole_is_an_error() -> None:
             one_at_a_time(PLANE, load, [target], "x")
 
 
+def test_the_verdict_names_what_is_further_off_than_the_aim() -> None:
+    figures = {
+        name: {"difference": off}
+        for name, off in (("ttft p50", 0.15), ("tpot p95", -0.16), ("latency p50", 0.2))
+    }
+    row = {"replicas": 2, "requests_per_second": 3.0, "figures": figures}
+    assert simulate.verdict({"rows": [row]}) == (
+        "within 15% of the servers: 1 of 3 figures; not tpot p95 of 2 at 3.00/s -16.0%; "
+        "not latency p50 of 2 at 3.00/s +20.0%"
+    )
+
+
 # ------------------------------------------------------------------------------------------------
 # the command
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -62,6 +63,11 @@ class Run:
         ]
 
     @property
+    def ends(self) -> list[tuple[float, str]]:
+        """When the end of each request was told, in order."""
+        return sorted((at, delta.request_id) for at, delta in self.told if delta.finished)
+
+    @property
     def texts(self) -> dict[tuple[str, int], tuple[Any, ...]]:
         """All that deltas say of each completion."""
         said: dict[tuple[str, int], tuple[Any, ...]] = {}
@@ -93,9 +99,7 @@ def test_what_is_told_is_the_same_at_any_pace(new_llm: Callable[..., LLM]):
         every = Run(new_llm(), 0.0, commands)
         paced = Run(new_llm(), 1.0, commands)
         assert paced.texts == every.texts
-        assert [delta.request_id for _, delta in paced.told if delta.finished] == [
-            delta.request_id for _, delta in every.told if delta.finished
-        ]
+        assert paced.ends == every.ends
         for run in (every, paced):
             steps = [
                 step
@@ -139,12 +143,30 @@ def test_a_new_request_may_take_a_long_step_so_what_is_known_is_told_before(
     assert told[:2] == [(0.25, 1), (0.75, 2)]
 
 
-def test_an_end_tells_everybody_because_another_request_may_begin(new_llm: Callable[..., LLM]):
-    other = add("b", [1, 2], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
-    assert alone(new_llm, 0.2, (0, other))[:2] == [(0.25, 1), (1.0, 3)]
+def short(name: str, max_tokens: int = 3) -> Add:
+    return add(
+        name, [1, 2], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    )
+
+
+def test_an_end_tells_of_its_request_alone_and_delays_no_other(new_llm: Callable[..., LLM]):
+    others = (0, short("b", 2)), (0, short("c", 3)), (0, short("d", 7))
+    assert alone(new_llm, 1.0, *others) == alone(new_llm, 1.0)
+
+
+def test_an_end_tells_everybody_if_a_request_that_waits_may_begin(new_llm: Callable[..., LLM]):
+    two = partial(new_llm, max_num_seqs=2)
+    told = alone(two, 1.0, (0, short("b")), (0, short("c")))
+    assert told[:3] == [(0.25, 1), (0.75, 2), (1.75, 4)]
+
+
+def test_requests_that_come_together_are_accepted_together(new_llm: Callable[..., LLM]):
+    run = Run(new_llm(), 1.0, {0: [short("a"), short("b")], 1: [short("c")]})
+    accepted = [event for _, event in run.events if isinstance(event, Accepted)]
+    assert accepted == [Accepted(["a", "b"]), Accepted(["c"])]
 
 
 def test_nothing_is_told_of_a_request_that_was_aborted(new_llm: Callable[..., LLM]):
     assert alone(new_llm, 0.2, (3, Abort("a"))) == [(0.25, 1)]
     run = Run(new_llm(), 1.0, {0: [add("a", [1], SamplingParams(max_tokens=1))]})
-    assert [event for _, event in run.events if isinstance(event, Accepted)] == [Accepted("a")]
+    assert [event for _, event in run.events if isinstance(event, Accepted)] == [Accepted(["a"])]

@@ -61,7 +61,8 @@ def test_a_delta_that_is_too_long_fails_its_request_alone(monkeypatch: pytest.Mo
         for name, inbox in inboxes.items():
             client.submit(name, 0, AcceptedPrompt("x", (1,)), SamplingParams(), inbox)
         sent.clear()
-        client.data_received(data)
+        client.get_buffer(-1)[: len(data)] = data
+        client.buffer_updated(len(data))
         assert client.num_running == 0
         assert Decoder().feed(b"".join(sent)) == [
             [wire.ABORT, "2"]

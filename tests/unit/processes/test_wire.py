@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from freight.outputs import (
@@ -74,6 +74,9 @@ def sent(value: Any) -> Any:
 
 
 @given(DELTA)
+@example(RequestDelta("1", [CompletionDelta(0, [5, 6], "ab", None, None, None, None)], False))
+@example(RequestDelta("1", [CompletionDelta(1, [5, 6], "ab", None, None, None, None)], False))
+@example(RequestDelta("1", [CompletionDelta(0, [5], "a", None, None, "b", None)], False))
 def test_a_delta_arrives_as_it_was(delta: RequestDelta) -> None:
     assert wire.delta_from_json(sent(wire.delta_to_json(delta))) == delta
 
