@@ -41,6 +41,7 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
 )  # what is measured once is not the user's
 
 import pytest
+import typer.main
 from hypothesis import settings
 
 import freight  # noqa: F401
@@ -94,6 +95,16 @@ def small_memory_probe() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "bytes_beyond_caches", lambda: 2**20)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_made_once() -> Iterator[None]:
+    """Typer makes the commands of all verbs anew for each command line, and tests run hundreds of
+    them in one process.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
         yield
 
 
