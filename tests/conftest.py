@@ -16,9 +16,11 @@ FREIGHT_TEST_REMOTE='qemu-aarch64 … driver …/freight_neon.so' runs them with
 process that the command starts (tests/kernels/test_arm.py).
 """
 
+import gc
 import os
 import shlex
 import signal
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -39,12 +41,15 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
 )  # what is measured once is not the user's
 
 import pytest
+import typer.main
 from hypothesis import settings
 
 import freight  # noqa: F401
 
 # isort: split
 import torch
+
+from freight.bench import timing
 
 if (
     not torch.cuda.is_available()
@@ -83,6 +88,26 @@ def pytest_configure(config: pytest.Config) -> None:
         library.load = lambda name=None: start()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def small_memory_probe() -> Iterator[None]:
+    """A benchmark that a test runs reads 2 MiB to measure the memory's speed, not four times the
+    last-level cache: where that has 480 MiB, each run would take seconds for 2 GB.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "bytes_beyond_caches", lambda: 2**20)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_made_once() -> Iterator[None]:
+    """Typer makes the commands of all verbs anew for each command line, and tests run hundreds of
+    them in one process.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        yield
+
+
 # Files whose cases are alike and take long. Of each function, every value runs in some case (1), or
 # every pair of values (2). The other cases are `slow`.
 STRENGTHS = {
@@ -93,9 +118,27 @@ STRENGTHS = {
     "tests/e2e/test_experts.py": 1,
     "tests/e2e/test_latent_experts.py": 1,
     "tests/e2e/test_lost_steps.py": 1,
+    "tests/e2e/test_state_equivalences.py::test_nor_on_other_kernels": 1,
     "tests/formats/test_hybrids.py": 1,
     "tests/formats/test_mixtures.py": 1,
 }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Spare Python's collector the millions of objects that imports and cases leave, and that stay:
+    going through them again and again was half of the time that it took to collect the tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what modules hold is freed at exit, where Triton's would be reported as leaked
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -79,7 +79,13 @@ class ServeProcess:
 
     def children(self) -> dict[str, int]:
         """Its processes by module: 'worker' is the engine's."""
-        found = {}
+        return dict(self._children())
+
+    def all_of(self, module: str) -> list[int]:
+        """Its processes of one module, of which it may have several: 'render_process'."""
+        return [pid for name, pid in self._children() if name == module]
+
+    def _children(self) -> Iterator[tuple[str, int]]:
         for pid in children_of(self.process.pid):
             try:
                 module = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -88,10 +94,7 @@ class ServeProcess:
                 continue
             if b"-m" in module:
                 started = module[module.index(b"-m") + 1].decode()
-                found[name if isinstance(self.process, Forked) else started.rpartition(".")[2]] = (
-                    pid
-                )
-        return found
+                yield name if isinstance(self.process, Forked) else started.rpartition(".")[2], pid
 
     def stop(self) -> int:
         """Send SIGTERM; the exit status."""

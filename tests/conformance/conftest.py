@@ -48,7 +48,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = demo_with_chat_template(tmp_path_factory.mktemp("models") / "demo-chat")
     options = ["--api-key", KEY, "--kv-cache-memory", "64MiB", "--kv-cache-dtype", "fp8"]
     options += ["--enable-tokenizer-info-endpoint"]
-    with freight_serve(folder, options, forked=False) as url:
+    with freight_serve(folder, options) as url:
         yield Api(url, "", KEY)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tests.asking import Open, Server
 from tests.demo_chat import demo_with_chat_template
-from tests.serving import ServeProcess, children_of, has_ended
+from tests.serving import ServeProcess, has_ended
 
 pytestmark = pytest.mark.clock
 
@@ -55,7 +55,9 @@ APIS = ("/v1/completions", "/v1/chat/completions", "/generate_stream")
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     served = ServeProcess(
-        demo_with_chat_template(tmp_path_factory.mktemp("model") / "demo", 16384), OPTIONS
+        demo_with_chat_template(tmp_path_factory.mktemp("model") / "demo", 16384),
+        OPTIONS,
+        forked=True,
     )
     try:
         served.wait_until_healthy()
@@ -257,7 +259,7 @@ def test_the_next_conversation_has_a_new_process_for_its_template(
 ) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     assert server.ask("/v1/chat/completions", body).status == 200
-    killed = processes(process, "server.processes.render_process")
+    killed = process.all_of("render_process")
     assert killed
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
@@ -267,18 +269,7 @@ def test_the_next_conversation_has_a_new_process_for_its_template(
     if answer.status == 500:  # it came before the end of the process was seen
         answer = server.ask("/v1/chat/completions", body)
     assert answer.status == 200, answer.raw
-    assert not set(killed) & set(processes(process, "server.processes.render_process"))
-
-
-def processes(process: ServeProcess, module: str) -> list[int]:
-    found = []
-    for pid in children_of(process.process.pid):
-        with contextlib.suppress(OSError):
-            if f"freight.{module}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(
-                b"\0"
-            ):
-                found.append(pid)
-    return found
+    assert not set(killed) & set(process.all_of("render_process"))
 
 
 def test_no_address_in_a_request_is_connected_to(server: Server) -> None:
@@ -322,8 +313,8 @@ def test_no_address_in_a_request_is_connected_to(server: Server) -> None:
 def test_it_listens_on_one_socket(process: ServeProcess, server: Server) -> None:
     pids = [
         process.process.pid,
-        *processes(process, "processes.worker"),
-        *processes(process, "server.processes.render_process"),
+        *process.all_of("worker"),
+        *process.all_of("render_process"),
     ]
     inodes = {
         os.readlink(link)
