@@ -5,6 +5,7 @@
 #   make test-tiles  the AMX build of the kernels on a machine without AMX: its tile instructions are emulated
 #   make test-defaults   the end-to-end tests under other torch defaults, and under python -O
 #   make test-busy   the tests that depend on the clock beside 30 busy processes
+#   make test-ray     replicas on Ray Serve that are killed, added and taken away; installed into .venv-ray
 #   make test-clients  clients and routers from PyPI against servers, installed into .venv-clients and .venv-clients-older
 #   make wheel       dist/freight-….whl with the kernels of every instruction set, for machines without a compiler
 #   make soak        64 clients of a server for five minutes (make test: for twelve seconds)
@@ -20,7 +21,7 @@ STAMP = .venv/ready-$(TORCH)
 # the tests start hundreds of interpreters: each would compile the source again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo style test test-all test-tiles test-busy test-clients test-defaults soak real wheel sanitize sanitize-threads check format clean
+.PHONY: setup demo style test test-all test-tiles test-busy test-clients test-ray test-defaults soak real wheel sanitize sanitize-threads check format clean
 
 setup: $(STAMP)
 
@@ -97,6 +98,18 @@ test-clients: setup .venv-clients/ready .venv-clients-older/ready
 	@.venv-clients/bin/uv pip install -q --python .venv-clients-older/bin/python -r $<
 	@touch $@
 
+# Ray is installed beside what .venv has, which this environment sees behind its own
+test-ray: setup .venv-ray/ready
+	@.venv-ray/bin/python -m pytest -o addopts= -q --import-mode=importlib -m ray tests/ray
+
+.venv-ray/ready: tests/ray/requirements.txt
+	@test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	@.venv-ray/bin/pip install -q uv
+	@.venv-ray/bin/uv pip install -q --python .venv-ray/bin/python -r $<
+	@$(BIN)/python -c 'import site; print(*site.getsitepackages(), "$(CURDIR)/src", sep="\n")' \
+	  >$$(.venv-ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/freight.pth
+	@touch $@
+
 soak: setup
 	@FREIGHT_SOAK_SECONDS=300 $(BIN)/pytest -s -m soak tests/e2e/test_soak.py
 
@@ -112,4 +125,4 @@ format: setup
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-clients .venv-clients-older build dist
+	rm -rf .venv .venv-clients .venv-clients-older .venv-ray build dist

@@ -52,6 +52,8 @@ ORDER = [
     {"auto_fp8", "llm_compressor", "lm_eval", "transformers", "evaluate", "bench", "server"},
     {"audit"},
     {"cli"},
+    {"replicas"},
+    {"ray"},
     {"__main__"},
 ]
 ROW = {package: row for row, packages in enumerate(ORDER) for package in packages}
@@ -102,6 +104,12 @@ TORCH_FREE = [
     # load comes from the server's own cores: it starts at once, and stays small
     "bench/serving*.py",
     "cli/*.py",
+    # what the front loads, but for what needs Ray
+    "ray.py",
+    *(
+        f"replicas/{name}.py"
+        for name in ("cut", "front", "options", "passing", "prefixes", "prompts")
+    ),
 ]
 ONLY_IN = {  # third-party package -> the modules that may import it
     "transformers": {
@@ -122,6 +130,7 @@ ONLY_BELOW = {  # third-party package -> the one package whose modules may impor
     "uvicorn": "server",
     "httptools": "server",
     "prometheus_client": "server",
+    "ray": "replicas",
 }
 
 

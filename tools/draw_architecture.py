@@ -24,6 +24,7 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 Imports = Mapping[str, set[str]]
 
 COLUMNS = {  # the first and the last of four, and the colour: used, running, parts
+    "replicas": (0, 3, "used"),
     "cli": (0, 3, "used"),
     "audit": (0, 1, "used"),
     "evaluate": (0, 1, "used"),
@@ -54,7 +55,14 @@ KEY = (
     "The number is that of a package's modules."
 )
 BESIDE = (3, 3)  # the columns of the modules that are no packages
-NO_FLOOR = {"__main__", "auto_fp8", "llm_compressor", "lm_eval", "transformers"}  # names for others
+NO_FLOOR = {
+    "__main__",
+    "auto_fp8",
+    "llm_compressor",
+    "lm_eval",
+    "ray",
+    "transformers",
+}  # names for others
 
 WIDTH, MARGIN, TOP, GAP, INSET = 860, 24, 82, 22, 12
 _LINE, _CHIP = 16, 23  # the height of a line, and of a row of names of packages inside

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,10 @@ from freight.cli.options import (
 )
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError, install
+
+if TYPE_CHECKING:
+    from freight.processes.client import WorkerOptions
+    from freight.server.settings import ServerSettings
 
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
@@ -201,21 +205,35 @@ def serve(
         raise ConfigError(f"freight serve needs {', '.join(missing)}: {install('server')}")
     if random_weights is not None:
         check_random_weights(args.model, random_weights)  # before anything is started
-    from freight.processes.client import WorkerOptions
     from freight.server.lifecycle import run
+
+    settings = settings_of(server)
+    raise typer.Exit(run(settings, worker_options(args, settings, random_weights)))
+
+
+def settings_of(server: Values) -> ServerSettings:
+    """Return the settings for the values of SERVER_FLAGS, by their fields. Raises ConfigError."""
     from freight.server.settings import ServerSettings
 
-    server |= {name: tuple(server.pop(field)) for name, field in _LISTS.items()}
-    server["tokenizer_info"] = server.pop("enable_tokenizer_info_endpoint")
-    engine_args = {field.name: getattr(args, field.name) for field in fields(args)}
-    options = WorkerOptions(
-        engine_args,
+    values = dict(server)
+    values |= {name: tuple(values.pop(field)) for name, field in _LISTS.items()}
+    values["tokenizer_info"] = values.pop("enable_tokenizer_info_endpoint")
+    return ServerSettings(**values)
+
+
+def worker_options(
+    args: EngineArgs, settings: ServerSettings, random_weights: str | None = None
+) -> WorkerOptions:
+    """Return the options of the engine's process of a server."""
+    from freight.processes.client import WorkerOptions
+
+    return WorkerOptions(
+        {field.name: getattr(args, field.name) for field in fields(args)},
         random_weights,
-        log_format=server["log_format"],
-        events_per_second=server["max_events_per_second"],
-        stall_timeout=server["stall_timeout"],
+        log_format=settings.log_format,
+        events_per_second=settings.max_events_per_second,
+        stall_timeout=settings.stall_timeout,
     )
-    raise typer.Exit(run(ServerSettings(**server), options))
 
 
 # settings by option

@@ -22,11 +22,12 @@ from freight.server.anthropic.messages_request import parse_messages
 from freight.server.app import Parse
 from freight.server.batch_files import BatchInput, BatchOutput, InputLine
 from freight.server.call import Call
-from freight.server.lifecycle import Lifecycle, read_template
+from freight.server.lifecycle import Lifecycle
 from freight.server.openai.chat_request import parse_chat
 from freight.server.openai.completion_request import parse_completion
 from freight.server.openai.responses_request import parse_responses
 from freight.server.service import Service
+from freight.server.serving import read_template
 from freight.server.settings import ServerSettings
 from freight.server.transport.auth import Keys
 from freight.server.transport.body import parse_object

@@ -34,7 +34,7 @@ Document = dict[str, Any]
 Serve = Callable[[list[str]], dict[str, Any]]
 
 # seconds that the server may take once answers have ended: the last events of streams
-# (`lifecycle._FLUSH`), then an engine that does not leave by itself (`EngineClient.stop`)
+# (`serving._FLUSH`), then an engine that does not leave by itself (`EngineClient.stop`)
 TO_END = 11
 PICKED_BY = {"num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"}
 ABSENT = {"vllm:lora_requests_info"}  # the page says that it is not exported

@@ -19,7 +19,7 @@ from freight.errors import ConfigError
 from freight.server.answers.answer_format import answer_format
 from freight.server.answers.call_families import REASONING_PARSERS, TOOL_CALL_PARSERS
 from freight.server.answers.harmony_format import HarmonyFormat
-from freight.server.lifecycle import Lifecycle
+from freight.server.serving import Serving
 from freight.server.settings import ServerSettings
 from freight.text.harmony import MARKERS
 from freight.text.tokenizer import Tokenizer
@@ -114,6 +114,6 @@ def test_a_line_at_start_says_that_calls_are_not_read(
 ) -> None:
     server: Any = SimpleNamespace(_settings=ServerSettings(tool_call_parser=parser))
     with caplog.at_level(logging.WARNING):
-        Lifecycle._answer_format(server, tokenizer(template))
+        Serving._answer_format(server, tokenizer(template))
     assert ("the form of this model's tool calls is not known" in caplog.text) == warns
     assert json.dumps(caplog.text).count("not known") == int(warns)

@@ -68,6 +68,11 @@ def error_body(error: ApiError) -> dict[str, object]:
     return {"error": error.message, "error_type": kind}
 
 
+def error_event(error: ApiError) -> bytes:
+    """Return the end of a stream that failed."""
+    return _sse(error_body(error))
+
+
 class GenerateReply:
     """One answer in progress."""
 
@@ -128,7 +133,7 @@ class GenerateReply:
         return [answer] if self._options.as_list else answer
 
     def failure(self, error: ApiError) -> bytes:
-        return _sse(error_body(error))
+        return error_event(error)
 
     def _take(self, delta: CompletionDelta) -> None:
         """Take a delta. Raises ApiError for a completion that could not be finished."""
