@@ -10,11 +10,12 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Incremented when any declaration changes, so that a library of an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 26;
+constexpr int32_t FREIGHT_ABI = 27;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs computed together; arrays by output are padded to a multiple
 constexpr int32_t FREIGHT_CACHE_LINE = 64;  // bytes
+constexpr int32_t FREIGHT_MAX_RANKS = 64;
 
 enum FreightStatus : int32_t {
   FREIGHT_OK = 0,
@@ -22,6 +23,8 @@ enum FreightStatus : int32_t {
   FREIGHT_FAILED = 2,         // the operating system refused something else, such as a thread
   FREIGHT_SHORT_CONTEXT = 3,  // attention: a sequence has fewer keys than queries
   FREIGHT_NO_SUCH_ROW = 4,    // lookup: an id is not a row of the table
+  FREIGHT_RANK_LOST = 5,      // gather: another rank has ended, or does not answer
+  FREIGHT_RANK_FAILED = 6,    // gather: another rank has left the step
 };
 
 // Formats of stored values; the numbers are part of the interface.
@@ -304,6 +307,29 @@ struct FreightExperts {
 // The sum is float32, in the order of ids, rounded once, at the end.
 FREIGHT_API FreightStatus freight_experts(const FreightExperts* arguments);
 
+// Ranks: processes of one machine that each compute some columns of the same rows.
+
+struct FreightRanks {
+  void* shared;          // memory of all ranks: cache lines with a number each, which are 0 at first: turns of each of
+                         // FREIGHT_MAX_RANKS ranks, `lost`, `failed`; then [2][size][capacity] bytes
+  const int32_t* alive;  // [size]: a file that hangs up when that rank ends; -1 for the rank itself
+  int64_t capacity;      // bytes of a slot, a multiple of the cache line
+  int64_t timeout;       // milliseconds after which a rank that does not answer counts as lost
+  int32_t rank, size;
+};
+
+struct FreightGather {
+  const void* ranks;         // FreightRanks
+  const void* part;          // [rows, part_bytes], of this rank
+  void* out;                 // [rows, size, part_bytes]
+  int64_t rows, part_bytes;  // part_bytes: at most the capacity
+  int32_t only;              // the one rank whose out is written; -1: all
+  int32_t threads;
+};
+
+// Put the parts of all ranks side by side. Every rank makes the same calls in the same order.
+FREIGHT_API FreightStatus freight_gather(const FreightGather* arguments);
+
 // Replay of several calls.
 
 enum FreightFunction : int32_t {
@@ -324,6 +350,7 @@ enum FreightFunction : int32_t {
   FREIGHT_RECURRENCE = 14,
   FREIGHT_LOOKUP = 15,
   FREIGHT_BY_HEAD = 16,
+  FREIGHT_GATHER = 17,
 };
 
 struct FreightCall {

@@ -23,6 +23,7 @@ FreightStatus run(const FreightCall& call) {
     case FREIGHT_RECURRENCE: return freight_recurrence(static_cast<const FreightRecurrence*>(call.arguments));
     case FREIGHT_LOOKUP: return freight_lookup(static_cast<const FreightLookup*>(call.arguments));
     case FREIGHT_BY_HEAD: return freight_by_head(static_cast<const FreightByHead*>(call.arguments));
+    case FREIGHT_GATHER: return freight_gather(static_cast<const FreightGather*>(call.arguments));
     default: return FREIGHT_FAILED;
   }
 }

@@ -41,6 +41,7 @@ COLUMNS = {  # the first and the last of four, and the colour: used, running, pa
     "cache": (1, 2, "parts"),
     "text": (3, 3, "parts"),
     "config": (0, 1, "parts"),
+    "parallel": (1, 2, "parts"),
     "kernels": (2, 2, "parts"),
     "operands": (0, 2, "parts"),
     "fp8": (0, 2, "parts"),

@@ -26,7 +26,7 @@ if [ "$checks" = thread ]; then
   $compiler -std=c++17 -O1 -g1 -Wall -Wextra -fsanitize=thread tests/kernels/stress.cpp -o "$folder/stress" -ldl -pthread
   fixed="setarch -R"  # GCC 12's runtime does not know the addresses that vm.mmap_rnd_bits=32 gives
   $fixed true 2>/dev/null || fixed=""
-  TSAN_OPTIONS=halt_on_error=1 exec $fixed "$folder/stress" "$folder/freight_$build.so"
+  TSAN_OPTIONS=halt_on_error=1 exec $fixed "$folder/stress" "$folder/freight_$build.so" "${@:2}"
 fi
 # Python itself is compiled without the checks, so their runtime comes first; libstdc++ with it, for exceptions.
 LD_PRELOAD="$($compiler -print-file-name=libasan.so) $($compiler -print-file-name=libstdc++.so.6)"

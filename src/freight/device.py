@@ -229,10 +229,10 @@ def numa_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
         _read(path / "cpulist")
         for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
     )
-    return tuple(node for text in lists if (node := frozenset(_processors(text)) & usable))
+    return tuple(node for text in lists if (node := frozenset(processors(text)) & usable))
 
 
-def _processors(text: str) -> Iterator[int]:
+def processors(text: str) -> Iterator[int]:
     """Yield the numbers of a list: '0-3,8' -> 0, 1, 2, 3, 8."""
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -9,6 +9,7 @@
                                             understood
     ├── CapacityError                       it would not fit into memory
     ├── KernelError                         a kernel was given what it cannot compute
+    ├── RankError                           a rank of the engine has ended or does not answer
     ├── EngineError                         the engine that an AsyncLLM asks has ended
     └── GenerationError                     some requests failed while they were computed; `outputs`
                                             has them all
@@ -49,6 +50,12 @@ class CapacityError(FreightError):
 
 class KernelError(FreightError):
     """A kernel was called with tensors that it does not compute."""
+
+
+class RankError(FreightError):
+    """A rank of the engine (`tensor_parallel_size`) has ended or does not answer, so the engine
+    cannot go on.
+    """
 
 
 class EngineError(FreightError):

@@ -156,7 +156,7 @@ class TestScales:
         [
             ({"rank0": {"0": 0.1, "1": 0.1}}, "llama", ("'rank0' is not a rank number", "'0'")),
             (
-                {"0": {"0": 0.1, "1": 0.1}, "1": {"0": 0.1, "1": 0.2}},
+                {str(rank): {"0": 0.1, "1": 0.1 * (1 + rank % 2)} for rank in range(4)},
                 "llama",
                 ("layer 1", "0: 0.1", "1: 0.2"),
             ),

@@ -2,7 +2,9 @@
 // compiles this and csrc/ with ThreadSanitizer, which ends it at the first race.
 //
 // stress LIBRARY: the kernels take threads of their own (freight_init without OpenMP), because the sanitizer does not
-// see how those of an OpenMP runtime wait for each other. Every result must have the bits of one thread alone.
+// see how those of an OpenMP runtime wait for each other. Every result must have the bits of one thread alone. Then
+// threads are ranks over one memory, with random delays: every gather must have the parts of its own turn.
+// stress LIBRARY TURNS: so many gathers, 100,000 unless given.
 #include <dlfcn.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -152,9 +154,54 @@ std::vector<Work> row_works(void* library) {
   return {add_norm, activate, rotate_store};
 }
 
+// What rank `rank` sends as byte `i` of gather `call`.
+uint8_t sent(int rank, int64_t call, int64_t i) { return static_cast<uint8_t>(31 * rank + 7 * call + i * i); }
+
+// `calls` gathers of rank `rank`, of sizes that all ranks choose alike; some are for one rank only.
+void gather_as(void* library, FreightRanks ranks, int rank, int64_t calls) {
+  const auto gather = FIND(freight_gather);
+  ranks.rank = rank;
+  uint32_t alike = 1, own = static_cast<uint32_t>(rank) + 2;
+  const auto random = [](uint32_t& seed) { return seed = seed * 1664525 + 1013904223, seed >> 16; };
+  for (int64_t call = 0; call < calls; call++) {
+    const int64_t rows = random(alike) % 5 + 1, bytes = random(alike) % 40 + 1;  // some take two turns or more
+    const int32_t only = random(alike) % 4 ? -1 : static_cast<int32_t>(random(alike)) % ranks.size;
+    Bytes part(rows * bytes), out(rows * bytes * ranks.size);
+    for (size_t i = 0; i < part.size(); i++) part[i] = sent(rank, call, static_cast<int64_t>(i));
+    const uint32_t delay = random(own) % 64;
+    if (delay == 0) usleep(20);
+    for (volatile uint32_t wait = 0; wait < 20 * delay; wait = wait + 1) {
+    }
+    FreightGather a{};
+    a.ranks = &ranks, a.part = part.data(), a.out = out.data(), a.rows = rows, a.part_bytes = bytes, a.only = only;
+    a.threads = 1;
+    require(gather(&a));
+    if (only >= 0 && only != rank) continue;
+    for (int64_t row = 0; row < rows; row++)
+      for (int r = 0; r < ranks.size; r++)
+        for (int64_t i = 0; i < bytes; i++)
+          if (out[(row * ranks.size + r) * bytes + i] != sent(r, call, row * bytes + i))
+            std::fprintf(stderr, "gather %ld: rank %d has other bytes of rank %d\n", static_cast<long>(call), rank, r),
+                std::exit(1);
+  }
+}
+
+void gather_in_threads(void* library, int size, int64_t calls) {
+  constexpr int64_t capacity = 128, header = (FREIGHT_MAX_RANKS + 2) * FREIGHT_CACHE_LINE;
+  Bytes memory(header + 2 * size * capacity + FREIGHT_CACHE_LINE);
+  const std::vector<int32_t> alive(size, -1);
+  FreightRanks ranks{};
+  ranks.shared = aligned(memory), ranks.alive = alive.data(), ranks.capacity = capacity, ranks.timeout = 60'000;
+  ranks.size = size;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; rank++) threads.emplace_back(gather_as, library, ranks, rank, calls);
+  for (std::thread& thread : threads) thread.join();
+  std::printf("%ld gathers of %d ranks: no race, every part of its own turn\n", static_cast<long>(calls), size);
+}
+
 }  // namespace
 
-int main(int, char** arguments) {
+int main(int count, char** arguments) {
 #if defined(__x86_64__)
   syscall(158, 0x1023, 18);  // as library.py asks for the tiles of AMX, should the build use them
 #endif
@@ -177,4 +224,6 @@ int main(int, char** arguments) {
     });
   for (std::thread& caller : callers) caller.join();
   std::printf("%zu kernel calls of three threads at once: no race, the same bits\n", 6 * works.size());
+  const int64_t turns = count > 2 ? std::atol(arguments[2]) : 100'000;
+  for (int size : {2, 3}) gather_in_threads(library, size, turns / 2);
 }

@@ -27,7 +27,9 @@ TYPES = {
 STRUCTS = dict(re.findall(r"struct (\w+) \{(.*?)\};", SOURCE, re.DOTALL))
 FUNCTIONS = {name: (result, arguments) for result, name, arguments in re.findall(
     r"FREIGHT_API (\w+) (\w+)\(([^)]*)\);", SOURCE)}  # fmt: skip
-STATUSES = ("OK", "OUT_OF_MEMORY", "FAILED", "SHORT_CONTEXT", "NO_SUCH_ROW")
+STATUSES = (
+    *("OK", "OUT_OF_MEMORY", "FAILED", "SHORT_CONTEXT", "NO_SUCH_ROW", "RANK_LOST", "RANK_FAILED"),
+)
 NUMBERS = {
     "FreightFormat": {format.name: code for format, code in interface.FORMAT_CODES.items()}
     | {"MXFP4": interface.MXFP4},
@@ -73,6 +75,7 @@ def test_every_number_is_the_headers() -> None:
     assert in_c == NUMBERS
     constants = re.findall(r"constexpr int32_t FREIGHT_(\w+) = (\d+);", SOURCE)
     names = ("ABI", "LANES", "CACHE_LINE", "MAX_HEAD_DIM", "STATE_TILE", "MAX_WIDTH", "SCALE_GROUP")
+    names += ("MAX_RANKS",)
     assert {name: int(number) for name, number in constants} == {
         name: getattr(interface, name) for name in names
     }

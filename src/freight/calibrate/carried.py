@@ -63,7 +63,7 @@ def open_scales(model: str) -> tuple[Carried, ModelConfig | RankExport]:
     if is_rank_export(path):
         export = read_rank_export(path)
         _require_complete(export.scales, model)
-        return Carried(export.scales, export.scales), export
+        return Carried(export.scales, per_layer(export.scales)), export
     stored = open_folder(path, model)
     require_native(stored.model, model, "carrying KV scales over")
     return carried_by(stored, model), stored.model

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from freight.calibrate.carried import Carried, open_scales, require_fit
+from freight.calibrate.carried import Carried, open_scales, per_layer, require_fit
 from freight.calibrate.modules import head_module, kept_modules, linear_modules
 from freight.calibrate.quantize import (
     NOTHING_CALIBRATED,
@@ -75,7 +75,8 @@ def import_scales(
         raise ConfigError(f"{file}: there is no such file")
     opened = open_unquantized(model)
     scales = read_scale_json(file, opened.model)
-    return _write(opened, Carried(scales, scales), out, layout, on_progress)
+    carried = Carried(scales, per_layer(scales))
+    return _write(opened, carried, out, layout, on_progress)
 
 
 def export_scales(model: str, file: Path) -> KVScales:

@@ -22,7 +22,7 @@ from freight.fp8.cast import SMALLEST_SCALE, scale_from_amax
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import LayerScales
 from freight.kernels import reference
-from freight.layers.linear import Projection, UnmergedLinear
+from freight.layers.linear import GatheredLinear, Projection, UnmergedLinear
 from freight.models.decoder import MLP, DecoderLayer
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import read_slots
@@ -140,6 +140,7 @@ class LayerWatch:
             watch = self.inputs.get(group)
             if watch is None:
                 return projection
+            assert not isinstance(projection, GatheredLinear), "calibration has one rank"
             parts = projection.parts if isinstance(projection, UnmergedLinear) else (projection,)
             return _Watched(parts, watch.observe)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -57,7 +58,8 @@ class TensorEntry:
 
     A tensor made by `Checkpoint.divide` is the slice `index` of the file's tensor `stored`, and
     `module` is its module's name in the declaration; these are empty for all others. With `turned`
-    the file has its last two dimensions exchanged.
+    the file has its last two dimensions exchanged. One made by `Checkpoint.narrow` is `pieces` of
+    that, joined along their first dimension.
     """
 
     file: Path
@@ -68,6 +70,7 @@ class TensorEntry:
     index: Index = ()
     module: str = ""
     turned: bool = False
+    pieces: tuple[Index, ...] = ()
 
     @property
     def dtype_name(self) -> str:
@@ -75,6 +78,18 @@ class TensorEntry:
         dtypes.
         """
         return str(FORMAT_NAMES.get(self.dtype, self.dtype.lower()))
+
+
+def narrowed(shape: Shape, pieces: Sequence[Index]) -> Shape:
+    """Return the shape of `pieces` of a tensor, joined along their first dimension. Their indices
+    are slices.
+    """
+    sizes = [
+        [len(range(size)[at]) for size, at in zip(shape, piece, strict=False)
+         if isinstance(at, slice)]
+        for piece in pieces
+    ]  # fmt: skip
+    return (sum(first for first, *_ in sizes), *sizes[0][1:], *shape[len(sizes[0]) :])
 
 
 def unreadable(path: Path, error: OSError) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,14 +212,14 @@ def require_positive(what: str, value: float) -> None:
 
 
 def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
-    """Read the kv_cache_scales.json of older engines: one factor per layer, for K and V, made for
-    E4M3FN.
+    """Read the kv_cache_scales.json of older engines: one factor per rank and layer, for K and V,
+    made for E4M3FN.
 
     Form: {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0":
     {"0": 0.015, …}}}}, where scaling_factor is {rank: {layer: factor}}. `model_type` may be
-    missing. Several ranks must have equal factors, because here one factor is for all heads. Raises
-    CheckpointError, naming file and entry, unless there is one positive finite factor for each of
-    the model's layers with attention.
+    missing. A rank's factor is for its KV heads (`join_ranks`). Raises CheckpointError, naming file
+    and entry, unless every rank has one positive finite factor for each of the model's layers with
+    attention, and where ranks that share a KV head differ.
     """
     content = _load(path)
     if content.get("model_type") not in (None, model.model_type):
@@ -234,19 +234,11 @@ def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
     ranks = _object(path, kv_cache, "scaling_factor")
     _check_ranks(path, ranks, model)
     expected = [str(layer) for layer in model.paged]
-    by_rank = [_rank_layers(path, ranks, rank, expected) for rank in map(str, range(len(ranks)))]
-    differing = []
-    for layer, of_layer in zip(model.paged, zip(*by_rank, strict=True), strict=True):
-        if len({scales.k for scales in of_layer}) > 1:
-            factors = [f"rank {rank}: {_short(scales.k)}" for rank, scales in enumerate(of_layer)]
-            differing.append(f"layer {layer} ({', '.join(factors)})")
-    if differing:
-        more = f" and {len(differing) - 3} more layers" if len(differing) > 3 else ""
-        raise CheckpointError(
-            f"{path}: its ranks have different factors in {'; '.join(differing[:3])}{more}; one factor per layer can "
-            "be read: write the largest for every rank"
-        )
-    found = dict(zip(model.paged, by_rank[0], strict=True))
+    by_rank = [_rank_factors(path, ranks, rank, expected) for rank in map(str, range(len(ranks)))]
+    by_layer = dict(zip(model.paged, zip(*by_rank, strict=True), strict=True))
+    found = join_ranks(
+        path, by_layer, {layer: mixer.num_kv_heads for layer, mixer in model.paged.items()}
+    )
     layers = tuple(found.get(index) for index in range(model.num_layers))
     return KVScales(layers, Format.E4M3FN, unneeded=model.without_pages)
 
@@ -272,9 +264,60 @@ def _check_ranks(path: Path, ranks: dict[str, Any], model: ModelConfig) -> None:
             )
 
 
-def _rank_layers(
+def join_ranks(
+    source: Path,
+    factors: Mapping[int, Sequence[tuple[str, float]]],
+    num_kv_heads: Mapping[int, int],
+) -> dict[int, LayerScales]:
+    """Make scales of what each rank of a tensor-parallel engine has for its own KV heads.
+
+    factors: by layer, (name, factor of K and V) of each rank; num_kv_heads: of the whole model, by
+    layer. Such engines give rank r of n the heads from r * num_kv_heads / n on; with fewer heads
+    than ranks, n / num_kv_heads ranks have the same one. The result has one scale per layer where
+    all ranks agree, in every layer, else one per KV head.
+
+    Raises CheckpointError, naming `source`, layer and factors, where ranks with the same head
+    differ, or do not divide the heads evenly.
+    """
+    if not _differing(factors.values()):
+        return {
+            layer: LayerScales((ranks[0][1],), (ranks[0][1],), Granularity.TENSOR, (ranks[0][0],))
+            for layer, ranks in factors.items()
+        }
+    found, shared = {}, []
+    for layer, ranks in factors.items():
+        count, heads = len(ranks), num_kv_heads[layer]
+        if heads % count and count % heads:
+            raise CheckpointError(
+                f"{source} is for {count} ranks, which cannot share the {heads} KV heads of layer {layer}: it belongs "
+                "to another model"
+            )
+        per_rank, per_head = max(1, heads // count), max(1, count // heads)
+        if _differing(ranks[first : first + per_head] for first in range(0, count, per_head)):
+            values = ", ".join(
+                f"rank {rank}: {factor:.9g}" for rank, (_, factor) in enumerate(ranks)
+            )
+            shared.append(f"layer {layer} ({values})")
+        scales = tuple(factor for _, factor in ranks[::per_head] for _ in range(per_rank))
+        names = tuple(name for name, _ in ranks)
+        found[layer] = LayerScales(scales, scales, Granularity.HEAD, names)
+    if shared:
+        more = f" and {len(shared) - 3} more layers" if len(shared) > 3 else ""
+        raise CheckpointError(
+            f"{source}: ranks that have the same KV head have different factors in {'; '.join(shared[:3])}{more}; a "
+            "head can have one: write the largest for all of its ranks"
+        )
+    return found
+
+
+def _differing(groups: Iterable[Sequence[tuple[str, float]]]) -> bool:
+    """Return whether the factors of any group of ranks differ."""
+    return any(len({factor for _, factor in ranks}) > 1 for ranks in groups)
+
+
+def _rank_factors(
     path: Path, ranks: dict[str, Any], rank: str, expected: list[str]
-) -> tuple[LayerScales, ...]:
+) -> list[tuple[str, float]]:
     factors = _object(path, ranks, rank)
     if set(factors) != set(expected):
         lacking = [layer for layer in expected if layer not in factors]
@@ -288,17 +331,17 @@ def _rank_layers(
                 if some
             )
         )
-    return tuple(_json_layer(path, rank, layer, factors[layer]) for layer in expected)
+    return [_json_factor(path, rank, layer, factors[layer]) for layer in expected]
 
 
-def _json_layer(path: Path, rank: str, layer: str, value: Any) -> LayerScales:
+def _json_factor(path: Path, rank: str, layer: str, value: Any) -> tuple[str, float]:
     name = f"scaling_factor[{rank}][{layer}]"
     if not is_number(value):
         raise CheckpointError(f"{path}: {name} is {value!r}, not a number")
     factor = nearest_float32(value)
     if not (math.isfinite(factor) and factor > 0):
         raise CheckpointError(f"{path}: {name} is {value}; a scale has to be finite and above 0")
-    return LayerScales((factor,), (factor,), Granularity.TENSOR, (f"{path.name}:{name}",))
+    return f"{path.name}:{name}", factor
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -9,18 +9,19 @@ the producer's to the bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.reader import Checkpoint
+from freight.errors import ConfigError
 from freight.fp8.cast import convert_e4m3
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, LinearScheme, Scheme, WeightScales
-from freight.fp8.weights import regroup
+from freight.fp8.weights import BLOCK, regroup
 from freight.operands.weight import Weight
 
 # Suffixes of a module's tensors, in all producers' spellings
@@ -61,6 +62,29 @@ class StoredLinear:
             self.input_scale_in(format),
             self.input_limit,
         )
+
+    def of_rows(self, rows: Sequence[slice]) -> StoredLinear:
+        """Return the matrix of these output rows, of which a checkpoint presents only those
+        (`Checkpoint.narrow`).
+
+        Raises ConfigError where a block of scales would be cut.
+        """
+        count = 0
+        scales = []
+        for one in rows:
+            if self.scale.ndim == 1:
+                scales.append(self.scale[one])
+            else:
+                aligned = one.start % BLOCK == 0 or one.start // BLOCK == (one.stop - 1) // BLOCK
+                if count % BLOCK or not aligned:
+                    raise ConfigError(
+                        f"a rank would have rows {one.start} to {one.stop} of {self.weight}, which has a scale for "
+                        f"each {BLOCK} x {BLOCK} values: choose a --tensor-parallel-size with which ranks begin at "
+                        f"multiples of {BLOCK} rows"
+                    )
+                scales.append(self.scale[one.start // BLOCK : -(-one.stop // BLOCK)])
+            count += one.stop - one.start
+        return replace(self, shape=(count, *self.shape[1:]), scale=torch.cat(scales))
 
     def input_scale_in(self, format: Format) -> float | None:
         """Return the input scale for the matrix in `format`: E4M3FNUZ has half the value of E4M3FN

@@ -6,8 +6,8 @@
     config.json         or TensorRT-LLM's: `architecture`, `mapping`, `quantization`
 
 Weights are merged and split for that engine, so Freight takes the KV scales and nothing else. The
-producer measures one factor for K and V of a layer and writes the same into every rank; ranks that
-differ are refused, because a single device would have to choose. Nothing here reads a weight.
+producer measures one factor for K and V of a layer and writes the same into every rank; where ranks
+differ, each factor is the scale of that rank's KV heads. Nothing here reads a weight.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from freight.checkpoint.headers import TensorEntry, read_header
-from freight.checkpoint.kv_scales import require_positive
+from freight.checkpoint.kv_scales import join_ranks, require_positive
 from freight.checkpoint.reader import read_json
 from freight.config.fields import JsonObject, is_integer
 from freight.errors import CheckpointError
-from freight.fp8.formats import Format, Granularity
-from freight.fp8.scheme import KVScales, LayerScales
+from freight.fp8.formats import Format
+from freight.fp8.scheme import KVScales
 
 _RANK_FILE = re.compile(r"(?:^|[^a-z])rank(\d+)\.safetensors$")
 _SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.attention\.kv_cache_scaling_factor$")
@@ -128,8 +128,8 @@ def read_rank_export(path: Path) -> RankExport:
     """Read headers and KV scales of the export in `path`.
 
     Raises CheckpointError, naming the file: for a rank, a layer or the JSON file that is missing,
-    ranks that differ, pipeline parallelism, a KV cache other than FP8, and a scale that is not one
-    positive finite number.
+    ranks that differ in a KV head they share, pipeline parallelism, a KV cache other than FP8, and
+    a scale that is not one positive finite number.
     """
     files = _rank_files(path)
     declared = _described(path)
@@ -154,7 +154,7 @@ def read_rank_export(path: Path) -> RankExport:
         for rank, header in zip(sorted(files), headers, strict=True)
     ]
     names = [files[rank].name for rank in sorted(files)]
-    scales = _agreed(declared, path, names, ranks)
+    scales = _joined(declared, path, names, ranks)
     return RankExport(**vars(declared), path=path, entries=headers, scales=scales)
 
 
@@ -286,11 +286,11 @@ def _read_scales(file: Path, header: Mapping[str, TensorEntry]) -> dict[int, tup
     return found
 
 
-def _agreed(
+def _joined(
     declared: _Declared, path: Path, files: list[str], ranks: list[dict[int, tuple[str, float]]]
 ) -> KVScales:
-    """Return the scales that every rank has. Raises CheckpointError, naming layer and files, where
-    they differ.
+    """Return the scales of all ranks together. Raises CheckpointError, naming layer and file, where
+    some are missing or contradict each other.
     """
     if not any(ranks):
         return KVScales((None,) * declared.num_layers)
@@ -300,30 +300,29 @@ def _agreed(
             f"{declared.config_file}: the KV cache is {json.dumps(algorithm)}; only the scales of an FP8 cache "
             "can be used"
         )
-    layers: list[LayerScales] = []
     for layer in range(declared.num_layers):
         lacking = [file for file, scales in zip(files, ranks, strict=True) if layer not in scales]
         if lacking:
             raise CheckpointError(
                 f"{path}: {lacking[0]} has no kv_cache_scaling_factor of layer {layer}"
             )
-        by_value: dict[float, str] = {}
-        for file, scales in zip(files, ranks, strict=True):
-            by_value.setdefault(scales[layer][1], file)
-        if len(by_value) > 1:
-            values = ", ".join(f"{value:.9g} in {file}" for value, file in by_value.items())
-            raise CheckpointError(
-                f"{path}: the ranks differ in the KV scale of layer {layer}: {values}; one device needs one value, so "
-                "export again for one rank (--tp_size 1)"
-            )
-        name, value = ranks[0][layer]
-        layers.append(LayerScales((value,), (value,), Granularity.TENSOR, (name,)))
     for number in chain.from_iterable(ranks):
         if number >= declared.num_layers:
             raise CheckpointError(
                 f"{path}: there is a KV scale of layer {number}, but {declared.num_layers} layers"
             )
-    return KVScales(tuple(layers), Format.E4M3FN)
+    factors = {layer: [of[layer] for of in ranks] for layer in range(declared.num_layers)}
+    heads = declared.num_kv_heads
+    if heads is None:
+        differ = [layer for layer, of in factors.items() if len({scale for _, scale in of}) > 1]
+        if differ:
+            raise CheckpointError(
+                f"{declared.config_file}: the ranks differ in the KV scale of layer {differ[0]}, but the number of KV "
+                "heads that they share is not there; copy the whole export"
+            )
+        heads = len(ranks)
+    layers = join_ranks(path, factors, dict.fromkeys(factors, heads))
+    return KVScales(tuple(layers.values()), Format.E4M3FN)
 
 
 def sizes(export: RankExport) -> dict[str, int]:

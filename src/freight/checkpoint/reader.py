@@ -12,6 +12,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from freight.checkpoint.headers import (
     Index,
     Shape,
     TensorEntry,
+    narrowed,
     read_header,
     unreadable,
 )
@@ -153,6 +155,20 @@ class Checkpoint:
             )
         self.__dict__.pop("names", None)
 
+    def narrow(self, name: str, pieces: Sequence[Index], alias: str | None = None) -> None:
+        """Present `pieces` of the tensor `name`, joined along their first dimension, in its place
+        or under the name `alias`.
+
+        Only they are read. Their indices are slices of leading dimensions.
+        """
+        whole = self.entry(name)
+        shape = narrowed(whole.shape, pieces)
+        size = whole.size * math.prod(shape) // max(1, math.prod(whole.shape))
+        self._entries[alias or name] = replace(
+            whole, shape=shape, size=size, stored=whole.stored or name, pieces=tuple(pieces)
+        )
+        self.__dict__.pop("names", None)
+
     def check(self, shapes: Mapping[str, Shape]) -> None:
         """Compare with the shapes that a model needs, without reading a tensor. Raises
         CheckpointError with all mismatches.
@@ -258,14 +274,22 @@ class Checkpoint:
 
     def _read(self, name: str) -> Tensor:
         """Read the tensor through its own mapping, so that its memory is released with the tensor."""
-        entry = self._entries[name]
+        return self._read_entry(self._entries[name], name)
+
+    def _read_entry(self, entry: TensorEntry, name: str) -> Tensor:
         file, stored = entry.file, entry.stored or name
+        if entry.pieces and (entry.index or entry.turned):  # of a part that is read first
+            part = self._read_entry(replace(entry, pieces=()), name)
+            return torch.cat([part[piece] for piece in entry.pieces])
         strided = [isinstance(at, slice) and at.step is not None for at in entry.index]
         index = tuple(
             slice(None) if every else at for at, every in zip(entry.index, strided, strict=True)
         )
         try:
             with safe_open(file, framework="pt") as handle:
+                if entry.pieces:
+                    pieces = [handle.get_slice(stored)[piece] for piece in entry.pieces]
+                    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
                 tensor: Tensor = (
                     handle.get_slice(stored)[index] if index else handle.get_tensor(stored)
                 )

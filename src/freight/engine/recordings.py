@@ -48,7 +48,7 @@ class CpuRecordings:
         self.model, self.pool = model, pool
         self.arena = Arena(self.max_num_seqs)
         self.obstacle = ""  # why this model is not recorded
-        self._library = kernels.library
+        self._kernels = kernels
 
     def bucket_of(self, num_seqs: int) -> int:
         return num_seqs
@@ -58,11 +58,11 @@ class CpuRecordings:
 
     def record(self, batch: ForwardBatch) -> Recorded:
         def step(library: Library) -> Tensor:
-            kernels = CpuKernels(library)
+            kernels = replace(self._kernels, library=library)
             kv_cache = with_kernels(self.pool.layers, kernels)
             return with_kernels(self.model, kernels).by_kernels(batch, kv_cache)
 
-        recorded = record(self._library, self.arena, step)
+        recorded = record(self._kernels.library, self.arena, step)
         if recorded.obstacle and not self.obstacle:
             self.obstacle = recorded.obstacle
             logger.debug("decode steps are not recorded: %s", recorded.obstacle)

@@ -167,6 +167,14 @@ class KernelSet(Protocol):
         """
         ...
 
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the columns of all ranks side by side, [rows, ranks * columns] in x's dtype.
+
+        x: [rows, columns], of one shape on all ranks, which make the same calls in the same order.
+        Without other ranks the result is x. Raises RankError if another rank has ended.
+        """
+        ...
+
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> PackedExperts:
         """Pack one matrix of each expert for this set's `experts`; called once, at load.
 

@@ -13,6 +13,7 @@ from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedWeight, Rows
 from freight.operands.routing import Routing
 from freight.operands.weight import Weight
+from freight.parallel.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class ReferenceKernels:
     products: Fp8Products = Fp8Products.NONE
     note: str = ""
     name: str = "reference"
+    ranks: Ranks = ALONE
 
     packs_mxfp4 = False
     lookup = staticmethod(reference_rows.lookup)
@@ -39,6 +41,9 @@ class ReferenceKernels:
     decays = staticmethod(reference_states.decays)
     recurrence = staticmethod(reference_states.recurrence)
     gated_norm = staticmethod(reference_states.gated_norm)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self.ranks.gather(x)
 
     def pack(self, weight: Weight) -> Weight:
         return weight

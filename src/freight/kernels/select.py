@@ -10,32 +10,35 @@ from importlib.util import find_spec
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference import Fp8Products
 from freight.kernels.reference_set import ReferenceKernels
+from freight.parallel.ranks import ALONE, Ranks
 
 
-def select_kernels(name: str, device: str = "cpu", fp8_attention: bool = False) -> KernelSet:
+def select_kernels(
+    name: str, device: str = "cpu", fp8_attention: bool = False, ranks: Ranks = ALONE
+) -> KernelSet:
     """Return the kernel set `name`: 'auto' or 'reference', the values of `--kernels`.
 
     For measurements and tests also 'triton', 'cpu', or one build of the latter such as 'cpu-avx2'.
     'auto' is the best set for `device` ('cpu' or 'cuda'), and the reference if no other can run.
     `fp8_attention`: attention multiplies FP8 by FP8 over E4M3 pages; a set that cannot falls back
-    to products of decoded values. Raises KernelError, with the reason, if the CPU set was requested
-    by name and cannot run.
+    to products of decoded values. `ranks`: those over which the set gathers. Raises KernelError,
+    with the reason, if the CPU set was requested by name and cannot run.
     """
     products = Fp8Products.BOTH if fp8_attention else Fp8Products.NONE
     if name == "reference":
-        return ReferenceKernels(products)
+        return ReferenceKernels(products, ranks=ranks)
     if name == "triton" or device != "cpu":
         if find_spec("triton") is None:
             note = "slow reference kernels: Triton is not installed (pip install triton)"
-            return ReferenceKernels(note=note)
+            return ReferenceKernels(note=note, ranks=ranks)
         from freight.kernels.triton.formats import current_target
         from freight.kernels.triton.triton_set import TritonKernels
 
-        return TritonKernels(current_target(), fp8_attention)
+        return TritonKernels(current_target(), fp8_attention, ranks=ranks)
     from freight.kernels.cpu import library
     from freight.kernels.cpu.cpu_set import CpuKernels
 
     if name == "auto" and not library.runnable():
-        return ReferenceKernels(note=f"slow reference kernels: {library.describe()}")
+        return ReferenceKernels(note=f"slow reference kernels: {library.describe()}", ranks=ranks)
     _, _, build = name.partition("-")
-    return CpuKernels(library.load(build or None))
+    return CpuKernels(library.load(build or None), ranks=ranks)

@@ -20,6 +20,7 @@ class Embedding:
     projection   to hidden_size, if the rows have another size
     positions    [max_positions, hidden_size], learned; the row of each token's position is added
     norm         norm of the rows, or None
+    gathers      whether `weight` has this rank's columns alone (`KernelSet.gather`)
     """
 
     weight: Tensor
@@ -28,6 +29,7 @@ class Embedding:
     projection: Projection | None = None
     positions: Tensor | None = None
     norm: RMSNorm | None = None
+    gathers: bool = False
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Embed tokens, [num_tokens], at their positions in their sequences, [num_tokens].
@@ -37,6 +39,8 @@ class Embedding:
         rows = self.kernels.lookup(
             self.weight, token_ids, 1.0 if self.multiplier is None else self.multiplier
         )
+        if self.gathers:
+            rows = self.kernels.gather(rows)
         if self.norm is not None:
             rows = plain(self.norm(rows, None)[1])
         if self.projection is not None:
@@ -57,6 +61,8 @@ class LogitsHead:
     divisor       divides the logits
     float32       logits are not rounded to the dtype of the hidden states; a weight without scales
                   is then in float32
+    gathered      logits that are kept of those that all ranks compute together, where `weight` has
+                  this rank's rows alone
     """
 
     weight: PackedWeight
@@ -66,6 +72,7 @@ class LogitsHead:
     projection: Projection | None = None
     divisor: float | None = None
     float32: bool = False
+    gathered: int | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits, [rows, vocab_size] float32. hidden: [rows, hidden_size]."""
@@ -84,7 +91,8 @@ class LogitsHead:
             hidden = hidden.float()
         if self.input_limit is not None:
             hidden = hidden.clamp(-self.input_limit, self.input_limit)
-        return self.kernels.linear(hidden, self.weight, None, float32=True)
+        logits = self.kernels.linear(hidden, self.weight, None, float32=True)
+        return logits if self.gathered is None else self.kernels.gather(logits)[:, : self.gathered]
 
     def bounded(self, logits: Tensor) -> Tensor:
         """Apply `divisor` and `soft_cap` to the result of `product`."""

@@ -50,4 +50,24 @@ class UnmergedLinear:
         return self.parts[0].kernels.join([(part(plain(x)), None) for part in self.parts])
 
 
-Projection = Linear | UnmergedLinear
+@dataclass(frozen=True)
+class GatheredLinear:
+    """A projection whose inputs are on all ranks, each with some columns, as its outputs are.
+
+    `linear` has this rank's rows of the matrix, over all inputs. So one rank sums an output, in the
+    order of one rank alone, and inputs are quantized from whole rows.
+    """
+
+    linear: Linear | UnmergedLinear
+    kernels: KernelSet
+
+    consumer: ClassVar[None] = None  # the columns of other ranks come between
+
+    def __call__(self, x: Rows) -> Tensor:
+        """Return all outputs, [rows, out_features]. x: this rank's inputs, [rows, in_features /
+        ranks].
+        """
+        return self.kernels.gather(self.linear(self.kernels.gather(plain(x))))
+
+
+Projection = Linear | UnmergedLinear | GatheredLinear

@@ -23,9 +23,10 @@ from freight.config.layer import NormKind
 from freight.config.model import ModelConfig
 from freight.config.tensor_names import TensorNames
 from freight.kernels.interface import KernelSet
-from freight.layers.linear import Linear, Projection, UnmergedLinear
+from freight.layers.linear import GatheredLinear, Linear, Projection, UnmergedLinear
 from freight.layers.norm import LayerNorm, Norm, RMSNorm
 from freight.models.shapes import bias_of
+from freight.models.shares import Share
 from freight.models.sources import WeightSource
 from freight.operands.weight import Weight
 
@@ -33,7 +34,7 @@ from freight.operands.weight import Weight
 @dataclass(frozen=True)
 class Builder:
     """A builder of parts from the tensors of a source. `shapes` has every tensor of the model by
-    its name.
+    its name. `share`: the rank's part of the model that these are; None: all of it.
     """
 
     source: WeightSource
@@ -41,6 +42,7 @@ class Builder:
     names: TensorNames
     shapes: dict[str, Shape]
     kernels: KernelSet
+    share: Share | None = None
 
     def tensor(self, name: str) -> Tensor:
         """Read an embedding, a norm or a bias, in the compute dtype."""
@@ -50,7 +52,9 @@ class Builder:
         """Read a tensor in float32."""
         return self.source.exact(name, self.shapes[name])
 
-    def linear(self, prefix: str, *parts: str, rows: Sequence[Tensor | None] = ()) -> Projection:
+    def linear(
+        self, prefix: str, *parts: str, rows: Sequence[Tensor | None] = ()
+    ) -> Linear | UnmergedLinear:
         """Build the projections `parts`, merged into one matrix where they can be. `rows`: the
         order of each one's outputs.
         """
@@ -66,6 +70,11 @@ class Builder:
         if Weight.mergeable(weights):
             return self.packed(Weight.concat(weights), torch.cat(biases) if biases else None)
         return UnmergedLinear(tuple(map(self.packed, weights, biases or (None,) * len(weights))))
+
+    def gathered(self, prefix: str, module: str) -> Projection:
+        """Build a projection whose inputs and outputs are on all ranks, if there are several."""
+        linear = self.linear(prefix, module)
+        return linear if self.share is None else GatheredLinear(linear, self.kernels)
 
     def packed(self, weight: Weight, bias: Tensor | None) -> Linear:
         """Pack one matrix for the kernels."""

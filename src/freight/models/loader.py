@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from freight.checkpoint.headers import Shape
-from freight.checkpoint.linears import find_linears
+from freight.checkpoint.linears import StoredLinear, find_linears
 from freight.checkpoint.mxfp4 import describe, find_experts
 from freight.checkpoint.reader import Checkpoint
 from freight.config.layer import (
@@ -28,6 +28,7 @@ from freight.config.layer import (
     PerLayerEmbeddingConfig,
 )
 from freight.config.model import ModelConfig
+from freight.errors import ConfigError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
 from freight.kernels.interface import KernelSet
@@ -43,6 +44,7 @@ from freight.models.expert_weights import Read, expert_matrices
 from freight.models.mixers import build_mixer
 from freight.models.shapes import kept_in_16_bits, shared_names
 from freight.models.shapes import tensor_shapes as tensor_shapes
+from freight.models.shares import Share
 from freight.models.sources import CheckpointSource, WeightSource, in_halves
 from freight.operands.packed import PackedExperts
 from freight.operands.rotary import Rotary
@@ -68,8 +70,9 @@ class ModelBuilder(Builder):
         norm = None
         if self.config.embedding_norm:
             # The norm has no weights of the model: these divide its result by `divisor`.
+            width = self.config.embedding_size or self.config.hidden_size
             factors = torch.full(
-                weight.shape[1:], 1 / self.divisor, dtype=torch.float32, device=weight.device
+                (width,), 1 / self.divisor, dtype=torch.float32, device=weight.device
             )
             norm = RMSNorm(factors, self.config.norm_eps, self.kernels)
         elif self.divisor != 1:
@@ -83,6 +86,7 @@ class ModelBuilder(Builder):
             projection=self.outer(self.names.project_in),
             positions=positions,
             norm=norm,
+            gathers=self.share is not None,
         )
 
     def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
@@ -253,7 +257,7 @@ class ModelBuilder(Builder):
     def dense(self, mlp: DenseConfig, prefix: str, gate_up: tuple[str, ...], down: str) -> MLP:
         """Build a feed-forward from the modules `gate_up` and `down`."""
         return MLP(
-            self.linear(prefix, *gate_up), self.linear(prefix, down), mlp.activation, self.kernels
+            self.linear(prefix, *gate_up), self.gathered(prefix, down), mlp.activation, self.kernels
         )
 
     def experts(self, mlp: MoEConfig, prefix: str, *parts: str) -> PackedExperts:
@@ -295,20 +299,30 @@ class ModelBuilder(Builder):
         return self.kernels.pack_experts(Read(shape[0], read), bias)
 
 
-def model_builder(config: ModelConfig, source: WeightSource, kernels: KernelSet) -> ModelBuilder:
+def model_builder(
+    config: ModelConfig, source: WeightSource, kernels: KernelSet, share: Share | None = None
+) -> ModelBuilder:
     """Return a builder of the parts of a model. `build_decoder` builds all of them; work that goes
     through a model layer by layer builds one at a time and never holds all.
+
+    `share`: the part of it that a rank has; `config` and `source` are then the rank's.
     """
-    return ModelBuilder(source, config, tensor_names(config), tensor_shapes(config), kernels)
+    shapes = tensor_shapes(config) if share is None else dict(share.shapes)
+    return ModelBuilder(source, config, tensor_names(config), shapes, kernels, share)
 
 
 def build_decoder(
-    config: ModelConfig, source: WeightSource, kernels: KernelSet, max_len: int, device: str
+    config: ModelConfig,
+    source: WeightSource,
+    kernels: KernelSet,
+    max_len: int,
+    device: str,
+    share: Share | None = None,
 ) -> Decoder:
     """Build the model that `config` describes from the tensors of `source`, for positions below
-    `max_len`.
+    `max_len`. `share` is as for `model_builder`.
     """
-    builder = model_builder(config, source, kernels)
+    builder = model_builder(config, source, kernels, share)
     ropes = build_ropes(config.ropes, max_len, device)
     layers = tuple(builder.layer(index, ropes) for index in range(config.num_layers))
     names = builder.names
@@ -333,6 +347,7 @@ def build_decoder(
         projection=builder.outer(names.project_out),
         divisor=config.logit_divisor,
         float32=config.float32_head,
+        gathered=None if share is None else config.vocab_size,
     )
     per_layer = builder.per_layer_embeddings()
     return Decoder(config, embedding, layers, final_norm, logits_head, per_layer)
@@ -347,8 +362,11 @@ def load_model(
     max_len: int,
     device: str,
     scheme: Scheme = UNQUANTIZED,
+    share: Share | None = None,
 ) -> Decoder:
     """Read a checkpoint for computing in `compute_format`, for positions below `max_len`.
+
+    `config` is the whole model, of which a rank reads its `share` alone.
 
     Matrices that `scheme` declares to be FP8 become `weight_format`, an E4M3 variant; the others
     become `compute_format`. If it declares no matrix quantized and `weight_format` is FP8, every
@@ -375,6 +393,9 @@ def load_model(
     for reason, count in skipped_parts(config, checkpoint.names).items():
         logger.info("skipping %d tensors %s", count, reason)
     checkpoint.finish(pending=needed)
+    if share is not None:
+        stored = present_share(checkpoint, share, stored)
+        config = replace(share.model, ropes=config.ropes)
     source = CheckpointSource(
         checkpoint,
         compute_format,
@@ -387,4 +408,33 @@ def load_model(
     )
     if packed:
         logger.info("%s", describe(packed, compute_format, kernels.packs_mxfp4))
-    return build_decoder(config, source, kernels, max_len, device)
+    return build_decoder(config, source, kernels, max_len, device, share)
+
+
+def present_share(
+    checkpoint: Checkpoint, share: Share, stored: Mapping[str, StoredLinear]
+) -> dict[str, StoredLinear]:
+    """Present the tensors of `share` in the place of the whole ones; return its FP8 matrices.
+
+    Raises ConfigError for a matrix that cannot be cut so.
+    """
+    cut = dict(stored)
+    head, of_head = share.head
+    embedding = tensor_names(share.whole).embedding
+    # the head first: it may be a part of the embedding
+    for name in sorted(share.pieces, key=lambda name: name != head):
+        pieces = share.pieces[name]
+        whole = of_head if name == head else name
+        matrix = stored.get(whole)
+        if matrix is None:
+            checkpoint.narrow(whole, pieces, name)
+        elif whole != embedding:
+            rows = [index[0] for index in pieces]
+            cut[name] = matrix.of_rows([one for one in rows if isinstance(one, slice)])
+            checkpoint.narrow(matrix.weight, pieces)
+        else:
+            raise ConfigError(
+                f"--tensor-parallel-size {share.size}: {matrix.weight} is an embedding in {matrix.format}, which is "
+                "not divided over ranks yet; omit it"
+            )
+    return cut

@@ -67,7 +67,7 @@ def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Rop
         v_norm = _value_factor(mixer, builder, prefix)
     return Attention(
         qkv=builder.linear(prefix, *names.qkv_of(mixer), rows=_qkv_rows(mixer, builder)),
-        o=builder.linear(prefix, names.o),
+        o=builder.gathered(prefix, names.o),
         rotary=rotary if norms is None or mixer.qk_norm_whole else replace(rotary, norms=norms),
         softmax_scale=mixer.softmax_scale,
         window=mixer.window,

@@ -41,8 +41,11 @@ from freight.models.decoder import LanguageModel
 from freight.models.expert_names import as_stored, present_experts, present_written
 from freight.models.loader import load_model
 from freight.models.random_weights import random_model
+from freight.models.shares import Share, share_of
 from freight.models.sizes import ForeignBytes, Layout, foreign_bytes, online
 from freight.models.weight_bytes import weight_bytes
+from freight.parallel.ranks import ALONE, Ranks
+from freight.parallel.shards import of_rank, scales_of_rank
 from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
@@ -128,6 +131,7 @@ class OpenModel:
     """A checkpoint with its headers and scale tensors read and checked, and no weight yet.
 
     `checkpoint` is None for a model of random weights, which has no tokenizer and no stop ids.
+    `model` is the whole model, also with several `ranks`, each of which has a share of it.
     """
 
     args: EngineArgs
@@ -136,6 +140,32 @@ class OpenModel:
     scheme: Scheme
     kv_scales: KVScales
     device: DeviceFacts
+    ranks: Ranks = ALONE
+    random_shape: str | None = None  # of random weights
+
+    @property
+    def share(self) -> Share | None:
+        """What this rank has of the model; None without other ranks. Raises ConfigError as
+        `parallel.shards.require_divisible`.
+        """
+        if self.ranks.size == 1:
+            return None
+        return share_of(self.model, self.ranks.rank, self.ranks.size)
+
+    def as_rank(self, ranks: Ranks, cores: int) -> OpenModel:
+        """Return the model as one of several ranks opens it, with its part of the machine."""
+        free = self.device.memory_free // ranks.size
+        return replace(
+            self, ranks=ranks, device=replace(self.device, cores=cores, memory_free=free)
+        )
+
+    def with_rank_scales(self, config: EngineConfig) -> EngineConfig:
+        """Return `config`, resolved for the whole model, with the KV scales of this rank."""
+        if config.kv.scales is None or self.ranks.size == 1:
+            return config
+        numbers = self.ranks.rank, self.ranks.size
+        scales = scales_of_rank(config.kv.scales, self.model, *numbers)
+        return replace(config, kv=replace(config.kv, scales=scales))
 
     def resolve(self, args: EngineArgs) -> EngineConfig:
         """Resolve `args` for this checkpoint. They may differ from the arguments that it was opened
@@ -179,7 +209,7 @@ class OpenModel:
 
     def kernels(self, config: EngineConfig) -> KernelSet:
         """Select the kernels for `config`."""
-        return select_kernels(config.kernels, config.device, config.fp8_attention)
+        return select_kernels(config.kernels, config.device, config.fp8_attention, self.ranks)
 
     def load(self, config: EngineConfig, num_positions: int | None = None) -> LanguageModel:
         """Read the weights, or draw them, with the threads of `config`. Logs their size and the
@@ -213,10 +243,11 @@ class OpenModel:
         logger.info("%s", describe_weights(*formats, self.scheme, self.model))
         if self.model.foreign is not None:
             return self._load_foreign(kernels, config)
+        share, device = self.share, config.device
         if self.checkpoint is None:
-            return random_model(model, kernels, *formats, length, config.device, config.seed)
+            return random_model(model, kernels, *formats, length, device, config.seed, share)
         return load_model(
-            self.checkpoint, model, kernels, *formats, length, config.device, self.scheme
+            self.checkpoint, model, kernels, *formats, length, device, self.scheme, share
         )
 
     def _log_dtype(self, compute: Format) -> None:
@@ -251,9 +282,10 @@ class OpenModel:
         return loaded
 
     def cache_spec(self, config: EngineConfig) -> KVCacheSpec:
-        """Return the layout of the cache for `config`."""
+        """Return the layout of the cache for `config`, as this rank has it."""
         sizes = config.compute_format, config.state_every, config.max_model_len
-        return cache_spec(config.kv, self.model, config.block_size, *sizes)
+        model = of_rank(self.model, self.ranks.size)
+        return cache_spec(config.kv, model, config.block_size, *sizes)
 
     def stop_token_ids(self) -> frozenset[int]:
         """Return the token ids that end a completion; none for random weights."""
@@ -310,6 +342,7 @@ def open_random(args: EngineArgs, shape: str) -> OpenModel:
         scheme=Scheme(),
         kv_scales=KVScales((None,) * model.num_layers),
         device=probe(args.device),
+        random_shape=shape,
     )
 
 

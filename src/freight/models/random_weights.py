@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from freight.fp8.formats import Format
 from freight.kernels.interface import KernelSet
 from freight.models.decoder import Decoder
 from freight.models.loader import build_decoder
+from freight.models.shapes import tensor_shapes
+from freight.models.shares import Share
 from freight.models.sources import narrower
 from freight.operands.weight import Activations, Weight
 
@@ -84,6 +87,57 @@ class RandomSource:
         return Weight(self.tensor(name, shape))
 
 
+@dataclass(frozen=True)
+class CutSource:
+    """A `WeightSource` that takes whole tensors from another one and returns a rank's share of
+    them.
+    """
+
+    source: RandomSource
+    share: Share
+    _shared: dict[str, Tensor] = field(default_factory=dict)  # the embedding, for a tied head
+
+    @cached_property
+    def _shapes(self) -> dict[str, Shape]:
+        return tensor_shapes(self.share.whole)
+
+    def _cut(self, name: str, whole: Tensor) -> Tensor:
+        pieces = self.share.pieces.get(name)
+        if pieces is None:
+            return whole
+        return torch.cat([whole[piece] for piece in pieces]).contiguous()
+
+    def tensor(self, name: str, shape: Shape) -> Tensor:
+        whole = self.source.tensor(name, self._shapes[name])
+        if name == self.share.head[1]:
+            self._shared[name] = whole
+        return self._cut(name, whole)
+
+    def table(self, name: str, shape: Shape, format: Format) -> Tensor:
+        return self._cut(name, self.source.table(name, self._shapes[name], format))
+
+    def exact(self, name: str, shape: Shape) -> Tensor:
+        return self._cut(name, self.source.exact(name, self._shapes[name]))
+
+    def weight(self, name: str, shape: Shape) -> Weight:
+        whole = self.source.weight(name, self._shapes[name])
+        scale = None if whole.scale is None else self._cut(name, whole.scale)
+        return replace(whole, data=self._cut(name, whole.data), scale=scale)
+
+    def input_scale(self, name: str) -> float | None:
+        return self.source.input_scale(name)
+
+    def experts(self, name: str, shape: Shape, pairs: bool) -> Iterator[Weight]:
+        raise AssertionError("experts are not divided over ranks")
+
+    def head(self, name: str, shape: Shape) -> Weight:
+        head, of_head = self.share.head
+        if name == head and of_head in self._shared:
+            return Weight(self._cut(name, self._shared.pop(of_head)))
+        whole = self.source.head(name, self._shapes[name])
+        return replace(whole, data=self._cut(name, whole.data))
+
+
 def random_model(
     config: ModelConfig,
     kernels: KernelSet,
@@ -92,10 +146,16 @@ def random_model(
     max_len: int,
     device: str,
     seed: int = 0,
+    share: Share | None = None,
 ) -> Decoder:
-    """Build a model as `load_model` does, without a checkpoint."""
+    """Build a model as `load_model` does, without a checkpoint. Every rank draws all of it, and
+    keeps its `share`.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     source = RandomSource(
         compute_format, weight_format, device, generator, norm=1.0 - config.norm_offset
     )
-    return build_decoder(config, source, kernels, max_len, device)
+    if share is None:
+        return build_decoder(config, source, kernels, max_len, device)
+    own = replace(share.model, ropes=config.ropes)
+    return build_decoder(own, CutSource(source, share), kernels, max_len, device, share)

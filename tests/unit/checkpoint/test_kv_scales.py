@@ -255,8 +255,8 @@ def test_json(read_json):
             "scaling_factor[1][1] is 0",
         ),
         (
-            {"ranks": {"0": FACTORS, "1": FACTORS | {"1": 0.03}, "2": FACTORS}},
-            "different factors in layer 1 (rank 0: 0.0188860223, rank 1: 0.0299999993, rank 2: 0.0188860223)",
+            {"ranks": {str(rank): FACTORS | {"1": 1 + (rank == 3)} for rank in range(6)}},
+            "different factors in layer 1 (rank 0: 1, rank 1: 1, rank 2: 1, rank 3: 2, rank 4: 1, rank 5: 1)",
         ),
         (
             {"ranks": {"0": FACTORS, "1": FACTORS}},
@@ -304,21 +304,45 @@ def test_json_of_several_ranks_with_equal_factors(read_json, count):
     assert read_json(ranks={str(rank): FACTORS for rank in range(count)}) == read_json()
 
 
-def test_ranks_that_differ_in_many_layers_are_counted(tmp_path, shape):
+def test_each_rank_has_the_scale_of_its_heads(read_json):
+    """Three KV heads: of 3 ranks each has one, of 6 each has one together with its neighbour."""
+    for count in (3, 6):
+        ranks = {
+            str(rank): {"0": 0.5, "1": 0.25 * (1 + rank * 3 // count)} for rank in range(count)
+        }
+        first, second = read_json(ranks=ranks).layers
+        assert (first.k, first.v, first.granularity) == ((0.5,) * 3, (0.5,) * 3, Granularity.HEAD)
+        assert second.k == second.v == (0.25, 0.5, 0.75)
+        assert second.granularity is Granularity.HEAD
+        assert len(second.names) == count
+
+
+def test_a_rank_has_several_heads(tmp_path, shape):
+    """vLLM gives rank r of n the KV heads from r * heads / n on."""
+    wide = replace(
+        shape,
+        layers=tuple(
+            replace(layer, mixer=replace(layer.mixer, num_heads=8, num_kv_heads=4))
+            for layer in shape.layers
+        ),
+    )
+    path = tmp_path / "kv_cache_scales.json"
+    factors = {"0": {"0": 0.5, "1": 1.0}, "1": {"0": 2.0, "1": 1.0}}
+    cache = {"dtype": "float8_e4m3fn", "scaling_factor": factors}
+    path.write_text(json.dumps({"kv_cache": cache}))
+    assert [layer.k for layer in read_scale_json(path, wide).layers] == [
+        (0.5, 0.5, 2.0, 2.0),
+        (1.0, 1.0, 1.0, 1.0),
+    ]
+
+
+def test_layers_whose_ranks_share_a_head_and_differ_are_counted(tmp_path, shape):
     many = replace(shape, layers=shape.layers * 3)
     factors = {str(layer): 0.1 for layer in range(len(many.layers))}
-    other = dict.fromkeys(factors, 0.2)
+    ranks = {str(rank): dict.fromkeys(factors, 0.1 + rank) for rank in range(6)}
     path = tmp_path / "kv_cache_scales.json"
-    path.write_text(
-        json.dumps(
-            {
-                "kv_cache": {
-                    "dtype": "float8_e4m3fn",
-                    "scaling_factor": {"0": factors, "1": other, "2": other},
-                }
-            }
-        )
-    )
+    cache = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}
+    path.write_text(json.dumps({"kv_cache": cache}))
     with pytest.raises(
         CheckpointError, match=r"layer 0 .*layer 1 .*layer 2 .* and 3 more layers; .*the largest"
     ):

@@ -81,6 +81,27 @@ def test_its_scales_go_into_the_16_bit_model(freight: Run, tmp_path: Path, out: 
     assert cache_of(out) == ("fp8_e4m3fn", "checkpoint", SCALES)
 
 
+def test_ranks_that_differ_are_scales_of_their_heads(freight: Run, tmp_path: Path, out: Path):
+    """Layer 1 has 0.5 in rank 1, and the model two KV heads: one of each rank."""
+    folder = write_export(tmp_path / "export", ranks=2)
+    write_rank(folder, 1, {0: SCALES[0], 1: 0.5})
+    said = json.loads(freight("inspect", str(folder), "--json").out)
+    assert [layer["k"]["granularity"] for layer in said["kv_cache"]["scales"]] == ["head", "head"]
+    answer = freight("scales", "extract", str(folder), BASE, str(out))
+    assert answer.code == 0, answer.err
+    llm = LLM(str(out), kv_cache_dtype="fp8", kv_cache_memory="4MiB", skip_tokenizer_init=True)
+    assert llm.kv_cache_info()["granularity"] == "head"
+    scales = [layer.pages.k_scale for layer in llm.engine.runner.pool.layers]
+    assert [scale[:, 0].tolist() for scale in scales if scale is not None] == [
+        [SCALES[0], SCALES[0]],
+        [SCALES[1], 0.5],
+    ]
+    file = tmp_path / "scales.json"
+    assert freight("scales", "export", str(folder), str(file)).code == 0
+    factors = json.loads(file.read_text())["kv_cache"]["scaling_factor"]
+    assert factors == {"0": {"0": SCALES[0], "1": 0.5}}  # one for all heads: the largest
+
+
 def test_export_writes_what_older_engines_extracted(freight: Run, export: Path, tmp_path: Path):
     file = tmp_path / "kv_cache_scales.json"
     assert freight("scales", "export", str(export), str(file)).code == 0
@@ -171,6 +192,12 @@ def with_json(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: (folder / "llama_tp1.json").write_text(json.dumps(ammo_json(2) | changes))
 
 
+def write_one_head(folder: Path, heads: int | None = 1) -> None:
+    """The description of an export of two ranks with so many KV heads, None if it says nothing."""
+    layers = [layer | {"num_kv_heads": heads} for layer in ammo_json(2)["layers"]]
+    with_json(layers=layers)(folder)
+
+
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a rank missing": (
         without("rank1.safetensors"),
@@ -186,9 +213,19 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: (folder / "config.json").write_text(json.dumps(tensorrt_llm_json(2))),
         "config.json and llama_tp1.json both describe an export",
     ),
-    "ranks that differ": (
-        lambda folder: write_rank(folder, 1, {0: SCALES[0], 1: 0.5}),
-        "the ranks differ in the KV scale of layer 1: 0.0244140625 in rank0.safetensors, 0.5 in rank1.safetensors",
+    "ranks that differ in one head": (
+        lambda folder: (
+            write_one_head(folder),
+            write_rank(folder, 1, {0: SCALES[0], 1: 0.5}),
+        ),
+        "ranks that have the same KV head have different factors in layer 1 (rank 0: 0.0244140625, rank 1: 0.5)",
+    ),
+    "ranks that differ, of an unknown number of heads": (
+        lambda folder: (
+            write_one_head(folder, heads=None),
+            write_rank(folder, 1, {0: SCALES[0], 1: 0.5}),
+        ),
+        "differ in the KV scale of layer 1, but the number of KV heads that they share is not there",
     ),
     "a layer missing": (
         lambda folder: write_rank(folder, 1, {0: SCALES[0]}),

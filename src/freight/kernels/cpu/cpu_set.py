@@ -11,6 +11,7 @@ from freight.kernels.cpu import (
     elementwise,
     experts,
     linear,
+    ranks,
     rowwise,
     states,
     store,
@@ -21,6 +22,8 @@ from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import CpuWeight
 from freight.kernels.interface import method_on
 from freight.operands.weight import Weight, Weights
+from freight.parallel.ranks import ALONE, Ranks
+from freight.parallel.shared import SharedMemory
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class CpuKernels:
 
     library: Library
     note: str = ""
+    ranks: Ranks = ALONE
 
     packs_mxfp4 = True
     lookup = method_on("library", rowwise.lookup)
@@ -53,6 +57,13 @@ class CpuKernels:
     def name(self) -> str:
         """Return the name with the build, such as 'cpu-avx2'."""
         return f"cpu-{self.library.build}"
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Compute `KernelSet.gather`: in C over shared memory, else as the transport does."""
+        transport = self.ranks.transport
+        if isinstance(transport, SharedMemory):
+            return ranks.gather(self.library, transport, x)
+        return self.ranks.gather(x)
 
     def pack(self, weight: Weight) -> CpuWeight:
         """Pack `weight`; the first large one measures how to prefetch weights (tuning.py)."""

@@ -10,7 +10,7 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-from freight.errors import CapacityError, FreightError, KernelError
+from freight.errors import CapacityError, FreightError, KernelError, RankError
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import SCALE_GROUP as SCALE_GROUP  # FREIGHT_SCALE_GROUP
 from freight.fp8.formats import Format
@@ -18,8 +18,10 @@ from freight.operands.activation import Activation, GatedFunction, GateFunction
 from freight.operands.routing import Scoring
 from freight.operands.tiles import STATE_TILE as STATE_TILE  # FREIGHT_STATE_TILE
 from freight.operands.weight import Activations
+from freight.parallel.shared import MAX_RANKS as MAX_RANKS  # FREIGHT_MAX_RANKS
+from freight.parallel.shared import FreightRanks as FreightRanks
 
-ABI = 26  # FREIGHT_ABI; a library with another number is refused
+ABI = 27  # FREIGHT_ABI; a library with another number is refused
 LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8  # FREIGHT_… of the headers
 
 FORMAT_CODES = {
@@ -43,7 +45,8 @@ GATED_ACTIVATIONS = {
 UNGATED_ACTIVATIONS = {Activation.RELU: 0, Activation.RELU_SQUARED: 1}
 GATE_FUNCTIONS = {GateFunction.SOFTPLUS: 0, GateFunction.SIGMOID: 1, GateFunction.IDENTITY: 2}
 SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.CHOSEN: 2}
-OK, OUT_OF_MEMORY, FAILED, SHORT_CONTEXT, NO_SUCH_ROW = range(5)  # FreightStatus
+# FreightStatus
+OK, OUT_OF_MEMORY, FAILED, SHORT_CONTEXT, NO_SUCH_ROW, RANK_LOST, RANK_FAILED = range(7)
 
 _ERRORS: dict[int, tuple[type[FreightError], str]] = {
     OUT_OF_MEMORY: (
@@ -56,6 +59,8 @@ _ERRORS: dict[int, tuple[type[FreightError], str]] = {
         "a sequence has more queries than keys: its context must include the tokens of this step",
     ),
     NO_SUCH_ROW: (KernelError, "a token id or position is outside the embedding"),
+    RANK_LOST: (RankError, "another rank has ended, or does not answer"),
+    RANK_FAILED: (KernelError, "another rank has left the step"),
 }
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -260,6 +265,14 @@ class FreightRecurrence(ctypes.Structure):
     )
 
 
+class FreightGather(ctypes.Structure):
+    _fields_ = _fields(
+        (_POINTER, "ranks part out"),
+        (_LONG, "rows part_bytes"),
+        (_INT, "only threads"),
+    )
+
+
 class FreightCall(ctypes.Structure):
     _fields_ = _fields((_POINTER, "arguments"), (_INT, "function"))
 
@@ -283,6 +296,7 @@ _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "recurrence": FreightRecurrence,
     "lookup": FreightLookup,
     "by_head": FreightByHead,
+    "gather": FreightGather,
 }
 FUNCTIONS = tuple(_STRUCTS)
 # Argument types of the functions that compute, by name. They return a FreightStatus.

@@ -30,6 +30,7 @@ from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedWeight, Rows
 from freight.operands.weight import Weight
+from freight.parallel.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class TritonKernels:
     target: Target
     fp8_attention: bool = False
     note: str = ""
+    ranks: Ranks = ALONE
 
     name = "triton"
     packs_mxfp4 = False
@@ -58,6 +60,9 @@ class TritonKernels:
     decays = staticmethod(gates.decays)
     recurrence = method_on("target", recurrence.recurrence)
     gated_norm = method_on("target", gates.gated_norm)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self.ranks.gather(x)
 
     def pack(self, weight: Weight) -> Weight:
         return weight

@@ -1,0 +1,1 @@
+"""Ranks: what several processes that compute one model need of each other."""

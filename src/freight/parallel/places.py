@@ -1,0 +1,80 @@
+"""Places: the processors of each rank. Imports no torch.
+
+A rank belongs on a memory node (NUMA) of its own, where its threads read near memory alone. On one
+node ranks gain nothing: they do the work of one process, and wait for each other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from freight.device import processors
+from freight.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank computes. `processors` None: wherever the system puts its threads, of which it
+    has at most `cores`.
+    """
+
+    processors: frozenset[int] | None
+    cores: int
+
+    def take(self) -> None:
+        """Bind the calling thread, and those that it starts, to the processors."""
+        if self.processors is not None:
+            os.sched_setaffinity(0, self.processors)
+
+
+def places(
+    size: int, rank_cpus: str | None, nodes: Sequence[frozenset[int]], cores: int
+) -> tuple[Place, ...]:
+    """Return the places of `size` ranks.
+
+    rank_cpus: processors of each rank, '0-31|32-63'; None: its memory node, of `nodes`, or where
+    there are too few, an even share of the `cores` that this process may use. Raises ConfigError
+    for processors that do not exist, are named twice or are for another number of ranks.
+    """
+    if rank_cpus is not None:
+        named = parse_rank_cpus(rank_cpus, size)
+        _require_usable(rank_cpus, named)
+        return tuple(Place(one, len(one)) for one in named)
+    if len(nodes) < 2 or len(nodes) % size:
+        return (Place(None, max(1, cores // size)),) * size
+    each = len(nodes) // size
+    of_rank = [frozenset[int]().union(*nodes[r * each : (r + 1) * each]) for r in range(size)]
+    return tuple(Place(one, len(one)) for one in of_rank)
+
+
+def parse_rank_cpus(value: str, size: int) -> tuple[frozenset[int], ...]:
+    """Return the processors of each rank. Raises ConfigError for a value that does not name some for
+    each of `size` ranks, or names one twice.
+    """
+    example = '"0-31|32-63" for two ranks'
+    try:
+        named = tuple(frozenset(processors(part)) for part in value.split("|"))
+    except ValueError:
+        raise ConfigError(
+            f"--rank-cpus {value!r} is no list of processors; write {example}"
+        ) from None
+    if len(named) != size or not all(named):
+        raise ConfigError(
+            f"--rank-cpus {value!r} names processors for {sum(map(bool, named))} ranks, but there are {size}; "
+            f"write {example}"
+        )
+    if sum(map(len, named)) != len(frozenset[int]().union(*named)):
+        raise ConfigError(f"--rank-cpus {value!r} gives a processor to two ranks; write {example}")
+    return named
+
+
+def _require_usable(value: str, named: Sequence[frozenset[int]]) -> None:
+    if not hasattr(os, "sched_getaffinity"):
+        raise ConfigError(f"--rank-cpus {value!r}: processors can be chosen on Linux only; omit it")
+    missing = sorted(frozenset[int]().union(*named) - os.sched_getaffinity(0))
+    if missing:
+        raise ConfigError(
+            f"--rank-cpus {value!r}: this process may not use processor {missing[0]}; `freight env` shows which it may"
+        )

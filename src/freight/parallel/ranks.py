@@ -1,0 +1,55 @@
+"""Ranks: the processes that compute one model together, each some columns of every activation.
+
+Every matrix is cut by its output rows, so each output is summed by one rank over all inputs, in the
+order in which one process alone sums it. Columns are gathered where all of them are needed. No sum
+is split, so the results for any number of ranks are those of one, bit for bit.
+
+`Ranks` is a value that is handed down with the kernels (`KernelSet.gather`), and never a global.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Transport(Protocol):
+    """How parts of activations get from one rank to the others.
+
+    Every rank makes the same calls in the same order. A call returns once all ranks have made it.
+    """
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the parts of all ranks side by side, [rows, size * columns].
+
+        part: [rows, columns], of the same shape and dtype on every rank. Raises RankError if
+        another rank has ended or does not answer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the transport. The other ranks then see this one as ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A rank's number among `size`, and its way to the others; None without others."""
+
+    rank: int
+    size: int
+    transport: Transport | None
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.size
+        assert (self.transport is None) == (self.size == 1)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return `Transport.gather`; `part` itself without other ranks."""
+        return part if self.transport is None else self.transport.gather(part)
+
+
+ALONE = Ranks(rank=0, size=1, transport=None)

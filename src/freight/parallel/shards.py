@@ -1,0 +1,138 @@
+"""Shards: what each rank computes of a model, from its ModelConfig alone. Imports no torch.
+
+A rank is the whole program over a smaller ModelConfig: its heads and its intermediate channels. So
+cache, kernels and the forward pass need no rule for ranks. Every matrix is cut by output rows:
+
+    q; k, v          its heads; with fewer KV heads than ranks, several ranks have the same one
+    gate, up         its intermediate channels
+    o, down          its part of the hidden size, over all inputs, which are gathered before
+    head             its part of the vocabulary
+    embedding        its part of the columns
+    norms            whole, as the hidden size is whole on every rank
+
+What does not divide evenly is refused, with the numbers, before a weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig, MoEConfig
+from freight.config.model import ModelConfig
+from freight.errors import ConfigError, choices
+from freight.fp8.formats import Granularity
+from freight.fp8.scheme import KVScales, LayerScales
+from freight.parallel.shared import MAX_RANKS
+
+
+def require_divisible(model: ModelConfig, size: int) -> None:
+    """Raise ConfigError, naming what and the sizes that fit, unless `size` ranks can divide `model`
+    evenly.
+    """
+    if size == 1:
+        return
+    fault = next(_faults(model, size), None)
+    if fault is None:
+        return
+    fitting = [other for other in range(1, MAX_RANKS + 1) if not any(_faults(model, other))]
+    way_out = "omit it" if fitting == [1] else f"choose {choices(map(str, fitting))}"
+    raise ConfigError(f"--tensor-parallel-size {size}: {fault}; {way_out}")
+
+
+def _faults(model: ModelConfig, size: int) -> Iterator[str]:
+    """Yield what `size` ranks cannot divide."""
+    if size == 1:
+        return
+    if model.foreign is not None:
+        yield f"the modules of transformers ({model.architecture}) are not divided over ranks"
+        return
+    if model.per_layer_vocab_size is not None:
+        yield "per-layer embeddings are not divided over ranks yet"
+    for index, layer in enumerate(model.layers):
+        yield from _layer_faults(layer, f"layer {index}", size)
+    for what, count in (
+        ("hidden channels", model.hidden_size),
+        ("channels of the embedding", model.embedding_size or model.hidden_size),
+    ):
+        yield from _uneven(what, count, size)
+
+
+def _layer_faults(layer: LayerConfig, where: str, size: int) -> Iterator[str]:
+    mixer, mlp = layer.mixer, layer.feed_forward
+    if isinstance(mixer, AttentionConfig):
+        if mixer.qk_norm_whole:
+            yield f"the norm over all heads of q and k of {where} is not divided over ranks yet"
+        yield from _uneven(f"attention heads of {where}", mixer.num_heads, size)
+        heads = mixer.num_kv_heads
+        if heads % size and size % heads:
+            yield f"its ranks cannot share the {heads} KV heads of {where} evenly"
+    elif mixer is not None:
+        kind = type(mixer).__name__.removesuffix("Config")
+        yield f"layers like {where} ({kind}) are not divided over ranks yet"
+    if isinstance(mlp, MoEConfig):
+        yield f"mixtures of experts ({where}) are not divided over ranks yet"
+    elif isinstance(mlp, DenseConfig):
+        yield from _uneven(f"intermediate channels of {where}", mlp.intermediate_size, size)
+
+
+def _uneven(what: str, count: int, size: int) -> Iterator[str]:
+    if count % size:
+        yield f"its ranks cannot share the {count} {what} evenly"
+
+
+def of_rank(model: ModelConfig, size: int) -> ModelConfig:
+    """Return the model that each of `size` ranks computes. They differ in their weights alone."""
+    require_divisible(model, size)
+    if size == 1:
+        return model
+    layers = tuple(_divided(layer, size) for layer in model.layers)
+    # a tied head has other rows of the embedding than the columns that are looked up
+    return replace(model, layers=layers, tie_word_embeddings=False)
+
+
+def _divided(layer: LayerConfig, size: int) -> LayerConfig:
+    mixer, mlp = layer.mixer, layer.feed_forward
+    if isinstance(mixer, AttentionConfig):
+        kv_heads = max(1, mixer.num_kv_heads // size)
+        mixer = replace(mixer, num_heads=mixer.num_heads // size, num_kv_heads=kv_heads)
+    if isinstance(mlp, DenseConfig):
+        mlp = replace(mlp, intermediate_size=mlp.intermediate_size // size)
+    return replace(layer, mixer=mixer, feed_forward=mlp)
+
+
+def part(count: int, rank: int, size: int) -> slice:
+    """Return the elements of `rank` among `count` that `size` ranks share evenly."""
+    assert count % size == 0
+    own = count // size
+    return slice(rank * own, (rank + 1) * own)
+
+
+def kv_part(num_kv_heads: int, rank: int, size: int) -> slice:
+    """Return the KV heads of `rank`: those that its query heads attend to."""
+    own = max(1, num_kv_heads // size)
+    first = rank * num_kv_heads // size
+    return slice(first, first + own)
+
+
+def scales_of_rank(scales: KVScales, model: ModelConfig, rank: int, size: int) -> KVScales:
+    """Return the KV scales of the heads that `rank` of `size` has of `model`, the whole model."""
+    if size == 1:
+        return scales
+    layers = list(scales.layers)
+    for index, mixer in model.attention.items():
+        of_layer = layers[index]
+        if of_layer is not None:
+            heads = kv_part(mixer.num_kv_heads, rank, size)
+            layers[index] = _of_heads(of_layer, heads, mixer)
+    return replace(scales, layers=tuple(layers))
+
+
+def _of_heads(scales: LayerScales, heads: slice, mixer: AttentionConfig) -> LayerScales:
+    def kept(values: tuple[float, ...]) -> tuple[float, ...]:
+        each = len(values) // mixer.num_kv_heads
+        return values[heads.start * each : heads.stop * each]
+
+    if scales.granularity is not Granularity.TENSOR:
+        scales = replace(scales, k=kept(scales.k), v=kept(scales.v))
+    return replace(scales, k_center=kept(scales.k_center))

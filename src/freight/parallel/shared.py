@@ -1,0 +1,162 @@
+"""The transport between ranks of one machine: memory that all of them map (csrc/ranks.cpp).
+
+The memory has no name, so nothing is left of it when the last rank ends, however that happens. Each
+rank holds the writing end of a pipe of its own, and the others its reading end: the system hangs it
+up when the rank ends, which shows in every gather that waits for it.
+
+Kernels gather through `SharedMemory.described`, without a return to Python. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from freight.errors import ConfigError, RankError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_RANKS = 64  # FREIGHT_MAX_RANKS
+# Bytes of a rank's part in one turn: a longer one takes several turns, and reuses memory that is
+# then in the caches
+CAPACITY = 4 << 20
+_LINE = 64  # FREIGHT_CACHE_LINE
+_HEADER = (MAX_RANKS + 2) * _LINE  # a line with one number for each rank, then `lost` and `failed`
+_LOST, _FAILED = MAX_RANKS, MAX_RANKS + 1  # places of those two
+
+
+class FreightRanks(ctypes.Structure):
+    """The ranks as the C functions take them (csrc/freight.h)."""
+
+    _fields_ = (
+        ("shared", ctypes.c_void_p),
+        ("alive", ctypes.c_void_p),
+        ("capacity", ctypes.c_int64),
+        ("timeout", ctypes.c_int64),
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class SharedFiles:
+    """File descriptors that ranks meet by: of the memory, and of both ends of each rank's pipe.
+
+    A process gets those that `of_rank` names; the writing ends of others must not stay open in it.
+    """
+
+    memory: int
+    reading: tuple[int, ...]
+    writing: tuple[int, ...]
+
+    @staticmethod
+    def create(size: int, capacity: int = CAPACITY) -> SharedFiles:
+        """Create the memory and the pipes for `size` ranks. Raises ConfigError for too many."""
+        if not 1 <= size <= MAX_RANKS:
+            raise ConfigError(f"there may be from 1 to {MAX_RANKS} ranks, not {size}")
+        memory = _nameless_memory()
+        os.ftruncate(memory, _HEADER + 2 * size * capacity)  # committed at the first write
+        pipes = [os.pipe() for _ in range(size)]
+        return SharedFiles(memory, *(tuple(ends) for ends in zip(*pipes, strict=True)))
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """Return the descriptors that the process of `rank` needs."""
+        others = [end for other, end in enumerate(self.reading) if other != rank]
+        return (self.memory, self.writing[rank], *others)
+
+    def close_all_but(self, rank: int) -> None:
+        """Close what the process of `rank` does not need, in this process."""
+        for number in {*self.reading, *self.writing}.difference(self.of_rank(rank)):
+            os.close(number)
+
+
+def _nameless_memory() -> int:
+    """Return the descriptor of shared memory that no path leads to."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("freight-ranks")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class SharedMemory:
+    """The mapping of one rank. `described` is what the C functions take."""
+
+    def __init__(
+        self, files: SharedFiles, rank: int, timeout: float, capacity: int = CAPACITY
+    ) -> None:
+        """timeout: seconds after which a rank that does not answer counts as lost."""
+        size = len(files.reading)
+        self._files, self.rank, self.size = files, rank, size
+        self._mapping = mmap.mmap(files.memory, _HEADER + 2 * size * capacity)
+        alive = [end if other != rank else -1 for other, end in enumerate(files.reading)]
+        self._alive = (ctypes.c_int32 * size)(*alive)
+        self.described = FreightRanks(
+            shared=ctypes.addressof(ctypes.c_char.from_buffer(self._mapping)),
+            alive=ctypes.addressof(self._alive),
+            capacity=capacity,
+            timeout=round(1000 * timeout),
+            rank=rank,
+            size=size,
+        )
+        words = np.frombuffer(self._mapping, np.uint64, _HEADER // 8)
+        self._numbers = words.reshape(-1, _LINE // 8)[:, 0]
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Raise RankError: only the compiled kernels gather over shared memory."""
+        raise RankError("shared memory is for the compiled kernels; others gather over a group")
+
+    def close(self) -> None:
+        """Let the other ranks see this one as ended. The mapping stays while kernels may use it."""
+        for number in self._files.of_rank(self.rank):
+            os.close(number)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Change the seconds after which a rank that does not answer counts as lost."""
+        self.described.timeout = round(1000 * seconds)
+
+    def lost(self) -> str:
+        """Say which rank is lost, and how: 'rank 1 has ended'; '' if none is."""
+        number = int(self._numbers[_LOST])
+        if not number:
+            return ""
+        silent, rank = divmod(number - 1, MAX_RANKS)
+        return f"rank {rank} {'does not answer' if silent else 'has ended'}"
+
+    def failed(self) -> int | None:
+        """Return the rank that has left the step under way, or None."""
+        number = int(self._numbers[_FAILED])
+        return number - 1 if number else None
+
+    def lose(self, rank: int) -> None:
+        """Say that a rank has ended, unless one is lost already."""
+        if not self._numbers[_LOST]:
+            self._numbers[_LOST] = rank + 1
+
+    def fail(self) -> None:
+        """Make the other ranks leave the step under way: this one has left it."""
+        if not self._numbers[_FAILED]:
+            self._numbers[_FAILED] = self.rank + 1
+
+    def restart(self) -> None:
+        """Bring all ranks to the same turn after a step that failed. No rank may be computing."""
+        turns = self._numbers[: self.size]
+        turns[:] = turns.max()
+        self._numbers[_FAILED] = 0
+
+
+def passed_files(size: int, rank: int, numbers: Sequence[int]) -> SharedFiles:
+    """Return the files of `SharedFiles.of_rank` as another process got them, in that order."""
+    memory, own, *others = numbers
+    reading = list(others)
+    reading.insert(rank, -1)
+    writing = [-1] * size
+    writing[rank] = own
+    return SharedFiles(memory, tuple(reading), tuple(writing))

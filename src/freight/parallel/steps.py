@@ -1,0 +1,94 @@
+"""Steps as bytes: what rank 0 tells the others of the slices that a step computes. Imports no torch.
+
+From one step to the next most block tables are the same, and others became a block longer. So
+only what is new of a row's tables is sent, and the reader keeps the same tuple for a table that did
+not change, as `engine/block_tables.py` wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Table = tuple[int, ...]
+
+
+class SliceNumbers(NamedTuple):
+    """A slice of a sequence in numbers: `SequenceSlice` of `engine/prepare.py`, with `logits` as a
+    code.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[Sequence[int]]
+    logits: int
+
+
+class StepWriter:
+    """Writes steps. What it wrote is read in the same order by one reader each."""
+
+    def __init__(self) -> None:
+        self._rows: list[list[Table]] = []
+
+    def clear(self) -> None:
+        """Forget what was written: the readers are cleared, too."""
+        self._rows = []
+
+    def encode(self, slices: Sequence[SliceNumbers]) -> bytes:
+        """Return a step as bytes."""
+        numbers = [len(slices), len(slices[0].block_ids) if slices else 0]
+        tokens: list[int] = []
+        blocks: list[int] = []
+        for row, part in enumerate(slices):
+            numbers += (len(part.token_ids), part.start, part.logits)
+            tokens += part.token_ids
+            if row == len(self._rows):
+                self._rows.append([()] * len(part.block_ids))
+            written = self._rows[row]
+            for group, table in enumerate(part.block_ids):
+                old = written[group]
+                if table is old:
+                    numbers += (len(old), 0)
+                    continue
+                new = tuple(table)
+                kept = len(old) if new[: len(old)] == old else 0
+                numbers += (kept, len(new) - kept)
+                blocks += new[kept:]
+                written[group] = new
+        return np.array([*numbers, *tokens, *blocks], dtype=np.int64).tobytes()
+
+
+class StepReader:
+    """Reads the steps of a `StepWriter`."""
+
+    def __init__(self) -> None:
+        self._rows: list[list[Table]] = []
+
+    def clear(self) -> None:
+        """Forget what was read."""
+        self._rows = []
+
+    def decode(self, data: bytes) -> list[SliceNumbers]:
+        """Return the slices of a step."""
+        numbers: list[int] = np.frombuffer(data, np.int64).tolist()
+        count, groups = numbers[:2]
+        width = 3 + 2 * groups
+        heads = [numbers[2 + row * width : 2 + (row + 1) * width] for row in range(count)]
+        token = 2 + count * width
+        block = token + sum(head[0] for head in heads)
+        slices = []
+        for row, (num_tokens, start, logits, *tables) in enumerate(heads):
+            token_ids = tuple(numbers[token : token + num_tokens])
+            token += num_tokens
+            if row == len(self._rows):
+                self._rows.append([()] * groups)
+            known = self._rows[row]
+            for group in range(groups):
+                kept, fresh = tables[2 * group : 2 * group + 2]
+                if fresh or kept != len(known[group]):
+                    known[group] = known[group][:kept] + tuple(numbers[block : block + fresh])
+                    block += fresh
+            slices.append(SliceNumbers(token_ids, start, tuple(known), logits))
+        return slices

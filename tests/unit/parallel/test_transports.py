@@ -1,0 +1,204 @@
+"""Ranks as forked processes: what they gather, over shared memory and gloo, and what they see of a
+rank that ends, hangs or leaves a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.forked_ranks import KilledError, in_ranks
+from torch import Tensor
+
+from freight.errors import ConfigError, KernelError, RankError
+from freight.kernels.cpu import library
+from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.kernels.cpu.recording import Arena, record
+from freight.kernels.reference_set import ReferenceKernels
+from freight.parallel.distributed import Distributed
+from freight.parallel.ranks import ALONE, Ranks
+from freight.parallel.shared import SharedFiles, SharedMemory, passed_files
+
+LIBRARY = library.load()
+PARTS = [
+    (rows, columns, dtype)
+    for rows, columns in ((1, 1024), (3, 5), (100, 257), (1000, 16))
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+]
+
+
+def part_of(rank: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + rows)
+    return torch.randn(rows, columns, generator=generator).to(dtype)
+
+
+def bytes_of(x: Tensor) -> bytes:
+    return x.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def over_memory(
+    size: int, body: Callable[[SharedMemory, CpuKernels], object], **options: float
+) -> list[object]:
+    """`in_ranks` with the shared memory of each, and kernels that gather over it."""
+    capacity = int(options.pop("capacity", 1 << 14))
+    files = SharedFiles.create(size, capacity)
+
+    def in_rank(rank: int) -> object:
+        files.close_all_but(rank)
+        memory = SharedMemory(files, rank, options.get("timeout", 30.0), capacity)
+        return body(memory, CpuKernels(LIBRARY, ranks=Ranks(rank, size, memory)))
+
+    def close(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            os.close(number)
+
+    try:  # a writing end that stays open here would keep a rank alive for the others
+        return in_ranks(size, in_rank, forked=lambda: close(files.writing))
+    finally:
+        close((files.memory, *files.reading))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_both_transports_put_the_parts_side_by_side(size: int) -> None:
+    """A part of 100 x 257 float32 takes several turns of 16 KiB."""
+    expected = [
+        bytes_of(torch.cat([part_of(r, *kind).view(torch.uint8) for r in range(size)], dim=1))
+        for kind in PARTS
+    ]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def gathered(memory: SharedMemory, kernels: CpuKernels) -> list[bytes]:
+        parts = [part_of(memory.rank, *kind) for kind in PARTS]
+        group = Distributed.join(memory.rank, size, "127.0.0.1", port, 30.0)
+        others = ReferenceKernels(ranks=Ranks(memory.rank, size, group))
+        found = [bytes_of(one.gather(part)) for one in (kernels, others) for part in parts]
+        group.close()
+        return found
+
+    assert over_memory(size, gathered) == [expected * 2] * size
+
+
+def test_one_rank_gathers_nothing() -> None:
+    x = torch.ones(2, 3)
+    assert CpuKernels(LIBRARY).gather(x) is x
+    assert ReferenceKernels().gather(x) is x
+    assert ALONE.gather(x) is x
+
+
+def test_a_recording_gathers_what_its_inputs_hold() -> None:
+    def replayed(memory: SharedMemory, kernels: CpuKernels) -> list[list[float]]:
+        x = torch.full((2, 4), float(memory.rank))
+
+        def run(recording: library.Library) -> Tensor:
+            return CpuKernels(recording, ranks=kernels.ranks).gather(x)
+
+        recorded = record(LIBRARY, Arena(2), run)
+        assert recorded.recording is not None, recorded.obstacle
+        found = [recorded.output[0].tolist()]
+        for step in range(3):
+            x.fill_(10.0 * step + memory.rank)
+            found.append(recorded.recording.replay()[1].tolist())
+        return found
+
+    expected = [[step] * 4 + [step + 1] * 4 for step in (0.0, 0.0, 10.0, 20.0)]
+    assert over_memory(2, replayed) == [expected, expected]
+
+
+def test_a_rank_that_is_killed_ends_the_gathers_of_others_within_a_second() -> None:
+    def body(memory: SharedMemory, kernels: CpuKernels) -> tuple[float, str]:
+        for _ in range(3):
+            told = kernels.gather(torch.tensor([[time.monotonic()]], dtype=torch.float64))
+        if memory.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(RankError, match="another rank has ended"):
+            kernels.gather(told)
+        with pytest.raises(RankError):  # and from now on every gather
+            kernels.gather(told)
+        return time.monotonic() - float(told[0, 1]), memory.lost()
+
+    first, killed, third = over_memory(3, body)
+    assert isinstance(killed, KilledError)
+    for seconds, lost in (first, third):
+        assert lost == "rank 1 has ended"
+        assert seconds < 1.0
+
+
+def test_a_rank_that_ends_is_seen_over_gloo() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def body(rank: int) -> str:
+        group = Distributed.join(rank, 2, "127.0.0.1", port, 30.0)
+        group.gather(torch.ones(1, 1))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(RankError, match="another rank has ended") as raised:
+            group.gather(torch.ones(1, 1))
+        return str(raised.value)
+
+    left, _ = in_ranks(2, body)
+    assert isinstance(left, str)
+
+
+def test_a_rank_that_hangs_is_named() -> None:
+    def body(memory: SharedMemory, kernels: CpuKernels) -> str:
+        if memory.rank == 1:
+            with contextlib.suppress(BrokenPipeError):
+                time.sleep(3)
+            return ""
+        with pytest.raises(RankError):
+            kernels.gather(torch.ones(1, 1))
+        return memory.lost()
+
+    assert over_memory(2, body, timeout=0.2)[0] == "rank 1 does not answer"
+
+
+def test_a_rank_that_leaves_a_step_takes_the_others_with_it() -> None:
+    """Then all begin again, in the same turn."""
+
+    def body(memory: SharedMemory, kernels: CpuKernels) -> list[float]:
+        x = torch.full((1, 1), float(memory.rank))
+        kernels.gather(x)
+        if memory.rank == 1:
+            memory.fail()
+            while memory.failed() is not None:
+                time.sleep(0.001)
+        else:
+            with pytest.raises(KernelError, match="another rank has left the step"):
+                kernels.gather(x)
+            assert memory.failed() == 1
+            memory.restart()
+        return kernels.gather(x)[0].tolist()
+
+    assert over_memory(2, body) == [[0.0, 1.0], [0.0, 1.0]]
+
+
+def test_the_memory_has_no_name(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
+    files = SharedFiles.create(2)
+    assert (set(Path("/dev/shm").iterdir()) if before else set()) <= before
+    for number in {files.memory, *files.reading, *files.writing}:
+        os.close(number)
+
+
+def test_another_process_gets_its_files_in_order() -> None:
+    files = SharedFiles.create(3)
+    passed = passed_files(3, 1, files.of_rank(1))
+    assert passed.of_rank(1) == files.of_rank(1)
+    for number in {files.memory, *files.reading, *files.writing}:
+        os.close(number)
+
+
+def test_too_many_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="from 1 to 64 ranks, not 65"):
+        SharedFiles.create(65)
