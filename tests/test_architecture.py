@@ -69,6 +69,7 @@ TORCH_FREE = [
     "sampling.py",
     "outputs.py",
     "config/*.py",
+    "engine/drafts.py",
     "config/families/*.py",
     "fp8/formats.py",
     "fp8/scheme.py",
