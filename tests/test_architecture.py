@@ -72,6 +72,7 @@ TORCH_FREE = [
     "sampling.py",
     "outputs.py",
     "config/*.py",
+    "engine/drafts.py",
     "config/families/*.py",
     "parallel/places.py",
     "parallel/ranks.py",

@@ -191,6 +191,7 @@ class EngineStats:
     prompt, generated         tokens of prompts that were computed or found, and tokens drawn
     preemptions               how often a sequence lost its blocks
     failed                    completions that ended with finish reason ERROR
+    drafted, accepted         tokens drafted, and those of them that were drawn (`--speculate`)
     nans, clipped             values stored in the cache that were NaN, or beyond the range of their
                               scale
 
@@ -211,5 +212,7 @@ class EngineStats:
     generated: int
     preemptions: int
     failed: int
+    drafted: int
+    accepted: int
     nans: int
     clipped: int

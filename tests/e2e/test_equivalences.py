@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.drafters import Told
 from tests.parity.random_models import save_random
 from tests.parity.variants import CASES, VARIANTS
 from transformers import PretrainedConfig
@@ -391,6 +392,33 @@ def test_prefix_hit_or_miss(open_llm, expected, sampling):
     assert hit.num_cached_tokens >= 16
     assert miss == expected[sampling]
     assert hit == expected[sampling]
+
+
+@in_setups(
+    "drafts",
+    "mixed-seeded",
+    "right-greedy",
+    "wrong-greedy",
+    "right-seeded",
+    third=0,
+    every_variant=True,
+)
+def test_drafts(open_llm, expected, drafts):
+    """Guessed tokens are computed beside the known one, and kept where they are what is drawn."""
+    kind, sampling = drafts.split("-")
+    llm = open_llm(speculate=5)
+    told = Told(
+        [expected[sampling].token_ids], kind, random.Random(1), llm.engine.intake.vocab_size
+    )
+    llm.engine._drafter = lambda prompt, params: told
+    assert trace(llm, SAMPLING[sampling]) == expected[sampling]
+    stats = llm.engine.stats()
+    assert (stats.drafted > 0) == llm.engine.runner.pool.spec.repeatable
+    if stats.drafted:
+        assert (stats.accepted > 0, stats.accepted < stats.drafted) == (
+            kind != "wrong",
+            kind != "right",
+        )
 
 
 @in_setups("prefix_caching", True, False, third=2, every_variant=True)

@@ -201,11 +201,19 @@ class CacheManager:
             fresh = allocator.allocate(count)
             assert fresh is not None
             tables.append(table + tuple(fresh))
-        room = min(
-            len(table) * group.tokens_per_block
-            for table, group in zip(tables, self.groups, strict=True)
-        )
-        return Held(tuple(tables), held.given_back, room)
+        return Held(tuple(tables), held.given_back, self._room(tables))
+
+    def shrink(self, held: Held, num_tokens: int) -> Held:
+        """Release the blocks behind those of the first `num_tokens` tokens. They are not indexed."""
+        tables, released = [], False
+        for table, allocator in zip(held.block_ids, self.allocators, strict=True):
+            count = allocator.blocks_for(num_tokens)
+            allocator.release(table[count:])
+            released = released or len(table) > count
+            tables.append(table[:count])
+        if not released:
+            return held
+        return Held(tuple(tables), held.given_back, self._room(tables))
 
     def register(self, held: Held, keys: Sequence[bytes], before: int, after: int) -> None:
         """Index the blocks that became full when the computed tokens rose from `before` to `after`.
@@ -283,6 +291,13 @@ class CacheManager:
             if not allocator.is_indexed(block_keys[block]):
                 end = block
         return end * size
+
+    def _room(self, tables: Sequence[Sequence[int]]) -> int:
+        """Return the number of tokens for which every table has blocks."""
+        return min(
+            len(table) * group.tokens_per_block
+            for table, group in zip(tables, self.groups, strict=True)
+        )
 
     def _keys_of(
         self, group: CacheGroup, keys: Sequence[bytes], first: int, end: int

@@ -28,6 +28,8 @@ _SPEED = (
     "max_step_seconds",
     "enable_prefix_caching",
     "kv_cache_memory",
+    "speculate",
+    "speculative_config",
     "device",
     "kernels",
     "threads",

@@ -176,6 +176,13 @@ ENGINE_FLAGS = (
         "Memory for the KV cache; default: a share of what is free.",
         "BYTES|4GiB",
     ),
+    Flag(
+        "speculate",
+        int | None,
+        "Most tokens of a step that are drafted from a request's own text; 0 (default): none.",
+        "COUNT",
+    ),
+    Flag("speculative_config", str | None, "The same, in vLLM's form.", "JSON"),
     Flag("device", str, "What to compute on; auto: a GPU if torch sees one."),
     Flag("kernels", str, "Which kernels; reference is the plain torch definition of each."),
     Flag(

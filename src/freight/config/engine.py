@@ -16,6 +16,7 @@ from typing import Any
 from freight.config.options import listed_names, require_known
 from freight.config.other_engines import instead_of
 from freight.config.skip_layers import layer_names
+from freight.config.speculation import written as written_config
 from freight.errors import ConfigError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
@@ -51,6 +52,8 @@ class EngineArgs:
     state_dtype: str = "auto"
     enable_prefix_caching: bool = True
     kv_cache_memory: int | str | None = None
+    speculate: int | None = None
+    speculative_config: str | None = None
     device: str = "auto"
     kernels: str = "auto"
     attention_compute: str = "auto"
@@ -73,7 +76,8 @@ class EngineArgs:
 
     @staticmethod
     def from_options(**options: Any) -> EngineArgs:
-        """Build EngineArgs from keyword options; `kv_scales` may also be a number or a pair (K, V).
+        """Build EngineArgs from keyword options; `kv_scales` may also be a number or a pair (K, V),
+        and `speculative_config` a dictionary.
 
         Raises ConfigError for an unknown name, with what to use instead.
         """
@@ -85,6 +89,8 @@ class EngineArgs:
         require_known(options, known, {})
         if "kv_scales" in options:
             options["kv_scales"] = _written(options["kv_scales"])
+        if "speculative_config" in options:
+            options["speculative_config"] = written_config(options["speculative_config"])
         return EngineArgs(**options)
 
     def with_cache(self, kv_cache_dtype: str) -> EngineArgs:
@@ -272,6 +278,7 @@ class EngineConfig:
                        chunks for it; 0: no target
     kv_cache_memory    bytes; None: a share of the free memory
     fp8_attention      whether attention multiplies FP8 by FP8
+    most_drafts        drafted tokens of a step, all requests together; 0: none. Decides no result
     state_every        tokens between kept states, in models whose layers have states; None:
                        `cache.spec.default_every`
     """
@@ -292,3 +299,4 @@ class EngineConfig:
     threads: int | None
     seed: int
     state_every: int | None = None
+    most_drafts: int = 0

@@ -26,6 +26,8 @@ RENAMED = {  # other engines' names -> ours
     "page_size": "block_size",
     "mamba_ssm_cache_dtype": "state_dtype",
     "mamba_ssm_dtype": "state_dtype",
+    "num_speculative_tokens": "speculate",
+    "speculative_num_draft_tokens": "speculate",
     "n_threads": "threads",
     "num_threads": "threads",
     "attention_backend": "kernels",
@@ -43,7 +45,9 @@ _NO_CODE = "no code of a checkpoint is ever executed: omit it"
 _TOOLS = "the model's chat template selects the form of reasoning, unless {reasoning_parser} does: omit it"
 _LOGS = "each request is one line of the log, and {log_format}=json is for collectors: omit it"
 _NO_LORA = "LoRA adapters are not implemented: merge them into the weights first"
-_NO_DRAFT = "speculative decoding is not implemented, the model itself draws every token: omit it"
+_DRAFTS = (
+    "draft models and heads are not implemented; {speculate} drafts from each request's own text"
+)
 _FILES = "safetensors are read, and the format follows from the files: omit it"
 _HUB = "the hub's variables select the folder of downloads: set HF_HOME or HF_HUB_CACHE"
 _ROPE = "rotary embedding follows config.json: change it there"
@@ -116,12 +120,12 @@ SENTENCES = {
     **dict.fromkeys(
         (
             "speculative_model",
-            "speculative_config",
-            "num_speculative_tokens",
-            "num_lookahead_slots",
+            "speculative_algorithm",
+            "speculative_draft_model_path",
         ),
-        _NO_DRAFT,
+        _DRAFTS,
     ),
+    "num_lookahead_slots": "drafts take blocks of the cache that are left over: omit it",
     **dict.fromkeys(("rope_scaling", "rope_theta", "rope_factor"), _ROPE),
     "enable_reasoning": _TOOLS,
     "response_role": "answers are the assistant's: omit it",
@@ -210,7 +214,7 @@ TGI_OPTIONS = {
     "weights_cache_override": TgiOption(instead=_HUB),
     "env": TgiOption(instead="freight env shows it", switch=True),
     "trust_remote_code": TgiOption(asks=("false",), instead=_NO_CODE, harmless=True, switch=True),
-    "speculate": TgiOption(asks=("0",), instead=_NO_DRAFT, harmless=True),
+    "speculate": TgiOption("speculate"),
     "cuda_graphs": TgiOption(instead=_GRAPHS, harmless=True),
     **dict.fromkeys(
         ("max_input_tokens", "max_input_length"),

@@ -21,6 +21,7 @@ from freight.config.model import ModelConfig
 from freight.config.options import choose
 from freight.config.other_engines import OTHER_QUANTIZATIONS
 from freight.config.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
+from freight.config.speculation import most_drafts
 from freight.config.states import check_states, with_state
 from freight.device import DEVICES, DeviceFacts, check_threads
 from freight.errors import CheckpointError, ConfigError, choices
@@ -83,6 +84,7 @@ def check(args: EngineArgs) -> None:
         )
     check_states(args.state_every, args.state_dtype, args.block_size)
     parse_memory(args.kv_cache_memory)
+    most_drafts(args.speculate, args.speculative_config)
     check_skipped(args.kv_cache_dtype_skip_layers, args.kv_cache_dtype)
     kv_source(args)
     check_hardware(args, DTYPES.get(args.dtype))
@@ -130,6 +132,7 @@ def resolve(
         threads=args.threads,
         seed=args.seed,
         state_every=args.state_every,
+        most_drafts=most_drafts(args.speculate, args.speculative_config),
     )
 
 

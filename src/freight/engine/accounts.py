@@ -24,6 +24,8 @@ class Totals:
     generated: int = 0
     preemptions: int = 0
     failed: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(slots=True)

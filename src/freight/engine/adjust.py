@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -66,6 +67,24 @@ class SamplingRow:
         self._changes: _Changes | None = None
         # allowed_token_ids as a mask, once it is needed
         self._allowed: NDArray[np.bool_] | None = None
+
+    def fork(self, output_token_ids: Sequence[int]) -> SamplingRow:
+        """Return a row that goes on from here with a list of its own, which begins with this row's
+        output. Neither changes the other. Without a grammar.
+        """
+        assert self.grammar is None, "a matcher follows one output"
+        row = SamplingRow(
+            self.params,
+            self.seed,
+            self.prompt_token_ids,
+            output_token_ids,
+            self.stop_token_ids,
+            None,
+            self.bad_words,
+        )
+        row._allowed = self._allowed
+        row._changes = None if self._changes is None else self._changes.fork()
+        return row
 
     @property
     def position(self) -> int:
@@ -173,6 +192,14 @@ class _Changes:
             int, tuple[int, int]
         ] = {}  # token -> its count in output[:end], and that end
         self._num_taken = 0  # leading output tokens that all of the above has taken in
+
+    def fork(self) -> _Changes:
+        """Return a copy that takes in tokens of its own."""
+        fork = copy(self)
+        fork._factor = None if self._factor is None else self._factor.clone()
+        fork._cost = None if self._cost is None else self._cost.clone()
+        fork._counts = dict(self._counts)
+        return fork
 
     def catch_up(self, output: Sequence[int]) -> None:
         """Take in the output tokens that came since the last call. Every assignment may be

@@ -111,25 +111,28 @@ def start_engine(
 
     step_tokens, caching = config.max_num_batched_tokens, config.enable_prefix_caching
     cache = CacheManager(spec.groups, pool.num_blocks, config.block_size, step_tokens, caching)
-    scheduler = Scheduler(cache, *limits, config.max_model_len)
+    overlaps = (
+        config.device != "cpu" and spec.repeatable
+    )  # there a step runs while the host goes on
+    most_drafts = _most_drafts(config, model, spec, overlaps)
+    scheduler = Scheduler(cache, *limits, config.max_model_len, most_drafts)
     captured = captured_steps(model, pool, kernels, config)
     runner = ModelRunner(model, pool, config.device, captured)
     intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
     threads = opened.threads(config)
-    stops, repeatable = opened.stop_token_ids(), spec.repeatable
-    overlaps = config.device != "cpu" and repeatable  # there a step runs while the host goes on
     pace = Pace(config.max_step_seconds, step_tokens) if config.max_step_seconds else None
     engine = Engine(
         runner=runner,
         cache=cache,
         scheduler=scheduler,
         intake=intake,
-        stop_token_ids=stops,
+        stop_token_ids=opened.stop_token_ids(),
         seed=config.seed,
         threads=threads,
         overlaps=overlaps,
         pace=pace,
-        repeatable=repeatable,
+        repeatable=spec.repeatable,
+        drafts=most_drafts > 0,
     )
     return engine, config
 
@@ -147,10 +150,34 @@ def captured_steps(
     elif kernels.name == "triton":
         capture = CudaGraphs(decoder, pool, config.max_num_seqs)
     elif isinstance(kernels, CpuKernels):
-        capture = CpuRecordings(decoder, pool, kernels, config.max_num_seqs)
+        # each draft is a row of its own
+        most_rows = max(config.max_num_seqs, 1 + config.most_drafts)
+        capture = CpuRecordings(decoder, pool, kernels, most_rows)
     return (
         None if capture is None else DecodeSteps(capture, pool, config.max_model_len, config.device)
     )
+
+
+def _most_drafts(
+    config: EngineConfig, decoder: LanguageModel, spec: KVCacheSpec, overlaps: bool
+) -> int:
+    """Return the most drafts of a step, and say so; 0 where drafts would not be exact, or gain
+    nothing.
+    """
+    if not config.most_drafts:
+        return 0
+    obstacle = ""
+    if not spec.repeatable:
+        obstacle = "layers of this model keep states, which do not take back a token"
+    elif not isinstance(decoder, Decoder):
+        obstacle = "the modules of transformers may round a row differently beside others"
+    elif overlaps or config.device != "cpu":
+        obstacle = "on a GPU the next step is launched before the tokens of the last are known"
+    if obstacle:
+        logger.info("drafts: none, because %s", obstacle)
+        return 0
+    logger.info("drafts: up to %d a step, from each request's own text", config.most_drafts)
+    return config.most_drafts
 
 
 def memory_for_cache(device: str) -> int:

@@ -19,6 +19,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
@@ -49,9 +50,20 @@ class ChunkWork(NamedTuple):
             self.num_scored is not None and self.chunk.start < self.chunk.request.num_prompt_tokens
         )
 
+    @property
+    def num_drawn(self) -> int:
+        """Rows of which a token may be drawn: the last known token's and those of its drafts."""
+        return 1 + len(self.chunk.drafts) if self.chunk.samples else 0
+
+    def without_drafts(self) -> ChunkWork:
+        return self._replace(chunk=self.chunk._replace(drafts=())) if self.chunk.drafts else self
+
     def to_slice(self) -> SequenceSlice:
         chunk = self.chunk
         tokens = chunk.request.tokens(chunk.start, chunk.start + chunk.num_tokens)
+        if chunk.drafts:
+            assert chunk.num_tokens == 1, "drafts are behind a request that decodes"
+            return SequenceSlice((*tokens, *chunk.drafts), chunk.start, chunk.block_ids, Logits.ALL)
         if self.scores:
             logits = Logits.ALL
         else:
@@ -61,13 +73,13 @@ class ChunkWork(NamedTuple):
 
 @dataclass(slots=True)
 class ChunkResult:
-    """`sampled` is None for a chunk that does not sample; `scored` are the further scores of its
-    prompt.
+    """`sampled` are the tokens drawn: none for a chunk that does not sample, and one more for each
+    draft that came true. `scored` are the further scores of its prompt.
 
     With `error` the request cannot go on, and the rest means nothing.
     """
 
-    sampled: Sampled | None = None
+    sampled: Sequence[Sampled] = ()
     scored: Scores | None = None
     error: str | None = None
 
@@ -113,6 +125,7 @@ def compute(runner: ModelRunner, work: Sequence[ChunkWork], repeatable: bool = T
     # Outside of `except`: the traceback holds the failed pass's tensors, and memory may be what it
     # lacked.
     logged: set[str] = set()
+    work = [one.without_drafts() for one in work]
     parts = _halves(work) if len(work) > 1 else [work]
     return StepResult(
         [result for part in parts for result in _isolate(runner, part, logged)], repeated=True
@@ -163,15 +176,46 @@ def _compute(runner: ModelRunner, work: Sequence[ChunkWork]) -> list[ChunkResult
         _score(one, rows, end - count) if one.scores else ChunkResult()
         for one, end, count in zip(work, ends, rows.num_rows, strict=True)
     ]
-    sampling = [index for index, one in enumerate(work) if one.chunk.samples]
-    if sampling:
-        logits = rows.logits([ends[index] - 1 for index in sampling])
-        for index, sampled in zip(
-            sampling, sample(logits, [work[index].row for index in sampling]), strict=True
-        ):
+    drawn = [
+        row for one, end in zip(work, ends, strict=True) for row in range(end - one.num_drawn, end)
+    ]
+    if drawn:
+        sampling = [index for index, one in enumerate(work) if one.chunk.samples]
+        tokens = _draw(rows.logits(drawn), [work[index] for index in sampling])
+        for index, sampled in zip(sampling, tokens, strict=True):
             results[index].sampled = sampled
-            results[index].error = results[index].error or sampled.error
+            results[index].error = results[index].error or sampled[0].error
     return results
+
+
+def _draw(logits: Tensor, work: Sequence[ChunkWork]) -> list[list[Sampled]]:
+    """Draw the next token of each chunk, and while that is its draft, the one behind.
+
+    logits: float32 [rows, vocab_size], `num_drawn` rows of each chunk. A row is drawn as in a step
+    of its own: from its position, its seed, and parameters that see the tokens before it. One
+    behind a draft that has no token is left to that step, which says so.
+    """
+    firsts = list(accumulate((one.num_drawn for one in work), initial=0))
+    rows = [one.row for one in work]
+    outputs: list[list[int]] = [[]] * len(work)  # of those with a draft that came true
+    tokens: list[list[Sampled]] = [[] for _ in work]
+    going, depth = list(range(len(work))), 0
+    while going:
+        chosen = logits if len(going) == len(logits) else logits[[firsts[i] + depth for i in going]]
+        following = []
+        for i, sampled in zip(going, sample(chosen, [rows[i] for i in going]), strict=True):
+            drafts = work[i].chunk.drafts
+            if sampled.error is None or depth == 0:
+                tokens[i].append(sampled)
+            if sampled.error is not None or drafts[depth : depth + 1] != (sampled.token_id,):
+                continue
+            if depth == 0:
+                outputs[i] = [*rows[i].output_token_ids]
+                rows[i] = rows[i].fork(outputs[i])
+            outputs[i].append(sampled.token_id)
+            following.append(i)
+        going, depth = following, depth + 1
+    return tokens
 
 
 def _score(work: ChunkWork, rows: StepRows, first_row: int) -> ChunkResult:

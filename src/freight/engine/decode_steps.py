@@ -1,12 +1,14 @@
-"""Decode steps that are captured once and then replayed: steps in which every sequence has one
-token.
+"""Decode steps that are captured once and then replayed: steps of few rows, all of which have
+logits.
 
-A captured step does the same work on the same memory, so it belongs to a number of sequences, its
-bucket. Its inputs lie in `Buffers`, owned for life and filled for each step; the `ForwardBatch`
-that was captured is a view of them. Block tables are shared by all buckets, and only what is new in
-them is written (`block_tables.py`). A step of fewer sequences is padded to its bucket with
-sequences that have no keys and store nothing. Contexts may grow up to the buffers' width. Buckets
-are captured when they are first needed, on a GPU the largest before all others.
+A captured step does the same work on the same memory, so it belongs to a number of rows, its
+bucket. In most steps every sequence has one row. On a CPU a sequence with drafts has several; the
+batch still has as many sequences as rows, and the last ones have none. Its inputs lie in `Buffers`,
+owned for life and filled for each step; the `ForwardBatch` that was captured is a view of them.
+Block tables are shared by all buckets, and only what is new in them is written (`block_tables.py`).
+A step of fewer rows is padded to its bucket with sequences that have no keys and store nothing.
+Contexts may grow up to the buffers' width. Buckets are captured when they are first needed, on a
+GPU the largest before all others.
 
 A captured step keeps the addresses of weights and pages, which never move while an engine lives.
 How a step is captured is a `Capture`: CUDA graphs (`graphs.py`) or calls of the CPU kernels
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from freight.cache.pool import KVPool
 from freight.engine.block_tables import BlockTables
-from freight.engine.prepare import BlockLayout, Logits, SequenceSlice
+from freight.engine.prepare import BlockLayout, SequenceSlice
 from freight.operands.batch import ForwardBatch
 
 Replay = Callable[[], Tensor]  # computes what the buffers say: float32 logits [bucket, vocab_size]
@@ -39,12 +41,17 @@ class Capture(Protocol):
         ...
 
     @property
+    def several_rows(self) -> bool:
+        """Whether a sequence may have several rows."""
+        ...
+
+    @property
     def largest_first(self) -> bool:
         """Whether the largest bucket is to be captured before all others."""
         ...
 
     def bucket_of(self, num_seqs: int) -> int:
-        """Return the number of sequences that a step of `num_seqs` is padded to."""
+        """Return the number of rows that a step of `num_seqs` rows is padded to."""
         ...
 
     def capture(self, batch: ForwardBatch) -> Replay:
@@ -55,8 +62,8 @@ class Capture(Protocol):
 
 
 class Buffers:
-    """A decode batch of `bucket` sequences on the host and on `device`, with the first rows of
-    `tables`.
+    """A decode batch of `bucket` rows, and as many sequences, on the host and on `device`, with the
+    first rows of `tables`.
 
     Each of the cache's groups has block tables, and slots if its tokens have places of their own.
     """
@@ -65,15 +72,16 @@ class Buffers:
         self, bucket: int, tables: BlockTables, groups: Sequence[BlockLayout], device: str
     ) -> None:
         self._tables, self._groups = tables, groups
-        # int32 words: token ids, positions and slots by group as int64, then lengths as int32. Each
-        # begins at a multiple of 16 bytes, as what `prepare` makes: Triton compiles a kernel anew
-        # for other alignments.
+        # int32 words: token ids, positions and slots by group as int64, then lengths and first rows
+        # of sequences as int32. Each begins at a multiple of 16 bytes, as what `prepare` makes:
+        # Triton compiles a kernel anew for other alignments.
         num_longs = 2 + len(groups)
         counts = (
             2 * bucket,
             2 * bucket,
             *(2 * bucket if group.has_slots else 0 for group in groups),
             bucket,
+            bucket + 1,
         )
         edges = np.cumsum([0, *(-(-count // 4) * 4 for count in counts)]).tolist()
         on_cpu = device == "cpu"
@@ -86,25 +94,36 @@ class Buffers:
                 buffer[begin : begin + count]
                 for begin, count in zip(edges[:-1], counts, strict=True)
             ]
-            return [*(part.view(torch.int64) for part in parts[:num_longs]), parts[num_longs]]
+            return [
+                *(part.view(torch.int64) for part in parts[:num_longs]),
+                *parts[num_longs:],
+            ]
 
         on_host = [view.numpy() for view in views(host)]
-        self._tokens, self._positions, *self._slots, self._lengths = on_host
-        tokens, positions, *slots, lengths = views(words)
-        starts = torch.arange(bucket + 1, dtype=torch.int32, device=device)
+        self._tokens, self._positions, *self._slots, self._lengths, self._starts = on_host
+        tokens, positions, *slots, lengths, starts = views(words)
         rows = torch.arange(bucket, dtype=torch.int64, device=device)
         blocks = tuple(table[:bucket] for table in tables.on_device)
         self.batch = ForwardBatch(tokens, positions, starts, lengths, tuple(slots), blocks, rows)
         self.fill([])
 
     def fill(self, slices: Sequence[SequenceSlice]) -> None:
-        """Make `batch` say what `slices`, one token each, say; the rest of it is padding."""
-        count = len(slices)
-        self._tokens[count:] = self._positions[count:] = self._lengths[count:] = 0
-        self._tokens[:count] = [part.token_ids[0] for part in slices]
-        starts = np.array([part.start for part in slices], dtype=np.int64)
-        self._positions[:count] = starts
-        self._lengths[:count] = starts + 1
+        """Make `batch` say what `slices` say; the rest of it is padding, of one row a sequence while
+        there are rows.
+        """
+        num_seqs, counts = len(slices), np.array([len(part.token_ids) for part in slices], np.int64)
+        tokens = [token for part in slices for token in part.token_ids]
+        count, bucket = len(tokens), len(self._lengths)
+        sequence = np.repeat(np.arange(num_seqs), counts)
+        firsts = np.cumsum(counts) - counts  # row of the first token
+        starts = np.array([part.start for part in slices], np.int64)
+        positions = starts[sequence] + np.arange(count) - firsts[sequence]
+        self._tokens[count:] = self._positions[count:] = self._lengths[num_seqs:] = 0
+        self._tokens[:count] = tokens
+        self._positions[:count] = positions
+        self._lengths[:num_seqs] = starts + counts
+        self._starts[:num_seqs] = firsts
+        self._starts[num_seqs:] = np.minimum(count + np.arange(bucket + 1 - num_seqs), bucket)
         self._tables.update([part.block_ids for part in slices])
         for group, slots, tables in zip(
             self._groups, self._slots, self._tables.on_host, strict=True
@@ -112,7 +131,7 @@ class Buffers:
             if group.has_slots:
                 size = group.tokens_per_block
                 slots[:count] = (
-                    tables[np.arange(count), starts // size].astype(np.int64) * size + starts % size
+                    tables[sequence, positions // size].astype(np.int64) * size + positions % size
                 )
                 slots[count:] = -1
         if self._words is not self._host:
@@ -125,23 +144,30 @@ class DecodeSteps:
     def __init__(self, capture: Capture, pool: KVPool, max_model_len: int, device: str) -> None:
         self.pool = pool
         self._capture, self._device = capture, device
+        # what reads the lengths of a state's rows in Python would be captured with them
+        slots = all(group.has_slots for group in pool.spec.groups)
+        self._several_rows = capture.several_rows and slots
         widths = pool.spec.blocks_of(max_model_len)
         self._tables = BlockTables(capture.bucket_of(capture.max_num_seqs), widths, device)
         self._copied = torch.cuda.Event() if device == "cuda" else None
         self._captured: dict[int, tuple[Buffers, Replay]] = {}
 
     def takes(self, slices: Sequence[SequenceSlice]) -> bool:
-        """Return whether every sequence has one token, whose logits are wanted."""
-        return len(slices) <= self._capture.max_num_seqs and all(
-            len(part.token_ids) == 1 and part.logits is not Logits.NONE for part in slices
-        )
+        """Return whether the logits of all rows are wanted, and there are few: one a sequence, or
+        several where they can be captured.
+        """
+        count = sum(part.num_logit_rows for part in slices)
+        if count > self._capture.max_num_seqs or (count > len(slices) and not self._several_rows):
+            return False
+        return all(part.num_logit_rows == len(part.token_ids) for part in slices)
 
     def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> Tensor:
-        """float32 logits [len(slices), vocab_size]; the next step may overwrite them.
+        """float32 logits [rows, vocab_size]; the next step may overwrite them.
 
-        `tokens`, int64 [len(slices)] on the device, take the place of those in the slices.
+        `tokens`, int64 [rows] on the device, take the place of those in the slices.
         """
-        bucket = self._capture.bucket_of(len(slices))
+        num_rows = sum(len(part.token_ids) for part in slices)
+        bucket = self._capture.bucket_of(num_rows)
         if self._copied is not None:
             # the last step may be under way, and its copies still to come
             self._copied.synchronize()
@@ -154,8 +180,8 @@ class DecodeSteps:
         if self._copied is not None:
             self._copied.record()
         if tokens is not None:
-            buffers.batch.token_ids[: len(slices)].copy_(tokens)
-        return replay()[: len(slices)]
+            buffers.batch.token_ids[:num_rows].copy_(tokens)
+        return replay()[:num_rows]
 
     def _prepare(self, bucket: int) -> None:
         buffers = Buffers(bucket, self._tables, self.pool.spec.groups, self._device)

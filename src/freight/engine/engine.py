@@ -25,6 +25,7 @@ from freight.cache.manager import CacheManager
 from freight.engine.accounts import Stamps
 from freight.engine.ahead import Launched, can_launch, launch
 from freight.engine.compute import ChunkResult, ChunkWork, StepResult, compute, compute_alone
+from freight.engine.drafts import Drafter
 from freight.engine.grammar import Grammars, Matcher
 from freight.engine.intake import AcceptedPrompt, Intake
 from freight.engine.pace import Pace
@@ -65,10 +66,11 @@ class Engine:
         overlaps: bool = False,
         pace: Pace | None = None,
         repeatable: bool = True,
+        drafts: bool = False,
     ) -> None:
         """`overlaps`: launch a step before the tokens of the last are known, where it can be done
         (`ahead.py`). `pace`: how many tokens a step has, by the clock; None: as many as there are.
-        `repeatable`: `KVCacheSpec.repeatable`."""
+        `repeatable`: `KVCacheSpec.repeatable`. `drafts`: whether requests have a `Drafter`."""
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
@@ -95,6 +97,10 @@ class Engine:
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
         self._dirty = False
         assert repeatable or not overlaps, "a step that was launched ahead may be computed again"
+        assert not drafts or (repeatable and not overlaps), (
+            "a draft is taken back by computing again"
+        )
+        self._drafts = drafts
         self.overlaps = overlaps
         self._repeatable = repeatable
         # the errors of steps that were computed alone, since one was lost
@@ -234,6 +240,8 @@ class Engine:
             generated=totals.generated,
             preemptions=totals.preemptions,
             failed=totals.failed,
+            drafted=totals.drafted,
+            accepted=totals.accepted,
             nans=nans,
             clipped=clipped,
         )
@@ -323,9 +331,16 @@ class Engine:
                 stop_token_ids=stops,
                 grammar=self._matcher(params),
                 bad_words=bad_words,
+                drafter=self._drafter(prompt, params),
             )
             group.completions.append(Completion(request, text_of, tokenizer))
         return group
+
+    def _drafter(self, prompt: AcceptedPrompt, params: SamplingParams) -> Drafter | None:
+        # a matcher follows one output, and does not go back
+        if not self._drafts or params.structured_outputs is not None:
+            return None
+        return Drafter(prompt.token_ids)
 
     def _matcher(self, params: SamplingParams) -> Matcher | None:
         if params.structured_outputs is None:
@@ -396,7 +411,7 @@ class Engine:
             return step, compute(self.runner, [self._to_work(chunk) for chunk in step.chunks]), None
         return (
             step,
-            StepResult([ChunkResult(Sampled(tokens[row], None)) for row in rows]),
+            StepResult([ChunkResult([Sampled(tokens[row], None)]) for row in rows]),
             following,
         )
 
@@ -438,22 +453,37 @@ class Engine:
                 continue
             if result.scored is not None:
                 group.scores.append(result.scored)
-            if result.sampled is not None:
-                # before the token: a rebuild drops what is too many
-                if result.sampled.logprobs is not None:
-                    completion.logprobs.append(
-                        to_logprobs(result.sampled.logprobs, completion.tokenizer)
-                    )
-                tokens[request_id] = [result.sampled.token_id]
-            computed.append(one)
+            if result.sampled:
+                self._keep_logprobs(completion, result.sampled[0])
+                tokens[request_id] = [result.sampled[0].token_id]
+            computed.append((one, result.sampled[1:]))
         self.num_computed_tokens += step.num_tokens
         self.scheduler.apply(step, tokens)
-        for one in computed:
+        for one, behind in computed:
             completion = one[1]
             if completion.request.request_id in tokens or completion.request.is_finished:
                 advanced.append(one)
                 self._read(completion, completion.advance)
+                self._extend(completion, behind)
         return advanced
+
+    def _extend(self, completion: Completion, drawn: Sequence[Sampled]) -> None:
+        """Take in the tokens behind drafts that came true, one by one, as far as nothing ends the
+        request.
+        """
+        for sampled in drawn:
+            if completion.request.is_finished:
+                return
+            self._keep_logprobs(completion, sampled)
+            self.num_computed_tokens += 1
+            self.scheduler.extend(completion.request, sampled.token_id)
+            self._read(completion, completion.advance)
+
+    @staticmethod
+    def _keep_logprobs(completion: Completion, sampled: Sampled) -> None:
+        # before the token: a rebuild drops what is too many
+        if sampled.logprobs is not None:
+            completion.logprobs.append(to_logprobs(sampled.logprobs, completion.tokenizer))
 
     def _read(self, completion: Completion, text_of_tokens: Callable[[], str | None]) -> None:
         """Turn tokens into text, and end a completion that reached a stop string or whose text

@@ -35,6 +35,7 @@ class CudaGraphs:
     """
 
     largest_first = True
+    several_rows = False
 
     def __init__(self, model: Decoder, pool: KVPool, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs

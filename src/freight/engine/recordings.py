@@ -32,14 +32,15 @@ logger = logging.getLogger("freight")
 
 
 class CpuRecordings:
-    """A `Capture` on the CPU. Steps are not padded, which would cost time here: each number of
-    sequences is recorded.
+    """A `Capture` on the CPU. Steps are not padded, which would cost time here: each number of rows
+    is recorded. Which sequences they belong to is read when a step is replayed.
 
     All recordings share an arena: the outputs that are alive at one moment, for `max_num_seqs`
     rows.
     """
 
     largest_first = False
+    several_rows = True
 
     def __init__(
         self, model: Decoder, pool: KVPool, kernels: CpuKernels, max_num_seqs: int

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from freight.cache.manager import NOTHING, Held
 from freight.engine.bad_words import BadWords
+from freight.engine.drafts import Drafter
 from freight.engine.grammar import Matcher
 from freight.errors import RequestError
 from freight.outputs import FinishReason
@@ -53,6 +54,7 @@ class Request:
     grammar         how far its output is in the grammar of params.structured_outputs; None without
                     one
     bad_words       the tokens of params.bad_words; None without any
+    drafter         guesses its next tokens; None: nothing is drafted
 
     The rest belongs to the Scheduler.
 
@@ -78,6 +80,7 @@ class Request:
     stop_token_ids: frozenset[int]
     grammar: Matcher | None = None
     bad_words: BadWords | None = None
+    drafter: Drafter | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     held: Held = NOTHING

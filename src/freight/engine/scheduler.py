@@ -20,6 +20,10 @@ end of the known tokens samples one more.
   own until it is past that step: one that fails again has failed alone. The latest goes first, so
   those that are past it, which pause, came later than it, and lose their blocks first if they run
   out. Nobody new is admitted meanwhile.
+- Drafts ride behind requests that decode, where a step has few rows and no prompt (`_draft`). They
+  take only blocks that are left over, and the next `schedule` gives back what was not needed: so
+  they preempt nobody and keep nobody waiting. A draft counts as computed once the token that was
+  drawn equals it (`extend`), so no block is indexed before.
 - Prefix hits leave at least the last known token to compute, so a shared block is never written.
   The completions of one prompt wait for the first of them to compute the prompt, and then share its
   blocks.
@@ -69,13 +73,19 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        most_drafts: int = 0,
     ) -> None:
+        """`most_drafts`: of a step without prompts, all requests together. A step of more requests
+        than that has none.
+        """
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) > 0
         self._cache = cache
         self._block_size, self._caching = cache.block_size, cache.enable_prefix_caching
         self._gives_back = cache.gives_back
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
+        self.most_drafts = most_drafts
+        self._drafted: list[Request] = []  # those that had drafts in the last step
         self._requests: dict[str, Request] = {}  # every unfinished request
         self._leaders: dict[str, Request] = {}  # group -> its unfinished completion 0
         self._waiting: list[Request] = []  # both queues by arrival
@@ -153,6 +163,7 @@ class Scheduler:
         With fewer than max_num_batched_tokens, if `max_tokens` is less; but one for each running
         request in any case.
         """
+        self._give_back_drafts()
         if (suspect := self._suspect()) is not None:
             return self._schedule_alone(suspect)
         chunks: list[ScheduledChunk] = []
@@ -178,6 +189,8 @@ class Scheduler:
         ]
         for request in fresh:
             self._count_admitted(request)
+        if self.most_drafts:
+            self._draft(chunks)
         return Step(tuple(chunks), tuple(preempted), tuple(fresh))
 
     def follow(self, step: Step) -> Step | None:
@@ -206,6 +219,7 @@ class Scheduler:
         """
         advanced, num_drawn = [], 0
         for chunk in step.chunks:
+            self.totals.drafted += len(chunk.drafts)
             if (request := chunk.request).state is RequestState.FINISHED:
                 continue
             assert request.num_computed_tokens == chunk.start, (
@@ -228,6 +242,19 @@ class Scheduler:
                 self._finish(request, FinishReason.LENGTH, None)
         self.totals.generated += num_drawn
         return advanced
+
+    def extend(self, request: Request, token: int) -> None:
+        """Append the next token to a running request whose last one was a draft in the step that was
+        applied. So the last one is computed.
+        """
+        assert request.state is RequestState.RUNNING
+        computed = request.num_computed_tokens
+        request.num_computed_tokens = computed + 1
+        self._register_full_blocks(request, computed)
+        request.output_token_ids.append(token)
+        self.totals.accepted += 1
+        self.totals.generated += 1
+        self._finish_if_done(request)
 
     def lose(self, step: Step) -> None:
         """Take note that `step` failed as a whole, and left blocks that are not full in any state.
@@ -282,6 +309,7 @@ class Scheduler:
         self._waiting = []
         self._running = []
         self._suspects = {}
+        self._drafted = []
         for request in sorted(requests, key=_arrival):
             request.held = NOTHING
             if request.is_finished:
@@ -298,6 +326,45 @@ class Scheduler:
             self._waiting.append(request)
         for request in [request for request in self._waiting if request.output_token_ids]:
             self._finish_if_done(request)
+
+    def _draft(self, chunks: list[ScheduledChunk]) -> None:
+        """Give drafts to the chunks of a step in which every request has one token."""
+        # a chunk of a prompt costs more than drafts gain
+        if any(chunk.num_tokens > 1 for chunk in chunks):
+            return
+        left = min(self.most_drafts + 1, self._max_num_batched_tokens) - len(chunks)
+        for index, chunk in enumerate(chunks):
+            if left <= 0:
+                return
+            drafts = self._drafts_of(chunk, -(-left // (len(chunks) - index)))
+            if drafts:
+                left -= len(drafts)
+                self._drafted.append(chunk.request)
+                block_ids = chunk.request.held.block_ids
+                chunks[index] = chunk._replace(drafts=drafts, block_ids=block_ids)
+
+    def _drafts_of(self, chunk: ScheduledChunk, most: int) -> tuple[int, ...]:
+        """Return up to `most` drafts behind a chunk, and take the blocks for them."""
+        request, known = chunk.request, chunk.start + 1
+        if request.drafter is None or not chunk.samples or not request.output_token_ids:
+            return ()
+        # each draft that comes true is followed by a token that is drawn
+        most = min(most, request.token_limit - known - 1)
+        drafts = request.drafter.propose(request.output_token_ids, most) if most > 0 else ()
+        if not drafts:
+            return ()
+        grown = self._cache.grow(request.held, known + len(drafts))
+        if grown is None:
+            return drafts[: request.held.room - known]
+        request.held = grown
+        return drafts
+
+    def _give_back_drafts(self) -> None:
+        """Give back the blocks that drafts took and that their requests do not need yet."""
+        for request in self._drafted:
+            if request.state is RequestState.RUNNING:
+                request.held = self._cache.shrink(request.held, request.num_computed_tokens)
+        self._drafted = []
 
     def _suspect(self) -> Request | None:
         """Return the request to compute alone, if there is one: the latest that is not past the

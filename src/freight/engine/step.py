@@ -17,6 +17,9 @@ class ScheduledChunk(NamedTuple):
 
     `block_ids` are the block tables of the sequence, by cache group, up to the end of the chunk.
     With `samples`, the last row's logits give the request's next token.
+
+    drafts  guesses of the tokens behind, stored and computed as if they were known. `block_ids`
+            have room for them. Only a chunk of one token that samples has any
     """
 
     request: Request
@@ -24,6 +27,7 @@ class ScheduledChunk(NamedTuple):
     num_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
     samples: bool
+    drafts: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, request: Request, start: int, num_tokens: int) -> ScheduledChunk:
@@ -48,4 +52,5 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
+        """Known tokens that it computes; drafts do not count."""
         return sum(chunk.num_tokens for chunk in self.chunks)

@@ -114,6 +114,21 @@ def test_growing_is_all_or_nothing() -> None:
     assert cache.grow(held, 96) is held
 
 
+def test_shrinking_gives_back_what_lies_behind() -> None:
+    cache = CacheManager([Pages((0,), 1, None, 4), Pages((1,), 1, None, 8)], [8, 8], 4, 16)
+    admitted = cache.admit([], 5, reserve=0)
+    assert admitted is not None
+    held = cache.grow(admitted[0], 5)
+    assert held is not None
+    grown = cache.grow(held, 17)
+    assert grown is not None
+    assert (cache.num_held, grown.room) == (5 + 3, 20)
+    assert cache.shrink(grown, 17) is grown
+    shrunk = cache.shrink(grown, 5)
+    assert shrunk == held
+    assert cache.num_held == 2 + 1
+
+
 def test_what_never_fits_is_named_by_its_group() -> None:
     groups = [Pages((0,), 1, None, BLOCK), Pages((1,), 1, 64, BLOCK)]
     assert CacheManager(groups, [100, 8], BLOCK, STEP).shortfall(3200) is None

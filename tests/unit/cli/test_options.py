@@ -33,6 +33,8 @@ GIVEN = {  # field -> (as typed, as understood)
     "max_step_seconds": ("0.25", 0.25),
     "block_size": ("32", 32),
     "kv_cache_memory": ("64MiB", "64MiB"),
+    "speculate": ("4", 4),
+    "speculative_config": ('{"method": "ngram"}', '{"method": "ngram"}'),
     "device": ("cpu", "cpu"),
     "kernels": ("reference", "reference"),
     "attention_compute": ("fp8", "fp8"),

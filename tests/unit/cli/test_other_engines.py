@@ -43,7 +43,8 @@ ASKED = {  # option -> what the answer must name
     "enable_chunked_prefill": "max_num_batched_tokens",
     "long_prefill_token_threshold": "max_step_seconds bounds",
     "model_id": "use model",
-    "speculative_config": "the model itself draws every token",
+    "speculative_model": "speculate drafts from each request's own text",
+    "num_speculative_tokens": "use speculate",
 }
 
 

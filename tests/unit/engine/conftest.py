@@ -8,7 +8,7 @@ block written by two requests or one read before it was computed changes its tok
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,9 +17,10 @@ from tests.unit.engine.fakes import FakeDetokenizer, new_engine
 from freight import LLM
 from freight.cache.groups import Pages
 from freight.cache.manager import NOTHING, CacheManager
+from freight.engine.drafts import Drafter
 from freight.engine.request import Request, RequestState
 from freight.engine.scheduler import Scheduler
-from freight.engine.step import Step
+from freight.engine.step import ScheduledChunk, Step
 from freight.operands.tiles import KEY_TILE
 from freight.outputs import FinishReason
 from freight.sampling import SamplingParams
@@ -70,8 +71,23 @@ class FakeModel:
                     slots[self.slot(table, position)] = digest(before[0], token)
             if chunk.samples:
                 seen = self.read(chunk.block_ids, end)
-                sampled[chunk.request.request_id] = [self.next_token(seen, chunk.request.seed)]
+                drawn = [self.next_token(seen, chunk.request.seed)]
+                self.verify(chunk, drawn)
+                sampled[chunk.request.request_id] = drawn
         return sampled
+
+    def verify(self, chunk: ScheduledChunk, drawn: list[int]) -> None:
+        """Store the drafts, and append what is drawn behind each that came true."""
+        end = chunk.start + chunk.num_tokens
+        for position, token in enumerate(chunk.drafts, end):
+            for slots, table in zip(self.slots, chunk.block_ids, strict=True):
+                before = slots[self.slot(table, position - 1)]
+                slots[self.slot(table, position)] = digest(before, token)
+        for position, token in enumerate(chunk.drafts, end):
+            if token != drawn[-1]:
+                return
+            seen = self.read(chunk.block_ids, position + 1)
+            drawn.append(self.next_token(seen, chunk.request.seed))
 
     @staticmethod
     def next_token(seen: list[list[bytes]], seed: int) -> int:
@@ -109,13 +125,16 @@ class Rig:
         max_model_len: int = 64,
         caching: bool = True,
         windows: Sequence[int | None] = (None,),
+        most_drafts: int = 0,
+        drafter: Callable[[Request], Drafter | None] = lambda request: None,
     ) -> None:
         groups = [Pages((index,), 1, window, block_size) for index, window in enumerate(windows)]
         counts = [num_blocks] * len(groups) if isinstance(num_blocks, int) else num_blocks
         self.cache = CacheManager(groups, counts, block_size, budget, caching)
         self.allocator = self.cache.allocators[0]
         self.windows = windows
-        self.scheduler = Scheduler(self.cache, max_num_seqs, budget, max_model_len)
+        self.scheduler = Scheduler(self.cache, max_num_seqs, budget, max_model_len, most_drafts)
+        self.drafter = drafter
         self.model = FakeModel(block_size, windows)
         self.max_num_seqs, self.budget, self.max_model_len = max_num_seqs, budget, max_model_len
         self.requests: dict[str, Request] = {}
@@ -135,6 +154,7 @@ class Rig:
         request = Request(
             name, group or name, index, tuple(prompt), sampling, seed=index, stop_token_ids=stops
         )
+        request.drafter = self.drafter(request)
         self.scheduler.add(request)
         self.requests[name] = request
         return request
@@ -179,7 +199,7 @@ class Rig:
         assert len(set(written)) == len(written), "two requests write into one block"
         for chunk in step.chunks:
             end, table, window = (
-                chunk.start + chunk.num_tokens,
+                chunk.start + chunk.num_tokens + len(chunk.drafts),
                 chunk.block_ids[group],
                 self.windows[group],
             )
@@ -195,14 +215,23 @@ class Rig:
             tile = max(KEY_TILE, size)
             assert (
                 window is None
-                or (len(table) - first) * size < window + chunk.num_tokens + tile + size
+                or (len(table) - first) * size
+                < window + chunk.num_tokens + len(chunk.drafts) + tile + size
             )
 
     def step(self) -> Step:
         step = self.schedule()
-        self.scheduler.apply(step, self.model(step))
-        self.check_counts()
+        self.apply(step, self.model(step))
         return step
+
+    def apply(self, step: Step, tokens: Mapping[str, Sequence[int]]) -> None:
+        """Take in what was drawn, those behind a draft one by one."""
+        self.scheduler.apply(step, {name: drawn[:1] for name, drawn in tokens.items()})
+        for chunk in step.chunks:
+            for token in tokens.get(chunk.request.request_id, ())[1:]:
+                if not chunk.request.is_finished:
+                    self.scheduler.extend(chunk.request, token)
+        self.check_counts()
 
     def run(self) -> list[Step]:
         steps = []

@@ -188,11 +188,12 @@ def new_engine(
     max_model_len: int = 64,
     overlaps: bool = False,
     repeatable: bool = True,
+    most_drafts: int = 0,
 ) -> Engine:
     cache = CacheManager((Pages((0,), 1, None, BLOCK),), (num_blocks,), BLOCK, budget)
-    scheduler = Scheduler(cache, max_num_seqs, budget, max_model_len)
+    scheduler = Scheduler(cache, max_num_seqs, budget, max_model_len, most_drafts)
     intake = Intake(FakeTokenizer(), VOCAB, max_model_len)  # type: ignore[arg-type]
     runner: Any = FakeRunner(num_blocks)
     parts = (runner, cache, scheduler, intake, frozenset({EOS}))
-    options: Any = {"overlaps": overlaps, "repeatable": repeatable}
+    options: Any = {"overlaps": overlaps, "repeatable": repeatable, "drafts": most_drafts > 0}
     return Engine(*parts, seed=0, threads=nullcontext(), clock=Clock(), **options)

@@ -109,6 +109,22 @@ def test_a_growing_output_gives_the_bits_of_the_definition(params, x, prompt, gr
         assert bits(x) == bits(before)
 
 
+@settings(max_examples=examples(60))
+@given(params=rows, x=logits, prompt=tokens, output=tokens, ahead=tokens | few, bad=words)
+def test_a_fork_goes_on_alone(params, x, prompt, output, ahead, bad):
+    row = SamplingRow(params, 1, tuple(prompt), output, frozenset({3, 4, 99}), bad_words=bad)
+    adjust(x[None], [row])  # what it keeps is made
+    own = list(output)
+    fork = row.fork(own)
+    for token in ahead:
+        own.append(token)
+        assert fork.position == len(own)
+        assert bits(adjust(x[None], [fork])[0]) == bits(definition(x, fork))
+    assert bits(adjust(x[None], [row])[0]) == bits(definition(x, row))
+    output += ahead[:2]
+    assert bits(adjust(x[None], [row])[0]) == bits(definition(x, row))
+
+
 class Interrupt(BaseException):
     """As Ctrl-C would raise it."""
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.engine.fakes import check_clean, essence, params_of, prompt_of
+from tests.drafters import KINDS, Told
+from tests.unit.engine.fakes import VOCAB, check_clean, essence, params_of, prompt_of
 
 from freight import LLM, SamplingParams
 from freight.engine import compute
@@ -89,6 +90,38 @@ def test_an_exception_at_any_line_leaves_the_engine_as_if_the_call_had_not_been_
         assert essence([outputs[-1]]) == essence([whole]), at
         assert essence(run()) == expected, at
         check_clean(llm)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_at_any_line_of_steps_with_drafts(new_llm: Callable[..., LLM], kind: str):
+    limits = {"num_blocks": 12, "budget": 12, "max_model_len": 40}
+    expected = scenario(new_llm(**limits), random.Random(1))()
+
+    def drafting() -> Callable[[], Any]:
+        llm, rng = new_llm(**limits, most_drafts=6), random.Random(2)
+
+        def drafter(prompt: Any, params: SamplingParams) -> Told:
+            answers = [
+                one.token_ids
+                for request in expected
+                if request.prompt_token_ids == list(prompt.token_ids)
+                for one in request.outputs
+            ]
+            return Told(answers, kind, rng, VOCAB)
+
+        llm.engine._drafter = drafter  # type: ignore[assignment,method-assign]
+        return scenario(llm, random.Random(1))
+
+    with Interrupter() as counter:
+        assert essence(drafting()()) == essence(expected)
+    for at in random.Random(3).sample(range(1, counter.count + 1), 12):
+        run = drafting()
+        try:
+            with Interrupter(at):
+                run()
+        except Interrupt:
+            pass
+        assert essence(run()) == essence(expected), at
 
 
 def test_an_exception_while_a_stream_is_read_or_left(new_llm: Callable[..., LLM]):

@@ -193,6 +193,11 @@ def compare(recorded: ModelRunner, plain: ModelRunner) -> None:
         batch.advance((0, 3), 5),
         batch.advance((0,), logits=Logits.ALL),
         batch.advance((3, 2, 1, 0)),
+        # as tokens with drafts, in recordings that steps of single tokens made
+        batch.advance((0,), 3, Logits.ALL),
+        batch.advance((2,), 1, Logits.ALL) + batch.advance((1,), 3, Logits.ALL),
+        batch.advance((3, 0), 2, Logits.ALL),
+        batch.advance((3, 2, 1, 0)),
     ]
     for step in steps:
         assert torch.equal(recorded.run(step).all_logits(), plain.run(step).all_logits())
@@ -236,6 +241,25 @@ def test_a_decode_step_is_recorded_once_and_then_replayed(monkeypatch):
     assert len(layers) == 2
     recorded.run(batch.advance((0, 1), 2))  # not a decode step
     assert len(layers) == 3
+
+
+def test_a_token_with_drafts_is_replayed_by_the_recording_of_as_many_rows(monkeypatch):
+    recorded, plain = build(SHAPE, "bfloat16")
+    batch, layers = Batch([BLOCK]), []
+    for step in (batch.advance((0, 1, 2)), batch.advance((3,), 7)):
+        recorded.run(step)
+        plain.run(step)
+    original = Decoder.layers_over
+    monkeypatch.setattr(Decoder, "layers_over", lambda *a: layers.append(1) or original(*a))
+    drafted = [
+        batch.advance((0,), 3, Logits.ALL),
+        batch.advance((3,), 2, Logits.ALL) + batch.advance((1,), 1, Logits.ALL),
+        batch.advance((2,), 1, Logits.ALL) + batch.advance((3,), 2, Logits.ALL),
+    ]
+    found = [recorded.run(step).all_logits().clone() for step in drafted]
+    assert layers == []
+    for logits, step in zip(found, drafted, strict=True):
+        assert torch.equal(logits, plain.run(step).all_logits())
 
 
 def test_a_recording_is_the_whole_step_from_token_ids_to_logits():

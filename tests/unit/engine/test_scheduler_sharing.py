@@ -284,8 +284,7 @@ def drive(rig: Any, rng: Random, steps: int = 60) -> None:
         tokens = rig.model(step)
         if rig.requests and rng.random() < 0.05:
             rig.scheduler.abort(rng.choice(list(rig.requests)))
-        rig.scheduler.apply(step, tokens)
-        rig.check_counts()
+        rig.apply(step, tokens)
         if rig.requests and rng.random() < 0.05:
             rig.scheduler.abort(rng.choice(list(rig.requests)))
     rig.run()

@@ -293,6 +293,14 @@ class Metrics:
             "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits
         )
         yield counter(
+            "vllm:spec_decode_num_draft_tokens", "Tokens drafted (--speculate).", stats.drafted
+        )
+        yield counter(
+            "vllm:spec_decode_num_accepted_tokens",
+            "Drafted tokens that were drawn.",
+            stats.accepted,
+        )
+        yield counter(
             "vllm:corrupted_requests",
             "Completions that failed (NaN, undecodable text, a failed step).",
             stats.failed,

@@ -1,0 +1,243 @@
+"""Drafts change no bit of any request: random ones, with drafts and without, in one engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.drafters import KINDS, Told
+
+from freight import LLM, SamplingParams
+from freight.engine import build
+from freight.engine.drafts import Drafter
+from freight.engine.engine import Engine
+from freight.errors import ConfigError
+from freight.outputs import FinishReason
+
+SOURCES = [
+    "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n",
+    "def first(values):\n    return values[0]\n\n\n" * 3,
+    "import os\nimport sys\n\n\ndef main():\n    path = os.path.join(",
+    "for index in range(10):\n    print(index)\n",
+]
+MOST = 12
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    """A cache of few blocks: requests are preempted, and find each other's prefixes."""
+    return LLM(
+        "demo",
+        kv_cache_dtype="fp8",
+        kv_scales="dynamic",
+        kv_cache_memory="360KiB",
+        max_model_len=192,
+        max_num_seqs=8,
+        speculate=MOST,
+        threads=1,
+    )
+
+
+def random_params(rng: Random) -> SamplingParams:
+    max_tokens = rng.randint(1, 40)
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.0, 0.7, 1.0]),
+        top_p=rng.choice([1.0, 0.9]),
+        top_k=rng.choice([0, 0, 20]),
+        min_p=rng.choice([0.0, 0.0, 0.05]),
+        seed=rng.randrange(100),
+        n=rng.choice([1, 1, 1, 2]),
+        max_tokens=max_tokens,
+        min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
+        ignore_eos=rng.random() < 0.5,
+        logprobs=rng.choice([None, 0, 3]),
+        prompt_logprobs=rng.choice([None, None, None, 1]),
+        stop=rng.choice([(), (), "\n\n", ("self", "return x"), ")"]),
+        stop_token_ids=rng.choice([(), (), tuple(rng.sample(range(300), 40))]),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+        presence_penalty=rng.choice([0.0, 0.0, 0.8]),
+        frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
+        logit_bias=rng.choice([{}, {}, {5: 3.0, 17: -2.0}]),
+        bad_words=rng.choice([(), (), ("self", "in range")]),
+        include_stop_str_in_output=rng.random() < 0.2,
+    )
+
+
+def essence(output: Any) -> Any:
+    return output.prompt_logprobs, [
+        (one.token_ids, one.text, one.logprobs, one.finish_reason, one.stop_reason)
+        for one in output.outputs
+    ]
+
+
+def outputs_of(
+    engine: Engine,
+    requests: dict[str, tuple[str, SamplingParams]],
+    rng: Random | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """The outputs of requests; with `rng` they come at any time, and some are aborted."""
+    waiting = list(requests)
+    while waiting or engine.has_unfinished:
+        burst = len(waiting) if rng is None else rng.choice([0, 0, 0, 0, 1, 6])
+        for name in waiting[:burst]:
+            prompt, params = requests[name]
+            engine.add(name, engine.accept(prompt, params), params)
+        del waiting[:burst]
+        running = [name for name in engine._groups if not engine.is_finished(name)]
+        if rng is not None and running and rng.random() < 0.02:
+            engine.abort(rng.choice(running))
+        for delta in engine.step():
+            if delta.finished:
+                yield delta.request_id, engine.output(delta.request_id)
+                engine.release(delta.request_id)
+        for name in [name for name in engine._groups if engine.is_finished(name)]:
+            yield name, engine.output(name)  # aborted
+            engine.release(name)
+
+
+def check_same(found: Any, expected: Any) -> None:
+    """An aborted one has the first tokens of what was expected."""
+    prompt_logprobs, completions = essence(expected)
+    for one, wanted in zip(found.outputs, completions, strict=True):
+        if one.finish_reason is FinishReason.ABORT:
+            count = len(one.token_ids)
+            assert one.token_ids == wanted[0][:count]
+            assert one.logprobs == (None if wanted[2] is None else wanted[2][:count])
+    if all(one.finish_reason is not FinishReason.ABORT for one in found.outputs):
+        assert essence(found) == (prompt_logprobs, completions)
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"), [(1, 60), pytest.param(2, 2000, marks=pytest.mark.slow)]
+)
+def test_random_requests_with_drafts_and_without(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int, count: int
+) -> None:
+    """Beside each other, preempted, aborted, found in the cache: every third is not drafted for, and
+    the others by guesses that are right, wrong, both, or their own.
+    """
+    rng, engine = Random(seed), llm.engine
+    requests = {}
+    for index in range(count):
+        source = rng.choice(SOURCES) * rng.randint(1, 2)
+        requests[str(index)] = source[: rng.randint(1, len(source))], random_params(rng)
+    monkeypatch.setattr(engine, "_drafter", lambda prompt, params: None)
+    expected = dict(outputs_of(engine, requests))
+    assert engine.stats().drafted == 0
+
+    def drafter(prompt: Any, params: SamplingParams) -> Drafter | None:
+        kind = rng.choice(["none", "own", *KINDS, "right"])
+        if kind == "own":
+            return Drafter(prompt.token_ids)
+        answers = [
+            one.token_ids
+            for name, (text, its_params) in requests.items()
+            if text == prompt.text and its_params == params
+            for one in expected[name].outputs
+        ]
+        return None if kind == "none" else Told(answers, kind, rng, engine.intake.vocab_size)
+
+    monkeypatch.setattr(engine, "_drafter", drafter)
+    before = engine.stats()
+    found = dict(outputs_of(engine, requests, rng))
+    assert found.keys() == expected.keys()
+    for name, output in found.items():
+        check_same(output, expected[name])
+    stats = engine.stats()
+    assert stats.accepted > count
+    assert stats.drafted - stats.accepted > count
+    assert stats.preemptions > before.preemptions
+    assert stats.prefix_hits > before.prefix_hits
+    assert engine.cache.num_held == 0
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps(llm: LLM) -> None:
+    """`generate` as it is, against the same model without the option."""
+    prompt = SOURCES[3] * 4
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=2)
+    plain = LLM("demo", kv_cache_dtype="fp8", kv_scales="dynamic", threads=1, max_model_len=192)
+    before, taken = llm.engine.stats(), []
+    step = llm.engine.step
+    llm.engine.step = lambda **quiet: taken.append(1) or step(**quiet)  # type: ignore[method-assign]
+    try:
+        found = llm.generate([prompt], params)[0]
+    finally:
+        llm.engine.step = step  # type: ignore[method-assign]
+    assert essence(found) == essence(plain.generate([prompt], params)[0])
+    assert len(taken) < 40
+    assert llm.engine.stats().accepted - before.accepted >= 60 - len(taken) - 1
+    assert plain.engine.stats().drafted == 0
+
+
+def test_one_sequence_at_most_has_drafts_and_recorded_steps() -> None:
+    """The rows of drafts are no sequences: `max_num_seqs` does not count them."""
+    options: dict[str, Any] = {"kv_cache_memory": "4MiB", "threads": 1, "max_num_seqs": 1}
+    prompt, params = SOURCES[3] * 4, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    drafted = LLM("demo", speculate=6, **options)
+    found = drafted.generate([prompt], params)[0]
+    assert essence(found) == essence(LLM("demo", **options).generate([prompt], params)[0])
+    captured = drafted.engine.runner.captured
+    assert captured is not None
+    assert 7 in captured._captured
+
+
+def test_grammars_have_no_drafts(llm: LLM) -> None:
+    before = llm.engine.stats().drafted
+    params = SamplingParams(temperature=0.0, max_tokens=30)
+    form = replace(params, structured_outputs={"regex": "(ab){12}"})
+    assert llm.generate(["ab" * 12], form)[0].outputs[0].text == "ab" * 12
+    assert llm.engine.stats().drafted == before
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"speculate": 5}, "drafts: up to 5 a step, from each request's own text"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+            "drafts: up to 4 a step",
+        ),
+        ({}, None),
+    ],
+)
+def test_it_is_said_at_start(
+    caplog: pytest.LogCaptureFixture, options: dict[str, Any], says: str | None
+) -> None:
+    caplog.set_level(logging.INFO, "freight")
+    LLM("demo", kv_cache_memory="4MiB", threads=1, **options)
+    said = [record.getMessage() for record in caplog.records if "drafts" in record.getMessage()]
+    assert [says in one for one in said] == [True] if says else said == []
+
+
+def test_heads_and_draft_models_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="'eagle3': choose ngram or suffix; draft models"):
+        LLM("demo", speculative_config={"method": "eagle3"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"spec": SimpleNamespace(repeatable=False)}, "layers of this model keep states"),
+        ({"decoder": object()}, "the modules of transformers may round a row differently"),
+        ({"overlaps": True}, "on a GPU the next step is launched before"),
+    ],
+)
+def test_where_they_would_not_be_exact_there_are_none(
+    llm: LLM, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], reason: str
+) -> None:
+    caplog.set_level(logging.INFO, "freight")
+    runner = llm.engine.runner
+    given: dict[str, Any] = {
+        "config": SimpleNamespace(most_drafts=4, device="cpu"),
+        "decoder": runner.model,
+        "spec": runner.pool.spec,
+        "overlaps": False,
+    }
+    assert build._most_drafts(**given) == 4
+    assert build._most_drafts(**given | changes) == 0
+    assert f"drafts: none, because {reason}" in caplog.text
