@@ -177,6 +177,11 @@ AT_THE_LIMIT = {
 }
 
 
+@pytest.fixture(scope="module")
+def at_the_limit() -> SamplingParams:
+    return SamplingParams(**AT_THE_LIMIT)
+
+
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
@@ -209,11 +214,10 @@ AT_THE_LIMIT = {
         ),
     ],
 )
-def test_a_server_s_limits_may_be_lower(limits, message):
-    params = SamplingParams(**AT_THE_LIMIT)
-    check_limits(params, SamplingLimits())
+def test_a_server_s_limits_may_be_lower(at_the_limit, limits, message):
+    check_limits(at_the_limit, SamplingLimits())
     with pytest.raises(RequestError) as refused:
-        check_limits(params, SamplingLimits(**limits))
+        check_limits(at_the_limit, SamplingLimits(**limits))
     assert str(refused.value) == message
 
 
