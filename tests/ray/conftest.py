@@ -24,11 +24,11 @@ MODEL = {"kv_cache_dtype": "fp8", "kv_cache_memory": "64MiB", "threads": 1}
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
     """Ray and its proxy on this machine; where it listens."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
-    serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed: make test-ray")
-    # else Ray makes one, in the home folder of whoever runs the tests
+    # read when Ray is imported; without it Ray writes a token into the home folder
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    ray = pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+    serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed: make test-ray")
     ray.init(
         num_cpus=CORES,
         include_dashboard=False,

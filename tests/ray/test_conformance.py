@@ -21,6 +21,7 @@ def test_the_conformance_suite(deployed: Callable[..., str]) -> None:
     for name in LISTENING:
         command += ["--deselect", f"tests/conformance/test_transport.py::{name}"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(run.stdout[-600:])
     assert run.returncode == 0, run.stdout[-6000:]
 
 

@@ -128,7 +128,7 @@ def _without_id(app: App) -> App:
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         async def passed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                kept = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
+                kept = [pair for pair in message.get("headers", ()) if pair[0] != b"x-request-id"]
                 message = {**message, "headers": kept}
             await send(message)
 
