@@ -7,9 +7,12 @@
 #   make test-busy   the tests that depend on the clock beside 30 busy processes
 #   make test-ray     replicas on Ray Serve that are killed, added and taken away; installed into .venv-ray
 #   make test-clients  clients and routers from PyPI against servers, installed into .venv-clients and .venv-clients-older
+#   make coverage    the tests with coverage of src/freight by lines and branches, as build/coverage/html
+#   make coverage-kernels   line coverage of csrc/ by the kernels' tests
+#   make test-versions RESOLUTION=lowest-direct   the tests with the lowest dependencies that pyproject.toml allows, or highest
 #   make wheel       dist/freight-….whl with the kernels of every instruction set, for machines without a compiler
 #   make soak        64 clients of a server for five minutes (make test: for twelve seconds)
-#   make real MODEL=OWNER/NAME   README's tables for a model of the hub, or a folder; OPTIONS='--data FILE --tokens 8192'
+#   make real MODEL=OWNER/NAME   the demo model's tables for a model of the hub, or a folder; OPTIONS='--data FILE --tokens 8192'
 # PYTHON=python3.12 picks another interpreter; TORCH=cuda takes torch's default build instead of the CPU one.
 # Written for GNU make 3.81, which macOS ships.
 
@@ -21,7 +24,7 @@ STAMP = .venv/ready-$(TORCH)
 # the tests start hundreds of interpreters: each would compile the source again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo style test test-all test-tiles test-busy test-clients test-ray test-defaults soak real wheel sanitize sanitize-threads check format clean
+.PHONY: setup demo style test test-all test-tiles test-busy test-clients test-ray test-defaults test-versions coverage coverage-kernels soak real wheel sanitize sanitize-threads check format clean
 
 setup: $(STAMP)
 
@@ -110,6 +113,27 @@ test-ray: setup .venv-ray/ready
 	  >$$(.venv-ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/freight.pth
 	@touch $@
 
+# configured in pyproject.toml; the processes that tests start count as well
+coverage: setup
+	@rm -rf build/coverage; mkdir -p build/coverage
+	@$(BIN)/coverage run -m pytest -n 2 --dist worksteal
+	@$(BIN)/coverage combine -q
+	@$(BIN)/coverage html -q
+	@$(BIN)/coverage report --skip-covered --sort=-miss
+
+coverage-kernels: setup
+	@$(BIN)/python tools/kernel_coverage.py
+
+# an environment of its own each time; uv knows how to take the lowest versions
+RESOLUTION ?= lowest-direct
+VERSIONS = .venv-$(RESOLUTION)
+test-versions:
+	@rm -rf $(VERSIONS); $(PYTHON) -m venv $(VERSIONS)
+	@$(VERSIONS)/bin/pip install -q uv
+	@$(VERSIONS)/bin/uv pip install -q --python $(VERSIONS)/bin/python --resolution $(RESOLUTION) --torch-backend cpu -e '.[dev]'
+	@$(VERSIONS)/bin/uv pip freeze --python $(VERSIONS)/bin/python
+	@$(VERSIONS)/bin/pytest -n 2 --dist worksteal
+
 soak: setup
 	@FREIGHT_SOAK_SECONDS=300 $(BIN)/pytest -s -m soak tests/e2e/test_soak.py
 
@@ -125,4 +149,4 @@ format: setup
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-clients .venv-clients-older .venv-ray build dist
+	rm -rf .venv .venv-clients .venv-clients-older .venv-ray .venv-lowest-direct .venv-highest build dist

@@ -1,4 +1,4 @@
-"""Make README's tables for any model: cost of FP8, gain of the cache, speed. Run by `make real`.
+"""Make the demo model's tables for any model: cost of FP8, gain of the cache, speed. Run by `make real`.
 
     python tools/real_tables.py MODEL [--data FILE] [--tokens 8192] [--requests 64] [--repeats 3] [--out real]
 
@@ -26,7 +26,7 @@ from freight.evaluate.report import plain_config
 from freight.models.open import open_model
 
 HELD_OUT = Path(__file__).parent.parent / "src" / "freight" / "demo" / "heldout.txt"
-INPUT, OUTPUT = 256, 64  # tokens of a request, as in README
+INPUT, OUTPUT = 256, 64  # tokens of a request, as in docs/benchmarks.md
 FREIGHT = [sys.executable, "-m", "freight"]
 
 

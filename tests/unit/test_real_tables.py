@@ -1,4 +1,4 @@
-"""`make real MODEL=…`: README's tables for another model."""
+"""`make real MODEL=…`: the demo model's tables for another model."""
 
 from __future__ import annotations
 
