@@ -71,6 +71,7 @@ TORCH_FREE = [
     "outputs.py",
     "config/*.py",
     "config/families/*.py",
+    "parallel/messages.py",
     "parallel/places.py",
     "parallel/ranks.py",
     "parallel/shards.py",

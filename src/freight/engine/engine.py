@@ -108,6 +108,10 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
+    def on_lost(self, call: Callable[[], None]) -> None:
+        """Have another thread call this once a rank of the model is lost, for which no step waits."""
+        self.runner.on_lost(call)
+
     def accept(
         self, prompt: str | Sequence[int], params: SamplingParams, add_special_tokens: bool = True
     ) -> AcceptedPrompt:

@@ -58,11 +58,11 @@ class CpuKernels:
         """Return the name with the build, such as 'cpu-avx2'."""
         return f"cpu-{self.library.build}"
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor, first: bool = False) -> Tensor:
         """Compute `KernelSet.gather`: in C over shared memory, else as the transport does."""
         transport = self.ranks.transport
         if isinstance(transport, SharedMemory):
-            return ranks.gather(self.library, transport, x)
+            return ranks.gather(self.library, transport, x, first)
         return self.ranks.gather(x)
 
     def pack(self, weight: Weight) -> CpuWeight:
