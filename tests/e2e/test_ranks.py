@@ -29,7 +29,7 @@ from freight.engine.leader import LeadingRunner
 from freight.errors import ConfigError
 from freight.kernels.cpu import library
 from freight.models.open import OpenModel, open_model, open_random
-from freight.parallel.shards import require_divisible
+from freight.models.shares import share_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 pytestmark = [
@@ -84,6 +84,21 @@ OPT = {
     "activation_function": "relu",
     "torch_dtype": "bfloat16",
 }
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+QWEN2_MOE = QWEN2 | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
+}
+OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 FP8 = {"quantization": "fp8"}
 TOKEN = {"kv_cache_dtype": "fp8"}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # a config, or the name of a fixture
@@ -101,6 +116,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # a config, or the name of a f
     "positions, layer norms": (OPT, TOKEN),
     "static W8A8 and scales": ("autofp8_static_kv", {}),
     "float32": (LLAMA, {"dtype": "float32"}),
+    "experts": (MIXTRAL, TOKEN),
+    "norms over all heads": (OLMO2, TOKEN),
+    "experts in W8A8, and a shared one": (QWEN2_MOE, FP8),
 }
 
 
@@ -219,7 +237,7 @@ def test_every_family_that_divides_has_the_bits_of_one(
     args = EngineArgs(max_model_len=96, max_num_batched_tokens=24, threads=1, **options)
     opened = open_model(args)
     try:
-        require_divisible(opened.model, 2)
+        share_of(opened.model, 0, 2)
     except ConfigError as error:
         pytest.skip(str(error))
     expected = outputs_of(started(opened), "a")

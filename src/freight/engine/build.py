@@ -43,10 +43,10 @@ from freight.models.architectures import tensor_names
 from freight.models.decoder import Decoder, LanguageModel
 from freight.models.loader import tensor_shapes
 from freight.models.open import OpenModel, open_model
+from freight.models.shares import share_of
 from freight.operands.tiles import STATE_TILE
 from freight.parallel.places import Place, places
 from freight.parallel.ranks import Ranks
-from freight.parallel.shards import require_divisible
 from freight.version import version
 
 logger = logging.getLogger("freight")
@@ -112,7 +112,7 @@ def _lead(opened: OpenModel) -> tuple[OpenModel, Leader, Sequence[Place]]:
     args, nodes = opened.args, numa_nodes()
     size = args.tensor_parallel_size
     opened.resolve(args)  # refuses before a process is bound
-    require_divisible(opened.model, size)
+    share_of(opened.model, 0, size)
     where = places(size, args.rank_cpus, nodes, opened.device.cores)
     if len(nodes) < 2:
         logger.warning(

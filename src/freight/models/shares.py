@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from freight.checkpoint.headers import Index, Shape, narrowed
-from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig
+from freight.config.layer import AttentionConfig, DenseConfig, FeedForward, LayerConfig
 from freight.config.model import ModelConfig
 from freight.config.tensor_names import TensorNames
+from freight.errors import ConfigError
 from freight.models.architectures import tensor_names
 from freight.models.mixer_parts import mixer_parts
-from freight.models.shapes import tensor_shapes
+from freight.models.shapes import shared_names, tensor_shapes
 from freight.parallel.shards import kv_part, of_rank, part
 
 Pieces = tuple[Index, ...]
@@ -49,9 +50,16 @@ class Share:
 
 
 def share_of(model: ModelConfig, rank: int, size: int) -> Share:
-    """Return what `rank` of `size` has of `model`. Raises ConfigError as `of_rank`."""
+    """Return what `rank` of `size` has of `model`. Raises ConfigError as `of_rank`, and for experts
+    of a layer that are one tensor.
+    """
     own = of_rank(model, size)
     names, shapes = tensor_names(model), tensor_shapes(model)
+    if names.interleaved:
+        raise ConfigError(
+            f"--tensor-parallel-size {size}: experts whose outputs alternate in one tensor ({model.architecture}) are "
+            "not divided over ranks yet; omit it"
+        )
     width = model.embedding_size or model.hidden_size
     if model.tie_word_embeddings:
         shapes[names.head] = shapes[names.embedding]
@@ -103,11 +111,28 @@ def _layer_rows(
             yield from _of_modules((module,), (outputs,), [part(outputs, rank, size)])
         for name in parts.exact:  # sinks
             yield name, [part(mixer.num_heads, rank, size)]
-    if isinstance(layer.feed_forward, DenseConfig):
-        mlp = layer.feed_forward
+    for mlp, gate_up, down in _feed_forwards(layer.feed_forward, names):
         ups = [part(each, rank, size) for each in mlp.up_sizes]
-        yield from _of_modules(names.gate_up, mlp.up_sizes, ups)
-        yield from _of_modules((names.down,), (hidden,), of_hidden)
+        yield from _of_modules(gate_up, mlp.up_sizes, ups)
+        yield from _of_modules((down,), (hidden,), of_hidden)
+
+
+def _feed_forwards(
+    mlp: FeedForward, names: TensorNames
+) -> Iterator[tuple[DenseConfig, Sequence[str], str]]:
+    """Yield every feed-forward of a layer with the names of its modules: experts, and shared ones."""
+    if isinstance(mlp, DenseConfig):
+        yield mlp, names.gate_up, names.down
+    elif mlp is not None:
+        for index in range(mlp.num_experts):
+            prefix = names.expert.format(index)
+            yield (
+                mlp.expert,
+                [prefix + name for name in names.expert_gate_up],
+                prefix + names.expert_down,
+            )
+        if mlp.shared is not None:
+            yield mlp.shared, *shared_names(names)
 
 
 def _of_modules(
