@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.forked_server import CAN_FORK, forked
+from tests.formats.mxfp4 import save_mxfp4
 from tests.parity.random_models import save_random
 from tests.parity.variants import VARIANTS
 from tests.rank_follower import clear, pages_of
@@ -225,23 +226,33 @@ def test_two_ranks_have_the_bits_of_one(case: str, tmp_path: Path, pages_file: P
             assert page.any(), (layer, name)
 
 
+def require_equal(folder: Path, **options: Any) -> None:
+    """The checkpoint gives the same with one rank and with two, which read it by slice."""
+    given = {"model": str(folder), "skip_tokenizer_init": True, **TOKEN, **options}
+    args = EngineArgs(max_model_len=96, max_num_batched_tokens=24, threads=1, **given)
+    expected = outputs_of(started(open_model(args)), "a")
+    engine = started(open_model(replace(args, tensor_parallel_size=2)))
+    assert isinstance(engine.runner, LeadingRunner)
+    assert outputs_of(engine, "a") == expected
+    engine.runner.leader.close()
+
+
+@pytest.mark.parametrize("lowest", [115, pytest.param(90, marks=pytest.mark.slow)])
+def test_experts_in_mxfp4(lowest: int, tmp_path: Path, pages_file: Path) -> None:
+    """With sinks and windows: gpt-oss. With scales from 90 on, other kernels would need 16 bits."""
+    require_equal(save_mxfp4(tmp_path, lowest=lowest))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_family_that_divides_has_the_bits_of_one(
     variant: str, tmp_path: Path, pages_file: Path
 ) -> None:
-    """Checkpoints as transformers saves them, in W8A8 and with an FP8 cache: read by slice."""
+    """Checkpoints as transformers saves them, in W8A8 and with an FP8 cache."""
     folder = tmp_path / "model"
     save_random(VARIANTS[variant], folder, torch.bfloat16)
-    options = {"model": str(folder), "skip_tokenizer_init": True, **FP8, **TOKEN}
-    args = EngineArgs(max_model_len=96, max_num_batched_tokens=24, threads=1, **options)
-    opened = open_model(args)
     try:
-        share_of(opened.model, 0, 2)
+        share_of(open_model(EngineArgs(model=str(folder))).model, 0, 2)
     except ConfigError as error:
         pytest.skip(str(error))
-    expected = outputs_of(started(opened), "a")
-    engine = started(open_model(replace(args, tensor_parallel_size=2)))
-    assert isinstance(engine.runner, LeadingRunner)
-    assert outputs_of(engine, "a") == expected
-    engine.runner.leader.close()
+    require_equal(folder, **FP8)

@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from freight.checkpoint.headers import Index, Shape, narrowed
-from freight.config.layer import AttentionConfig, DenseConfig, FeedForward, LayerConfig
+from freight.config.layer import (
+    AttentionConfig,
+    DenseConfig,
+    FeedForward,
+    LayerConfig,
+    MoEConfig,
+)
 from freight.config.model import ModelConfig
 from freight.config.tensor_names import TensorNames
-from freight.errors import ConfigError
 from freight.models.architectures import tensor_names
 from freight.models.mixer_parts import mixer_parts
 from freight.models.shapes import shared_names, tensor_shapes
@@ -50,16 +55,9 @@ class Share:
 
 
 def share_of(model: ModelConfig, rank: int, size: int) -> Share:
-    """Return what `rank` of `size` has of `model`. Raises ConfigError as `of_rank`, and for experts
-    of a layer that are one tensor.
-    """
-    own = of_rank(model, size)
+    """Return what `rank` of `size` has of `model`. Raises ConfigError as `of_rank`."""
+    model_of_rank = of_rank(model, size)
     names, shapes = tensor_names(model), tensor_shapes(model)
-    if names.interleaved:
-        raise ConfigError(
-            f"--tensor-parallel-size {size}: experts whose outputs alternate in one tensor ({model.architecture}) are "
-            "not divided over ranks yet; omit it"
-        )
     width = model.embedding_size or model.hidden_size
     if model.tie_word_embeddings:
         shapes[names.head] = shapes[names.embedding]
@@ -72,9 +70,13 @@ def share_of(model: ModelConfig, rank: int, size: int) -> Share:
         for name, ranges in _layer_rows(layer, model.hidden_size, names, rank, size):
             if prefix + name in shapes:
                 pieces[prefix + name] = tuple((rows,) for rows in ranges)
+        if names.interleaved:
+            for name, outputs in _interleaved(layer.feed_forward, names):
+                own = part(shapes[prefix + name][-1], rank, size)
+                pieces[prefix + name] = ((*[slice(None)] * outputs, own),)
     for name, cut in pieces.items():
         shapes[name] = narrowed(shapes[name], cut)
-    return Share(model, own, rank, size, pieces, shapes)
+    return Share(model, model_of_rank, rank, size, pieces, shapes)
 
 
 def _vocabulary(size_of_all: int, rank: int, size: int) -> Pieces:
@@ -117,6 +119,17 @@ def _layer_rows(
         yield from _of_modules((down,), (hidden,), of_hidden)
 
 
+def _interleaved(mlp: FeedForward, names: TensorNames) -> Iterator[tuple[str, int]]:
+    """Yield the tensors of all experts of a layer, with the number of their dimension of outputs.
+    Of gate and up, which alternate, a rank has neighbouring pairs.
+    """
+    if isinstance(mlp, MoEConfig):
+        for module in (*names.expert_gate_up, names.expert_down):
+            yield names.expert + module, 2  # [experts, inputs, outputs]
+            if mlp.bias:
+                yield f"{names.expert}{module}_bias", 1
+
+
 def _feed_forwards(
     mlp: FeedForward, names: TensorNames
 ) -> Iterator[tuple[DenseConfig, Sequence[str], str]]:
@@ -124,7 +137,7 @@ def _feed_forwards(
     if isinstance(mlp, DenseConfig):
         yield mlp, names.gate_up, names.down
     elif mlp is not None:
-        for index in range(mlp.num_experts):
+        for index in range(0 if names.interleaved else mlp.num_experts):
             prefix = names.expert.format(index)
             yield (
                 mlp.expert,
