@@ -102,16 +102,19 @@ struct Mixture {
   const FreightExperts& a;
   const FreightWeight* gate_up = static_cast<const FreightWeight*>(a.gate_up);
   const FreightWeight* down = static_cast<const FreightWeight*>(a.down);
-  int64_t hidden = gate_up->in_features, inner = down->in_features;
+  const FreightRanks* ranks = static_cast<const FreightRanks*>(a.ranks);
+  int64_t hidden = gate_up->in_features, inner = gate_up->out_features / (a.gated ? 2 : 1);
+  int64_t outputs = down->out_features, begin = ranks ? ranks->rank * outputs : 0;  // columns of the result
 
-  void compute(int64_t first, int64_t rows) const {
+  FreightStatus compute(int64_t first, int64_t rows) const {
     thread_local Pairs pairs;
     thread_local WorkingMemory memory;
     thread_local std::vector<Product> products;
     thread_local std::vector<float> biases;
     pairs.sort(a.ids + first * a.top_k, rows, a.top_k, a.num_experts);
-    const int64_t wide = pairs.count() * std::max(gate_up->out_features, hidden) * bytes_of(a.format) + kUnit;
-    uint8_t* results = memory.of(wide + pairs.count() * inner * bytes_of(a.format));  // of both products in turn
+    const int64_t wide = pairs.count() * std::max(gate_up->out_features, outputs) * bytes_of(a.format) + kUnit;
+    const int64_t narrow = pairs.count() * inner * bytes_of(a.format), gathered = ranks ? narrow * ranks->size : 0;
+    uint8_t* results = memory.of(wide + narrow + gathered);  // of both products in turn
     uint8_t* between = results + wide;
     const Side outer{gate_up, a.gate_up_bias, a.format}, last{down, a.down_bias, a.format};
     outer.products(pairs, element(a.x, first * hidden, a.format), true, results, biases, products);
@@ -122,11 +125,17 @@ struct Mixture {
       for (Product& one : products) one.staged = products[0].staged;
     multiply(products.data(), count, a.format, a.threads);
     if (activate(results, between, pairs.count()) != FREIGHT_OK) throw std::bad_alloc();
+    if (ranks) {
+      const FreightGather gather{ranks, between, between + narrow, pairs.count(), inner * bytes_of(a.format), -1, a.threads};
+      if (const FreightStatus status = freight_gather(&gather)) return status;
+      between += narrow;
+    }
     last.products(pairs, between, false, results, biases, products);
     count = static_cast<int64_t>(products.size());
     stage_all(products.data(), count, a.format, a.threads);
     multiply(products.data(), count, a.format, a.threads);
     sum(pairs.place.data(), results, first, rows);
+    return FREIGHT_OK;
   }
 
   // Apply the activation to the results of the first products of `count` pairs. out: [count, inner].
@@ -141,18 +150,19 @@ struct Mixture {
 
   // Sum the weighted results of each row. place: [rows, top_k], the pair of each result.
   void sum(const int64_t* place, const void* results, int64_t first, int64_t rows) const {
-    const int64_t chunks = (hidden + kSumColumns - 1) / kSumColumns;
-    parallel_for(rows * chunks, threads_for(rows * hidden * a.top_k, a.threads), [&](int64_t task) {
-      const int64_t row = task / chunks, begin = task % chunks * kSumColumns;
-      const int64_t end = std::min(hidden, begin + kSumColumns), at = (first + row) * hidden;
+    const int64_t chunks = (outputs + kSumColumns - 1) / kSumColumns;
+    parallel_for(rows * chunks, threads_for(rows * outputs * a.top_k, a.threads), [&](int64_t task) {
+      const int64_t row = task / chunks, from = task % chunks * kSumColumns;
+      const int64_t end = std::min(outputs, from + kSumColumns), at = (first + row) * outputs;
+      const void* base = a.base ? element(a.base, (first + row) * hidden + begin, a.format) : nullptr;
       const float* weights = a.weights + (first + row) * a.top_k;
-      for (int64_t i = begin; i < end; i += kLanes) {
+      for (int64_t i = from; i < end; i += kLanes) {
         const int lanes = lanes_at(i, end);
-        V16 total = a.base ? load_as(element(a.base, at + i, a.format), a.format, lanes) : V16{};
+        V16 total = base ? load_as(element(base, i, a.format), a.format, lanes) : V16{};
         for (int64_t slot = 0; slot < a.top_k; slot++) {
           const int64_t pair = place[row * a.top_k + slot];
           if (pair < 0) continue;
-          total = total + set16(weights[slot]) * load_as(element(results, pair * hidden + i, a.format), a.format, lanes);
+          total = total + set16(weights[slot]) * load_as(element(results, pair * outputs + i, a.format), a.format, lanes);
         }
         store_as(element(a.out, at + i, a.format), total, a.format, lanes);
       }
@@ -164,10 +174,12 @@ struct Mixture {
 }  // namespace freight
 
 FREIGHT_API FreightStatus freight_experts(const FreightExperts* arguments) {
-  return freight::status_of([&] {
+  FreightStatus status = FREIGHT_OK;
+  const FreightStatus thrown = freight::status_of([&] {
     const int64_t most = std::max<int64_t>(1, freight::kMostPairs / std::max(1, arguments->top_k));
     const freight::Mixture mixture{*arguments};
-    for (int64_t first = 0; first < arguments->rows; first += most)
-      mixture.compute(first, std::min(most, arguments->rows - first));
+    for (int64_t first = 0; first < arguments->rows && !status; first += most)
+      status = mixture.compute(first, std::min(most, arguments->rows - first));
   });
+  return status ? status : thrown;
 }

@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Incremented when any declaration changes, so that a library of an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 27;
+constexpr int32_t FREIGHT_ABI = 28;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs computed together; arrays by output are padded to a multiple
@@ -292,7 +292,8 @@ struct FreightExperts {
   const void *x, *base;                  // [rows, hidden_size]; base may be null
   const int32_t* ids;                    // [rows, top_k], ascending in a row; ids outside [0, num_experts) are skipped
   const float* weights;                  // [rows, top_k]
-  void* out;                             // [rows, hidden_size]
+  void* out;                             // [rows, down's out_features]
+  const void* ranks;                     // FreightRanks, or null
   int64_t rows;
   int32_t num_experts, top_k;
   int32_t format;      // of x, base, the biases and out
@@ -304,7 +305,8 @@ struct FreightExperts {
 
 // out = base + the sum over a row's experts of weight * down(activation(gate) * up), or of weight *
 // down(activation(up)); products and activations are rounded as by freight_linear, freight_gated and freight_activated.
-// The sum is float32, in the order of ids, rounded once, at the end.
+// The sum is float32, in the order of ids, rounded once, at the end. With ranks gate_up has the rows of this rank, whose
+// activations are gathered, and out the columns of this rank: those of down, which come from its number on.
 FREIGHT_API FreightStatus freight_experts(const FreightExperts* arguments);
 
 // Ranks: processes of one machine that each compute some columns of the same rows.

@@ -10,7 +10,7 @@ that is exact for every row, else 16 bits: they are computed together, so they h
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,6 +51,17 @@ class StoredExperts:
             self.name + _BLOCKS: (experts, outputs, groups, 16),
             self.name + _SCALES: (experts, outputs, groups),
         }
+
+    def of_outputs(self, checkpoint: Checkpoint, outputs: slice) -> StoredExperts:
+        """Have `checkpoint` present these outputs alone; return the experts as they then are, of
+        the same formats.
+        """
+        for name in self.tensors:
+            checkpoint.narrow(name, ((slice(None), outputs),))
+        shape = (*self.shape[:2], outputs.stop - outputs.start)
+        rows = shape[0] * shape[2]
+        exact = rows if self.exact_rows == self.rows else 0  # all experts have one format
+        return replace(self, shape=shape, exact_rows=exact)
 
     def stored(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
         """Map blocks and scales from their file, by their names."""

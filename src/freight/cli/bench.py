@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from freight.cli.bench_serving import positive, serving
-from freight.cli.options import Command, check_random_weights, option, takes_engine_options
+from freight.cli.options import (
+    Command,
+    check_random_weights,
+    option,
+    takes_options_of_one_rank,
+)
 from freight.cli.picture import check_picture, write_picture
 from freight.config.engine import EngineArgs
 from freight.config.fields import JsonObject
@@ -57,7 +62,7 @@ GPU_KERNEL_NAMES = (*KERNEL_NAMES, "torch.sdpa")
 
 
 @app.command(cls=Command)
-@takes_engine_options
+@takes_options_of_one_rank
 def latency(
     args: EngineArgs,
     random_weights: RandomWeights = None,
@@ -79,7 +84,7 @@ def latency(
 
 
 @app.command(cls=Command)
-@takes_engine_options
+@takes_options_of_one_rank
 def throughput(
     args: EngineArgs,
     random_weights: RandomWeights = None,

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from freight import files
-from freight.cli.options import Command, Json, option, takes_engine_options
+from freight.cli.options import Command, Json, option, takes_options_of_one_rank
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
 from freight.files import DATA_LIMIT, open_regular, reading
@@ -111,7 +111,7 @@ Report = Annotated[
 
 
 @app.command("caches", cls=Command)
-@takes_engine_options
+@takes_options_of_one_rank
 def evaluate_caches(
     args: EngineArgs,
     data: Data = None,
@@ -174,7 +174,7 @@ def evaluate_caches(
 
 
 @app.command("long", cls=Command)
-@takes_engine_options
+@takes_options_of_one_rank
 def evaluate_long(
     args: EngineArgs,
     data: Data = None,
@@ -222,7 +222,7 @@ def evaluate_long(
 
 
 @app.command("tasks", cls=Command)
-@takes_engine_options
+@takes_options_of_one_rank
 def evaluate_tasks(
     args: EngineArgs,
     tasks: Annotated[str, option("NAME,…", "Tasks of lm-eval, or groups of them.")],
@@ -264,7 +264,7 @@ def evaluate_tasks(
 
 
 @app.command("layers", cls=Command)
-@takes_engine_options
+@takes_options_of_one_rank
 def evaluate_layers(
     args: EngineArgs,
     data: Data = None,

@@ -22,7 +22,10 @@ from freight.config.other_engines import TGI_OPTIONS, as_flag, spelled
 from freight.errors import ConfigError
 
 _NOT_READ = ("hostname", "env")  # as variables
-_INTEGERS = ("port", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "speculate")
+_INTEGERS = (
+    *("port", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "speculate"),
+    "tensor_parallel_size",
+)
 _LISTS = ("api_key", "allow_origin")
 
 

@@ -36,6 +36,7 @@ from freight.device import DEVICES
 from freight.errors import ConfigError, RequestError
 from freight.sampling import SamplingParams
 
+RANKS = ("tensor_parallel_size", "rank_cpus", "rank_timeout")  # of verbs that serve or generate
 Function = Callable[..., None]
 Values: TypeAlias = dict[str, Any]  # of the parameters of a command, by their names
 
@@ -83,13 +84,17 @@ OptionalOut = Annotated[Path | None, argument("OUT", "The folder to write; it mu
 
 @dataclass(frozen=True)
 class Flag:
-    """One option: the field it sets, its type, a sentence, and what stands for its value in --help."""
+    """One option: the field it sets, its type, a sentence, and what stands for its value in --help.
+
+    `also` are other engines' names of it, which are taken as well.
+    """
 
     field: str
     type: Any
     help: str
     metavar: str | None = None
     negatable: bool = False
+    also: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -103,7 +108,7 @@ class Flag:
         """As an option of typer."""
         name = f"{self.name}/--no-{self.name[2:]}" if self.negatable else self.name
         values = self.metavar or CHOICES.get(self.field)
-        return option(values, self.help, name, envvar=envvar)
+        return option(values, self.help, *self.also, name, envvar=envvar)
 
     def parameter(self, default: Any, envvar: str | None = None) -> inspect.Parameter:
         """Return a keyword of a command, as typer reads it."""
@@ -195,6 +200,20 @@ ENGINE_FLAGS = (
         int | None,
         "CPU threads; default: one for each physical core that is free to use.",
         "COUNT",
+    ),
+    Flag(
+        "tensor_parallel_size",
+        int,
+        "Processes that compute the model together, one for each memory node (NUMA).",
+        "COUNT",
+        also=("-tp", "--tp", "--tp-size", "--num-shard"),
+    ),
+    Flag("rank_cpus", str | None, "Processors of each of these processes.", "0-31|32-63"),
+    Flag(
+        "rank_timeout",
+        float,
+        "Seconds after which one of them that does not answer counts as lost.",
+        "SECONDS",
     ),
     Flag(
         "seed",
@@ -431,6 +450,11 @@ def takes_engine_options(command: Function, without: Sequence[str] = ()) -> Func
     model = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, annotation=str)
     parameters = [flag.parameter(defaults[flag.field], flag.envvar) for flag in flags]
     return takes_model(replace_parameter(command, "args", [model, *parameters], build))
+
+
+def takes_options_of_one_rank(command: Function) -> Function:
+    """`takes_engine_options` for a command that measures a model in this process."""
+    return takes_engine_options(command, without=RANKS)
 
 
 def takes_sampling_options(command: Function) -> Function:

@@ -58,6 +58,9 @@ class EngineArgs:
     kernels: str = "auto"
     attention_compute: str = "auto"
     threads: int | None = None
+    tensor_parallel_size: int = 1
+    rank_cpus: str | None = None
+    rank_timeout: float = 60.0
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -32,13 +32,17 @@ RENAMED = {  # other engines' names -> ours
     "num_threads": "threads",
     "attention_backend": "kernels",
     "random_seed": "seed",
+    "tp_size": "tensor_parallel_size",
+    "tp": "tensor_parallel_size",
     "allowed_origins": "allow_origin",
     "api_keys": "api_key",
 }
 _MEMORY = (
     "the cache takes a share of the free memory, or the size that {kv_cache_memory}='4GiB' gives"
 )
-_ONE_DEVICE = "a model runs on one device: omit it"
+_ONE_DEVICE = (
+    "a model runs on one device, or on ranks of one machine (tensor_parallel_size): omit it"
+)
 _NO_SWAP = "nothing is swapped to the CPU, a preempted request is computed again: omit it"
 _GRAPHS = "decode steps are captured and replayed where that is exact: omit it"
 _NO_CODE = "no code of a checkpoint is ever executed: omit it"
@@ -64,12 +68,9 @@ SENTENCES = {
     **dict.fromkeys(("swap_space", "cpu_offload_gb", "preemption_mode", "max_cpu_loras"), _NO_SWAP),
     **dict.fromkeys(
         (
-            "tensor_parallel_size",
             "pipeline_parallel_size",
             "data_parallel_size",
-            "tp_size",
             "dp_size",
-            "tp",
             "num_gpus",
         ),
         _ONE_DEVICE,
@@ -198,7 +199,7 @@ TGI_OPTIONS = {
     "max_batch_size": TgiOption("max_num_seqs"),
     "max_concurrent_requests": TgiOption(instead="{max_num_seqs} run at once and {max_queue} wait"),
     "json_output": TgiOption(asks=("false",), instead="{log_format}=json does it", switch=True),
-    "num_shard": TgiOption(asks=("1",), instead=_ONE_DEVICE),
+    "num_shard": TgiOption("tensor_parallel_size", ("1",)),
     "sharded": TgiOption(asks=("false",), instead=_ONE_DEVICE),
     "cuda_memory_fraction": TgiOption(asks=("1", "1.0"), instead=_MEMORY),
     "rope_scaling": TgiOption(instead=_ROPE),

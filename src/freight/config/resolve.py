@@ -42,6 +42,11 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 # units of memory in capitals: KB … TB and KIB … TIB
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
+_REQUIRED = ("--max-num-seqs", "--seed", "--tensor-parallel-size")  # options that have a value
+_NO_GPUS = (
+    "--tensor-parallel-size {}: several GPUs have not been tried on any machine yet, so they are refused; use one GPU, "
+    "or --device cpu"
+)
 _MAKE_SCALES = (
     "calibrate a checkpoint that has them (freight quantize MODEL OUT --kv-cache fp8), give a file (--kv-scales "
     "FILE.json), or use --kv-scales dynamic"
@@ -66,9 +71,10 @@ def check(args: EngineArgs) -> None:
         ("--max-num-batched-tokens", args.max_num_batched_tokens, 1),
         ("--max-model-len", args.max_model_len, 1),
         ("--threads", args.threads, 1),
+        ("--tensor-parallel-size", args.tensor_parallel_size, 1),
         ("--seed", args.seed, 0),
     ):
-        optional = value is None and name not in ("--max-num-seqs", "--seed")
+        optional = value is None and name not in _REQUIRED
         if not optional and (not is_integer(value) or value < least):
             raise ConfigError(f"{name} {value!r} must be an integer ≥ {least}")
     for name, flag in (
@@ -88,6 +94,24 @@ def check(args: EngineArgs) -> None:
     check_skipped(args.kv_cache_dtype_skip_layers, args.kv_cache_dtype)
     kv_source(args)
     check_hardware(args, DTYPES.get(args.dtype))
+    _check_ranks(args)
+
+
+def _check_ranks(args: EngineArgs) -> None:
+    size, cpus = args.tensor_parallel_size, args.rank_cpus
+    if not is_number(args.rank_timeout) or not 0 < args.rank_timeout < math.inf:
+        raise ConfigError(f"--rank-timeout {args.rank_timeout!r} must be seconds above 0")
+    if size == 1 and cpus is not None:
+        raise ConfigError(
+            f"--rank-cpus {cpus!r} is for several ranks: add --tensor-parallel-size, or omit it"
+        )
+    if size > 1 and args.device == "cuda":
+        raise ConfigError(_NO_GPUS.format(size))
+    if size > 1 and args.kernels == "reference":
+        raise ConfigError(
+            f"--tensor-parallel-size {size}: ranks of one machine gather in the compiled kernels; omit --kernels "
+            "reference"
+        )
 
 
 def resolve(
@@ -103,6 +127,8 @@ def resolve(
         raise ConfigError(
             f"--device {args.device}, but the device found is {device.kind} ({device.name})"
         )
+    if args.tensor_parallel_size > 1 and device.kind != "cpu":
+        raise ConfigError(_NO_GPUS.format(args.tensor_parallel_size))
     check_threads(args.threads, device.cores)
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
     skipped = skipped_layers(args.kv_cache_dtype_skip_layers, model.paged, model.num_layers)

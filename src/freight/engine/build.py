@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from freight.cache.manager import CacheManager
 from freight.cache.pool import KVPool, allocate_pool
@@ -23,16 +23,18 @@ from freight.cache.sizing import (
 from freight.cache.spec import KVCacheSpec
 from freight.config.engine import EngineArgs, EngineConfig
 from freight.config.model import ModelConfig
-from freight.device import DeviceFacts, probe
+from freight.device import DeviceFacts, numa_nodes, probe
 from freight.engine.decode_steps import Capture, DecodeSteps
 from freight.engine.engine import Engine
+from freight.engine.fingerprint import fingerprint
 from freight.engine.graphs import CudaGraphs
 from freight.engine.intake import Intake
+from freight.engine.leader import Leader, LeadingRunner
 from freight.engine.pace import Pace
 from freight.engine.recordings import CpuRecordings
 from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
-from freight.errors import CapacityError
+from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format
 from freight.json_schema import Json
 from freight.kernels.cpu.cpu_set import CpuKernels
@@ -41,7 +43,11 @@ from freight.models.architectures import tensor_names
 from freight.models.decoder import Decoder, LanguageModel
 from freight.models.loader import tensor_shapes
 from freight.models.open import OpenModel, open_model
+from freight.models.shares import share_of
 from freight.operands.tiles import STATE_TILE
+from freight.parallel.places import Place, places
+from freight.parallel.ranks import Ranks
+from freight.version import version
 
 logger = logging.getLogger("freight")
 
@@ -67,8 +73,69 @@ def start_engine(
     raises, and ConfigError, CheckpointError or CapacityError, before weights are read wherever that
     is decidable.
     """
-    args = opened.args
+    if opened.args.tensor_parallel_size == 1:
+        return _start(opened, before_weights, decoder, None)
+    assert decoder is None
+    opened, leader, where = _lead(opened)
+    try:
+        return _start(opened, before_weights, None, _Led(leader, where))
+    except BaseException:
+        leader.close()
+        raise
+
+
+@dataclass(frozen=True)
+class _Led:
+    """The other ranks while they start, and the places of all."""
+
+    leader: Leader
+    places: Sequence[Place]
+
+    def load(self, opened: OpenModel, config: EngineConfig, positions: int) -> None:
+        """Start them, and have them read their weights. `config`: as rank 0 loads it."""
+        as_opened = opened.resolve(opened.args)
+        kernels = opened.kernels(as_opened)
+        if not isinstance(kernels, CpuKernels):
+            raise ConfigError(
+                f"--tensor-parallel-size {opened.ranks.size}: ranks gather in the compiled kernels, which cannot run "
+                f"here: {kernels.note}"
+            )
+        said = fingerprint(opened, as_opened, kernels, version())
+        self.leader.start(opened.args, opened.random_shape, self.places, said)
+        self.leader.load(config.max_model_len, positions)
+
+
+def _lead(opened: OpenModel) -> tuple[OpenModel, Leader, Sequence[Place]]:
+    """Return the model as rank 0 has it, the other ranks, which are not started yet, and the places
+    of all. Raises ConfigError for a model that cannot be divided so.
+    """
+    args, nodes = opened.args, numa_nodes()
+    size = args.tensor_parallel_size
+    opened.resolve(args)  # refuses before a process is bound
+    share_of(opened.model, 0, size)
+    where = places(size, args.rank_cpus, nodes, opened.device.cores)
+    if len(nodes) < 2:
+        logger.warning(
+            "%d ranks: this machine has one memory node, on which ranks gain nothing; one rank with all threads does "
+            "the same work and never waits",
+            size,
+        )
+    where[0].take()
+    leader = Leader(size, args.rank_timeout)
+    return opened.as_rank(Ranks(0, size, leader.memory), where[0].cores), leader, where
+
+
+def _start(
+    opened: OpenModel,
+    before_weights: BeforeWeights | None,
+    decoder: LanguageModel | None,
+    led: _Led | None,
+) -> tuple[Engine, EngineConfig]:
+    """`start_engine` of rank 0, or of one rank alone (`led` None)."""
+    args, size = opened.args, opened.ranks.size
     config = opened.resolve(args)
+    if config.kv_cache_memory is not None:  # of all ranks together
+        config = replace(config, kv_cache_memory=config.kv_cache_memory // size)
     asked, dense = config.max_model_len, opened.model.dense_limit
     if args.max_model_len is None and asked == dense:
         logger.info(
@@ -77,10 +144,11 @@ def start_engine(
         )
     spec = opened.cache_spec(config)
     if config.kv_cache_memory is not None:
-        _check_memory(config.kv_cache_memory, _weight_bytes(opened.model, config), opened.device)
+        weights = _weight_bytes(opened.model, config) // size
+        _check_memory(config.kv_cache_memory, weights, opened.device)
         config = _fit_context(spec, config.kv_cache_memory, config, args)
     free = (
-        memory_for_cache(config.device)
+        memory_for_cache(config.device) // size
         if config.kv_cache_memory is None
         else config.kv_cache_memory
     )
@@ -89,13 +157,17 @@ def start_engine(
     tokenizer = opened.load_tokenizer()
     if before_weights is not None:
         before_weights(Intake(tokenizer, opened.model.vocab_size, config.max_model_len))
+    if led is not None:
+        led.load(opened, config, positions)
     model = opened.load(config, positions) if decoder is None else decoder
+    if led is not None:
+        led.leader.wait_loaded()
     memory = config.kv_cache_memory
     if memory is None:
         useful = useful_memory(
             spec, config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens
         )
-        memory = min(memory_for_cache(config.device), free, useful)
+        memory = min(memory_for_cache(config.device) // size, free, useful)
         config = _fit_context(spec, memory, config, args)
     if config.max_model_len < asked:
         logger.info(
@@ -104,7 +176,8 @@ def start_engine(
     kernels = opened.kernels(config)
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
     num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
-    pool = allocate_pool(spec, config.kv, num_blocks, kernels, config.device, model.rotaries)
+    kv = opened.with_rank_scales(config).kv
+    pool = allocate_pool(spec, kv, num_blocks, kernels, config.device, model.rotaries)
     logger.info("%s", describe_cache(pool, config))
     if config.fp8_attention:
         logger.info("attention: products in FP8")
@@ -118,6 +191,9 @@ def start_engine(
     scheduler = Scheduler(cache, *limits, config.max_model_len, most_drafts)
     captured = captured_steps(model, pool, kernels, config)
     runner = ModelRunner(model, pool, config.device, captured)
+    if led is not None:
+        led.leader.allocate(config.max_model_len, num_blocks)
+        runner = LeadingRunner(**vars(runner), leader=led.leader)
     intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
     threads = opened.threads(config)
     pace = Pace(config.max_step_seconds, step_tokens) if config.max_step_seconds else None

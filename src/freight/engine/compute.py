@@ -25,6 +25,7 @@ from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.engine.sampler import Sampled, SamplingRow, prompt_logprobs, sample
 from freight.engine.step import ScheduledChunk
+from freight.errors import RankError
 from freight.outputs import Scores
 
 # rows of logits that log-probabilities of a prompt hold at once; 8,192 x 152k would be 5 GB
@@ -99,8 +100,8 @@ class StepResult:
 
 
 def compute(runner: ModelRunner, work: Sequence[ChunkWork], repeatable: bool = True) -> StepResult:
-    """Compute `work`. Raises no Exception of the model, the sampler or the kernels; others, as
-    Ctrl-C, pass through.
+    """Compute `work`. Raises no Exception of the model, the sampler or the kernels but RankError;
+    others, as Ctrl-C, pass through.
 
     A chunk has an `error` only if it failed twice, the second time alone: what passes when it is
     repeated ends nobody. If a pass is not `repeatable`, a step in which one fails is lost.
@@ -109,6 +110,8 @@ def compute(runner: ModelRunner, work: Sequence[ChunkWork], repeatable: bool = T
         return StepResult([])
     try:
         return StepResult(_compute(runner, work))
+    except RankError:
+        raise
     except Exception as error:
         if not repeatable:
             logger.warning(
@@ -147,6 +150,8 @@ def _isolate(runner: ModelRunner, work: Sequence[ChunkWork], logged: set[str]) -
     """
     try:
         return _compute(runner, work)
+    except RankError:
+        raise
     except Exception as error:
         if len(work) == 1:
             reason = f"its step failed: {_describe(error)}"

@@ -119,6 +119,10 @@ class Engine:
         """Whether there is something new of a request since its last delta."""
         return bool(self._unreported)
 
+    def on_lost(self, call: Callable[[], None]) -> None:
+        """Have another thread call this once a rank of the model is lost, for which no step waits."""
+        self.runner.on_lost(call)
+
     def accept(
         self, prompt: str | Sequence[int], params: SamplingParams, add_special_tokens: bool = True
     ) -> AcceptedPrompt:

@@ -59,8 +59,14 @@ class Loop:
         self._clock = clock
         self._next_stats = -1.0
         self._is_idle = False
+        self.lost = False  # a rank of the engine has ended
         # of `clock`; None while it waits for a command. Other threads may read it
         self.turn_began: float | None = None
+
+    def lose(self) -> None:
+        """Stop, because the engine cannot go on. Called by another thread."""
+        self.lost = True
+        self._commands.put(Stop())
 
     def run(self) -> None:
         """Step until a `Stop`. Between steps all commands that have come are followed."""

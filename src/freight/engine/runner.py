@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,6 +71,9 @@ class ModelRunner:
         if tokens is not None:
             batch = replace(batch, token_ids=tokens)
         return StepRows(self.model, num_rows, hidden=self.model.hidden(batch, self.pool.layers))
+
+    def on_lost(self, call: Callable[[], None]) -> None:
+        """Have `call` called once another rank is lost; there is none here (`leader.py`)."""
 
     @torch.inference_mode()
     def logits(

@@ -167,11 +167,12 @@ class KernelSet(Protocol):
         """
         ...
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor, first: bool = False) -> Tensor:
         """Return the columns of all ranks side by side, [rows, ranks * columns] in x's dtype.
 
         x: [rows, columns], of one shape on all ranks, which make the same calls in the same order.
-        Without other ranks the result is x. Raises RankError if another rank has ended.
+        With `first` the values are for rank 0, and those of other ranks may be undefined. Without
+        other ranks the result is x. Raises RankError if another rank has ended.
         """
         ...
 

@@ -42,7 +42,7 @@ class ReferenceKernels:
     recurrence = staticmethod(reference_states.recurrence)
     gated_norm = staticmethod(reference_states.gated_norm)
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor, first: bool = False) -> Tensor:
         return self.ranks.gather(x)
 
     def pack(self, weight: Weight) -> Weight:

@@ -36,6 +36,36 @@ class QKNorm:
 
 
 @dataclass(frozen=True)
+class GatheredQKNorm:
+    """`QKNorm` where each rank has some heads: all are gathered and normed, and its own are kept.
+
+    q, k         weights of all heads
+    rank, size   this rank, and how many there are
+    """
+
+    q: Tensor
+    k: Tensor
+    eps: float
+    rank: int
+    size: int
+    kernels: KernelSet
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """Norm this rank's q and k of `qkv`, [num_tokens, q's size + k's size + v's size]."""
+        first = len(self.q) // self.size
+        second = first + len(self.k) // self.size
+        q, k = self._own(qkv[:, :first], self.q), self._own(qkv[:, first:second], self.k)
+        return self.kernels.join(((q, None), (k, None), (qkv[:, second:], None)))
+
+    def _own(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Norm x [num_tokens, size], columns of a larger tensor, together with those of others."""
+        every = self.kernels.gather(self.kernels.join(((x, None),)))
+        normed = self.kernels.join(((every, weight),), self.eps)
+        begin = self.rank * x.shape[1]
+        return normed[:, begin : begin + x.shape[1]]
+
+
+@dataclass(frozen=True)
 class ValueNorm:
     """RMSNorm, without a weight, of the values of each head (Gemma 4).
 
@@ -145,7 +175,7 @@ class Attention:
     softmax_scale: float
     window: int | None
     soft_cap: float | None
-    norm: QKNorm | None = None
+    norm: QKNorm | GatheredQKNorm | None = None
     last: NormedLast | None = None
     v_norm: ValueNorm | ValueFactor | None = None
     sinks: Tensor | None = None

@@ -92,7 +92,9 @@ class LogitsHead:
         if self.input_limit is not None:
             hidden = hidden.clamp(-self.input_limit, self.input_limit)
         logits = self.kernels.linear(hidden, self.weight, None, float32=True)
-        return logits if self.gathered is None else self.kernels.gather(logits)[:, : self.gathered]
+        if self.gathered is None:
+            return logits
+        return self.kernels.gather(logits, first=True)[:, : self.gathered]  # rank 0 samples
 
     def bounded(self, logits: Tensor) -> Tensor:
         """Apply `divisor` and `soft_cap` to the result of `product`."""

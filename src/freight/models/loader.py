@@ -18,7 +18,7 @@ from torch import Tensor
 
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.linears import StoredLinear, find_linears
-from freight.checkpoint.mxfp4 import describe, find_experts
+from freight.checkpoint.mxfp4 import StoredExperts, describe, find_experts
 from freight.checkpoint.reader import Checkpoint
 from freight.config.layer import (
     DenseConfig,
@@ -394,7 +394,7 @@ def load_model(
         logger.info("skipping %d tensors %s", count, reason)
     checkpoint.finish(pending=needed)
     if share is not None:
-        stored = present_share(checkpoint, share, stored)
+        stored, packed = present_share(checkpoint, share, stored, packed)
         config = replace(share.model, ropes=config.ropes)
     source = CheckpointSource(
         checkpoint,
@@ -412,13 +412,17 @@ def load_model(
 
 
 def present_share(
-    checkpoint: Checkpoint, share: Share, stored: Mapping[str, StoredLinear]
-) -> dict[str, StoredLinear]:
-    """Present the tensors of `share` in the place of the whole ones; return its FP8 matrices.
+    checkpoint: Checkpoint,
+    share: Share,
+    stored: Mapping[str, StoredLinear],
+    packed: Mapping[str, StoredExperts],
+) -> tuple[dict[str, StoredLinear], dict[str, StoredExperts]]:
+    """Present the tensors of `share` in the place of the whole ones; return its FP8 matrices, and
+    its experts in MXFP4.
 
     Raises ConfigError for a matrix that cannot be cut so.
     """
-    cut = dict(stored)
+    cut, experts = dict(stored), dict(packed)
     head, of_head = share.head
     embedding = tensor_names(share.whole).embedding
     # the head first: it may be a part of the embedding
@@ -426,7 +430,11 @@ def present_share(
         pieces = share.pieces[name]
         whole = of_head if name == head else name
         matrix = stored.get(whole)
-        if matrix is None:
+        if name in packed:
+            outputs = pieces[0][-1]
+            assert isinstance(outputs, slice)
+            experts[name] = packed[name].of_outputs(checkpoint, outputs)
+        elif matrix is None:
             checkpoint.narrow(whole, pieces, name)
         elif whole != embedding:
             rows = [index[0] for index in pieces]
@@ -437,4 +445,4 @@ def present_share(
                 f"--tensor-parallel-size {share.size}: {matrix.weight} is an embedding in {matrix.format}, which is "
                 "not divided over ranks yet; omit it"
             )
-    return cut
+    return cut, experts

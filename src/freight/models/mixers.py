@@ -20,6 +20,7 @@ from freight.config.layer import (
 from freight.config.layer import Mixer as MixerConfig
 from freight.layers.attention import (
     Attention,
+    GatheredQKNorm,
     NormedLast,
     OutputGate,
     QKNorm,
@@ -75,10 +76,18 @@ def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Rop
         shares=mixer.kv_from is not None,
         output_gate=_output_gate(mixer, builder, prefix),
         last=last,
-        norm=QKNorm(*norms, eps, kernels) if norms and mixer.qk_norm_whole else None,
+        norm=_whole_norm(norms, builder) if norms and mixer.qk_norm_whole else None,
         v_norm=v_norm,
         sinks=builder.tensor(prefix + names.sinks).float() if mixer.sinks else None,
     )
+
+
+def _whole_norm(norms: tuple[Tensor, Tensor], builder: Builder) -> QKNorm | GatheredQKNorm:
+    """Build the norm over all heads of q, and of k, from its weights."""
+    eps, share = builder.config.norm_eps, builder.share
+    if share is None:
+        return QKNorm(*norms, eps, builder.kernels)
+    return GatheredQKNorm(*norms, eps, share.rank, share.size, builder.kernels)
 
 
 def _qk_norms(

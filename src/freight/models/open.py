@@ -218,6 +218,11 @@ class OpenModel:
         `num_positions`: the positions that will be computed, if they are fewer than
         `config.max_model_len`: tables of angles end there, with the same values.
         """
+        if self.args.tensor_parallel_size != self.ranks.size:
+            raise ConfigError(
+                f"--tensor-parallel-size {self.args.tensor_parallel_size}: ranks serve and generate alone (freight "
+                "serve, generate and chat, LLM, AsyncLLM); omit it here"
+            )
         begin = time.perf_counter()
         threads = self.threads(config)
         waits = (

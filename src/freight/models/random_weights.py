@@ -128,7 +128,19 @@ class CutSource:
         return self.source.input_scale(name)
 
     def experts(self, name: str, shape: Shape, pairs: bool) -> Iterator[Weight]:
-        raise AssertionError("experts are not divided over ranks")
+        ((*_, own),) = self.share.pieces[name]
+        assert isinstance(own, slice)
+        for whole in self.source.experts(name, self._shapes[name], pairs):
+            half, parts = len(whole.data) // 2, [own]
+            if pairs:  # all of gate come first here
+                gate = slice(own.start // 2, own.stop // 2)
+                parts = [gate, slice(half + gate.start, half + gate.stop)]
+            scale = whole.scale
+            yield replace(
+                whole,
+                data=torch.cat([whole.data[rows] for rows in parts]),
+                scale=None if scale is None else torch.cat([scale[rows] for rows in parts]),
+            )
 
     def head(self, name: str, shape: Shape) -> Weight:
         head, of_head = self.share.head

@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from freight.checkpoint.headers import Index, Shape, narrowed
-from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig
+from freight.config.layer import (
+    AttentionConfig,
+    DenseConfig,
+    FeedForward,
+    LayerConfig,
+    MoEConfig,
+)
 from freight.config.model import ModelConfig
 from freight.config.tensor_names import TensorNames
 from freight.models.architectures import tensor_names
 from freight.models.mixer_parts import mixer_parts
-from freight.models.shapes import tensor_shapes
+from freight.models.shapes import shared_names, tensor_shapes
 from freight.parallel.shards import kv_part, of_rank, part
 
 Pieces = tuple[Index, ...]
@@ -50,7 +56,7 @@ class Share:
 
 def share_of(model: ModelConfig, rank: int, size: int) -> Share:
     """Return what `rank` of `size` has of `model`. Raises ConfigError as `of_rank`."""
-    own = of_rank(model, size)
+    model_of_rank = of_rank(model, size)
     names, shapes = tensor_names(model), tensor_shapes(model)
     width = model.embedding_size or model.hidden_size
     if model.tie_word_embeddings:
@@ -64,9 +70,13 @@ def share_of(model: ModelConfig, rank: int, size: int) -> Share:
         for name, ranges in _layer_rows(layer, model.hidden_size, names, rank, size):
             if prefix + name in shapes:
                 pieces[prefix + name] = tuple((rows,) for rows in ranges)
+        if names.interleaved:
+            for name, outputs in _interleaved(layer.feed_forward, names):
+                own = part(shapes[prefix + name][-1], rank, size)
+                pieces[prefix + name] = ((*[slice(None)] * outputs, own),)
     for name, cut in pieces.items():
         shapes[name] = narrowed(shapes[name], cut)
-    return Share(model, own, rank, size, pieces, shapes)
+    return Share(model, model_of_rank, rank, size, pieces, shapes)
 
 
 def _vocabulary(size_of_all: int, rank: int, size: int) -> Pieces:
@@ -103,11 +113,39 @@ def _layer_rows(
             yield from _of_modules((module,), (outputs,), [part(outputs, rank, size)])
         for name in parts.exact:  # sinks
             yield name, [part(mixer.num_heads, rank, size)]
-    if isinstance(layer.feed_forward, DenseConfig):
-        mlp = layer.feed_forward
+    for mlp, gate_up, down in _feed_forwards(layer.feed_forward, names):
         ups = [part(each, rank, size) for each in mlp.up_sizes]
-        yield from _of_modules(names.gate_up, mlp.up_sizes, ups)
-        yield from _of_modules((names.down,), (hidden,), of_hidden)
+        yield from _of_modules(gate_up, mlp.up_sizes, ups)
+        yield from _of_modules((down,), (hidden,), of_hidden)
+
+
+def _interleaved(mlp: FeedForward, names: TensorNames) -> Iterator[tuple[str, int]]:
+    """Yield the tensors of all experts of a layer, with the number of their dimension of outputs.
+    Of gate and up, which alternate, a rank has neighbouring pairs.
+    """
+    if isinstance(mlp, MoEConfig):
+        for module in (*names.expert_gate_up, names.expert_down):
+            yield names.expert + module, 2  # [experts, inputs, outputs]
+            if mlp.bias:
+                yield f"{names.expert}{module}_bias", 1
+
+
+def _feed_forwards(
+    mlp: FeedForward, names: TensorNames
+) -> Iterator[tuple[DenseConfig, Sequence[str], str]]:
+    """Yield every feed-forward of a layer with the names of its modules: experts, and shared ones."""
+    if isinstance(mlp, DenseConfig):
+        yield mlp, names.gate_up, names.down
+    elif mlp is not None:
+        for index in range(0 if names.interleaved else mlp.num_experts):
+            prefix = names.expert.format(index)
+            yield (
+                mlp.expert,
+                [prefix + name for name in names.expert_gate_up],
+                prefix + names.expert_down,
+            )
+        if mlp.shared is not None:
+            yield mlp.shared, *shared_names(names)
 
 
 def _of_modules(

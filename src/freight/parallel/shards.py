@@ -4,7 +4,7 @@ A rank is the whole program over a smaller ModelConfig: its heads and its interm
 cache, kernels and the forward pass need no rule for ranks. Every matrix is cut by output rows:
 
     q; k, v          its heads; with fewer KV heads than ranks, several ranks have the same one
-    gate, up         its intermediate channels
+    gate, up         its intermediate channels, of every expert
     o, down          its part of the hidden size, over all inputs, which are gathered before
     head             its part of the vocabulary
     embedding        its part of the columns
@@ -61,17 +61,23 @@ def _faults(model: ModelConfig, size: int) -> Iterator[str]:
 def _layer_faults(layer: LayerConfig, where: str, size: int) -> Iterator[str]:
     mixer, mlp = layer.mixer, layer.feed_forward
     if isinstance(mixer, AttentionConfig):
-        if mixer.qk_norm_whole:
-            yield f"the norm over all heads of q and k of {where} is not divided over ranks yet"
         yield from _uneven(f"attention heads of {where}", mixer.num_heads, size)
         heads = mixer.num_kv_heads
-        if heads % size and size % heads:
+        if heads % size and (size % heads or mixer.qk_norm_whole):
             yield f"its ranks cannot share the {heads} KV heads of {where} evenly"
     elif mixer is not None:
         kind = type(mixer).__name__.removesuffix("Config")
         yield f"layers like {where} ({kind}) are not divided over ranks yet"
     if isinstance(mlp, MoEConfig):
-        yield f"mixtures of experts ({where}) are not divided over ranks yet"
+        if mlp.beside or mlp.latent_size is not None:
+            kind = "beside a feed-forward" if mlp.beside else "of latents"
+            yield f"experts {kind} ({where}) are not divided over ranks yet"
+        yield from _uneven(
+            f"intermediate channels of experts of {where}", mlp.intermediate_size, size
+        )
+        if mlp.shared is not None:
+            what = f"intermediate channels of shared experts of {where}"
+            yield from _uneven(what, mlp.shared.intermediate_size, size)
     elif isinstance(mlp, DenseConfig):
         yield from _uneven(f"intermediate channels of {where}", mlp.intermediate_size, size)
 
@@ -96,8 +102,11 @@ def _divided(layer: LayerConfig, size: int) -> LayerConfig:
     if isinstance(mixer, AttentionConfig):
         kv_heads = max(1, mixer.num_kv_heads // size)
         mixer = replace(mixer, num_heads=mixer.num_heads // size, num_kv_heads=kv_heads)
-    if isinstance(mlp, DenseConfig):
+    if isinstance(mlp, DenseConfig | MoEConfig):
         mlp = replace(mlp, intermediate_size=mlp.intermediate_size // size)
+    if isinstance(mlp, MoEConfig) and mlp.shared is not None:
+        own = mlp.shared.intermediate_size // size
+        mlp = replace(mlp, shared=replace(mlp.shared, intermediate_size=own))
     return replace(layer, mixer=mixer, feed_forward=mlp)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import socket
@@ -31,7 +32,7 @@ from freight.engine.messages import (
     Stepped,
     Stop,
 )
-from freight.errors import FreightError
+from freight.errors import FreightError, RankError
 from freight.processes import wire
 from freight.processes.frames import Decoder, FrameError, encode
 from freight.processes.log import set_up_logging
@@ -41,6 +42,8 @@ from freight.version import version
 if TYPE_CHECKING:
     from freight.engine.loop import Loop
     from freight.models.open import OpenModel
+
+logger = logging.getLogger("freight")
 
 _READ = 1 << 16  # bytes
 _PATIENCE = 5.0  # seconds for the step under way once the parent is gone
@@ -69,7 +72,13 @@ def main() -> None:
         gc.collect()
         # Exempt what is loaded: a full collection of it would stall every stream for 0.2 s.
         gc.freeze()
-        loop.run()
+        try:
+            loop.run()
+        except RankError as error:  # the parent says that the engine has ended, and may restart it
+            logger.error("%s", error)
+            sys.exit(1)
+        if loop.lost:
+            sys.exit(1)
 
 
 class Channel:
@@ -154,8 +163,10 @@ def _build(
                 channel.send(message)
 
     channel.progress = Progress(on_gpu=config.device != "cpu")
-    channel.loop = Loop(engine, commands, emit, events_per_second=options["events_per_second"])
-    return channel.loop
+    loop = Loop(engine, commands, emit, events_per_second=options["events_per_second"])
+    engine.on_lost(loop.lose)  # also while it waits for commands
+    channel.loop = loop
+    return loop
 
 
 def _tokenizer_folder(opened: OpenModel) -> str | None:

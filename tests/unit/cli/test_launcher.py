@@ -152,6 +152,24 @@ def test_flags_rank_above_our_variables_and_those_above_tgis(
     assert served[3]["max_queue"] == 36
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [
+        ("--num-shard 2", {}),
+        ("-tp 2", {}),
+        ("--tp-size 2", {}),
+        ("--tensor-parallel-size 2", {}),
+        ("", {"NUM_SHARD": "2"}),
+        ("", {"FREIGHT_TENSOR_PARALLEL_SIZE": "2"}),
+    ],
+)
+def test_ranks_have_the_names_that_people_know(
+    freight: Run, served: list[dict[str, Any]], argv: str, environ: dict[str, str]
+) -> None:
+    assert freight("--model-id", "demo", *argv.split(), **environ).code == 0
+    assert served[0]["tensor_parallel_size"] == 2
+
+
 def test_hostname_and_empty_variables_are_not_read(
     freight: Run, served: list[dict[str, Any]]
 ) -> None:
@@ -176,8 +194,8 @@ def test_what_is_ignored_without_harm_is_named_once_with_the_reason(
 @pytest.mark.parametrize(
     ("argv", "environ", "says"),
     [
-        ("--num-shard 2", {}, "--num-shard 2: a model runs on one device"),
-        ("", {"NUM_SHARD": "2"}, "NUM_SHARD 2: a model runs on one device"),
+        ("--sharded true", {}, "--sharded true: a model runs on one device"),
+        ("", {"NUM_SHARD": "two"}, "NUM_SHARD 'two' must be an integer"),
         ("", {"CUDA_MEMORY_FRACTION": "0.5"}, "--kv-cache-memory='4GiB'"),
         ("--lora-adapters a/b", {}, "LoRA adapters are not implemented"),
         ("--quantize awq", {}, "'awq': weights are FP8, or have 16 or 32 bits"),
@@ -185,9 +203,9 @@ def test_what_is_ignored_without_harm_is_named_once_with_the_reason(
         ("--max-concurrent-requests 9 --max-queue 3", {}, "give one of the two"),
         ("--max-total-tokens", {}, "--max-total-tokens needs a value"),
         (
-            "--tensor-parallel-size 2",
+            "--pipeline-parallel-size 2",
             {},
-            "no such option: --tensor-parallel-size; a model runs on one device",
+            "no such option: --pipeline-parallel-size; a model runs on one device",
         ),
         ("--nonsense", {}, "--nonsense"),
         ("generate", {}, "a verb comes first"),

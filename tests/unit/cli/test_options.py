@@ -39,6 +39,8 @@ GIVEN = {  # field -> (as typed, as understood)
     "kernels": ("reference", "reference"),
     "attention_compute": ("fp8", "fp8"),
     "threads": ("1", 1),
+    "tensor_parallel_size": ("1", 1),
+    "rank_timeout": ("5", 5.0),
     "seed": ("5", 5),
 }
 

@@ -113,6 +113,21 @@ def test_a_recording_gathers_what_its_inputs_hold() -> None:
     assert over_memory(2, replayed) == [expected, expected]
 
 
+def test_what_is_for_the_first_rank_alone_changes_nothing_else() -> None:
+    def body(memory: SharedMemory, kernels: CpuKernels) -> list[list[float]]:
+        found = []
+        for step in range(40):
+            x = torch.full((1, 1), step + 0.5 * memory.rank)
+            first = step % 4 < 3
+            out = kernels.gather(x, first=first)
+            if not first or memory.rank == 0:
+                found.append(out[0].tolist())
+        return found
+
+    every = [[float(step), step + 0.5] for step in range(40)]
+    assert over_memory(2, body) == [every, every[3::4]]
+
+
 def test_a_rank_that_is_killed_ends_the_gathers_of_others_within_a_second() -> None:
     def body(memory: SharedMemory, kernels: CpuKernels) -> tuple[float, str]:
         for _ in range(3):

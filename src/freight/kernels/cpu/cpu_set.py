@@ -21,6 +21,8 @@ from freight.kernels.cpu.experts import CpuExperts
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import CpuWeight
 from freight.kernels.interface import method_on
+from freight.operands.activation import AnyActivation
+from freight.operands.packed import PackedExperts
 from freight.operands.weight import Weight, Weights
 from freight.parallel.ranks import ALONE, Ranks
 from freight.parallel.shared import SharedMemory
@@ -45,7 +47,6 @@ class CpuKernels:
     join = method_on("library", rowwise.join)
     route = method_on("library", experts.route)
     by_head = method_on("library", experts.by_head)
-    experts = method_on("library", experts.experts)
     rotate_store = method_on("library", store.rotate_store)
     attention = method_on("library", attention.attention)
     convolve = method_on("library", states.convolve)
@@ -58,12 +59,30 @@ class CpuKernels:
         """Return the name with the build, such as 'cpu-avx2'."""
         return f"cpu-{self.library.build}"
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor, first: bool = False) -> Tensor:
         """Compute `KernelSet.gather`: in C over shared memory, else as the transport does."""
         transport = self.ranks.transport
         if isinstance(transport, SharedMemory):
-            return ranks.gather(self.library, transport, x)
+            return ranks.gather(self.library, transport, x, first)
         return self.ranks.gather(x)
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        activation: AnyActivation,
+        base: Tensor | None = None,
+    ) -> Tensor:
+        """Compute `KernelSet.experts`, of several ranks with the columns of all."""
+        given = (x, ids, weights, gate_up, down, activation, base)
+        transport = self.ranks.transport
+        if transport is None:
+            return experts.experts(self.library, *given)
+        assert isinstance(transport, SharedMemory), "activations are gathered in C"
+        return self.gather(experts.experts(self.library, *given, transport))
 
     def pack(self, weight: Weight) -> CpuWeight:
         """Pack `weight`; the first large one measures how to prefetch weights (tuning.py)."""

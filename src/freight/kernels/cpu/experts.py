@@ -37,6 +37,7 @@ from freight.operands.activation import Activation, AnyActivation
 from freight.operands.packed import PackedExperts, PackedWeight
 from freight.operands.routing import Routing
 from freight.operands.weight import Weights
+from freight.parallel.shared import SharedMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,8 +168,13 @@ def experts(
     down: PackedExperts,
     activation: AnyActivation,
     base: Tensor | None = None,
+    memory: SharedMemory | None = None,
 ) -> Tensor:
-    """Compute `KernelSet.experts`. ids: int32, weights: float32, both [rows, top_k]."""
+    """Compute `KernelSet.experts`. ids: int32, weights: float32, both [rows, top_k].
+
+    With the shared `memory` of several ranks, the matrices have this rank's rows, and the result
+    its columns.
+    """
     assert isinstance(gate_up, CpuExperts)
     assert isinstance(down, CpuExperts)
     rows, hidden_size = x.shape
@@ -176,8 +182,9 @@ def experts(
         gated, code, limit = 0, UNGATED_ACTIVATIONS[activation], 0.0
     else:
         gated, code, limit = 1, GATED_ACTIVATIONS[activation.function], activation.limit
-    assert hidden_size == gate_up.in_features == down.out_features
-    assert gate_up.out_features == (1 + gated) * down.in_features
+    size = 1 if memory is None else memory.size
+    assert hidden_size == gate_up.in_features == down.out_features * size
+    assert gate_up.out_features * size == (1 + gated) * down.in_features
     assert gate_up.num_experts == down.num_experts
     assert ids.dtype == torch.int32
     assert weights.dtype == torch.float32
@@ -186,7 +193,7 @@ def experts(
     assert all(side.bias is None or side.bias.dtype == x.dtype for side in (gate_up, down))
     x = x.contiguous()
     base = None if base is None else base.contiguous()
-    out = library.empty((rows, hidden_size), x.dtype)
+    out = library.empty((rows, down.out_features), x.dtype)
     library.functions.freight_experts(
         FreightExperts(
             gate_up.address,
@@ -198,6 +205,7 @@ def experts(
             address(ids),
             address(weights),
             out.data_ptr(),
+            None if memory is None else ctypes.addressof(memory.described),
             rows,
             gate_up.num_experts,
             ids.shape[1],

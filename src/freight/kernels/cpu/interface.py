@@ -21,7 +21,7 @@ from freight.operands.weight import Activations
 from freight.parallel.shared import MAX_RANKS as MAX_RANKS  # FREIGHT_MAX_RANKS
 from freight.parallel.shared import FreightRanks as FreightRanks
 
-ABI = 27  # FREIGHT_ABI; a library with another number is refused
+ABI = 28  # FREIGHT_ABI; a library with another number is refused
 LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8  # FREIGHT_… of the headers
 
 FORMAT_CODES = {
@@ -193,7 +193,7 @@ class FreightRoute(ctypes.Structure):
 
 class FreightExperts(ctypes.Structure):
     _fields_ = _fields(
-        (_POINTER, "gate_up down gate_up_bias down_bias x base ids weights out"),
+        (_POINTER, "gate_up down gate_up_bias down_bias x base ids weights out ranks"),
         (_LONG, "rows"),
         (_INT, "num_experts top_k format gated activation"),
         (_FLOAT, "limit"),

@@ -12,7 +12,7 @@ from freight.kernels.cpu.library import Library
 from freight.parallel.shared import SharedMemory
 
 
-def gather(library: Library, memory: SharedMemory, x: Tensor) -> Tensor:
+def gather(library: Library, memory: SharedMemory, x: Tensor, first: bool = False) -> Tensor:
     """Compute `KernelSet.gather` over shared memory. x: [rows, columns].
 
     Raises RankError if another rank has ended, KernelError if it has left the step.
@@ -29,7 +29,7 @@ def gather(library: Library, memory: SharedMemory, x: Tensor) -> Tensor:
             out.data_ptr(),
             rows,
             part_bytes,
-            -1,
+            0 if first else -1,
             torch.get_num_threads(),
         )
     )

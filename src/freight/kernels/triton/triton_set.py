@@ -61,7 +61,7 @@ class TritonKernels:
     recurrence = method_on("target", recurrence.recurrence)
     gated_norm = method_on("target", gates.gated_norm)
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor, first: bool = False) -> Tensor:
         return self.ranks.gather(x)
 
     def pack(self, weight: Weight) -> Weight:

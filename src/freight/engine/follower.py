@@ -1,0 +1,140 @@
+"""A rank but the first: `python -m freight.engine.follower FD…`: a socket to rank 0, and the files
+of the shared memory.
+
+It opens the same model, reads its share of the weights, allocates its part of the cache, and makes
+the calls that rank 0 tells it. It ends when the socket closes, so it never outlives rank 0, and
+writes nothing but errors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from freight.cache.pool import allocate_pool
+from freight.config.engine import EngineConfig
+from freight.engine.build import captured_steps
+from freight.engine.fingerprint import fingerprint
+from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.runner import ModelRunner, StepRows
+from freight.errors import FreightError, RankError
+from freight.models.decoder import LanguageModel
+from freight.models.open import OpenModel, open_model, open_random
+from freight.parallel import messages
+from freight.parallel.messages import Kind, Start, integers_of
+from freight.parallel.places import Place
+from freight.parallel.ranks import Ranks
+from freight.parallel.shared import SharedMemory, passed_files
+from freight.parallel.steps import StepReader
+from freight.start_log import log_to_stderr
+from freight.version import version
+
+_LOGITS = tuple(Logits)
+
+logger = logging.getLogger("freight")
+
+
+def main() -> None:
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(stop, signal.SIG_IGN)  # rank 0 handles them, and its end is this one's
+    number, *files = map(int, sys.argv[1:])
+    try:
+        follow(socket.socket(fileno=number), files)
+    except (EOFError, ConnectionError):  # rank 0 is gone
+        status = 0
+    except RankError:  # rank 0 sees which rank was lost, and names it
+        status = 1
+    leave(status)
+
+
+def leave(status: int) -> None:
+    """End the process at once: threads of kernels need not be waited for."""
+    os._exit(status)
+
+
+def follow(connection: socket.socket, files: Sequence[int]) -> None:
+    """Start, and follow rank 0 until its socket closes.
+
+    Raises EOFError or ConnectionError then, and RankError if another rank is lost.
+    """
+    start = Start.decode(messages.expect(connection, Kind.START))
+    log_to_stderr()
+    logger.setLevel(max(start.log_level, logging.WARNING))  # rank 0 says the same
+    try:
+        opened, memory = _open(start, files)
+        config = opened.resolve(opened.args)
+        said = fingerprint(opened, config, opened.kernels(config), version())
+        messages.send(connection, Kind.OPENED, said.encode())
+        max_len, positions = integers_of(messages.expect(connection, Kind.LOAD))
+        model = opened.load(replace(config, max_model_len=max_len), positions)
+        messages.send(connection, Kind.LOADED)
+        max_len, *num_blocks = integers_of(messages.expect(connection, Kind.POOL))
+        runner = _runner(opened, replace(config, max_model_len=max_len), model, num_blocks)
+        messages.send(connection, Kind.READY)
+    except FreightError as error:
+        messages.send(connection, Kind.FAILED, f"{type(error).__name__}\n{error}".encode())
+        raise RankError from error
+    with opened.threads(config), torch.inference_mode():
+        _serve(connection, runner, memory)
+
+
+def _open(start: Start, files: Sequence[int]) -> tuple[OpenModel, SharedMemory]:
+    """Open the model as rank 0 has it."""
+    rank, size, processors = start.rank, start.size, start.processors
+    place = Place(None if processors is None else frozenset(processors), start.cores)
+    place.take()
+    memory = SharedMemory(passed_files(size, rank, files), rank, start.timeout)
+    shape = start.random_shape
+    opened = open_model(start.args) if shape is None else open_random(start.args, shape)
+    return opened.as_rank(Ranks(rank, size, memory), place.cores), memory
+
+
+def _runner(
+    opened: OpenModel, config: EngineConfig, model: LanguageModel, num_blocks: list[int]
+) -> ModelRunner:
+    """Allocate this rank's part of the cache."""
+    kernels, kv = opened.kernels(config), opened.with_rank_scales(config).kv
+    spec = opened.cache_spec(config)
+    pool = allocate_pool(spec, kv, num_blocks, kernels, config.device, model.rotaries)
+    return ModelRunner(model, pool, config.device, captured_steps(model, pool, kernels, config))
+
+
+def _serve(connection: socket.socket, runner: ModelRunner, memory: SharedMemory) -> None:
+    """Compute what rank 0 tells, until its socket closes."""
+    reader, failed = StepReader(), ""
+    rows: StepRows | None = None
+    while True:
+        kind, data = messages.receive(connection)
+        if kind is Kind.RESTART:
+            messages.send(connection, Kind.LEFT, f"{integers_of(data)[0]} {failed}".encode())
+            reader.clear()
+            failed = ""
+            continue
+        if failed:
+            continue  # gathers would take part in those of the step that is left
+        try:
+            if kind is Kind.RUN:
+                slices = [
+                    SequenceSlice(*part[:3], _LOGITS[part.logits]) for part in reader.decode(data)
+                ]
+                rows = runner.run(slices)
+            else:
+                assert kind is Kind.LOGITS
+                assert rows is not None
+                rows.logits(integers_of(data))
+        except RankError:
+            raise
+        except Exception as error:
+            memory.fail()
+            failed = f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    main()

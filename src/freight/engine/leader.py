@@ -1,0 +1,331 @@
+"""Rank 0 of several: starts the others, tells them each step, and ends with them.
+
+Scheduler, cache manager, sampler and texts exist on rank 0 alone. The others (`follower.py`) make
+the same calls of the model on their shares of weights and pages. Between the two there are a
+socket for messages, which also shows the end of a process, and the shared memory of gathers.
+
+A rank that ends takes the engine with it, with a RankError that names it, within a second. A step
+that fails on one rank fails on all: each leaves it, and then all go on from the same gather. So
+the engine may repeat it in parts, as with one rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from freight.config.engine import EngineArgs
+from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.runner import ModelRunner, StepRows
+from freight.errors import CheckpointError, ConfigError, FreightError, KernelError, RankError
+from freight.parallel import messages
+from freight.parallel.messages import Kind, Start, integers
+from freight.parallel.places import Place
+from freight.parallel.shared import SharedFiles, SharedMemory
+from freight.parallel.steps import SliceNumbers, StepWriter
+
+START_TIMEOUT = 600.0  # seconds for a rank to open the model, or to read its weights
+_PATIENCE = 5.0  # seconds until a rank that should leave is killed
+_CODES = {kind: code for code, kind in enumerate(Logits)}
+_ERRORS: dict[str, type[FreightError]] = {
+    kind.__name__: kind for kind in (CheckpointError, ConfigError, KernelError)
+}
+
+logger = logging.getLogger("freight")
+
+
+def spawn(files: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start the process of a rank, which gets these descriptors: its socket, then
+    `SharedFiles.of_rank`.
+
+    It has a session of its own: Ctrl-C in a terminal is for rank 0 alone.
+    """
+    command = [sys.executable, "-m", "freight.engine.follower", *map(str, files)]
+    return subprocess.Popen(
+        command, pass_fds=files, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+@dataclass
+class _Others:
+    """What rank 0 holds of the other ranks; apart from `Leader`, so that its end can be told."""
+
+    memory: SharedMemory
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    sockets: list[socket.socket] = field(default_factory=list)
+    wake: tuple[int, int] = field(default_factory=os.pipe)
+    closing: bool = False
+    watcher: threading.Thread | None = None
+
+    def close(self) -> None:
+        """End the other ranks: their sockets close, on which they leave."""
+        if self.closing:
+            return
+        self.closing = True
+        os.close(self.wake[1])
+        for connection in self.sockets:
+            connection.close()
+        if self.watcher is not None and self.watcher is not threading.current_thread():
+            self.watcher.join()
+        os.close(self.wake[0])
+        for process in self.processes:
+            try:
+                process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.memory.close()
+
+
+class Leader:
+    """The other ranks, from rank 0's side."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        """timeout: seconds after which a rank that does not answer counts as lost."""
+        self._files = SharedFiles.create(size)
+        self.memory = SharedMemory(self._files, 0, timeout)
+        self.size, self._timeout = size, timeout
+        self.on_lost: Callable[[], None] = lambda: None  # called by another thread
+        self._writer = StepWriter()
+        self._torn = False  # the ranks have to leave a step
+        self._restarts = 0
+        self._others = _Others(self.memory)
+        self._finalizer = weakref.finalize(self, self._others.close)
+
+    def close(self) -> None:
+        """End the other ranks and wait for them. Steps then raise RankError."""
+        self._finalizer()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the other ranks."""
+        return [process.pid for process in self._others.processes]
+
+    def start(
+        self, args: EngineArgs, random_shape: str | None, places: Sequence[Place], fingerprint: str
+    ) -> None:
+        """Start the other ranks, which open the model with `args`.
+
+        fingerprint: of what rank 0 opened. Raises RankError if one ends or opened anything else,
+        and its own error if it refused.
+        """
+        others = self._others
+        for rank in range(1, self.size):
+            ours, theirs = socket.socketpair()
+            ours.settimeout(START_TIMEOUT)
+            others.sockets.append(ours)
+            with theirs:
+                files = (theirs.fileno(), *self._files.of_rank(rank))
+                others.processes.append(spawn(files))
+            place = places[rank]
+            start = Start(
+                args=args,
+                random_shape=random_shape,
+                rank=rank,
+                size=self.size,
+                processors=None if place.processors is None else tuple(sorted(place.processors)),
+                cores=place.cores,
+                timeout=self._timeout,
+                log_level=logger.getEffectiveLevel(),
+            )
+            self._tell(rank, Kind.START, start.encode())
+        self._files.close_all_but(0)
+        others.watcher = threading.Thread(
+            target=_watch, args=(weakref.ref(self), self._files.reading[1:], others), daemon=True
+        )
+        others.watcher.start()
+        for rank in range(1, self.size):
+            theirs_is = self._answer(rank, Kind.OPENED)
+            if theirs_is != fingerprint:
+                raise RankError(
+                    f"rank {rank} opened another model, or is of another version: its fingerprint is {theirs_is}, that "
+                    f"of rank 0 {fingerprint}"
+                )
+
+    def load(self, max_model_len: int, positions: int) -> None:
+        """Have the others read their weights, as rank 0 does meanwhile."""
+        self._send(Kind.LOAD, integers((max_model_len, positions)))
+
+    def wait_loaded(self) -> None:
+        """Wait until all have their weights. Raises as `start`."""
+        for rank in range(1, self.size):
+            self._answer(rank, Kind.LOADED)
+
+    def allocate(self, max_model_len: int, num_blocks: Sequence[int]) -> None:
+        """Have the others allocate their caches, of `num_blocks` by group."""
+        self._send(Kind.POOL, integers((max_model_len, *num_blocks)))
+        for rank in range(1, self.size):
+            self._answer(rank, Kind.READY)
+        for connection in self._others.sockets:
+            connection.settimeout(self._timeout)
+
+    @contextmanager
+    def step(self, kind: Kind, data: bytes) -> Iterator[None]:
+        """Have the others compute what the body computes here.
+
+        Whatever ends the body early makes them leave the step. Raises RankError once a rank is
+        lost, KernelError, with that rank's words, where a rank has left the step.
+        """
+        self._require_all()
+        if self._torn or self.memory.failed() is not None:
+            logger.warning("the ranks begin anew: %s", "; ".join(filter(None, self._restart())))
+        self._torn = True
+        try:
+            self._send(kind, data)
+            yield
+        except RankError as error:
+            raise self._lost(error) from error
+        except KernelError as error:
+            failed = self.memory.failed()
+            self.memory.fail()
+            words = self._restart()
+            if failed:
+                raise KernelError(f"rank {failed}: {words[failed - 1]}") from error
+            raise
+        except BaseException:
+            self.memory.fail()
+            self._restart()
+            raise
+        self._torn = False
+
+    def encode(self, slices: Sequence[SequenceSlice]) -> bytes:
+        """Return a step's slices as the others read them."""
+        return self._writer.encode(
+            [SliceNumbers(*part[:3], _CODES[part.logits]) for part in slices]
+        )
+
+    def _restart(self) -> list[str]:
+        """Make every rank leave what it computes; return why each one did, by rank from 1 on."""
+        self._torn = True
+        self._writer.clear()
+        self.memory.fail()
+        self._restarts += 1
+        self._send(Kind.RESTART, integers((self._restarts,)))
+        words = [self._left(rank) for rank in range(1, self.size)]
+        self.memory.restart()
+        self._torn = False
+        return words
+
+    def _left(self, rank: int) -> str:
+        """Wait until a rank has left what it computed; return why."""
+        while True:  # an interrupt may have kept the answer to an earlier call from being read
+            number, _, words = self._answer(rank, Kind.LEFT).partition(" ")
+            if int(number) == self._restarts:
+                return words
+
+    def _send(self, kind: Kind, data: bytes) -> None:
+        for rank in range(1, self.size):
+            self._tell(rank, kind, data)
+
+    def _tell(self, rank: int, kind: Kind, data: bytes) -> None:
+        try:
+            messages.send(self._others.sockets[rank - 1], kind, data)
+        except OSError as error:
+            raise self._gone(rank) from error
+
+    def _answer(self, rank: int, expected: Kind) -> str:
+        try:
+            kind, data = messages.receive(self._others.sockets[rank - 1])
+        except TimeoutError as error:
+            self.memory.lose(rank)
+            raise RankError(f"rank {rank} does not answer: the engine cannot go on") from error
+        except (EOFError, OSError) as error:
+            raise self._gone(rank) from error
+        text = data.decode()
+        if kind is Kind.FAILED:
+            name, _, reason = text.partition("\n")
+            raise _ERRORS.get(name, RankError)(f"rank {rank}: {reason}")
+        if kind is not expected:
+            raise RankError(f"rank {rank} said {kind.name}, where {expected.name} was expected")
+        return text
+
+    def _require_all(self) -> None:
+        if self._others.closing:
+            raise RankError("the ranks of this engine were ended")
+        if self.memory.lost():
+            raise self._lost(None)
+
+    def _gone(self, rank: int) -> RankError:
+        """Return the error for a rank whose socket has closed."""
+        self.memory.lose(rank)
+        return self._lost(None)
+
+    def _lost(self, error: RankError | None) -> RankError:
+        """Return the error that names the lost rank, and how its process ended."""
+        lost = self.memory.lost()
+        if not lost:
+            return error or RankError("another rank has ended")
+        how = ""
+        for rank, process in enumerate(self._others.processes, 1):
+            if lost.startswith(f"rank {rank} "):
+                with suppress(subprocess.TimeoutExpired):
+                    status = process.wait(0.1)
+                    how = f" with signal {-status}" if status < 0 else f" with status {status}"
+        return RankError(f"{lost}{how}: the engine cannot go on")
+
+
+def _watch(leader: weakref.ref[Leader], alive: Sequence[int], others: _Others) -> None:
+    """Wait for the end of a rank, also while nothing is computed, and say so."""
+    poll = select.poll()
+    for end in (others.wake[0], *alive):
+        poll.register(end, 0)  # hang-ups alone
+    poll.poll()
+    if others.closing:
+        return
+    for rank, end in enumerate(alive, 1):
+        ended = select.poll()
+        ended.register(end, 0)
+        if ended.poll(0):
+            others.memory.lose(rank)
+    one = leader()
+    if one is not None:
+        logger.error("%s", one._lost(None))
+        one.on_lost()
+
+
+@dataclass(frozen=True)
+class LeadingRows(StepRows):
+    """The rows of a step that all ranks computed. Their logits are computed by all as well."""
+
+    leader: Leader | None = None
+
+    def logits(self, rows: Sequence[int]) -> Tensor:
+        """Return `StepRows.logits`."""
+        if self.captured is not None:
+            return super().logits(rows)
+        assert self.leader is not None
+        with self.leader.step(Kind.LOGITS, integers(rows)):
+            return super().logits(rows)
+
+
+@dataclass(frozen=True)
+class LeadingRunner(ModelRunner):
+    """A runner that has the other ranks make the same steps."""
+
+    leader: Leader | None = None
+
+    @torch.inference_mode()
+    def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> StepRows:
+        """Return `ModelRunner.run`. Raises RankError once a rank is lost."""
+        assert self.leader is not None
+        assert tokens is None, "steps are not launched ahead on CPUs"
+        with self.leader.step(Kind.RUN, self.leader.encode(slices)):
+            rows = super().run(slices)
+        return LeadingRows(**vars(rows), leader=self.leader)
+
+    def on_lost(self, call: Callable[[], None]) -> None:
+        """Have another thread call this once a rank is lost."""
+        assert self.leader is not None
+        self.leader.on_lost = call

@@ -1,0 +1,112 @@
+"""Messages between rank 0 and the others, over a stream socket: a kind and bytes. Imports no torch.
+
+A message is a byte for its kind, a length of four bytes, and so many bytes: text, or integers of 64
+bits.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from freight.config.engine import EngineArgs
+from freight.errors import RankError
+
+_HEAD = struct.Struct("<BI")
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    # of rank 0
+    START = 0  # options: the process opens the model
+    LOAD = 1  # what rank 0 resolved: it reads its weights
+    POOL = 2  # blocks by group: it allocates its cache
+    RUN = 3  # a step (`parallel/steps.py`)
+    LOGITS = 4  # rows of the last step, int64, whose logits are computed
+    RESTART = 5  # leave whatever is under way, and answer with LEFT and the same number
+    # of the others
+    OPENED = 6  # what the rank opened, by its fingerprint
+    LOADED = 7
+    READY = 8
+    LEFT = 9  # why the last step failed here, or ''
+    FAILED = 10  # an error: the rank could not start
+
+
+def send(connection: socket.socket, kind: Kind, data: bytes = b"") -> None:
+    """Send a message. Raises OSError once the other end is gone."""
+    connection.sendall(_HEAD.pack(kind, len(data)) + data)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank is started with.
+
+    random_shape   of a model of random weights
+    processors     of the rank; None: the system's choice
+    cores          threads that it may have
+    timeout        seconds after which a rank that does not answer counts as lost
+    """
+
+    args: EngineArgs
+    random_shape: str | None
+    rank: int
+    size: int
+    processors: tuple[int, ...] | None
+    cores: int
+    timeout: float
+    log_level: int
+
+    def encode(self) -> bytes:
+        """Return this as bytes of JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Start:
+        """Return what was encoded."""
+        values = json.loads(data)
+        args = EngineArgs(**values.pop("args"))
+        processors = values.pop("processors")
+        chosen = None if processors is None else tuple(processors)
+        return Start(args=args, processors=chosen, **values)
+
+
+def integers(values: Iterable[int]) -> bytes:
+    """Return integers as bytes."""
+    return np.array([*values], np.int64).tobytes()
+
+
+def integers_of(data: bytes) -> list[int]:
+    """Return the integers in bytes."""
+    found: list[int] = np.frombuffer(data, np.int64).tolist()
+    return found
+
+
+def receive(connection: socket.socket) -> tuple[Kind, bytes]:
+    """Return the next message. Raises EOFError at the end of the stream, OSError, TimeoutError."""
+    kind, length = _HEAD.unpack(_exactly(connection, _HEAD.size))
+    return Kind(kind), _exactly(connection, length)
+
+
+def expect(connection: socket.socket, expected: Kind) -> bytes:
+    """Return the bytes of the next message. Raises RankError if it is of another kind."""
+    kind, data = receive(connection)
+    if kind is not expected:
+        raise RankError(f"a rank said {kind.name}, where {expected.name} was expected")
+    return data
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        more = connection.recv(length - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return bytes(data)

@@ -1,0 +1,260 @@
+"""What happens when a rank ends, hangs, fails alone or is another one than expected."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from tests.forked_server import CAN_FORK, forked
+from tests.serving import ServeProcess, children_of, freight_serve, has_ended
+from torch import Tensor
+
+from freight import LLM, SamplingParams
+from freight.device import numa_nodes
+from freight.engine import leader
+from freight.engine.leader import Leader
+from freight.errors import CheckpointError, ConfigError, RankError
+from freight.kernels.cpu import library
+from freight.models.weight_bytes import weight_bytes
+
+BASE = str(Path(__file__).parents[1] / "fixtures" / "base_bf16")
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+PROMPT = {"prompt_token_ids": list(range(1, 40))}
+pytestmark = [
+    pytest.mark.skipif(not CAN_FORK, reason="the other rank is forked"),
+    pytest.mark.skipif(not library.installed(), reason="ranks gather in the compiled kernels"),
+]
+Start = Callable[..., LLM]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
+    """Starts an LLM of two ranks; the second is forked, perhaps with a fault."""
+    made: list[LLM] = []
+
+    def start_llm(fault: str = "", **options: Any) -> LLM:
+        environ = os.environ | {
+            "FREIGHT_TEST_PAGES": str(tmp_path / "pages.pt"),
+            "FREIGHT_TEST_FAULT": fault,
+        }
+
+        def spawn(files: Any) -> Any:
+            command = ["python", "-m", "tests.rank_follower", *map(str, files)]
+            return forked(command, files, environ)
+
+        monkeypatch.setattr(leader, "spawn", spawn)
+        given = {"skip_tokenizer_init": True, "threads": 1, "kv_cache_memory": "2MiB"}
+        made.append(LLM(BASE, tensor_parallel_size=2, **(given | options)))
+        return made[-1]
+
+    yield start_llm
+    for llm in made:
+        leader_of(llm).close()
+
+
+def leader_of(llm: LLM) -> Leader:
+    found = llm.engine.runner.leader
+    assert isinstance(found, Leader)
+    return found
+
+
+def tokens_of(llm: LLM) -> Any:
+    return llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return tokens_of(LLM(BASE, skip_tokenizer_init=True, threads=1, kv_cache_memory="2MiB"))
+
+
+def size_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def is_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        state = Path(f"/proc/{pid}/stat")
+        try:
+            if state.read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_rank_that_is_killed_while_nothing_runs_is_told_at_once(start: Start) -> None:
+    llm, told = start(), threading.Event()
+    tokens_of(llm)
+    llm.engine.on_lost(told.set)
+    os.kill(leader_of(llm).pids[0], signal.SIGKILL)
+    assert told.wait(1.0)
+    with pytest.raises(RankError, match=r"rank 1 has ended.*: the engine cannot go on"):
+        tokens_of(llm)
+
+
+def test_a_rank_that_is_killed_in_a_step_ends_it_within_a_second(start: Start) -> None:
+    llm = start(kv_cache_memory="64MiB")
+    tokens_of(llm)
+    killed: list[float] = []
+
+    def kill() -> None:
+        killed.append(time.monotonic())
+        os.kill(leader_of(llm).pids[0], signal.SIGKILL)
+
+    timer = threading.Timer(0.2, kill)
+    timer.start()
+    with pytest.raises(RankError, match=r"rank 1 has ended"):
+        llm.generate([PROMPT] * 200, LONG)  # for seconds
+    assert killed
+    assert time.monotonic() - killed[0] < 1.0
+
+
+def test_a_rank_that_hangs_is_named_after_its_time(start: Start) -> None:
+    llm = start(rank_timeout=0.5)
+    tokens_of(llm)
+    pid = leader_of(llm).pids[0]
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 does not answer"):
+        tokens_of(llm)
+    assert time.monotonic() - began < 5.0
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_a_step_that_fails_on_one_rank_is_computed_again(
+    start: Start, expected: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = start("step 4")
+    assert tokens_of(llm) == expected
+    assert "rank 1: CapacityError: no memory on this rank" in caplog.text
+    assert tokens_of(llm) == expected
+
+
+def test_an_interrupt_leaves_the_ranks_together(
+    start: Start, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = start()
+    assert tokens_of(llm) == expected
+    model = llm.engine.runner.model
+    kind, calls = type(model.layers[1]), iter(range(1 << 30))
+    run = kind.__call__
+
+    def interrupted(self: Any, *given: Any) -> Any:
+        if next(calls) == 1:  # after the first layer's gathers
+            raise KeyboardInterrupt
+        return run(self, *given)
+
+    monkeypatch.setattr(kind, "__call__", interrupted)
+    other = {"prompt_token_ids": list(range(50, 80))}
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(other, GREEDY)
+    assert tokens_of(llm) == expected
+
+
+def test_the_other_rank_ends_with_rank_0(start: Start) -> None:
+    llm = start()
+    pid = leader_of(llm).pids[0]
+    leader_of(llm).close()
+    assert is_gone(pid)
+    with pytest.raises(RankError, match="were ended"):
+        tokens_of(llm)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        ("fingerprint", RankError, "rank 1 opened another model.* is fp_of_another"),
+        ("load", CheckpointError, "rank 1: a weight of this rank is damaged"),
+    ],
+)
+def test_a_rank_that_cannot_start_refuses_the_engine(
+    start: Start, fault: str, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        start(fault)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tensor_parallel_size": 3}, "cannot share the 4 attention heads.*choose 1, 2 or 4"),
+        ({"tensor_parallel_size": 2, "kernels": "reference"}, "omit --kernels reference"),
+        ({"tensor_parallel_size": 2, "device": "cuda"}, "several GPUs have not been tried"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size 0 must be an integer"),
+        ({"rank_cpus": "0|1"}, "is for several ranks"),
+        ({"tensor_parallel_size": 2, "rank_cpus": "0"}, "there are 2"),
+        ({"tensor_parallel_size": 2, "rank_timeout": 0}, "--rank-timeout 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_process_starts(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str
+) -> None:
+    monkeypatch.setattr(leader, "spawn", lambda files: pytest.fail("a rank was started"))
+    with pytest.raises(ConfigError, match=says):
+        LLM(BASE, skip_tokenizer_init=True, **options)
+
+
+def test_an_llm_starts_its_rank_and_ends_it(expected: Any) -> None:
+    """Without a fork: an interpreter of its own, which gets its files by number."""
+    llm = LLM(
+        BASE, tensor_parallel_size=2, skip_tokenizer_init=True, threads=1, kv_cache_memory="2MiB"
+    )
+    pid = leader_of(llm).pids[0]
+    assert tokens_of(llm) == expected
+    # weights of the other half were never read here
+    whole = load_file(f"{BASE}/model.safetensors").values()
+    assert weight_bytes(llm.engine.runner.model).total < 0.55 * sum(map(size_of, whole))
+    del llm
+    assert is_gone(pid)
+
+
+def completion_of(url: str) -> str:
+    body = {"model": "demo", "prompt": "def main(", "max_tokens": 12, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found = json.loads(answer.read())
+    return f"{found['choices'][0]['text']} {found['system_fingerprint']}"
+
+
+@pytest.mark.slow  # starts two servers, and an engine again
+def test_a_server_whose_rank_is_killed_starts_its_engine_again() -> None:
+    """Its answers and its fingerprint are those of one rank, before and after."""
+    common = ["--threads", "1", "--kv-cache-memory", "4MiB"]
+    with freight_serve("demo", common) as url:
+        expected = completion_of(url)
+    server = ServeProcess("demo", [*common, "-tp", "2", "--restart-engine"], forked=True)
+    try:
+        url = server.wait_until_healthy()
+        assert completion_of(url) == expected
+        assert "on which ranks gain nothing" in server.said or len(numa_nodes()) > 1
+        engine = server.children()["worker"]
+        (rank,) = children_of(engine)
+        os.kill(rank, signal.SIGKILL)
+        ended = time.monotonic() + 1.0
+        while not has_ended(engine):
+            assert time.monotonic() < ended
+            time.sleep(0.01)
+        assert "rank 1 has ended with signal 9: the engine cannot go on" in server.said
+        while server.children().get("worker") in (None, engine):
+            time.sleep(0.05)
+        server.wait_until_healthy()
+        assert completion_of(url) == expected
+        (rank,) = children_of(server.children()["worker"])
+        assert server.stop() == 0
+        assert is_gone(rank)
+    finally:
+        server.close()

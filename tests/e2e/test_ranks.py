@@ -1,0 +1,258 @@
+"""Several ranks against one: the same log-probabilities, tokens and bytes of the cache, to the last
+bit.
+
+Rank 0 is this process and rank 1 a forked one (`rank_follower.py`). What they compute is what an
+engine computes: prompts in chunks, recorded decode steps, prefix hits and preemptions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.forked_server import CAN_FORK, forked
+from tests.formats.mxfp4 import save_mxfp4
+from tests.parity.random_models import save_random
+from tests.parity.variants import VARIANTS
+from tests.rank_follower import clear, pages_of
+from torch import Tensor
+
+from freight import SamplingParams
+from freight.config.engine import EngineArgs
+from freight.engine import build, leader
+from freight.engine.engine import Engine
+from freight.engine.leader import LeadingRunner
+from freight.errors import ConfigError
+from freight.kernels.cpu import library
+from freight.models.open import OpenModel, open_model, open_random
+from freight.models.shares import share_of
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+pytestmark = [
+    pytest.mark.skipif(not CAN_FORK, reason="the other rank is forked"),
+    pytest.mark.skipif(not library.installed(), reason="ranks gather in the compiled kernels"),
+]
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 101,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MISTRAL = LLAMA | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 24,
+}
+PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0}
+GEMMA2 = LLAMA | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 32,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
+OPT = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "hidden_size": 64,
+    "word_embed_proj_dim": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 101,
+    "max_position_embeddings": 256,
+    "do_layer_norm_before": True,
+    "activation_function": "relu",
+    "torch_dtype": "bfloat16",
+}
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+QWEN2_MOE = QWEN2 | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
+}
+OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+FP8 = {"quantization": "fp8"}
+TOKEN = {"kv_cache_dtype": "fp8"}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # a config, or the name of a fixture
+    "16 bits": (LLAMA, {}),
+    "W8A8, scales per token": (LLAMA, FP8 | TOKEN),
+    "one KV head for both, tied": (
+        LLAMA | {"num_key_value_heads": 1, "tie_word_embeddings": True},
+        TOKEN,
+    ),
+    "biases, one scale": (QWEN2, FP8 | TOKEN | {"kv_scales": "0.03"}),
+    "norms of heads, INT8": (QWEN3, {"kv_cache_dtype": "int8"}),
+    "windows, scales per head": (MISTRAL, TOKEN | {"kv_scales": "by rank"}),
+    "fused projections": (PHI3, FP8 | {"kv_cache_dtype": "fp8_e5m2"}),
+    "soft caps, tied": (GEMMA2, FP8 | TOKEN),
+    "positions, layer norms": (OPT, TOKEN),
+    "static W8A8 and scales": ("autofp8_static_kv", {}),
+    "float32": (LLAMA, {"dtype": "float32"}),
+    "experts": (MIXTRAL, TOKEN),
+    "norms over all heads": (OLMO2, TOKEN),
+    "experts in W8A8, and a shared one": (QWEN2_MOE, FP8),
+}
+
+
+@pytest.fixture
+def pages_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Rank 1 is forked; its pages are in this file once it has ended."""
+    path = tmp_path / "pages.pt"
+
+    def spawn(files: Any) -> Any:
+        command = ["python", "-m", "tests.rank_follower", *map(str, files)]
+        return forked(command, files, os.environ | {"FREIGHT_TEST_PAGES": str(path)})
+
+    monkeypatch.setattr(leader, "spawn", spawn)
+    return path
+
+
+def opened_as(
+    given: Any, options: dict[str, Any], tmp_path: Path, **more: Any
+) -> tuple[OpenModel, EngineArgs]:
+    args = EngineArgs(max_model_len=96, max_num_batched_tokens=24, threads=1, **(options | more))
+    if isinstance(given, str):
+        args = replace(args, model=str(FIXTURES / given), skip_tokenizer_init=True)
+        return open_model(args), args
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(given))
+    return open_random(args, str(config)), args
+
+
+def started(opened: OpenModel) -> Engine:
+    """The engine over pages of zeros."""
+    engine, _ = build.start_engine(opened)
+    clear(engine.runner.pool)
+    return engine
+
+
+def outputs_of(engine: Engine, round_of: str) -> list[Any]:
+    """What an engine gives: 3 prompts at once, then one that begins like the first."""
+    generator = torch.Generator().manual_seed(7)
+    first, second, third = (
+        torch.randint(1, 100, (count,), generator=generator).tolist() for count in (45, 7, 30)
+    )
+    greedy = SamplingParams(max_tokens=20, temperature=0.0, logprobs=3, ignore_eos=True)
+    scored = replace(greedy, prompt_logprobs=2)
+    drawn = replace(greedy, temperature=1.0, seed=5)
+    for index, (prompt, params) in enumerate(
+        ((first, greedy), (second, scored), (third, drawn), (first[:40] + second, greedy))
+    ):
+        name = f"{round_of}{index}"
+        engine.add(name, engine.accept(prompt, params), params)
+        while index > 1 and engine.has_unfinished:
+            engine.step()
+    outputs = [engine.output(f"{round_of}{index}") for index in range(4)]
+    return [
+        (
+            one.outputs[0].token_ids,
+            [{token: lp.logprob for token, lp in at.items()} for at in one.outputs[0].logprobs],
+            one.prompt_logprobs and [at and {t: lp.logprob for t, lp in at.items()}
+                                     for at in one.prompt_logprobs],
+        )
+        for one in outputs
+    ]  # fmt: skip
+
+
+def together(parts: list[list[dict[str, Tensor]]], whole: int) -> list[dict[str, Tensor]]:
+    """The pages of ranks with their heads put together; of ranks with the same head, one of them."""
+    return [
+        {name: torch.cat([of[name] for of in ranks], dim=2)[:, :, :whole] for name in ranks[0]}
+        for ranks in zip(*parts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_have_the_bits_of_one(case: str, tmp_path: Path, pages_file: Path) -> None:
+    given, options = CASES[case]
+    if options.get("kv_scales") == "by rank":
+        scales = {str(rank): {"0": 0.02 * (rank + 1), "1": 0.05} for rank in range(2)}
+        cache = {"dtype": "float8_e4m3fn", "scaling_factor": scales}
+        (tmp_path / "scales.json").write_text(json.dumps({"kv_cache": cache}))
+        options = options | {"kv_scales": str(tmp_path / "scales.json")}
+    opened, args = opened_as(given, options, tmp_path)
+    spec = opened.cache_spec(opened.resolve(args))
+    heads = next(iter(opened.model.attention.values())).num_kv_heads
+    memory = spec.bytes_of((8,) * len(spec.groups))  # fewer blocks than three sequences take
+    alone = started(opened_as(given, options, tmp_path, kv_cache_memory=memory)[0])
+    expected = outputs_of(alone, "a")
+    assert alone.stats().preemptions > 0 or len(spec.groups) > 1  # windows give blocks back
+    assert alone.stats().prefix_hits > 0
+
+    more = {"kv_cache_memory": memory * max(1, 2 // heads), "tensor_parallel_size": 2}
+    engine = started(opened_as(given, options, tmp_path, **more)[0])
+    assert isinstance(engine.runner, LeadingRunner)
+    assert engine.runner.pool.num_blocks == alone.runner.pool.num_blocks
+    found = outputs_of(engine, "a")
+    assert found == expected
+    assert engine.stats().preemptions == alone.stats().preemptions
+    own = pages_of(engine.runner.pool)
+    engine.runner.leader.close()
+    other = torch.load(pages_file)
+    for layer, (whole, parts) in enumerate(
+        zip(pages_of(alone.runner.pool), together([own, other], heads), strict=True)
+    ):
+        for name, page in whole.items():
+            assert torch.equal(page, parts[name]), (layer, name)
+            assert page.any(), (layer, name)
+
+
+def require_equal(folder: Path, **options: Any) -> None:
+    """The checkpoint gives the same with one rank and with two, which read it by slice."""
+    given = {"model": str(folder), "skip_tokenizer_init": True, **TOKEN, **options}
+    args = EngineArgs(max_model_len=96, max_num_batched_tokens=24, threads=1, **given)
+    expected = outputs_of(started(open_model(args)), "a")
+    engine = started(open_model(replace(args, tensor_parallel_size=2)))
+    assert isinstance(engine.runner, LeadingRunner)
+    assert outputs_of(engine, "a") == expected
+    engine.runner.leader.close()
+
+
+@pytest.mark.parametrize("lowest", [115, pytest.param(90, marks=pytest.mark.slow)])
+def test_experts_in_mxfp4(lowest: int, tmp_path: Path, pages_file: Path) -> None:
+    """With sinks and windows: gpt-oss. With scales from 90 on, other kernels would need 16 bits."""
+    require_equal(save_mxfp4(tmp_path, lowest=lowest))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_family_that_divides_has_the_bits_of_one(
+    variant: str, tmp_path: Path, pages_file: Path
+) -> None:
+    """Checkpoints as transformers saves them, in W8A8 and with an FP8 cache."""
+    folder = tmp_path / "model"
+    save_random(VARIANTS[variant], folder, torch.bfloat16)
+    try:
+        share_of(open_model(EngineArgs(model=str(folder))).model, 0, 2)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    require_equal(folder, **FP8)
