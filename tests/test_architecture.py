@@ -83,6 +83,8 @@ TORCH_FREE = [
     "cache/prefix.py",
     "cache/sizing.py",
     "cache/spec.py",
+    "cache/store/[!p]*.py",
+    "cache/store/pace.py",
     "checkpoint/config_only.py",
     "checkpoint/stored_dtype.py",
     "models/shapes.py",

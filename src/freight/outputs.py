@@ -175,6 +175,33 @@ class RequestDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What the store below the cache counts, in blocks unless named otherwise.
+
+    memory_hits, disk_hits      blocks that were brought in, by the tier that had them
+    misses                      blocks that were to be brought in, and could not be read
+    tokens                      prompt tokens that were found in the store, and not in the pool
+    stored                      blocks that were written
+    dropped                     blocks that were to be written and were not: evicted before, or no
+                                room
+    corrupt                     blocks that were damaged
+    errors                      failures of the disk
+    memory_bytes, disk_bytes    bytes that the tiers hold now; the disk's are those of all engines
+    """
+
+    memory_hits: int = 0
+    disk_hits: int = 0
+    misses: int = 0
+    tokens: int = 0
+    stored: int = 0
+    dropped: int = 0
+    corrupt: int = 0
+    errors: int = 0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """State of an engine now and totals since its start; counts of tokens unless named otherwise.
 

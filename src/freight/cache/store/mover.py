@@ -1,0 +1,291 @@
+"""Mover: the threads that move blocks between the pool and the store. Imports no torch.
+
+*Out.* A block is offered when a request gives it back: from then on it is in the pool until its
+memory is needed, and nobody writes it. A thread of low priority copies it, looks whether it was
+still the same block afterwards, and stores it. Steps wait for none of this. A block that is evicted
+first is dropped, and counted.
+
+*In.* A `Fetch` names blocks of the pool that nobody else reads or writes, and what is to be in them.
+A second thread fills them, in order, within a budget (`pace.py`). After `Fetch.cancel` it writes
+none of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freight.cache.store.folder import Block
+from freight.cache.store.pace import Rates, ReadBudget
+from freight.cache.store.tiers import StoreTiers, Tier
+
+logger = logging.getLogger("freight")
+
+Record = NDArray[np.uint8]
+
+_WRITTEN = 8 << 20  # bytes that are stored, and synced, at once
+_READ = 2 << 20  # bytes that are read between two looks at the budget
+_NICE = 10  # of the writing thread: it works where others leave time
+
+
+class BlockBytes(Protocol):
+    """The blocks of one group of the cache, as bytes."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of a block in all layers of the group."""
+        ...
+
+    def read(self, block: int) -> bytes:
+        """Copy a block."""
+        ...
+
+    def write(self, blocks: Sequence[int], payloads: Record) -> None:
+        """Fill blocks; payloads: [len(blocks), payload_bytes]."""
+        ...
+
+
+class Offer(NamedTuple):
+    """A full block of the pool to store. `use` tells whether it is still the same block."""
+
+    key: bytes
+    group: int
+    tokens: bytes
+    block: int
+    use: int
+
+
+class Wanted(NamedTuple):
+    """A block of the pool, and what is to be in it."""
+
+    key: bytes
+    group: int
+    tokens: bytes
+    block: int
+
+
+class Fetch:
+    """Blocks on their way into the pool.
+
+    num_loaded   how many of `wanted`, from the first on, are there
+    is_done      whether no more will be
+    """
+
+    def __init__(self, wanted: Sequence[Wanted]) -> None:
+        self.wanted = tuple(wanted)
+        self.num_loaded = 0
+        self.is_done = False
+        self.is_cancelled = False
+        self.lock = threading.Lock()
+
+    def cancel(self) -> None:
+        """Stop: when it returns, no block is written any more."""
+        with self.lock:
+            self.is_cancelled = True
+
+
+class Mover:
+    """The two threads of one engine's store. `is_current` says whether an offered block is still
+    the same; it may be called from any thread. At most `most_offers` blocks wait to be stored.
+    """
+
+    def __init__(
+        self,
+        tiers: StoreTiers,
+        groups: Sequence[BlockBytes],
+        is_current: Callable[[Offer], bool],
+        most_offers: int,
+        budget: ReadBudget | None = None,
+        rates: Rates | None = None,
+    ) -> None:
+        self.tiers = tiers
+        self.budget = budget or ReadBudget()
+        self.rates = rates or Rates()
+        self._groups = tuple(groups)
+        self._is_current = is_current
+        self._most_offers = most_offers
+        self._offers: deque[Offer] = deque()
+        self._queued: set[tuple[int, bytes]] = set()  # of `_offers`, and of those being stored
+        self._fetches: deque[Fetch] = deque()
+        self._changed = threading.Condition()
+        self.is_closing = False
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True)
+            for name, run in (("kv-store-out", self._run_out), ("kv-store-in", self._run_in))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def offer(self, offers: Sequence[Offer]) -> None:
+        """Queue what is not stored and not queued. Waits for nothing."""
+        new = [
+            one
+            for one in offers
+            if not self.tiers.is_stored(one.key, one.group)
+            and (one.group, one.key) not in self._queued
+        ]
+        if not new:
+            return
+        with self._changed:
+            room = max(0, self._most_offers - len(self._offers))
+            self._offers.extend(new[:room])
+            self._queued.update((one.group, one.key) for one in new[:room])
+            self._changed.notify_all()
+        if len(new) > room:
+            self.tiers.count_dropped(len(new) - room)
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Queue a fetch."""
+        with self._changed:
+            self._fetches.append(fetch)
+            self._changed.notify_all()
+
+    def wait(self, fetches: Sequence[Fetch], seconds: float) -> None:
+        """Wait until one of `fetches` is done, `seconds` at most."""
+        with self._changed:
+            if not any(fetch.is_done for fetch in fetches):
+                self._changed.wait(seconds)
+
+    def opened(self) -> None:
+        """Take note that the store is open: what was offered before can be stored now."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def flush(self, seconds: float) -> None:
+        """Wait until all that was offered is stored or dropped, `seconds` at most."""
+        end = time.monotonic() + seconds
+        with self._changed:
+            while self._queued and self.tiers.is_open and time.monotonic() < end:
+                self._changed.wait(0.05)
+
+    def close(self, seconds: float) -> None:
+        """Store what was offered, for `seconds` at most, and end the threads."""
+        self.flush(seconds)
+        with self._changed:
+            self.is_closing = True
+            left = len(self._offers)
+            self._offers.clear()
+            self._changed.notify_all()
+        self.tiers.count_dropped(left)
+        for thread in self._threads:
+            thread.join(1.0 + seconds)
+        self.tiers.close()
+
+    # ---------------------------------------------------------------------------------------------
+    # out
+
+    def _run_out(self) -> None:
+        with suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while batch := self._next_offers():
+            try:
+                self._store(batch)
+            except Exception:
+                logger.exception("KV store: %d blocks are not stored", len(batch))
+                self.tiers.count_dropped(len(batch))
+            with self._changed:
+                self._queued.difference_update((one.group, one.key) for one in batch)
+                self._changed.notify_all()
+            self.tiers.refresh()
+
+    def _next_offers(self) -> list[Offer]:
+        """Wait for offers; none once the mover closes."""
+        with self._changed:
+            while not self.is_closing and not (self._offers and self.tiers.is_open):
+                self._changed.wait(None if self.tiers.is_open else 1.0)
+            batch, size = [], 0
+            while self._offers and size < _WRITTEN and not self.is_closing:
+                batch.append(self._offers.popleft())
+                size += self._groups[batch[-1].group].payload_bytes
+            return batch
+
+    def _store(self, batch: Sequence[Offer]) -> None:
+        blocks: list[Block] = []
+        num_dropped = 0
+        for one in batch:
+            if self.tiers.is_stored(one.key, one.group):
+                continue
+            payload = self._groups[one.group].read(one.block) if self._is_current(one) else b""
+            if payload and self._is_current(one):  # after it was copied
+                blocks.append((one.key, one.group, one.tokens, payload))
+            else:
+                num_dropped += 1
+        self.tiers.count_dropped(num_dropped)
+        if blocks:
+            self.tiers.write(blocks)
+
+    # ---------------------------------------------------------------------------------------------
+    # in
+
+    def _run_in(self) -> None:
+        while (fetch := self._next_fetch()) is not None:
+            try:
+                self._load(fetch)
+            except Exception:  # the rest of the prefix is computed
+                logger.exception("KV store: %d blocks are not read", len(fetch.wanted))
+            with self._changed:
+                fetch.is_done = True
+                self._changed.notify_all()
+
+    def _next_fetch(self) -> Fetch | None:
+        with self._changed:
+            while not self._fetches and not self.is_closing:
+                self._changed.wait()
+            return None if self.is_closing else self._fetches.popleft()
+
+    def _load(self, fetch: Fetch) -> None:
+        for piece in self._pieces(fetch):
+            self.budget.wait(lambda: not (fetch.is_cancelled or self.is_closing))
+            if fetch.is_cancelled or self.is_closing:
+                return
+            began = time.monotonic()
+            tiers, size = self._load_piece(fetch, piece)
+            seconds = time.monotonic() - began
+            self.budget.spend(seconds)
+            if len(tiers) < len(piece):
+                return
+            if len(set(tiers)) == 1:
+                self.rates.note_read(tiers[0], size * len(tiers), seconds)
+        self.tiers.touch([(one.key, one.group) for one in fetch.wanted])
+
+    def _pieces(self, fetch: Fetch) -> Iterator[Sequence[Wanted]]:
+        """Yield blocks that are read at once, of one group each."""
+        begin = 0
+        while begin < len(fetch.wanted):
+            group = fetch.wanted[begin].group
+            most = begin + max(1, _READ // self._groups[group].payload_bytes)
+            end = begin
+            while end < min(most, len(fetch.wanted)) and fetch.wanted[end].group == group:
+                end += 1
+            yield fetch.wanted[begin:end]
+            begin = end
+
+    def _load_piece(self, fetch: Fetch, piece: Sequence[Wanted]) -> tuple[list[Tier], int]:
+        """Read blocks of one group; return where each was found, up to the first that was not, and
+        the bytes of a record.
+        """
+        blocks = self._groups[piece[0].group]
+        skipped = len(piece[0].tokens)
+        records = np.empty((len(piece), skipped + blocks.payload_bytes), np.uint8)
+        tiers: list[Tier] = []
+        for row, one in enumerate(piece):
+            tier = self.tiers.read_into(one.key, one.group, one.tokens, memoryview(records[row]))
+            if tier is None:
+                break
+            tiers.append(tier)
+        with fetch.lock:
+            if tiers and not fetch.is_cancelled:
+                blocks.write(
+                    [one.block for one in piece[: len(tiers)]], records[: len(tiers), skipped:]
+                )
+                fetch.num_loaded += len(tiers)
+        return tiers, records.shape[1]

@@ -1,0 +1,135 @@
+"""What a store's folder holds, for people: list it, check it, empty it. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from freight.cache.store.entries import ENTRY_BYTES, Entry
+from freight.cache.store.folder import NAME, segments_of
+from freight.cache.store.segment import INDEX, Segment, delete, is_written
+from freight.cache.store.weights import FILE as WEIGHTS
+from freight.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Space:
+    """One name space: the blocks that one model, cache and build share.
+
+    decides     what it stands for, by what it is (`engine.store.what_decides`)
+    num_bytes   of its files
+    last_used   in seconds since 1970
+    writers     engines that write into it now
+    """
+
+    name: str
+    decides: dict[str, str]
+    num_blocks: int
+    num_bytes: int
+    last_used: float
+    writers: int
+
+
+@dataclass(frozen=True)
+class Verified:
+    """How many blocks of a store are sound, and how many are damaged."""
+
+    sound: int
+    damaged: int
+
+
+def survey(root: Path) -> list[Space]:
+    """Return the name spaces, the one that was used last first. Raises ConfigError."""
+    _require(root)
+    used: dict[str, list[tuple[int, Path, int]]] = {}
+    for found in segments_of(root):
+        used.setdefault(found[1].parent.name, []).append(found)
+    spaces = []
+    for name, segments in used.items():
+        writers = 0
+        for _, index, _ in segments:
+            with suppress(OSError):
+                writers += is_written(index)
+        spaces.append(
+            Space(
+                name,
+                _decides(root / name / NAME),
+                len({(one.group, one.key) for _, index, _ in segments for one in _entries(index)}),
+                sum(size for _, _, size in segments),
+                max(when for when, _, _ in segments) / 1e9,
+                writers,
+            )
+        )
+    return sorted(spaces, key=lambda space: -space.last_used)
+
+
+def verify(root: Path) -> Verified:
+    """Read every block. Raises ConfigError."""
+    _require(root)
+    sound = damaged = 0
+    for _, index, size in segments_of(root):
+        segment, entries = Segment(index), _entries(index)
+        with suppress(OSError):
+            damaged += index.stat().st_size // ENTRY_BYTES - len(entries)
+        for entry in entries:
+            if _is_sound(segment, entry, size):
+                sound += 1
+            else:
+                damaged += 1
+        segment.close()
+    return Verified(sound, damaged)
+
+
+def clear(root: Path) -> int:
+    """Delete all blocks but those of segments that an engine writes now; return the bytes. Raises
+    ConfigError.
+    """
+    _require(root)
+    freed = 0
+    for _, index, size in list(segments_of(root)):
+        with suppress(FileNotFoundError):
+            if not is_written(index):
+                delete(index)
+                freed += size
+    for described in root.glob(f"*/{NAME}"):
+        if not any(described.parent.glob("*" + INDEX)):
+            described.unlink(missing_ok=True)
+            with suppress(OSError):  # there is something that is not the store's
+                described.parent.rmdir()
+    (root / WEIGHTS).unlink(missing_ok=True)
+    return freed
+
+
+def _require(root: Path) -> None:
+    if not root.is_dir():
+        raise ConfigError(f"{root} is not a folder; name the DIR of --kv-store")
+
+
+def _entries(index: Path) -> list[Entry]:
+    try:
+        return list(Segment(index).new_entries())
+    except OSError:
+        return []
+
+
+def _is_sound(segment: Segment, entry: Entry, most: int) -> bool:
+    if entry.record_bytes > most:
+        return False
+    try:
+        return segment.read_into(entry, memoryview(bytearray(entry.record_bytes)))
+    except OSError:
+        return False
+
+
+def _decides(path: Path) -> dict[str, str]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return (
+        {str(name): str(value) for name, value in content.items()}
+        if isinstance(content, dict)
+        else {}
+    )

@@ -1,0 +1,104 @@
+"""The digest of a model's weights, of every byte, and where it is kept. Imports no torch.
+
+Two fine-tunings of one model have files of one name and size, so names, sizes and samples cannot
+say whose blocks these are. To read 16 GB takes 10 seconds or more, so the digest of a file is kept
+in the store by its path, size, times of change and inode. The time of a change of the inode is
+among them because nobody can set it back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from freight.cache.store.folder import write_private
+from freight.json_schema import Json
+
+FILE = "weights.json"
+_READ = 8 << 20
+_KEPT = 1024  # digests of files
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A file of weights, and what would be different had it changed."""
+
+    path: str
+    state: tuple[int, int, int, int]  # size, mtime and ctime in nanoseconds, inode
+
+    @staticmethod
+    def of(path: Path) -> WeightFile:
+        """Raises OSError."""
+        whole = path.resolve()
+        found = whole.stat()
+        state = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+        return WeightFile(str(whole), state)
+
+
+class ChangedError(Exception):
+    """A file of weights is not the one that was loaded."""
+
+
+def digest_of_weights(
+    root: Path, files: Sequence[WeightFile], is_wanted: Callable[[], bool] = lambda: True
+) -> str | None:
+    """Return the digest of all files, read or as `root` knows it; None once it is not wanted.
+
+    Raises OSError, and ChangedError if a file is not as it was when `files` was made.
+    """
+    known = _known(root)
+    all_files = hashlib.sha256()
+    for file in files:
+        state, digest = known.get(file.path, ([], ""))
+        if state != list(file.state):
+            read = _digest(file, is_wanted)
+            if read is None:
+                return None
+            _keep(root, file, read)
+            digest = read
+        if WeightFile.of(Path(file.path)) != file:
+            raise ChangedError(file.path)
+        all_files.update(f"{Path(file.path).name} {digest}\n".encode())
+    return all_files.hexdigest()
+
+
+def _digest(file: WeightFile, is_wanted: Callable[[], bool]) -> str | None:
+    digest = hashlib.sha256()
+    with open(file.path, "rb", buffering=0) as data:
+        while piece := data.read(_READ):
+            if not is_wanted():
+                return None
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _known(root: Path) -> dict[str, tuple[list[int], str]]:
+    """Return the state and digest of the files that are kept, by path; nothing where they cannot be
+    read.
+    """
+    try:
+        content: Json = json.loads((root / FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    kept = content.items() if isinstance(content, dict) else ()
+    return {path: _read(value) for path, value in kept}
+
+
+def _read(value: Json) -> tuple[list[int], str]:
+    """Return a state and a digest; a state that no file has for what is neither."""
+    if not isinstance(value, list) or not value or not isinstance(value[-1], str):
+        return [], ""
+    return [number for number in value[:-1] if isinstance(number, int)], value[-1]
+
+
+def _keep(root: Path, file: WeightFile, digest: str) -> None:
+    known = _known(root)
+    known.pop(file.path, None)
+    known[file.path] = list(file.state), digest
+    newest = {path: [*state, kept] for path, (state, kept) in list(known.items())[-_KEPT:]}
+    with suppress(OSError):  # it is computed again
+        write_private(root / FILE, json.dumps(newest, indent=1).encode())
