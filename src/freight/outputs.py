@@ -216,6 +216,7 @@ class EngineStats:
     failed                    completions that ended with finish reason ERROR
     nans, clipped             values stored in the cache that were NaN, or beyond the range of their
                               scale
+    store                     what the store below the cache counts; None without one
 
     A prompt with n completions counts for each of them. Tokens that are computed again after a
     preemption do not count again. Where groups of layers have blocks of their own, held and
@@ -236,3 +237,4 @@ class EngineStats:
     failed: int
     nans: int
     clipped: int
+    store: StoreStats | None = None

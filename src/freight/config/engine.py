@@ -16,6 +16,7 @@ from typing import Any
 from freight.config.options import listed_names, require_known
 from freight.config.other_engines import instead_of
 from freight.config.skip_layers import layer_names
+from freight.config.store import StoreConfig
 from freight.errors import ConfigError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
@@ -51,6 +52,10 @@ class EngineArgs:
     state_dtype: str = "auto"
     enable_prefix_caching: bool = True
     kv_cache_memory: int | str | None = None
+    kv_store: str | None = None
+    kv_store_size: int | str | None = None
+    kv_store_memory: int | str | None = None
+    kv_store_salted: bool = False
     device: str = "auto"
     kernels: str = "auto"
     attention_compute: str = "auto"
@@ -274,6 +279,7 @@ class EngineConfig:
     fp8_attention      whether attention multiplies FP8 by FP8
     state_every        tokens between kept states, in models whose layers have states; None:
                        `cache.spec.default_every`
+    store              the store below the cache; None for none
     """
 
     compute_format: Format
@@ -292,3 +298,4 @@ class EngineConfig:
     threads: int | None
     seed: int
     state_every: int | None = None
+    store: StoreConfig | None = None

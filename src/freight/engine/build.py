@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,13 +26,14 @@ from freight.config.engine import EngineArgs, EngineConfig
 from freight.config.model import ModelConfig
 from freight.device import DeviceFacts, probe
 from freight.engine.decode_steps import Capture, DecodeSteps
-from freight.engine.engine import Engine
+from freight.engine.engine import CLOSE_SECONDS, Engine
 from freight.engine.graphs import CudaGraphs
 from freight.engine.intake import Intake
 from freight.engine.pace import Pace
 from freight.engine.recordings import CpuRecordings
 from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
+from freight.engine.store import open_store, prepare_store
 from freight.errors import CapacityError
 from freight.fp8.formats import Format
 from freight.json_schema import Json
@@ -42,6 +44,7 @@ from freight.models.decoder import Decoder, LanguageModel
 from freight.models.loader import tensor_shapes
 from freight.models.open import OpenModel, open_model
 from freight.operands.tiles import STATE_TILE
+from freight.version import version
 
 logger = logging.getLogger("freight")
 
@@ -89,6 +92,7 @@ def start_engine(
     tokenizer = opened.load_tokenizer()
     if before_weights is not None:
         before_weights(Intake(tokenizer, opened.model.vocab_size, config.max_model_len))
+    weights = prepare_store(opened, config)
     model = opened.load(config, positions) if decoder is None else decoder
     memory = config.kv_cache_memory
     if memory is None:
@@ -111,7 +115,10 @@ def start_engine(
 
     step_tokens, caching = config.max_num_batched_tokens, config.enable_prefix_caching
     cache = CacheManager(spec.groups, pool.num_blocks, config.block_size, step_tokens, caching)
-    scheduler = Scheduler(cache, *limits, config.max_model_len)
+    store = None
+    if weights is not None:
+        store = open_store(opened, config, kernels, version(), weights, cache, pool)
+    scheduler = Scheduler(cache, *limits, config.max_model_len, store)
     captured = captured_steps(model, pool, kernels, config)
     runner = ModelRunner(model, pool, config.device, captured)
     intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
@@ -130,7 +137,10 @@ def start_engine(
         overlaps=overlaps,
         pace=pace,
         repeatable=repeatable,
+        store=store,
     )
+    if store is not None:  # for callers that never close it; a second time does nothing
+        weakref.finalize(engine, store.close, CLOSE_SECONDS)
     return engine, config
 
 

@@ -60,6 +60,7 @@ def main() -> None:
     threading.Thread(
         target=read, args=(channel, frames, commands), name="commands", daemon=True
     ).start()
+    loop: Loop | None = None
     with contextlib.suppress(ConnectionError):  # the parent is gone
         try:
             loop = _build(channel, args, options, commands)
@@ -70,6 +71,8 @@ def main() -> None:
         # Exempt what is loaded: a full collection of it would stall every stream for 0.2 s.
         gc.freeze()
         loop.run()
+    if loop is not None:
+        loop.close()
 
 
 class Channel:

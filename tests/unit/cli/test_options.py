@@ -33,6 +33,7 @@ GIVEN = {  # field -> (as typed, as understood)
     "max_step_seconds": ("0.25", 0.25),
     "block_size": ("32", 32),
     "kv_cache_memory": ("64MiB", "64MiB"),
+    "kv_store": ("store", "store"),
     "device": ("cpu", "cpu"),
     "kernels": ("reference", "reference"),
     "attention_compute": ("fp8", "fp8"),
