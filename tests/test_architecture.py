@@ -95,6 +95,7 @@ TORCH_FREE = [
     "cache/spec.py",
     "cache/store/[!p]*.py",
     "cache/store/pace.py",
+    "cache/stored.py",
     "checkpoint/config_only.py",
     "checkpoint/stored_dtype.py",
     "models/shapes.py",

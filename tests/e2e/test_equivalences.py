@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.parity.variants import CASES, VARIANTS
 from transformers import PretrainedConfig
 
 from freight import LLM, SamplingParams
+from freight.cache import stored
 from freight.checkpoint.extras import write_extras
 from freight.checkpoint.reader import resolve_model
 from freight.engine.runner import ModelRunner
@@ -419,6 +421,30 @@ def test_drafts(open_llm, expected, drafts):
             kind != "wrong",
             kind != "right",
         )
+
+
+@in_setups("sampling", "seeded", "greedy", third=2, every_variant=True)
+def test_from_a_store(open_llm, expected, sampling, tmp_path, monkeypatch):
+    """What one engine stored another finds, from the disk."""
+    monkeypatch.setattr(stored, "LEAST_TOKENS", 1)
+    miss, hit = (
+        trace_and_close(open_llm(kv_store=str(tmp_path)), SAMPLING[sampling]) for _ in range(2)
+    )
+    assert miss.num_cached_tokens == 0
+    assert hit.num_cached_tokens >= 16
+    assert miss == expected[sampling]
+    assert hit == expected[sampling]
+
+
+def trace_and_close(llm: LLM, params: SamplingParams) -> Trace:
+    """Run the prompt once the store of `llm` is open, and store what it leaves behind."""
+    store = llm.engine._store
+    while not store.mover.tiers.is_open:
+        time.sleep(0.001)
+    try:
+        return trace(llm, params)
+    finally:
+        llm.engine.close()
 
 
 @in_setups("prefix_caching", True, False, third=2, every_variant=True)

@@ -9,16 +9,31 @@ states, `test_states.py` for the simplest kind with one.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.covering import covered
 from tests.faults import inject, raising_behind
-from tests.hybrids import CHUNKS, DRAWN, MODELS, PAGES, STATES, Run, Setup, check, ids, oracle
+from tests.hybrids import (
+    CHUNKS,
+    DRAWN,
+    LENGTH,
+    MODELS,
+    PAGES,
+    STATES,
+    Run,
+    Setup,
+    check,
+    ids,
+    oracle,
+)
 from tests.means import said
 
 from freight import SamplingParams
+from freight.cache import stored
 from freight.kernels.cpu import library
 from freight.layers.delta_net import DeltaNet
 from freight.layers.kimi_delta import KimiDelta
@@ -72,6 +87,30 @@ def test_nor_on_other_kernels(model: str, kernels: str, chunk: int, states: str)
         preempted=True,
         every=32,
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "states", "pages", "every"), covered(MODELS, STATES, PAGES, [16, 32])
+)
+def test_nor_does_a_store(
+    model: str, states: str, pages: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States and pages that one engine stored are those that another would compute."""
+    monkeypatch.setattr(stored, "LEAST_TOKENS", 1)
+    setup, prompt = Setup(model, states, pages), ids(model)[:LENGTH]
+    for found in (0, (LENGTH - 1) // every * every):
+        llm = setup.engine(
+            enable_prefix_caching=True,
+            state_every=every,
+            kv_store=str(tmp_path),
+            max_num_batched_tokens=128,
+        )
+        while not llm.engine._store.mover.tiers.is_open:
+            time.sleep(0.001)
+        run = Run(llm, prompt)
+        assert run.answer() == oracle(setup)[0]
+        assert run.request.num_cached_tokens == run.chunks[0].start == found
+        llm.engine.close()
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -36,6 +36,8 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        # how often each block was allocated, which `reset` does not set back
+        self._uses = [0] * num_blocks
         self.reset()
 
     def reset(self) -> None:
@@ -81,6 +83,7 @@ class BlockAllocator:
         for _ in range(count):
             block = self._free.pop() if self._free else self._evict()
             self._references[block] = 1
+            self._uses[block] += 1
             blocks.append(block)
         self._num_held += count
         return blocks
@@ -106,6 +109,16 @@ class BlockAllocator:
     def is_indexed(self, key: bytes) -> bool:
         """Return whether a block is indexed under `key`; takes no reference."""
         return key in self._index
+
+    def use_of(self, block: int) -> int:
+        """Return how often `block` was allocated: while that and its key stay, so does what it has."""
+        return self._uses[block]
+
+    def is_same(self, block: int, key: bytes, use: int) -> bool:
+        """Return whether `block` is still indexed under `key`, and of the same `use_of`. The only
+        method that other threads may call.
+        """
+        return self._keys[block] == key and self._uses[block] == use
 
     def register(self, block: int, key: bytes) -> None:
         """Index a held block whose every slot is computed and stored. A block already indexed under

@@ -13,8 +13,9 @@ window for a sliding one, the last one for a state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from freight.cache.blocks import BlockAllocator
 from freight.cache.groups import CacheGroup
@@ -36,6 +37,27 @@ class Held:
 
 
 NOTHING = Held()
+
+
+class Fresh(NamedTuple):
+    """A block that was allocated for a key that is not indexed: entry `position` of a sequence's
+    table in `group`.
+    """
+
+    group: int
+    key: bytes
+    block: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Blocks of a prefix: by group in the order of the sequence, those that were indexed and
+    `fresh` ones.
+    """
+
+    tables: tuple[tuple[int, ...], ...]
+    fresh: tuple[Fresh, ...]
 
 
 @dataclass(frozen=True)
@@ -141,11 +163,11 @@ class CacheManager:
         hit. The request fits if every group has the blocks for the rest of its `num_tokens` tokens
         available, and `reserve` more.
         """
-        start = self._longest_hit(keys)
+        start = self.longest_hit(keys, self.is_indexed)
         tables, given_back, fits = [], [], True
         for group, allocator in zip(self.groups, self.allocators, strict=True):
             first, end = group.first_block(start), start // group.tokens_per_block
-            taken = allocator.acquire_prefix(self._keys_of(group, keys, first, end))
+            taken = allocator.acquire_prefix(self.keys_of(group, keys, first, end))
             assert len(taken) == end - first, f"{len(taken)} blocks of a hit of {end - first}"
             tables.append((0,) * first + tuple(taken))
             given_back.append(first)
@@ -225,7 +247,7 @@ class CacheManager:
         ):
             first, end = before // group.tokens_per_block, after // group.tokens_per_block
             for block, key in zip(
-                table[first:end], self._keys_of(group, keys, first, end), strict=True
+                table[first:end], self.keys_of(group, keys, first, end), strict=True
             ):
                 allocator.register(block, key)
 
@@ -245,7 +267,7 @@ class CacheManager:
             self.groups, self.allocators, held.given_back, strict=True
         ):
             with_key = len(keys) * self.block_size // group.tokens_per_block
-            allocator.forget(self._keys_of(group, keys, 0, min(given_back, with_key)))
+            allocator.forget(self.keys_of(group, keys, 0, min(given_back, with_key)))
         self._release(held, forget=True)
 
     def _release(self, held: Held, forget: bool) -> None:
@@ -255,40 +277,96 @@ class CacheManager:
         ):
             allocator.release(table[first:], forget)
 
-    def _longest_hit(self, keys: Sequence[bytes]) -> int:
-        """Return the number of tokens of the longest prefix that every group can continue from. The
-        groups shorten it in turn until all agree.
+    def is_indexed(self, group: int, key: bytes) -> bool:
+        """Return whether the pool has a block."""
+        return self.allocators[group].is_indexed(key)
+
+    def longest_hit(self, keys: Sequence[bytes], has: Callable[[int, bytes], bool]) -> int:
+        """Return the number of tokens of the longest prefix that every group can continue from with
+        the blocks of which `has`(group, key) is true. The groups shorten it in turn until all
+        agree.
         """
         length = len(keys) * self.block_size
         num_agreed = 0  # how many groups, the last ones asked, can continue from `length`
         index = 0
         while num_agreed < len(self.groups):
-            possible = self._longest_hit_of(index, keys, length)
+            possible = self._longest_hit_of(index, keys, length, has)
             num_agreed = num_agreed + 1 if possible == length else 1
             length = possible
             index = (index + 1) % len(self.groups)
         return length
 
-    def _longest_hit_of(self, index: int, keys: Sequence[bytes], length: int) -> int:
+    def take(
+        self, keys: Sequence[bytes], length: int, num_tokens: int, reserve: int
+    ) -> Taken | None:
+        """Take references on the blocks that a sequence needs to continue at `length`, and allocate
+        those that are not indexed. None, and no change, if a request of `num_tokens` tokens would
+        not fit, as `admit` says.
+        """
+        tables: list[list[int]] = []
+        fits = True
+        for group, allocator in zip(self.groups, self.allocators, strict=True):
+            first, end = group.first_block(length), length // group.tokens_per_block
+            # -1 for a block that is not indexed
+            table = [
+                (allocator.acquire_prefix((key,)) or [-1])[0]
+                for key in self.keys_of(group, keys, first, end)
+            ]
+            tables.append(table)
+            most = min(
+                allocator.blocks_for(num_tokens) - first,
+                group.most_blocks(num_tokens, self._step_tokens),
+            )
+            num_missing = table.count(-1)
+            needed = max(most - len(table) + num_missing, num_missing) + reserve
+            fits = fits and needed <= allocator.num_available
+        if not fits:
+            for allocator, table in zip(self.allocators, tables, strict=True):
+                allocator.release([block for block in table if block >= 0])
+            return None
+        fresh = [
+            one
+            for index, table in enumerate(tables)
+            for one in self._allocate_missing(index, keys, length, table)
+        ]
+        return Taken(tuple(map(tuple, tables)), tuple(fresh))
+
+    def _allocate_missing(
+        self, index: int, keys: Sequence[bytes], length: int, table: list[int]
+    ) -> Iterator[Fresh]:
+        """Put allocated blocks in place of -1, and yield them."""
+        group = self.groups[index]
+        first, end = group.first_block(length), length // group.tokens_per_block
+        blocks = self.allocators[index].allocate(table.count(-1))
+        assert blocks is not None
+        fresh = iter(blocks)
+        for place, key in enumerate(self.keys_of(group, keys, first, end)):
+            if table[place] < 0:
+                table[place] = next(fresh)
+                yield Fresh(index, key, table[place], first + place)
+
+    def _longest_hit_of(
+        self, index: int, keys: Sequence[bytes], length: int, has: Callable[[int, bytes], bool]
+    ) -> int:
         """Return the number of tokens of the longest prefix, `length` at most, that group `index`
         can continue from.
         """
-        group, allocator = self.groups[index], self.allocators[index]
+        group = self.groups[index]
         size = group.tokens_per_block
         end = length // size
-        block_keys = self._keys_of(group, keys, 0, end)
+        block_keys = self.keys_of(group, keys, 0, end)
         if group.first_block(end * size) == 0:
-            # Every block is needed: the prefix ends at the first that is not indexed.
-            num_indexed = 0
-            while num_indexed < end and allocator.is_indexed(block_keys[num_indexed]):
-                num_indexed += 1
-            return num_indexed * size
+            # Every block is needed: the prefix ends at the first that is not there.
+            num_there = 0
+            while num_there < end and has(index, block_keys[num_there]):
+                num_there += 1
+            return num_there * size
         # Only blocks from `first_block` on are needed: walk back from the end, and move the end to
-        # each block that is not indexed.
-        block = end  # all blocks from here to `end` are indexed
+        # each block that is not there.
+        block = end  # all blocks from here to `end` are there
         while block > group.first_block(end * size):
             block -= 1
-            if not allocator.is_indexed(block_keys[block]):
+            if not has(index, block_keys[block]):
                 end = block
         return end * size
 
@@ -299,7 +377,7 @@ class CacheManager:
             for table, group in zip(tables, self.groups, strict=True)
         )
 
-    def _keys_of(
+    def keys_of(
         self, group: CacheGroup, keys: Sequence[bytes], first: int, end: int
     ) -> Sequence[bytes]:
         """Return the keys of the sequence's blocks first … end - 1 in `group`: each is the prefix

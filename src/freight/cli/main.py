@@ -18,7 +18,7 @@ import typer
 from typer.main import get_command
 
 from freight import __version__, terminal
-from freight.cli import bench, evaluate, scales, variables
+from freight.cli import bench, evaluate, scales, store, variables
 from freight.cli.audit import audit
 from freight.cli.batch import batch
 from freight.cli.chat import chat
@@ -114,6 +114,7 @@ for verb in (
 app.command("run", cls=Command, help="The same as serve.")(serve)
 app.command("inspect", cls=Command)(_inspect)
 app.add_typer(scales.app, name="scales")
+app.add_typer(store.app, name="store")
 app.add_typer(evaluate.app, name="evaluate")
 app.add_typer(bench.app, name="bench")
 

@@ -188,6 +188,25 @@ ENGINE_FLAGS = (
         "COUNT",
     ),
     Flag("speculative_config", str | None, "The same, in vLLM's form.", "JSON"),
+    Flag(
+        "kv_store",
+        str | None,
+        "A folder that keeps prefixes beyond eviction and restarts.",
+        "DIR",
+    ),
+    Flag(
+        "kv_store_size",
+        str | None,
+        "Most bytes of the folder; default: 20GiB.",
+        "BYTES|20GiB",
+    ),
+    Flag(
+        "kv_store_memory",
+        str | None,
+        "Memory for blocks of the folder that were used last; default: 2GiB.",
+        "BYTES|2GiB",
+    ),
+    Flag("kv_store_salted", bool, "Store prefixes of requests with a cache_salt as well."),
     Flag("device", str, "What to compute on; auto: a GPU if torch sees one."),
     Flag("kernels", str, "Which kernels; reference is the plain torch definition of each."),
     Flag(

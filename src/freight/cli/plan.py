@@ -127,6 +127,8 @@ def _print(model: str, made: Plan) -> None:
     )
     if made.settings[0].spec.bytes_per_state:
         console.print(_states(made))
+    if wish.device == "cpu":
+        console.print(_stored(made))
     if made.through_transformers:
         console.print(
             "It runs through transformers' modules: all weights are read in 16 bits before any is rounded, and experts "
@@ -152,6 +154,19 @@ def _states(made: Plan) -> str:
     return (
         f"{line}, and as much again for those that stay behind every {plain.state_every:,} tokens."
     )
+
+
+def _stored(made: Plan) -> str:
+    """Say what a GiB of disk holds, by cache."""
+    from freight.evaluate.capacity import stored_tokens
+
+    counts: dict[str, list[str]] = {}
+    for one in made.settings:
+        names = counts.setdefault(f"{stored_tokens(one.spec):,}", [])
+        if one.cache_name not in names:
+            names.append(one.cache_name)
+    parts = [f"{count} tokens of {' or '.join(names)}" for count, names in counts.items()]
+    return f"A GiB of --kv-store holds {'; '.join(parts)}."
 
 
 def _row(one: Setting, made: Plan, mark: str, longest: int) -> tuple[str, ...]:

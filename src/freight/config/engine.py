@@ -17,6 +17,7 @@ from freight.config.options import listed_names, require_known
 from freight.config.other_engines import instead_of
 from freight.config.skip_layers import layer_names
 from freight.config.speculation import written as written_config
+from freight.config.store import StoreConfig
 from freight.errors import ConfigError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
@@ -54,6 +55,10 @@ class EngineArgs:
     kv_cache_memory: int | str | None = None
     speculate: int | None = None
     speculative_config: str | None = None
+    kv_store: str | None = None
+    kv_store_size: int | str | None = None
+    kv_store_memory: int | str | None = None
+    kv_store_salted: bool = False
     device: str = "auto"
     kernels: str = "auto"
     attention_compute: str = "auto"
@@ -284,6 +289,7 @@ class EngineConfig:
     most_drafts        drafted tokens of a step, all requests together; 0: none. Decides no result
     state_every        tokens between kept states, in models whose layers have states; None:
                        `cache.spec.default_every`
+    store              the store below the cache; None for none
     """
 
     compute_format: Format
@@ -303,3 +309,4 @@ class EngineConfig:
     seed: int
     state_every: int | None = None
     most_drafts: int = 0
+    store: StoreConfig | None = None

@@ -44,6 +44,7 @@ _ONE_DEVICE = (
     "a model runs on one device, or on ranks of one machine (tensor_parallel_size): omit it"
 )
 _NO_SWAP = "nothing is swapped to the CPU, a preempted request is computed again: omit it"
+_STORE = "on a CPU {kv_store}='DIR' keeps prefixes in memory and on the disk; on a GPU omit it"
 _GRAPHS = "decode steps are captured and replayed where that is exact: omit it"
 _NO_CODE = "no code of a checkpoint is ever executed: omit it"
 _TOOLS = "the model's chat template selects the form of reasoning, unless {reasoning_parser} does: omit it"
@@ -64,6 +65,15 @@ SENTENCES = {
     "fp8_kv_cache": "{kv_cache_dtype}='fp8' does it",
     **dict.fromkeys(
         ("gpu_memory_utilization", "mem_fraction_static", "num_gpu_blocks_override"), _MEMORY
+    ),
+    **dict.fromkeys(
+        (
+            "kv_transfer_config",
+            "kv_offloading_size",
+            "kv_offloading_backend",
+            "enable_hierarchical_cache",
+        ),
+        _STORE,
     ),
     **dict.fromkeys(("swap_space", "cpu_offload_gb", "preemption_mode", "max_cpu_loras"), _NO_SWAP),
     **dict.fromkeys(

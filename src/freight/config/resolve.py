@@ -23,6 +23,7 @@ from freight.config.other_engines import OTHER_QUANTIZATIONS
 from freight.config.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
 from freight.config.speculation import most_drafts
 from freight.config.states import check_states, with_state
+from freight.config.store import StoreConfig, store_config
 from freight.device import DEVICES, DeviceFacts, check_threads
 from freight.errors import CheckpointError, ConfigError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
@@ -91,6 +92,7 @@ def check(args: EngineArgs) -> None:
     check_states(args.state_every, args.state_dtype, args.block_size)
     parse_memory(args.kv_cache_memory)
     most_drafts(args.speculate, args.speculative_config)
+    store_config(args, parse_memory)
     check_skipped(args.kv_cache_dtype_skip_layers, args.kv_cache_dtype)
     kv_source(args)
     check_hardware(args, DTYPES.get(args.dtype))
@@ -159,7 +161,18 @@ def resolve(
         seed=args.seed,
         state_every=args.state_every,
         most_drafts=most_drafts(args.speculate, args.speculative_config),
+        store=_store(args, device),
     )
+
+
+def _store(args: EngineArgs, device: DeviceFacts) -> StoreConfig | None:
+    store = store_config(args, parse_memory)
+    if store is not None and str(device.kind) != "cpu":
+        raise ConfigError(
+            f"--kv-store {args.kv_store}: blocks are moved to and from the memory of the host, and this cache lies "
+            f"on a {device.kind} device; omit --kv-store, or use --device cpu"
+        )
+    return store
 
 
 def step_tokens(device: str, model: ModelConfig) -> int:

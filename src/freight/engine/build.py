@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from freight.config.engine import EngineArgs, EngineConfig
 from freight.config.model import ModelConfig
 from freight.device import DeviceFacts, numa_nodes, probe
 from freight.engine.decode_steps import Capture, DecodeSteps
-from freight.engine.engine import Engine
+from freight.engine.engine import CLOSE_SECONDS, Engine
 from freight.engine.fingerprint import fingerprint
 from freight.engine.graphs import CudaGraphs
 from freight.engine.intake import Intake
@@ -34,6 +35,7 @@ from freight.engine.pace import Pace
 from freight.engine.recordings import CpuRecordings
 from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
+from freight.engine.store import open_store, prepare_store
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format
 from freight.json_schema import Json
@@ -159,6 +161,7 @@ def _start(
         before_weights(Intake(tokenizer, opened.model.vocab_size, config.max_model_len))
     if led is not None:
         led.load(opened, config, positions)
+    digests = prepare_store(opened, config)
     model = opened.load(config, positions) if decoder is None else decoder
     if led is not None:
         led.leader.wait_loaded()
@@ -184,11 +187,11 @@ def _start(
 
     step_tokens, caching = config.max_num_batched_tokens, config.enable_prefix_caching
     cache = CacheManager(spec.groups, pool.num_blocks, config.block_size, step_tokens, caching)
-    overlaps = (
-        config.device != "cpu" and spec.repeatable
-    )  # there a step runs while the host goes on
+    store = digests and open_store(opened, config, kernels, version(), digests, cache, pool)
+    # on a GPU a step runs while the host goes on
+    overlaps = config.device != "cpu" and spec.repeatable
     most_drafts = _most_drafts(config, model, spec, overlaps)
-    scheduler = Scheduler(cache, *limits, config.max_model_len, most_drafts)
+    scheduler = Scheduler(cache, *limits, config.max_model_len, most_drafts, store)
     captured = captured_steps(model, pool, kernels, config)
     runner = ModelRunner(model, pool, config.device, captured)
     if led is not None:
@@ -209,7 +212,10 @@ def _start(
         pace=pace,
         repeatable=spec.repeatable,
         drafts=most_drafts > 0,
+        store=store,
     )
+    if store is not None:  # for callers that never close it; a second time does nothing
+        weakref.finalize(engine, store.close, CLOSE_SECONDS)
     return engine, config
 
 

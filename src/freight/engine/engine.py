@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 
 from freight.cache.manager import CacheManager
+from freight.cache.stored import StoredPrefixes
 from freight.engine.accounts import Stamps
 from freight.engine.ahead import Launched, can_launch, launch
 from freight.engine.compute import ChunkResult, ChunkWork, StepResult, compute, compute_alone
@@ -42,6 +43,7 @@ from freight.text.detokenizer import Detokenizer
 from freight.text.logprobs import to_logprobs
 
 SECONDS_BETWEEN_READS = 1.0  # of the pool's counters
+CLOSE_SECONDS = 4.0  # for what is to be stored yet: a server gives its engine five
 
 One = tuple[Group, Completion]  # a completion, with its request
 
@@ -67,10 +69,12 @@ class Engine:
         pace: Pace | None = None,
         repeatable: bool = True,
         drafts: bool = False,
+        store: StoredPrefixes | None = None,
     ) -> None:
         """`overlaps`: launch a step before the tokens of the last are known, where it can be done
         (`ahead.py`). `pace`: how many tokens a step has, by the clock; None: as many as there are.
-        `repeatable`: `KVCacheSpec.repeatable`. `drafts`: whether requests have a `Drafter`."""
+        `repeatable`: `KVCacheSpec.repeatable`. `drafts`: whether requests have a `Drafter`. `store`:
+        what `cache` has below it."""
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
@@ -105,7 +109,7 @@ class Engine:
         self._repeatable = repeatable
         # the errors of steps that were computed alone, since one was lost
         self._logged: set[str] = set()
-        self._pace = pace
+        self._pace, self._store = pace, store
         self._ahead: Launched | None = None  # the step after the one that was applied last
         # when the pool's counters were read, NaNs, clipped values
         self._stored: tuple[float, int, int] | None = None
@@ -168,7 +172,7 @@ class Engine:
         prompt may take a long step: then all have a delta as soon as one has.
         """
         self._repair()
-        started = self._clock() if self._pace is not None else 0.0
+        started = self._clock() if self._is_timed else 0.0
         self._dirty = True
         expired = self._expire()
         launched, self._ahead = self._ahead, None
@@ -176,6 +180,8 @@ class Engine:
         step = self._schedule() if launched is None else launched.step
         if step.admitted:
             self._stamp_scheduled(step)
+        if self._store is not None:
+            self._store.step(self.scheduler.num_decoding > 0, idle=not step.chunks)
         self._dirty = not self._repeatable  # a pass that is interrupted may have changed states
         with self._threads:
             step, result, following = self._compute(step, launched)
@@ -185,9 +191,8 @@ class Engine:
         advanced = [] if result.lost else self._apply(step, result.chunks)
         self._ahead = following
         # the time of a repeated step is not that of one
-        if self._pace is not None and step.chunks and not result.repeated:
-            prompt = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
-            self._pace.note(self._clock() - started, prompt)
+        if self._is_timed and step.chunks and not result.repeated:
+            self._note_time(step, self._clock() - started)
         changed = [*expired, *advanced]
         self._unreported.update(dict.fromkeys(changed))
         deltas = self._report(self._due(changed, quiet_until))
@@ -248,7 +253,17 @@ class Engine:
             accepted=totals.accepted,
             nans=nans,
             clipped=clipped,
+            store=None if self._store is None else self._store.stats(),
         )
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Let the store have what it wants of the cache, for `seconds` at most, and end its threads.
+        An engine without a store has nothing to close.
+        """
+        if self._store is not None:
+            self._repair()
+            self.scheduler.offer_running()
+            self._store.close(seconds)
 
     def abort(self, request_id: str) -> None:
         """Stop computing a request; its output stays until `release`. Unknown or finished ids are
@@ -273,6 +288,17 @@ class Engine:
         self._unreported = {one: None for one in self._unreported if one[0] is not group}
         self._groups.pop(request_id)
         self._dirty = False
+
+    @property
+    def _is_timed(self) -> bool:
+        return self._pace is not None or self._store is not None
+
+    def _note_time(self, step: Step, seconds: float) -> None:
+        prompt = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
+        if self._pace is not None:
+            self._pace.note(seconds, prompt)
+        if self._store is not None:
+            self._store.note_computed(prompt, seconds)
 
     def _schedule(self) -> Step:
         if self._pace is None:

@@ -75,6 +75,10 @@ class Loop:
                 self._step()
             self._report()
 
+    def close(self) -> None:
+        """Close the engine. To be called after `run`."""
+        self._engine.close()
+
     def _follow(self) -> bool:
         """Follow the commands that are there; waits for one while there is nothing to compute.
         False: stop.
@@ -121,7 +125,8 @@ class Loop:
     def _step(self) -> None:
         started, computed = self._clock(), self._engine.num_computed_tokens
         deltas = self._engine.step(self._quiet_until)
-        self._steps.append((self._clock() - started, self._engine.num_computed_tokens - computed))
+        if num_tokens := self._engine.num_computed_tokens - computed:  # none: it waited for a store
+            self._steps.append((self._clock() - started, num_tokens))
         # a long step counts although it gave no token
         if deltas or self._clock() >= self._quiet_until:
             self._tell(deltas)

@@ -64,6 +64,7 @@ class Request:
     num_counted_tokens leading prompt tokens that were computed or found, as far as they are in the
                        Scheduler's totals
     was_admitted       whether it was ever admitted
+    asked_store        whether all that the store may have for it was brought in
     arrival            counts up from 0 over all requests added to the Scheduler
     token_limit        known tokens at which it ends with LENGTH
     stop_reason        the stop string or the id from params.stop_token_ids that ended it; None for
@@ -89,6 +90,7 @@ class Request:
     num_preemptions: int = 0
     num_counted_tokens: int = 0
     was_admitted: bool = False
+    asked_store: bool = False
     arrival: int = -1
     token_limit: int = 0
     state: RequestState = RequestState.WAITING

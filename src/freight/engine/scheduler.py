@@ -27,6 +27,8 @@ end of the known tokens samples one more.
 - Prefix hits leave at least the last known token to compute, so a shared block is never written.
   The completions of one prompt wait for the first of them to compute the prompt, and then share its
   blocks.
+- With a store below the cache (cache/stored.py) a waiting request waits for what comes from there,
+  and others may overtake it meanwhile. Blocks that come are given up before anybody is preempted.
 
 `schedule` and `apply` alternate, in one thread; `follow` gives one more step before the first is
 applied, unless a request may be admitted, or blocks are short. It trims nothing: a step that is
@@ -44,8 +46,9 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
-from freight.cache.manager import NOTHING, CacheManager
+from freight.cache.manager import NOTHING, CacheManager, Held
 from freight.cache.prefix import extend_keys
+from freight.cache.stored import Sought, StoredPrefixes
 from freight.engine.accounts import Totals
 from freight.engine.request import Request, RequestState, check_length
 from freight.engine.step import ScheduledChunk, Step
@@ -74,12 +77,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         most_drafts: int = 0,
+        store: StoredPrefixes | None = None,
     ) -> None:
         """`most_drafts`: of a step without prompts, all requests together. A step of more requests
-        than that has none.
+        than that has none. `store`: what `cache` has below it.
         """
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) > 0
-        self._cache = cache
+        self._cache, self._store = cache, store
         self._block_size, self._caching = cache.block_size, cache.enable_prefix_caching
         self._gives_back = cache.gives_back
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
@@ -157,8 +161,8 @@ class Scheduler:
         self._waiting.append(request)
 
     def schedule(self, max_tokens: int | None = None) -> Step:
-        """Return the next step; without chunks only if no request is unfinished. Takes blocks, and
-        preempts for them.
+        """Return the next step; without chunks only if no request is unfinished, or all that are
+        wait for blocks from the store. Takes blocks, and preempts for them.
 
         With fewer than max_num_batched_tokens, if `max_tokens` is less; but one for each running
         request in any case.
@@ -295,6 +299,11 @@ class Scheduler:
         """End a request whose caller went away. An unknown or finished id changes nothing."""
         self.finish(request_id, FinishReason.ABORT)
 
+    def offer_running(self) -> None:
+        """Let the store have the full blocks of requests that still run: the engine ends."""
+        for request in self._running:
+            self._offer(request, request.held)
+
     def rebuild(self, requests: Iterable[Request]) -> None:
         """Start over from the tokens of `requests`, which are all there are, after an exception in
         another method.
@@ -303,6 +312,8 @@ class Scheduler:
         and no content is indexed. What their last token decides is decided anew. May be
         interrupted, and then has to be called again.
         """
+        if self._store is not None:
+            self._store.reset()
         self._cache.reset()
         self._requests = {}
         self._leaders = {}
@@ -314,6 +325,7 @@ class Scheduler:
             request.held = NOTHING
             if request.is_finished:
                 continue
+            request.asked_store = False
             if request.num_computed_tokens:
                 request.num_computed_tokens = 0
                 request.num_preemptions += 1
@@ -390,7 +402,8 @@ class Scheduler:
             assert grown, f"request {request.request_id} does not fit alone"
             return Step((ScheduledChunk.of(request, start, count),), tuple(preempted), alone=True)
         while (chunk := self._admit(request, budget)) is None:
-            preempted.append(self._preempt_latest())
+            if not self._drop_fetch():
+                preempted.append(self._preempt_latest())
         _remove(self._waiting, request)
         insort(self._running, request, key=_arrival)
         return Step((chunk,), tuple(preempted), alone=True)
@@ -403,8 +416,13 @@ class Scheduler:
 
         False if it was itself the last to preempt.
         """
-        held = request.held = self._cache.trim(request.held, start)
+        before = request.held
+        held = request.held = self._cache.trim(before, start)
+        if held is not before:
+            self._offer(request, before, held.given_back)
         while (grown := self._cache.grow(held, num_tokens)) is None:
+            if self._drop_fetch():
+                continue
             preempted.append(self._preempt_latest())
             if preempted[-1] is request:
                 return False
@@ -414,8 +432,10 @@ class Scheduler:
     def _preempt_latest(self) -> Request:
         victim = self._running.pop()
         self._cache.release(victim.held)
+        self._offer(victim, victim.held)
         victim.held, victim.state = NOTHING, RequestState.WAITING
         victim.num_computed_tokens, victim.num_preemptions = 0, victim.num_preemptions + 1
+        victim.asked_store = False
         self.totals.preemptions += 1
         insort(self._waiting, victim, key=_arrival)
         return victim
@@ -424,7 +444,7 @@ class Scheduler:
         """Append a first chunk for each waiting request that budget, max_num_seqs and blocks admit,
         in order.
         """
-        position = 0
+        position, is_coming = 0, False
         while (
             position < len(self._waiting) and budget > 0 and len(self._running) < self._max_num_seqs
         ):
@@ -432,9 +452,15 @@ class Scheduler:
             if self._waits_for_sibling(request):
                 position += 1
                 continue
+            if self._waits_for_store(request):
+                position, is_coming = position + 1, True
+                continue
             chunk = self._admit(request, budget)
             if chunk is None:
-                return
+                # where nothing else will free blocks, those that come for a later request do
+                if self._running or is_coming or not self._drop_fetch():
+                    return
+                continue
             del self._waiting[position]
             insort(self._running, request, key=_arrival)
             chunks.append(chunk)
@@ -491,6 +517,41 @@ class Scheduler:
             and request.num_prompt_tokens > self._block_size
         )
 
+    def _waits_for_store(self, request: Request) -> bool:
+        """Return whether blocks of this request come from the store, or will. What came is
+        indexed.
+        """
+        store, name = self._store, request.request_id
+        if store is None or request.asked_store:
+            return False
+        if store.is_coming(name):
+            return True
+        if store.has_fetch(name):
+            store.finish(name)
+            request.asked_store = True
+        elif self._takes_hits(request):
+            sought = Sought(self._hit_keys(request), request.tokens, request.num_tokens)
+            salted, reserve = request.params.cache_salt is not None, len(self._running)
+            return store.begin(name, sought, salted, reserve)
+        return False
+
+    def _drop_fetch(self) -> bool:
+        """Give up blocks that come from the store; False if none do."""
+        return self._store is not None and self._store.drop_latest()
+
+    def _offer(self, request: Request, held: Held, ends: Sequence[int] | None = None) -> None:
+        """Let the store have the full blocks that a request gave back: those of `held` up to
+        `ends`, None: all.
+        """
+        if self._store is None or not self._caching:
+            return
+        computed = request.num_computed_tokens
+        sought = Sought(request.block_keys, request.tokens, computed)
+        salted = request.params.cache_salt is not None
+        self._store.offer(
+            held, ends or list(map(len, held.block_ids)), sought, request.num_cached_tokens, salted
+        )
+
     def _takes_hits(self, request: Request) -> bool:
         # Log-probabilities of the prompt need every row of it computed.
         return self._caching and request.params.prompt_logprobs is None
@@ -541,11 +602,14 @@ class Scheduler:
         request.stop_reason = stop_reason
         # after its reasons, so that `rebuild` finds all of them or none
         request.state = RequestState.FINISHED
+        if self._store is not None:
+            self._store.drop(request.request_id)
         if reason is FinishReason.ERROR:
             self.totals.failed += 1
             self._cache.forget(request.held, request.block_keys)
         else:
             self._cache.release(request.held)
+            self._offer(request, request.held)
         request.held = NOTHING
         del self._requests[request.request_id]
         if self._leaders.get(request.group) is request:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from freight.cache.sizing import MEMORY_SHARE, held_memory, longest_request, split_memory
 from freight.cache.spec import KVCacheSpec, cache_spec
+from freight.cache.store.entries import ENTRY_BYTES, TOKEN_BYTES
 from freight.checkpoint.layouts import read_scheme
 from freight.config.dtype import DtypeSource
 from freight.config.engine import EngineArgs, KVCacheConfig
@@ -408,6 +409,17 @@ def _without_choice(plan: Plan) -> str:
     return f"{line}; in {memory} they serve {' or '.join(instead)}." if instead else f"{line}."
 
 
+def stored_tokens(spec: KVCacheSpec) -> int:
+    """Return the tokens of which a GiB of --kv-store holds all blocks, with their token ids and
+    entries of the index.
+    """
+    per_token = sum(
+        (group.bytes_per_block + ENTRY_BYTES) / group.tokens_per_block + TOKEN_BYTES
+        for group in spec.groups
+    )
+    return int(GIB / per_token)
+
+
 def as_json(plan: Plan) -> JsonObject:
     """Return the object of `freight plan --json`, without the model's name."""
     return {
@@ -445,6 +457,7 @@ def _setting_json(one: Setting) -> JsonObject:
         "bytes_per_state": one.spec.bytes_per_state,
         "state_dtype": one.spec.state_format,
         "block_size": one.spec.block_size,
+        "stored_tokens_per_gib": stored_tokens(one.spec),
         "groups": [
             {
                 "layers": len(group.layers),

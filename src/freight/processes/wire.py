@@ -30,6 +30,7 @@ from freight.outputs import (
     RequestDelta,
     RequestTimes,
     Scores,
+    StoreStats,
     TokenLogprobs,
 )
 from freight.sampling import SamplingParams
@@ -180,12 +181,13 @@ def _parts(delta: RequestDelta) -> Iterator[RequestDelta]:
     yield replace(delta, scores=scores.part(last, len(scores)))
 
 
-def stats_to_json(stats: EngineStats) -> list[int]:
+def stats_to_json(stats: EngineStats) -> list[Any]:
     return list(astuple(stats))
 
 
-def stats_from_json(value: Sequence[int]) -> EngineStats:
-    return EngineStats(*value)
+def stats_from_json(value: Sequence[Any]) -> EngineStats:
+    *_, store = value
+    return replace(EngineStats(*value), store=None if store is None else StoreStats(*store))
 
 
 _PLAIN = (False, None, None, None, None, 0, None, None)

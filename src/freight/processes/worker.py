@@ -63,6 +63,7 @@ def main() -> None:
     threading.Thread(
         target=read, args=(channel, frames, commands), name="commands", daemon=True
     ).start()
+    loop: Loop | None = None
     with contextlib.suppress(ConnectionError):  # the parent is gone
         try:
             loop = _build(channel, args, options, commands)
@@ -79,6 +80,8 @@ def main() -> None:
             sys.exit(1)
         if loop.lost:
             sys.exit(1)
+    if loop is not None:
+        loop.close()
 
 
 class Channel:

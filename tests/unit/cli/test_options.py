@@ -35,6 +35,7 @@ GIVEN = {  # field -> (as typed, as understood)
     "kv_cache_memory": ("64MiB", "64MiB"),
     "speculate": ("4", 4),
     "speculative_config": ('{"method": "ngram"}', '{"method": "ngram"}'),
+    "kv_store": ("store", "store"),
     "device": ("cpu", "cpu"),
     "kernels": ("reference", "reference"),
     "attention_compute": ("fp8", "fp8"),

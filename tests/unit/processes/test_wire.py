@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from freight.outputs import (
     RequestDelta,
     RequestTimes,
     Scores,
+    StoreStats,
 )
 from freight.processes import wire
 from freight.sampling import SamplingParams
@@ -82,8 +83,10 @@ def test_a_delta_arrives_as_it_was(delta: RequestDelta) -> None:
 
 
 def test_stats_arrive_as_they_were() -> None:
-    stats = EngineStats(*range(len(fields(EngineStats))))
-    assert wire.stats_from_json(sent(wire.stats_to_json(stats))) == stats
+    plain = EngineStats(*range(len(fields(EngineStats)) - 1))
+    stored = replace(plain, store=StoreStats(*range(30, 30 + len(fields(StoreStats)))))
+    for stats in (plain, stored):
+        assert wire.stats_from_json(sent(wire.stats_to_json(stats))) == stats
 
 
 PARAMS = st.builds(

@@ -27,7 +27,7 @@ from freight.server.observe.log import (
     trace_id_of,
 )
 
-ZERO = EngineStats(*[0] * len(fields(EngineStats)))
+ZERO = EngineStats(*[0] * (len(fields(EngineStats)) - 1))  # all but `store`
 LINE = RequestLine("req-1", 200, 1.23456, 10, 20, 5, "stop", "alice")
 
 

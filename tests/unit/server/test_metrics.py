@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from freight.outputs import EngineStats, FinishReason, RequestTimes
+from freight.outputs import EngineStats, FinishReason, RequestTimes, StoreStats
 from freight.server.observe.histogram import Buckets
 from freight.server.observe.metrics import (
     MOST_HANDLERS,
@@ -26,8 +26,9 @@ from freight.server.observe.metrics import (
 from freight.server.observe.state import CacheFacts
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
-ZERO = EngineStats(*[0] * len(fields(EngineStats)))
-STATS = EngineStats(3, 2, 1000, 250, 100, 80, 40, 90, 70, 5, 1, 6, 7)
+ZERO = EngineStats(*[0] * (len(fields(EngineStats)) - 1))  # all but `store`
+STORE = StoreStats(11, 12, 13, 14, 15, 16, 17, 18, 19, 20)
+STATS = EngineStats(3, 2, 1000, 250, 100, 80, 40, 90, 70, 5, 1, 6, 7, STORE)
 CACHE = CacheFacts("fp8_e4m3", "head", "checkpoint", 16, 64, 1024, 512)
 FACTS = ModelFacts(CACHE, 512, "0.1.0", "fp-1")
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -114,6 +115,14 @@ def test_every_sample_names_the_model_and_the_engine() -> None:
         ("freight:cache_reusable_tokens", 100),
         ("freight:kv_saturated_values_total", 7),
         ("freight:kv_nan_total", 6),
+        ("freight:kv_store_hits_total", 11 + 12),
+        ("freight:kv_store_misses_total", 13),
+        ("freight:kv_store_tokens_total", 14),
+        ("freight:kv_store_stored_total", 15),
+        ("freight:kv_store_dropped_total", 16),
+        ("freight:kv_store_corrupt_total", 17),
+        ("freight:kv_store_errors_total", 18),
+        ("freight:kv_store_bytes", 19 + 20),
         ("vllm:time_to_first_token_seconds_sum", 0.02),
         ("vllm:inter_token_latency_seconds_sum", 0.008),
         ("vllm:inter_token_latency_seconds_count", 2),

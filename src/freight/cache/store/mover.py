@@ -34,6 +34,8 @@ Record = NDArray[np.uint8]
 
 _WRITTEN = 8 << 20  # bytes that are stored, and synced, at once
 _READ = 2 << 20  # bytes that are read between two looks at the budget
+_MOST_USED = 16  # prefixes that were used and are not noted yet; older ones are not
+_LOOK = 2.0  # seconds between two looks at what other engines did
 _NICE = 10  # of the writing thread: it works where others leave time
 
 
@@ -115,6 +117,7 @@ class Mover:
         self._most_offers = most_offers
         self._offers: deque[Offer] = deque()
         self._queued: set[tuple[int, bytes]] = set()  # of `_offers`, and of those being stored
+        self._used: deque[Sequence[tuple[bytes, int]]] = deque(maxlen=_MOST_USED)
         self._fetches: deque[Fetch] = deque()
         self._changed = threading.Condition()
         self.is_closing = False
@@ -125,8 +128,12 @@ class Mover:
         for thread in self._threads:
             thread.start()
 
-    def offer(self, offers: Sequence[Offer]) -> None:
-        """Queue what is not stored and not queued. Waits for nothing."""
+    def offer(self, offers: Sequence[Offer], known: Sequence[tuple[bytes, int]] = ()) -> None:
+        """Queue what is not stored and not queued, and note that `known` blocks (key, group), which
+        are stored, were used. Waits for nothing.
+        """
+        if known:
+            self._used.append(known)
         new = [
             one
             for one in offers
@@ -186,7 +193,8 @@ class Mover:
     def _run_out(self) -> None:
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        while batch := self._next_offers():
+        while not self.is_closing:
+            batch = self._next_offers()
             try:
                 self._store(batch)
             except Exception:
@@ -195,13 +203,17 @@ class Mover:
             with self._changed:
                 self._queued.difference_update((one.group, one.key) for one in batch)
                 self._changed.notify_all()
+            while self._used:
+                self.tiers.touch(self._used.popleft())
             self.tiers.refresh()
 
     def _next_offers(self) -> list[Offer]:
-        """Wait for offers; none once the mover closes."""
+        """Wait for offers, not for long: there may be none."""
         with self._changed:
-            while not self.is_closing and not (self._offers and self.tiers.is_open):
-                self._changed.wait(None if self.tiers.is_open else 1.0)
+            if not self.is_closing and not (self._offers and self.tiers.is_open):
+                self._changed.wait(_LOOK)
+            if not self.tiers.is_open:
+                return []
             batch, size = [], 0
             while self._offers and size < _WRITTEN and not self.is_closing:
                 batch.append(self._offers.popleft())

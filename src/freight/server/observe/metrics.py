@@ -26,7 +26,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from freight.outputs import EngineStats, FinishReason, RequestTimes
+from freight.outputs import EngineStats, FinishReason, RequestTimes, StoreStats
 from freight.server.observe.histogram import Buckets
 from freight.server.observe.state import CacheFacts, cache_use
 
@@ -329,11 +329,36 @@ class Metrics:
             "freight:kv_saturated_values", "Values beyond the range of their scale.", stats.clipped
         )
         yield counter("freight:kv_nan", "NaN stored in the KV cache.", stats.nans)
+        if stats.store is not None:
+            yield from self._of_store(stats.store)
         if self._old_names:
             yield gauge("vllm:gpu_cache_usage_perc", "Old name of vllm:kv_cache_usage_perc.", used)
             old = "Old name of vllm:prefix_cache_"
             yield counter("vllm:gpu_prefix_cache_queries", old + "queries.", stats.prefix_queries)
             yield counter("vllm:gpu_prefix_cache_hits", old + "hits.", stats.prefix_hits)
+
+    def _of_store(self, store: StoreStats) -> Iterator[Metric]:
+        yield self._labelled(
+            "freight:kv_store_hits",
+            "Blocks that were brought into the KV cache from its store.",
+            "tier",
+            {"memory": store.memory_hits, "disk": store.disk_hits},
+        )
+        for name, text, value in (
+            ("misses", "Blocks that were to be brought in, and could not be read.", store.misses),
+            ("tokens", "Prompt tokens found in the store and not in the cache.", store.tokens),
+            ("stored", "Blocks written to the store.", store.stored),
+            ("dropped", "Blocks that were to be written and were not.", store.dropped),
+            ("corrupt", "Blocks of the store that were damaged.", store.corrupt),
+            ("errors", "Failures of the store's disk.", store.errors),
+        ):
+            yield self._counter(f"freight:kv_store_{name}", text, value)
+        sizes = GaugeMetricFamily(
+            "freight:kv_store_bytes", "Bytes in the store.", labels=(*self._labels, "tier")
+        )
+        for tier, size in (("memory", store.memory_bytes), ("disk", store.disk_bytes)):
+            sizes.add_metric((*self._labels.values(), tier), size)
+        yield sizes
 
     def _of_facts(self, facts: ModelFacts) -> Iterator[Metric]:
         cache = facts.cache

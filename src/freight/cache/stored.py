@@ -1,0 +1,285 @@
+"""StoredPrefixes: the store below the pool, as the scheduler sees it. Imports no torch.
+
+A hit of the store becomes a hit of the pool. Blocks are allocated for what the pool lacks, filled by
+another thread (`store/mover.py`), indexed under their keys and released; then the request is
+admitted as if they had been there. So nothing that computes knows of the store.
+
+While its blocks come a request waits, and holds nothing: the blocks are held by its fetch, which can
+be given up at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from freight.cache.manager import CacheManager, Held
+from freight.cache.store.entries import encode_tokens
+from freight.cache.store.mover import BlockBytes, Fetch, Mover, Offer, Wanted
+from freight.cache.store.tiers import StoreTiers, Tier
+from freight.outputs import StoreStats
+
+Tokens = Callable[[int, int], Sequence[int]]  # those at positions start … stop - 1 of a sequence
+
+LEAST_TOKENS = 256  # a shorter prefix is stored once it was found again
+_LEAST_MEASURED = 64  # tokens of prompts from which on a step says how fast they are computed
+_MOST_FETCHES = 2  # requests whose blocks come at once; others wait for their turn
+_WAIT = 0.02  # seconds until commands are looked at again, where nothing can be computed
+
+
+@dataclass(frozen=True)
+class Sought:
+    """A sequence that may be found in the store.
+
+    keys         prefix keys of its full blocks that may be a hit
+    tokens       its token ids
+    num_tokens   its known tokens
+    """
+
+    keys: Sequence[bytes]
+    tokens: Tokens
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """The blocks of a fetch, by group in the order of the sequence: those that the pool had, and
+    those that come. The prefix becomes `num_tokens` tokens longer by them.
+    """
+
+    fetch: Fetch
+    tables: tuple[tuple[int, ...], ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the pool lacks, (group, key), to have a prefix of `end` tokens in place of `begin`."""
+
+    missing: tuple[tuple[int, bytes], ...]
+    begin: int
+    end: int
+
+
+class StoredPrefixes:
+    """The store of the pool that `manager` has. All methods are for the thread that schedules, and
+    none but `wait` and `close` waits.
+
+    stores_salted   whether prefixes of requests with a salt are stored as well
+    """
+
+    def __init__(
+        self,
+        tiers: StoreTiers,
+        manager: CacheManager,
+        block_bytes: Sequence[BlockBytes],
+        stores_salted: bool = False,
+    ) -> None:
+        self._manager = manager
+        self._stores_salted = stores_salted
+        self._tiers = tiers
+        self._coming: dict[str, _Coming] = {}  # by request, in the order of their beginning
+        self._on_the_way: set[tuple[int, bytes]] = set()  # the blocks of all fetches
+        self._in_turn: set[str] = set()  # requests that wait until a fetch ends
+        self._is_closed = False
+        self._payload_bytes = [one.payload_bytes for one in block_bytes]
+        num_blocks = sum(one.num_blocks for one in manager.allocators)
+        self.mover = Mover(tiers, block_bytes, self._is_current, num_blocks)
+
+    # ---------------------------------------------------------------------------------------------
+    # in
+
+    def is_coming(self, name: str) -> bool:
+        """Return whether request `name` has a fetch that is not done."""
+        coming = self._coming.get(name)
+        return coming is not None and not coming.fetch.is_done
+
+    def has_fetch(self, name: str) -> bool:
+        return name in self._coming
+
+    def begin(self, name: str, sought: Sought, salted: bool, reserve: int) -> bool:
+        """Begin to bring in what the store has of a sequence beyond the pool. True: it comes, or
+        will as soon as other blocks are there; ask again. False: it is not there, not worth the
+        time, or there is no room for it now.
+
+        The blocks fit if every group has those for the rest of the sequence available, and
+        `reserve` more.
+        """
+        if self._is_closed or not self._tiers.is_open or (salted and not self._stores_salted):
+            return False
+        if name in self._in_turn:
+            return True
+        plan = self._plan(sought)
+        if plan is None:
+            return False
+        if len(self._coming) >= _MOST_FETCHES or not self._on_the_way.isdisjoint(plan.missing):
+            self._in_turn.add(name)
+            return True
+        return self._start(name, sought, plan, reserve)
+
+    def finish(self, name: str) -> None:
+        """Index the blocks that came for a request, and release all of its fetch."""
+        coming = self._take(name)
+        for index, one in enumerate(coming.fetch.wanted):
+            if index >= coming.fetch.num_loaded:
+                break
+            self._manager.allocators[one.group].register(one.block, one.key)
+        self._release(coming)
+        if coming.fetch.num_loaded == len(coming.fetch.wanted):
+            self._tiers.count_tokens(coming.num_tokens)
+
+    def drop(self, name: str) -> None:
+        """Give up the fetch of a request, if it has one."""
+        if name in self._coming:
+            # first: an interrupt must not leave a thread that writes what `reset` makes free
+            self._coming[name].fetch.cancel()
+            self._release(self._take(name))
+
+    def drop_latest(self) -> bool:
+        """Give up the fetch that began last; False if there is none."""
+        if not self._coming:
+            return False
+        self.drop(next(reversed(self._coming)))
+        return True
+
+    def reset(self) -> None:
+        """Give up all fetches, before all blocks become free."""
+        for coming in list(self._coming.values()):
+            coming.fetch.cancel()
+        self._coming = {}
+        self._on_the_way, self._in_turn = set(), set()
+
+    def step(self, decodes: bool, idle: bool) -> None:
+        """Note that a step begins; `decodes`: some request decodes in it. If it is `idle`, wait a
+        moment for a fetch.
+        """
+        self.mover.budget.step(decodes)
+        if idle and self._coming:
+            self.mover.wait([one.fetch for one in self._coming.values()], _WAIT)
+
+    def note_computed(self, num_tokens: int, seconds: float) -> None:
+        """Note how long a step with `num_tokens` tokens of prompts took."""
+        if num_tokens >= _LEAST_MEASURED:
+            self.mover.rates.note_computed(num_tokens, seconds)
+
+    def _plan(self, sought: Sought) -> _Plan | None:
+        """Return how pool and store together have a longer prefix than the pool; None if they do
+        not, or it is not worth it.
+        """
+        manager, keys = self._manager, sought.keys
+        end = manager.longest_hit(keys, self._is_known)
+        begin = manager.longest_hit(keys, manager.is_indexed)
+        if end <= begin:
+            return None
+        missing: list[tuple[int, bytes]] = []
+        sizes: dict[Tier, int] = {}
+        for index, group in enumerate(manager.groups):
+            first, last = group.first_block(end), end // group.tokens_per_block
+            for key in manager.keys_of(group, keys, first, last):
+                if manager.is_indexed(index, key):
+                    continue
+                tier = self._tiers.tier_of(key, index)
+                if tier is None:  # it went meanwhile
+                    return None
+                missing.append((index, key))
+                sizes[tier] = sizes.get(tier, 0) + self._payload_bytes[index]
+        limited = self.mover.budget.is_limited
+        if not self.mover.rates.is_worth(sizes, end - begin, limited):
+            return None
+        return _Plan(tuple(missing), begin, end)
+
+    def _start(self, name: str, sought: Sought, plan: _Plan, reserve: int) -> bool:
+        taken = self._manager.take(sought.keys, plan.end, sought.num_tokens, reserve)
+        if taken is None:
+            return False
+        wanted = []
+        for one in taken.fresh:
+            tokens = self._tokens(sought, one.group, one.position)
+            wanted.append(Wanted(one.key, one.group, tokens, one.block))
+        coming = _Coming(Fetch(wanted), taken.tables, plan.end - plan.begin)
+        # first: `reset` has to find what the thread may write
+        self._coming[name] = coming
+        self._on_the_way.update(plan.missing)
+        self.mover.fetch(coming.fetch)
+        return True
+
+    def _tokens(self, sought: Sought, group: int, position: int) -> bytes:
+        size = self._manager.groups[group].tokens_per_block
+        return encode_tokens(sought.tokens(position * size, (position + 1) * size))
+
+    def _is_known(self, group: int, key: bytes) -> bool:
+        return self._manager.is_indexed(group, key) or self._tiers.contains(key, group)
+
+    def _take(self, name: str) -> _Coming:
+        coming = self._coming.pop(name)
+        self._in_turn = set()
+        self._on_the_way.difference_update((one.group, one.key) for one in coming.fetch.wanted)
+        return coming
+
+    def _release(self, coming: _Coming) -> None:
+        for allocator, table in zip(self._manager.allocators, coming.tables, strict=True):
+            allocator.release(table)
+
+    # ---------------------------------------------------------------------------------------------
+    # out
+
+    def offer(
+        self,
+        held: Held,
+        ends: Sequence[int],
+        sought: Sought,
+        num_found: int,
+        salted: bool,
+    ) -> None:
+        """Store the full blocks of a sequence that it gave back: entries up to `ends`, by group, of
+        the tables that it held.
+
+        `sought.num_tokens` of its tokens are computed. Of a short one only the `num_found` tokens are
+        stored that were a hit. To be called before blocks are allocated again.
+        """
+        if self._is_closed or not held.block_ids or (salted and not self._stores_salted):
+            return
+        upto = sought.num_tokens
+        if upto < LEAST_TOKENS:
+            upto = min(upto, num_found)
+        manager = self._manager
+        offers = []
+        known = []
+        for index, (group, allocator, table, first, end) in enumerate(
+            zip(
+                manager.groups,
+                manager.allocators,
+                held.block_ids,
+                held.given_back,
+                ends,
+                strict=True,
+            )
+        ):
+            size = group.tokens_per_block
+            last = min(end, upto // size)
+            keys = manager.keys_of(group, sought.keys, first, last)
+            for position, key in zip(range(first, last), keys, strict=True):
+                if self._tiers.is_stored(key, index):
+                    known.append((key, index))
+                    continue
+                block, use = table[position], allocator.use_of(table[position])
+                if allocator.is_same(block, key, use):  # and not a second block with this content
+                    tokens = self._tokens(sought, index, position)
+                    offers.append(Offer(key, index, tokens, block, use))
+        self.mover.offer(offers, known)
+
+    def _is_current(self, offer: Offer) -> bool:
+        """Return whether a block has had the same content since it was offered. For any thread."""
+        return self._manager.allocators[offer.group].is_same(offer.block, offer.key, offer.use)
+
+    # ---------------------------------------------------------------------------------------------
+
+    def stats(self) -> StoreStats:
+        return self._tiers.stats()
+
+    def close(self, seconds: float) -> None:
+        """Store what was offered, for `seconds` at most, and end the threads."""
+        self._is_closed = True
+        while self.drop_latest():
+            pass
+        self.mover.close(seconds)

@@ -1,0 +1,69 @@
+"""freight store: what the folder of --kv-store holds, whether it is sound, and how to empty it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from freight import terminal
+from freight.cli.options import OneJson, argument
+from freight.tables import aligned
+
+app = typer.Typer(
+    help="Look into the folder of --kv-store.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Folder = Annotated[Path, argument("DIR", "The folder of --kv-store.")]
+
+
+@app.command("ls")
+def ls(folder: Folder, as_json: OneJson = False) -> None:
+    """List what is stored, by model, cache and build: blocks of one are never read by another."""
+    from freight.cache.store.survey import survey
+
+    spaces = survey(folder)
+    if as_json:
+        print(json.dumps({"spaces": [asdict(space) for space in spaces]}, indent=2))
+        return
+    rows = [("name space", "model and cache", "freight", "blocks", "bytes", "last used", "")]
+    for one in spaces:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.last_used))
+        name, version = one.decides.get("name", "?"), one.decides.get("freight", "?")
+        counts = f"{one.num_blocks:,}", f"{one.num_bytes:,}"
+        writes = "being written" if one.writers else ""
+        rows.append((one.name, name, version, *counts, used, writes))
+    console = terminal.console(markup=False, highlight=False, soft_wrap=True)
+    for cells in aligned(rows, "lllrrll") if spaces else [["The store is empty."]]:
+        console.print("  ".join(cells).rstrip())
+
+
+@app.command("verify")
+def verify(folder: Folder, as_json: OneJson = False) -> None:
+    """Read every block and compare its digest. Exit status 1 if one is damaged."""
+    from freight.cache.store.survey import verify
+
+    found = verify(folder)
+    if as_json:
+        print(json.dumps(asdict(found)))
+    else:
+        print(f"{found.sound:,} blocks are sound, {found.damaged:,} are damaged")
+    if found.damaged:
+        print("Damaged blocks are never used; freight store clear removes them.", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@app.command("clear")
+def clear(folder: Folder, as_json: OneJson = False) -> None:
+    """Delete all blocks, except those that an engine is writing now."""
+    from freight.cache.store.survey import clear
+
+    freed = clear(folder)
+    print(json.dumps({"bytes": freed}) if as_json else f"{freed:,} bytes deleted")

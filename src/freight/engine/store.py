@@ -1,0 +1,168 @@
+"""The store below an engine's cache: its name space, and how it is opened.
+
+Two engines share blocks if everything is equal that decides what a page's bytes are and mean: that
+is the name space. It has the digest of all weights, which takes as long as to read them, so the
+store is opened by a thread, and until then nothing is read from it or written to it. Memory, threads
+and the length of the context (beyond what the ropes make of it) decide no byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from freight.cache.manager import CacheManager
+from freight.cache.pool import KVPool
+from freight.cache.store.folder import make_private
+from freight.cache.store.pages import GroupBytes
+from freight.cache.store.tiers import StoreTiers
+from freight.cache.store.weights import ChangedError, WeightFile, digest_of_weights
+from freight.cache.stored import StoredPrefixes
+from freight.config.engine import EngineConfig
+from freight.config.store import StoreConfig
+from freight.errors import ConfigError
+from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.kernels.cpu.library import path_of
+from freight.kernels.interface import KernelSet
+from freight.models.open import OpenModel
+from freight.operands.tiles import KEY_TILE, STATE_TILE
+
+logger = logging.getLogger("freight")
+
+_FORM = 1  # of records and payloads
+_NICE = 10  # of the thread that reads weights
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The files of a model's weights, as they were before they were loaded; `drawn` is what stands
+    for them where there are none.
+    """
+
+    files: tuple[WeightFile, ...]
+    drawn: str = ""
+
+    @staticmethod
+    def of(opened: OpenModel, config: EngineConfig) -> Weights:
+        """Raises OSError."""
+        if opened.checkpoint is None:
+            return Weights((), f"random weights of seed {config.seed}")
+        found = sorted(opened.checkpoint.path.glob("*.safetensors"))
+        return Weights(tuple(map(WeightFile.of, found)))
+
+
+def prepare_store(opened: OpenModel, config: EngineConfig) -> Weights | None:
+    """Make the folder, and note which weights will be loaded; None without a store. Raises
+    ConfigError.
+    """
+    if config.store is None:
+        return None
+    try:
+        make_private(config.store.folder)
+        return Weights.of(opened, config)
+    except OSError as error:
+        raise ConfigError(
+            f"--kv-store {config.store.folder} cannot be used: {error}; name a folder that can be "
+            "made and written"
+        ) from None
+
+
+def open_store(
+    opened: OpenModel,
+    config: EngineConfig,
+    kernels: KernelSet,
+    version: str,
+    weights: Weights,
+    cache: CacheManager,
+    pool: KVPool,
+) -> StoredPrefixes:
+    """Return the store of `cache`, whose memory is `pool`. A thread opens it."""
+    assert config.store is not None
+    groups = [GroupBytes(pool, index) for index in range(len(pool.spec.groups))]
+    tiers = StoreTiers(config.store.folder, config.store.size, config.store.memory)
+    stored = StoredPrefixes(tiers, cache, groups, config.store.salted)
+    decides = what_decides(opened, config, kernels, version, pool, groups)
+    opener = threading.Thread(
+        target=_open,
+        args=(config.store, tiers, stored, decides, weights),
+        name="kv-store-open",
+        daemon=True,
+    )
+    opener.start()
+    return stored
+
+
+def what_decides(
+    opened: OpenModel,
+    config: EngineConfig,
+    kernels: KernelSet,
+    version: str,
+    pool: KVPool,
+    groups: Sequence[GroupBytes],
+) -> dict[str, str]:
+    """Return all that decides the bytes of a page, by what it is, but the weights. `name` is for
+    people.
+    """
+    kv, model = config.kv, opened.model.for_context(config.max_model_len)
+    build = b""
+    if isinstance(kernels, CpuKernels):
+        build = path_of(kernels.library.build).read_bytes()
+    return {
+        "name": f"{model.model_type}, {kv.describe()}",
+        "form": str(_FORM),
+        "freight": version,
+        "torch": f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
+        "kernels": f"{kernels.name} {hashlib.sha256(build).hexdigest()}",
+        "device": config.device,
+        "model": repr(model),
+        "formats": f"{config.compute_format} {config.weight_format} {config.fp8_attention}",
+        "cache": repr([kv.of_layer(index) for index in range(model.num_layers)]),
+        "scales": repr(None if kv.scales is None else (kv.scales.format, kv.scales.layers)),
+        "states": f"{kv.state}",
+        "tiles": f"{KEY_TILE} {STATE_TILE}",
+        "blocks": str(config.block_size),
+        "groups": repr(
+            [
+                (group.kind, group.tokens_per_block, one.layout)
+                for group, one in zip(pool.spec.groups, groups, strict=True)
+            ]
+        ),
+    }
+
+
+def name_space(decides: dict[str, str], weights: str) -> str:
+    """Return the name of the folder for blocks of all this; `weights` is their digest."""
+    content = json.dumps({**decides, "weights": weights}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def _open(
+    config: StoreConfig,
+    tiers: StoreTiers,
+    stored: StoredPrefixes,
+    decides: dict[str, str],
+    weights: Weights,
+) -> None:
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    try:
+        digest = digest_of_weights(
+            config.folder, weights.files, lambda: not stored.mover.is_closing
+        )
+    except (OSError, ChangedError) as error:
+        logger.warning(
+            "KV store: the weights are not the files that were loaded, or cannot be read (%s); nothing is stored",
+            error,
+        )
+        return
+    if digest is not None:
+        tiers.open(name_space(decides, digest + weights.drawn), decides)
+        stored.mover.opened()

@@ -1,0 +1,369 @@
+"""A store below the cache, of whole engines: prefixes outlive eviction and restarts, and no block is
+found where anything that decides its bytes differs.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.serving import freight_serve
+from typer.testing import CliRunner
+
+from freight import LLM, SamplingParams
+from freight.checkpoint.reader import resolve_model
+from freight.cli.main import app
+from freight.config.engine import EngineArgs
+from freight.config.resolve import check
+from freight.engine import build
+from freight.engine.store import Weights, name_space
+from freight.errors import ConfigError
+from freight.outputs import StoreStats
+
+TEXT = (Path(__file__).parents[2] / "src/freight/demo/heldout.txt").read_text(encoding="utf-8")
+PARAMS = SamplingParams(max_tokens=8, temperature=0.8, seed=5, ignore_eos=True, logprobs=3)
+PROMPTS = [TEXT[start : start + 1300] for start in range(0, 6000, 1500)]
+
+
+def opened(folder: Path, model: str = "demo", **options: Any) -> LLM:
+    """An engine whose store is open: it is opened while requests may come already."""
+    made: dict[str, Any] = {"kv_cache_dtype": "fp8", "max_model_len": 512, **options}
+    llm = LLM(model, kv_store=str(folder), **made)
+    store = llm.engine._store
+    assert store is not None
+    end = time.monotonic() + 20
+    while not store.mover.tiers.is_open:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return llm
+
+
+def said(llm: LLM, prompt: str, params: SamplingParams = PARAMS) -> tuple[Any, int]:
+    """What is answered, and how many tokens of the prompt were found."""
+    output = llm.generate([prompt], params)[0]
+    one = output.outputs[0]
+    assert one.logprobs is not None
+    return (list(one.token_ids), [repr(entry) for entry in one.logprobs]), output.num_cached_tokens
+
+
+def stats(llm: LLM) -> StoreStats:
+    found = llm.engine.stats().store
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Any]:
+    """Answers without a store."""
+    llm = LLM("demo", kv_cache_dtype="fp8", max_model_len=512)
+    return [said(llm, prompt)[0] for prompt in PROMPTS]
+
+
+def test_a_restart(tmp_path: Path, plain: list[Any]) -> None:
+    first = opened(tmp_path)
+    assert [said(first, prompt) for prompt in PROMPTS] == [(answer, 0) for answer in plain]
+    first.engine.close()
+    second = opened(tmp_path)
+    for prompt, answer in zip(PROMPTS, plain, strict=True):
+        again, found = said(second, prompt)
+        assert again == answer
+        assert found >= 256
+    assert 0 < stats(second).disk_hits <= stats(first).stored
+    assert stats(second).tokens == sum(said(second, prompt)[1] for prompt in PROMPTS)
+    second.engine.close()
+
+
+def test_eviction(tmp_path: Path, plain: list[Any]) -> None:
+    """A pool with room for one prompt, and memory for the blocks of the others."""
+    llm = opened(tmp_path, kv_cache_memory="1100KiB")
+    for turn in range(2):
+        for prompt, answer in zip(PROMPTS, plain, strict=True):
+            again, found = said(llm, prompt)
+            assert again == answer
+            assert (found >= 256) is (turn == 1)
+            llm.engine._store.mover.flush(5)
+    assert stats(llm).memory_hits > 0
+    assert stats(llm).disk_hits == 0
+    llm.engine.close()
+
+
+def test_an_engine_that_nobody_closes(tmp_path: Path) -> None:
+    llm = opened(tmp_path)
+    said(llm, PROMPTS[0])
+    before = threading.active_count()
+    del llm
+    gc.collect()
+    assert threading.active_count() < before
+    other = opened(tmp_path)
+    assert said(other, PROMPTS[0])[1] >= 256
+    other.engine.close()
+
+
+def test_another_process_with_another_hash_seed(tmp_path: Path) -> None:
+    """What decides bytes is written the same in every process."""
+    llm = opened(tmp_path)
+    said(llm, PROMPTS[0])
+    llm.engine.close()
+    program = (
+        "import sys; from pathlib import Path; from tests.e2e.test_kv_store import *;"
+        "print(said(opened(Path(sys.argv[1])), PROMPTS[0])[1])"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "77", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert int(answer.stdout) >= 256
+
+
+def test_damage_is_no_answer(tmp_path: Path, plain: list[Any]) -> None:
+    """A bit of every record flipped."""
+    first = opened(tmp_path)
+    said(first, PROMPTS[0])
+    first.engine.close()
+    path = next(tmp_path.rglob("*.blocks"))
+    content = bytearray(path.read_bytes())
+    for place in range(200, len(content), 5000):
+        content[place] ^= 1
+    path.write_bytes(content)
+    llm = opened(tmp_path)
+    assert said(llm, PROMPTS[0])[0] == plain[0]
+    assert stats(llm).corrupt == 1  # the prefix ends there
+    llm.engine.close()
+
+
+def test_a_folder_that_vanishes_under_way(tmp_path: Path, plain: list[Any]) -> None:
+    llm = opened(tmp_path / "store", kv_store_memory=0)
+    assert said(llm, PROMPTS[0])[0] == plain[0]
+    llm.engine._store.mover.flush(5)
+    shutil.rmtree(tmp_path / "store")
+    llm.engine.scheduler.rebuild(())  # nothing in the pool
+    assert said(llm, PROMPTS[0]) == (plain[0], 0)
+    assert said(llm, PROMPTS[1])[0] == plain[1]
+    llm.engine.close()
+    assert stats(llm).errors > 0
+
+
+def test_salts(tmp_path: Path, plain: list[Any]) -> None:
+    salted = replace(PARAMS, cache_salt="mine")
+    for stored in (False, True):
+        llm = opened(tmp_path, kv_store_salted=stored)
+        assert said(llm, PROMPTS[0], salted) == (plain[0], 0)
+        llm.engine.close()
+    for stored in (False, True):
+        llm = opened(tmp_path, kv_store_salted=stored)
+        assert said(llm, PROMPTS[0], replace(PARAMS, cache_salt=f"other {stored}"))[1] == 0
+        assert (said(llm, PROMPTS[0], salted)[1] >= 256) is stored
+        llm.engine.close()
+    llm = opened(tmp_path, kv_store_salted=True)
+    assert said(llm, PROMPTS[0])[1] == 0
+    llm.engine.close()
+
+
+def copy_of_demo(folder: Path, change: Callable[[bytearray], None] | None = None) -> str:
+    """The demo model in a folder, its weights changed."""
+    shutil.copytree(resolve_model("demo", None), folder)
+    if change is not None:
+        path = folder / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        change(content)
+        path.write_bytes(content)
+    return str(folder)
+
+
+def flip_the_last_byte(content: bytearray) -> None:
+    content[-1] ^= 1
+
+
+ALIKE: dict[str, dict[str, Any]] = {
+    "same": {},
+    "a copy": {"model": "demo"},
+    "context": {"max_model_len": 480, "threads": 1, "kv_cache_memory": "8MiB"},
+}
+OTHER: dict[str, dict[str, Any]] = {
+    "weights": {"model": "changed"},
+    "kernels": {"kernels": "reference"},
+    "format": {"kv_cache_dtype": "int8"},
+    "static scales": {"kv_scales": "0.03"},
+}
+OTHER_AS_WELL: dict[str, dict[str, Any]] = {
+    "16 bits": {"kv_cache_dtype": "bfloat16"},
+    "scales": {"kv_scales": "unit"},
+    "layers": {"kv_cache_dtype_skip_layers": "1"},
+    "blocks": {"block_size": 32},
+    "dtype": {"dtype": "float32"},
+    "rounded": {"quantization": "fp8"},
+}
+
+
+@pytest.mark.parametrize("other", [OTHER, pytest.param(OTHER_AS_WELL, marks=pytest.mark.slow)])
+def test_no_hit_where_anything_differs(
+    other: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte of the weights, kernels, Freight's version, the cache's format or scales, blocks."""
+    store = tmp_path / "store"
+    models = {
+        "same": copy_of_demo(tmp_path / "a" / "demo"),
+        "changed": copy_of_demo(tmp_path / "b" / "demo", flip_the_last_byte),
+        "demo": "demo",
+    }
+    first = opened(store, models["same"])
+    said(first, PROMPTS[0])
+    first.engine.close()
+    found = {}
+    for name, options in (ALIKE | other).items():
+        model = models[options.get("model", "same")]
+        found[name] = found_tokens(store, **options | {"model": model})
+    monkeypatch.setattr(build, "version", lambda: "0.0.1")
+    found["version"] = found_tokens(store, model=models["same"])
+    assert {name for name, count in found.items() if count} == ALIKE.keys()
+
+
+def found_tokens(store: Path, **options: Any) -> int:
+    """How many tokens of a prompt are found; nothing is stored."""
+    llm = opened(store, **options)
+    _, found = said(llm, PROMPTS[0])
+    llm.engine.scheduler.rebuild(())
+    llm.engine._store.mover._offers.clear()
+    llm.engine.close(0)
+    return found
+
+
+def test_another_build_of_the_kernels_is_another_name_space() -> None:
+    decides = {"kernels": "cpu-avx512 1", "model": "demo"}
+    names = {
+        name_space(decides, "w"),
+        name_space(decides | {"kernels": "cpu-avx512 2"}, "w"),
+        name_space(decides | {"kernels": "cpu-avx2 1"}, "w"),
+        name_space(decides, "v"),
+    }
+    assert len(names) == 4
+
+
+def test_weights_that_changed_while_they_were_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = copy_of_demo(tmp_path / "demo")
+    of = Weights.of
+
+    def noted(*args: Any) -> Weights:
+        weights = of(*args)
+        (tmp_path / "demo/model.safetensors").touch()
+        return weights
+
+    monkeypatch.setattr(Weights, "of", noted)
+    llm = LLM(model, kv_store=str(tmp_path / "store"), max_model_len=512)
+    end = time.monotonic() + 10
+    while "nothing is stored" not in caplog.text:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    said(llm, PROMPTS[0])
+    llm.engine.close()
+    assert not list((tmp_path / "store").glob("*/*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_store_size": "1GiB"}, "--kv-store-size 1GiB is for a store"),
+        ({"kv_store_memory": 0}, "--kv-store-memory 0 is for a store"),
+        ({"kv_store_salted": True}, "--kv-store-salted True is for a store"),
+        ({"kv_store": ""}, "must be the name of a folder"),
+        (
+            {"kv_store": "x", "enable_prefix_caching": False},
+            "--no-enable-prefix-caching finds none",
+        ),
+        ({"kv_store": "x", "kv_store_size": "1KiB"}, "less than a MiB"),
+        ({"kv_store": "x", "kv_store_size": "much"}, "--kv-store-size 'much' is not an amount"),
+        ({"kv_store": "x", "kv_store_memory": "-1"}, "--kv-store-memory '-1' is not an amount"),
+        ({"kv_store": "x", "kv_store_salted": 1}, "must be True or False"),
+    ],
+)
+def test_options_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(EngineArgs("demo", **options))
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        LLM("demo", kv_store=str(tmp_path / "file" / "store"))
+    with pytest.raises(ConfigError, match="is not a folder"):
+        LLM("demo", kv_store=str(tmp_path / "file"))
+
+
+def test_a_look_from_the_command_line(tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    store = tmp_path / "store"
+    llm = opened(store)
+    said(llm, PROMPTS[0])
+    llm.engine.close()
+    count = stats(llm).stored
+    (space,) = json.loads(run(app, ["store", "ls", str(store), "--json"]).stdout)["spaces"]
+    assert space["num_blocks"] == count
+    assert "fp8_e4m3" in space["decides"]["name"]
+    assert f" {count} " in run(app, ["store", "ls", str(store)]).stdout
+    assert json.loads(run(app, ["store", "verify", str(store), "--json"]).stdout) == {
+        "sound": count,
+        "damaged": 0,
+    }
+    for path in (*store.rglob("*.blocks"), *store.rglob("*.index")):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2 * (path.suffix == ".blocks")] ^= 8  # the first entry
+        path.write_bytes(content)
+    damaged = run(app, ["store", "verify", str(store)])
+    assert damaged.exit_code == 1
+    assert f"{count - 2} blocks are sound, 2 are damaged" in damaged.stdout
+    assert int(run(app, ["store", "clear", str(store)]).stdout.split()[0].replace(",", "")) > 0
+    assert not list(store.iterdir())
+    assert "empty" in run(app, ["store", "ls", str(store)]).stdout
+
+
+def asked(url: str, prompt: str) -> tuple[str, int]:
+    """What a server completes, and how many tokens of the prompt it found."""
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    request = urllib.request.Request(
+        url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        content = json.loads(answer.read())
+    return content["choices"][0]["text"], content["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_server_that_is_started_again(tmp_path: Path) -> None:
+    """It stores what it has when it is stopped; its next start finds that, and counts it."""
+    options = ["--kv-store", str(tmp_path / "store"), "--kv-cache-dtype", "fp8"]
+    with freight_serve("demo", options) as url:
+        before = [asked(url, prompt) for prompt in PROMPTS]
+    assert [found for _, found in before] == [0] * len(PROMPTS)
+    with freight_serve("demo", options) as url:
+        after = []
+        for prompt in PROMPTS:
+            after.append(asked(url, prompt))
+            time.sleep(0.5)  # the store may not be open at the first
+        assert [text for text, _ in after] == [text for text, _ in before]
+        assert after[-1][1] >= 256
+        with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
+            names = answer.read().decode()
+    assert re.search(r"freight:kv_store_bytes\{.*tier=\"disk\"\} [1-9]", names)
+    assert re.search(r"freight:kv_store_tokens_total\{.*\} [1-9]", names)
