@@ -187,7 +187,11 @@ def _start(
 
     step_tokens, caching = config.max_num_batched_tokens, config.enable_prefix_caching
     cache = CacheManager(spec.groups, pool.num_blocks, config.block_size, step_tokens, caching)
-    store = digests and open_store(opened, config, kernels, version(), digests, cache, pool)
+    store = (
+        None
+        if digests is None
+        else open_store(opened, config, kernels, version(), digests, cache, pool)
+    )
     # on a GPU a step runs while the host goes on
     overlaps = config.device != "cpu" and spec.repeatable
     most_drafts = _most_drafts(config, model, spec, overlaps)
