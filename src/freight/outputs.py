@@ -153,13 +153,16 @@ class RequestTimes:
 
     Their sum is the time from `add` to its end. A phase that a request never reached is 0: one that
     ends before its first step has only `queued`, one that ends without a token no `decode`.
-    `preemptions` counts how often its completions lost their blocks.
+    `preemptions` counts how often its completions lost their blocks, `drafted` and `accepted` the
+    tokens that were drafted for them and those of them that were drawn.
     """
 
     queued: float
     prefill: float
     decode: float
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -218,9 +221,9 @@ class EngineStats:
     prompt, generated         tokens of prompts that were computed or found, and tokens drawn
     preemptions               how often a sequence lost its blocks
     failed                    completions that ended with finish reason ERROR
-    drafted, accepted         tokens drafted, and those of them that were drawn (`--speculate`)
     nans, clipped             values stored in the cache that were NaN, or beyond the range of their
                               scale
+    drafted, accepted         tokens drafted, and those of them that were drawn (`--speculate`)
     store                     what the store below the cache counts; None without one
 
     A prompt with n completions counts for each of them. Tokens that are computed again after a
@@ -240,8 +243,8 @@ class EngineStats:
     generated: int
     preemptions: int
     failed: int
-    drafted: int
-    accepted: int
     nans: int
     clipped: int
+    drafted: int = 0
+    accepted: int = 0
     store: StoreStats | None = None

@@ -198,6 +198,8 @@ class SamplingParams:
                          the context has room for, less max_tokens, or less one token if that is
                          None; None: all
     cache_salt           requests share cached prefixes only with requests of the same salt
+    prediction           the text that the completion may be, or be like, as in OpenAI's API: where
+                         it is right, tokens come faster with `speculate`. It changes no result
     timeout_s            seconds after which the request ends with the tokens it has by then and
                          finish_reason "timeout", counted from when it is added; None: no limit
     structured_outputs   the form that the complete text must have: a StructuredOutputs, or its
@@ -234,6 +236,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
+    prediction: str | None = None
     timeout_s: float | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -332,6 +335,7 @@ def _checked(given: SamplingParams, limits: SamplingLimits) -> dict[str, object]
         "skip_special_tokens": _flag("skip_special_tokens", given.skip_special_tokens),
         "truncate_prompt_tokens": number("truncate_prompt_tokens"),
         "cache_salt": _salt("cache_salt", given.cache_salt, limits.cache_salt),
+        "prediction": _text("prediction", given.prediction),
         "timeout_s": number("timeout_s"),
         "structured_outputs": None
         if given.structured_outputs is None
@@ -420,6 +424,12 @@ def _biases(name: str, value: object, most: int) -> dict[int, float]:
         _whole(f"{name} key", token, 0): _number(f"{name}[{token}]", bias, -LARGEST, LARGEST)
         for token, bias in value.items()
     }
+
+
+def _text(name: str, value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise RequestError(f"{name} is {shown(value)}; it must be a string or None")
+    return value
 
 
 def _salt(name: str, value: object, longest: int) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +27,7 @@ SOURCES = [
     "for index in range(10):\n    print(index)\n",
 ]
 MOST = 12
+EARLY = (FinishReason.ABORT, FinishReason.TIMEOUT)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def llm() -> LLM:
 
 
 def random_params(rng: Random) -> SamplingParams:
-    max_tokens = rng.randint(1, 40)
+    max_tokens = rng.randint(1, 90)
     return SamplingParams(
         temperature=rng.choice([0.0, 0.0, 0.7, 1.0]),
         top_p=rng.choice([1.0, 0.9]),
@@ -101,14 +103,14 @@ def outputs_of(
 
 
 def check_same(found: Any, expected: Any) -> None:
-    """An aborted one has the first tokens of what was expected."""
+    """One that was aborted, or had no more time, has the first tokens of what was expected."""
     prompt_logprobs, completions = essence(expected)
     for one, wanted in zip(found.outputs, completions, strict=True):
-        if one.finish_reason is FinishReason.ABORT:
+        if one.finish_reason in EARLY:
             count = len(one.token_ids)
             assert one.token_ids == wanted[0][:count]
             assert one.logprobs == (None if wanted[2] is None else wanted[2][:count])
-    if all(one.finish_reason is not FinishReason.ABORT for one in found.outputs):
+    if not any(one.finish_reason in EARLY for one in found.outputs):
         assert essence(found) == (prompt_logprobs, completions)
 
 
@@ -118,7 +120,7 @@ def check_same(found: Any, expected: Any) -> None:
 def test_random_requests_with_drafts_and_without(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int, count: int
 ) -> None:
-    """Beside each other, preempted, aborted, found in the cache: every third is not drafted for, and
+    """Beside each other, preempted, aborted, out of time, found in the cache. Some are not drafted for,
     the others by guesses that are right, wrong, both, or their own.
     """
     rng, engine = Random(seed), llm.engine
@@ -137,21 +139,28 @@ def test_random_requests_with_drafts_and_without(
         answers = [
             one.token_ids
             for name, (text, its_params) in requests.items()
-            if text == prompt.text and its_params == params
+            if text == prompt.text and its_params == replace(params, timeout_s=None)
             for one in expected[name].outputs
         ]
         return None if kind == "none" else Told(answers, kind, rng, engine.intake.vocab_size)
 
     monkeypatch.setattr(engine, "_drafter", drafter)
+    monkeypatch.setattr(engine, "_clock", itertools.count().__next__)
     before = engine.stats()
-    found = dict(outputs_of(engine, requests, rng))
+    late = {
+        name: (prompt, replace(params, timeout_s=30.0 if rng.random() < 0.1 else None))
+        for name, (prompt, params) in requests.items()
+    }
+    found = dict(outputs_of(engine, late, rng))
+    reasons = {one.finish_reason for output in found.values() for one in output.outputs}
+    assert {FinishReason.LENGTH, FinishReason.STOP, *EARLY} <= reasons
     assert found.keys() == expected.keys()
     for name, output in found.items():
         check_same(output, expected[name])
     stats = engine.stats()
     assert stats.accepted > count
     assert stats.drafted - stats.accepted > count
-    assert stats.preemptions > before.preemptions
+    assert stats.preemptions > before.preemptions > 0
     assert stats.prefix_hits > before.prefix_hits
     assert engine.cache.num_held == 0
 
@@ -172,6 +181,30 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(llm: LLM) -> None:
     assert len(taken) < 40
     assert llm.engine.stats().accepted - before.accepted >= 60 - len(taken) - 1
     assert plain.engine.stats().drafted == 0
+
+
+def test_a_prediction_is_drafted_from_the_first_token_on(llm: LLM) -> None:
+    """The text that the answer has, and one that it has not: the same tokens, in fewer steps."""
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True, logprobs=0)
+    plain = llm.generate([SOURCES[0]], replace(params, prediction="nothing of the kind"))[0]
+    steps: dict[str, int] = {}
+    step, taken = llm.engine.step, [0]
+
+    def counted(**quiet: Any) -> Any:
+        taken[0] += 1
+        return step(**quiet)
+
+    for text in (plain.outputs[0].text, "nothing of the kind"):
+        taken[0] = 0
+        llm.engine.step = counted  # type: ignore[method-assign,assignment]
+        try:
+            found = llm.generate([SOURCES[0]], replace(params, prediction=text))[0]
+        finally:
+            llm.engine.step = step  # type: ignore[method-assign]
+        assert essence(found) == essence(plain)
+        steps[text] = taken[0]
+    predicted, other = steps.values()
+    assert predicted < other / 2
 
 
 def test_one_sequence_at_most_has_drafts_and_recorded_steps() -> None:

@@ -24,6 +24,7 @@ from freight.cli.options import (
 from freight.cli.picture import check_picture, write_picture
 from freight.config.engine import EngineArgs
 from freight.config.fields import JsonObject
+from freight.config.options import choose
 from freight.config.presets import shape_config
 from freight.config.resolve import KERNELS, check
 from freight.device import DEVICES, choose_threads
@@ -58,6 +59,7 @@ KERNEL_NAMES = (
     "torch.linear",
     "torch._scaled_mm",
 )
+TEXTS = ("edit", "code", "random")  # of `bench.drafts.texts_of`
 GPU_KERNEL_NAMES = (*KERNEL_NAMES, "torch.sdpa")
 
 
@@ -70,11 +72,23 @@ def latency(
     input_len: InputLen = 128,
     output_len: OutputLen = 33,
     repeats: Repeats = 3,
+    text: Annotated[
+        str | None,
+        option(TEXTS, "Compare drafts (--speculate) with none, over given answers of this kind."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prefill and decode of one batch, apart, and the share of the memory's bandwidth that decoding
     reaches.
     """
+    if text is not None:
+        choose("--text", text, TEXTS)
+        with _measuring(args, random_weights) as (opened, name, on_progress):
+            from freight.bench.drafts import measure_drafts
+
+            found = measure_drafts(opened, name, text, batch_size, repeats, on_progress)
+        print(json.dumps(found) if as_json else _table(found))
+        return
     sizes = (batch_size, input_len, output_len, repeats)
     with _measuring(args, random_weights) as (opened, name, on_progress):
         from freight.bench.latency import measure_latency

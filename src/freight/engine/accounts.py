@@ -42,11 +42,18 @@ class Stamps:
     first_token: float | None = None
     ended: float | None = None
 
-    def times(self, now: float, preemptions: int) -> RequestTimes:
+    def times(
+        self, now: float, preemptions: int, drafted: int = 0, accepted: int = 0
+    ) -> RequestTimes:
         """Return the times until `now`, or until the end. Their sum is the request's lifetime."""
         end = now if self.ended is None else self.ended
         scheduled = end if self.scheduled is None else self.scheduled
         first_token = end if self.first_token is None else self.first_token
         return RequestTimes(
-            scheduled - self.added, first_token - scheduled, end - first_token, preemptions
+            scheduled - self.added,
+            first_token - scheduled,
+            end - first_token,
+            preemptions,
+            drafted,
+            accepted,
         )

@@ -52,7 +52,7 @@ class Drafter:
     def __init__(self, prompt: Sequence[int], predicted: Sequence[int] = ()) -> None:
         """`predicted`: the output that the caller expects, taken in as if it had followed before."""
         self._prompt = prompt[-LONGEST:]
-        self._predicted = predicted
+        self._predicted = predicted[:LONGEST]
         self._num_taken = 0  # of the prompt, then of `predicted`, then of the output
         self._context = 0  # the last tokens, the last one in the low bits
         self._length = 0  # tokens that stand before the next one

@@ -370,7 +370,7 @@ class Engine:
         # a matcher follows one output, and does not go back
         if not self._drafts or params.structured_outputs is not None:
             return None
-        return Drafter(prompt.token_ids)
+        return Drafter(prompt.token_ids, self.intake.predicted(params))
 
     def _matcher(self, params: SamplingParams) -> Matcher | None:
         if params.structured_outputs is None:

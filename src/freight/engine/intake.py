@@ -64,6 +64,8 @@ class Intake:
                 "structured_outputs needs a tokenizer; without one (skip_tokenizer_init) leave it out"
             )
         self.bad_words(params)
+        if self.tokenizer is None:
+            self.predicted(params)
         return AcceptedPrompt(text, token_ids)
 
     def cut(self, token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
@@ -94,6 +96,16 @@ class Intake:
                 "bad_words needs a tokenizer; without one (skip_tokenizer_init) use logit_bias"
             )
         return read_bad_words(params.bad_words, self.tokenizer, self.vocab_size)
+
+    def predicted(self, params: SamplingParams) -> Sequence[int]:
+        """Return the tokens of `prediction`; none without. Raises RequestError."""
+        if not params.prediction:
+            return ()
+        if self.tokenizer is None:
+            raise RequestError(
+                "prediction needs a tokenizer; without one (skip_tokenizer_init) leave it out"
+            )
+        return self.tokenizer.encode(params.prediction, add_special_tokens=False)
 
     def check_form(self, outputs: StructuredOutputs) -> None:
         """Raises RequestError for a form that cannot be compiled. An engine compiles it again."""

@@ -214,7 +214,13 @@ class Group:
 
     def times(self, now: float) -> RequestTimes:
         """Return the times until `now`, or until its end."""
-        return self.stamps.times(now, sum(one.request.num_preemptions for one in self.completions))
+        requests = [one.request for one in self.completions]
+        return self.stamps.times(
+            now,
+            sum(one.num_preemptions for one in requests),
+            sum(one.num_drafted for one in requests),
+            sum(one.num_accepted for one in requests),
+        )
 
     def delta(self, advanced: list[Completion], now: float) -> RequestDelta:
         """Return what is new since the last call, of the completions that advanced, at `now` of the

@@ -63,6 +63,7 @@ class Request:
     num_cached_tokens  prompt tokens found in the prefix cache when first admitted
     num_counted_tokens leading prompt tokens that were computed or found, as far as they are in the
                        Scheduler's totals
+    num_drafted        tokens drafted for it so far, and how many of them were drawn
     was_admitted       whether it was ever admitted
     asked_store        whether all that the store may have for it was brought in
     arrival            counts up from 0 over all requests added to the Scheduler
@@ -89,6 +90,8 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_counted_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     was_admitted: bool = False
     asked_store: bool = False
     arrival: int = -1

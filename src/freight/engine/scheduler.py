@@ -223,6 +223,7 @@ class Scheduler:
         """
         advanced, num_drawn = [], 0
         for chunk in step.chunks:
+            chunk.request.num_drafted += len(chunk.drafts)
             self.totals.drafted += len(chunk.drafts)
             if (request := chunk.request).state is RequestState.FINISHED:
                 continue
@@ -256,6 +257,7 @@ class Scheduler:
         request.num_computed_tokens = computed + 1
         self._register_full_blocks(request, computed)
         request.output_token_ids.append(token)
+        request.num_accepted += 1
         self.totals.accepted += 1
         self.totals.generated += 1
         self._finish_if_done(request)

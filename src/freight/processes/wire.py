@@ -64,6 +64,7 @@ class EngineFacts:
     defaults      sampling parameters of generation_config.json
     kv_cache      `LLM.kv_cache_info`, and `tokens_at_16_bits` that the same memory would hold;
                   empty until loaded
+    drafts        whether steps have drafts
     reproducible  whether an equal fingerprint and seed guarantee equal bits
     """
 
@@ -76,6 +77,7 @@ class EngineFacts:
     kernels: str = ""
     fingerprint: str = ""
     reproducible: bool = False
+    drafts: bool = False
 
 
 _ERRORS = {

@@ -155,6 +155,7 @@ def _build(
         "kernels": kernels.name,
         "fingerprint": fingerprint(opened, config, kernels, version()),
         "reproducible": is_reproducible(opened, kernels),
+        "drafts": engine.scheduler.most_drafts > 0,
     }
     channel.send([wire.READY, complete_facts])
 

@@ -74,6 +74,7 @@ class Served:
     strict_schemas  refuse a JSON schema that a grammar can enforce only in part
     fingerprint     `system_fingerprint` of answers
     stop_token_ids  stop tokens of the model itself
+    drafts          whether steps have drafts, so that a prediction has an effect
     parser_of       makes the parser of reasoning and tool calls; None: the model has no known
                     markup for them
     forced_call     makes the grammar of an answer that must call a tool; None: the format of the
@@ -91,6 +92,7 @@ class Served:
     unknown_fields: str = "refuse"
     strict_schemas: bool = False
     created: int = 0  # seconds since 1970: when the model was loaded
+    drafts: bool = False
     parser_of: ParserOf | None = None
     forced_call: ForcedCall | None = None
     after_reasoning: AfterReasoning | None = None

@@ -220,6 +220,7 @@ class Serving:
             unknown_fields=self._settings.unknown_fields,
             strict_schemas=self._settings.strict_schemas,
             created=int(time.time()),
+            drafts=facts.drafts,
             parser_of=None if form is None else form.parser,
             forced_call=None if form is None else form.call_to,
             after_reasoning=None if form is None or not form.reads_reasoning else form.form_to,

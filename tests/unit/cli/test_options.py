@@ -66,6 +66,7 @@ def test_sampling_options_are_fields_of_sampling_params() -> None:
         "prompt_logprobs",
         "detokenize",
         "cache_salt",
+        "prediction",
     }  # of no use at a terminal
     left_out |= {"structured_outputs"}  # generate has an option for each form
     left_out |= {

@@ -28,7 +28,7 @@ from freight.server.observe.state import CacheFacts
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 ZERO = EngineStats(*[0] * (len(fields(EngineStats)) - 1))  # all but `store`
 STORE = StoreStats(11, 12, 13, 14, 15, 16, 17, 18, 19, 20)
-STATS = EngineStats(3, 2, 1000, 250, 100, 80, 40, 90, 70, 5, 1, 6, 7, STORE)
+STATS = EngineStats(3, 2, 1000, 250, 100, 80, 40, 90, 70, 5, 1, 6, 7, 20, 15, STORE)
 CACHE = CacheFacts("fp8_e4m3", "head", "checkpoint", 16, 64, 1024, 512)
 FACTS = ModelFacts(CACHE, 512, "0.1.0", "fp-1")
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -109,6 +109,8 @@ def test_every_sample_names_the_model_and_the_engine() -> None:
         ("vllm:prefix_cache_hits_total", 40),
         ("vllm:gpu_prefix_cache_queries_total", 80),
         ("vllm:gpu_prefix_cache_hits_total", 40),
+        ("vllm:spec_decode_num_draft_tokens_total", 20),
+        ("vllm:spec_decode_num_accepted_tokens_total", 15),
         ("vllm:corrupted_requests_total", 1),
         ("freight:cache_capacity_tokens", 1000),
         ("freight:cache_held_tokens", 250),

@@ -29,7 +29,7 @@ from tests.unit.server.openai_cases import (
     tokenized,
 )
 
-from freight.outputs import CompletionDelta, FinishReason, RequestDelta
+from freight.outputs import CompletionDelta, FinishReason, RequestDelta, RequestTimes
 from freight.server.openai.chat_request import parse_chat
 from freight.server.transport.errors import ApiError
 
@@ -217,6 +217,20 @@ def test_usage_counts_reasoning_and_cached_tokens():
     }
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks(raw)]
     assert counts == [0, 2, 3, 5, 6, 7, 7]
+
+
+def test_usage_counts_drafts_where_there_were_any():
+    call = call_of(stream_options={"include_usage": True})
+    first, last = deltas(["a", "b"])
+    times = RequestTimes(0.1, 0.1, 0.1, drafted=5, accepted=3)
+    raw, body = answers(call, [(0, first), (0, replace(last, times=times))])
+    details = {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 3,
+        "rejected_prediction_tokens": 2,
+    }
+    assert body["usage"]["completion_tokens_details"] == details
+    assert chunks(raw)[-1]["usage"]["completion_tokens_details"] == details
 
 
 def test_logprobs_have_what_was_asked_for():

@@ -307,6 +307,23 @@ def test_what_changes_nothing_is_named():
     )
 
 
+@pytest.mark.parametrize(
+    "content", ["def f():", [{"type": "text", "text": "def "}, {"type": "text", "text": "f():"}]]
+)
+def test_a_prediction_reaches_the_engine_that_drafts(content):
+    prediction = {"type": "content", "content": content}
+    call = chat(replace(SERVED, drafts=True), prediction=prediction)
+    assert (call.work[0].params.prediction, call.ignored) == ("def f():", ())
+    call = chat(prediction=prediction)
+    assert (call.work[0].params.prediction, call.ignored) == (None, ("prediction",))
+
+
+@pytest.mark.parametrize("prediction", ["x", {"type": "content"}, {"type": "text", "content": "x"}])
+def test_a_prediction_of_another_form_is_refused(prediction):
+    error = refused(chat, 400, prediction=prediction)
+    assert (error.param or "").startswith("prediction")
+
+
 @pytest.mark.parametrize("body", [None, [], "x", 5])
 def test_a_body_that_is_no_object_is_refused(body):
     for parse in (parse_chat, parse_completion):

@@ -88,6 +88,7 @@ class ChatReply:
 
     def advance(self, index: int, delta: RequestDelta) -> bytes:
         self._usage.cached = max(self._usage.cached, delta.num_cached_tokens)
+        self._usage.count_drafts(delta.times)
         if delta.scores is not None and self._options.prompt_logprobs:
             self._scores.append(delta.scores)
         chunks: list[str] = []

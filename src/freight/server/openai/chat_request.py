@@ -85,6 +85,18 @@ class Message(Part):
     reasoning_content: str | None = None
 
 
+class Prediction(Part):
+    """What the answer may be like. It changes no token."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        content = self.content
+        return content if isinstance(content, str) else "".join(one.text for one in content)
+
+
 class ChatRequest(SharedFields):
     """The body of a chat completion."""
 
@@ -102,6 +114,7 @@ class ChatRequest(SharedFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +162,8 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
         unheld += form.ignored
     conversation = _conversation(request, messages, tools, limits)
     renamed, own = _own_values(request, served)
+    if request.prediction is not None and not served.drafts:
+        unheld += ("prediction",)
 
     def params_of(prompt_text: str | None) -> SamplingParams:
         forced, around = None, None
@@ -234,6 +249,7 @@ def _own_values(request: ChatRequest, served: Served) -> tuple[dict[str, str], d
     own = {
         "max_tokens": request.max_completion_tokens or request.max_tokens,
         "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
+        "prediction": request.prediction.text if request.prediction and served.drafts else None,
     }
     if served.parser_of is not None:
         # The parser needs special tokens, and always removes them from its output.

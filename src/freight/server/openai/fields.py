@@ -35,7 +35,6 @@ ACCEPTED = (
     "prompt_cache_options",
     "verbosity",
     "modalities",
-    "prediction",
     "include_reasoning",
     "session_id",
 )

@@ -29,6 +29,7 @@ _SAME_NAME = {one.name for one in fields(SamplingParams)} - {  # converted separ
     "logit_bias",
     "logprobs",
     "structured_outputs",
+    "prediction",
 }
 _Allowed = Annotated[list[TokenId], Field(min_length=1, max_length=MOST.sampling.allowed_token_ids)]
 _Biases = Annotated[

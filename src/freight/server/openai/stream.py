@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from freight.outputs import CompletionDelta, FinishReason
+from freight.outputs import CompletionDelta, FinishReason, RequestTimes
 from freight.sampling import NO_TOKEN_LEFT
 from freight.server.call import ReplyHead
 from freight.server.transport.errors import ApiError, took_too_long
@@ -37,12 +37,20 @@ class AnswerOptions:
 
 @dataclass(eq=False, slots=True)
 class Usage:
-    """Tokens of one answer so far."""
+    """Tokens of one answer so far. Drafts that were accepted and rejected are shown if there are any."""
 
     prompt: int
     completion: int = 0
     cached: int = 0
     reasoning: int = 0
+    accepted: int = 0
+    rejected: int = 0
+
+    def count_drafts(self, times: RequestTimes | None) -> None:
+        """Add what was drafted for a request, at its end."""
+        if times is not None:
+            self.accepted += times.accepted
+            self.rejected += times.drafted - times.accepted
 
     def count_reasoning(self, tokenizer: Tokenizer | None, texts: Sequence[str]) -> None:
         """Add the number of reasoning tokens of a finished completion, by tokenizing its text.
@@ -58,18 +66,27 @@ class Usage:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning} | self._drafts(),
+        }
+
+    def _drafts(self) -> dict[str, int]:
+        if not (self.accepted or self.rejected):
+            return {}
+        return {
+            "accepted_prediction_tokens": self.accepted,
+            "rejected_prediction_tokens": self.rejected,
         }
 
     def json(self) -> str:
         """Return `body` as JSON, in a tenth of json.dumps' time: a stream may have it in every
         chunk.
         """
+        drafts = "".join(f', "{name}": {count}' for name, count in self._drafts().items())
         return (
             f'{{"prompt_tokens": {self.prompt}, "completion_tokens": {self.completion}, '
             f'"total_tokens": {self.prompt + self.completion}, '
             f'"prompt_tokens_details": {{"cached_tokens": {self.cached}}}, '
-            f'"completion_tokens_details": {{"reasoning_tokens": {self.reasoning}}}}}'
+            f'"completion_tokens_details": {{"reasoning_tokens": {self.reasoning}{drafts}}}}}'
         )
 
 

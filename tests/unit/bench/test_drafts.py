@@ -1,0 +1,43 @@
+"""`freight bench latency --text`: the answers are the texts, and drafts are compared with none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from freight.bench.drafts import TEXTS, measure_drafts, texts_of
+from freight.config.engine import EngineArgs
+from freight.errors import ConfigError
+from freight.models.open import open_model
+
+OPTIONS: dict[str, Any] = {"threads": 1, "kv_cache_memory": "16MiB"}
+
+
+def test_an_edited_file_has_most_of_its_prompt() -> None:
+    texts = texts_of("edit", 4096)
+    assert len(texts) == 3
+    for one in texts:
+        assert len(set(one.answer) & set(one.prompt)) > 0.5 * len(set(one.answer))
+        assert one.answer != one.prompt
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_drafts_shorten_the_text_that_repeats_itself(text: str) -> None:
+    found = measure_drafts(
+        open_model(EngineArgs(speculate=6, **OPTIONS)), "demo", text, batch_size=1, repeats=1
+    )
+    assert found["most_drafts"] == 6
+    assert 0 <= found["accepted_fraction"] <= 1
+    assert found["speedup"] > 0
+    if text == "edit":
+        assert found["tokens_per_step"] > 2.5
+    elif text == "random":
+        assert found["tokens_per_step"] == pytest.approx(1, abs=0.02)
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give --speculate"):
+        measure_drafts(open_model(EngineArgs(**OPTIONS)), "demo", "random", 1, 1)
+    with pytest.raises(ConfigError, match="take a model with more"):
+        texts_of("code", 100)
