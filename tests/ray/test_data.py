@@ -13,6 +13,7 @@ pytestmark = pytest.mark.ray
 PROMPTS = [f"def f{n}(x):\n    return" for n in range(40)]
 
 
+@pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_a_data_set_is_answered_as_by_one_model(cluster: str) -> None:
     import ray
 
