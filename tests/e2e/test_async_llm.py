@@ -492,7 +492,7 @@ def test_it_cannot_be_sent_to_another_process(llm: AsyncLLM) -> None:
 
 def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(__file__).parents[2] / "docs" / "python.md"
-    [example] = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    example = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0]
     with quickly():
         exec(example, {"__name__": "__main__"})
     assert re.fullmatch(r"2 answers; \d+ tokens\n", capsys.readouterr().out)

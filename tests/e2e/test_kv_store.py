@@ -23,6 +23,7 @@ from tests.serving import freight_serve
 from typer.testing import CliRunner
 
 from freight import LLM, SamplingParams
+from freight.cache.store.pace import Rates
 from freight.checkpoint.reader import resolve_model
 from freight.cli.main import app
 from freight.config.engine import EngineArgs
@@ -62,6 +63,12 @@ def stats(llm: LLM) -> StoreStats:
     found = llm.engine.stats().store
     assert found is not None
     return found
+
+
+@pytest.fixture(autouse=True)
+def worth_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo model computes about as fast as its pages are read."""
+    monkeypatch.setattr(Rates, "is_worth", lambda *of: True)
 
 
 @pytest.fixture(scope="module")

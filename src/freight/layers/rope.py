@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,11 +52,26 @@ def build_rope(config: RopeConfig, max_positions: int, device: str) -> Rotary:
     inverse, factor = inverse_frequencies(config, max_positions)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"), inverse)
     q_factor = _query_factor(config, max_positions)
+    cos, sin = cos_and_sin(angles)
     return Rotary(
-        (angles.cos() * factor).to(device),
-        (angles.sin() * factor).to(device),
+        (cos * factor).to(device),
+        (sin * factor).to(device),
         q_factor=None if q_factor is None else q_factor.to(device),
     )
+
+
+def cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of float32 angles on the CPU, rounded to the nearest float32.
+
+    They are computed in float64, by numpy. torch's float32 functions call MKL. A process's first
+    such call on two threads gave other last bits in one process of ten (torch 2.13), and with them
+    every result of that process.
+    """
+    found = np.empty((2, *angles.shape), np.float32)
+    for function, out in zip((np.cos, np.sin), found, strict=True):
+        function(angles.numpy(), out=out, dtype=np.float64, casting="unsafe")
+    cos, sin = torch.from_numpy(found)
+    return cos, sin
 
 
 def _query_factor(config: RopeConfig, max_positions: int) -> Tensor | None:

@@ -29,6 +29,7 @@ _NOT_HERE = {
     **dict.fromkeys(("host", "port", "max_connections", "write_timeout"), _HOW),
     **dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password"), _HOW),
     "insecure": "Ray listens, and nothing checks its address: give api_key or api_key_file",
+    "tensor_parallel_size": "a replica on Ray is one device; leave it out, and take more replicas",
     "restart_engine": "a replica ends with its engine, and Ray starts another one",
 }
 

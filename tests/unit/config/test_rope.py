@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tests.unit.config.test_model import config, refused
@@ -9,7 +11,7 @@ from transformers import Ministral3Config
 from transformers.models.ministral3 import modeling_ministral3
 
 from freight.config.parse import parse_model_config
-from freight.layers.rope import build_rope
+from freight.layers.rope import build_rope, cos_and_sin
 
 LLAMA3 = {
     "factor": 8.0,
@@ -211,3 +213,11 @@ def test_the_factor_of_queries_is_that_of_transformers():
         config(),
     ):
         assert build_rope(parse_model_config(said).ropes[0], 10, "cpu").q_factor is None
+
+
+def test_cosines_and_sines_are_the_nearest_float32():
+    """torch's float32 functions are not, and gave other bits in some processes."""
+    angles = torch.outer(torch.arange(0.0, 100_000, 997), 10_000 ** -torch.linspace(0, 1, 32))
+    for table, function in zip(cos_and_sin(angles), (math.cos, math.sin), strict=True):
+        exact = [[function(one) for one in row] for row in angles.tolist()]
+        assert torch.equal(table, torch.tensor(exact, dtype=torch.float64).float())

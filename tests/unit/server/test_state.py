@@ -17,8 +17,8 @@ STATS = st.builds(EngineStats, *[COUNTS] * (len(fields(EngineStats)) - 1))  # al
 
 
 def test_the_shape_that_the_page_reads() -> None:
-    before = EngineStats(1, 0, 1024, 0, 0, 0, 0, 100, 50, 0, 0, 0, 0)
-    now = EngineStats(3, 2, 1024, 256, 128, 80, 20, 150, 90, 4, 1, 5, 6)
+    before = EngineStats(1, 0, 1024, 0, 0, 0, 0, 100, 50, 0, 0, 0, 0, 0, 0)
+    now = EngineStats(3, 2, 1024, 256, 128, 80, 20, 150, 90, 4, 1, 5, 6, 8, 7)
     assert engine_state(now, before, 2.0, FACTS) == {
         "running": 3,
         "waiting": 2,

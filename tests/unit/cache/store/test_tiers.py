@@ -69,9 +69,7 @@ def test_damage_is_counted_and_said_once(tmp_path: Path, caplog: pytest.LogCaptu
         assert [read(tiers, number)[0] for number in (1, 2, 3)] == [None, None, Tier.DISK]
     assert not tiers.contains(key_of(1), 0)
     assert (tiers.stats().corrupt, tiers.stats().misses) == (2, 2)
-    assert warnings_of(caplog) == [
-        f"KV store: a block in {tmp_path} is damaged; it is computed"
-    ]
+    assert warnings_of(caplog) == [f"KV store: a block in {tmp_path} is damaged; it is computed"]
 
 
 def test_a_vanished_folder_raises_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
