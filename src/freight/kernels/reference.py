@@ -43,7 +43,7 @@ from freight.operands.weight import Activations, Weight
 
 # torch's exp and others call MKL, whose first call in a process gave other last bits where two threads
 # made it (torch 2.13). This one is made by one thread.
-torch.ones(1).exp()
+torch.ones(1, dtype=torch.float32, device="cpu").exp()
 
 ROW_TILE = 32  # rows of one call of a matrix product; fewer are padded with zeros
 # Inputs that float32 products sum in one call: a BLAS splits longer sums by the number of threads.
