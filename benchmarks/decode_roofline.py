@@ -39,7 +39,10 @@ def main() -> None:
         "--bf16", action="store_true", help="weights and cache in 16 bits instead of FP8"
     )
     asked = parser.parse_args()
-    generated = asked.steps + WARM_UP + 2
+    # The first sequence decodes while the last one's prompt is computed. A chunk is 512 tokens or
+    # more: with too few tokens to generate, no step would have one of every sequence.
+    filling = asked.batch_size * asked.input_len // 512 if asked.batch_size > 1 else 0
+    generated = asked.steps + WARM_UP + 2 + filling
     args = EngineArgs(
         quantization=None if asked.bf16 else "fp8",
         kv_cache_dtype="auto" if asked.bf16 else "fp8",
@@ -61,6 +64,7 @@ def main() -> None:
     seconds: list[float] = []
     speeds: list[float] = []
     before = 0.0
+    produced = 0
     while engine.has_unfinished:
         begin = time.perf_counter()
         deltas = engine.step()
@@ -68,11 +72,12 @@ def main() -> None:
         after = probe.reading()
         if before and len(deltas) == asked.batch_size:
             speed = 2 / (1 / before + 1 / after)
-            read = weights + asked.batch_size * (asked.input_len + len(seconds)) * per_token
+            read = weights + (asked.batch_size * asked.input_len + produced) * per_token
             fractions.append(read / taken / speed)
             seconds.append(taken)
             speeds.append(speed)
         before = after
+        produced += len(deltas)
     fractions, seconds, speeds = fractions[WARM_UP:], seconds[WARM_UP:], speeds[WARM_UP:]
     low, high, _ = interval(fractions)
     print(
