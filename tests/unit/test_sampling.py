@@ -45,6 +45,7 @@ def test_defaults_are_those_of_vllm():
         "cache_salt": None,
         "timeout_s": None,
         "structured_outputs": None,
+        "prediction": None,
     }
 
 
