@@ -1,6 +1,6 @@
 """`freight bench latency --text NAME`: what drafts (--speculate) gain, beside the same engine without.
 
-A model with random weights says nothing that could be guessed, and a small one repeats itself. So
+A model with random weights writes nothing that could be guessed, and a small one repeats itself. So
 the answers are given: whatever the model computes, the token drawn is the next one of a text that
 people wrote. Sampling and drafting run as ever and are timed. What is measured is how often drafts
 come true for such a text, and what they cost. Runs with and without drafts take turns.

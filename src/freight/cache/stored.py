@@ -44,7 +44,7 @@ class Sought:
 @dataclass(frozen=True)
 class _Coming:
     """The blocks of a fetch, by group in the order of the sequence: those that the pool had, and
-    those that come. The prefix becomes `num_tokens` tokens longer by them.
+    those that come. They make the prefix `num_tokens` tokens longer.
     """
 
     fetch: Fetch

@@ -65,7 +65,7 @@ class Drafter:
     def propose(self, output: Sequence[int], most: int) -> tuple[int, ...]:
         """Return up to `most` tokens that may follow the prompt and `output`; () if none is likely.
 
-        A long prompt is taken in over several calls, which draft nothing until it is.
+        A long prompt is taken in over several calls, which draft nothing until it is complete.
         """
         if not self._catch_up(output):
             return ()
@@ -82,8 +82,8 @@ class Drafter:
         return tuple(drafts) if gain >= GAIN else ()
 
     def _guess(self, context: int) -> tuple[float, int]:
-        """Return how often guesses as the likeliest one were right, and its token; (0, 0) without
-        any.
+        """Return (rate, token) of the likeliest guess: how often guesses of its kind were right, and
+        the token; (0, 0) without a guess.
         """
         best, token = 0.0, 0
         for table, mask, right, every in zip(

@@ -1,5 +1,5 @@
-"""A rank but the first: `python -m freight.engine.follower FD…`: a socket to rank 0, and the files
-of the shared memory.
+"""The process of every rank but rank 0: `python -m freight.engine.follower FD…`, with the
+descriptors of a socket to rank 0 and of the shared memory.
 
 It opens the same model, reads its share of the weights, allocates its part of the cache, and makes
 the calls that rank 0 tells it. It ends when the socket closes, so it never outlives rank 0, and

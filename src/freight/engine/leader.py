@@ -60,7 +60,9 @@ def spawn(files: Sequence[int]) -> subprocess.Popen[bytes]:
 
 @dataclass
 class _Others:
-    """What rank 0 holds of the other ranks; apart from `Leader`, so that its end can be told."""
+    """What rank 0 holds of the other ranks: an object of its own, so that a finalizer of `Leader` can
+    close it.
+    """
 
     memory: SharedMemory
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)

@@ -136,7 +136,7 @@ class SharedMemory:
         return number - 1 if number else None
 
     def lose(self, rank: int) -> None:
-        """Say that a rank has ended, unless one is lost already."""
+        """Mark a rank as lost, unless one is lost already."""
         if not self._numbers[_LOST]:
             self._numbers[_LOST] = rank + 1
 

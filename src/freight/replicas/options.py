@@ -59,8 +59,8 @@ class ReplicaOptions:
     target_requests  running requests of a replica, beyond which there are more replicas; None: 0.8 of
                      `max_num_seqs`
     upscale_delay, downscale_delay  seconds for which the load must ask for more or fewer replicas
-    num_cpus         processors that Ray reserves for a replica, and tells it as OMP_NUM_THREADS, which
-                     is its number of threads; None: `threads`, or 1
+    num_cpus         processors that Ray reserves for a replica, and its OMP_NUM_THREADS, which is its
+                     number of threads without `threads`; None: `threads`, or 1
     num_gpus         GPUs for a replica
     front_replicas   processes of the front
     front_cpus       processors that Ray reserves for each

@@ -208,7 +208,7 @@ class Mover:
             self.tiers.refresh()
 
     def _next_offers(self) -> list[Offer]:
-        """Wait for offers, not for long: there may be none."""
+        """Wait a short time for offers, and return them; there may be none."""
         with self._changed:
             if not self.is_closing and not (self._offers and self.tiers.is_open):
                 self._changed.wait(_LOOK)

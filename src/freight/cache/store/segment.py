@@ -45,7 +45,7 @@ class Segment:
         yield from decode_entries(data)
 
     def skip(self, num_entries: int) -> None:
-        """Count entries as read which are known otherwise."""
+        """Leave out the next `num_entries` new entries, which the caller knows already."""
         self._num_read += num_entries * ENTRY_BYTES
 
     def read_into(self, entry: Entry, record: memoryview) -> bool:
@@ -63,7 +63,7 @@ class Segment:
         return digest_of(entry.key, entry.group, record) == entry.digest
 
     def touch(self) -> None:
-        """Note that it is used now."""
+        """Note that the segment is used now."""
         now = time.time_ns()
         with suppress(OSError):  # it was deleted, or is another user's
             os.utime(self.index, ns=(now, now))

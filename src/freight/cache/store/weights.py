@@ -1,7 +1,7 @@
 """The digest of a model's weights, of every byte, and where it is kept. Imports no torch.
 
-Two fine-tunings of one model have files of one name and size, so names, sizes and samples cannot
-say whose blocks these are. To read 16 GB takes 10 seconds or more, so the digest of a file is kept
+Two fine-tunings of one model have files of the same names and sizes, so names, sizes and samples
+cannot tell whose blocks these are. To read 16 GB takes 10 seconds or more, so the digest of a file is kept
 in the store by its path, size, times of change and inode. The time of a change of the inode is
 among them because nobody can set it back.
 """
@@ -25,7 +25,7 @@ _KEPT = 1024  # digests of files
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file of weights, and what would be different had it changed."""
+    """A file of weights, and the state by which a change of it is seen."""
 
     path: str
     state: tuple[int, int, int, int]  # size, mtime and ctime in nanoseconds, inode
@@ -46,7 +46,7 @@ class ChangedError(Exception):
 def digest_of_weights(
     root: Path, files: Sequence[WeightFile], is_wanted: Callable[[], bool] = lambda: True
 ) -> str | None:
-    """Return the digest of all files, read or as `root` knows it; None once it is not wanted.
+    """Return the digest of all files, computed or as kept in `root`; None once it is not wanted.
 
     Raises OSError, and ChangedError if a file is not as it was when `files` was made.
     """
@@ -89,7 +89,9 @@ def _known(root: Path) -> dict[str, tuple[list[int], str]]:
 
 
 def _read(value: Json) -> tuple[list[int], str]:
-    """Return a state and a digest; a state that no file has for what is neither."""
+    """Return the state and digest that `value` holds. Of anything else the state is [], which no file
+    has.
+    """
     if not isinstance(value, list) or not value or not isinstance(value[-1], str):
         return [], ""
     return [number for number in value[:-1] if isinstance(number, int)], value[-1]
