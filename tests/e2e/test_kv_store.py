@@ -29,8 +29,9 @@ from freight.cli.main import app
 from freight.config.engine import EngineArgs
 from freight.config.resolve import check
 from freight.engine import build
-from freight.engine.store import Weights, name_space
+from freight.engine.store import Weights, library, name_space
 from freight.errors import ConfigError
+from freight.models.open import open_model
 from freight.outputs import StoreStats
 
 TEXT = (Path(__file__).parents[2] / "src/freight/demo/heldout.txt").read_text(encoding="utf-8")
@@ -238,6 +239,30 @@ def test_no_hit_where_anything_differs(
     monkeypatch.setattr(build, "version", lambda: "0.0.1")
     found["version"] = found_tokens(store, model=models["same"])
     assert {name for name, count in found.items() if count} == ALIKE.keys()
+
+
+def test_no_hit_where_activations_are_declared_otherwise(tmp_path: Path) -> None:
+    """config.json alone says whether inputs of FP8 weights are rounded."""
+    store = tmp_path / "store"
+    for name in ("dynamic", "none"):
+        options = ["--weights", "fp8-channel", "--activations", name]
+        made = CliRunner().invoke(app, ["quantize", "demo", str(tmp_path / name), *options])
+        assert made.exit_code == 0, made.output
+    shutil.copytree(tmp_path / "dynamic", tmp_path / "other")
+    shutil.copy(tmp_path / "none/config.json", tmp_path / "other")
+    first = opened(store, str(tmp_path / "dynamic"))
+    said(first, PROMPTS[0])
+    first.engine.close()
+    assert found_tokens(store, model=str(tmp_path / "dynamic")) > 0
+    assert found_tokens(store, model=str(tmp_path / "other")) == 0
+
+
+def test_threads_decide_where_a_library_computes_products() -> None:
+    args = EngineArgs("demo")
+    model = open_model(args)
+    model = replace(model, device=replace(model.device, cores=4))
+    names = {library(model, replace(model.resolve(args), threads=count)) for count in (1, 2)}
+    assert len(names) == 2
 
 
 def found_tokens(store: Path, **options: Any) -> int:

@@ -10,6 +10,7 @@ be given up at any time.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,9 @@ Tokens = Callable[[int, int], Sequence[int]]  # those at positions start … sto
 LEAST_TOKENS = 256  # a shorter prefix is stored once it was found again
 _LEAST_MEASURED = 64  # tokens of prompts from which on a step says how fast they are computed
 _MOST_FETCHES = 2  # requests whose blocks come at once; others wait for their turn
+# A fetch is given up once it took so many times what computing takes, and so many seconds: the disk
+# hangs, or others decode ever since.
+_PATIENCE, _LEAST_PATIENCE = 2.0, 5.0
 _WAIT = 0.02  # seconds until commands are looked at again, where nothing can be computed
 
 
@@ -44,12 +48,14 @@ class Sought:
 @dataclass(frozen=True)
 class _Coming:
     """The blocks of a fetch, by group in the order of the sequence: those that the pool had, and
-    those that come. They make the prefix `num_tokens` tokens longer.
+    those that come. The prefix becomes `num_tokens` tokens longer by them. After `until`, a time of
+    the clock, no more is waited for.
     """
 
     fetch: Fetch
     tables: tuple[tuple[int, ...], ...]
     num_tokens: int
+    until: float
 
 
 @dataclass(frozen=True)
@@ -74,8 +80,11 @@ class StoredPrefixes:
         manager: CacheManager,
         block_bytes: Sequence[BlockBytes],
         stores_salted: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._manager = manager
+        self._clock = clock
+        self._late: Fetch | None = None  # the last that was given up because it took too long
         self._stores_salted = stores_salted
         self._tiers = tiers
         self._coming: dict[str, _Coming] = {}  # by request, in the order of their beginning
@@ -90,9 +99,17 @@ class StoredPrefixes:
     # in
 
     def is_coming(self, name: str) -> bool:
-        """Return whether request `name` has a fetch that is not done."""
+        """Return whether request `name` has a fetch that is not done. One that takes too long is
+        given up; what came until then is kept.
+        """
         coming = self._coming.get(name)
-        return coming is not None and not coming.fetch.is_done
+        if coming is None or coming.fetch.is_done:
+            return False
+        if self._clock() < coming.until:
+            return True
+        coming.fetch.cancel()
+        self._late = coming.fetch
+        return False
 
     def has_fetch(self, name: str) -> bool:
         return name in self._coming
@@ -109,6 +126,8 @@ class StoredPrefixes:
             return False
         if name in self._in_turn:
             return True
+        if self._late is not None and not self._late.is_done:  # the thread hangs
+            return False
         plan = self._plan(sought)
         if plan is None:
             return False
@@ -196,7 +215,10 @@ class StoredPrefixes:
         for one in taken.fresh:
             tokens = self._tokens(sought, one.group, one.position)
             wanted.append(Wanted(one.key, one.group, tokens, one.block))
-        coming = _Coming(Fetch(wanted), taken.tables, plan.end - plan.begin)
+        num_tokens = plan.end - plan.begin
+        patience = max(_PATIENCE * self.mover.rates.to_compute(num_tokens), _LEAST_PATIENCE)
+        until = self._clock() + patience
+        coming = _Coming(Fetch(wanted), taken.tables, num_tokens, until)
         # first: `reset` has to find what the thread may write
         self._coming[name] = coming
         self._on_the_way.update(plan.missing)
@@ -267,6 +289,13 @@ class StoredPrefixes:
                     tokens = self._tokens(sought, index, position)
                     offers.append(Offer(key, index, tokens, block, use))
         self.mover.offer(offers, known)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Find the content of a sequence that failed no more; `keys`: of its full blocks."""
+        size = self._manager.block_size
+        for index, group in enumerate(self._manager.groups):
+            end = len(keys) * size // group.tokens_per_block
+            self.mover.forget([(key, index) for key in self._manager.keys_of(group, keys, 0, end)])
 
     def _is_current(self, offer: Offer) -> bool:
         """Return whether a block has had the same content since it was offered. For any thread."""

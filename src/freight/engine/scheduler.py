@@ -455,7 +455,9 @@ class Scheduler:
                 position += 1
                 continue
             if self._waits_for_store(request):
-                position, is_coming = position + 1, True
+                # what waits for its turn frees no block
+                is_coming = is_coming or self._has_fetch(request)
+                position += 1
                 continue
             chunk = self._admit(request, budget)
             if chunk is None:
@@ -537,6 +539,9 @@ class Scheduler:
             return store.begin(name, sought, salted, reserve)
         return False
 
+    def _has_fetch(self, request: Request) -> bool:
+        return self._store is not None and self._store.has_fetch(request.request_id)
+
     def _drop_fetch(self) -> bool:
         """Give up blocks that come from the store; False if none do."""
         return self._store is not None and self._store.drop_latest()
@@ -609,6 +614,8 @@ class Scheduler:
         if reason is FinishReason.ERROR:
             self.totals.failed += 1
             self._cache.forget(request.held, request.block_keys)
+            if self._store is not None:
+                self._store.forget(request.block_keys)
         else:
             self._cache.release(request.held)
             self._offer(request, request.held)

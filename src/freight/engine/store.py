@@ -2,16 +2,19 @@
 
 Two engines share blocks if everything is equal that decides what a page's bytes are and mean: that
 is the name space. It has the digest of all weights, which takes as long as to read them, so the
-store is opened by a thread, and until then nothing is read from it or written to it. Memory, threads
-and the length of the context (beyond what the ropes make of it) decide no byte.
+store is opened by a thread, and until then nothing is read from it or written to it. Memory and the
+length of the context (beyond what the ropes make of it) decide no byte, nor do threads where the
+kernels are Freight's. Where a library computes products, threads and processor count.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
+import platform
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,6 +31,8 @@ from freight.cache.store.weights import ChangedError, WeightFile, digest_of_weig
 from freight.cache.stored import StoredPrefixes
 from freight.config.engine import EngineConfig
 from freight.config.store import StoreConfig
+from freight.device import cpu_name
+from freight.engine.fingerprint import is_reproducible
 from freight.errors import ConfigError
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.library import path_of
@@ -121,8 +126,11 @@ def what_decides(
         "freight": version,
         "torch": f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
         "kernels": f"{kernels.name} {hashlib.sha256(build).hexdigest()}",
+        "products": "" if is_reproducible(opened, kernels) else library(opened, config),
+        "libc": " ".join(platform.libc_ver()),  # its expf scores experts
         "device": config.device,
         "model": repr(model),
+        "declared": _declared(opened),
         "formats": f"{config.compute_format} {config.weight_format} {config.fp8_attention}",
         "cache": repr([kv.of_layer(index) for index in range(model.num_layers)]),
         "scales": repr(None if kv.scales is None else (kv.scales.format, kv.scales.layers)),
@@ -136,6 +144,22 @@ def what_decides(
             ]
         ),
     }
+
+
+def library(opened: OpenModel, config: EngineConfig) -> str:
+    """Return what decides how torch and transformers sum, beside torch's version."""
+    transformers = importlib.metadata.version("transformers")
+    return f"{opened.threads(config).count} threads of {cpu_name()}, transformers {transformers}"
+
+
+def _declared(opened: OpenModel) -> str:
+    """Return the digest of what a checkpoint declares. `ModelConfig` has neither how activations are
+    quantized, nor what transformers' modules read.
+    """
+    if opened.checkpoint is None:
+        return ""
+    content = opened.checkpoint.config, opened.checkpoint.hf_quant_config
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def name_space(decides: dict[str, str], weights: str) -> str:

@@ -7,6 +7,8 @@ place, or overwritten while somebody reads it changes a token. The threads of th
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -254,3 +256,91 @@ def test_whatever_happens(new_store_rig: Callable[..., StoreRig], seed: int) -> 
         assert all(one.state is RequestState.FINISHED for one in rig.requests.values())
         rig.close()
         assert rig.tiers.stats().corrupt == rig.tiers.stats().errors == 0
+
+
+def stored(make: Callable[..., StoreRig], *prompts: list[int]) -> None:
+    """Let an engine store prompts, and end."""
+    rig = make()
+    for index, prompt in enumerate(prompts):
+        rig.add(str(index), prompt, max_tokens=1)
+    rig.run()
+    rig.close()
+
+
+def test_one_that_waits_for_its_turn_holds_nobody_up(
+    new_store_rig: Callable[..., StoreRig],
+) -> None:
+    """What `sibling` wants comes for `last`, whose blocks `large` lacks, which `last` is behind."""
+    prefix = [1] * 17
+    stored(new_store_rig, prefix + [3] * 24, [2] * 9)
+    rig = new_store_rig(num_blocks=21, budget=100)
+    rig.store.mover.budget.step(decodes=True)
+    rig.add("leader", prefix, group="g", max_tokens=1)
+    rig.add("sibling", prefix, group="g", index=1, max_tokens=1)
+    disk, rig.tiers._disk = rig.tiers._disk, None
+    rig._schedule()  # before the store is open, so the leader computes its prompt
+    rig.tiers._disk = disk
+    rig.add("large", [2] * 9 + [4] * 48, max_tokens=1)
+    rig.add("last", prefix + [3] * 24, max_tokens=1)
+    step = rig._schedule()
+    assert [chunk.request.request_id for chunk in step.chunks] == ["leader"]
+    assert rig.cache.num_held == 5 + 2 + 10
+    rig.scheduler.fail("leader", "its step failed")
+    rig.store.mover.budget.step(decodes=False)
+    end = time.monotonic() + 10
+    while rig.store.is_coming("last"):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    rig.run()
+    rig.check_all_done(failed={"leader"})
+
+
+def test_a_disk_that_hangs_is_waited_for_once(
+    new_store_rig: Callable[..., StoreRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(new_store_rig, [1] * 41, [2] * 41)
+    rig, goes_on = new_store_rig(), threading.Event()
+    read_into = rig.tiers.read_into
+
+    def hangs(*args: Any) -> Any:
+        assert goes_on.wait(20)
+        return read_into(*args)
+
+    monkeypatch.setattr(rig.tiers, "read_into", hangs)
+    now = [0.0]
+    monkeypatch.setattr(rig.store, "_clock", lambda: now[0])
+    one = rig.add("one", [1] * 41, max_tokens=1)
+    assert not rig._schedule().chunks
+    now[0] = 60.0
+    rig.run()
+    other = rig.add("other", [2] * 41, max_tokens=1)
+    assert rig._schedule().chunks  # it does not even begin
+    rig.run()
+    rig.check_all_done()
+    assert one.num_cached_tokens == other.num_cached_tokens == 0
+    goes_on.set()
+    end = time.monotonic() + 10
+    while not rig.store._late.is_done:  # type: ignore[union-attr]
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    rig.cache.reset()
+    again = rig.add("again", [2] * 41, max_tokens=1)
+    rig.run()
+    assert again.num_cached_tokens == 40
+
+
+def test_what_failed_is_found_no_more(new_store_rig: Callable[..., StoreRig]) -> None:
+    """As in the pool: a prompt that is sent again is computed again."""
+    stored(new_store_rig, [1] * 41)
+    rig = new_store_rig()
+    rig.add("a", [1] * 41, max_tokens=9)
+    rig.step()
+    assert rig.num_found == 40
+    rig.scheduler.fail("a", "no finite logit")
+    end = time.monotonic() + 10
+    while len(rig.tiers._disk):  # type: ignore[arg-type]
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    again = rig.add("again", [1] * 41, max_tokens=1)
+    rig.run()
+    assert again.num_cached_tokens == 0

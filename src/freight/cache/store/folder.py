@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from freight.cache.store.entries import Entry
+from freight.cache.store.entries import ENTRY_BYTES, Entry
 from freight.cache.store.segment import (
     BLOCKS,
     INDEX,
@@ -38,6 +39,7 @@ from freight.errors import ConfigError
 Block = tuple[bytes, int, bytes, bytes]  # key, group, token ids as bytes, payload
 
 NAME = "name.json"
+_SEGMENT = re.compile("[0-9a-f]{24}")  # files of other names are not the store's
 _SEGMENTS = 64  # segments that a full store has: what is deleted at once is a part of this size
 _SEGMENT_BYTES = 1 << 16, 256 << 20  # least and most of a segment
 
@@ -52,7 +54,7 @@ class BlockFolder:
     def __init__(self, root: Path, name: str, limit: int, decides: Mapping[str, str]) -> None:
         """Make the folders, and read what is there. `decides` is written beside the blocks.
 
-        Raises OSError.
+        Raises OSError, and ConfigError as `make_private`.
         """
         self.root, self.folder, self.limit = root, root / name, limit
         self._segment_bytes = min(max(limit // _SEGMENTS, _SEGMENT_BYTES[0]), _SEGMENT_BYTES[1])
@@ -61,10 +63,8 @@ class BlockFolder:
         self._segments: dict[str, Segment] = {}
         self._places: dict[tuple[int, bytes], tuple[Segment, Entry]] = {}
         self._writer: SegmentWriter | None = None
-        make_private(root)
-        make_private(self.folder)
-        if not (self.folder / NAME).exists():
-            write_private(self.folder / NAME, json.dumps(dict(decides), indent=1).encode())
+        self._description = json.dumps(dict(decides), indent=1).encode()
+        self._prepare()
         self.num_bytes = 0  # of all of `root`, as last counted
         self.refresh()
 
@@ -77,6 +77,9 @@ class BlockFolder:
     def refresh(self) -> None:
         """Find what other processes stored and deleted. Raises OSError."""
         there = {path.name: path for path in self.folder.glob("*" + INDEX)}
+        with self._writing:
+            if self._writer is not None and self._writer.segment.index.name not in there:
+                self._close_writer()  # somebody deleted it: what is written there is never found
         with self._lock:
             for name in self._segments.keys() - there.keys():
                 self._forget(self._segments[name])
@@ -132,11 +135,16 @@ class BlockFolder:
             segment.touch()
 
     def append(self, blocks: Sequence[Block]) -> None:
-        """Store blocks. Raises OSError, `FullError` if they do not fit, and stores none of them."""
+        """Store blocks. Raises OSError, `FullError` if they do not fit, and ConfigError as
+        `make_private`, and stores none of them.
+        """
         with self._writing:
-            needed = sum(len(tokens) + len(payload) for _, _, tokens, payload in blocks)
+            needed = len(blocks) * ENTRY_BYTES
+            needed += sum(len(tokens) + len(payload) for _, _, tokens, payload in blocks)
             self._make_room(needed)
             if self._writer is None:
+                if self.root.is_dir():  # `freight store clear` takes folders of name spaces away
+                    self._prepare()
                 self._writer = SegmentWriter(self.folder)
             writer = self._writer
             try:
@@ -160,6 +168,12 @@ class BlockFolder:
         with self._lock:
             for segment in self._segments.values():
                 segment.close()
+
+    def _prepare(self) -> None:
+        make_private(self.root)
+        make_private(self.folder)
+        if not (self.folder / NAME).exists():
+            write_private(self.folder / NAME, self._description)
 
     def _close_writer(self) -> None:
         if self._writer is not None:
@@ -212,6 +226,8 @@ def segments_of(root: Path) -> Iterator[tuple[int, Path, int]]:
     """
     for blocks in sorted(root.glob("*/*" + BLOCKS)):
         index = blocks.with_suffix(INDEX)
+        if not _SEGMENT.fullmatch(blocks.stem):
+            continue
         try:
             size = blocks.stat().st_size
             state = index.stat()

@@ -36,6 +36,7 @@ _WRITTEN = 8 << 20  # bytes that are stored, and synced, at once
 _READ = 2 << 20  # bytes that are read between two looks at the budget
 _MOST_USED = 16  # prefixes that were used and are not noted yet; older ones are not
 _LOOK = 2.0  # seconds between two looks at what other engines did
+_LAST = 1.0  # seconds that a thread may take to end
 _NICE = 10  # of the writing thread: it works where others leave time
 
 
@@ -118,6 +119,7 @@ class Mover:
         self._offers: deque[Offer] = deque()
         self._queued: set[tuple[int, bytes]] = set()  # of `_offers`, and of those being stored
         self._used: deque[Sequence[tuple[bytes, int]]] = deque(maxlen=_MOST_USED)
+        self._failed: deque[Sequence[tuple[bytes, int]]] = deque()  # blocks to find no more
         self._fetches: deque[Fetch] = deque()
         self._changed = threading.Condition()
         self.is_closing = False
@@ -150,6 +152,12 @@ class Mover:
         if len(new) > room:
             self.tiers.count_dropped(len(new) - room)
 
+    def forget(self, blocks: Sequence[tuple[bytes, int]]) -> None:
+        """Find blocks (key, group) no more. Waits for nothing: it is done a moment later."""
+        self._failed.append(blocks)
+        with self._changed:
+            self._changed.notify_all()
+
     def fetch(self, fetch: Fetch) -> None:
         """Queue a fetch."""
         with self._changed:
@@ -175,7 +183,12 @@ class Mover:
                 self._changed.wait(0.05)
 
     def close(self, seconds: float) -> None:
-        """Store what was offered, for `seconds` at most, and end the threads."""
+        """Store what was offered, for `seconds` at most, and end the threads. A second time does
+        nothing.
+        """
+        if self.is_closing:
+            return
+        end = time.monotonic() + seconds
         self.flush(seconds)
         with self._changed:
             self.is_closing = True
@@ -183,9 +196,8 @@ class Mover:
             self._offers.clear()
             self._changed.notify_all()
         self.tiers.count_dropped(left)
-        for thread in self._threads:
-            thread.join(1.0 + seconds)
-        self.tiers.close()
+        for thread in self._threads:  # a disk may hang, and hold one for ever
+            thread.join(max(_LAST, end - time.monotonic()))
 
     # ---------------------------------------------------------------------------------------------
     # out
@@ -203,9 +215,13 @@ class Mover:
             with self._changed:
                 self._queued.difference_update((one.group, one.key) for one in batch)
                 self._changed.notify_all()
+            while self._failed:
+                for key, group in self._failed.popleft():
+                    self.tiers.forget(key, group)
             while self._used:
                 self.tiers.touch(self._used.popleft())
             self.tiers.refresh()
+        self.tiers.close()
 
     def _next_offers(self) -> list[Offer]:
         """Wait a short time for offers, and return them; there may be none."""

@@ -66,16 +66,20 @@ class Rates:
         before, spent = self._computed
         self._computed = before / 2 + num_tokens, spent / 2 + seconds
 
+    def to_compute(self, num_tokens: int) -> float:
+        """Return the seconds that tokens of a prompt take; 0 before any were measured."""
+        tokens, seconds = self._computed
+        return num_tokens * seconds / tokens if tokens else 0.0
+
     def is_worth(self, sizes: Mapping[Tier, int], num_tokens: int, is_limited: bool) -> bool:
         """Return whether to read blocks of `sizes` bytes, by tier, takes less time than to compute
         their `num_tokens` tokens. What was not measured yet, or long ago, is tried.
         """
-        tokens, seconds = self._computed
-        if tokens == 0:
+        if self._computed[0] == 0:
             return True
         to_read = 0.0
         for tier, size in sizes.items():
             num_bytes, spent, when = self._read.get(tier, (0.0, 0.0, 0.0))
             if num_bytes and self._clock() - when < _FRESH:
                 to_read += size * spent / num_bytes
-        return to_read / (SHARE if is_limited else 1.0) < num_tokens * seconds / tokens
+        return to_read / (SHARE if is_limited else 1.0) < self.to_compute(num_tokens)

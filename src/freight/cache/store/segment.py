@@ -24,6 +24,17 @@ from freight.cache.store.entries import ENTRY_BYTES, Entry, decode_entries, dige
 
 INDEX, BLOCKS = ".index", ".blocks"
 _PRIVATE = 0o600  # what is stored is what users wrote
+_sync = getattr(os, "fdatasync", os.fsync)  # macOS has the second alone
+
+
+class _Open:
+    """An open file, closed once nobody uses it: a segment may be given up while a thread reads it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
 
 
 class Segment:
@@ -33,7 +44,7 @@ class Segment:
         self.index = index
         self.blocks = index.with_suffix(BLOCKS)
         self._num_read = 0  # bytes of the index
-        self._file: int | None = None
+        self._file: _Open | None = None
 
     def new_entries(self) -> Iterator[Entry]:
         """Yield the entries that came since the last call."""
@@ -52,11 +63,12 @@ class Segment:
         """Read a record into `record`, which has its size; False unless every byte is as it was
         written.
         """
-        if self._file is None:
-            self._file = os.open(self.blocks, os.O_RDONLY | os.O_CLOEXEC)
+        file = self._file  # `close` may come meanwhile, from another thread
+        if file is None:
+            file = self._file = _Open(os.open(self.blocks, os.O_RDONLY | os.O_CLOEXEC))
         num_read = 0
         while num_read < len(record):
-            count = os.preadv(self._file, [record[num_read:]], entry.offset + num_read)
+            count = os.preadv(file.number, [record[num_read:]], entry.offset + num_read)
             if count == 0:
                 return False
             num_read += count
@@ -69,9 +81,7 @@ class Segment:
             os.utime(self.index, ns=(now, now))
 
     def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._file = None
 
 
 class SegmentWriter:
@@ -108,14 +118,14 @@ class SegmentWriter:
         try:
             for record in written:
                 _write(self._blocks, record)
-            os.fdatasync(self._blocks)
+            _sync(self._blocks)
         except OSError:
             with suppress(OSError):
                 os.ftruncate(self._blocks, self.size)
             raise
         self.size = offset
         _write(self._index, b"".join(entry.encode() for entry in entries))
-        os.fdatasync(self._index)
+        _sync(self._index)
         return entries
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,10 @@ from freight.cache.store.entries import ENTRY_BYTES, Entry
 from freight.cache.store.folder import NAME, segments_of
 from freight.cache.store.segment import INDEX, Segment, delete, is_written
 from freight.cache.store.weights import FILE as WEIGHTS
+from freight.cache.store.weights import has_digests
 from freight.errors import ConfigError
+
+_SPACE = re.compile("[0-9a-f]{32}")  # `engine.store.name_space`
 
 
 @dataclass(frozen=True)
@@ -93,18 +97,27 @@ def clear(root: Path) -> int:
             if not is_written(index):
                 delete(index)
                 freed += size
-    for described in root.glob(f"*/{NAME}"):
+    for described in _described(root):
         if not any(described.parent.glob("*" + INDEX)):
             described.unlink(missing_ok=True)
             with suppress(OSError):  # there is something that is not the store's
                 described.parent.rmdir()
-    (root / WEIGHTS).unlink(missing_ok=True)
+    if has_digests(root):
+        (root / WEIGHTS).unlink(missing_ok=True)
     return freed
 
 
 def _require(root: Path) -> None:
+    """Refuse what is no store: names of files are not enough to delete them by."""
     if not root.is_dir():
         raise ConfigError(f"{root} is not a folder; name the DIR of --kv-store")
+    if any(root.iterdir()) and not _described(root) and not has_digests(root):
+        raise ConfigError(f"{root} holds other files than a store; name the DIR of --kv-store")
+
+
+def _described(root: Path) -> list[Path]:
+    """Return the descriptions of all name spaces."""
+    return [path for path in root.glob(f"*/{NAME}") if _SPACE.fullmatch(path.parent.name)]
 
 
 def _entries(index: Path) -> list[Entry]:

@@ -123,7 +123,7 @@ class StoreTiers:
             return
         try:
             disk.append(blocks)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self._count("dropped", len(blocks))
             self._rests_until = self._clock() + _REST
             self._failed("is full" if isinstance(error, FullError) else "cannot be written", error)

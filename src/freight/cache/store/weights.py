@@ -3,7 +3,8 @@
 Two fine-tunings of one model have files of the same names and sizes, so names, sizes and samples
 cannot tell whose blocks these are. To read 16 GB takes 10 seconds or more, so the digest of a file is kept
 in the store by its path, size, times of change and inode. The time of a change of the inode is
-among them because nobody can set it back.
+among them because nobody can set it back. A file system that keeps it in whole seconds may be an
+image, in which it can be any: there digests are computed each time.
 """
 
 from __future__ import annotations
@@ -25,10 +26,16 @@ _KEPT = 1024  # digests of files
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file of weights, and the state by which a change of it is seen."""
+    """A file of weights, and what would be different had it changed.
+
+    path    where it is
+    state   size, mtime and ctime in nanoseconds, inode
+    name    what it was found by: a link, or a folder that is one, may lead elsewhere later
+    """
 
     path: str
-    state: tuple[int, int, int, int]  # size, mtime and ctime in nanoseconds, inode
+    state: tuple[int, int, int, int]
+    name: str
 
     @staticmethod
     def of(path: Path) -> WeightFile:
@@ -36,7 +43,14 @@ class WeightFile:
         whole = path.resolve()
         found = whole.stat()
         state = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
-        return WeightFile(str(whole), state)
+        return WeightFile(str(whole), state, str(path.absolute()))
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether another file could not have this state. In images (squashfs, ISO 9660) and on some
+        network file systems it can: the times are those of the image, in whole seconds.
+        """
+        return self.state[2] % 10**9 != 0
 
 
 class ChangedError(Exception):
@@ -54,16 +68,22 @@ def digest_of_weights(
     all_files = hashlib.sha256()
     for file in files:
         state, digest = known.get(file.path, ([], ""))
-        if state != list(file.state):
+        if state != list(file.state) or not file.is_told_apart:
             read = _digest(file, is_wanted)
             if read is None:
                 return None
-            _keep(root, file, read)
+            if file.is_told_apart:
+                _keep(root, file, read)
             digest = read
-        if WeightFile.of(Path(file.path)) != file:
+        if WeightFile.of(Path(file.name)) != file:
             raise ChangedError(file.path)
         all_files.update(f"{Path(file.path).name} {digest}\n".encode())
     return all_files.hexdigest()
+
+
+def has_digests(root: Path) -> bool:
+    """Return whether `root` has digests of weights."""
+    return any(len(state) == 4 and digest for state, digest in _known(root).values())
 
 
 def _digest(file: WeightFile, is_wanted: Callable[[], bool]) -> str | None:

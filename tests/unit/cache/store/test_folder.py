@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from freight.cache.store import segment as segments
 from freight.cache.store.entries import ENTRY_BYTES, Entry, decode_entries
 from freight.cache.store.folder import BlockFolder, FullError, segments_of
+from freight.cache.store.survey import clear, survey, verify
 from freight.errors import ConfigError
 
 TOKENS = b"\7" * 32
@@ -319,3 +320,74 @@ def test_two_engines_and_a_limit(
         assert sum(size for _, _, size in segments_of(root)) <= limit + 30 * ENTRY_BYTES
     for folder in folders:
         folder.close()
+
+
+def test_a_segment_that_is_given_up_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the writing thread does that deletes it for room: what is open stays readable."""
+    folder = opened(tmp_path)
+    folder.append([block(1)])
+    preadv = os.preadv
+
+    def given_up(file: int, buffers: list[memoryview], offset: int) -> int:
+        for segment in folder._segments.values():
+            segment.close()
+        return preadv(file, [buffers[0][:8]], offset)
+
+    monkeypatch.setattr(os, "preadv", given_up)
+    assert read(folder, 1) == payload_of(1)
+
+
+def test_entries_count_as_well(tmp_path: Path) -> None:
+    folder = opened(tmp_path)
+    folder.append([block(number) for number in range(100)])
+    counted = folder.num_bytes
+    folder.refresh()
+    assert folder.num_bytes == counted
+
+
+def test_a_segment_that_is_deleted_while_it_is_written(tmp_path: Path) -> None:
+    folder = opened(tmp_path)
+    folder.append([block(1)])
+    for path in (*tmp_path.rglob("*.index"), *tmp_path.rglob("*.blocks")):
+        path.unlink()
+    folder.refresh()
+    folder.append([block(2)])
+    assert [read(folder, number) for number in (1, 2)] == [None, payload_of(2)]
+
+
+def test_emptied_while_an_engine_writes_nothing(tmp_path: Path) -> None:
+    """The folder of its name space goes, and comes again."""
+    folder = BlockFolder(tmp_path, "0" * 32, 1 << 20, {"name": "demo"})
+    clear(tmp_path)
+    assert not list(tmp_path.iterdir())
+    folder.append([block(1)])
+    assert read(folder, 1) == payload_of(1)
+    assert survey(tmp_path)[0].decides == {"name": "demo"}
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    files = [tmp_path / "project" / name for name in ("data.blocks", "name.json")]
+    files += [
+        tmp_path / "weights.json",
+        tmp_path / "project/old.index",
+        tmp_path / "project/old.blocks",
+    ]
+    (tmp_path / "project").mkdir()
+    for path in files:
+        path.write_text('{"some": 1}')
+    folder = opened(tmp_path, 1 << 20)
+    for number in range(20):
+        folder.append([block(number, 90_000)])
+    folder.close()
+    for look in (survey, verify, clear):
+        with pytest.raises(ConfigError, match="holds other files than a store"):
+            look(tmp_path)
+    described = tmp_path / ("0" * 32) / "name.json"
+    described.parent.mkdir()
+    described.write_text("{}")
+    assert verify(tmp_path).damaged == 0
+    assert clear(tmp_path) > 0
+    assert all(path.exists() for path in files)
+    assert not described.exists()

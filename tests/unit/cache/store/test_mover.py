@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from tests.unit.cache.store.test_folder import TOKENS, key_of, payload_of
 
+from freight.cache.store import segment
 from freight.cache.store.mover import Fetch, Mover, Offer, Record, Wanted
 from freight.cache.store.pace import SHARE, Rates, ReadBudget
+from freight.cache.store.segment import is_written
 from freight.cache.store.tiers import StoreTiers, Tier
 
 SIZE = 40
@@ -234,3 +236,23 @@ def test_records_are_not_copied_into_other_blocks(setup: Setup) -> None:
     for number in (0, 1, 2, 4, 5):
         expected[number] = payload_of(number)
     assert setup.pool.blocks[32:38] == expected
+
+
+def test_a_hanging_disk_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing ends after its time, and a second time at once."""
+    setup, goes_on = Setup(tmp_path), threading.Event()
+    setup.tiers.open("space")
+    monkeypatch.setattr(segment, "_sync", lambda file: goes_on.wait(20))
+    setup.offer(1)
+    wait_for(lambda: not setup.mover._offers)
+    setup.offer(2, 3)
+    began = time.monotonic()
+    setup.mover.close(0.1)
+    first = time.monotonic()
+    setup.mover.close(5)
+    assert first - began < 2.5
+    assert time.monotonic() - first < 0.5
+    goes_on.set()
+    for thread in setup.mover._threads:
+        thread.join(10)
+    assert not any(is_written(path) for path in tmp_path.rglob("*.index"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,35 @@ def test_a_damaged_list_is_made_anew(tmp_path: Path, content: bytes) -> None:
         f"0.safetensors {hashlib.sha256(b'one').hexdigest()}\n".encode()
     ).hexdigest()
     assert digest_of_weights(tmp_path, found) == expected
+
+
+@pytest.mark.parametrize("of_folder", [False, True])
+def test_a_link_that_leads_elsewhere_meanwhile(tmp_path: Path, of_folder: bool) -> None:
+    """As `current` does in a folder of releases: what was loaded is not what it led to before."""
+    files(tmp_path / "one", b"one")
+    files(tmp_path / "two", b"two")
+    place = tmp_path / "current"
+    if not of_folder:
+        place.mkdir()
+    link = place if of_folder else place / "0.safetensors"
+    target = "" if of_folder else "0.safetensors"
+    link.symlink_to(tmp_path / "one" / target)
+    found = [WeightFile.of(path) for path in place.glob("*.safetensors")]
+    assert digest_of_weights(tmp_path, found) is not None
+    link.unlink()
+    link.symlink_to(tmp_path / "two" / target)
+    with pytest.raises(ChangedError):
+        digest_of_weights(tmp_path, found)
+
+
+def test_times_in_whole_seconds_tell_nothing_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two images of equal times, of which one is mounted and then the other."""
+    found = files(tmp_path / "model", b"one")
+    size, modified, _, inode = found[0].state
+    image = replace(found[0], state=(size, modified, 1_700_000_000 * 10**9, inode))
+    monkeypatch.setattr(WeightFile, "of", lambda path: image)
+    first = digest_of_weights(tmp_path, [image])
+    (tmp_path / "model/0.safetensors").write_bytes(b"two")
+    assert digest_of_weights(tmp_path, [image]) != first
