@@ -429,6 +429,12 @@ def _biases(name: str, value: object, most: int) -> dict[int, float]:
 def _text(name: str, value: object) -> str | None:
     if value is not None and not isinstance(value, str):
         raise RequestError(f"{name} is {shown(value)}; it must be a string or None")
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} is not Unicode: {error.reason} at character {error.start}"
+        ) from error
     return value
 
 

@@ -15,9 +15,9 @@ from tests.drafters import KINDS, Told
 
 from freight import LLM, SamplingParams
 from freight.engine import build
-from freight.engine.drafts import Drafter
+from freight.engine.drafts import LONGEST_TEXT, Drafter
 from freight.engine.engine import Engine
-from freight.errors import ConfigError
+from freight.errors import ConfigError, RequestError
 from freight.outputs import FinishReason
 
 SOURCES = [
@@ -128,7 +128,7 @@ def test_random_requests_with_drafts_and_without(
     for index in range(count):
         source = rng.choice(SOURCES) * rng.randint(1, 2)
         requests[str(index)] = source[: rng.randint(1, len(source))], random_params(rng)
-    monkeypatch.setattr(engine, "_drafter", lambda prompt, params: None)
+    monkeypatch.setattr(engine, "_drafters", lambda prompt, params: [None] * params.n)
     expected = dict(outputs_of(engine, requests))
     assert engine.stats().drafted == 0
 
@@ -144,7 +144,11 @@ def test_random_requests_with_drafts_and_without(
         ]
         return None if kind == "none" else Told(answers, kind, rng, engine.intake.vocab_size)
 
-    monkeypatch.setattr(engine, "_drafter", drafter)
+    monkeypatch.setattr(
+        engine,
+        "_drafters",
+        lambda prompt, params: [drafter(prompt, params) for _ in range(params.n)],
+    )
     monkeypatch.setattr(engine, "_clock", itertools.count().__next__)
     before = engine.stats()
     late = {
@@ -205,6 +209,51 @@ def test_a_prediction_is_drafted_from_the_first_token_on(llm: LLM) -> None:
         steps[text] = taken[0]
     predicted, other = steps.values()
     assert predicted < other / 2
+
+
+def test_a_prediction_drafts_no_token_beyond_the_vocabulary(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Tokenizers may have more tokens than the embedding has rows, such as those of images."""
+    llm = LLM("demo", kv_cache_memory="4MiB", threads=1, max_model_len=256, speculate=6)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    plain, intake = llm.generate([SOURCES[1]], params)[0], llm.engine.intake
+    assert intake.tokenizer is not None
+    intake.tokenizer._backend.add_special_tokens(["<|image|>"])
+    text = plain.outputs[0].text
+    text = "".join(f"{text[begin : begin + 12]}<|image|>" for begin in range(0, len(text), 12))
+    predicted = replace(params, prediction=text)
+    assert (
+        max(intake.tokenizer.encode(text)) == intake.vocab_size > max(intake.predicted(predicted))
+    )
+    assert essence(llm.generate([SOURCES[1]], predicted)[0]) == essence(plain)
+    assert not caplog.records  # no step failed
+
+
+def test_a_prediction_is_tokenized_once_and_not_beyond_what_is_used(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that run wait for it."""
+    engine, lengths = llm.engine, []
+    assert engine.tokenizer is not None
+    encode = engine.tokenizer.encode
+
+    def watched(text: str, add_special_tokens: bool = True) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, add_special_tokens)
+
+    params = SamplingParams(n=3, max_tokens=2, prediction="value = 1\n" * (LONGEST_TEXT // 5))
+    prompt = engine.accept(SOURCES[0], params)
+    monkeypatch.setattr(engine.tokenizer, "encode", watched)
+    engine.add("long", prompt, params)
+    engine.release("long")
+    assert lengths == [LONGEST_TEXT]
+
+
+def test_a_prediction_that_is_no_text_is_refused() -> None:
+    for prediction in ("\ud800", 5):
+        with pytest.raises(RequestError, match="prediction is"):
+            SamplingParams(prediction=prediction)  # type: ignore[arg-type]
 
 
 def test_one_sequence_at_most_has_drafts_and_recorded_steps() -> None:

@@ -412,7 +412,7 @@ def test_drafts(open_llm, expected, drafts):
     told = Told(
         [expected[sampling].token_ids], kind, random.Random(1), llm.engine.intake.vocab_size
     )
-    llm.engine._drafter = lambda prompt, params: told
+    llm.engine._drafters = lambda prompt, params: [told] * params.n
     assert trace(llm, SAMPLING[sampling]) == expected[sampling]
     stats = llm.engine.stats()
     assert (stats.drafted > 0) == llm.engine.runner.pool.spec.repeatable

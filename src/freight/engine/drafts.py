@@ -37,6 +37,9 @@ LEAST = 0.15
 GAIN = 0.25
 AT_ONCE = 512  # tokens of a prompt that are taken in before a step: about two milliseconds
 LONGEST = 32768  # last tokens of a prompt that are taken in: 11 MB
+# First characters of a predicted text that are tokenized, which running requests wait for: LONGEST
+# tokens of source code have about as many.
+LONGEST_TEXT = 4 * LONGEST
 
 _BITS = 32  # of a token in a context
 _MASKS = tuple((1 << _BITS * length) - 1 for length in LENGTHS)

@@ -348,7 +348,7 @@ class Engine:
             tokenizer=self.tokenizer,
         )
         bad_words = self.intake.bad_words(params)
-        for index in range(params.n):
+        for index, drafter in enumerate(self._drafters(prompt, params)):
             # one completion with the prompt's log-probabilities is enough
             its_params = params if index == 0 else replace(params, prompt_logprobs=None)
             request = Request(
@@ -361,16 +361,18 @@ class Engine:
                 stop_token_ids=stops,
                 grammar=self._matcher(params),
                 bad_words=bad_words,
-                drafter=self._drafter(prompt, params),
+                drafter=drafter,
             )
             group.completions.append(Completion(request, text_of, tokenizer))
         return group
 
-    def _drafter(self, prompt: AcceptedPrompt, params: SamplingParams) -> Drafter | None:
+    def _drafters(self, prompt: AcceptedPrompt, params: SamplingParams) -> list[Drafter | None]:
+        """Return one for each completion, None where nothing is drafted."""
         # a matcher follows one output, and does not go back
         if not self._drafts or params.structured_outputs is not None:
-            return None
-        return Drafter(prompt.token_ids, self.intake.predicted(params))
+            return [None] * params.n
+        predicted = self.intake.predicted(params)
+        return [Drafter(prompt.token_ids, predicted) for _ in range(params.n)]
 
     def _matcher(self, params: SamplingParams) -> Matcher | None:
         if params.structured_outputs is None:

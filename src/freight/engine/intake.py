@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from freight.engine.bad_words import BadWords, read_bad_words
+from freight.engine.drafts import LONGEST_TEXT
 from freight.engine.grammar import Grammars
 from freight.engine.request import check_length
 from freight.errors import RequestError
@@ -98,14 +99,20 @@ class Intake:
         return read_bad_words(params.bad_words, self.tokenizer, self.vocab_size)
 
     def predicted(self, params: SamplingParams) -> Sequence[int]:
-        """Return the tokens of `prediction`; none without. Raises RequestError."""
+        """Return the tokens of `prediction` that can be drafted; none without. Raises RequestError.
+
+        Ids that the tokenizer has beyond the vocabulary are left out: no draw gives one, and the
+        embedding has no row for it.
+        """
         if not params.prediction:
             return ()
         if self.tokenizer is None:
             raise RequestError(
                 "prediction needs a tokenizer; without one (skip_tokenizer_init) leave it out"
             )
-        return self.tokenizer.encode(params.prediction, add_special_tokens=False)
+        text = params.prediction[:LONGEST_TEXT]
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        return [token for token in tokens if token < self.vocab_size]
 
     def check_form(self, outputs: StructuredOutputs) -> None:
         """Raises RequestError for a form that cannot be compiled. An engine compiles it again."""

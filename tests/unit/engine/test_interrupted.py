@@ -100,16 +100,16 @@ def test_an_exception_at_any_line_of_steps_with_drafts(new_llm: Callable[..., LL
     def drafting() -> Callable[[], Any]:
         llm, rng = new_llm(**limits, most_drafts=6), random.Random(2)
 
-        def drafter(prompt: Any, params: SamplingParams) -> Told:
+        def drafters(prompt: Any, params: SamplingParams) -> list[Told]:
             answers = [
                 one.token_ids
                 for request in expected
                 if request.prompt_token_ids == list(prompt.token_ids)
                 for one in request.outputs
             ]
-            return Told(answers, kind, rng, VOCAB)
+            return [Told(answers, kind, rng, VOCAB) for _ in range(params.n)]
 
-        llm.engine._drafter = drafter  # type: ignore[assignment,method-assign]
+        llm.engine._drafters = drafters  # type: ignore[assignment,method-assign]
         return scenario(llm, random.Random(1))
 
     with Interrupter() as counter:

@@ -7,23 +7,33 @@ from typing import Any
 
 import pytest
 
+from freight.engine.accounts import Totals
 from freight.engine.watch import cache_watched
 
 
+@pytest.mark.parametrize("rejected", [0, 6])
 @pytest.mark.parametrize(
     ("clipped", "said"), [(0, None), (10, None), (11, "0.1 %"), (500, "5.0 %")]
 )
 def test_a_share_of_clipped_values_is_said_above_one_in_a_thousand(
-    caplog: pytest.LogCaptureFixture, clipped: int, said: str | None
+    caplog: pytest.LogCaptureFixture, clipped: int, said: str | None, rejected: int
 ) -> None:
+    """Drafts that were not drawn are stored, too."""
     counts = [
         (3, 7),
         (3, 7 + clipped),
     ]  # NaN and clipped values, before and after 10 tokens of 1,000 values
     pool = SimpleNamespace(counters=lambda: counts.pop(0), values_per_token=1000)
-    engine: Any = SimpleNamespace(runner=SimpleNamespace(pool=pool), num_computed_tokens=5)
+    totals = Totals(drafted=4, accepted=1)
+    engine: Any = SimpleNamespace(
+        runner=SimpleNamespace(pool=pool),
+        num_computed_tokens=5,
+        scheduler=SimpleNamespace(totals=totals),
+    )
     with cache_watched(engine):
-        engine.num_computed_tokens += 10
+        engine.num_computed_tokens += 10 - rejected
+        totals.drafted += rejected + 2
+        totals.accepted += 2
     if said is None:
         assert not caplog.records
     else:
