@@ -2,13 +2,16 @@
 end.
 
 So a test sees every byte that the rank has stored. `FREIGHT_TEST_PAGES` is the file's path.
-`FREIGHT_TEST_FAULT` makes it fail: 'step 3' leaves that step, 'fingerprint' says to have opened
-something else, 'load' refuses to read its weights.
+`FREIGHT_TEST_FAULT` makes it fail: 'step 3' leaves that step before its first gather, 'late 3'
+behind its last one, 'fingerprint' says to have opened something else, 'load' refuses to read its
+weights, 'slow' reads them for a minute.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +56,10 @@ def main() -> None:
 
     follower.allocate_pool = cleared
 
+    leaving = threading.Lock()
+
     def leave(status: int) -> None:
+        leaving.acquire()  # two threads see rank 0's end
         if made:
             path = Path(os.environ["FREIGHT_TEST_PAGES"])
             torch.save(pages_of(made[-1]), path.with_suffix(".part"))
@@ -75,13 +81,17 @@ def _break(fault: str) -> None:
             raise CheckpointError("a weight of this rank is damaged")
 
         follower.OpenModel.load = refuse
-    elif kind == "step":
+    elif kind == "slow":
+        follower.OpenModel.load = lambda *_: time.sleep(60)
+    elif kind in ("step", "late"):
         run, calls = follower.ModelRunner.run, iter(range(1, 1 << 30))
 
         def run_or_fail(*given: Any) -> Any:
-            if next(calls) == int(number):
+            faulty = next(calls) == int(number)
+            rows = run(*given) if kind == "late" or not faulty else None
+            if faulty:
                 raise CapacityError("no memory on this rank")
-            return run(*given)
+            return rows
 
         follower.ModelRunner.run = run_or_fail
 

@@ -215,7 +215,8 @@ class LLM:
 
         A cache whose layers differ also has `layers`, a list of {dtype, granularity}.
         """
-        return cache_facts(self.engine.runner.pool, self.config)
+        runner = self.engine.runner
+        return cache_facts(runner.pool, self.config, runner.num_ranks)
 
     def _accept_all(
         self,

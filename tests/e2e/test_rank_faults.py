@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from freight import LLM, SamplingParams
 from freight.device import numa_nodes
 from freight.engine import leader
 from freight.engine.leader import Leader
-from freight.errors import CheckpointError, ConfigError, RankError
+from freight.errors import CapacityError, CheckpointError, ConfigError, RankError
 from freight.kernels.cpu import library
 from freight.models.weight_bytes import weight_bytes
 
@@ -142,6 +143,34 @@ def test_a_step_that_fails_on_one_rank_is_computed_again(
     assert tokens_of(llm) == expected
 
 
+@pytest.mark.parametrize("step", [3, 13])
+def test_a_rank_that_fails_behind_its_last_gather_computes_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """In a recorded step rank 0 is done, and the next one finds it; else its logits are to come."""
+    llm = start(f"late {step}")
+    other = {"prompt_token_ids": list(range(50, 80))}
+    alone = LLM(BASE, skip_tokenizer_init=True, threads=1, kv_cache_memory="2MiB")
+    leading, memory = leader_of(llm), leader_of(llm).memory
+    begin, calls = leading.step, iter(range(1 << 30))
+
+    def begin_later(*given: Any) -> Any:
+        if next(calls) == step + 1:  # the logits of the first prompt are call 1
+            deadline = time.monotonic() + 5
+            while memory.failed() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert memory.failed() == 1
+        return begin(*given)
+
+    monkeypatch.setattr(leading, "step", begin_later)
+    scored = replace(GREEDY, logprobs=3)
+    for prompt in (PROMPT, other):
+        found, wanted = (one.generate(prompt, scored)[0].outputs[0] for one in (llm, alone))
+        assert found.token_ids == wanted.token_ids
+        assert found.logprobs == wanted.logprobs
+    assert next(calls) > step
+
+
 def test_an_interrupt_leaves_the_ranks_together(
     start: Start, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +226,8 @@ def test_a_rank_that_cannot_start_refuses_the_engine(
         ({"rank_cpus": "0|1"}, "is for several ranks"),
         ({"tensor_parallel_size": 2, "rank_cpus": "0"}, "there are 2"),
         ({"tensor_parallel_size": 2, "rank_timeout": 0}, "--rank-timeout 0"),
+        ({"tensor_parallel_size": 2, "rank_timeout": 1e12}, "--rank-timeout 1000000000000.0"),
+        ({"tensor_parallel_size": 2, "rank_cpus": ["0", "1"]}, "write a text like"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_process_starts(
@@ -205,6 +236,71 @@ def test_what_cannot_be_is_refused_before_a_process_starts(
     monkeypatch.setattr(leader, "spawn", lambda files: pytest.fail("a rank was started"))
     with pytest.raises(ConfigError, match=says):
         LLM(BASE, skip_tokenizer_init=True, **options)
+
+
+def test_a_rank_that_reads_weights_ends_with_rank_0(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: list[int] = []
+    load = Leader.load
+
+    def interrupted(self: Leader, *given: int) -> None:
+        load(self, *given)
+        pids.extend(self.pids)
+        time.sleep(0.2)  # the other rank begins to read
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Leader, "load", interrupted)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        start("slow")
+    assert time.monotonic() - began < 4.0  # after 5 s it would be killed
+    assert is_gone(pids[0])
+
+
+def test_a_fork_does_not_keep_the_other_rank_alive(start: Start) -> None:
+    """As multiprocessing's children do in a program that has an LLM."""
+    llm = start()
+    leading = leader_of(llm)
+    child = os.fork()
+    if child == 0:
+        time.sleep(20)
+        os._exit(0)
+    try:
+        assert tokens_of(llm)  # nothing was closed here
+        connection = leading._others.sockets[0]
+        connection.close()
+        assert is_gone(leading.pids[0])
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_start_that_fails_leaves_no_file_open_and_no_thread_bound(start: Start) -> None:
+    two = sorted(os.sched_getaffinity(0))[:2]
+    if len(two) < 2:
+        pytest.skip("needs two processors")
+    cpus = f"{two[0]}|{two[1]}"
+    llm = start(rank_cpus=cpus)
+    assert os.sched_getaffinity(0) == {two[0]}
+    leader_of(llm).close()
+    assert os.sched_getaffinity(0) > {two[0]}
+    opened, usable = os.listdir("/proc/self/fd"), os.sched_getaffinity(0)
+    with pytest.raises(CapacityError):
+        start(rank_cpus=cpus, kv_cache_memory=1)
+    assert len(os.listdir("/proc/self/fd")) <= len(opened)
+    assert os.sched_getaffinity(0) == usable
+
+
+def test_sizes_are_those_of_all_ranks_together(start: Start) -> None:
+    alone = LLM(BASE, skip_tokenizer_init=True, threads=1, kv_cache_memory="2MiB")
+    llm = start()
+    assert llm.kv_cache_info() == alone.kv_cache_info()
+    with pytest.raises(CapacityError) as one:
+        LLM(BASE, skip_tokenizer_init=True, kv_cache_memory=1000)
+    with pytest.raises(CapacityError) as two:
+        start(kv_cache_memory=1000)
+    assert str(one.value) == str(two.value)
 
 
 def test_an_llm_starts_its_rank_and_ends_it(expected: Any) -> None:

@@ -44,6 +44,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 _REQUIRED = ("--max-num-seqs", "--seed", "--tensor-parallel-size")  # options that have a value
+MOST_RANK_TIMEOUT = 1_000_000  # seconds: nanoseconds of more than 292 years overflow
 _NO_GPUS = (
     "--tensor-parallel-size {}: several GPUs have not been tried on any machine yet, so they are refused; use one GPU, "
     "or --device cpu"
@@ -101,8 +102,12 @@ def check(args: EngineArgs) -> None:
 
 def _check_ranks(args: EngineArgs) -> None:
     size, cpus = args.tensor_parallel_size, args.rank_cpus
-    if not is_number(args.rank_timeout) or not 0 < args.rank_timeout < math.inf:
-        raise ConfigError(f"--rank-timeout {args.rank_timeout!r} must be seconds above 0")
+    if not is_number(args.rank_timeout) or not 0 < args.rank_timeout <= MOST_RANK_TIMEOUT:
+        raise ConfigError(
+            f"--rank-timeout {args.rank_timeout!r} must be seconds above 0, at most {MOST_RANK_TIMEOUT:,}"
+        )
+    if cpus is not None and not isinstance(cpus, str):
+        raise ConfigError(f"rank_cpus is {cpus!r}; write a text like '0-31|32-63'")
     if size == 1 and cpus is not None:
         raise ConfigError(
             f"--rank-cpus {cpus!r} is for several ranks: add --tensor-parallel-size, or omit it"

@@ -122,8 +122,8 @@ def _lead(opened: OpenModel) -> tuple[OpenModel, Leader, Sequence[Place]]:
             "the same work and never waits",
             size,
         )
-    where[0].take()
     leader = Leader(size, args.rank_timeout)
+    leader.take(where[0])
     return opened.as_rank(Ranks(0, size, leader.memory), where[0].cores), leader, where
 
 
@@ -147,7 +147,7 @@ def _start(
     spec = opened.cache_spec(config)
     if config.kv_cache_memory is not None:
         weights = _weight_bytes(opened.model, config) // size
-        _check_memory(config.kv_cache_memory, weights, opened.device)
+        _check_memory(config.kv_cache_memory, weights, opened.device, size)
         config = _fit_context(spec, config.kv_cache_memory, config, args)
     free = (
         memory_for_cache(config.device) // size
@@ -181,7 +181,7 @@ def _start(
     num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
     kv = opened.with_rank_scales(config).kv
     pool = allocate_pool(spec, kv, num_blocks, kernels, config.device, model.rotaries)
-    logger.info("%s", describe_cache(pool, config))
+    logger.info("%s", describe_cache(pool, config, size))
     if config.fp8_attention:
         logger.info("attention: products in FP8")
 
@@ -282,10 +282,12 @@ def _fit_context(
     if tokens >= config.max_model_len:
         return config
     if args.max_model_len is not None or tokens == 0:
-        needed = bytes_of_request(spec, config.max_model_len, step_tokens)
+        ranks = args.tensor_parallel_size  # the option is for all of them together
+        memory, of_token = memory * ranks, spec.bytes_per_token * ranks
+        needed = bytes_of_request(spec, config.max_model_len, step_tokens) * ranks
         raise CapacityError(
             f"a KV cache of {memory:,} byte{'s' if memory != 1 else ''} holds {tokens} tokens of "
-            f"{spec.bytes_per_token} bytes, in blocks of {spec.block_size}; a context of {config.max_model_len} tokens "
+            f"{of_token} bytes, in blocks of {spec.block_size}; a context of {config.max_model_len} tokens "
             f"(--max-model-len) does not fit. "
             f"Raise --kv-cache-memory to {-(-needed // 2**20)}MiB, or shorten it"
         )
@@ -308,19 +310,20 @@ def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     )
 
 
-def _check_memory(asked: int, weights: int, device: DeviceFacts) -> None:
+def _check_memory(asked: int, weights: int, device: DeviceFacts, ranks: int) -> None:
     """Pages are touched when they are first written, so a cache that is too large would end the
-    process much later.
+    process much later. Bytes are those of a rank, and in the error those of all.
     """
     if asked + weights <= device.memory_free:
         return
-    left = (device.memory_free - weights) // 2**20
+    asked, weights, free = (count * ranks for count in (asked, weights, device.memory_free))
+    left = (free - weights) // 2**20
     way_out = "free memory first"
     if left > 0:
         way_out = f"use at most {left}MiB, or omit it for a share of that"
     raise CapacityError(
         f"--kv-cache-memory asks for {asked:,} bytes and the weights need {weights:,}, but of the {device.kind}'s "
-        f"memory {device.memory_free:,} bytes are free; {way_out}"
+        f"memory {free:,} bytes are free; {way_out}"
     )
 
 
@@ -328,16 +331,17 @@ def _size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
-def describe_cache(pool: KVPool, config: EngineConfig) -> str:
+def describe_cache(pool: KVPool, config: EngineConfig, ranks: int = 1) -> str:
     """Return the line at start: format, granularity, source of the scales, what fits, and what
-    another choice would take.
+    another choice would take. Of several `ranks`, sizes are those of one.
 
     That is 16 bits where every group keeps all blocks, else groups that give no block back.
     """
     kv, spec = config.kv, pool.spec
     scales = f"{kv.names()['granularity']}, {kv.scale_source}" if kv.granularity else "none"
     note = f" ({kv.note})" if kv.note else ""
-    line = f"KV cache: {kv.describe()}; scales: {scales}{note}; "
+    of_rank = f" of each of {ranks} ranks" if ranks > 1 else ""
+    line = f"KV cache{of_rank}: {kv.describe()}; scales: {scales}{note}; "
     if not all(group.keeps_all for group in spec.groups):
         return line + _describe_groups(pool, config)
     line += f"{pool.capacity_tokens:,} tokens fit in {_size(pool.num_bytes)}"
@@ -346,19 +350,19 @@ def describe_cache(pool: KVPool, config: EngineConfig) -> str:
     return line
 
 
-def cache_facts(pool: KVPool, config: EngineConfig) -> dict[str, Json]:
+def cache_facts(pool: KVPool, config: EngineConfig, ranks: int = 1) -> dict[str, Json]:
     """Describe the cache in use, by the names every JSON of Freight uses.
 
-    bytes_per_token includes `token` scales; tokens_at_16_bits is the capacity of a 16-bit cache in
-    the same memory, with the same share of its blocks for windows. A cache whose layers differ also
-    has `layers`, a list of {dtype, granularity}; where they differ in one of these, that is 'mixed'
-    for the whole. One with recurrent states has their `state_dtype` and `bytes_per_state`, those of
-    a sequence in all layers.
+    bytes_per_token is that of all `ranks` and includes `token` scales; tokens_at_16_bits is the
+    capacity of a 16-bit cache in the same memory, with the same share of its blocks for windows. A
+    cache whose layers differ also has `layers`, a list of {dtype, granularity}; where they differ
+    in one of these, that is 'mixed' for the whole. One with recurrent states has their
+    `state_dtype` and `bytes_per_state`, those of a sequence in all layers.
     """
     layers = config.kv.layer_names()
     facts: dict[str, Json] = {
         **config.kv.names(),
-        "bytes_per_token": pool.spec.bytes_per_token,
+        "bytes_per_token": ranks * pool.spec.bytes_per_token,
         "num_blocks": pool.capacity_blocks,
         "block_size": pool.spec.block_size,
         "capacity_tokens": pool.capacity_tokens,

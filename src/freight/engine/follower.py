@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -46,12 +48,22 @@ def main() -> None:
         signal.signal(stop, signal.SIG_IGN)  # rank 0 handles them, and its end is this one's
     number, *files = map(int, sys.argv[1:])
     try:
-        follow(socket.socket(fileno=number), files)
+        connection = socket.socket(fileno=number)
+        threading.Thread(target=_leave_with, args=(connection,), daemon=True).start()
+        follow(connection, files)
     except (EOFError, ConnectionError):  # rank 0 is gone
         status = 0
     except RankError:  # rank 0 sees which rank was lost, and names it
         status = 1
     leave(status)
+
+
+def _leave_with(connection: socket.socket) -> None:
+    """End the process once rank 0 is gone, also while it reads weights, which may take minutes."""
+    end = select.poll()
+    end.register(connection, 0)  # hang-ups alone
+    end.poll()
+    leave(0)
 
 
 def leave(status: int) -> None:
@@ -66,7 +78,7 @@ def follow(connection: socket.socket, files: Sequence[int]) -> None:
     """
     start = Start.decode(messages.expect(connection, Kind.START))
     log_to_stderr()
-    logger.setLevel(max(start.log_level, logging.WARNING))  # rank 0 says the same
+    logger.setLevel(max(start.log_level, logging.ERROR))  # rank 0 warns of the same
     try:
         opened, memory = _open(start, files)
         config = opened.resolve(opened.args)
@@ -90,6 +102,8 @@ def _open(start: Start, files: Sequence[int]) -> tuple[OpenModel, SharedMemory]:
     rank, size, processors = start.rank, start.size, start.processors
     place = Place(None if processors is None else frozenset(processors), start.cores)
     place.take()
+    if processors is not None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(place.cores)  # it was imported while bound as rank 0, maybe to fewer
     memory = SharedMemory(passed_files(size, rank, files), rank, start.timeout)
     shape = start.random_shape
     opened = open_model(start.args) if shape is None else open_random(start.args, shape)

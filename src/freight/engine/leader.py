@@ -58,18 +58,38 @@ def spawn(files: Sequence[int]) -> subprocess.Popen[bytes]:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Others:
     """What rank 0 holds of the other ranks: an object of its own, so that a finalizer of `Leader` can
     close it.
     """
 
     memory: SharedMemory
+    passed: list[int]  # descriptors that the others alone need, until they have them
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     sockets: list[socket.socket] = field(default_factory=list)
     wake: tuple[int, int] = field(default_factory=os.pipe)
     closing: bool = False
     watcher: threading.Thread | None = None
+    unbind: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        _living.add(self)
+
+    def pass_on(self) -> None:
+        """Close the descriptors that the others have by now."""
+        while self.passed:
+            os.close(self.passed.pop())
+
+    def close_in_child(self) -> None:
+        """Close what a fork of this process has: it would keep rank 0 alive for the others."""
+        if self.closing:
+            return
+        self.closing = True
+        for connection in self.sockets:
+            connection.close()
+        self.pass_on()
+        self.memory.close()
 
     def close(self) -> None:
         """End the other ranks: their sockets close, on which they leave."""
@@ -88,7 +108,21 @@ class _Others:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self.pass_on()
         self.memory.close()
+        self.unbind()
+
+
+# of this process; a forked child (multiprocessing) must not keep second ends open
+_living: weakref.WeakSet[_Others] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for others in _living:
+        others.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Leader:
@@ -103,12 +137,16 @@ class Leader:
         self._writer = StepWriter()
         self._torn = False  # the ranks have to leave a step
         self._restarts = 0
-        self._others = _Others(self.memory)
+        self._others = _Others(self.memory, self._files.of_others(0))
         self._finalizer = weakref.finalize(self, self._others.close)
 
     def close(self) -> None:
         """End the other ranks and wait for them. Steps then raise RankError."""
         self._finalizer()
+
+    def take(self, place: Place) -> None:
+        """Bind the calling thread to rank 0's processors until the ranks are ended."""
+        self._others.unbind = place.take()
 
     @property
     def pids(self) -> list[int]:
@@ -143,7 +181,7 @@ class Leader:
                 log_level=logger.getEffectiveLevel(),
             )
             self._tell(rank, Kind.START, start.encode())
-        self._files.close_all_but(0)
+        others.pass_on()
         others.watcher = threading.Thread(
             target=_watch, args=(weakref.ref(self), self._files.reading[1:], others), daemon=True
         )
@@ -174,18 +212,23 @@ class Leader:
             connection.settimeout(self._timeout)
 
     @contextmanager
-    def step(self, kind: Kind, data: bytes) -> Iterator[None]:
-        """Have the others compute what the body computes here.
+    def step(self, kind: Kind, data: Callable[[], bytes]) -> Iterator[None]:
+        """Have the others compute what the body computes here. `data` is called once they all know
+        the same: they may have to begin anew first, and then know no block tables.
 
         Whatever ends the body early makes them leave the step. Raises RankError once a rank is
-        lost, KernelError, with that rank's words, where a rank has left the step.
+        lost, KernelError, with that rank's words, where a rank has left the step, or before LOGITS
+        the one whose rows these are.
         """
         self._require_all()
         if self._torn or self.memory.failed() is not None:
-            logger.warning("the ranks begin anew: %s", "; ".join(filter(None, self._restart())))
+            why = "; ".join(filter(None, self._restart()))
+            if kind is Kind.LOGITS:  # of rows that a rank may not have
+                raise KernelError(f"a rank has left the step: {why}")
+            logger.warning("the ranks begin anew: %s", why)
         self._torn = True
         try:
-            self._send(kind, data)
+            self._send(kind, data())
             yield
         except RankError as error:
             raise self._lost(error) from error
@@ -308,7 +351,7 @@ class LeadingRows(StepRows):
         if self.captured is not None:
             return super().logits(rows)
         assert self.leader is not None
-        with self.leader.step(Kind.LOGITS, integers(rows)):
+        with self.leader.step(Kind.LOGITS, lambda: integers(rows)):
             return super().logits(rows)
 
 
@@ -323,9 +366,15 @@ class LeadingRunner(ModelRunner):
         """Return `ModelRunner.run`. Raises RankError once a rank is lost."""
         assert self.leader is not None
         assert tokens is None, "steps are not launched ahead on CPUs"
-        with self.leader.step(Kind.RUN, self.leader.encode(slices)):
+        leader = self.leader
+        with leader.step(Kind.RUN, lambda: leader.encode(slices)):
             rows = super().run(slices)
-        return LeadingRows(**vars(rows), leader=self.leader)
+        return LeadingRows(**vars(rows), leader=leader)
+
+    @property
+    def num_ranks(self) -> int:
+        assert self.leader is not None
+        return self.leader.size
 
     def on_lost(self, call: Callable[[], None]) -> None:
         """Have another thread call this once a rank is lost."""

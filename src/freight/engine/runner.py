@@ -72,6 +72,11 @@ class ModelRunner:
             batch = replace(batch, token_ids=tokens)
         return StepRows(self.model, num_rows, hidden=self.model.hidden(batch, self.pool.layers))
 
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks compute the steps."""
+        return 1
+
     def on_lost(self, call: Callable[[], None]) -> None:
         """Have `call` called once another rank is lost; there is none here (`leader.py`)."""
 

@@ -44,7 +44,7 @@ from freight.models.expert_weights import Read, expert_matrices
 from freight.models.mixers import build_mixer
 from freight.models.shapes import kept_in_16_bits, shared_names
 from freight.models.shapes import tensor_shapes as tensor_shapes
-from freight.models.shares import Share
+from freight.models.shares import Pieces, Share, share_of
 from freight.models.sources import CheckpointSource, WeightSource, in_halves
 from freight.operands.packed import PackedExperts
 from freight.operands.rotary import Rotary
@@ -394,6 +394,7 @@ def load_model(
         logger.info("skipping %d tensors %s", count, reason)
     checkpoint.finish(pending=needed)
     if share is not None:
+        require_whole_blocks(share, stored)
         stored, packed = present_share(checkpoint, share, stored, packed)
         config = replace(share.model, ropes=config.ropes)
     source = CheckpointSource(
@@ -409,6 +410,21 @@ def load_model(
     if packed:
         logger.info("%s", describe(packed, compute_format, kernels.packs_mxfp4))
     return build_decoder(config, source, kernels, max_len, device, share)
+
+
+def require_whole_blocks(share: Share, stored: Mapping[str, StoredLinear]) -> None:
+    """Raise ConfigError if any rank would cut a block of scales: where the others do not, they would
+    read all of their weights first.
+    """
+    blocks = {name: matrix for name, matrix in stored.items() if matrix.scale.ndim == 2}
+    for rank in range(share.size if blocks else 0):
+        pieces = share_of(share.whole, rank, share.size).pieces
+        for name in blocks.keys() & pieces.keys() - {tensor_names(share.whole).embedding}:
+            blocks[name].of_rows(_rows(pieces[name]))
+
+
+def _rows(pieces: Pieces) -> list[slice]:
+    return [rows for rows, *_ in pieces if isinstance(rows, slice)]
 
 
 def present_share(
@@ -437,8 +453,7 @@ def present_share(
         elif matrix is None:
             checkpoint.narrow(whole, pieces, name)
         elif whole != embedding:
-            rows = [index[0] for index in pieces]
-            cut[name] = matrix.of_rows([one for one in rows if isinstance(one, slice)])
+            cut[name] = matrix.of_rows(_rows(pieces))
             checkpoint.narrow(matrix.weight, pieces)
         else:
             raise ConfigError(

@@ -65,7 +65,7 @@ class Start:
 
     def encode(self) -> bytes:
         """Return this as bytes of JSON."""
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(asdict(self), default=str).encode()  # a folder may be a Path
 
     @staticmethod
     def decode(data: bytes) -> Start:

@@ -7,11 +7,13 @@ node ranks gain nothing: they do the work of one process, and wait for each othe
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from freight.device import processors
 from freight.errors import ConfigError
+
+MOST_PROCESSORS = 1 << 16  # numbers above are typing errors: Linux has at most 8,192
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,20 @@ class Place:
     processors: frozenset[int] | None
     cores: int
 
-    def take(self) -> None:
-        """Bind the calling thread, and those that it starts, to the processors."""
-        if self.processors is not None:
-            os.sched_setaffinity(0, self.processors)
+    def take(self) -> Callable[[], None]:
+        """Bind the calling thread, and those that it starts, to the processors. What is returned
+        lets that thread run again where it could before.
+        """
+        if self.processors is None:
+            return lambda: None
+        before, thread = os.sched_getaffinity(0), threading.current_thread()
+        os.sched_setaffinity(0, self.processors)
+
+        def undo() -> None:
+            if thread.is_alive() and thread.native_id is not None:
+                os.sched_setaffinity(thread.native_id, before)
+
+        return undo
 
 
 def places(
@@ -46,7 +58,9 @@ def places(
         return (Place(None, max(1, cores // size)),) * size
     each = len(nodes) // size
     of_rank = [frozenset[int]().union(*nodes[r * each : (r + 1) * each]) for r in range(size)]
-    return tuple(Place(one, len(one)) for one in of_rank)
+    total = sum(map(len, of_rank))  # a CPU quota may allow fewer cores than there are processors
+    share = max(1, cores // size) if cores < total else total
+    return tuple(Place(one, min(len(one), share)) for one in of_rank)
 
 
 def parse_rank_cpus(value: str, size: int) -> tuple[frozenset[int], ...]:
@@ -55,7 +69,7 @@ def parse_rank_cpus(value: str, size: int) -> tuple[frozenset[int], ...]:
     """
     example = '"0-31|32-63" for two ranks'
     try:
-        named = tuple(frozenset(processors(part)) for part in value.split("|"))
+        named = tuple(frozenset(_listed(part)) for part in value.split("|"))
     except ValueError:
         raise ConfigError(
             f"--rank-cpus {value!r} is no list of processors; write {example}"
@@ -68,6 +82,16 @@ def parse_rank_cpus(value: str, size: int) -> tuple[frozenset[int], ...]:
     if sum(map(len, named)) != len(frozenset[int]().union(*named)):
         raise ConfigError(f"--rank-cpus {value!r} gives a processor to two ranks; write {example}")
     return named
+
+
+def _listed(text: str) -> Iterator[int]:
+    """Yield the numbers of '0-3,8'. Raises ValueError for a range that is empty or too long."""
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        begin, end = int(first), int(last or first)
+        if not begin <= end < MOST_PROCESSORS:
+            raise ValueError(part)
+        yield from range(begin, end + 1)
 
 
 def _require_usable(value: str, named: Sequence[frozenset[int]]) -> None:

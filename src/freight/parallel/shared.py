@@ -72,10 +72,9 @@ class SharedFiles:
         others = [end for other, end in enumerate(self.reading) if other != rank]
         return (self.memory, self.writing[rank], *others)
 
-    def close_all_but(self, rank: int) -> None:
-        """Close what the process of `rank` does not need, in this process."""
-        for number in {*self.reading, *self.writing}.difference(self.of_rank(rank)):
-            os.close(number)
+    def of_others(self, rank: int) -> list[int]:
+        """Return the descriptors that the process of `rank` does not need."""
+        return sorted({*self.reading, *self.writing}.difference(self.of_rank(rank)))
 
 
 def _nameless_memory() -> int:

@@ -66,6 +66,7 @@ class EngineFacts:
                   empty until loaded
     drafts        whether steps have drafts
     reproducible  whether an equal fingerprint and seed guarantee equal bits
+    ranks         processes that compute the model together
     """
 
     tokenizer: str | None
@@ -78,6 +79,7 @@ class EngineFacts:
     fingerprint: str = ""
     reproducible: bool = False
     drafts: bool = False
+    ranks: int = 1
 
 
 _ERRORS = {

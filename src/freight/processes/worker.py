@@ -151,10 +151,11 @@ def _build(
     kernels = opened.kernels(config)
     complete_facts = asdict(facts) | {
         "max_model_len": config.max_model_len,
-        "kv_cache": cache_facts(engine.runner.pool, config),
+        "kv_cache": cache_facts(engine.runner.pool, config, engine.runner.num_ranks),
         "kernels": kernels.name,
         "fingerprint": fingerprint(opened, config, kernels, version()),
         "reproducible": is_reproducible(opened, kernels),
+        "ranks": engine.runner.num_ranks,
         "drafts": engine.scheduler.most_drafts > 0,
     }
     channel.send([wire.READY, complete_facts])

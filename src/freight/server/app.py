@@ -242,7 +242,7 @@ class Routes:
                 "tokenizer_path": served.names[0],
                 "served_model_name": served.names[0],
                 "version": __version__,
-                "tp_size": 1,
+                "tp_size": facts.ranks,
                 "dp_size": 1,
                 "context_length": served.max_model_len,
                 "max_running_requests": self._max_running,

@@ -18,13 +18,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from freight.checkpoint.linears import StoredLinear
 from freight.checkpoint.reader import Checkpoint
 from freight.config.layer import AttentionConfig, DenseConfig
 from freight.config.model import ModelConfig
 from freight.config.parse import parse_model_config
 from freight.errors import ConfigError
-from freight.fp8.formats import Granularity
-from freight.fp8.scheme import KVScales, LayerScales
+from freight.fp8.formats import Format, Granularity
+from freight.fp8.scheme import Activations, KVScales, LayerScales
+from freight.models.loader import require_whole_blocks
 from freight.models.open import read_model_config
 from freight.models.shapes import tensor_shapes
 from freight.models.shares import Share, share_of
@@ -42,20 +44,30 @@ CONFIGS = {
 }
 
 
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 48,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 4,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+
+
 def config_of(family: str, heads: int, kv_heads: int, tied: bool, vocab: int = 101) -> ModelConfig:
-    config: dict[str, Any] = {
+    config = LLAMA | {
         "architectures": [CONFIGS[family]],
         "model_type": family,
-        "hidden_size": 48,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": 4,
         "vocab_size": vocab,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-        "torch_dtype": "bfloat16",
         "tie_word_embeddings": tied,
     }
     if family == "gemma2":
@@ -148,6 +160,22 @@ def test_what_is_not_divided_yet_is_refused_by_name(fixture: str, says: str) -> 
         share_of(read_model_config(config), 0, 2)
 
 
+def test_blocks_that_a_later_rank_would_cut_are_refused_by_the_first() -> None:
+    """It would read all its weights before it hears of it. Rank 0 begins at row 0, which is whole."""
+    model = parse_model_config(LLAMA | {"intermediate_size": 384})
+    name = "model.layers.0.mlp.gate_proj.weight"
+
+    def stored(rows: int) -> dict[str, StoredLinear]:
+        scale = torch.ones(-(-rows // 128), 1)
+        given = (Format.E4M3FN, scale, Activations.DYNAMIC, None, None)
+        return {name: StoredLinear(name, (rows, 48), *given)}
+
+    for size in (1, 3):
+        require_whole_blocks(share_of(model, 0, size), stored(384))
+    with pytest.raises(ConfigError, match=r"a rank would have rows 192 to 384 of .*gate_proj"):
+        require_whole_blocks(share_of(model, 0, 2), stored(384))
+
+
 def test_one_rank_divides_nothing() -> None:
     model = config_of("llama", 12, 3, tied=True)
     assert of_rank(model, 1) is model
@@ -232,6 +260,7 @@ def test_places_of_ranks() -> None:
     nodes = (frozenset({0, 1}), frozenset({2, 3}))
     assert [place.processors for place in places(2, None, nodes, 4)] == list(nodes)
     assert [place.cores for place in places(2, None, (), 5)] == [2, 2]
+    assert [place.cores for place in places(2, None, nodes, 2)] == [1, 1]  # by a CPU quota
     assert [place.processors for place in places(3, None, nodes, 4)] == [None] * 3
     assert parse_rank_cpus("0-1,4|2-3", 2) == (frozenset({0, 1, 4}), frozenset({2, 3}))
 
@@ -243,6 +272,9 @@ def test_places_of_ranks() -> None:
         ("0-1|", "names processors for 1 ranks, but there are 2"),
         ("0-1|1-2", "gives a processor to two ranks"),
         ("first|second", "is no list of processors"),
+        ("0,3-1|2", "is no list of processors"),
+        ("0--1|1", "is no list of processors"),
+        ("0|1-9999999999", "is no list of processors"),
     ],
 )
 def test_bad_processors_are_refused(value: str, says: str) -> None:

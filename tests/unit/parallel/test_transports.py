@@ -51,7 +51,7 @@ def over_memory(
     files = SharedFiles.create(size, capacity)
 
     def in_rank(rank: int) -> object:
-        files.close_all_but(rank)
+        close(files.of_others(rank))
         memory = SharedMemory(files, rank, options.get("timeout", 30.0), capacity)
         return body(memory, CpuKernels(LIBRARY, ranks=Ranks(rank, size, memory)))
 
