@@ -131,17 +131,13 @@ class Mover:
             thread.start()
 
     def offer(self, offers: Sequence[Offer], known: Sequence[tuple[bytes, int]] = ()) -> None:
-        """Queue what is not stored and not queued, and note that `known` blocks (key, group), which
-        are stored, were used. Waits for nothing.
+        """Queue what is not queued, and note that `known` blocks (key, group), which are stored, were
+        used. Waits for nothing. The caller leaves out what is stored; what is stored meanwhile is
+        left out by the thread.
         """
         if known:
             self._used.append(known)
-        new = [
-            one
-            for one in offers
-            if not self.tiers.is_stored(one.key, one.group)
-            and (one.group, one.key) not in self._queued
-        ]
+        new = [one for one in offers if (one.group, one.key) not in self._queued]
         if not new:
             return
         with self._changed:
