@@ -2,7 +2,7 @@
 
 A model with random weights writes nothing that could be guessed, and a small one repeats itself. So
 the answers are given: whatever the model computes, the token drawn is the next one of a text that
-people wrote. Sampling and drafting run as ever and are timed. What is measured is how often drafts
+people wrote. Sampling and drafting run unchanged and are timed. What is measured is how often drafts
 come true for such a text, and what they cost. Runs with and without drafts take turns.
 
 `drafting_fraction` is the time of the drafts alone, for each token of the text, as a share of a

@@ -143,7 +143,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 def delete(index: Path) -> None:
-    """Delete a segment, whoever reads it: what is open stays readable."""
+    """Delete a segment. Engines that have its files open can still read them."""
     for path in (index, index.with_suffix(BLOCKS)):
         with suppress(FileNotFoundError):
             path.unlink()
