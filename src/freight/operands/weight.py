@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Protocol
 
 import torch
@@ -20,6 +21,68 @@ from freight.fp8.weights import BLOCK, expand_blocks
 from freight.operands.packed import PackedWeight
 
 
+class Codes(StrEnum):
+    """What a code of 4 bits stands for, before its group's scale multiplies it."""
+
+    INT4 = "int4"  # the code, 0 to 15, minus the zero point of its group, which is 8 without one
+    E2M1 = "e2m1"  # a number of `fp8.mxfp4.VALUES`, negative from code 8 on
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Scales of the groups of inputs of a matrix in 4 bits.
+
+    codes     what a code stands for
+    size      consecutive inputs of a row that share a scale; divides in_features
+    scales    [out_features, in_features / size], float16, bfloat16 or E4M3FN; finite
+    zeros     uint8 as `scales`, 0 to 15: the code of zero; only with INT4. None: 8
+    """
+
+    codes: Codes
+    size: int
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What must agree between matrices that become one."""
+        return self.codes, self.size, self.scales.dtype, self.zeros is None
+
+    def decode(self, data: Tensor) -> Tensor:
+        """Return [out_features, in_features] float32: every code's value times its group's scale,
+        which is exact. data: uint8 [out_features, in_features / 2].
+        """
+        codes = torch.stack((data & 15, data >> 4), -1).flatten(1)
+        codes = codes.unflatten(1, (-1, self.size))
+        if self.codes is Codes.E2M1:
+            signed = [*mxfp4.VALUES, *(-value for value in mxfp4.VALUES)]
+            table = torch.tensor(signed, dtype=torch.float32, device=data.device)
+            values = table[codes.long()]
+        elif self.zeros is None:
+            values = codes.float() - 8
+        else:
+            values = codes.float() - self.zeros[..., None].float()
+        return (values * self.scales.float()[..., None]).flatten(1)
+
+    def of_rows(self, rows: Tensor | slice) -> Groups:
+        """Return the groups of these output rows."""
+        # torch cannot index FP8, so its bytes are indexed
+        bits = self.scales.view(torch.uint8) if self.scales.itemsize == 1 else self.scales
+        scales = bits[rows].view(self.scales.dtype)
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, scales=scales, zeros=zeros)
+
+    @staticmethod
+    def concat(parts: Sequence[Groups]) -> Groups:
+        """Merge groups of one `kind` along the output features."""
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        return replace(
+            parts[0],
+            scales=torch.cat([part.scales for part in parts]),
+            zeros=torch.cat(zeros) if zeros else None,
+        )
+
+
 @dataclass(frozen=True)
 class Weight(PackedWeight):
     """The matrix of a Linear. Also its own packed form, in sets of kernels that compute with it
@@ -27,11 +90,16 @@ class Weight(PackedWeight):
 
     data           [out_features, in_features], contiguous, FP8 or 16/32-bit; or MXFP4,
                    float4_e2m1fn_x2 [out_features, in_features / 2], for sets of kernels that take
-                   it (`KernelSet.packs_mxfp4`)
+                   it (`KernelSet.packs_mxfp4`); or uint8 [out_features, in_features / 2] with
+                   `groups`, the earlier input in the low half of a byte
     scale          None for 16/32 bits; float32 [out_features], one per output row; float32
                    [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block; or
                    for MXFP4 float8_e8m0fnu [out_features, in_features / 32], bytes 3 to 252 except
-                   in groups of zeros
+                   in groups of zeros; with `groups`, None or float32 [out_features]
+    groups         scales of a matrix in 4 bits: a value is (code - zero) * its group's scale, in
+                   float32 rounded once to the dtype of the rows, and `scale` multiplies the sum
+    order          int64 [in_features], only with `groups`: the input that each column takes, where
+                   groups are not of consecutive inputs; None: column i takes input i
     activations    quantization of the input; PLAIN unless data is FP8
     input_scale    static activation scale, > 0; only with STATIC
     input_limit    only with DYNAMIC: magnitude to which the Linear layer clips its input; kernels
@@ -43,6 +111,8 @@ class Weight(PackedWeight):
     activations: Activations = Activations.PLAIN
     input_scale: float | None = None
     input_limit: float | None = None
+    groups: Groups | None = None
+    order: Tensor | None = None
 
     @property
     def is_mxfp4(self) -> bool:
@@ -53,7 +123,7 @@ class Weight(PackedWeight):
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
         rows, columns = self.data.shape
-        return rows, 2 * columns if self.is_mxfp4 else columns
+        return rows, 2 * columns if self.is_mxfp4 or self.groups is not None else columns
 
     @property
     def mxfp4_bytes(self) -> tuple[Tensor, Tensor]:
@@ -71,11 +141,23 @@ class Weight(PackedWeight):
         """
         if self.is_mxfp4:
             return mxfp4.to_bfloat16(*self.mxfp4_bytes).float()
+        if self.groups is not None:
+            return self._of_groups(self.groups)
         if self.scale is None:
             return self.data.float()
         if self.scale.ndim == 1:
             return decode(self.data, self.scale[:, None])
         return decode(self.data, expand_blocks(self.scale, self.data.shape))
+
+    def _of_groups(self, groups: Groups) -> Tensor:
+        values = groups.decode(self.data)
+        if self.scale is not None:
+            values *= self.scale[:, None]
+        if self.order is None:
+            return values
+        by_input = torch.empty_like(values)
+        by_input[:, self.order] = values
+        return by_input
 
     def reordered(self, rows: Tensor, name: str) -> Weight:
         """Return the matrix of the output rows `rows`, int64, each at most once. Exact: every row
@@ -99,17 +181,18 @@ class Weight(PackedWeight):
             scale = scale[taken]
         elif scale is not None:
             scale = scale[rows]
-        return replace(self, data=data[rows].view(self.data.dtype), scale=scale)
+        groups = None if self.groups is None else self.groups.of_rows(rows)
+        return replace(self, data=data[rows].view(self.data.dtype), scale=scale, groups=groups)
 
     @staticmethod
     def mergeable(parts: Sequence[Weight]) -> bool:
         """Return whether `concat` is exact: schemes and input scales agree, and no block of 128
-        rows spans two parts.
+        rows spans two parts. Parts that take their inputs in an order of their own stay apart.
         """
         blocks = any(part.scale is not None and part.scale.ndim == 2 for part in parts)
-        return Weight.alike(parts) and not (
-            blocks and any(len(part.data) % BLOCK for part in parts[:-1])
-        )
+        if blocks and any(len(part.data) % BLOCK for part in parts[:-1]):
+            return False
+        return Weight.alike(parts) and all(part.order is None for part in parts)
 
     @staticmethod
     def alike(weights: Sequence[Weight]) -> bool:
@@ -119,7 +202,8 @@ class Weight(PackedWeight):
     @property
     def _kind(self) -> tuple[object, ...]:
         dims = None if self.scale is None else self.scale.ndim
-        return self.data.dtype, dims, self.activations, self.input_scale, self.input_limit
+        groups = None if self.groups is None else self.groups.kind
+        return self.data.dtype, dims, groups, self.activations, self.input_scale, self.input_limit
 
     @staticmethod
     def concat(parts: Sequence[Weight]) -> Weight:
@@ -131,10 +215,12 @@ class Weight(PackedWeight):
             return first
         assert Weight.mergeable(parts)
         scales = [part.scale for part in parts if part.scale is not None]
+        groups = [part.groups for part in parts if part.groups is not None]
         return replace(
             first,
             data=torch.cat([p.data for p in parts]),
             scale=torch.cat(scales) if scales else None,
+            groups=Groups.concat(groups) if groups else None,
         )
 
 
