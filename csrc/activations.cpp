@@ -104,9 +104,9 @@ struct Stager {
   void words_of(int64_t row, int64_t first, uint32_t* words) const {
     const int64_t count = std::max<int64_t>(0, std::min(kColumns, weight.in_features - first));
     if (pair && weight.activations == FREIGHT_PLAIN) {
-      const uint16_t* from = static_cast<const uint16_t*>(x) + at(row, first);
+      alignas(64) uint16_t room[kColumns];
       std::memset(words, 0, kColumns * 2);
-      std::memcpy(words, from, static_cast<size_t>(count) * 2);
+      std::memcpy(words, inputs_of(row, first, count, room), static_cast<size_t>(count) * 2);
       return;
     }
     alignas(64) float values[kColumns];

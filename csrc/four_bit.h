@@ -10,10 +10,11 @@
 // their scales to 5 bits of exponent and 3 of mantissa without a sign: zeros and signs go into the codes, and
 // subnormals become normal. This is 4.125 bits a weight for INT4 in groups of 128, and 4.5 for NVFP4.
 //
-// With AVX-512 a cache line has the codes of 8 rows: word i those of row i / 2, of the even or the odd inputs, the first
-// from bit 12 on. One instruction makes a float32 of a code at bits 12 to 15 or 16 to 19, namely 2048 or 128 plus the
-// code, which a fused multiply-add turns into the value. And two registers of 8 rows and two inputs are rounded to
-// bfloat16 in the order that `Pair` and tiles take. Elsewhere a line has 8 inputs of 16 rows, as in MXFP4.
+// A cache line has the codes of 8 inputs of 16 rows, as in MXFP4; except with AVX-512 in INT4, where it has 16 inputs of
+// 8 rows: word i those of row i / 2, of the even or the odd inputs, the first from bit 12 on. There one instruction
+// makes a float32 of a code at bits 12 to 15 or 16 to 19, namely 2048 or 128 plus the code, which a fused multiply-add
+// turns into the value. And two registers of 8 rows and two inputs are rounded to bfloat16 in the order that `Pair` and
+// tiles take.
 #pragma once
 #include "mxfp4.h"
 #include "packed.h"
@@ -71,12 +72,31 @@ struct Int4 {
     out[0] = _mm512_fmadd_ps(_mm512_castsi512_ps(first), scales.scale[half], scales.first[half]);
     out[1] = _mm512_fmadd_ps(_mm512_castsi512_ps(second), scales.scale[half], scales.second[half]);
   }
+
+  // Pairs of inputs `pair` and `pair` + 1 of all rows in bfloat16, or in float32 their four inputs.
+  FREIGHT_INLINE void pairs(const Scales& scales, const uint8_t* unit, int pair, __m512i* out) const {
+    __m512 low[2], high[2];
+    values(scales, 0, _mm512_loadu_si512(unit), pair, low);
+    values(scales, 1, _mm512_loadu_si512(unit + kUnit), pair, high);
+    for (int i = 0; i < 2; i++) out[i] = (__m512i)_mm512_cvtne2ps_pbh(high[i], low[i]);
+  }
+  FREIGHT_INLINE void floats(const Scales& scales, const uint8_t* unit, int pair, V16* out) const {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    __m512 low[2], high[2];
+    values(scales, 0, _mm512_loadu_si512(unit), pair, low);
+    values(scales, 1, _mm512_loadu_si512(unit + kUnit), pair, high);
+    for (int i = 0; i < 2; i++) {
+      out[2 * i] = {(VF)_mm512_permutex2var_ps(low[i], even, high[i])};
+      out[2 * i + 1] = {(VF)_mm512_permutex2var_ps(low[i], odd, high[i])};
+    }
+  }
 };
 
 struct Nvfp4 {
   static constexpr bool by_unit = true;
   struct Scales {
-    __m512 scale[2];
+    __m512 scale;
   };
   __m512 table;
 
@@ -89,13 +109,24 @@ struct Nvfp4 {
 
   FREIGHT_INLINE static void read(const FourBit&, const uint8_t* group, int block, int unit, Scales& out) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(group + scales_at(block, unit)));
-    twice(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 20)), out.scale);
+    out.scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 20));
   }
 
-  FREIGHT_INLINE void values(const Scales& scales, int half, __m512i words, int pair, __m512* out) const {
-    for (int i = 0; i < 2; i++) {
-      const __m512i turned = _mm512_rorv_epi32(words, _mm512_set1_epi32(4 * (pair + i) + 12));  // to the lowest bits
-      out[i] = _mm512_mul_ps(_mm512_permutexvar_ps(turned, table), scales.scale[half]);
+  // As those of Int4.
+  FREIGHT_INLINE void floats(const Scales& scales, const uint8_t* unit, int pair, V16* out) const {
+    const __m512i words = _mm512_loadu_si512(unit + pair / 4 * kUnit);
+    for (int i = 0; i < 4; i++) {
+      const __m512i code = _mm512_srlv_epi32(words, _mm512_set1_epi32(pair % 4 * 8 + 4 * i));
+      out[i] = {(VF)_mm512_mul_ps(_mm512_permutexvar_ps(code, table), scales.scale)};
+    }
+  }
+  FREIGHT_INLINE void pairs(const Scales& scales, const uint8_t* unit, int pair, __m512i* out) const {
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+    V16 inputs[4];
+    floats(scales, unit, pair, inputs);
+    for (int i = 0; i < 2; i++) {  // exact, so that the lower halves are zeros
+      const __m512i first = _mm512_srli_epi32((__m512i)inputs[2 * i].v[0], 16);
+      out[i] = _mm512_ternarylogic_epi32(first, (__m512i)inputs[2 * i + 1].v[0], upper, 0xF8);  // a | b & upper
     }
   }
 };
@@ -111,15 +142,7 @@ struct FourBitSingle : InGroups {
   Codes codes;
 
   FREIGHT_INLINE void decode(const Scales& scales, const uint8_t* unit, int step, V16* out) const {
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-    __m512 low[2], high[2];
-    codes.values(scales, 0, _mm512_loadu_si512(unit), step / 2, low);
-    codes.values(scales, 1, _mm512_loadu_si512(unit + kUnit), step / 2, high);
-    for (int i = 0; i < 2; i++) {
-      out[2 * i] = {(VF)_mm512_permutex2var_ps(low[i], even, high[i])};
-      out[2 * i + 1] = {(VF)_mm512_permutex2var_ps(low[i], odd, high[i])};
-    }
+    codes.floats(scales, unit, step / 2, out);
   }
 };
 
@@ -134,10 +157,7 @@ struct FourBitPair : InGroups {
   Codes codes;
 
   FREIGHT_INLINE void decode(const Scales& scales, const uint8_t* unit, int step, __m512i* out) const {
-    __m512 low[2], high[2];
-    codes.values(scales, 0, _mm512_loadu_si512(unit), step, low);
-    codes.values(scales, 1, _mm512_loadu_si512(unit + kUnit), step, high);
-    for (int i = 0; i < 2; i++) out[i] = (__m512i)_mm512_cvtne2ps_pbh(high[i], low[i]);
+    codes.pairs(scales, unit, step, out);
   }
 };
 

@@ -87,6 +87,7 @@ void pack_mxfp4(const uint8_t* data, int64_t out, int64_t in, uint8_t* packed, i
   });
 }
 
+#if FREIGHT_AVX512
 // Every second of 16 codes, the first, the third, ...
 uint32_t every_second(uint64_t codes) {
   codes &= 0x0F0F0F0F0F0F0F0F;
@@ -94,12 +95,17 @@ uint32_t every_second(uint64_t codes) {
   codes = (codes | codes >> 8) & 0x0000FFFF0000FFFF;
   return static_cast<uint32_t>(codes | codes >> 16);
 }
+#endif
 
-// Put 16 codes of row `lane` into a unit (four_bit.h).
-void put_codes(const uint8_t* stored, int lane, uint64_t flipped, uint8_t* unit) {
-  uint64_t codes;
-  std::memcpy(&codes, stored, sizeof codes);
-  codes ^= flipped;
+// Put 16 codes of NVFP4, or of INT4, of row `lane` into a unit (four_bit.h).
+void put_codes(uint64_t codes, int lane, uint8_t* unit) {
+  for (int line = 0; line < 2; line++) {
+    const uint32_t word = static_cast<uint32_t>(codes >> 32 * line);
+    std::memcpy(unit + line * kUnit + lane * 4, &word, sizeof word);
+  }
+}
+
+void put_int4(uint64_t codes, int lane, uint8_t* unit) {
 #if FREIGHT_AVX512
   uint8_t* to = unit + lane / 8 * kUnit + lane % 8 * 8;
   for (int odd = 0; odd < 2; odd++) {
@@ -107,11 +113,14 @@ void put_codes(const uint8_t* stored, int lane, uint64_t flipped, uint8_t* unit)
     std::memcpy(to + 4 * odd, &turned, sizeof turned);
   }
 #else
-  for (int line = 0; line < 2; line++) {
-    const uint32_t word = static_cast<uint32_t>(codes >> 32 * line);
-    std::memcpy(unit + line * kUnit + lane * 4, &word, sizeof word);
-  }
+  put_codes(codes, lane, unit);
 #endif
+}
+
+uint64_t sixteen_codes(const uint8_t* stored) {
+  uint64_t codes;
+  std::memcpy(&codes, stored, sizeof codes);
+  return codes;
 }
 
 // Pack a block of INT4, as freight_pack takes it. Rows of padding have the scale 0.
@@ -123,7 +132,7 @@ void pack_int4_block(const uint8_t* from, const FourBit& layout, uint8_t* band, 
     for (int unit = 0; unit < layout.inputs / kFourInputs; unit++) {
       uint8_t* to = band + layout.head + (unit * kBand + block) * kFourUnit;
       std::memset(to, 0, kFourUnit);
-      for (int lane = 0; lane < rows; lane++) put_codes(from + lane * groups * stored + unit * 8, lane, 0, to);
+      for (int lane = 0; lane < rows; lane++) put_int4(sixteen_codes(from + lane * groups * stored + unit * 8), lane, to);
     }
     for (int64_t lane = 0; lane < rows; lane++) {
       const uint8_t* scale = from + lane * groups * stored + codes;
@@ -153,7 +162,7 @@ void pack_nvfp4_block(const uint8_t* from, const FourBit& layout, uint8_t* band,
       const uint8_t scale = stored[kFourInputs / 2];
       if (!(scale & 0x7F)) continue;
       at[scales_at(block, unit) + lane] = scale_bits(scale);
-      put_codes(stored, lane, scale & 0x80 ? 0x8888888888888888 : 0, to);
+      put_codes(sixteen_codes(stored) ^ (scale & 0x80 ? 0x8888888888888888 : 0), lane, to);
     }
   }
 }

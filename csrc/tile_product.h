@@ -73,7 +73,8 @@ struct GroupTiles {
     constexpr int kOfBlock = kStepPieces / kBand, kOfUnit = kOfBlock * kFourInputs / kTileInputs;
     const int block = at / kOfBlock, unit = at % kOfBlock / kOfUnit, pair = at % kOfBlock * 2;
     const uint8_t* from = codes + (unit * kBand + block) * kFourUnit;
-    _mm_prefetch(reinterpret_cast<const char*>(codes + at * kFourUnit * 4 / kStepPieces + kTileAhead), _MM_HINT_T1);
+    if (at % 2 == 0)  // two pieces read a line
+      _mm_prefetch(reinterpret_cast<const char*>(codes + at / 2 * kUnit + kTileAhead), _MM_HINT_T1);
     if (Codes::by_unit && at % kOfUnit == 0) Codes::read(layout, group, block, unit, scales[block]);
     __m512i lines[2];
     pairs.decode(scales[block], from, pair % (kFourInputs / 2), lines);

@@ -218,7 +218,6 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("build", BUILDS)
 def test_an_order_gathers_the_inputs(build: str, dtype: torch.dtype) -> None:
-    """Also where a step is recorded."""
     torch.manual_seed(3)
     kernels = CpuKernels(library.load(build))
     weight = random_weight(KINDS[2], 40, 1280)
@@ -227,7 +226,15 @@ def test_an_order_gathers_the_inputs(build: str, dtype: torch.dtype) -> None:
     for rows in (1, 20, 40):
         x = torch.randn(rows, 1280).to(dtype)
         assert torch.equal(kernels.linear(x, ordered), kernels.linear(x[:, order], packed))
-    x = torch.randn(2, 1280).to(dtype)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_recording_gathers_them_too(build: str) -> None:
+    torch.manual_seed(3)
+    kernels = CpuKernels(library.load(build))
+    weight, order = random_weight(KINDS[2], 40, 256), torch.randperm(256)
+    packed, ordered = kernels.pack(weight), kernels.pack(replace(weight, order=order))
+    x = torch.randn(2, 256).bfloat16()
     recorded = record(
         kernels.library, Arena(2), lambda recorder: CpuKernels(recorder).linear(x, ordered)
     )
