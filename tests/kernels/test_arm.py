@@ -34,6 +34,7 @@ MISSING = [tool for tool in ("cmake", COMPILER, EMULATOR) if shutil.which(tool) 
 KERNELS = (
     "linear",
     "mxfp4",
+    "four_bit",
     "experts",
     "route",
     "attention",
