@@ -152,7 +152,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # a config, or the name of a f
     "Mamba-2, a group each; experts of latents": (VARIANTS["nemotron-h-latent"], FP8),
     "Mamba-2, one group and norm": (VARIANTS["granite-h-moe"], FP8 | TOKEN),
     "short convolutions": (VARIANTS["lfm2-biases"], FP8),
-    "per-layer embeddings": (VARIANTS["gemma4-own-inputs"], FP8 | TOKEN),
 }
 
 
