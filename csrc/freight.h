@@ -337,7 +337,7 @@ struct FreightGather {
   const void* ranks;         // FreightRanks
   const void* part;          // [rows, part_bytes], of this rank
   void* out;                 // [rows, size, part_bytes]
-  int64_t rows, part_bytes;  // part_bytes: at most the capacity
+  int64_t rows, part_bytes;
   int32_t only;              // the one rank whose out is written; -1: all
   int32_t threads;
 };

@@ -227,7 +227,10 @@ def numa_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
     usable = os.sched_getaffinity(0)
     lists = (
         _read(path / "cpulist")
-        for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
+        for path in sorted(
+            (root / "sys/devices/system/node").glob("node[0-9]*"),
+            key=lambda path: int(path.name.removeprefix("node")),
+        )
     )
     return tuple(node for text in lists if (node := frozenset(processors(text)) & usable))
 

@@ -353,11 +353,12 @@ def describe_cache(pool: KVPool, config: EngineConfig, ranks: int = 1) -> str:
 def cache_facts(pool: KVPool, config: EngineConfig, ranks: int = 1) -> dict[str, Json]:
     """Describe the cache in use, by the names every JSON of Freight uses.
 
-    bytes_per_token is that of all `ranks` and includes `token` scales; tokens_at_16_bits is the
-    capacity of a 16-bit cache in the same memory, with the same share of its blocks for windows. A
-    cache whose layers differ also has `layers`, a list of {dtype, granularity}; where they differ
-    in one of these, that is 'mixed' for the whole. One with recurrent states has their
-    `state_dtype` and `bytes_per_state`, those of a sequence in all layers.
+    bytes_per_token and bytes_per_state are those of all `ranks`; `token` scales are included.
+    tokens_at_16_bits is the capacity of a 16-bit cache in the same memory, with the same share of
+    its blocks for windows. A cache whose layers differ also has `layers`, a list of {dtype,
+    granularity}; where they differ in one of these, that is 'mixed' for the whole. One with
+    recurrent states has their `state_dtype` and `bytes_per_state`, those of a sequence in all
+    layers.
     """
     layers = config.kv.layer_names()
     facts: dict[str, Json] = {
@@ -372,7 +373,7 @@ def cache_facts(pool: KVPool, config: EngineConfig, ranks: int = 1) -> dict[str,
         facts["layers"] = layers
     if pool.spec.state_format is not None:
         facts["state_dtype"] = pool.spec.state_format
-        facts["bytes_per_state"] = pool.spec.bytes_per_state
+        facts["bytes_per_state"] = ranks * pool.spec.bytes_per_state
     return facts
 
 

@@ -52,7 +52,8 @@ def spawn(files: Sequence[int]) -> subprocess.Popen[bytes]:
 
     It has a session of its own: Ctrl-C in a terminal is for rank 0 alone.
     """
-    command = [sys.executable, "-m", "freight.engine.follower", *map(str, files)]
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -O, -X dev
+    command = [sys.executable, *flags, "-m", "freight.engine.follower", *map(str, files)]
     return subprocess.Popen(
         command, pass_fds=files, stdin=subprocess.DEVNULL, start_new_session=True
     )

@@ -33,6 +33,7 @@ from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
 from freight.kernels.interface import KernelSet
 from freight.layers.embedding import Embedding, LogitsHead
+from freight.layers.linear import GatheredLinear
 from freight.layers.moe import ExpertsBeside, Latent, MoE
 from freight.layers.norm import RMSNorm
 from freight.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
@@ -41,14 +42,16 @@ from freight.models.architectures import skipped_parts, tensor_names
 from freight.models.building import Builder
 from freight.models.decoder import MLP, Decoder, DecoderLayer
 from freight.models.expert_weights import Read, expert_matrices
+from freight.models.mixer_shares import Pieces
 from freight.models.mixers import build_mixer
 from freight.models.shapes import kept_in_16_bits, shared_names
 from freight.models.shapes import tensor_shapes as tensor_shapes
-from freight.models.shares import Pieces, Share, share_of
+from freight.models.shares import Share, share_of
 from freight.models.sources import CheckpointSource, WeightSource, in_halves
 from freight.operands.packed import PackedExperts
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Weight
+from freight.parallel.shards import part as part_of
 
 UNQUANTIZED = Scheme()
 logger = logging.getLogger("freight")
@@ -142,8 +145,8 @@ class ModelBuilder(Builder):
         names = self.names
         post = self.norm_weight(prefix + names.per_layer_post)
         return PerLayerEmbedding(
-            gate=self.linear(prefix, names.per_layer_gate),
-            down=self.linear(prefix, names.per_layer_down),
+            gate=self.gathered(prefix, names.per_layer_gate, inputs=False),
+            down=self.gathered(prefix, names.per_layer_down, inputs=False),
             post=post if scalar is None else post * scalar.float(),
             activation=config.activation,
             kernels=self.kernels,
@@ -171,9 +174,12 @@ class ModelBuilder(Builder):
         norm = RMSNorm(
             self.norm_weight(names.per_layer_norm), c.norm_eps * c.hidden_size, self.kernels
         )
-        return PerLayerEmbeddings(
-            table, multiplier=size**0.5, projection=self.packed(weight, None), norm=norm
-        )
+        projection = self.packed(weight, None)
+        if self.share is None:
+            return PerLayerEmbeddings(table, size**0.5, projection, norm)
+        own = part_of(c.per_layer_size, self.share.rank, self.share.size)
+        gathered = GatheredLinear(projection, self.kernels, inputs=False)
+        return PerLayerEmbeddings(table, size**0.5, gathered, norm, (own.start, own.stop))
 
     def feed_forward(self, mlp: FeedForward, prefix: str) -> MLP | MoE | None:
         """Build a layer's feed-forward; None if the layer has none. If experts run in parallel with
@@ -246,8 +252,8 @@ class ModelBuilder(Builder):
         """
         if mlp.latent_size is None:
             return None
-        inner = self.linear(prefix, self.names.latent_in)
-        outer = self.linear(prefix, self.names.latent_out)
+        inner = self.gathered(prefix, self.names.latent_in, inputs=False)
+        outer = self.gathered(prefix, self.names.latent_out, inputs=False)
         add = None
         if mlp.shared is not None:  # only the sum is used, so the norm's weight does not matter
             ones = torch.ones(self.config.hidden_size, dtype=torch.float32, device=device)

@@ -45,7 +45,7 @@ from freight.models.shares import Share, share_of
 from freight.models.sizes import ForeignBytes, Layout, foreign_bytes, online
 from freight.models.weight_bytes import weight_bytes
 from freight.parallel.ranks import ALONE, Ranks
-from freight.parallel.shards import of_rank, scales_of_rank
+from freight.parallel.shards import scales_of_rank
 from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
@@ -289,8 +289,7 @@ class OpenModel:
     def cache_spec(self, config: EngineConfig) -> KVCacheSpec:
         """Return the layout of the cache for `config`, as this rank has it."""
         sizes = config.compute_format, config.state_every, config.max_model_len
-        model = of_rank(self.model, self.ranks.size)
-        return cache_spec(config.kv, model, config.block_size, *sizes)
+        return cache_spec(config.kv, self.model, config.block_size, *sizes, self.ranks.size)
 
     def stop_token_ids(self) -> frozenset[int]:
         """Return the token ids that end a completion; none for random weights."""
