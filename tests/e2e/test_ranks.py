@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.rank_follower import clear, pages_of
 from torch import Tensor
 
 from freight import SamplingParams
+from freight.cache import stored
 from freight.config.engine import EngineArgs
 from freight.engine import build, leader
 from freight.engine.engine import Engine
@@ -256,3 +258,53 @@ def test_every_family_that_divides_has_the_bits_of_one(
     except ConfigError as error:
         pytest.skip(str(error))
     require_equal(folder, **FP8)
+
+
+STORED = [
+    "16 bits",
+    "one KV head for both, tied",
+    "norms of heads, INT8",
+    "windows, scales per head",
+    "fused projections",
+    "static W8A8 and scales",
+    "soft caps, tied",
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "writers"),
+    [
+        (case, writers)
+        if index % 2 == writers - 1
+        else pytest.param(case, writers, marks=pytest.mark.slow)
+        for index, case in enumerate(STORED)
+        for writers in (1, 2)
+    ],
+)
+def test_a_store_is_for_any_number_of_ranks(
+    case: str, writers: int, tmp_path: Path, pages_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks read what one wrote, and one what two wrote."""
+    monkeypatch.setattr(stored, "LEAST_TOKENS", 1)
+    given, options = CASES[case]
+    if options.get("kv_scales") == "by rank":
+        options = options | {"kv_scales": "0.02,0.05"}
+    options = options | {"kv_store": str(tmp_path / "store"), "kv_store_memory": 0}
+    outputs = {}
+    for size in (writers, 3 - writers):
+        engine = started(opened_as(given, options, tmp_path, tensor_parallel_size=size)[0])
+        store = engine._store
+        assert store is not None
+        while not store.mover.tiers.is_open:
+            time.sleep(0.001)
+        outputs[size] = outputs_of(engine, "a")
+        engine.close()
+        stats = engine.stats().store
+        assert stats is not None
+        assert (stats.disk_hits > 0) == (size != writers)
+        assert stats.corrupt == stats.errors == 0
+        if isinstance(engine.runner, LeadingRunner):
+            assert engine.runner.leader is not None
+            engine.runner.leader.close()
+    assert outputs[1] == outputs[2]
+    assert len(list((tmp_path / "store").glob("*/name.json"))) == 1
