@@ -10,7 +10,10 @@ be given up at any time.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -106,6 +109,7 @@ class StoredPrefixes:
         self._payload_bytes = [one.payload_bytes for one in block_bytes]
         num_blocks = sum(one.num_blocks for one in manager.allocators)
         self.mover = Mover(tiers, block_bytes, self._is_current, num_blocks)
+        _living.add(self)
 
     # ---------------------------------------------------------------------------------------------
     # in
@@ -193,6 +197,8 @@ class StoredPrefixes:
         """Note that a step begins; `decodes`: some request decodes in it. If it is `idle`, wait a
         moment for a fetch.
         """
+        if self._is_closed:
+            return
         self.mover.budget.step(decodes)
         if idle and self._coming:
             self.mover.wait([one.fetch for one in self._coming.values()], _WAIT)
@@ -338,9 +344,30 @@ class StoredPrefixes:
     def stats(self) -> StoreStats:
         return self._tiers.stats()
 
+    def leave_in_child(self) -> None:
+        """Go on without a store: this is a fork, which has no threads that move blocks. What came
+        until now is kept.
+        """
+        self._is_closed = True
+        for coming in self._coming.values():
+            coming.fetch.lock = threading.Lock()  # a thread may have held it
+            coming.fetch.is_cancelled = coming.fetch.is_done = True
+        self.mover.leave_in_child()
+
     def close(self, seconds: float) -> None:
         """Store what was offered, for `seconds` at most, and end the threads."""
         self._is_closed = True
         while self.drop_latest():
             pass
         self.mover.close(seconds)
+
+
+_living: weakref.WeakSet[StoredPrefixes] = weakref.WeakSet()  # of this process
+
+
+def _leave_in_child() -> None:
+    for stored in _living:
+        stored.leave_in_child()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

@@ -6,7 +6,9 @@ place, or overwritten while somebody reads it changes a token. The threads of th
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -396,3 +398,37 @@ def test_a_refusal_is_of_one_request(new_store_rig: Callable[..., StoreRig]) -> 
         assert rig.store._refused is None
         rig.run()
     rig.check_all_done()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process is forked")
+def test_a_fork_goes_on_without_a_store(new_store_rig: Callable[..., StoreRig]) -> None:
+    """Its threads are its parent's: it computes what comes, and waits for nobody."""
+    stored(new_store_rig, [1] * 41)
+    rig = new_store_rig()
+    rig.store.mover.budget.step(decodes=True)  # it may read nothing yet
+    rig.add("a", [1] * 41, max_tokens=2)
+    assert not rig._schedule().chunks
+    with rig.store._coming["a"].fetch.lock, rig.store.mover._changed:  # as its threads may
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            rig.run()
+            rig.add("b", [1] * 41, max_tokens=1)
+            rig.run()
+            rig.check_all_done()
+            rig.store.close(60)
+            assert rig.num_found == 0
+            status = 0
+        finally:
+            os._exit(status)
+    end = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    assert ended[1] == 0
+    rig.store.mover.budget.step(decodes=False)
+    rig.run()
+    rig.check_all_done()
+    assert rig.num_found == 40
