@@ -163,16 +163,17 @@ class Measurements:
         self.seconds.setdefault(name, []).append(seconds)
         self.answers.setdefault(name, []).append(token)
 
-    def round(self, prompt: Prompt) -> None:
-        """Measure a prompt in each way."""
-        store = store_of(self.stored)
-        if self.plain is not None:
-            self.note("plain", self.plain, prompt)
+    def round(self, number: int) -> None:
+        """Measure a prompt in each way; the engines that compute it in turns come first."""
+        store, prompt = store_of(self.stored), self.prompts[number]
         if self.args.filled:
             fill(self.stored, prompt)
         else:
-            self.note("cold", self.stored, prompt)
-            store.mover.flush(120)
+            engines = [("cold", self.stored)]
+            engines += [] if self.plain is None else [("plain", self.plain)]
+            for name, engine in engines if number % 2 else reversed(engines):
+                self.note(name, engine, prompt)
+                store.mover.flush(120)
             self.note("memory", self.stored, prompt)
         store.mover.tiers._memory.clear()
         forget_files(self.root)
@@ -191,8 +192,8 @@ class Measurements:
 
 def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
     runs = Measurements(args, root)
-    for prompt in runs.prompts:
-        runs.round(prompt)
+    for number in range(args.rounds):
+        runs.round(number)
     alone, beside = runs.beside()
     stats = store_of(runs.stored).stats()
     runs.stored.close()

@@ -35,6 +35,7 @@ from freight.cli.main import app
 from freight.config.engine import EngineArgs
 from freight.config.resolve import check
 from freight.engine import build
+from freight.engine import store as engine_store
 from freight.engine.store import Weights, library, name_space
 from freight.errors import ConfigError
 from freight.models.open import open_model
@@ -268,8 +269,15 @@ def test_no_hit_where_anything_differs(
     for name, options in (ALIKE | other).items():
         model = models[options.get("model", "same")]
         found[name] = found_tokens(store, **options | {"model": model})
-    monkeypatch.setattr(build, "version", lambda: "0.0.1")
-    found["version"] = found_tokens(store, model=models["same"])
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "version", lambda: "0.0.1")
+        found["version"] = found_tokens(store, model=models["same"])
+    with monkeypatch.context() as patch:
+        (tmp_path / "build.so").write_bytes(b"other code")
+        patch.setattr(engine_store, "path_of", lambda build: tmp_path / "build.so")
+        found["build"] = found_tokens(store, model=models["same"])
+    if first.engine.runner.model.kernels.name == "reference":
+        del found["kernels"], found["build"]  # there are no others here
     assert {name for name, count in found.items() if count} == ALIKE.keys()
 
 

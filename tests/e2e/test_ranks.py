@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -292,11 +293,8 @@ def test_a_store_is_for_any_number_of_ranks(
     options = options | {"kv_store": str(tmp_path / "store"), "kv_store_memory": 0}
     outputs = {}
     for size in (writers, 3 - writers):
-        engine = started(opened_as(given, options, tmp_path, tensor_parallel_size=size)[0])
-        store = engine._store
-        assert store is not None
-        while not store.mover.tiers.is_open:
-            time.sleep(0.001)
+        opened = opened_as(given, options, tmp_path, tensor_parallel_size=size)[0]
+        engine = with_open_store(started(opened))
         outputs[size] = outputs_of(engine, "a")
         engine.close()
         stats = engine.stats().store
@@ -308,3 +306,36 @@ def test_a_store_is_for_any_number_of_ranks(
             engine.runner.leader.close()
     assert outputs[1] == outputs[2]
     assert len(list((tmp_path / "store").glob("*/name.json"))) == 1
+
+
+def test_a_store_has_what_a_lost_rank_computed(
+    tmp_path: Path, pages_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory stays mapped, so what was offered before is stored."""
+    monkeypatch.setattr(stored, "LEAST_TOKENS", 1)
+    given, options = CASES["norms of heads, INT8"]
+    options = options | {"kv_store": str(tmp_path / "store")}
+    engine = with_open_store(
+        started(opened_as(given, options, tmp_path, tensor_parallel_size=2)[0])
+    )
+    tiers = engine._store.mover.tiers
+    disk, tiers._disk = tiers._disk, None  # nothing is stored yet
+    expected = outputs_of(engine, "a")
+    assert isinstance(engine.runner, LeadingRunner)
+    os.kill(engine.runner.leader.pids[0], signal.SIGKILL)
+    engine.runner.leader.close()
+    tiers._disk = disk
+    engine.close()
+    assert tiers.stats().stored > 0
+    alone = with_open_store(started(opened_as(given, options, tmp_path)[0]))
+    assert outputs_of(alone, "a") == expected
+    alone.close()
+    assert alone.stats().store.disk_hits > 0
+
+
+def with_open_store(engine: Engine) -> Engine:
+    """The engine once its store is open."""
+    assert engine._store is not None
+    while not engine._store.mover.tiers.is_open:
+        time.sleep(0.001)
+    return engine

@@ -115,7 +115,7 @@ def _others(opened: OpenModel, memories: tuple[Tensor, ...]) -> OtherRanks:
     size = opened.ranks.size
     num_heads = {index: one.num_kv_heads for index, one in opened.model.attention.items()}
     heads = {
-        index: tuple(kv_part(count, rank, size) for rank in range(size))
+        index: tuple(range(count)[kv_part(count, rank, size)] for rank in range(size))
         for index, count in num_heads.items()
     }
     return OtherRanks(memories, num_heads, heads)

@@ -40,18 +40,18 @@ class OtherRanks:
 
     memories: tuple[Tensor, ...]
     num_heads: Mapping[int, int]
-    heads: Mapping[int, tuple[slice, ...]]
+    heads: Mapping[int, tuple[range, ...]]
 
 
 class _Field(NamedTuple):
     """A part of a payload, of `shape`, [block_size, heads, …] or a state's. `arrays` have it,
-    [num_blocks, …], each the heads that stand beside it.
+    [num_blocks, …]: one all of it, or several the heads that stand beside each.
     """
 
     begin: int
     end: int
     shape: tuple[int, ...]
-    arrays: tuple[tuple[Words, slice], ...]
+    arrays: tuple[tuple[Words, range], ...]
 
 
 class GroupBytes:
@@ -63,7 +63,7 @@ class GroupBytes:
         layout: list[tuple[str, tuple[int, ...], str]] = []
         for layer, name, tensor in _tensors(pool, group):
             shape: tuple[int, ...] = tuple(tensor.shape[1:])
-            arrays: tuple[tuple[Words, slice], ...] = ((_words(tensor), slice(None)),)
+            arrays: tuple[tuple[Words, range], ...] = ((_words(tensor), range(0)),)
             if others is not None:
                 shape = (shape[0], others.num_heads[layer], *shape[2:])
                 found = (tensor, *(twin(tensor, memory) for memory in others.memories))
@@ -79,8 +79,11 @@ class GroupBytes:
         view = memoryview(payload)
         for begin, end, shape, arrays in self._fields:
             target = np.frombuffer(view[begin:end], arrays[0][0].dtype).reshape(shape)
+            if len(arrays) == 1:
+                np.copyto(target, arrays[0][0][block])
+                continue
             for array, heads in arrays:
-                np.copyto(target[:, heads] if len(arrays) > 1 else target, array[block])
+                np.copyto(target[:, heads.start : heads.stop], array[block])
         return bytes(payload)
 
     def write(self, blocks: Sequence[int], payloads: Record) -> None:
@@ -88,8 +91,11 @@ class GroupBytes:
         for begin, end, shape, arrays in self._fields:
             values = payloads[:, begin:end].view(arrays[0][0].dtype)
             values = values.reshape(len(blocks), *shape)
+            if len(arrays) == 1:
+                arrays[0][0][index] = values
+                continue
             for array, heads in arrays:
-                array[index] = values[:, :, heads] if len(arrays) > 1 else values
+                array[index] = values[:, :, heads.start : heads.stop]
 
 
 def _words(tensor: Tensor) -> Words:
