@@ -4,6 +4,7 @@ Imports no torch.
     DIR/NAMESPACE/name.json       what the name space stands for
     DIR/NAMESPACE/*.index, *.blocks   segments (`segment.py`)
     DIR/weights.json              digests of weights (`weights.py`)
+    DIR/secret                    what salts of API keys are made with (`secret.py`)
 
 Several processes may have one folder open. Each writes segments of its own and reads those of all;
 `refresh` finds what came and went. When the whole of DIR, all name spaces together, would become
