@@ -47,6 +47,6 @@ def mapped(file: int, num_bytes: int) -> Tensor:
 
 def twin(tensor: Tensor, memory: Tensor) -> Tensor:
     """Return the tensor that lies in `memory` as `tensor` lies in its arena."""
-    return torch.empty(0, dtype=tensor.dtype).set_(
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )

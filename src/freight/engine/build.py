@@ -240,7 +240,7 @@ def _allocate(
         return allocate_pool(*given), ()
     num_bytes, empty = Arena.bytes_for(spec, num_blocks), None
     if config.store is not None:  # it finds the others' pages as these lie
-        empty = Arena(torch.empty(num_bytes, dtype=torch.uint8)).empty
+        empty = Arena(torch.empty(num_bytes, dtype=torch.uint8, device="cpu")).empty
     pool = allocate_pool(*given, empty)
     return pool, led.leader.allocate(config.max_model_len, num_blocks, num_bytes)
 
