@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from torch import Tensor
 from transformers import BailingHybridConfig, KimiLinearConfig, PretrainedConfig, Qwen3_5TextConfig
 
 from freight import SamplingParams
+from freight.cache import stored
 from freight.cache.spec import cache_spec
 from freight.config.engine import EngineArgs
 from freight.config.layer import (
@@ -354,3 +357,83 @@ def test_every_family_that_divides_has_the_bits_of_one(
     except ConfigError as error:
         pytest.skip(str(error))
     require_bits_of_one(VARIANTS[variant], FP8 | TOKEN, tmp_path, pages_file, monkeypatch)
+
+
+STORED = [
+    "16 bits",
+    "one KV head for both, tied",
+    "norms of heads, INT8",
+    "windows, scales per head",
+    "fused projections",
+    "static W8A8 and scales",
+    "soft caps, tied",
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "writers"),
+    [
+        (case, writers)
+        if index % 2 == writers - 1
+        else pytest.param(case, writers, marks=pytest.mark.slow)
+        for index, case in enumerate(STORED)
+        for writers in (1, 2)
+    ],
+)
+def test_a_store_is_for_any_number_of_ranks(
+    case: str, writers: int, tmp_path: Path, pages_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks read what one wrote, and one what two wrote."""
+    monkeypatch.setattr(stored, "LEAST_TOKENS", 1)
+    given, options = CASES[case]
+    if options.get("kv_scales") == "by rank":
+        options = options | {"kv_scales": "0.02,0.05"}
+    options = options | {"kv_store": str(tmp_path / "store"), "kv_store_memory": 0}
+    outputs = {}
+    for size in (writers, 3 - writers):
+        opened = opened_as(given, options, tmp_path, tensor_parallel_size=size)[0]
+        engine = with_open_store(started(opened))
+        outputs[size] = outputs_of(engine, "a")
+        engine.close()
+        stats = engine.stats().store
+        assert stats is not None
+        assert (stats.disk_hits > 0) == (size != writers)
+        assert stats.corrupt == stats.errors == 0
+        if isinstance(engine.runner, LeadingRunner):
+            assert engine.runner.leader is not None
+            engine.runner.leader.close()
+    assert outputs[1] == outputs[2]
+    assert len(list((tmp_path / "store").glob("*/name.json"))) == 1
+
+
+def test_a_store_has_what_a_lost_rank_computed(
+    tmp_path: Path, pages_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory stays mapped, so what was offered before is stored."""
+    monkeypatch.setattr(stored, "LEAST_TOKENS", 1)
+    given, options = CASES["norms of heads, INT8"]
+    options = options | {"kv_store": str(tmp_path / "store")}
+    engine = with_open_store(
+        started(opened_as(given, options, tmp_path, tensor_parallel_size=2)[0])
+    )
+    tiers = engine._store.mover.tiers
+    disk, tiers._disk = tiers._disk, None  # nothing is stored yet
+    expected = outputs_of(engine, "a")
+    assert isinstance(engine.runner, LeadingRunner)
+    os.kill(engine.runner.leader.pids[0], signal.SIGKILL)
+    engine.runner.leader.close()
+    tiers._disk = disk
+    engine.close()
+    assert tiers.stats().stored > 0
+    alone = with_open_store(started(opened_as(given, options, tmp_path)[0]))
+    assert outputs_of(alone, "a") == expected
+    alone.close()
+    assert alone.stats().store.disk_hits > 0
+
+
+def with_open_store(engine: Engine) -> Engine:
+    """The engine once its store is open."""
+    assert engine._store is not None
+    while not engine._store.mover.tiers.is_open:
+        time.sleep(0.001)
+    return engine

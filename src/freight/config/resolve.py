@@ -119,11 +119,6 @@ def _check_ranks(args: EngineArgs) -> None:
             f"--tensor-parallel-size {size}: ranks of one machine gather in the compiled kernels; omit --kernels "
             "reference"
         )
-    if size > 1 and args.kv_store is not None:
-        raise ConfigError(
-            f"--tensor-parallel-size {size}: a store has the pages of one rank only; omit --kv-store "
-            f"{args.kv_store}"
-        )
 
 
 def resolve(

@@ -12,6 +12,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
+from freight.cache.arena import Arena
 from freight.cache.manager import CacheManager
 from freight.cache.pool import KVPool, allocate_pool
 from freight.cache.sizing import (
@@ -122,7 +126,7 @@ def _lead(opened: OpenModel) -> tuple[OpenModel, Leader, Sequence[Place]]:
             "the same work and never waits",
             size,
         )
-    leader = Leader(size, args.rank_timeout)
+    leader = Leader(size, args.rank_timeout, maps_pages=args.kv_store is not None)
     leader.take(where[0])
     return opened.as_rank(Ranks(0, size, leader.memory), where[0].cores), leader, where
 
@@ -179,8 +183,7 @@ def _start(
     kernels = opened.kernels(config)
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
     num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
-    kv = opened.with_rank_scales(config).kv
-    pool = allocate_pool(spec, kv, num_blocks, kernels, config.device, model.rotaries)
+    pool, others = _allocate(opened, config, spec, num_blocks, model, led)
     logger.info("%s", describe_cache(pool, config, size))
     if config.fp8_attention:
         logger.info("attention: products in FP8")
@@ -190,7 +193,7 @@ def _start(
     store = (
         None
         if digests is None
-        else open_store(opened, config, kernels, version(), digests, cache, pool)
+        else open_store(opened, config, kernels, version(), digests, cache, pool, others)
     )
     # on a GPU a step runs while the host goes on
     overlaps = config.device != "cpu" and spec.repeatable
@@ -199,7 +202,6 @@ def _start(
     captured = captured_steps(model, pool, kernels, config)
     runner = ModelRunner(model, pool, config.device, captured)
     if led is not None:
-        led.leader.allocate(config.max_model_len, num_blocks)
         runner = LeadingRunner(**vars(runner), leader=led.leader)
     intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
     threads = opened.threads(config)
@@ -221,6 +223,26 @@ def _start(
     if store is not None:  # for callers that never close it; a second time does nothing
         weakref.finalize(engine, store.close, CLOSE_SECONDS)
     return engine, config
+
+
+def _allocate(
+    opened: OpenModel,
+    config: EngineConfig,
+    spec: KVCacheSpec,
+    num_blocks: tuple[int, ...],
+    model: LanguageModel,
+    led: _Led | None,
+) -> tuple[KVPool, tuple[Tensor, ...]]:
+    """Return the cache of this rank, and the memory of the others' if a store has to reach it."""
+    kernels, kv = opened.kernels(config), opened.with_rank_scales(config).kv
+    given = spec, kv, num_blocks, kernels, config.device, model.rotaries
+    if led is None:
+        return allocate_pool(*given), ()
+    num_bytes, empty = Arena.bytes_for(spec, num_blocks), None
+    if config.store is not None:  # it finds the others' pages as these lie
+        empty = Arena(torch.empty(num_bytes, dtype=torch.uint8, device="cpu")).empty
+    pool = allocate_pool(*given, empty)
+    return pool, led.leader.allocate(config.max_model_len, num_blocks, num_bytes)
 
 
 def captured_steps(
