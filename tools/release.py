@@ -123,12 +123,10 @@ def try_all(sdist: Path, wheel: Path, torch: str, only_wheel: bool) -> Mapping[s
         with tempfile.TemporaryDirectory(prefix=f"freight-{name}-") as folder:
             environment = Environment(Path(folder), torch, has_tools)
             found[name] = environment.first_token(package)
-            builds = environment.kernels()
-            print(
-                f"{name}: first token after {found[name]:.1f} s, kernels: {builds or 'reference'}"
-            )
-            if bool(builds) is (name == "no-compiler"):
-                sys.exit(f"{name}: these kernels were not expected")
+            kernels = environment.kernels()
+            print(f"{name}: first token after {found[name]:.1f} s, kernels: {kernels}", flush=True)
+            if (kernels == "reference") != (name == "no-compiler"):
+                sys.exit(f"{name}: {kernels} are not the kernels that were expected")
     return found
 
 

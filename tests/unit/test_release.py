@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,9 @@ def test_an_environment_sees_no_tools(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(release.Environment, "run", lambda *_, **__: "")  # no torch
     monkeypatch.setenv("CXX", "/usr/bin/g++")
     monkeypatch.setenv("FREIGHT_MODEL_ID", "other")
-    found = release.Environment(tmp_path / "env", "2.13.0").environ
+    with monkeypatch.context() as patched:  # nor is the environment made
+        patched.setattr(release.subprocess, "run", lambda *_, **__: None)
+        found = release.Environment(tmp_path / "env", "2.13.0").environ
     assert (found["CC"], found["CXX"]) == ("/bin/false", "/bin/false")
     assert "FREIGHT_MODEL_ID" not in found
     which = subprocess.run(["/bin/sh", "-c", "command -v cc c++ g++ cmake"], env=found, stdout=-1)
@@ -80,3 +83,27 @@ def test_the_workflow_s_notes_are_the_same(tmp_path: Path) -> None:
     command = ["awk", "-v", "version=0.2.0", program, "CHANGELOG.md"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == release.notes(CHANGELOG, "0.2.0")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "says"),
+    [
+        (["cpu-amx", "cpu-avx2", "reference"], ""),
+        (["reference", "cpu-avx2", "reference"], "wheel: reference are not the kernels"),
+        (["cpu-amx", "reference", "reference"], "source: reference are not the kernels"),
+        (["cpu-amx", "cpu-avx2", "cpu-amx"], "no-compiler: cpu-amx are not the kernels"),
+    ],
+)
+def test_each_environment_must_have_its_kernels(
+    kernels: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(kernels)
+    monkeypatch.setattr(release.Environment, "__init__", lambda *_: None)
+    monkeypatch.setattr(release.Environment, "first_token", lambda *_: 1.0)
+    monkeypatch.setattr(release.Environment, "kernels", lambda _: next(left))
+    tried = partial(release.try_all, Path("s.tar.gz"), Path("w.whl"), "2.13.0", False)
+    if says:
+        with pytest.raises(SystemExit, match=says):
+            tried()
+    else:
+        assert tried() == {"wheel": 1.0, "source": 1.0, "no-compiler": 1.0}
