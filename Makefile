@@ -115,7 +115,8 @@ test-ray: setup .venv-ray/ready
 	  >$$(.venv-ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/freight.pth
 	@touch $@
 
-# configured in pyproject.toml; the processes that tests start count as well
+# configured in pyproject.toml; the processes that tests start count as well. There are no floors yet: coverage_floors.py
+# takes --lines and --branches, kernel_coverage.py --floor, once a full run has printed what is reached
 coverage: setup
 	@rm -rf build/coverage; mkdir -p build/coverage
 	@$(BIN)/coverage run -m pytest -n 2 --dist worksteal

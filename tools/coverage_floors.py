@@ -3,7 +3,7 @@
     make coverage
     coverage json -o FILE && python tools/coverage_floors.py FILE [--lines PERCENT] [--branches PERCENT]
 
-The floors are in the Makefile: what was reached, rounded down. They rise with what is reached.
+A floor is what was reached, rounded down. Without one it is 0.
 """
 
 from __future__ import annotations
