@@ -67,6 +67,11 @@ class KernelSet(Protocol):
         """
         ...
 
+    @property
+    def packs_groups(self) -> bool:
+        """Say whether `pack` and `pack_experts` take matrices in 4 bits with scales of groups."""
+        ...
+
     def pack(self, weight: Weight) -> PackedWeight:
         """Pack `weight` for this set's `linear`; called once, at load.
 

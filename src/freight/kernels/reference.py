@@ -39,7 +39,7 @@ from freight.operands.kv_pages import KVPages, read_slots, spread, write_slots
 from freight.operands.packed import PackedWeight
 from freight.operands.rotary import Rotary
 from freight.operands.tiles import KEY_TILE
-from freight.operands.weight import Activations, Weight
+from freight.operands.weight import Activations, Groups, Weight
 
 # torch's exp and others call MKL, whose first call in a process gave other last bits where two threads
 # made it (torch 2.13). This one is made by one thread.
@@ -54,6 +54,8 @@ QUERY_TILE = 32  # rows of one sequence that attention computes together; fewer 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias, [rows, out_features] in x's dtype. x: [rows, in_features]."""
+    if weight.groups is not None:
+        return _group_linear(x, weight, weight.groups, bias)
     if weight.scale is not None:
         return _fp8_linear(x, weight, bias)
     rows, in_features = x.shape
@@ -105,6 +107,24 @@ def _fp8_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         if factor is not None:
             product *= F.pad(factor, (0, 0, 0, padding))
         if weight.scale.ndim == 1:
+            product *= weight.scale[part]
+        out[:, part] = product if bias is None else product + bias[part].float()
+    return out[: len(x)]
+
+
+def _group_linear(x: Tensor, weight: Weight, groups: Groups, bias: Tensor | None) -> Tensor:
+    """Compute `linear` over weights in 4 bits: float32 products and sums of the values, which are
+    rounded to x's dtype. The scale of an output row multiplies the finished sum.
+    """
+    values = x.float() if weight.order is None else x[:, weight.order].float()
+    padding = -len(x) % ROW_TILE
+    tiles = F.pad(values, (0, 0, 0, padding)).split(ROW_TILE)
+    out = x.new_empty(len(x) + padding, len(weight.data))
+    for begin in range(0, len(weight.data), OUTPUT_TILE):
+        part = slice(begin, begin + OUTPUT_TILE)
+        matrix = groups.of_rows(part).decode(weight.data[part]).to(x.dtype).float()
+        product = torch.cat([_product(tile, matrix) for tile in tiles])
+        if weight.scale is not None:
             product *= weight.scale[part]
         out[:, part] = product if bias is None else product + bias[part].float()
     return out[: len(x)]

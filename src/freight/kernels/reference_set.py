@@ -26,6 +26,7 @@ class ReferenceKernels:
     ranks: Ranks = ALONE
 
     packs_mxfp4 = False
+    packs_groups = True
     lookup = staticmethod(reference_rows.lookup)
     add_rms_norm = staticmethod(reference.add_rms_norm)
     add_layer_norm = staticmethod(reference_rows.add_layer_norm)

@@ -37,6 +37,7 @@ class CpuKernels:
     ranks: Ranks = ALONE
 
     packs_mxfp4 = True
+    packs_groups = False
     lookup = method_on("library", rowwise.lookup)
     linear = method_on("library", linear.linear)
     add_rms_norm = method_on("library", elementwise.add_rms_norm)

@@ -44,6 +44,7 @@ class TritonKernels:
 
     name = "triton"
     packs_mxfp4 = False
+    packs_groups = False
     lookup = staticmethod(reference_rows.lookup)
     add_rms_norm = method_on("target", elementwise.add_rms_norm)
     add_layer_norm = method_on("target", elementwise.add_layer_norm)
