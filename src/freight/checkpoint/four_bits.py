@@ -32,10 +32,9 @@ from freight.checkpoint.reader import Checkpoint
 from freight.fp8 import mxfp4
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.scheme import FourBits, Packing, Scheme
+from freight.fp8.scheme import FourBits, Packing, Scheme, held_group
 from freight.operands.weight import Codes, Groups, Weight
 
-_SIZES = (16, 32, 64, 128)  # of groups, as kernels take them; larger ones are cut
 _PER_INT = 8  # codes of an int32
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where an int32 of AWQ has each of 8 outputs
 _INTS, _BYTES, _E4M3 = ("I32",), ("U8",), ("F8_E4M3",)
@@ -243,10 +242,10 @@ def _num_groups(checkpoint: Checkpoint, module: str, shape: Shape, four: FourBit
     """Return the groups of a row. Raises CheckpointError for sizes that do not fit."""
     rows, columns = shape
     size = columns if four.group is None else four.group
-    if columns % size or _held_size(size) is None:
+    if columns % size or held_group(four, columns) is None:
         raise checkpoint.fault(
-            f"{module} has {columns} inputs in groups of {size}, which is not implemented; groups of 16, 32, 64 or a "
-            "multiple of 32 that divide the inputs are"
+            f"{module} has {columns} inputs in groups of {size}, which is not implemented; multiples of 32 that divide "
+            "the inputs are, and 16 in NVFP4"
         )
     outputs = four.packing in (Packing.GPTQ, Packing.GPTQ_V2, Packing.AWQ)
     if columns % _PER_INT or (outputs and rows % _PER_INT):
@@ -254,13 +253,6 @@ def _num_groups(checkpoint: Checkpoint, module: str, shape: Shape, four: FourBit
             f"{module} is [{rows}, {columns}], which int32 of {_PER_INT} codes do not divide"
         )
     return columns // size
-
-
-def _held_size(size: int) -> int | None:
-    """Return the size of a group as kernels have it, None if there is none: larger groups become
-    several with the same scale.
-    """
-    return next((held for held in reversed(_SIZES) if size % held == 0), None)
 
 
 def _require(
@@ -435,7 +427,7 @@ def _reordered(data: Tensor, order: Tensor) -> Tensor:
 def _as_held(stored: StoredGroups, codes: Codes, scales: Tensor, zeros: Tensor | None) -> Groups:
     """Return groups of a size that kernels take, from scales and zero points [rows, groups]."""
     size = stored.four.group or stored.shape[1]
-    held = _held_size(size)
+    held = held_group(stored.four, size)
     assert held is not None
     if held == size:
         return Groups(codes, size, scales, zeros)

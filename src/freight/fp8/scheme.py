@@ -83,6 +83,16 @@ class FourBits:
         return f"{self.packing.codes}, scales{zeros} per {shared}{order}"
 
 
+def held_group(four: FourBits, columns: int) -> int | None:
+    """Return the inputs of a group as kernels have it, in a matrix of `columns` inputs: a larger
+    group becomes several with the same scale. None if there is no such size.
+    """
+    size = columns if four.group is None else four.group
+    if four.packing.codes == "NVFP4":
+        return size
+    return int4_group(size)
+
+
 @dataclass(frozen=True)
 class LinearScheme:
     """The quantization of one Linear, as its checkpoint declares it.

@@ -31,6 +31,7 @@ from freight.fp8.scheme import (
     LinearScheme,
     Packing,
     WeightScales,
+    held_group,
     int4_group,
 )
 from freight.models.architectures import tensor_names
@@ -44,7 +45,6 @@ LinearOf = Callable[[str], LinearScheme | None]
 ONLINE = LinearScheme(WeightScales.ROW, Activations.DYNAMIC)
 _BLOCK = 128  # outputs and inputs that share a block scale
 _SCALE = 4  # bytes of a scale
-_GROUPS = (128, 64, 32, 16)  # sizes that kernels take; larger groups become several
 # Bytes of 32 inputs of 16 rows: 256 of 4-bit codes, and a byte per row for the scale
 _MXFP4_UNIT = 272
 
@@ -117,12 +117,18 @@ def group_bytes(rows: int, columns: int, four: FourBits, layout: Layout) -> int:
     """Return the bytes of a matrix in 4 bits with scales of groups. A file that may have an order
     of its own for the inputs is counted with one.
     """
-    size = columns if four.group is None else four.group
-    held = next(one for one in _GROUPS if size % one == 0)
+    size = held_group(four, columns)
+    assert size is not None
     nvfp4 = four.packing.codes == "NVFP4"  # scales in E4M3, and one per row
-    of_group = (1 if nvfp4 else 2) + four.zeros
-    own = _SCALE * rows * nvfp4 + 8 * columns * four.ordered
-    return rows * columns // 2 + rows * columns // held * of_group + own
+    of_group = (1 if nvfp4 else 2) + four.zeros  # scale and zero point
+    if layout is Layout.PLAIN:
+        own = _SCALE * rows * nvfp4 + 8 * columns * four.ordered
+        return rows * columns // 2 + rows * columns // size * of_group + own
+    # csrc/packed.h: for bands of 32 rows, groups as they are stored; of NVFP4 two together
+    together = 2 * size if nvfp4 else size
+    unit = 32 * (together // 2 + together // size * of_group)
+    own = _SCALE * _up(rows, 16) + 4 * columns * four.ordered
+    return -(-rows // 32) * -(-columns // together) * unit + own
 
 
 def loaded_bytes(
