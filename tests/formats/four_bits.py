@@ -405,9 +405,12 @@ def write(form: Form, experts: str = "") -> Written:
         if experts == "mixtral":
             names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
             block = "block_sparse_moe"
-            config |= {
+            config = CONFIG | {
+                "quantization_config": form.said,
+                "model_type": experts,
                 "architectures": ["MixtralForCausalLM"],
                 "num_local_experts": 4,
+                "num_experts_per_tok": 2,
                 "intermediate_size": 64,
             }
         shapes = {name: shape for name, shape in SHAPES.items() if not name.startswith("mlp")}

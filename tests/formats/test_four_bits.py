@@ -82,11 +82,11 @@ def of_plain(written: Written) -> dict[str, torch.Tensor]:
 
         found[f"{index}.qkv"] = rows(f"{prefix}self_attn.", "q_proj", "k_proj", "v_proj")
         found[f"{index}.o"] = rows(f"{prefix}self_attn.", "o_proj")
-        for number in range(4 if "num_experts" in written.config else 1):
+        for number in range(4 if "num_experts_per_tok" in written.config else 1):
             block, names = "mlp.", ("gate_proj", "up_proj", "down_proj")
             if written.config["model_type"] == "mixtral":
                 block, names = "block_sparse_moe.", ("w1", "w3", "w2")
-            if "num_experts" in written.config:
+            if "num_experts_per_tok" in written.config:
                 block += f"experts.{number}."
             found[f"{index}.gate_up.{number}"] = rows(prefix + block, *names[:2])
             found[f"{index}.down.{number}"] = rows(prefix + block, names[2])
@@ -171,7 +171,7 @@ def test_values_are_rounded_to_the_dtype_of_the_rows_before_the_product(tmp_path
             expected = expected * weight.scale.double()
         expected += bias.double()
         result = REFERENCE.linear(x, weight, bias).double()
-        assert torch.allclose(result, expected, rtol=2**-8, atol=1e-6)
+        assert torch.allclose(result, expected, rtol=2**-8, atol=1e-4)
         alone = REFERENCE.linear(x[7:8], weight, bias).double()
         assert torch.equal(alone[0], result[7])
 
@@ -342,7 +342,7 @@ WRONG: list[tuple[str, Change, str]] = [
         "down_proj.weight_packed holds weights in 4 bits, but config.json declares model.layers.0.mlp.down_proj to be "
         "not quantized",
     ),
-    ("ct int4 32", says(**GPTQ), f"{Q}.weight_packed is there where gptq has {Q}.qweight"),
+    ("ct int4 32", says(**GPTQ, format="gptq"), f"{Q}.weight_packed is there where gptq has {Q}.qweight"),
     (
         "ct int4 32",
         lambda tensors, said: tensors.update(
@@ -358,7 +358,7 @@ WRONG: list[tuple[str, Change, str]] = [
     ("gptq", says(checkpoint_format="gptq_v2"), f"{Q}.qzeros has the zero point 7, but config.json"),
     ("gptq", filled(f"{Q}.g_idx", 3, slice(0, 32)), f"{Q}.g_idx does not put 32 of the 128 inputs"),
     ("gptq order", says(desc_act=False), "order of their own, but config.json says desc_act false"),
-    ("gptq", filled(f"{Q}.bias", 1.0), f"no part of the model that config.json describes: {Q}.bias"),
+    ("gptq", filled(f"{Q}.bias", 1.0), f"{Q}.bias is not zero, and config.json"),
     ("gptq", says(group_size=128), f"{Q}.qzeros is I32 of shape [4, 16]"),
     ("gptq", says(group_size=24), f"{Q} has 128 inputs in groups of 24, which is not implemented"),
     ("gptq", says(group_size=8), f"{Q} has 128 inputs in groups of 8, which is not implemented"),

@@ -131,7 +131,7 @@ def test_what_is_written_is_compressed_tensors_form_and_loads(
             matrix = (codes - 8).unflatten(1, (-1, size)) * scale.float()[..., None]
         values[f"{name}.weight"] = matrix.flatten(1)
         error = (matrix.flatten(1) - original).square().mean() / original.square().mean()
-        assert 0.0001 < error < 0.03
+        assert error < 0.03
     decoder = loaded(out)
     for index, layer in enumerate(decoder.layers):
         own = values[f"model.layers.{index}.mlp.down_proj.weight"]

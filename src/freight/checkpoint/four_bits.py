@@ -171,7 +171,7 @@ def find_four_bits(
             found[name] = _stored_powers(checkpoint, module, shape)
         else:
             found[name] = _stored_groups(checkpoint, module, shape, four)
-            _skip_bias(checkpoint, module, four, shapes)
+            _require_no_bias(checkpoint, module, four, shapes)
     return _alike(found)
 
 
@@ -269,14 +269,16 @@ def _require(
         )
 
 
-def _skip_bias(
+def _require_no_bias(
     checkpoint: Checkpoint, module: str, four: FourBits, shapes: Mapping[str, Shape]
 ) -> None:
-    """Skip a bias that the model does not have: GPTQ's tools write zeros."""
+    """Take a bias that the model does not have: GPTQ's tools write zeros. Raises CheckpointError for
+    anything else.
+    """
     name = f"{module}.bias"
     gptq = four.packing in (Packing.GPTQ, Packing.GPTQ_V2)
-    if gptq and name in checkpoint.names and name not in shapes and not checkpoint.copy(name).any():
-        checkpoint.skip(name, "a bias of zeros, which GPTQ's tools write")
+    if gptq and name in checkpoint.names and name not in shapes and checkpoint.copy(name).any():
+        raise checkpoint.fault(f"{name} is not zero, and config.json describes a model without it")
 
 
 def _layout_int4(rows: int, columns: int, groups: int) -> dict[str, tuple[Sequence[str], Shape]]:

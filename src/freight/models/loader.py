@@ -339,7 +339,7 @@ def build_decoder(
         head = Weight(embedding.weight)
     else:
         head = source.head(names.head, builder.shapes[names.head])
-    if config.float32_head and head.scale is None:
+    if config.float32_head and head.scale is None and head.groups is None:
         head = Weight(head.data.float())
     logits_head = LogitsHead(
         kernels.pack(head),
