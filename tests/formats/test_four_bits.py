@@ -134,7 +134,8 @@ def test_one_order_for_all_merges_them(name: str, tmp_path: Path):
     first = "model.layers.0.self_attn."
     suffix = "g_idx" if "gptq" in name else "weight_g_idx"
     for module in ("k_proj", "v_proj"):
-        written.tensors[f"{first}{module}.{suffix}"] = written.tensors[f"{first}q_proj.{suffix}"]
+        of_q = written.tensors[f"{first}q_proj.{suffix}"]
+        written.tensors[f"{first}{module}.{suffix}"] = of_q.clone()
     qkv = loaded(written.save(tmp_path)).layers[0].mixer.qkv
     assert qkv.weight.order is not None
     assert qkv.weight.shape == (256, 128)

@@ -18,7 +18,6 @@ SAID = {
     "gptq_order": "gptq: weights in INT4, scales and zero points per 32 inputs, groups in an order of their own",
     "int4": "compressed-tensors: weights in INT4, scales per 32 inputs",
     "int4_experts": "compressed-tensors: weights in INT4, scales per 32 inputs",
-    "int4_order": "compressed-tensors: weights in INT4, scales per 32 inputs, groups in an order of their own",
     "int4_zeros": "compressed-tensors: weights in INT4, scales and zero points per 64 inputs",
     "mxfp4": "compressed-tensors: weights in MXFP4, scales per 32 inputs",
     "nvfp4": "compressed-tensors: weights in NVFP4, scales per 16 inputs",

@@ -56,7 +56,7 @@ _CODES = {
 @dataclass(frozen=True)
 class StoredGroups:
     """One matrix in 4 bits with scales of groups. Its tensors are checked, and its codes are not
-    read yet. `rows`: the output rows that are read; empty: all.
+    read yet. `shape` is that of the file; `rows`: the output rows that are read; empty: all.
     """
 
     module: str
@@ -85,8 +85,7 @@ class StoredGroups:
 
     def of_rows(self, rows: Sequence[slice]) -> StoredGroups:
         """Return the matrix of these output rows."""
-        count = sum(one.stop - one.start for one in rows)
-        return replace(self, shape=(count, self.shape[1]), rows=tuple(rows))
+        return replace(self, rows=tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -130,8 +129,7 @@ class StoredPowers:
 
     def of_rows(self, rows: Sequence[slice]) -> StoredPowers:
         """Return the matrix of these output rows."""
-        count = sum(one.stop - one.start for one in rows)
-        return replace(self, shape=(count, self.shape[1]), rows=tuple(rows))
+        return replace(self, rows=tuple(rows))
 
     def _stored(self, checkpoint: Checkpoint) -> tuple[Tensor, Tensor]:
         blocks, scales = (checkpoint.copy(name).view(torch.uint8) for name in self.tensors)
@@ -498,7 +496,8 @@ def _read_awq(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
     def by_output(name: str) -> Tensor:
         """uint8 [outputs, words of a column]: codes or zero points, in the order of the outputs."""
         words = _nibbles(checkpoint.copy(name)).unflatten(1, (-1, _PER_INT))
-        return words[..., list(_AWQ_PLACES)].flatten(1).t().contiguous()
+        in_order = words.index_select(-1, torch.tensor(_AWQ_PLACES, dtype=torch.int64))
+        return in_order.flatten(1).t().contiguous()
 
     scales = _scales(checkpoint, f"{module}.scales").t().contiguous()
     groups = _as_held(stored, Codes.INT4, scales, by_output(f"{module}.qzeros"))

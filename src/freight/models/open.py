@@ -250,10 +250,13 @@ class OpenModel:
             return self._load_foreign(kernels, config)
         share, device = self.share, config.device
         if self.checkpoint is None:
-            drawn = config.seed, share, config.int4
-            return random_model(model, kernels, *formats, length, device, *drawn)
-        read = self.scheme, share, config.int4
-        return load_model(self.checkpoint, model, kernels, *formats, length, device, *read)
+            return random_model(
+                model, kernels, *formats, length, device, config.seed, share, config.int4
+            )
+        scheme = self.scheme
+        return load_model(
+            self.checkpoint, model, kernels, *formats, length, device, scheme, share, config.int4
+        )
 
     def _log_dtype(self, compute: Format) -> None:
         """Log the compute dtype and its reason; warn where config.json says float32 and no tensor
