@@ -21,7 +21,7 @@ from torch import Tensor
 from freight import quantize
 from freight.config.engine import EngineArgs
 from freight.config.parse import parse_model_config
-from freight.errors import ConfigError
+from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format
 from freight.fp8.four_bits import round_int4, round_mxfp4
 from freight.kernels.reference_set import REFERENCE
@@ -210,6 +210,20 @@ def test_inputs_that_no_groups_divide_are_refused_with_the_way_out(tmp_path: Pat
     folder = writers.write(writers.Form(None)).save(tmp_path)
     with pytest.raises(ConfigError, match=r"has 192 inputs, which groups of 128 .*--group-size 64"):
         quantize(folder, tmp_path / "out", weights="int4")
+
+
+@pytest.mark.parametrize("name", ["gptq", "modelopt nvfp4", "ct mxfp4"])
+def test_what_is_in_4_bits_is_not_quantized_again(name: str, tmp_path: Path):
+    """Not even its cache: scales are calibrated on a model in 16 bits."""
+    written = write(FORMS[name])
+    for layer in range(2):
+        for side in "kv":
+            module = f"model.layers.{layer}.self_attn.{side}"
+            written.tensors[f"{module}_scale"] = torch.tensor(0.1)
+    folder = written.save(tmp_path / "model")
+    for options in ({"weights": "fp8"}, {"weights": "none", "kv_cache": "fp8"}):
+        with pytest.raises(CheckpointError, match="is quantized already"):
+            quantize(str(folder), tmp_path / "out", **options)
 
 
 def test_what_is_quantized_already_is_not_rounded_again(tmp_path: Path):

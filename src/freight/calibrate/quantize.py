@@ -178,7 +178,7 @@ def open_unquantized(
     require_native(stored.model, model, "quantizing")
     checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
     way_out = "quantize the 16-bit model that it was made from"
-    keeps = keep_kv and not stored.kv_scales.empty and not _has_fp8_matrix(stored)
+    keeps = keep_kv and not stored.kv_scales.empty and not _has_quantized_matrix(stored)
     if not keeps and (scheme.method not in (None, "mxfp4") or scheme.kv_format is not None):
         raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
     if not keeps and not stored.kv_scales.empty:
@@ -199,12 +199,14 @@ def open_unquantized(
     )
 
 
-def _has_fp8_matrix(stored: OpenCheckpoint) -> bool:
-    """Return whether any matrix is stored in FP8. A scheme of AutoFP8 that leaves out every matrix
+def _has_quantized_matrix(stored: OpenCheckpoint) -> bool:
+    """Return whether any matrix is stored in FP8, or declared to be in 4 bits. A scheme of AutoFP8 that leaves out every matrix
     declares FP8 and has none.
     """
     if stored.scheme.weight_format is None:
         return False
+    if stored.scheme.four_bits:
+        return True
     names = tensor_shapes(stored.model).keys() & stored.checkpoint.names
     return any(stored.checkpoint.format_of(name).is_fp8 for name in names)
 

@@ -495,7 +495,8 @@ def _read_awq(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
 
     def by_output(name: str) -> Tensor:
         """uint8 [outputs, words of a column]: codes or zero points, in the order of the outputs."""
-        words = _nibbles(checkpoint.copy(name)).unflatten(1, (-1, _PER_INT))
+        codes = _nibbles(checkpoint.copy(name))
+        words = codes.view(len(codes), -1, _PER_INT)
         in_order = words.index_select(-1, torch.tensor(_AWQ_PLACES, dtype=torch.int64))
         return in_order.flatten(1).t().contiguous()
 

@@ -64,7 +64,7 @@ class Groups:
             values = codes.float() - self.zeros[..., None].float()
         return (values * self.scales.float()[..., None]).flatten(1)
 
-    def of_rows(self, rows: Tensor | slice) -> Groups:
+    def of_rows(self, rows: Tensor | slice[int, int, None]) -> Groups:
         """Return the groups of these output rows."""
         scales = _bytes(self.scales)[rows].view(self.scales.dtype)
         zeros = None if self.zeros is None else self.zeros[rows]
