@@ -200,8 +200,8 @@ def open_unquantized(
 
 
 def _has_quantized_matrix(stored: OpenCheckpoint) -> bool:
-    """Return whether any matrix is stored in FP8, or declared to be in 4 bits. A scheme of AutoFP8 that leaves out every matrix
-    declares FP8 and has none.
+    """Return whether any matrix is stored in FP8, or declared to be in 4 bits. A scheme of AutoFP8
+    that leaves out every matrix declares FP8 and has none.
     """
     if stored.scheme.weight_format is None:
         return False
