@@ -316,10 +316,9 @@ class _Count:
         if scheme.four is not None and scheme.four.packing is not Packing.MXFP4:
             four = scheme.four
             if four.group is not None and columns % four.group:  # of `--quantization int4`
-                size = int4_group(columns)
-                if size is None:
-                    return self.matrix(rows, columns)
-                four = replace(four, group=size)
+                four = replace(four, group=int4_group(columns) or 1)
+            if held_group(four, columns) is None:
+                return self.matrix(rows, columns)
             return group_bytes(rows, columns, four, self.layout)
         if scheme.bits == 4 and self.layout is not Layout.PLAIN:
             return mxfp4_bytes(rows, columns)
