@@ -26,10 +26,10 @@ from freight.fp8.weights import quantize_blocks, quantize_rows
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.library import load_file, path_of, runnable
 from freight.operands.activation import GatedActivation
-from freight.operands.weight import Activations, Weight
+from freight.operands.weight import Activations, Codes, Groups, Weight
 
 SHAPES = [(1, 32), (17, 64), (33, 96), (48, 160), (130, 224), (260, 320), (129, 1024), (1000, 544)]
-ODD_SHAPES = [(1, 1), (33, 129), (260, 300)]  # not for MXFP4, whose groups have 32 inputs
+ODD_SHAPES = [(1, 1), (33, 129), (260, 300)]  # not for 4 bits, in groups of up to 32 inputs
 ROWS = (1, 3, 4, 5, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 511, 512, 513, 1025)
 # The second where activations become FP8, which pairs and tiles take as well
 DTYPES = (torch.bfloat16, torch.float32)
@@ -53,6 +53,19 @@ def in_mxfp4(matrix: Tensor) -> Weight:
     return Weight(blocks.flatten(1).view(mxfp4.CODES), scales.view(mxfp4.SCALES))
 
 
+def in_groups(codes: Codes, size: int, dtype: torch.dtype, zeros: bool) -> Maker:
+    """Return random codes under scales about as large as the matrix."""
+
+    def make(matrix: Tensor) -> Weight:
+        shape = matrix.shape[0], matrix.shape[1] // size
+        scales = (matrix.abs().mean() * torch.rand(shape)).clamp_min(2.0**-120).to(dtype)
+        given = torch.randint(0, 16, shape, dtype=torch.uint8) if zeros else None
+        data = torch.randint(0, 256, (matrix.shape[0], matrix.shape[1] // 2), dtype=torch.uint8)
+        return Weight(data, groups=Groups(codes, size, scales, given))
+
+    return make
+
+
 def in_fp8(
     quantize: Callable[[Tensor, Format], tuple[Tensor, Tensor]], activations: Activations
 ) -> Maker:
@@ -63,6 +76,9 @@ def in_fp8(
 MAKERS: dict[str, Maker] = {
     "BF16": lambda matrix: Weight(matrix.bfloat16()),
     "MXFP4": in_mxfp4,
+    "INT4": in_groups(Codes.INT4, 32, torch.float16, zeros=False),
+    "INT4 with zero points": in_groups(Codes.INT4, 32, torch.bfloat16, zeros=True),
+    "NVFP4": in_groups(Codes.E2M1, 16, torch.float8_e4m3fn, zeros=False),
     **{f"FP8 rows, {one}": in_fp8(quantize_rows, one) for one in Activations},
     **{f"FP8 blocks, {one}": in_fp8(quantize_blocks, one) for one in Activations},
 }
@@ -92,7 +108,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 def products(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
     """Yield each case, and whether its bits are the same."""
     count = 0
-    for shape in SHAPES if name == "MXFP4" else SHAPES + ODD_SHAPES:
+    for shape in SHAPES if "4" in name.partition(" ")[0] else SHAPES + ODD_SHAPES:
         for kind in ("ordinary", "subnormal", "not finite"):
             weight = MAKERS[name](matrix_of(shape, kind))
             packed = [kernels.pack(weight) for kernels in sets]

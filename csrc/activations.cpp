@@ -64,6 +64,20 @@ struct Stager {
   // The index in x of column `first` of a row.
   int64_t at(int64_t row, int64_t first) const { return (index ? index[row] : row) * stride + first; }
 
+  // The inputs of columns `first` .. `first` + `count` of a row, as they are stored: in x, or gathered to `room`.
+  const char* inputs_of(int64_t row, int64_t first, int64_t count, void* room) const {
+    if (!weight.order) return element(x, at(row, first), format);
+    const int32_t* order = weight.order + first;
+    const char* from = element(x, at(row, 0), format);
+    for (int64_t i = 0; i < count; i++) {
+      if (format == FREIGHT_FLOAT32)
+        static_cast<uint32_t*>(room)[i] = reinterpret_cast<const uint32_t*>(from)[order[i]];
+      else
+        static_cast<uint16_t*>(room)[i] = reinterpret_cast<const uint16_t*>(from)[order[i]];
+    }
+    return static_cast<const char*>(room);
+  }
+
   void scale_row(int64_t row) const {
     const int64_t in = weight.in_features;
     row_scale[row] = weight.activations == FREIGHT_STATIC
@@ -74,7 +88,8 @@ struct Stager {
   // Columns `first` .. `first` + `count` of a row as float32, rounded to FP8 if the weight requires it, with zeros up
   // to a multiple of 16.
   void values_of(int64_t row, int64_t first, int64_t count, float* values) const {
-    read_row(element(x, at(row, first), format), format, count, values);
+    alignas(64) uint32_t room[kColumns];
+    read_row(inputs_of(row, first, count, room), format, count, values);
     if (row_scale) return round_by(values, count, row_scale[row]);
     if (!group_scale) return;
     for (int64_t done = 0; done < count; done += kGroup) {
@@ -129,9 +144,9 @@ struct Stager {
   // Write the inputs of a panel of a row to a line of its tiles, as bfloat16, with zeros after the last.
   void panel_line(int64_t row, int64_t panel, uint8_t* line) const {
     const int64_t first = panel * kGroupInputs, count = std::min<int64_t>(kGroupInputs, weight.in_features - first);
-    const char* from = element(x, at(row, first), format);
+    alignas(64) uint16_t room[kGroupInputs], halves[kGroupInputs];
+    const char* from = inputs_of(row, first, count, room);
     if (weight.activations != FREIGHT_PLAIN) return rounded_line(from, count, scale_of(row, panel, count), line);
-    alignas(64) uint16_t halves[kGroupInputs];
     if (count < kGroupInputs) {
       std::memset(halves, 0, sizeof(halves));
       std::memcpy(halves, from, static_cast<size_t>(count) * 2);

@@ -94,7 +94,8 @@ struct Side {
 bool stage_alike(const std::vector<Product>& products, int64_t rows) {
   return rows == 1 && std::all_of(products.begin(), products.end(), [&](const Product& one) {
            const FreightWeight &weight = *one.weight, &first = *products[0].weight;
-           return one.rows == 1 && (weight.activations != FREIGHT_STATIC || weight.input_scale == first.input_scale);
+           return one.rows == 1 && weight.order == first.order &&
+                  (weight.activations != FREIGHT_STATIC || weight.input_scale == first.input_scale);
          });
 }
 

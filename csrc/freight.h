@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Incremented when any declaration changes, so that a library of an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 28;
+constexpr int32_t FREIGHT_ABI = 29;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs computed together; arrays by output are padded to a multiple
@@ -37,6 +37,16 @@ enum FreightFormat : int32_t {
   FREIGHT_E4M3FNUZ = 5,
   FREIGHT_INT8 = 6,
   FREIGHT_MXFP4 = 7,  // only of weights: E2M1, with a scale in E8M0 for every 32 inputs of a row
+  FREIGHT_NVFP4 = 8,  // only of weights: E2M1, with a scale in E4M3FN for every 16 inputs of a row
+  FREIGHT_INT4 = 16,  // only of weights: codes of 4 bits, with a scale for every 32 inputs; plus numbers of FreightInt4
+};
+
+// What is added to FREIGHT_INT4, up to 27.
+enum FreightInt4 : int32_t {
+  FREIGHT_INT4_ZEROS = 1,     // each group has the code of zero; else it is 8
+  FREIGHT_INT4_BFLOAT16 = 2,  // scales are bfloat16; else float16
+  FREIGHT_INT4_64 = 4,        // groups of 64 inputs
+  FREIGHT_INT4_128 = 8,       // groups of 128 inputs
 };
 
 // Use the threads of an OpenMP runtime: the address of GOMP_parallel of the runtime that the process already uses
@@ -70,8 +80,9 @@ struct FreightWeight {
   const void* data;          // freight_packed_bytes, at a multiple of FREIGHT_CACHE_LINE
   const float* scale;        // [out_features, padded to FREIGHT_LANES]: factor of a row's sum; NaN: the row has a NaN
   const float* block_scale;  // [ceil(out / 128), ceil(in / 128)], or null
+  const int32_t* order;      // [in_features]: the input that each column takes, with PLAIN only; null: its own
   int64_t out_features, in_features;
-  int32_t format;       // FREIGHT_FLOAT32, FREIGHT_FLOAT16, FREIGHT_BFLOAT16, FREIGHT_E4M3FN or FREIGHT_MXFP4
+  int32_t format;       // a FreightFormat: of 16 or 32 bits, E4M3FN, MXFP4, NVFP4 or INT4
   int32_t activations;  // FreightActivations
   float input_scale;
 };
@@ -80,7 +91,9 @@ FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out_features, i
 
 // Pack data, [out_features, in_features]. Rows with a NaN code get the scale NaN, which is written to `scale`. MXFP4 is
 // [out_features, in_features / 32, 17] bytes: 16 with two codes each, the earlier input in the low half, then the byte
-// of their scale. It is 3 to 252 unless all codes are zeros, so that every value is a normal bfloat16.
+// of their scale. It is 3 to 252 unless all codes are zeros, so that every value is a normal bfloat16. NVFP4 is
+// [out_features, in_features / 16, 9] bytes: 8 of codes, then the scale. INT4 is [out_features, in_features / group,
+// group / 2 + 2 or 3] bytes: codes, the scale, 2 ** -126 to 2 ** 100 in magnitude or 0, and the code of zero, if any.
 FREIGHT_API FreightStatus freight_pack(const void* data, int32_t format, int64_t out_features, int64_t in_features,
                                        void* packed, float* scale, int32_t threads);
 

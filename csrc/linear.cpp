@@ -18,6 +18,7 @@
 #include <emmintrin.h>
 #endif
 
+#include "four_bit.h"
 #include "mxfp4.h"
 #include "packed.h"
 #include "parallel.h"
@@ -213,10 +214,24 @@ struct VectorTask {
   void one_tile(int64_t row, const std::array<int64_t, NB>& own) const {
     const int64_t rows = std::min<int64_t>(kTileRows, call.rows - row), last = blocks_of(weight.out_features) - 1;
     const uint8_t* w[NB];
-    for (size_t j = 0; j < NB; j++) w[j] = block_data(std::min(own[j], last));
     alignas(64) float sums[NB * M * kLanes] = {};
     const X* x = static_cast<const X*>(call.staged.x) + row * call.staged.steps;
-    tile<D, M, NB>(decoder, w, x, units, groups(own, row), sums);
+    if constexpr (std::is_base_of_v<InGroups, D>) {
+      const FourBit layout = four_bit(weight.format);
+      const int64_t count = units * kFourInputs / layout.inputs;
+      int sides[NB];
+      for (size_t j = 0; j < NB; j++) {
+        const int64_t block = std::min(own[j], last);
+        w[j] = static_cast<const uint8_t*>(weight.data) + block / kBand * count * layout.bytes;
+        sides[j] = static_cast<int>(block % kBand);
+      }
+      constexpr int64_t ahead = NB > kBand ? kPrefetch * kBand / NB : kPrefetch;
+      multiply_groups<D, M, NB, std::min<int>(blocks_at_once(M), NB)>(
+          decoder, layout, w, sides, x, count, non_temporal.load(std::memory_order_relaxed), ahead, sums);
+    } else {
+      for (size_t j = 0; j < NB; j++) w[j] = block_data(std::min(own[j], last));
+      tile<D, M, NB>(decoder, w, x, units, groups(own, row), sums);
+    }
     for (size_t j = 0; j < NB; j++)
       if (own[j] <= last) finish(call, format, sums + j * M * kLanes, row, rows, own[j], factor);
   }
@@ -228,6 +243,19 @@ void by_vectors(const Product* products, int64_t count, int32_t format, int thre
   for_each_task(
       count, threads, [&](int64_t i) { return VectorTask<D>::tasks(products[i]); },
       [&](int64_t i, int64_t task) { VectorTask<D>{products[i], format, decoder}.compute(task); });
+}
+
+// Products with weights in 4 bits with scales of groups.
+template <class Codes>
+void by_vectors_of_groups(const Product* products, int64_t count, int32_t format, int threads) {
+#if FREIGHT_AMX  // for float32 and float16
+#elif FREIGHT_AVX512 || FREIGHT_NEON_BF16
+  if (format == FREIGHT_BFLOAT16) return by_vectors<FourBitPair<Codes>>(products, count, format, threads);
+#else
+  if (format == FREIGHT_BFLOAT16)
+    return by_vectors<FourBitSingle<Codes, Codes::rounds>>(products, count, format, threads);
+#endif
+  by_vectors<FourBitSingle<Codes>>(products, count, format, threads);
 }
 
 #if FREIGHT_AMX
@@ -296,7 +324,7 @@ void by_tiles(const Product* products, int64_t count, int32_t format, int thread
         if (call.rows > kDotRows) {
           const Finish finished{call, format};
           if constexpr (FORMAT == FREIGHT_E4M3FN)
-            if (call.rows <= kFewRows) return few_task(job_of(call), tile_decoder, task, finished);
+            if (call.rows <= kFewRows) return few_task<FORMAT>(job_of(call), tile_decoder, task, finished);
           return tile_task<FORMAT>(job_of(call), tile_decoder, task, finished);
         }
         with_height(height_of(call.rows), [&](auto height) {
@@ -305,6 +333,30 @@ void by_tiles(const Product* products, int64_t count, int32_t format, int thread
                 decoder, *call.weight, static_cast<const float*>(call.staged.x), call.staged.group_scale, task,
                 [&](const float* sums, int64_t block) { finish(call, format, sums, 0, call.rows, block, 1.f); });
         });
+      });
+}
+
+// Products on tiles, with any number of rows, with weights in 4 bits with scales of groups. Few rows too are as fast on
+// tiles as memory: making pairs of bfloat16 takes fewer instructions than making and multiplying float32.
+template <int32_t FORMAT>
+void by_tiles_of_groups(const Product* products, int64_t count, int32_t format, int threads) {
+  TileDecoder<FORMAT> decoder;
+  decoder.layout = four_bit(products->weight->format);
+  const int share = std::max(1, static_cast<int>(threads / count));
+  const auto job_of = [&](const Product& call) {
+    return TileJob(*call.weight, call.staged.x, nullptr, call.rows, share);
+  };
+  for_each_task(
+      count, threads,
+      [&](int64_t i) {
+        const TileJob job = job_of(products[i]);
+        return job.rows <= kFewRows ? job.all_bands() : job.tasks();
+      },
+      [&](int64_t i, int64_t task) {
+        const Finish finished{products[i], format};
+        const TileJob job = job_of(products[i]);
+        if (job.rows <= kFewRows) return few_task<FORMAT>(job, decoder, task, finished);
+        tile_task<FORMAT>(job, decoder, task, finished);
       });
 }
 
@@ -340,11 +392,16 @@ void multiply(const Product* products, int64_t count, int32_t format, int thread
   const FreightWeight& weight = *products->weight;
 #if FREIGHT_AMX
   if (exact_in_bfloat16(weight, format)) {
+    if (weight.format == FREIGHT_NVFP4) return by_tiles_of_groups<FREIGHT_NVFP4>(products, count, format, threads);
+    if (in_groups(weight.format)) return by_tiles_of_groups<FREIGHT_INT4>(products, count, format, threads);
     if (weight.format == FREIGHT_E4M3FN) return by_tiles<FREIGHT_E4M3FN>(products, count, format, threads);
     if (weight.format == FREIGHT_MXFP4) return by_tiles<FREIGHT_MXFP4>(products, count, format, threads);
     return by_tiles<FREIGHT_BFLOAT16>(products, count, format, threads);
   }
-#elif FREIGHT_AVX512 || FREIGHT_NEON_BF16
+#endif
+  if (weight.format == FREIGHT_NVFP4) return by_vectors_of_groups<Nvfp4>(products, count, format, threads);
+  if (in_groups(weight.format)) return by_vectors_of_groups<Int4>(products, count, format, threads);
+#if !FREIGHT_AMX && (FREIGHT_AVX512 || FREIGHT_NEON_BF16)
   if (exact_in_bfloat16(weight, format)) {
     if (weight.format == FREIGHT_E4M3FN) return by_vectors<E4M3Pair>(products, count, format, threads);
     if (weight.format == FREIGHT_MXFP4) return by_vectors<Mxfp4Pair>(products, count, format, threads);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "four_bit.h"
 #include "mxfp4.h"
 #include "parallel.h"
 #include "status.h"
@@ -86,6 +87,91 @@ void pack_mxfp4(const uint8_t* data, int64_t out, int64_t in, uint8_t* packed, i
   });
 }
 
+// Every second of 16 codes, the first, the third, ...
+uint32_t every_second(uint64_t codes) {
+  codes &= 0x0F0F0F0F0F0F0F0F;
+  codes = (codes | codes >> 4) & 0x00FF00FF00FF00FF;
+  codes = (codes | codes >> 8) & 0x0000FFFF0000FFFF;
+  return static_cast<uint32_t>(codes | codes >> 16);
+}
+
+// Put 16 codes of row `lane` into a unit (four_bit.h).
+void put_codes(const uint8_t* stored, int lane, uint64_t flipped, uint8_t* unit) {
+  uint64_t codes;
+  std::memcpy(&codes, stored, sizeof codes);
+  codes ^= flipped;
+#if FREIGHT_AVX512
+  uint8_t* to = unit + lane / 8 * kUnit + lane % 8 * 8;
+  for (int odd = 0; odd < 2; odd++) {
+    const uint32_t word = every_second(codes >> 4 * odd), turned = word << 12 | word >> 20;
+    std::memcpy(to + 4 * odd, &turned, sizeof turned);
+  }
+#else
+  for (int line = 0; line < 2; line++) {
+    const uint32_t word = static_cast<uint32_t>(codes >> 32 * line);
+    std::memcpy(unit + line * kUnit + lane * 4, &word, sizeof word);
+  }
+#endif
+}
+
+// Pack a block of INT4, as freight_pack takes it. Rows of padding have the scale 0.
+void pack_int4_block(const uint8_t* from, const FourBit& layout, uint8_t* band, int block, int64_t rows, int64_t groups) {
+  const int codes = layout.inputs / 2, stored = codes + 2 + layout.zeros;
+  for (int64_t group = 0; group < groups; group++, from += stored, band += layout.bytes) {
+    std::memset(band + scales_at(block), 0, 2 * kLanes);
+    if (layout.zeros) std::memset(band + zeros_at(block), 0, kLanes);
+    for (int unit = 0; unit < layout.inputs / kFourInputs; unit++) {
+      uint8_t* to = band + layout.head + (unit * kBand + block) * kFourUnit;
+      std::memset(to, 0, kFourUnit);
+      for (int lane = 0; lane < rows; lane++) put_codes(from + lane * groups * stored + unit * 8, lane, 0, to);
+    }
+    for (int64_t lane = 0; lane < rows; lane++) {
+      const uint8_t* scale = from + lane * groups * stored + codes;
+      std::memcpy(band + scales_at(block) + 2 * lane, scale, 2);
+      if (layout.zeros) band[zeros_at(block) + lane] = scale[2];
+    }
+  }
+}
+
+// The scale of NVFP4 as 5 bits of exponent and 3 of mantissa, from a code of E4M3FN that is not 0 or NaN.
+uint8_t scale_bits(uint8_t code) {
+  return static_cast<uint8_t>((float_to_bits(value_of(FREIGHT_E4M3FN, code & 0x7F)) >> 20) - ((127 - kScaleBias) << 3));
+}
+
+// Pack a block of NVFP4, as freight_pack takes it. Rows and inputs of padding, and groups of zeros, have the scale 1.
+void pack_nvfp4_block(const uint8_t* from, const FourBit& layout, uint8_t* band, int block, int64_t rows, int64_t groups) {
+  constexpr int kStored = kFourInputs / 2 + 1;
+  const int64_t units = (groups + 1) / 2 * 2;
+  for (int64_t group = 0; group < units; group++, from += kStored) {
+    uint8_t* at = band + group / 2 * layout.bytes;
+    const int unit = static_cast<int>(group % 2);
+    uint8_t* to = at + layout.head + (unit * kBand + block) * kFourUnit;
+    std::memset(at + scales_at(block, unit), kScaleBias << 3, kLanes);
+    std::memset(to, 0, kFourUnit);
+    for (int lane = 0; lane < rows && group < groups; lane++) {
+      const uint8_t* stored = from + lane * groups * kStored;
+      const uint8_t scale = stored[kFourInputs / 2];
+      if (!(scale & 0x7F)) continue;
+      at[scales_at(block, unit) + lane] = scale_bits(scale);
+      put_codes(stored, lane, scale & 0x80 ? 0x8888888888888888 : 0, to);
+    }
+  }
+}
+
+void pack_groups(const uint8_t* data, int32_t format, int64_t out, int64_t in, uint8_t* packed, int threads) {
+  const FourBit layout = four_bit(format);
+  const bool nvfp4 = format == FREIGHT_NVFP4;
+  const int inputs = nvfp4 ? kFourInputs : layout.inputs, scale = nvfp4 ? 1 : 2 + layout.zeros;
+  const int64_t groups = in / inputs, row_bytes = groups * (inputs / 2 + scale);
+  const int64_t band_bytes = units_of(format, in) * layout.bytes;
+  parallel_for(bands_of(out) * kBand, threads, [&](int64_t block) {
+    const int64_t first = std::min(block * kLanes, out), rows = std::min<int64_t>(kLanes, out - first);
+    uint8_t* band = packed + block / kBand * band_bytes;
+    const auto pack_block = nvfp4 ? pack_nvfp4_block : pack_int4_block;
+    pack_block(data + first * row_bytes, layout, band, static_cast<int>(block % kBand), rows, groups);
+  });
+}
+
 // Bytes of a packed weight.
 int64_t packed_bytes(int32_t format, int64_t out, int64_t in) {
   return bands_of(out) * kBand * units_of(format, in) * unit_bytes(format);
@@ -95,6 +181,8 @@ void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packe
   ask_for_large_pages(packed, packed_bytes(format, out, in));
   if (format == FREIGHT_MXFP4)
     pack_mxfp4(static_cast<const uint8_t*>(data), out, in, static_cast<uint8_t*>(packed), threads);
+  else if (in_groups(format))
+    pack_groups(static_cast<const uint8_t*>(data), format, out, in, static_cast<uint8_t*>(packed), threads);
   else if (format == FREIGHT_FLOAT32)
     pack<uint32_t>(data, format, out, in, packed, scale, threads);
   else if (format == FREIGHT_E4M3FN)

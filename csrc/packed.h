@@ -11,7 +11,8 @@
 // with BF16 also takes pairs: bfloat16 is [16][2], E4M3 [2][16][2]. And E4M3 of the portable build has the order that
 // its decoder needs.
 //
-// MXFP4 has larger units, of 32 inputs: kMxUnit bytes (mxfp4.h).
+// MXFP4 has larger units, of 32 inputs: kMxUnit bytes (mxfp4.h). NVFP4 and INT4 have groups of both blocks of a band
+// (four_bit.h); what is called a unit here is then a block's half of a group.
 //
 // `Single` multiplies float32 by float32, one input a step. `Pair` multiplies two bfloat16 inputs a step (vdpbf16ps;
 // BFDOT), with exact products. A decoder D decodes a unit to D::steps operands of its arithmetic D::Math; a call
@@ -29,14 +30,38 @@ constexpr int kGroup = 128;                // outputs and inputs that share one 
 constexpr int kMxInputs = 32;              // of a row of MXFP4 that share a scale
 constexpr int kMxUnit = kMxInputs / 2 * kLanes + kLanes;  // bytes
 
+constexpr int kFourInputs = 16;                            // inputs of codes in 4 bits that lie together
+constexpr int kFourUnit = kFourInputs / 2 * kLanes;        // bytes of them in a block
+
+// Layout of a weight in NVFP4 or INT4 (four_bit.h).
+struct FourBit {
+  int inputs = 32;                       // of a stored group; NVFP4: of two groups
+  bool zeros = false, bfloat16 = false;  // of INT4
+  int head = 2 * kBand * kLanes + (zeros ? kBand * kLanes : 0);  // bytes of scales, and of codes of zero
+  int bytes = head + inputs / kFourInputs * kBand * kFourUnit;   // of a group of a band
+};
+
+inline bool in_groups(int32_t format) { return format == FREIGHT_NVFP4 || format >= FREIGHT_INT4; }
+
+inline FourBit four_bit(int32_t format) {
+  if (format == FREIGHT_NVFP4) return {32, false, false};
+  const int32_t kind = format - FREIGHT_INT4;
+  return {kind & FREIGHT_INT4_128 ? 128 : kind & FREIGHT_INT4_64 ? 64 : 32, (kind & FREIGHT_INT4_ZEROS) != 0,
+          (kind & FREIGHT_INT4_BFLOAT16) != 0};
+}
+
 // Numbers of blocks and bands of a weight, of which the last may be padded.
 inline int64_t blocks_of(int64_t out_features) { return (out_features + kLanes - 1) / kLanes; }
 inline int64_t bands_of(int64_t out_features) { return (out_features + kBand * kLanes - 1) / (kBand * kLanes); }
 
-inline int64_t unit_bytes(int32_t format) { return format == FREIGHT_MXFP4 ? kMxUnit : kUnit; }
+inline int64_t unit_bytes(int32_t format) {
+  if (in_groups(format)) return four_bit(format).bytes / kBand;
+  return format == FREIGHT_MXFP4 ? kMxUnit : kUnit;
+}
 
 inline int inputs_per_unit(int32_t format) {
   if (format == FREIGHT_MXFP4) return kMxInputs;
+  if (in_groups(format)) return four_bit(format).inputs;
   return format == FREIGHT_FLOAT32 ? 1 : format == FREIGHT_E4M3FN ? 4 : 2;
 }
 

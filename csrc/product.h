@@ -26,11 +26,12 @@ struct Product {
   int64_t row_of(int64_t row) const { return index ? index[row] : row; }
 };
 
-// Say whether inputs and weights of the product are exact in bfloat16, so that `Pair` and tiles lose nothing.
+// Say whether inputs and weights of the product are exact in bfloat16, so that `Pair` and tiles lose nothing. Values of
+// INT4 are rounded to it first, if that is the format of the rows.
 inline bool exact_in_bfloat16(const FreightWeight& weight, int32_t format) {
   const bool inputs = weight.activations != FREIGHT_PLAIN || format == FREIGHT_BFLOAT16;
   return inputs && (weight.format == FREIGHT_E4M3FN || weight.format == FREIGHT_BFLOAT16 ||
-                    weight.format == FREIGHT_MXFP4);
+                    weight.format == FREIGHT_MXFP4 || in_groups(weight.format));
 }
 
 // The layout in which `rows` rows in `format` are staged for a weight.
@@ -38,7 +39,8 @@ enum class Layout { kFloats, kPairs, kTiles };
 
 inline Layout layout_of(const FreightWeight& weight, int32_t format, int64_t rows) {
 #if FREIGHT_AMX
-  return exact_in_bfloat16(weight, format) && rows > kDotRows ? Layout::kTiles : Layout::kFloats;
+  const bool tiles = rows > kDotRows || in_groups(weight.format);
+  return exact_in_bfloat16(weight, format) && tiles ? Layout::kTiles : Layout::kFloats;
 #elif FREIGHT_AVX512 || FREIGHT_NEON_BF16
   (void)rows;
   return exact_in_bfloat16(weight, format) ? Layout::kPairs : Layout::kFloats;

@@ -1,4 +1,5 @@
-// The product of FP8 weights on tiles (tiles.h) for 5 to 32 rows: an expert's rows of a prompt, or a decode batch.
+// The product of FP8 weights on tiles (tiles.h) for 5 to 32 rows: an expert's rows of a prompt, or a decode batch. And of
+// weights in 4 bits with scales of groups for 1 to 32 rows.
 //
 // With so few rows, decoding weights takes as long as multiplying them. So the decoder's tables stay in registers, the
 // decoding of a later step is interleaved with each step of the tiles, sums stay in tiles from the first input to the
@@ -19,8 +20,9 @@ constexpr int64_t kFewRows = 2 * kTileLines;
 constexpr int kFewAhead = kGroupSteps;   // steps from the decoding of weights to their multiplication
 constexpr int kFewRing = 2 * kFewAhead;  // decoded steps in memory: a power of two
 
-// 32 inputs of a band -> bfloat16.
-FREIGHT_INLINE void decode_step(const E4M3Pair& decoder, const uint8_t* from, uint8_t* to) {
+// 32 inputs of a band -> bfloat16; `step` of the steps from `from` on. Steps are decoded in order.
+FREIGHT_INLINE void decode_step(const E4M3Pair& decoder, const uint8_t* from, int64_t step, uint8_t* to) {
+  from += step * (kStepBytes / 2);
   for (int unit = 0; unit < kStepBytes / 2 / kUnit; unit++, from += kUnit) {
     __builtin_prefetch(from + kTileAhead, 0, 2);  // into L2, which is faster than into L1
     __m512i lines[2];
@@ -29,6 +31,14 @@ FREIGHT_INLINE void decode_step(const E4M3Pair& decoder, const uint8_t* from, ui
     _mm512_store_si512(line, lines[0]);
     _mm512_store_si512(line + kBand * kUnit, lines[1]);
   }
+}
+
+template <class Codes>
+FREIGHT_INLINE void decode_step(GroupTiles<Codes>& decoder, const uint8_t* from, int64_t step, uint8_t* to) {
+  const int64_t group = step / decoder.steps(), at = step % decoder.steps();
+  decoder.begin(from + group * decoder.layout.bytes, static_cast<int>(at));
+  FREIGHT_UNROLL
+  for (int piece = 0; piece < kStepPieces; piece++) decoder.piece(piece, to);
 }
 
 // Tiles 0 and 1 hold a band's sums of the first 16 rows, 2 and 3 those of the others.
@@ -57,14 +67,14 @@ FREIGHT_INLINE void store_tiles(float* to) {
 }
 
 // Compute one band on one thread: sums[kSquare]. `ring` is memory for kFewRing steps.
-template <int ROW_TILES>
-__attribute__((noinline)) void few_band(const TileJob& job, const E4M3Pair& tables, int64_t band, uint8_t* ring,
-                                        float* sums) {
-  const E4M3Pair decoder = tables;  // in registers
+template <int ROW_TILES, int32_t FORMAT>
+__attribute__((noinline)) void few_band(const TileJob& job, const TileDecoder<FORMAT>& tables, int64_t band,
+                                        uint8_t* ring, float* sums) {
+  TileDecoder<FORMAT> decoder = tables;  // in registers
   const int64_t steps = job.steps();
-  const uint8_t* from = static_cast<const uint8_t*>(job.weight.data) + band * steps * (kStepBytes / 2);
+  const uint8_t* from = static_cast<const uint8_t*>(job.weight.data) + stored_bytes<FORMAT>(decoder, band * steps);
   const auto place = [&](int64_t step) { return ring + step % kFewRing * kStepBytes; };
-  const auto decode = [&](int64_t step) { decode_step(decoder, from + step * (kStepBytes / 2), place(step)); };
+  const auto decode = [&](int64_t step) { decode_step(decoder, from, step, place(step)); };
   for (int64_t step = 0; step < std::min<int64_t>(kFewAhead, steps); step++) decode(step);
   zero_tiles<ROW_TILES>();
   if (job.weight.block_scale) std::fill(sums, sums + kSquare, 0.f);
@@ -96,8 +106,8 @@ __attribute__((noinline)) void few_band(const TileJob& job, const E4M3Pair& tabl
 }
 
 // `tile_task` for at most kFewRows rows; a task is a band.
-template <class Finish>
-void few_task(const TileJob& job, const E4M3Pair& decoder, int64_t band, const Finish& finish) {
+template <int32_t FORMAT, class Finish>
+void few_task(const TileJob& job, const TileDecoder<FORMAT>& decoder, int64_t band, const Finish& finish) {
   thread_local WorkingMemory memory;
   constexpr int64_t ring = kFewRing * kStepBytes;
   uint8_t* at = memory.of(ring + kSquare * 4);
@@ -108,9 +118,9 @@ void few_task(const TileJob& job, const E4M3Pair& decoder, int64_t band, const F
     TileRegisters tiles;
     tiles.set_rows(first, second);
     if (second)
-      few_band<2>(job, decoder, band, at, sums);
+      few_band<2, FORMAT>(job, decoder, band, at, sums);
     else
-      few_band<1>(job, decoder, band, at, sums);
+      few_band<1, FORMAT>(job, decoder, band, at, sums);
   }
   const int64_t blocks = blocks_of(job.weight.out_features);
   for (int64_t row = 0; row < job.rows; row += kTileLines)

@@ -1,12 +1,13 @@
 // The product on tiles (tiles.h), for 5 rows and more; of FP8 weights for more than 32 (tile_few.h).
 //
 // A task has a few bands of 32 outputs and walks their inputs in panels. Within a panel all rows are multiplied by all
-// bands; between panels the sums are in memory, which changes no bit. FP8 and MXFP4 weights are decoded once for all
+// bands; between panels the sums are in memory, which changes no bit. Weights of 4 and 8 bits are decoded once for all
 // rows: a few registers of the next panel after every step of this one, so that tiles and vector units work at the same
 // time. Without block scales, results are scaled, rounded and written during the last panel, in parallel to the tiles.
 #pragma once
 #include <algorithm>
 
+#include "four_bit.h"
 #include "memory.h"
 #include "mxfp4.h"
 #include "packed.h"
@@ -47,20 +48,65 @@ struct TileJob {
   const uint8_t* panel_rows(int64_t panel) const { return x + panel * panel_steps * row_tiles() * kTileBytes; }
 };
 
+constexpr int kStepPieces = kStepBytes / (2 * kUnit);  // of two registers of bfloat16
+
+// Decoder of weights in 4 bits with scales of groups, for a band: the pieces of a step are those of one block, then
+// those of the other.
+template <class Codes>
+struct GroupTiles {
+  FourBitPair<Codes> pairs;
+  FourBit layout;
+  typename Codes::Scales scales[kBand];
+  const uint8_t *group, *codes;  // of the present step
+
+  int steps() const { return layout.inputs / kTileInputs; }
+
+  // Begin step `at` of a group. Its first step reads the scales.
+  FREIGHT_INLINE void begin(const uint8_t* from, int at) {
+    group = from, codes = from + layout.head + at * (kTileInputs / kFourInputs) * kBand * kFourUnit;
+    if (!Codes::by_unit && at == 0)
+      for (int block = 0; block < kBand; block++) Codes::read(layout, group, block, 0, scales[block]);
+    if (at == 0) _mm_prefetch(reinterpret_cast<const char*>(group + kTileAhead), _MM_HINT_T1);
+  }
+
+  FREIGHT_INLINE void piece(int at, uint8_t* to) {
+    constexpr int kOfBlock = kStepPieces / kBand, kOfUnit = kOfBlock * kFourInputs / kTileInputs;
+    const int block = at / kOfBlock, unit = at % kOfBlock / kOfUnit, pair = at % kOfBlock * 2;
+    const uint8_t* from = codes + (unit * kBand + block) * kFourUnit;
+    _mm_prefetch(reinterpret_cast<const char*>(codes + at * kFourUnit * 4 / kStepPieces + kTileAhead), _MM_HINT_T1);
+    if (Codes::by_unit && at % kOfUnit == 0) Codes::read(layout, group, block, unit, scales[block]);
+    __m512i lines[2];
+    pairs.decode(scales[block], from, pair % (kFourInputs / 2), lines);
+    for (int i = 0; i < 2; i++) _mm512_store_si512(to + ((pair + i) * kBand + block) * kUnit, lines[i]);
+  }
+};
+
 template <int32_t FORMAT>
-using TileDecoder = std::conditional_t<FORMAT == FREIGHT_MXFP4, Mxfp4Pair, E4M3Pair>;
+using TileDecoder = std::conditional_t<
+    FORMAT == FREIGHT_MXFP4, Mxfp4Pair,
+    std::conditional_t<FORMAT == FREIGHT_INT4, GroupTiles<Int4>,
+                       std::conditional_t<FORMAT == FREIGHT_NVFP4, GroupTiles<Nvfp4>, E4M3Pair>>>;
+template <int32_t FORMAT>
+constexpr bool kOfGroups = FORMAT == FREIGHT_INT4 || FORMAT == FREIGHT_NVFP4;
 
 // Bytes of a stored step.
 template <int32_t FORMAT>
 constexpr int kStoredStep = FORMAT == FREIGHT_MXFP4 ? kBand * kMxUnit
                             : FORMAT == FREIGHT_E4M3FN ? kStepBytes / 2 : kStepBytes;
 
+// Bytes of `steps` stored steps, of whole groups.
+template <int32_t FORMAT>
+int64_t stored_bytes(const TileDecoder<FORMAT>& decoder, int64_t steps) {
+  if constexpr (kOfGroups<FORMAT>) return steps / decoder.steps() * decoder.layout.bytes;
+  else return (void)decoder, steps * kStoredStep<FORMAT>;
+}
+
 // Preparation of the next panel of some bands, in pieces of 128 bytes of bfloat16. Weights in bfloat16 are prefetched,
 // the others decoded to `to`.
 template <int32_t FORMAT>
 struct Ahead {
   static constexpr int kPieces = kStepBytes / 128;  // pieces of a step
-  const TileDecoder<FORMAT> decoder;
+  TileDecoder<FORMAT> decoder;
   const uint8_t* from;
   uint8_t* to;
   int64_t from_skip, to_skip;  // bytes from the end of a band's panel to the next band's
@@ -73,6 +119,8 @@ struct Ahead {
     for (; count > 0 && bands > 0; count--) {
       if constexpr (FORMAT == FREIGHT_MXFP4) {
         mxfp4_piece(piece % kPieces);
+      } else if constexpr (kOfGroups<FORMAT>) {
+        group_piece();
       } else if constexpr (FORMAT == FREIGHT_E4M3FN) {
         __builtin_prefetch(from + kTileAhead);
         __m512i lines[2];
@@ -89,6 +137,15 @@ struct Ahead {
       }
       if (++piece == each) piece = 0, bands--, from += from_skip, to += to_skip;
     }
+  }
+
+  void group_piece() {
+    const int at = piece % kPieces, step = piece / kPieces % decoder.steps();
+    if (at == 0) decoder.begin(from, step);
+    decoder.piece(at, to);
+    if (at < kPieces - 1) return;
+    to += kStepBytes;
+    if (step + 1 == decoder.steps()) from += decoder.layout.bytes;
   }
 
   // Four inputs of a block; a step has those of one block, then those of the other.
@@ -180,7 +237,6 @@ struct TileTask {
   const TileDecoder<FORMAT>& decoder;
   const Finish& finish;
 
-  static constexpr int64_t kStored = kStoredStep<FORMAT>;
   static constexpr bool kDecodes = FORMAT != FREIGHT_BFLOAT16;
   int steps_of(int64_t panel) const {
     return static_cast<int>(std::min<int64_t>(job.panel_steps, job.steps() - panel * job.panel_steps));
@@ -188,12 +244,12 @@ struct TileTask {
   uint8_t* decoded(int64_t panel) const { return scratch + panel % 2 * bands * job.band_panel(); }
   const uint8_t* stored(int64_t panel) const {
     const auto* data = static_cast<const uint8_t*>(job.weight.data);
-    return data + (first_band * job.steps() + panel * job.panel_steps) * kStored;
+    return data + stored_bytes<FORMAT>(decoder, first_band * job.steps() + panel * job.panel_steps);
   }
   Ahead<FORMAT> ahead_of(int64_t panel) const {
     if (panel >= job.panels()) return {decoder, nullptr, nullptr, 0, 0, 0, 0};
     const int64_t steps = steps_of(panel);
-    return {decoder, stored(panel), decoded(panel), (job.steps() - steps) * kStored,
+    return {decoder, stored(panel), decoded(panel), stored_bytes<FORMAT>(decoder, job.steps() - steps),
             job.band_panel() - steps * kStepBytes, static_cast<int>(steps) * kStepBytes / 128, bands};
   }
 

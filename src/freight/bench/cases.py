@@ -28,11 +28,13 @@ from freight.kernels.interface import KernelSet
 from freight.models.random_weights import RandomSource
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
-from freight.operands.weight import Activations
+from freight.operands.weight import Activations, Codes, Groups, Weight
 
 MOST_COPIES = 256  # what is so small that these fit into the caches is measured there
 BLOCK_SIZE = 16
 SCALE = 0.02
+# Inputs of a group of a 4-bit weight, and the dtype of its scale
+GROUPS = {Codes.INT4: (128, torch.bfloat16), Codes.E2M1: (16, torch.float8_e4m3fn)}
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,29 @@ class Bench:
             rows=rows,
             shape=shape,
             num_bytes=size + 2 * rows * sum(shape),
+            calls=calls,
+        )
+
+    def four_bit(self, rows: int, shape: tuple[int, int], codes: Codes) -> Case:
+        """Make the product with a weight in 4 bits, whose in_features `GROUPS` divide."""
+        size, dtype = GROUPS[codes]
+        generator = torch.Generator(self.device).manual_seed(0)
+        scales = torch.full(
+            (shape[0], shape[1] // size), SCALE, dtype=torch.float32, device=self.device
+        )
+        groups = Groups(codes, size, scales.to(dtype))
+        num_bytes = shape[0] * shape[1] // 2 + scales.numel() * dtype.itemsize
+        x, calls = self._activations(rows, shape[1]), []
+        for _ in self._copies(num_bytes):
+            data = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=self.device)
+            weight = Weight(data.random_(0, 256, generator=generator), groups=groups)
+            calls.append(partial(self.kernels.linear, x, self.kernels.pack(weight), None))
+        return _product(
+            "linear",
+            f"{codes}, groups of {size}",
+            rows=rows,
+            shape=shape,
+            num_bytes=num_bytes + 2 * rows * sum(shape),
             calls=calls,
         )
 

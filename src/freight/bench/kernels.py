@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from freight.bench.cases import Bench, Case, Heads
+from freight.bench.cases import GROUPS, Bench, Case, Heads
 from freight.bench.timing import MemoryProbe, bytes_beyond_caches, time_in_rotation
 from freight.config.fields import JsonObject
 from freight.config.kv_source import groups_fit
@@ -91,6 +91,9 @@ def _cases(
             for format in (Format.E4M3FN, Format.BFLOAT16):
                 if wanted("linear"):
                     yield partial(bench.linear, count, shape, format)
+            for codes, (size, _) in GROUPS.items():
+                if wanted("linear") and bench.kernels.packs_groups and shape[1] % size == 0:
+                    yield partial(bench.four_bit, count, shape, codes)
             if wanted("torch.linear"):
                 yield partial(bench.torch_linear, count, shape)
             if wanted("torch._scaled_mm") and count == rows[0]:

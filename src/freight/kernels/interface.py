@@ -69,7 +69,11 @@ class KernelSet(Protocol):
 
     @property
     def packs_groups(self) -> bool:
-        """Say whether `pack` and `pack_experts` take matrices in 4 bits with scales of groups."""
+        """Say whether `pack` and `pack_experts` take matrices in 4 bits with scales of groups.
+
+        These are INT4 with float16 or bfloat16 scales of 32, 64 or 128 inputs, with or without zero
+        points, and E2M1 with E4M3 scales of 16 inputs (NVFP4).
+        """
         ...
 
     def pack(self, weight: Weight) -> PackedWeight:

@@ -15,6 +15,7 @@ otherwise (`rms_norm`).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from enum import StrEnum
 
 import torch
@@ -39,7 +40,7 @@ from freight.operands.kv_pages import KVPages, read_slots, spread, write_slots
 from freight.operands.packed import PackedWeight
 from freight.operands.rotary import Rotary
 from freight.operands.tiles import KEY_TILE
-from freight.operands.weight import Activations, Groups, Weight
+from freight.operands.weight import Activations, Weight
 
 # torch's exp and others call MKL, whose first call in a process gave other last bits where two threads
 # made it (torch 2.13). This one is made by one thread.
@@ -54,10 +55,12 @@ QUERY_TILE = 32  # rows of one sequence that attention computes together; fewer 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias, [rows, out_features] in x's dtype. x: [rows, in_features]."""
-    if weight.groups is not None:
-        return _group_linear(x, weight, weight.groups, bias)
-    if weight.scale is not None:
-        return _fp8_linear(x, weight, bias)
+    if weight.order is not None:
+        return linear(x[:, weight.order], replace(weight, order=None), bias)
+    if weight.groups is not None and weight.scale is None and x.dtype is not torch.float16:
+        return linear(x, Weight(weight.groups.decode(weight.data).to(x.dtype)), bias)
+    if weight.scale is not None or weight.groups is not None:
+        return _scaled_linear(x, weight, bias)
     rows, in_features = x.shape
     out = x.new_empty(rows, weight.data.shape[0])
     for start in range(0, rows, ROW_TILE):
@@ -84,50 +87,44 @@ def _product(tile: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor
     return out if bias is None else out + bias
 
 
-def _fp8_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """Compute `linear` over FP8 weights: float32 products and sums of the decoded values.
+def _scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """Compute `linear` over FP8 and 4-bit weights: float32 products and sums of the decoded values.
 
     With a scale per output row both scales multiply the finished sum; with 128 x 128 blocks they
     multiply each value beforehand. The bias is added last, and the result rounded once. Decodes
     `OUTPUT_TILE` output features at a time.
     """
-    assert weight.scale is not None
     values, factor = _activations(x, weight)
     padding = -len(x) % ROW_TILE
     tiles = F.pad(values, (0, 0, 0, padding)).split(ROW_TILE)
     out = x.new_empty(len(x) + padding, len(weight.data))
     for begin in range(0, len(weight.data), OUTPUT_TILE):
         part = slice(begin, begin + OUTPUT_TILE)
-        matrix = decode(weight.data[part])
-        if weight.scale.ndim == 2:
-            matrix *= expand_blocks(
-                weight.scale[begin // BLOCK : (begin + OUTPUT_TILE) // BLOCK], matrix.shape
-            )
+        matrix = _decoded(weight, begin, x.dtype)
         product = torch.cat([_product(tile, matrix) for tile in tiles])
         if factor is not None:
             product *= F.pad(factor, (0, 0, 0, padding))
-        if weight.scale.ndim == 1:
+        if weight.scale is not None and weight.scale.ndim == 1:
             product *= weight.scale[part]
         out[:, part] = product if bias is None else product + bias[part].float()
     return out[: len(x)]
 
 
-def _group_linear(x: Tensor, weight: Weight, groups: Groups, bias: Tensor | None) -> Tensor:
-    """Compute `linear` over weights in 4 bits: float32 products and sums of the values, which are
-    rounded to x's dtype. The scale of an output row multiplies the finished sum.
+def _decoded(weight: Weight, begin: int, dtype: torch.dtype) -> Tensor:
+    """Decode `OUTPUT_TILE` rows from `begin` on to float32, with the scales of blocks and groups.
+
+    Values of groups are rounded to bfloat16 for rows of that dtype.
     """
-    values = x.float() if weight.order is None else x[:, weight.order].float()
-    padding = -len(x) % ROW_TILE
-    tiles = F.pad(values, (0, 0, 0, padding)).split(ROW_TILE)
-    out = x.new_empty(len(x) + padding, len(weight.data))
-    for begin in range(0, len(weight.data), OUTPUT_TILE):
-        part = slice(begin, begin + OUTPUT_TILE)
-        matrix = groups.of_rows(part).decode(weight.data[part]).to(x.dtype).float()
-        product = torch.cat([_product(tile, matrix) for tile in tiles])
-        if weight.scale is not None:
-            product *= weight.scale[part]
-        out[:, part] = product if bias is None else product + bias[part].float()
-    return out[: len(x)]
+    part = slice(begin, begin + OUTPUT_TILE)
+    if weight.groups is not None:
+        values = weight.groups.of_rows(part).decode(weight.data[part])
+        return values.bfloat16().float() if dtype is torch.bfloat16 else values
+    matrix = decode(weight.data[part])
+    if weight.scale is not None and weight.scale.ndim == 2:
+        matrix *= expand_blocks(
+            weight.scale[begin // BLOCK : (begin + OUTPUT_TILE) // BLOCK], matrix.shape
+        )
+    return matrix
 
 
 def _activations(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:

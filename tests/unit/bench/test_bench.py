@@ -238,6 +238,13 @@ def test_kernels_rows(kernels):
         "torch.linear",
         "torch._scaled_mm",
     }
+    in_4_bits = [row for row in found if row["format"].startswith(("int4", "e2m1"))]
+    assert {(row["format"], *row["shape"][1:]) for row in in_4_bits} == {
+        ("e2m1, groups of 16", *shape)
+        for shape in [(48, 32), *linear_shapes(model)]
+        if shape[1] % 16 == 0
+    }
+    assert in_4_bits[0]["bytes"] == 48 * 32 * 4.5 / 8 + 2 * (48 + 32)
     for row in found:
         assert row["kernels"] == ("torch" if row["kernel"].startswith("torch") else kernels.name)
         assert row["threads"] == torch.get_num_threads()

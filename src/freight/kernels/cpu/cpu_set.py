@@ -36,8 +36,7 @@ class CpuKernels:
     note: str = ""
     ranks: Ranks = ALONE
 
-    packs_mxfp4 = True
-    packs_groups = False
+    packs_mxfp4 = packs_groups = True
     lookup = method_on("library", rowwise.lookup)
     linear = method_on("library", linear.linear)
     add_rms_norm = method_on("library", elementwise.add_rms_norm)

@@ -29,6 +29,7 @@ from freight.kernels.cpu.linear import (
     CpuWeight,
     aligned,
     check,
+    format_of,
     give_back_freed_memory,
     pack_into,
     packed_bytes,
@@ -53,6 +54,7 @@ class CpuExperts(PackedExperts):
     data: Tensor  # uint8 [num_experts, bytes of one]
     scale: Tensor
     block_scale: Tensor | None
+    orders: tuple[Tensor, ...]  # of the experts that have one
     bias: Tensor | None  # [num_experts, out_features], in the dtype of the rows
     descriptors: ctypes.Array[FreightWeight]
     address: int  # of the descriptors
@@ -67,7 +69,7 @@ class CpuExperts(PackedExperts):
         """Return the bytes of the packed matrices and their scales."""
         return sum(
             t.numel() * t.element_size()
-            for t in (self.data, self.scale, self.block_scale)
+            for t in (self.data, self.scale, self.block_scale, *self.orders)
             if t is not None
         )
 
@@ -84,11 +86,11 @@ def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> CpuE
         check(weight)
         if data is None:
             out_features, in_features = weight.shape
-            kind = (weight.data.dtype, weight.activations)
+            kind = (format_of(weight), weight.activations)
             num_bytes = packed_bytes(library, weight)
             data = aligned(len(weights) * num_bytes).view(len(weights), num_bytes)
         assert weight.shape == (out_features, in_features)
-        assert (weight.data.dtype, weight.activations) == kind
+        assert (format_of(weight), weight.activations) == kind
         packed.append(pack_into(library, weight, data[len(packed)]))
         del weight
     assert data is not None
@@ -99,6 +101,7 @@ def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> CpuE
     blocks = [one.block_scale for one in packed if one.block_scale is not None]
     assert len(blocks) in (0, len(packed))
     block_scale = torch.stack(blocks) if blocks else None
+    orders = tuple(one.order for one in packed if one.order is not None)
     descriptors = (FreightWeight * len(packed))(*(one.descriptor for one in packed))
     for expert, descriptor in enumerate(descriptors):
         descriptor.scale = scale[expert].data_ptr()
@@ -106,7 +109,9 @@ def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> CpuE
     bias = None if bias is None else bias.contiguous()
     assert bias is None or bias.shape == (len(packed), out_features)
     at = ctypes.addressof(descriptors)
-    return CpuExperts(out_features, in_features, data, scale, block_scale, bias, descriptors, at)
+    return CpuExperts(
+        out_features, in_features, data, scale, block_scale, orders, bias, descriptors, at
+    )
 
 
 def route(

@@ -21,7 +21,7 @@ from freight.operands.weight import Activations
 from freight.parallel.shared import MAX_RANKS as MAX_RANKS  # FREIGHT_MAX_RANKS
 from freight.parallel.shared import FreightRanks as FreightRanks
 
-ABI = 28  # FREIGHT_ABI; a library with another number is refused
+ABI = 29  # FREIGHT_ABI; a library with another number is refused
 LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8  # FREIGHT_… of the headers
 
 FORMAT_CODES = {
@@ -33,7 +33,10 @@ FORMAT_CODES = {
     Format.E4M3FNUZ: 5,
     Format.INT8: 6,
 }
-MXFP4 = 7  # a format of weights only
+MXFP4, NVFP4 = 7, 8  # formats of weights only
+INT4 = 16  # likewise, plus one number of each: of INT4_PARTS and INT4_GROUPS
+INT4_PARTS = {"ZEROS": 1, "BFLOAT16": 2}
+INT4_GROUPS = {32: 0, 64: 4, 128: 8}
 FORMATS = {torch_dtype(format): code for format, code in FORMAT_CODES.items()}  # by dtype
 ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
 GATED_ACTIVATIONS = {
@@ -73,7 +76,7 @@ def _fields(*parts: tuple[type, str]) -> list[tuple[str, type]]:
 
 class FreightWeight(ctypes.Structure):
     _fields_ = _fields(
-        (_POINTER, "data scale block_scale"),
+        (_POINTER, "data scale block_scale order"),
         (_LONG, "out_features in_features"),
         (_INT, "format activations"),
         (_FLOAT, "input_scale"),

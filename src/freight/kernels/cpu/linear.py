@@ -22,19 +22,27 @@ from freight.kernels.cpu.interface import (
     ACTIVATIONS,
     CACHE_LINE,
     FORMATS,
+    INT4,
+    INT4_GROUPS,
+    INT4_PARTS,
     LANES,
     MXFP4,
+    NVFP4,
     FreightLinear,
     FreightWeight,
 )
 from freight.kernels.cpu.library import Library
 from freight.operands.packed import PackedWeight, Rows
-from freight.operands.weight import Weight
+from freight.operands.weight import Codes, Groups, Weight
 
 _WEIGHTS = {
     torch_dtype(format): FORMATS[torch_dtype(format)]
     for format in (*COMPUTE_FORMATS, Format.E4M3FN)
 } | {mxfp4.CODES: MXFP4}
+_SCALES = (
+    2.0**-126,
+    2.0**100,
+)  # of groups in INT4: with others, values may leave those of bfloat16
 LARGE = 2**20  # values from which packing first returns freed memory; see give_back_freed_memory
 _LARGE_PAGE = 2**21  # bytes; allocations of this size and more are aligned to such pages
 
@@ -51,6 +59,7 @@ class CpuWeight(PackedWeight):
     data: Tensor
     scale: Tensor
     block_scale: Tensor | None
+    order: Tensor | None  # int32
     descriptor: FreightWeight
     address: int  # of the descriptor
 
@@ -59,7 +68,7 @@ class CpuWeight(PackedWeight):
         """Return the bytes of the packed matrix and its scales."""
         return sum(
             t.numel() * t.element_size()
-            for t in (self.data, self.scale, self.block_scale)
+            for t in (self.data, self.scale, self.block_scale, self.order)
             if t is not None
         )
 
@@ -107,24 +116,52 @@ def give_back_freed_memory() -> None:
 
 def check(weight: Weight) -> None:
     """Raise KernelError for a weight that no build computes with."""
-    if weight.data.dtype not in _WEIGHTS or weight.data.device.type != "cpu":
+    if weight.groups is not None:
+        _format_of_groups(weight.groups)
+    elif weight.data.dtype not in _WEIGHTS or weight.data.device.type != "cpu":
         raise KernelError(
             f"the CPU kernels compute with weights in float32, float16, bfloat16, float8_e4m3fn and MXFP4 in main "
             f"memory, not {weight.data.dtype} on {weight.data.device}; use --kernels reference for the others"
         )
 
 
+def format_of(weight: Weight) -> int:
+    """Return the `FreightFormat` of a weight that `check` accepts."""
+    if weight.groups is not None:
+        return _format_of_groups(weight.groups)
+    return _WEIGHTS[weight.data.dtype]
+
+
+def _format_of_groups(groups: Groups) -> int:
+    """Return NVFP4, or INT4 with its parts. Raises KernelError for other groups."""
+    dtype = groups.scales.dtype
+    if (groups.codes, groups.size, dtype) == (Codes.E2M1, 16, torch.float8_e4m3fn):
+        return NVFP4
+    sixteen = dtype in (torch.float16, torch.bfloat16)
+    if groups.codes is Codes.INT4 and groups.size in INT4_GROUPS and sixteen:
+        zeros = 0 if groups.zeros is None else INT4_PARTS["ZEROS"]
+        wide = INT4_PARTS["BFLOAT16"] if dtype is torch.bfloat16 else 0
+        return INT4 + zeros + wide + INT4_GROUPS[groups.size]
+    raise KernelError(
+        f"the CPU kernels compute with {Codes.INT4} in groups of {', '.join(map(str, INT4_GROUPS))} with scales in "
+        f"float16 or bfloat16, and with {Codes.E2M1} in groups of 16 with scales in float8_e4m3fn, not with "
+        f"{groups.codes} in groups of {groups.size} with scales in {dtype}; use --kernels reference, or convert the "
+        "matrix to bfloat16"
+    )
+
+
 def packed_bytes(library: Library, weight: Weight) -> int:
     """Return the bytes of the packed data, a multiple of CACHE_LINE."""
     check(weight)
-    return int(library.functions.freight_packed_bytes(_WEIGHTS[weight.data.dtype], *weight.shape))
+    return int(library.functions.freight_packed_bytes(format_of(weight), *weight.shape))
 
 
 def pack_into(library: Library, weight: Weight, packed: Tensor) -> CpuWeight:
     """Pack into `packed`, memory of `packed_bytes` that begins at a cache line."""
     out_features, in_features = weight.shape
-    data = _with_scales(weight) if weight.is_mxfp4 else weight.data.contiguous()
-    format = _WEIGHTS[weight.data.dtype]
+    data, format = _stored(weight), format_of(weight)
+    order = None if weight.order is None else weight.order.to(torch.int32).contiguous()
+    assert order is None or order.shape == (in_features,)
     scale = torch.ones(-(-out_features // LANES) * LANES, dtype=torch.float32, device="cpu")
     if weight.scale is not None and weight.scale.ndim == 1:
         scale[:out_features] = weight.scale
@@ -143,6 +180,7 @@ def pack_into(library: Library, weight: Weight, packed: Tensor) -> CpuWeight:
         data=packed.data_ptr(),
         scale=scale.data_ptr(),
         block_scale=None if blocks is None else blocks.data_ptr(),
+        order=None if order is None else order.data_ptr(),
         out_features=out_features,
         in_features=in_features,
         format=format,
@@ -150,7 +188,34 @@ def pack_into(library: Library, weight: Weight, packed: Tensor) -> CpuWeight:
         input_scale=weight.input_scale or 1.0,
     )
     address = ctypes.addressof(descriptor)
-    return CpuWeight(out_features, in_features, packed, scale, blocks, descriptor, address)
+    return CpuWeight(out_features, in_features, packed, scale, blocks, order, descriptor, address)
+
+
+def _stored(weight: Weight) -> Tensor:
+    """Return the matrix as freight_pack takes it. Raises KernelError for values it does not take."""
+    if weight.groups is not None:
+        return _with_groups(weight, weight.groups)
+    return _with_scales(weight) if weight.is_mxfp4 else weight.data.contiguous()
+
+
+def _with_groups(weight: Weight, groups: Groups) -> Tensor:
+    """Interleave 4-bit codes with what their groups have: uint8 [out_features, groups, bytes].
+
+    Raises KernelError if values may be subnormal or infinite in bfloat16, or NaN.
+    """
+    magnitude = groups.scales.float().abs()
+    least, most = _SCALES
+    if not ((magnitude == 0) | ((magnitude >= least) & (magnitude <= most))).all():
+        raise KernelError(
+            "the CPU kernels compute with 4-bit matrices whose scales are 0 or 2 ** -126 to 2 ** 100 in magnitude; "
+            "convert the matrix to bfloat16"
+        )
+    scales = groups.scales.contiguous().view(torch.uint8)
+    by_group = scales.view(len(scales), -1, groups.scales.itemsize)
+    parts = [weight.data.unflatten(1, (-1, groups.size // 2)), by_group]
+    if groups.zeros is not None:
+        parts.append(groups.zeros[..., None])
+    return torch.cat(parts, -1)
 
 
 def _with_scales(weight: Weight) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from freight.fp8.cast import format_of
 from freight.kernels.triton import elementwise
 from freight.kernels.triton.formats import Target, carrier
-from freight.kernels.triton.linear import FEW_ROWS, Tile, dot_type, matmul_tile, product
+from freight.kernels.triton.linear import FEW_ROWS, Tile, check, dot_type, matmul_tile, product
 from freight.kernels.triton.rows import Quantized, quantize, quantizes
 from freight.operands.activation import AnyActivation
 from freight.operands.packed import PackedExperts
@@ -54,6 +54,7 @@ class ExpertStack(PackedExperts):
 def pack(weights: Weights, bias: Tensor | None = None) -> ExpertStack:
     """Copy all weights into one tensor. bias: [num_experts, out_features]."""
     every = tuple(weights)
+    check(every[0])
     assert Weight.alike(every)
     data = torch.stack([weight.data.view(torch.uint8) for weight in every]).view(
         every[0].data.dtype

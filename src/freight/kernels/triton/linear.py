@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from freight.errors import KernelError
 from freight.fp8.cast import format_of
 from freight.fp8.formats import Format
 from freight.kernels.triton.formats import Target, carrier, decode
@@ -30,6 +31,15 @@ FEW_ROWS = 64  # rows up to which reading the weights takes longer than multiply
 # about 14 bits of them, instead of adding them to a float32 sum every 128 inputs. It is faster;
 # `freight bench kernels --device cuda` times both.
 FAST_SUMS = False
+
+
+def check(weight: Weight) -> None:
+    """Raise KernelError for a matrix in 4 bits."""
+    if weight.groups is not None or weight.is_mxfp4:
+        raise KernelError(
+            "the Triton kernels compute with matrices in 16 or 32 bits and in FP8, not in 4 bits; convert the matrix "
+            "to bfloat16, or use --kernels reference"
+        )
 
 
 @triton.jit

@@ -43,8 +43,7 @@ class TritonKernels:
     ranks: Ranks = ALONE
 
     name = "triton"
-    packs_mxfp4 = False
-    packs_groups = False
+    packs_mxfp4 = packs_groups = False
     lookup = staticmethod(reference_rows.lookup)
     add_rms_norm = method_on("target", elementwise.add_rms_norm)
     add_layer_norm = method_on("target", elementwise.add_layer_norm)
@@ -66,6 +65,7 @@ class TritonKernels:
         return self.ranks.gather(x)
 
     def pack(self, weight: Weight) -> Weight:
+        linear.check(weight)
         return weight
 
     def linear(
