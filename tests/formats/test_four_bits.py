@@ -188,8 +188,10 @@ def test_it_is_described_and_takes_the_bytes_that_are_counted(name: str, tmp_pat
     assert said["scheme"]["fp8_weights"] == {}
     biases = sum(one.numel() for key, one in written.tensors.items() if key.endswith(".bias"))
     assert said["num_parameters"] - biases == sum(one.numel() for one in written.plain.values())
-    model = opened(folder)
-    require_equal(model, "reference", model.scheme.linear)
+    for kernels in ("reference", "auto"):
+        args = EngineArgs(str(folder), kernels=kernels, device="cpu", skip_tokenizer_init=True)
+        model = open_model(args)
+        require_equal(model, kernels, model.scheme.linear)
 
 
 def test_activations_in_4_bits_are_said_to_stay_in_16(

@@ -28,11 +28,12 @@ def test_every_one_is_tried():
     assert sorted(folder.name for folder in FIXTURES.iterdir()) == sorted(SAID)
 
 
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
 @pytest.mark.parametrize("name", SAID)
-def test_logits_are_those_of_the_values_that_the_tool_makes(name: str):
+def test_logits_are_those_of_the_values_that_the_tool_makes(name: str, kernels: str):
     expected = load_file(FIXTURES / name / "expected.safetensors")
     ids = expected["input_ids"].tolist()
-    found = freight_logits(FIXTURES / name, ids, "float32", "reference")
+    found = freight_logits(FIXTURES / name, ids, "float32", kernels)
     assert (found - expected["logits"]).abs().max() <= 1e-4
     assert torch.isfinite(expected["logits"]).all()
     assert (
