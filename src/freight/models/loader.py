@@ -437,8 +437,8 @@ def require_groups(
         return
     if int4:
         raise ConfigError(
-            f"int4: the {kernels.name} kernels do not compute with weights in 4 bits with scales of groups; use --device "
-            "cpu, or fp8"
+            f"int4: the {kernels.name} kernels do not compute with weights in 4 bits with scales of groups; use "
+            "--device cpu, or fp8"
         )
     first = next((one for one in four.values() if isinstance(one, StoredGroups)), None)
     if first is not None:
