@@ -24,7 +24,9 @@ from typing import Any
 import torch
 import transformers as tf
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.lifecycle.forward import dequantize
 from llmcompressor import oneshot
 from llmcompressor.modeling.moe.linearize import load_quantizable_moe
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -122,10 +124,17 @@ def with_llm_compressor(name: str, out: Path) -> None:
         for packed in [key for key in stored if key.endswith("weight_packed")]:
             module = packed.rpartition(".")[0]
             own = {k.rpartition(".")[2]: v for k, v in stored.items() if k.startswith(f"{module}.")}
-            # in float32: the library multiplies in the dtype of the scales
+            # in float32: the library multiplies in bfloat16, the dtype of scales and of E2M1
             if own["weight_scale"].dtype == torch.bfloat16:
                 own["weight_scale"] = own["weight_scale"].float()
-            values[f"{module}.weight"] = compressor.decompress(own, scheme)["weight"].float()
+            if name == "nvfp4":
+                rows, half = own["weight_packed"].shape
+                codes = unpack_fp4_from_uint8(own["weight_packed"], rows, 2 * half, torch.float32)
+                scales = own["weight_scale"].float(), own["weight_global_scale"]
+                matrix = dequantize(codes, scales[0], global_scale=scales[1], dtype=torch.float32)
+            else:
+                matrix = compressor.decompress(own, scheme)["weight"].float()
+            values[f"{module}.weight"] = matrix
         save(out, base, values)
 
 

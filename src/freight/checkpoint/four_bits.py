@@ -409,6 +409,11 @@ def _order(checkpoint: Checkpoint, stored: StoredGroups, name: str) -> Tensor | 
     return order
 
 
+def _turned(x: Tensor) -> Tensor:
+    """Return the transpose of x in rows of its own: `contiguous` keeps the strides of one column."""
+    return x.t().clone(memory_format=torch.contiguous_format)
+
+
 def _nibbles(words: Tensor) -> Tensor:
     """Return the codes of bytes or int32, the lowest bits first: uint8 [.., codes]."""
     stored = words.contiguous().view(torch.uint8)
@@ -442,7 +447,7 @@ def _read_int4(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
         order = _order(checkpoint, stored, f"{module}.weight_g_idx")
     if stored.four.zeros:
         packed = checkpoint.copy(f"{module}.weight_zero_point")
-        zeros = _nibbles(packed.t()).t()[: stored.shape[0]].contiguous()
+        zeros = _turned(_nibbles(packed.t()))[: stored.shape[0]]
     data = checkpoint.copy(f"{module}.weight_packed").view(torch.uint8)
     scales = _scales(checkpoint, f"{module}.weight_scale")
     return _Parts(data, _as_held(stored, Codes.INT4, scales, zeros), order=order)
@@ -485,8 +490,8 @@ def _read_gptq(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
     zeros = _gptq_zeros(checkpoint, stored)
     # an int32 has 8 inputs of an output, so turning them makes rows of inputs
     data = checkpoint.copy(f"{module}.qweight").t().contiguous().view(torch.uint8)
-    scales = _scales(checkpoint, f"{module}.scales").t().contiguous()
-    turned = None if zeros is None else zeros.t().contiguous()
+    scales = _turned(_scales(checkpoint, f"{module}.scales"))
+    turned = None if zeros is None else _turned(zeros)
     return _Parts(data, _as_held(stored, Codes.INT4, scales, turned), order=order)
 
 
@@ -498,9 +503,9 @@ def _read_awq(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
         codes = _nibbles(checkpoint.copy(name))
         words = codes.view(len(codes), -1, _PER_INT)
         in_order = words.index_select(-1, torch.tensor(_AWQ_PLACES, dtype=torch.int64))
-        return in_order.flatten(1).t().contiguous()
+        return _turned(in_order.flatten(1))
 
-    scales = _scales(checkpoint, f"{module}.scales").t().contiguous()
+    scales = _turned(_scales(checkpoint, f"{module}.scales"))
     groups = _as_held(stored, Codes.INT4, scales, by_output(f"{module}.qzeros"))
     return _Parts(_in_pairs(by_output(f"{module}.qweight")), groups)
 
