@@ -19,9 +19,9 @@ class Activations(StrEnum):
     """The quantization of a Linear's input before the product."""
 
     PLAIN = "plain"  # not at all: weight-only quantization, or none
-    # rounds each row to E4M3 with a scale from its amax (1 x 128 groups with block scales)
-    DYNAMIC = "dynamic"
-    STATIC = "static"  # rounds to E4M3 with one calibrated scale
+    # Both round to E4M3, or to INT8 for weights in INT8.
+    DYNAMIC = "dynamic"  # each row, with a scale from its amax (1 x 128 groups with block scales)
+    STATIC = "static"  # with one calibrated scale
 
 
 class WeightScales(StrEnum):
@@ -42,6 +42,7 @@ class LinearScheme:
                    unquantized
     bits           bits of a stored number: 8 for FP8, 4 for E2M1 with powers of two as scales
                    (`fp8.mxfp4`)
+    integers       whether the stored numbers are INT8
     """
 
     scales: WeightScales
@@ -50,6 +51,7 @@ class LinearScheme:
     input_limit: float | None = None
     or_plain: bool = False
     bits: int = 8
+    integers: bool = False
 
     def __str__(self) -> str:
         shared = f"{self.block[0]}x{self.block[1]} block" if self.block else str(self.scales)
@@ -159,7 +161,7 @@ class Scheme:
 
     method          the producer's name ('compressed-tensors', 'fp8', 'modelopt', …), None for an
                     unquantized model
-    weight_format   FP8 if Linear weights are declared quantized
+    weight_format   FP8 or INT8 if Linear weights are declared quantized
     kv_format       FP8 if an FP8 KV cache is declared
     kv_static       whether the checkpoint must have static KV scales; False for ModelOpt's cast
                     mode, which stores none

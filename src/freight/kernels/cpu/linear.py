@@ -22,6 +22,7 @@ from freight.kernels.cpu.interface import (
     ACTIVATIONS,
     CACHE_LINE,
     FORMATS,
+    INT8_INPUTS,
     LANES,
     MXFP4,
     FreightLinear,
@@ -33,7 +34,7 @@ from freight.operands.weight import Weight
 
 _WEIGHTS = {
     torch_dtype(format): FORMATS[torch_dtype(format)]
-    for format in (*COMPUTE_FORMATS, Format.E4M3FN)
+    for format in (*COMPUTE_FORMATS, Format.E4M3FN, Format.INT8)
 } | {mxfp4.CODES: MXFP4}
 LARGE = 2**20  # values from which packing first returns freed memory; see give_back_freed_memory
 _LARGE_PAGE = 2**21  # bytes; allocations of this size and more are aligned to such pages
@@ -109,8 +110,13 @@ def check(weight: Weight) -> None:
     """Raise KernelError for a weight that no build computes with."""
     if weight.data.dtype not in _WEIGHTS or weight.data.device.type != "cpu":
         raise KernelError(
-            f"the CPU kernels compute with weights in float32, float16, bfloat16, float8_e4m3fn and MXFP4 in main "
-            f"memory, not {weight.data.dtype} on {weight.data.device}; use --kernels reference for the others"
+            f"the CPU kernels compute with weights in float32, float16, bfloat16, float8_e4m3fn, int8 and MXFP4 in "
+            f"main memory, not {weight.data.dtype} on {weight.data.device}; use --kernels reference for the others"
+        )
+    if weight.data.dtype is torch.int8 and weight.shape[1] > INT8_INPUTS:
+        raise KernelError(
+            f"a matrix in INT8 has {weight.shape[1]:,} inputs; sums of more than {INT8_INPUTS:,} products may not fit "
+            "in int32. Use --quantization fp8 with the unquantized model"
         )
 
 
