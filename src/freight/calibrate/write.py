@@ -29,6 +29,7 @@ _ROUND = {
     WeightScheme.TENSOR: quantize_tensor,
     WeightScheme.CHANNEL: quantize_rows,
     WeightScheme.BLOCK: quantize_blocks,
+    WeightScheme.INT8: quantize_rows,
 }
 
 
@@ -82,7 +83,7 @@ def write_quantized(
                 tensors = {name: checkpoint.take(name, shape)}
             before += sum(one.nbytes for one in tensors.values())
             if kind == "weight" and like in linear:
-                data, scale = _rounded(name, tensors[name], plan.weights, scales_in)
+                data, scale = _rounded(name, tensors[name], plan, scales_in)
                 tensors = weight_tensors(
                     plan, module, data, scale, calibration.input_scales.get(like), scales_in
                 )
@@ -113,11 +114,11 @@ def _add_kv(
 
 
 def _rounded(
-    name: str, weight: Tensor, scheme: WeightScheme, scales_in: Format
+    name: str, weight: Tensor, plan: QuantizePlan, scales_in: Format
 ) -> tuple[Tensor, Tensor]:
-    """Round the matrix `name` to E4M3; return it and its scales."""
+    """Round the matrix `name` to the format of `plan`; return it and its scales."""
     if not bool(weight.isfinite().all()):
         raise CheckpointError(
             f"{name} has values that are NaN or infinite; a damaged checkpoint cannot be quantized"
         )
-    return _ROUND[scheme](weight, Format.E4M3FN, scales_in)
+    return _ROUND[plan.weights](weight, plan.weight_format, scales_in)

@@ -42,6 +42,7 @@ _STRATEGIES = {
     WeightScheme.TENSOR: "tensor",
     WeightScheme.CHANNEL: "channel",
     WeightScheme.BLOCK: "block",
+    WeightScheme.INT8: "channel",
 }
 
 
@@ -110,6 +111,8 @@ def _compressed_tensors(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str,
         format = (
             "naive-quantized" if plan.activations is ActivationScheme.NONE else "float-quantized"
         )
+        if plan.weights is WeightScheme.INT8:
+            format = "int-quantized"
         group = {
             "targets": ["Linear"],
             "weights": _weights(plan.weights),
@@ -149,7 +152,9 @@ def _arguments(
 
 def _weights(scheme: WeightScheme) -> dict[str, Any]:
     blocks = [BLOCK, BLOCK] if scheme is WeightScheme.BLOCK else None
-    return _arguments(_STRATEGIES[scheme], observer="static_minmax") | {"block_structure": blocks}
+    kind = "int" if scheme is WeightScheme.INT8 else "float"
+    stored = _arguments(_STRATEGIES[scheme], observer="static_minmax")
+    return stored | {"type": kind, "block_structure": blocks}
 
 
 def _activations(plan: QuantizePlan) -> dict[str, Any] | None:
@@ -159,7 +164,8 @@ def _activations(plan: QuantizePlan) -> dict[str, Any] | None:
         return _arguments("tensor", observer="static_minmax")
     if plan.weights is WeightScheme.BLOCK:
         return _arguments("group", dynamic=True) | {"group_size": BLOCK}
-    return _arguments("token", dynamic=True)
+    kind = "int" if plan.weights is WeightScheme.INT8 else "float"
+    return _arguments("token", dynamic=True) | {"type": kind}
 
 
 def weight_tensors(
@@ -170,7 +176,7 @@ def weight_tensors(
     input_scale: float | None,
     format: Format,
 ) -> dict[str, Tensor]:
-    """Return the tensors of one quantized Linear: `data` FP8, `scale` float32 [], [rows] or
+    """Return the tensors of one quantized Linear: `data` FP8 or INT8, `scale` float32 [], [rows] or
     [blocks, blocks]. Scales are stored in `format`.
     """
     stored = scale.to(torch_dtype(format))

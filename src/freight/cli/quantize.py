@@ -72,7 +72,8 @@ Device = Annotated[
 Weights = Annotated[
     str | None,
     option(
-        WeightScheme, "One scale per tensor, output row or 128 x 128 block. Default: fp8-channel."
+        WeightScheme,
+        "FP8 with one scale per tensor, output row or 128 x 128 block; INT8. Default: fp8-channel.",
     ),
 ]
 Activations = Annotated[

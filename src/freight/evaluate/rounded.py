@@ -21,7 +21,7 @@ from freight.models.open import OpenModel
 from freight.models.sources import CheckpointSource
 from freight.operands.weight import Activations, Weight
 
-SCHEMES = ("fp8", "fp8-channel", "fp8-block")
+SCHEMES = ("fp8", "fp8-channel", "fp8-block", "int8")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class RoundedSource(CheckpointSource):
             "fp8": quantize_tensor,
             "fp8-channel": quantize_rows,
             "fp8-block": quantize_blocks,
+            "int8": quantize_rows,
         }[self.scheme]
         plain = stored.to(torch_dtype(self.compute_format))
         data, scale = quantize(plain, self.weight_format, self.scale_format)
@@ -71,7 +72,7 @@ def load_rounded(
     source = RoundedSource(
         opened.checkpoint,
         config.compute_format,
-        opened.device.native_e4m3,
+        Format.INT8 if scheme == "int8" else opened.device.native_e4m3,
         config.device,
         scheme=scheme,
         scale_format=scale_format(Layout.COMPRESSED_TENSORS, opened.model.checkpoint_format),

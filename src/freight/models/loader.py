@@ -368,8 +368,8 @@ def load_model(
 
     `config` is the whole model, of which a rank reads its `share` alone.
 
-    Matrices that `scheme` declares to be FP8 become `weight_format`, an E4M3 variant; the others
-    become `compute_format`. If it declares no matrix quantized and `weight_format` is FP8, every
+    Matrices that `scheme` declares to be FP8 or INT8 become `weight_format`, an E4M3 variant or
+    INT8; the others become `compute_format`. If it declares none and `weight_format` is one, every
     Linear but the head is rounded to that, with a scale per output row and dynamic activations.
     Before the first weight is read, raises CheckpointError for tensors that are missing, misshapen
     or left over, for contradictions between declaration and tensors, and for invalid scales.

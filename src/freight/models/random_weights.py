@@ -63,7 +63,7 @@ class RandomSource:
         return self.tensor(name, shape).float()
 
     def weight(self, name: str, shape: Shape) -> Weight:
-        if not self.weight_format.is_fp8:
+        if not self.weight_format.is_quantized:
             return Weight(self.tensor(name, shape))
         rows, columns = shape
         words = torch.empty(-(-rows * columns // 8), dtype=torch.int64, device=self.device)

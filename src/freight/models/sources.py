@@ -1,7 +1,7 @@
 """Sources of a model's tensors: the loader's interface, and a checkpoint behind it.
 
-A 16-bit weight that becomes FP8 is released before the next one is read, so memory peaks near the
-FP8 size.
+A 16-bit weight that becomes FP8 or INT8 is released before the next one is read, so memory peaks
+near the size in 8 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from freight.checkpoint.mxfp4 import StoredExperts
 from freight.checkpoint.reader import Checkpoint
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.weights import fit_rows
+from freight.fp8.weights import fit_rows, quantize_rows
 from freight.operands.weight import Activations, Weight
 
 
@@ -84,8 +84,8 @@ def in_halves(x: Tensor, dim: int) -> Tensor:
 class CheckpointSource:
     """A source that takes tensors from a checkpoint.
 
-    Matrices in `stored` are in FP8 already and become `weight_format`; the others are quantized to
-    it if it is FP8, or keep 16 or 32 bits if `rounds` is False. Experts in `packed` are in MXFP4,
+    Matrices in `stored` are in FP8 or INT8 already and become `weight_format`; the others are
+    quantized to it if it has 8 bits, or keep 16 or 32 bits if `rounds` is False. Experts in `packed` are in MXFP4,
     and stay so with `keeps_mxfp4` where they can.
     """
 
@@ -120,7 +120,7 @@ class CheckpointSource:
     def weight(self, name: str, shape: Shape) -> Weight:
         if name in self.stored:
             return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
-        if not (self.rounds and self.weight_format.is_fp8):
+        if not (self.rounds and self.weight_format.is_quantized):
             return Weight(self.tensor(name, shape))
         return self._rounded(self.checkpoint.take(name, shape).to(self.device))
 
@@ -130,7 +130,9 @@ class CheckpointSource:
         return None
 
     def _rounded(self, stored: Tensor) -> Weight:
-        data, scale = fit_rows(stored, self.weight_format)
+        # Even steps: a larger scale than that of the amax has more error everywhere
+        quantize = quantize_rows if self.weight_format is Format.INT8 else fit_rows
+        data, scale = quantize(stored, self.weight_format)
         return Weight(data, scale, Activations.DYNAMIC)
 
     def experts(self, name: str, shape: Shape, pairs: bool) -> Iterator[Weight]:
@@ -145,7 +147,7 @@ class CheckpointSource:
         for stored in self.checkpoint.take(name, shape):
             matrix = stored.to(self.device).t()
             matrix = in_halves(matrix, 0) if pairs else matrix
-            if self.rounds and self.weight_format.is_fp8:
+            if self.rounds and self.weight_format.is_quantized:
                 yield self._rounded(matrix.contiguous())
             else:
                 yield Weight(matrix.to(torch_dtype(self.compute_format)).contiguous())
