@@ -127,8 +127,8 @@ inline void tile(const D& decoder, const uint8_t* const* w, const typename D::Ma
 }
 
 // 16 sums as float32. Those in INT8 are rounded here, to nearest, ties to even, before any scale multiplies them.
-inline V16 sums_of(const FreightWeight& weight, const float* sums) {
-  return weight.format == FREIGHT_INT8 ? of_int_sums(load16(sums)) : load16(sums);
+inline V16 sums_of(const float* sums, bool integers) {
+  return integers ? of_int_sums(load16(sums)) : load16(sums);
 }
 
 // Apply scales and bias to 16 outputs of `rows` rows, and round them once; sums: [rows][16].
@@ -137,12 +137,12 @@ void finish(const Product& call, int32_t format, const float* sums, int64_t row,
   const FreightWeight& weight = *call.weight;
   const int64_t first = block * kLanes;
   const int count = static_cast<int>(std::min<int64_t>(kLanes, weight.out_features - first));
-  const bool scaled = weight.scale != nullptr;
+  const bool scaled = weight.scale != nullptr, integers = weight.format == FREIGHT_INT8;
   const int32_t stored = call.wide ? FREIGHT_FLOAT32 : format;
   const V16 scale = scaled ? load16(weight.scale + first) * set16(factor) : set16(factor);
   const V16 bias = call.bias ? load16(call.bias + first) : V16{};
   for (int64_t m = 0; m < rows; m++) {
-    V16 value = sums_of(weight, sums + m * kLanes);
+    V16 value = sums_of(sums + m * kLanes, integers);
     if (call.staged.row_scale) value = value * set16(call.staged.row_scale[row + m]);
     if (scaled || factor != 1.f) value = value * scale;
     if (call.bias) value = value + bias;
@@ -270,6 +270,7 @@ struct Finish {
   void lines(const float* sums, int64_t apart, int64_t row, int64_t rows, int64_t first) const {
     const FreightWeight& weight = *call.weight;
     const float* row_scale = call.staged.row_scale;
+    const bool integers = weight.format == FREIGHT_INT8;
     V16 scale[kBand], bias[kBand];
     for (int j = 0; j < kBand; j++) {
       scale[j] = weight.scale ? load16(weight.scale + first + j * kLanes) : set16(1.f);
@@ -277,7 +278,7 @@ struct Finish {
     }
     for (int64_t m = 0; m < rows; m++)
       for (int j = 0; j < kBand; j++) {
-        V16 value = sums_of(weight, sums + j * apart + m * kLanes);
+        V16 value = sums_of(sums + j * apart + m * kLanes, integers);
         if (row_scale) value = value * set16(row_scale[row + m]);
         if (weight.scale) value = value * scale[j];
         if (call.bias) value = value + bias[j];

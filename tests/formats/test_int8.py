@@ -30,6 +30,7 @@ from freight.kernels.reference_set import REFERENCE
 from freight.models.loader import load_model
 from freight.models.open import open_model
 from freight.operands.weight import Activations, Weight
+from freight.text.tokenizer import Tokenizer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "compressed_int8"
 NAMES = {"token": Activations.DYNAMIC, "static": Activations.STATIC}
@@ -97,15 +98,17 @@ def test_what_compressed_tensors_wrote_is_read(name: str):
     with torch.no_grad():
         unrounded = of_next(theirs(tokens).logits, tokens)
     ours = logits_of(folder, prompts, dtype="float32")
-    # The model of the file without rounding of activations, which moves a value by 1/254 of its row's
-    # largest at most; and compressed-tensors' own, in bfloat16, whose dynamic scale is amax / 127.5.
+    # The model of the file without rounding of activations, which moves a value by 1/254 of the
+    # largest of its row, or of all; and compressed-tensors' own, in bfloat16, whose dynamic scale is
+    # amax / 127.5.
     print(
         "DIFF",
         (ours - unrounded).abs().max(),
         (ours - of_next(expected["logits"], tokens)).abs().max(),
     )
-    assert (ours - unrounded).abs().max() < 0.1
-    assert (ours - of_next(expected["logits"], tokens)).abs().max() < 0.1
+    tolerance = 0.1 if name == "token" else 0.2
+    assert (ours - unrounded).abs().max() < tolerance
+    assert (ours - of_next(expected["logits"], tokens)).abs().max() < tolerance
     reference = logits_of(folder, prompts, dtype="float32", kernels="reference")
     assert (ours - reference).abs().max() < 1e-4
 
@@ -131,7 +134,7 @@ def test_other_integers_are_refused_by_name(
     weights: dict[str, Any], inputs: dict[str, Any] | None, says: str
 ):
     with pytest.raises(CheckpointError) as caught:
-        read_scheme({"quantization_config": groups(weights, inputs)})
+        read_scheme({"quantization_config": groups(weights, inputs)}, None)
     assert says in str(caught.value)
 
 
@@ -140,7 +143,7 @@ def test_int8_beside_fp8_is_refused():
     other = groups(arguments("channel"), arguments("token", dynamic=True))["config_groups"]
     declared["config_groups"] |= {"group_1": other["group_0"] | {"targets": ["re:.*down_proj"]}}
     with pytest.raises(CheckpointError, match="INT8 and in FP8 side by side"):
-        read_scheme({"quantization_config": declared})
+        read_scheme({"quantization_config": declared}, None)
 
 
 @pytest.mark.parametrize(("declares", "stores"), [("float", "int8"), ("int", "fp8_e4m3fn")])
@@ -193,9 +196,8 @@ def test_its_perplexity_is_close_to_that_of_16_bits(quantized: Path):
     """Means over 4 x 120 tokens of the demo's held-out text, which decides little: a wrong scale or
     order of codes would show.
     """
-    text = (Path(freight.__file__).parent / "demo" / "heldout.txt").read_text()
-    llm = LLM(model="demo")
-    ids = llm.get_tokenizer().encode(text[:8000])
+    demo = Path(freight.__file__).parent / "demo"
+    ids = Tokenizer.load(demo).encode((demo / "heldout.txt").read_text()[:8000])
     prompts = [ids[at : at + 120] for at in range(0, 480, 120)]
     plain = logits_of("demo", prompts).mean()
     found = {

@@ -244,7 +244,7 @@ def test_experts_have_the_bits_of_their_products(build: str, rows: int):
         assert torch.equal(found[row : row + 1], total.bfloat16())
 
 
-def test_recorded_calls_repeat_the_product():
+def test_a_recording_repeats_the_product():
     loaded = library.load()
     codes, scale, _ = case(64, 64)
     packed = CpuKernels(loaded).pack(weight_of(codes, scale))

@@ -214,8 +214,9 @@ def _stored_linear(
     name = _one_of(checkpoint, module, _SCALES)
     if name is None:
         expected = _expected_scale(checkpoint)
+        kind = "INT8" if declared.integers else "FP8"
         raise checkpoint.fault(
-            f"{weight} is stored in {checkpoint.format_of(weight)}, and its scale {module}.{expected} is missing"
+            f"{weight} is stored in {kind}, and its scale {module}.{expected} is missing"
         )
     scale = _weight_scale(checkpoint, name, shape, declared)
     input_name = _one_of(checkpoint, module, _INPUT_SCALES)

@@ -84,7 +84,7 @@ def describe(
     ignored}, lists of keys of config.json that decide nothing; bytes: {dtype: count}; skipped:
     {reason: number of tensors that the text model does not need}; scheme: {method, weight_format,
     kv_format, kv_static, description, fp8_weights}, where fp8_weights has the number of matrices
-    stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14};
+    stored in FP8 or INT8 by what is declared of them, {"scales per tensor, activations static": 14};
     kv_cache: {scales_format, scales_format_assumed, scales}. scales_format_assumed says that
     nothing declares the format; scales has an entry per layer, {layer, k, v}, and is empty when
     there are none. k and v are null, or {granularity, min, max, value, centered, names}; an entry
@@ -281,14 +281,13 @@ def _sizes(checkpoint: Checkpoint) -> JsonObject:
 
 
 def _fp8_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
-    """Matrices in FP8 by what is declared of them, from the headers."""
+    """Matrices in FP8 and INT8 by what is declared of them, from the headers."""
     from freight.checkpoint.linears import WEIGHTS
 
     kinds = Counter[str]()
     for name in checkpoint.names:
-        if name.rpartition(".")[2] in WEIGHTS and checkpoint.entry(name).dtype_name.startswith(
-            "fp8"
-        ):
+        dtype = checkpoint.entry(name).dtype_name
+        if name.rpartition(".")[2] in WEIGHTS and dtype.startswith(("fp8", "int8")):
             kinds[str(scheme.linear(checkpoint.declared_module(name)) or "not declared")] += 1
     return dict(kinds.most_common())
 
@@ -335,6 +334,7 @@ def _print_table(facts: JsonObject) -> None:
     table = Table.grid(padding=(0, 2))
     sizes = ", ".join(f"{_size(count)} {dtype}" for dtype, count in facts["bytes"].items())
     matrices = [f"{n}: {kind}" for kind, n in facts["scheme"]["fp8_weights"].items()]
+    stored = "INT8" if facts["scheme"]["weight_format"] == "int8" else "FP8"
     rows = [
         ("model", facts["path"]),
         (
@@ -347,7 +347,7 @@ def _print_table(facts: JsonObject) -> None:
         ("context", _or_unknown(facts["max_position_embeddings"], lambda n: f"{n:,} tokens")),
         ("weights", sizes or "none: a config.json alone"),
         ("declared scheme", facts["scheme"]["description"]),
-        ("FP8 matrices", "; ".join(matrices) or "none"),
+        (f"{stored} matrices", "; ".join(matrices) or "none"),
         ("KV scales", _made_for(facts["kv_cache"])),
     ]
     for kind, keys in facts["unread_keys"].items():
