@@ -170,7 +170,7 @@ def weight_bytes(
         linear = len(shape) > 1 and not name.endswith("bias") and name not in names.outer
         size = math.prod(shape) * (weight_format if linear else compute_format).bytes
         total += size // per_byte if linear else size
-        if linear and weight_format.is_fp8 and not in_four_bits:
+        if linear and weight_format.is_quantized and not in_four_bits:
             outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]  # of all experts
             total += outputs * Format.FLOAT32.bytes
     return total - round(_experts_left_out(model, weight_format, num_rows) / per_byte)
@@ -186,7 +186,7 @@ def _experts_left_out(model: ModelConfig, weight_format: Format, num_rows: int) 
             outputs = sum(moe.up_sizes) + channels
             values = (sum(moe.up_sizes) + moe.intermediate_size) * channels
             expert = values * weight_format.bytes + (
-                outputs * Format.FLOAT32.bytes if weight_format.is_fp8 else 0
+                outputs * Format.FLOAT32.bytes if weight_format.is_quantized else 0
             )
             total += (
                 moe.num_experts * expert * (1 - moe.routing.top_k / moe.num_experts) ** num_rows

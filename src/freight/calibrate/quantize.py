@@ -200,15 +200,15 @@ def open_unquantized(
 
 
 def _has_quantized_matrix(stored: OpenCheckpoint) -> bool:
-    """Return whether any matrix is stored in FP8, or declared to be in 4 bits. A scheme of AutoFP8
-    that leaves out every matrix declares FP8 and has none.
+    """Return whether any matrix is stored in FP8 or INT8, or declared to be in 4 bits. A scheme of
+    AutoFP8 that leaves out every matrix declares FP8 and has none.
     """
     if stored.scheme.weight_format is None:
         return False
     if stored.scheme.four_bits:
         return True
     names = tensor_shapes(stored.model).keys() & stored.checkpoint.names
-    return any(stored.checkpoint.format_of(name).is_fp8 for name in names)
+    return any(stored.checkpoint.format_of(name).is_quantized for name in names)
 
 
 def quantize(

@@ -37,6 +37,7 @@ _ROUND = {
     WeightScheme.TENSOR: quantize_tensor,
     WeightScheme.CHANNEL: quantize_rows,
     WeightScheme.BLOCK: quantize_blocks,
+    WeightScheme.INT8: quantize_rows,
 }
 
 
@@ -136,5 +137,5 @@ def _rounded(
                 weight, plan.group_size, torch.float16 if half else torch.bfloat16
             )
         return four_bit_tensors(plan, module, codes, scales, weight.shape[1])
-    data, scale = _ROUND[plan.weights](weight, Format.E4M3FN, scales_in)
+    data, scale = _ROUND[plan.weights](weight, plan.weight_format, scales_in)
     return weight_tensors(plan, module, data, scale, input_scale, scales_in)

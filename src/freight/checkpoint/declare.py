@@ -45,6 +45,7 @@ _STRATEGIES = {
     WeightScheme.TENSOR: "tensor",
     WeightScheme.CHANNEL: "channel",
     WeightScheme.BLOCK: "block",
+    WeightScheme.INT8: "channel",
     WeightScheme.INT4: "group",
     WeightScheme.MXFP4: "group",
 }
@@ -155,6 +156,8 @@ def _format(plan: QuantizePlan) -> str:
         return str(Packing.INT4)
     if plan.weights is WeightScheme.MXFP4:
         return str(Packing.MXFP4)
+    if plan.weights is WeightScheme.INT8:
+        return "int-quantized"
     return "naive-quantized" if plan.activations is ActivationScheme.NONE else "float-quantized"
 
 
@@ -162,6 +165,8 @@ def _weights(plan: QuantizePlan) -> dict[str, Any]:
     blocks = [BLOCK, BLOCK] if plan.weights is WeightScheme.BLOCK else None
     content = _arguments(_STRATEGIES[plan.weights], observer="static_minmax")
     content |= {"block_structure": blocks}
+    if plan.weights is WeightScheme.INT8:
+        content |= {"type": "int"}
     if plan.weights is WeightScheme.INT4:
         content |= {"num_bits": 4, "type": "int", "group_size": plan.group_size}
     if plan.weights is WeightScheme.MXFP4:
@@ -176,7 +181,8 @@ def _activations(plan: QuantizePlan) -> dict[str, Any] | None:
         return _arguments("tensor", observer="static_minmax")
     if plan.weights is WeightScheme.BLOCK:
         return _arguments("group", dynamic=True) | {"group_size": BLOCK}
-    return _arguments("token", dynamic=True)
+    kind = "int" if plan.weights is WeightScheme.INT8 else "float"
+    return _arguments("token", dynamic=True) | {"type": kind}
 
 
 def weight_tensors(
@@ -187,7 +193,7 @@ def weight_tensors(
     input_scale: float | None,
     format: Format,
 ) -> dict[str, Tensor]:
-    """Return the tensors of one quantized Linear: `data` FP8, `scale` float32 [], [rows] or
+    """Return the tensors of one quantized Linear: `data` FP8 or INT8, `scale` float32 [], [rows] or
     [blocks, blocks]. Scales are stored in `format`.
     """
     stored = scale.to(torch_dtype(format))

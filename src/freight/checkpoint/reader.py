@@ -112,7 +112,7 @@ class Checkpoint:
 
     def format_of(self, name: str) -> Format:
         """Return the tensor's format. Raises CheckpointError for a dtype that Freight does not
-        compute with, such as integers.
+        compute with, such as wide integers.
         """
         dtype = self.entry(name).dtype
         if dtype not in FORMAT_NAMES:
@@ -186,8 +186,8 @@ class Checkpoint:
         """Map the tensor from its file. Raises CheckpointError if it is missing, or of another
         shape or format.
 
-        Without `format` any 16- or 32-bit format is accepted. FP8 must be requested: it is
-        meaningless without a scale.
+        Without `format` any 16- or 32-bit format is accepted. FP8 and INT8 must be requested: they
+        are meaningless without a scale.
         """
         shape = tuple(shape)
         entry, stored = self.entry(name), self.format_of(name)
@@ -195,7 +195,7 @@ class Checkpoint:
             raise self.fault(
                 f"{name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
             )
-        if stored is not format if format is not None else stored.is_fp8:
+        if stored is not format if format is not None else stored.is_quantized:
             expected = format or "16 or 32 bits, as no quantization is declared,"
             raise self.fault(f"{name} is stored in {stored} where {expected} is expected")
         self._taken.add(name)
@@ -231,7 +231,7 @@ class Checkpoint:
         stored = self._read(name)
         if dtype in ("U8", "F8_E8M0"):
             stored = torch.exp2(stored.view(torch.uint8).double() - 127)
-        elif self.format_of(name).is_fp8:
+        elif self.format_of(name).is_quantized:
             raise self.fault(f"the scale {name} is stored as {dtype}, which is not implemented")
         scale = stored.to(torch.float32, copy=True)
         bad = scale[~((scale > 0) & (scale < torch.inf))]

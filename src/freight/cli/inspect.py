@@ -90,8 +90,9 @@ def describe(
     ignored}, lists of keys of config.json that decide nothing; bytes: {dtype: count}; skipped:
     {reason: number of tensors that the text model does not need}; scheme: {method, weight_format,
     kv_format, kv_static, description, fp8_weights, four_bit_weights}, where fp8_weights has the
-    number of matrices stored in FP8 by what is declared of them, {"scales per tensor, activations
-    static": 14}, and four_bit_weights that of matrices in 4 bits, but for gpt-oss's experts;
+    number of matrices stored in FP8 or INT8 by what is declared of them, {"scales per tensor,
+    activations static": 14}, and four_bit_weights that of matrices in 4 bits, but for gpt-oss's
+    experts;
     kv_cache: {scales_format, scales_format_assumed, scales}. scales_format_assumed says that
     nothing declares the format; scales has an entry per layer, {layer, k, v}, and is empty when
     there are none. k and v are null, or {granularity, min, max, value, centered, names}; an entry
@@ -300,14 +301,13 @@ def _codes_of_a_number(name: str, dtype: str) -> int:
 
 
 def _fp8_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
-    """Matrices in FP8 by what is declared of them, from the headers."""
+    """Matrices in FP8 and INT8 by what is declared of them, from the headers."""
     from freight.checkpoint.linears import WEIGHTS
 
     kinds = Counter[str]()
     for name in checkpoint.names:
-        if name.rpartition(".")[2] in WEIGHTS and checkpoint.entry(name).dtype_name.startswith(
-            "fp8"
-        ):
+        dtype = checkpoint.entry(name).dtype_name
+        if name.rpartition(".")[2] in WEIGHTS and dtype.startswith(("fp8", "int8")):
             kinds[str(scheme.linear(checkpoint.declared_module(name)) or "not declared")] += 1
     return dict(kinds.most_common())
 
@@ -367,6 +367,7 @@ def _print_table(facts: JsonObject) -> None:
         [f"{n}: {kind}" for kind, n in facts["scheme"][kinds].items()]
         for kinds in ("fp8_weights", "four_bit_weights")
     )
+    stored = "INT8" if facts["scheme"]["weight_format"] == "int8" else "FP8"
     rows = [
         ("model", facts["path"]),
         (
@@ -379,7 +380,7 @@ def _print_table(facts: JsonObject) -> None:
         ("context", _or_unknown(facts["max_position_embeddings"], lambda n: f"{n:,} tokens")),
         ("weights", sizes or "none: a config.json alone"),
         ("declared scheme", facts["scheme"]["description"]),
-        ("FP8 matrices", "; ".join(matrices) or "none"),
+        (f"{stored} matrices", "; ".join(matrices) or "none"),
         *([("4-bit matrices", "; ".join(packed))] if packed else []),
         ("KV scales", _made_for(facts["kv_cache"])),
     ]

@@ -73,7 +73,7 @@ Weights = Annotated[
     str | None,
     option(
         WeightScheme,
-        "One scale per tensor, output row (default) or 128 x 128 block; or 4 bits with one per group.",
+        "FP8 with one scale per tensor, output row (default) or 128 x 128 block; INT8; or 4 bits.",
     ),
 ]
 GroupSize = Annotated[

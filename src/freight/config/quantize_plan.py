@@ -25,6 +25,7 @@ class WeightScheme(StrEnum):
     TENSOR = "fp8"
     CHANNEL = "fp8-channel"  # one output row
     BLOCK = "fp8-block"  # 128 x 128
+    INT8 = "int8"  # one output row, in INT8
     INT4 = "int4"  # a group of inputs
     MXFP4 = "mxfp4"  # 32 inputs, and it is a power of two
     NONE = "none"
@@ -87,6 +88,11 @@ class QuantizePlan:
     def needs_data(self) -> bool:
         """True if anything is calibrated."""
         return self.activations is ActivationScheme.STATIC or self.kv_granularity is not None
+
+    @property
+    def weight_format(self) -> Format:
+        """The format of the weights that are quantized."""
+        return Format.INT8 if self.weights is WeightScheme.INT8 else Format.E4M3FN
 
     @property
     def needed_by(self) -> str:
@@ -262,6 +268,11 @@ def _check_scheme(plan: QuantizePlan) -> None:
         raise ConfigError(
             "--activations static with --weights fp8-block: block-scaled products take activations in dynamic groups "
             "of 128; choose --activations dynamic, or --weights fp8 or fp8-channel"
+        )
+    if plan.weights is WeightScheme.INT8 and plan.activations is not ActivationScheme.DYNAMIC:
+        raise ConfigError(
+            f"--activations {plan.activations} with --weights int8: products in INT8 round both sides, and calibration "
+            "makes scales for FP8; choose --activations dynamic, or --weights fp8 or fp8-channel"
         )
     if plan.lm_head and plan.activations is ActivationScheme.STATIC:
         raise ConfigError(

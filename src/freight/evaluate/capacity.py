@@ -233,7 +233,7 @@ def _settings(
     fp8 = Format.E4M3FN
     forms: list[tuple[Format, LinearOf, tuple[str, ...]]]
     if scheme.weight_format is not None:
-        forms = [(fp8, scheme.linear, ())]
+        forms = [(Format.INT8 if scheme.weight_format is Format.INT8 else fp8, scheme.linear, ())]
     else:
         forms = [(compute, lambda _: None, ())]
         if model.foreign is None or model.foreign.rounded:

@@ -21,7 +21,7 @@ from freight.models.open import OpenModel
 from freight.models.sources import CheckpointSource, round_to_int4
 from freight.operands.weight import Activations, Weight
 
-SCHEMES = ("fp8", "fp8-channel", "fp8-block", "int4")
+SCHEMES = ("fp8", "fp8-channel", "fp8-block", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class RoundedSource(CheckpointSource):
             "fp8": quantize_tensor,
             "fp8-channel": quantize_rows,
             "fp8-block": quantize_blocks,
+            "int8": quantize_rows,
         }[self.scheme]
         plain = stored.to(torch_dtype(self.compute_format))
         data, scale = quantize(plain, self.weight_format, self.scale_format)
@@ -77,7 +78,7 @@ def load_rounded(
     source = RoundedSource(
         opened.checkpoint,
         config.compute_format,
-        opened.device.native_e4m3,
+        Format.INT8 if scheme == "int8" else opened.device.native_e4m3,
         config.device,
         scheme=scheme,
         scale_format=scale_format(Layout.COMPRESSED_TENSORS, opened.model.checkpoint_format),

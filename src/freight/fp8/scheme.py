@@ -19,9 +19,9 @@ class Activations(StrEnum):
     """The quantization of a Linear's input before the product."""
 
     PLAIN = "plain"  # not at all: weight-only quantization, or none
-    # rounds each row to E4M3 with a scale from its amax (1 x 128 groups with block scales)
-    DYNAMIC = "dynamic"
-    STATIC = "static"  # rounds to E4M3 with one calibrated scale
+    # Both round to E4M3, or to INT8 for weights in INT8.
+    DYNAMIC = "dynamic"  # each row, with a scale from its amax (1 x 128 groups with block scales)
+    STATIC = "static"  # with one calibrated scale
 
 
 class WeightScales(StrEnum):
@@ -103,7 +103,8 @@ class LinearScheme:
                    unquantized
     bits           bits of a stored number: 8 for FP8, 4 for E2M1 with powers of two as scales
                    (`fp8.mxfp4`) and for what has `four`
-    four           a matrix in 4 bits with tensors of its own; None: in FP8, or experts of gpt-oss
+    integers       whether the stored numbers are INT8
+    four           a matrix in 4 bits with tensors of its own; None: in 8 bits, or experts of gpt-oss
     """
 
     scales: WeightScales
@@ -112,6 +113,7 @@ class LinearScheme:
     input_limit: float | None = None
     or_plain: bool = False
     bits: int = 8
+    integers: bool = False
     four: FourBits | None = None
 
     @staticmethod
@@ -243,7 +245,7 @@ class Scheme:
 
     method          the producer's name ('compressed-tensors', 'fp8', 'modelopt', …), None for an
                     unquantized model
-    weight_format   FP8 if Linear weights are declared quantized, also in 4 bits
+    weight_format   FP8 or INT8 if Linear weights are declared quantized; FP8 also in 4 bits
     kv_format       FP8 if an FP8 KV cache is declared
     kv_static       whether the checkpoint must have static KV scales; False for ModelOpt's cast
                     mode, which stores none

@@ -377,13 +377,13 @@ def load_model(
 
     `config` is the whole model, of which a rank reads its `share` alone.
 
-    Matrices that `scheme` declares to be FP8 become `weight_format`, an E4M3 variant, those that it
-    declares to be in 4 bits stay so, and the others become `compute_format`. If it declares no
-    matrix quantized and `weight_format` is FP8, every Linear but the head is rounded to that, with
-    a scale per output row and dynamic activations, or with `int4` to INT4 in groups. Before the
-    first weight is read, raises CheckpointError for tensors that are missing, misshapen or left
-    over, for contradictions between declaration and tensors, and for invalid scales; ConfigError
-    for weights in 4 bits that the kernels do not compute with.
+    Matrices that `scheme` declares to be FP8 or INT8 become `weight_format`, an E4M3 variant or
+    INT8, those that it declares to be in 4 bits stay so, and the others become `compute_format`. If
+    it declares no matrix quantized and `weight_format` has 8 bits, every Linear but the head is
+    rounded to that, with a scale per output row and dynamic activations, or with `int4` to INT4 in
+    groups. Before the first weight is read, raises CheckpointError for tensors that are missing,
+    misshapen or left over, for contradictions between declaration and tensors, and for invalid
+    scales; ConfigError for weights in 4 bits that the kernels do not compute with.
     """
     names, shapes = tensor_names(config), tensor_shapes(config)
     four = find_four_bits(checkpoint, scheme, shapes)

@@ -367,7 +367,7 @@ def describe_weights(
         return _describe_parts(parts, compute_format, weight_format, scheme)
     if scheme.weight_format is not None:
         return f"{scheme.weights}, as stored ({scheme.method}); those left out: {compute_format}"
-    if not weight_format.is_fp8:
+    if not weight_format.is_quantized:
         return f"weights: {weight_format}"
     rounded = f"weights: {weight_format}, rounded as they load, one scale per output row"
     if int4:

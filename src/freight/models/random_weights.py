@@ -69,7 +69,7 @@ class RandomSource:
         size = int4_group(shape[1]) if self.int4 else None
         if size is not None:
             return self._in_groups(shape, size)
-        if self.int4 or not self.weight_format.is_fp8:
+        if self.int4 or not self.weight_format.is_quantized:
             return Weight(self.tensor(name, shape))
         rows, columns = shape
         words = torch.empty(-(-rows * columns // 8), dtype=torch.int64, device=self.device)

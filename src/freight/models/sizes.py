@@ -63,7 +63,7 @@ class Layout(StrEnum):
 
     PLAIN = "plain"  # [outputs, inputs] as it is: GPUs, and the reference kernels
     PACKED = "packed"  # csrc/packed.h: outputs padded to bands of 32, inputs to a unit
-    TILES = "tiles"  # the same, with inputs of bfloat16 and E4M3 padded to the tiles of AMX
+    TILES = "tiles"  # the same, with inputs of bfloat16, E4M3 and INT8 padded to the tiles of AMX
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,11 @@ def matrix_bytes(
         own = 0 if scales is None else blocks or _SCALE * rows
         return rows * columns * format.bytes + own
     unit = 4 // format.bytes  # inputs of 16 rows in 64 bytes
-    padded = 32 if layout is Layout.TILES and format in (Format.BFLOAT16, Format.E4M3FN) else unit
-    band = 32 * _up(columns, max(unit, padded)) * format.bytes
+    if layout is Layout.TILES:
+        unit = {Format.BFLOAT16: 32, Format.E4M3FN: 32, Format.INT8: 64}.get(format, unit)
+    band = 32 * _up(columns, unit) * format.bytes
+    if format is Format.INT8:
+        band += 32 * _SCALE  # where sums begin, int32 for each row
     return -(-rows // 32) * band + _SCALE * _up(rows, 16) + blocks
 
 
@@ -148,7 +151,7 @@ def loaded_bytes(
     and of what all ranks have.
 
     Matrices of the layers for whose module `linear_of` has a scheme are in `weights`, an E4M3
-    variant. Experts in MXFP4 stay so where kernels pack; their tensors may show that some cannot
+    variant or INT8. Experts in MXFP4 stay so where kernels pack; their tensors may show that some cannot
     (`fp8.mxfp4.normal`). Embedding and head are counted in `compute`: only a checkpoint's tensors
     show whether its head is in FP8. Projections with different static input scales are not merged
     at load; here they are, which matters for padding only.

@@ -1,7 +1,7 @@
 """Sources of a model's tensors: the loader's interface, and a checkpoint behind it.
 
-A 16-bit weight that becomes FP8 is released before the next one is read, so memory peaks near the
-FP8 size.
+A 16-bit weight that becomes FP8 or INT8 is released before the next one is read, so memory peaks
+near the size in 8 bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.four_bits import round_int4
 from freight.fp8.scheme import int4_group
-from freight.fp8.weights import fit_rows
+from freight.fp8.weights import fit_rows, quantize_rows
 from freight.operands.weight import Activations, Codes, Groups, Weight
 
 # A matrix that its checkpoint has quantized
@@ -102,10 +102,11 @@ def round_to_int4(stored: Tensor, dtype: torch.dtype) -> Weight:
 class CheckpointSource:
     """A source that takes tensors from a checkpoint.
 
-    Matrices in `stored` are quantized already: those in FP8 become `weight_format`, those in 4 bits
-    stay so. The others are quantized to it if it is FP8, or keep 16 or 32 bits if `rounds` is
-    False. Experts in `packed` are in MXFP4; what is in MXFP4 stays so with `keeps_mxfp4` where it
-    can. With `int4` the matrices that would be rounded become INT4 (`round_to_int4`).
+    Matrices in `stored` are quantized already: those in FP8 or INT8 become `weight_format`, those
+    in 4 bits stay so. The others are quantized to it if it has 8 bits, or keep 16 or 32 bits if
+    `rounds` is False. Experts in `packed` are in MXFP4; what is in MXFP4 stays so with
+    `keeps_mxfp4` where it can. With `int4` the matrices that would be rounded become INT4
+    (`round_to_int4`).
     """
 
     checkpoint: Checkpoint
@@ -139,7 +140,7 @@ class CheckpointSource:
     def weight(self, name: str, shape: Shape) -> Weight:
         if name in self.stored:
             return self._stored(name)
-        if not (self.rounds and self.weight_format.is_fp8):
+        if not (self.rounds and self.weight_format.is_quantized):
             return Weight(self.tensor(name, shape))
         return self._rounded(self.checkpoint.take(name, shape).to(self.device))
 
@@ -161,7 +162,9 @@ class CheckpointSource:
     def _rounded(self, stored: Tensor) -> Weight:
         if self.int4:
             return round_to_int4(stored, torch_dtype(self.compute_format))
-        data, scale = fit_rows(stored, self.weight_format)
+        # Even steps: a larger scale than that of the amax has more error everywhere
+        quantize = quantize_rows if self.weight_format is Format.INT8 else fit_rows
+        data, scale = quantize(stored, self.weight_format)
         return Weight(data, scale, Activations.DYNAMIC)
 
     def experts(self, name: str, shape: Shape, pairs: bool) -> Iterator[Weight]:
@@ -176,7 +179,7 @@ class CheckpointSource:
         for stored in self.checkpoint.take(name, shape):
             matrix = stored.to(self.device).t()
             matrix = in_halves(matrix, 0) if pairs else matrix
-            if self.rounds and self.weight_format.is_fp8:
+            if self.rounds and self.weight_format.is_quantized:
                 yield self._rounded(matrix.contiguous())
             else:
                 yield Weight(matrix.to(torch_dtype(self.compute_format)).contiguous())

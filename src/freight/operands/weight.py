@@ -86,11 +86,12 @@ class Weight(PackedWeight):
     """The matrix of a Linear. Also its own packed form, in sets of kernels that compute with it
     unchanged.
 
-    data           [out_features, in_features], contiguous, FP8 or 16/32-bit; or MXFP4,
+    data           [out_features, in_features], contiguous, FP8, int8 or 16/32-bit; or MXFP4,
                    float4_e2m1fn_x2 [out_features, in_features / 2], for sets of kernels that take
                    it (`KernelSet.packs_mxfp4`); or uint8 [out_features, in_features / 2] with
                    `groups`, the earlier input in the low half of a byte
-    scale          None for 16/32 bits; float32 [out_features], one per output row; float32
+    scale          None for 16/32 bits; float32 [out_features], one per output row (the only one
+                   of int8, whose codes are -128 to 127, none of them NaN); float32
                    [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block; or
                    for MXFP4 float8_e8m0fnu [out_features, in_features / 32], bytes 3 to 252 except
                    in groups of zeros; with `groups`, None or float32 [out_features]
@@ -98,7 +99,8 @@ class Weight(PackedWeight):
                    float32 rounded once to the dtype of the rows, and `scale` multiplies the sum
     order          int64 [in_features], only with `groups`: the input that each column takes, where
                    groups are not of consecutive inputs; None: column i takes input i
-    activations    quantization of the input; PLAIN unless data is FP8
+    activations    quantization of the input: to E4M3 for FP8 and 4 bits, to INT8 for int8, which
+                   is never PLAIN; PLAIN for 16/32 bits
     input_scale    static activation scale, > 0; only with STATIC
     input_limit    only with DYNAMIC: magnitude to which the Linear layer clips its input; kernels
                    do not see it
@@ -116,6 +118,11 @@ class Weight(PackedWeight):
     def is_mxfp4(self) -> bool:
         """True if `data` holds MXFP4 codes."""
         return self.data.dtype is mxfp4.CODES
+
+    @property
+    def is_int8(self) -> bool:
+        """True if `data` holds int8, so that products are sums of integers."""
+        return self.data.dtype is torch.int8
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -143,6 +150,8 @@ class Weight(PackedWeight):
             return self._of_groups(self.groups)
         if self.scale is None:
             return self.data.float()
+        if self.is_int8:
+            return self.data.float() * self.scale[:, None]
         if self.scale.ndim == 1:
             return decode(self.data, self.scale[:, None])
         return decode(self.data, expand_blocks(self.scale, self.data.shape))

@@ -216,8 +216,8 @@ def test_fp8_checkpoints_of_other_tools_occupy_what_is_counted(name: str, kernel
     require_equal(opened, kernels, read_scheme(*read_config_only(str(FIXTURES / name))).linear)
 
 
-@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
-def test_fp8_in_every_granularity_occupies_what_is_counted(weights: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block", "int8"])
+def test_8_bits_in_every_granularity_occupies_what_is_counted(weights: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "ignore": ["lm_head", "model.layers.1.self_attn.k_proj"]
     }  # and one that is not merged
@@ -239,7 +239,9 @@ def test_fp8_in_every_granularity_occupies_what_is_counted(weights: str, tmp_pat
     build=st.sampled_from(runnable() or ("none",)),
     rows=st.integers(1, 300),
     columns=st.integers(1, 300),
-    format=st.sampled_from([Format.FLOAT32, Format.FLOAT16, Format.BFLOAT16, Format.E4M3FN]),
+    format=st.sampled_from(
+        [Format.FLOAT32, Format.FLOAT16, Format.BFLOAT16, Format.E4M3FN, Format.INT8]
+    ),
 )
 def test_every_build_packs_a_matrix_into_what_is_counted(
     build: str, rows: int, columns: int, format: Format

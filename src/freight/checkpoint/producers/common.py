@@ -28,10 +28,19 @@ def mapping(value: Any, what: str) -> JsonObject:
 
 def require_fp8(spec: JsonObject, what: str) -> None:
     """Raise CheckpointError unless QuantizationArgs say 8 bits, float, symmetric."""
-    if spec.get("num_bits") != 8 or spec.get("type") != "float":
+    _require_type(spec, "float", "FP8", what)
+
+
+def require_int8(spec: JsonObject, what: str) -> None:
+    """Raise CheckpointError unless QuantizationArgs say 8 bits, int, symmetric."""
+    _require_type(spec, "int", "INT8", what)
+
+
+def _require_type(spec: JsonObject, kind: str, name: str, what: str) -> None:
+    if spec.get("num_bits") != 8 or spec.get("type") != kind:
         found = f"num_bits {spec.get('num_bits')!r}, type {spec.get('type')!r}"
         raise CheckpointError(
-            f"{what} of {found} is not implemented; FP8 (num_bits 8, type 'float') is"
+            f"{what} of {found} is not implemented; {name} (num_bits 8, type {kind!r}) is"
         )
     if spec.get("symmetric", True) is False:
         raise CheckpointError(
