@@ -99,8 +99,8 @@ class Weight(PackedWeight):
                    float32 rounded once to the dtype of the rows, and `scale` multiplies the sum
     order          int64 [in_features], only with `groups`: the input that each column takes, where
                    groups are not of consecutive inputs; None: column i takes input i
-    activations    quantization of the input: to E4M3 for FP8 and 4 bits, to INT8 for int8, which
-                   is never PLAIN; PLAIN for 16/32 bits
+    activations    quantization of the input: to E4M3 for FP8, to INT8 for int8, which is never
+                   PLAIN; PLAIN for all else
     input_scale    static activation scale, > 0; only with STATIC
     input_limit    only with DYNAMIC: magnitude to which the Linear layer clips its input; kernels
                    do not see it

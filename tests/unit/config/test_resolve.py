@@ -351,9 +351,11 @@ def test_weights_become_fp8_when_asked():
     assert decide(quantization="fp8", native=FNUZ).weight_format is FNUZ
     assert decide(quantization="fp8").kv.format is BF16
     assert decide(quantization="int8").weight_format is Format.INT8
-    with pytest.raises(ConfigError, match="are in fp8_e4m3fn already"):
+    with pytest.raises(ConfigError, match="are quantized already"):
         decide(Scheme("fp8", FN), quantization="int8")
-    with pytest.raises(ConfigError, match=r"--quantization 'fp4' is unknown.*: choose fp8 or int8"):
+    with pytest.raises(
+        ConfigError, match=r"--quantization 'fp4' is unknown.*: choose fp8, int8 or int4"
+    ):
         check(EngineArgs(quantization="fp4"))
 
 

@@ -48,11 +48,11 @@ def read_compressed_tensors(declared: JsonObject) -> Scheme:
 
 
 def _weight_format(rules: list[Rule]) -> Format | None:
-    """Return the one format of all groups. Raises CheckpointError for INT8 beside FP8."""
+    """Return the one format of all groups. Raises CheckpointError for INT8 beside another."""
     kinds = {rule.linear.integers for rule in rules if rule.linear is not None}
     if len(kinds) > 1:
         raise CheckpointError(
-            "compressed-tensors with weights in INT8 and in FP8 side by side is not implemented"
+            "compressed-tensors with weights in INT8 and in other formats side by side is not implemented"
         )
     return None if not kinds else Format.INT8 if True in kinds else E4M3
 
