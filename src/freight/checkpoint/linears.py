@@ -119,8 +119,11 @@ def find_linears(
         )
         if weight is None:
             continue  # `Checkpoint.check` reports missing tensors
-        stored = checkpoint.format_of(weight)
         declared = scheme.linear(checkpoint.declared_module(weight))
+        four = declared is not None and declared.four is not None
+        if four and checkpoint.entry(weight).dtype == "U8":
+            continue  # `find_four_bits` finds it
+        stored = checkpoint.format_of(weight)
         if stored.is_fp8:
             found[name] = _stored_linear(
                 checkpoint,
@@ -145,6 +148,10 @@ def _declared(
     stored = checkpoint.format_of(weight)
     if stored not in (Format.E4M3FN, Format.E4M3FNUZ):
         raise checkpoint.fault(f"{weight} is stored in {stored}; weights in E4M3 are implemented")
+    if declared is not None and declared.four is not None:
+        raise checkpoint.fault(
+            f"{weight} is stored in {stored}, but config.json declares {declared.four}; correct its quantization_config"
+        )
     if declared is None and scheme.weight_format is None:
         raise checkpoint.fault(
             f"{weight} is stored in {stored}, but config.json declares no quantization of weights; "

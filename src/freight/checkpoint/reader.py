@@ -259,13 +259,16 @@ class Checkpoint:
         """
         for pattern, reason in _UNUSED.items():
             self.skip(pattern, reason)
+        pending = frozenset(pending)
         for name in [
             name for pattern in _ZERO_POINTS for name in fnmatch.filter(self._entries, pattern)
         ]:
+            if name in pending:
+                continue  # of a matrix in 4 bits
             if self._read(name).float().any():
                 raise self.fault(f"{name} is not zero; only symmetric quantization is implemented")
             self.skip(name, "a zero point that is zero")
-        left = sorted(self.names - self._taken - set(self._skipped) - set(pending))
+        left = sorted(self.names - self._taken - set(self._skipped) - pending)
         if left:
             raise self.fault(
                 f"{len(left)} tensors belong to no part of the model that config.json describes: "
@@ -382,6 +385,10 @@ def _read_entries(path: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(
             f"{path} has {_listed(pickles, ', ')}, which can run code when opened; Freight reads safetensors only: "
             f"freight convert {path} OUT"
+        )
+    if any(path.glob("*.gguf")):
+        raise CheckpointError(
+            f"{path} has *.gguf files alone, which are not read; use the safetensors that they were made from"
         )
     raise CheckpointError(
         f"{path} has no *.safetensors file; if the model has pytorch_model.bin instead: freight convert MODEL OUT"

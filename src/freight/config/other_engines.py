@@ -271,13 +271,11 @@ TGI_OPTIONS = {
 
 OTHER_QUANTIZATIONS = {  # values of `quantization` elsewhere
     **dict.fromkeys(
-        ("compressed-tensors", "modelopt", "quark", "fbgemm_fp8", "torchao"),
+        ("compressed-tensors", "modelopt", "quark", "fbgemm_fp8", "torchao", "awq", "gptq"),
         "a checkpoint declares its own scheme, which is read without an option: omit it",
     ),
     **dict.fromkeys(
         (
-            "awq",
-            "gptq",
             "marlin",
             "eetq",
             "exl2",
@@ -286,7 +284,7 @@ OTHER_QUANTIZATIONS = {  # values of `quantization` elsewhere
             "bitsandbytes-nf4",
             "bitsandbytes-fp4",
         ),
-        "weights are FP8, or have 16 or 32 bits: use 'fp8' with the unquantized checkpoint",
+        "weights of 16 bits become FP8 or INT4 here: use 'fp8' or 'int4' with the unquantized checkpoint",
     ),
 }
 

@@ -32,7 +32,7 @@ from freight.fp8.scheme import KVScales, LayerScales, Scheme
 DTYPES = {"half": Format.FLOAT16, "float": Format.FLOAT32} | {
     str(format): format for format in COMPUTE_FORMATS
 }
-QUANTIZATIONS = ("fp8",)
+QUANTIZATIONS = ("fp8", "int4")
 KERNELS = ("auto", "reference")
 ATTENTION_COMPUTES = ("auto", "fp8")
 # most tokens per step: enough to keep the device busy, few enough to keep a step short
@@ -152,10 +152,12 @@ def resolve(
     if kv.grouped:
         check_groups(quantized, model.model_type)
     check_kernels(kv, device, args.kernels)
-    quantized_weights = args.quantization == "fp8" or scheme.weight_format is not None
+    quantized_weights = args.quantization is not None or scheme.weight_format is not None
+    int4 = args.quantization == "int4" and rounds_to_int4(model, scheme)
     return EngineConfig(
         compute_format=compute,
         weight_format=device.native_e4m3 if quantized_weights else compute,
+        int4=int4,
         kv=with_state(kv, args.state_dtype, compute, device.native_e4m3, model),
         max_model_len=_max_model_len(args, model),
         max_num_seqs=args.max_num_seqs,
@@ -173,6 +175,24 @@ def resolve(
         most_drafts=most_drafts(args.speculate, args.speculative_config),
         store=_store(args, device),
     )
+
+
+def rounds_to_int4(model: ModelConfig, scheme: Scheme) -> bool:
+    """Return whether `--quantization int4` rounds weights: a checkpoint in 4 bits keeps its own.
+
+    Raises ConfigError for a model whose weights are in FP8, or that runs through transformers.
+    """
+    if model.foreign is not None:
+        raise ConfigError(
+            f"--quantization int4: model_type {model.model_type!r} runs through transformers' modules, and weights in "
+            "4 bits are for Freight's own models; use fp8"
+        )
+    if scheme.weight_format is not None and not scheme.four_bits:
+        raise ConfigError(
+            f"--quantization int4: the weights are quantized already ({scheme.description}); omit it, or give the "
+            "16-bit model"
+        )
+    return scheme.weight_format is None
 
 
 def _store(args: EngineArgs, device: DeviceFacts) -> StoreConfig | None:

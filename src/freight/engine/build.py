@@ -23,7 +23,6 @@ from freight.cache.sizing import (
 )
 from freight.cache.spec import KVCacheSpec
 from freight.config.engine import EngineArgs, EngineConfig
-from freight.config.model import ModelConfig
 from freight.device import DeviceFacts, numa_nodes, probe
 from freight.engine.decode_steps import Capture, DecodeSteps
 from freight.engine.engine import CLOSE_SECONDS, Engine
@@ -146,7 +145,7 @@ def _start(
         )
     spec = opened.cache_spec(config)
     if config.kv_cache_memory is not None:
-        weights = _weight_bytes(opened.model, config) // size
+        weights = _weight_bytes(opened, config) // size
         _check_memory(config.kv_cache_memory, weights, opened.device, size)
         config = _fit_context(spec, config.kv_cache_memory, config, args)
     free = (
@@ -294,10 +293,11 @@ def _fit_context(
     return replace(config, max_model_len=tokens)
 
 
-def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
+def _weight_bytes(opened: OpenModel, config: EngineConfig) -> int:
     """Bytes that the weights occupy at least: layers' matrices in the format they are kept in, the
     rest as computed.
     """
+    model, scheme = opened.model, opened.scheme
     names = tensor_names(model)
     matrix = min(config.weight_format.bytes, config.compute_format.bytes)
     other = config.compute_format.bytes
@@ -305,9 +305,13 @@ def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     inner = {
         name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith("bias")
     } - names.outer
-    return sum(
-        math.prod(shape) * (matrix if name in inner else other) for name, shape in shapes.items()
-    )
+    total = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * (matrix if name in inner else other)
+        declared = scheme.linear(name.rpartition(".")[0])
+        in_four_bits = config.int4 or (declared is not None and declared.bits == 4)
+        total += size // 2 if name in inner and in_four_bits else size
+    return total
 
 
 def _check_memory(asked: int, weights: int, device: DeviceFacts, ranks: int) -> None:

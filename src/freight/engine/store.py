@@ -131,7 +131,7 @@ def what_decides(
         "device": config.device,
         "model": repr(model),
         "declared": _declared(opened),
-        "formats": f"{config.compute_format} {config.weight_format} {config.fp8_attention}",
+        "formats": f"{config.compute_format} {config.weight_format}{' int4' * config.int4} {config.fp8_attention}",
         "cache": repr([kv.of_layer(index) for index in range(model.num_layers)]),
         "scales": repr(None if kv.scales is None else (kv.scales.format, kv.scales.layers)),
         "states": f"{kv.state}",

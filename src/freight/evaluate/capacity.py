@@ -90,7 +90,7 @@ class Setting:
     needed_bytes       memory that the wish needs with this setting
     """
 
-    weights: Format
+    weights: str
     kv: KVCacheConfig
     options: tuple[str, ...]
     loaded: LoadedBytes
@@ -223,7 +223,8 @@ def _settings(
     for weights, linear_of, options in forms:
         loaded = loaded_bytes(model, compute, weights, linear_of, wish.layout, context)
         for kv, flags in caches:
-            formats = weights, kv, (*options, *flags)
+            name = scheme.weight_formats or weights
+            formats = name, kv, (*options, *flags)
             spec = cache_spec(kv, model, EngineArgs.block_size, compute, wish.state_every, context)
             yield _setting(formats, loaded, spec, wish, context, step_tokens(wish.device, model))
 
@@ -282,7 +283,7 @@ def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iter
 
 
 def _setting(
-    formats: tuple[Format, KVCacheConfig, tuple[str, ...]],
+    formats: tuple[str, KVCacheConfig, tuple[str, ...]],
     loaded: LoadedBytes,
     spec: KVCacheSpec,
     wish: Wish,

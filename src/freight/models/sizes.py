@@ -8,7 +8,7 @@ matrices as the kernels hold them, scales, norms and biases in the format that t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 
@@ -24,7 +24,16 @@ from freight.config.model import ForeignModel, ModelConfig
 from freight.config.rope import QUERY_SCALING
 from freight.config.tensor_names import TensorNames
 from freight.fp8.formats import Format
-from freight.fp8.scheme import Activations, LinearScheme, WeightScales
+from freight.fp8.scheme import (
+    INT4_GROUP,
+    Activations,
+    FourBits,
+    LinearScheme,
+    Packing,
+    WeightScales,
+    held_group,
+    int4_group,
+)
 from freight.models.architectures import tensor_names
 from freight.models.mixer_parts import mixer_parts
 from freight.models.shapes import shared_names
@@ -38,6 +47,13 @@ _BLOCK = 128  # outputs and inputs that share a block scale
 _SCALE = 4  # bytes of a scale
 # Bytes of 32 inputs of 16 rows: 256 of 4-bit codes, and a byte per row for the scale
 _MXFP4_UNIT = 272
+
+
+def int4_online(module: str) -> LinearScheme:
+    """Return the scheme of `--quantization int4` for every matrix of the layers: groups of 128, or
+    of fewer where these do not divide the inputs.
+    """
+    return LinearScheme.in_four_bits(Packing.INT4, INT4_GROUP)
 
 
 class Layout(StrEnum):
@@ -95,6 +111,24 @@ def matrix_bytes(
 def mxfp4_bytes(rows: int, columns: int) -> int:
     """Return the bytes of a matrix in MXFP4 as the CPU kernels hold it, in either packed layout."""
     return -(-rows // 32) * 2 * _MXFP4_UNIT * -(-columns // 32) + _SCALE * _up(rows, 16)
+
+
+def group_bytes(rows: int, columns: int, four: FourBits, layout: Layout) -> int:
+    """Return the bytes of a matrix in 4 bits with scales of groups. A file that may have an order
+    of its own for the inputs is counted with one.
+    """
+    size = held_group(four, columns)
+    assert size is not None
+    nvfp4 = four.packing.codes == "NVFP4"  # scales in E4M3, and one per row
+    of_group = (1 if nvfp4 else 2) + four.zeros  # scale and zero point
+    if layout is Layout.PLAIN:
+        own = _SCALE * rows * nvfp4 + 8 * columns * four.ordered
+        return rows * columns // 2 + rows * columns // size * of_group + own
+    # csrc/packed.h: for bands of 32 rows, groups as they are stored; of NVFP4 two together
+    together = 2 * size if nvfp4 else size
+    unit = 32 * (together // 2 + together // size * of_group)
+    own = _SCALE * _up(rows, 16) + 4 * columns * four.ordered
+    return -(-rows // 32) * -(-columns // together) * unit + own
 
 
 def loaded_bytes(
@@ -260,21 +294,35 @@ class _Count:
         rows = list(sizes) if len(parts) > 1 else [sum(sizes)]
         schemes = [self.linear_of(prefix + part) for part in parts]
         kinds: list[tuple[object, ...] | None] = []
-        scales: list[WeightScales | None] = []
+        blocks = False
         for one, count in zip(schemes, rows, strict=True):
             held = None if one is None else _held(one, (count, columns))
-            scales.append(held)
-            kinds.append(None if one is None else (held, one.activations, one.input_limit))
-        spanning = WeightScales.BLOCK in scales and any(count % _BLOCK for count in rows[:-1])
+            blocks |= held is WeightScales.BLOCK
+            kinds.append(
+                None if one is None else (held, one.activations, one.input_limit, one.four)
+            )
+        spanning = blocks and any(count % _BLOCK for count in rows[:-1])
         if len(set(kinds)) == 1 and not spanning:
-            rows, scales = [sum(rows)], scales[:1]
-        packs = self.layout is not Layout.PLAIN
+            rows, schemes = [sum(rows)], schemes[:1]
         size = sum(rows) * self.compute.bytes if bias else 0
-        if packs and all(one is not None and one.bits == 4 for one in schemes):
-            return size + sum(mxfp4_bytes(count, columns) for count in rows)
-        for count, one_scales in zip(rows, scales, strict=True):
-            size += self.matrix(count, columns, one_scales)
+        for count, scheme in zip(rows, schemes, strict=True):
+            size += self.quantized(count, columns, scheme)
         return size
+
+    def quantized(self, rows: int, columns: int, scheme: LinearScheme | None) -> int:
+        """Count a matrix of the layers and its scales."""
+        if scheme is None:
+            return self.matrix(rows, columns)
+        if scheme.four is not None and scheme.four.packing is not Packing.MXFP4:
+            four = scheme.four
+            if four.group is not None and columns % four.group:  # of `--quantization int4`
+                four = replace(four, group=int4_group(columns) or 1)
+            if held_group(four, columns) is None:
+                return self.matrix(rows, columns)
+            return group_bytes(rows, columns, four, self.layout)
+        if scheme.bits == 4 and self.layout is not Layout.PLAIN:
+            return mxfp4_bytes(rows, columns)
+        return self.matrix(rows, columns, _held(scheme, (rows, columns)))
 
     def matrix(self, rows: int, columns: int, scales: WeightScales | None = None) -> int:
         return matrix_bytes(

@@ -13,6 +13,8 @@ from freight.fp8.scheme import Activations, Scheme
 
 # The format that every producer stores; the device that loads it decides about E4M3FNUZ
 E4M3 = Format.E4M3FN
+# Why a scale of inputs that are declared to be rounded to 4 bits is not used
+UNROUNDED = "of inputs in 4 bits: activations stay in 16 bits beside weights in 4 bits"
 
 
 def mapping(value: Any, what: str) -> JsonObject:

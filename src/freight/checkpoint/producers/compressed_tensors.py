@@ -1,7 +1,7 @@
 """compressed-tensors, as llm-compressor writes it: groups of modules, each with its own arguments.
 
 The payload of `float-quantized` and `naive-quantized` is the same; a group without
-`input_activations` is weight-only.
+`input_activations` is weight-only. Weights in 4 bits are read in `four_bits.py`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from dataclasses import replace
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import (
     E4M3,
+    UNROUNDED,
     block_size,
     mapping,
     require_blocks_for_groups,
     require_fp8,
     with_kv_scheme,
 )
+from freight.checkpoint.producers.four_bits import is_in_four_bits, linear_in_four_bits
 from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
@@ -39,6 +41,8 @@ def read_compressed_tensors(declared: JsonObject) -> Scheme:
         E4M3 if any(rule.linear for rule in rules) else None,
         rules=tuple(rules),
     )
+    if scheme.four_bits:
+        scheme = replace(scheme, unused=(("*.input_global_scale", UNROUNDED),))
     if kv_outputs:  # files older than kv_cache_scheme quantize the outputs of k_proj and v_proj
         scheme = replace(scheme, kv_format=E4M3, kv_static=True)
     return with_kv_scheme(declared, scheme)
@@ -83,7 +87,7 @@ def read_groups(declared: JsonObject, method: str) -> tuple[list[Rule], bool]:
         if group.get("output_activations"):
             _require_kv_outputs(group, targets, where)
             kv_outputs = True
-        linear = _linear(group, where)
+        linear = _linear(group, where, declared.get("format"))
         if linear is not None:
             ranked += [
                 (_rank(target), Rule(patterns.class_or_exact(target), linear)) for target in targets
@@ -101,8 +105,10 @@ def _rank(target: str) -> int:
     return 1 if target.startswith("re:") else 0
 
 
-def _linear(group: JsonObject, where: str) -> LinearScheme | None:
-    """Return how a group quantizes a Linear; None if it does not quantize weights."""
+def _linear(group: JsonObject, where: str, format: object) -> LinearScheme | None:
+    """Return how a group quantizes a Linear; None if it does not quantize weights. format: that of
+    all groups which name none.
+    """
     weights = mapping(group.get("weights"), f"{where} weights")
     inputs = mapping(group.get("input_activations"), f"{where} input_activations")
     if not weights:
@@ -111,6 +117,8 @@ def _linear(group: JsonObject, where: str) -> LinearScheme | None:
                 f"{where} quantizes input_activations but no weights, which is not implemented"
             )
         return None
+    if is_in_four_bits(weights):
+        return linear_in_four_bits(weights, inputs, where, group.get("format", format))
     require_fp8(weights, f"{where} weights")
     if weights.get("dynamic"):
         raise CheckpointError(
