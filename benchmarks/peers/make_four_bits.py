@@ -130,8 +130,13 @@ def with_llm_compressor(name: str, out: Path) -> None:
             if name == "nvfp4":
                 rows, half = own["weight_packed"].shape
                 codes = unpack_fp4_from_uint8(own["weight_packed"], rows, 2 * half, torch.float32)
-                scales = own["weight_scale"].float(), own["weight_global_scale"]
-                matrix = dequantize(codes, scales[0], global_scale=scales[1], dtype=torch.float32)
+                matrix = dequantize(
+                    codes,
+                    own["weight_scale"].float(),
+                    args=scheme.weights,
+                    dtype=torch.float32,
+                    global_scale=own["weight_global_scale"],
+                )
             else:
                 matrix = compressor.decompress(own, scheme)["weight"].float()
             values[f"{module}.weight"] = matrix

@@ -39,7 +39,7 @@ _PER_INT = 8  # codes of an int32
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where an int32 of AWQ has each of 8 outputs
 _INTS, _BYTES, _E4M3 = ("I32",), ("U8",), ("F8_E4M3",)
 _FLOATS = ("F16", "BF16", "F32")
-_SHAPES = ("I64", "I32")  # dtypes of weight_shape
+_SHAPES = ("I64", "I32")  # dtypes of weight_shape, which says what other tensors' shapes say
 
 # Suffixes of the tensor with a module's codes, by packing
 _CODES = {
@@ -72,7 +72,7 @@ class StoredGroups:
         if parts.order is not None:
             data = _reordered(data, parts.order)
         if self.rows:
-            rows = torch.cat([torch.arange(one.start, one.stop) for one in self.rows])
+            rows = torch.cat([_numbers(one.start, one.stop) for one in self.rows])
             groups, data = groups.of_rows(rows), data[rows]
             scale = None if scale is None else scale[rows]
         zeros = None if groups.zeros is None else groups.zeros.to(device)
@@ -329,12 +329,6 @@ def _check_int4(checkpoint: Checkpoint, stored: StoredGroups) -> None:
     _scales(checkpoint, f"{module}.weight_scale")
     if f"{module}.weight_g_idx" in stored.tensors:
         _order(checkpoint, stored, f"{module}.weight_g_idx")
-    if f"{module}.weight_shape" in stored.tensors:
-        shape = checkpoint.copy(f"{module}.weight_shape").tolist()
-        if shape != list(stored.shape):
-            raise checkpoint.fault(
-                f"{module}.weight_shape is {shape}, config.json asks for {list(stored.shape)}"
-            )
 
 
 def _check_nvfp4(checkpoint: Checkpoint, stored: StoredGroups) -> None:
@@ -394,19 +388,23 @@ def _order(checkpoint: Checkpoint, stored: StoredGroups, name: str) -> Tensor | 
         return None
     if group_of.min() < 0 or not torch.equal(
         group_of.bincount(minlength=columns // size),
-        torch.full((columns // size,), size, dtype=torch.int64),
+        torch.full((columns // size,), size, dtype=torch.int64, device="cpu"),
     ):
         raise checkpoint.fault(
             f"{name} does not put {size} of the {columns} inputs into each of {columns // size} groups"
         )
     order = torch.sort(group_of, stable=True).indices
-    if torch.equal(order, torch.arange(columns)):
+    if torch.equal(order, _numbers(0, columns)):
         return None
     if not stored.four.ordered:
         raise checkpoint.fault(
             f"{name} gives inputs to groups in an order of their own, but config.json says desc_act false"
         )
     return order
+
+
+def _numbers(first: int, stop: int) -> Tensor:
+    return torch.arange(first, stop, dtype=torch.int64, device="cpu")
 
 
 def _turned(x: Tensor) -> Tensor:
@@ -502,7 +500,8 @@ def _read_awq(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
         """uint8 [outputs, words of a column]: codes or zero points, in the order of the outputs."""
         codes = _nibbles(checkpoint.copy(name))
         words = codes.view(len(codes), -1, _PER_INT)
-        in_order = words.index_select(-1, torch.tensor(_AWQ_PLACES, dtype=torch.int64))
+        places = torch.tensor(_AWQ_PLACES, dtype=torch.int64, device="cpu")
+        in_order = words.index_select(-1, places)
         return _turned(in_order.flatten(1))
 
     scales = _turned(_scales(checkpoint, f"{module}.scales"))

@@ -242,7 +242,7 @@ def _settings(
     for weights, linear_of, options in forms:
         loaded = loaded_bytes(model, compute, weights, linear_of, wish.layout, context, wish.ranks)
         for kv, flags in caches:
-            name = scheme.weight_formats or str(weights)
+            name = scheme.weight_formats or weights
             formats = name, kv, (*options, *flags)
             sizes = EngineArgs.block_size, compute, wish.state_every, context, wish.ranks
             spec = cache_spec(kv, model, *sizes)
