@@ -7,11 +7,12 @@ matrices as the kernels hold them, scales, norms and biases in the format that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
+from freight.checkpoint.headers import Shape
 from freight.config.layer import (
     DenseConfig,
     FeedForward,
@@ -27,7 +28,8 @@ from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, LinearScheme, WeightScales
 from freight.models.architectures import tensor_names
 from freight.models.mixer_parts import mixer_parts
-from freight.models.shapes import shared_names
+from freight.models.shapes import shared_names, tensor_shapes
+from freight.models.shares import share_of
 
 # How the matrix of a module is quantized; None: it is not
 LinearOf = Callable[[str], LinearScheme | None]
@@ -104,8 +106,12 @@ def loaded_bytes(
     linear_of: LinearOf,
     layout: Layout,
     max_len: int,
+    ranks: int = 1,
 ) -> LoadedBytes:
     """Count the bytes of a model that computes in `compute`, for positions below `max_len`.
+
+    Of several `ranks` they are those of each one: of its share of the matrices (`models/shares.py`),
+    and of what all ranks have.
 
     Matrices of the layers for whose module `linear_of` has a scheme are in `weights`, an E4M3
     variant. Experts in MXFP4 stay so where kernels pack; their tensors may show that some cannot
@@ -116,7 +122,11 @@ def loaded_bytes(
     if model.foreign is not None:
         parts = foreign_bytes(model.foreign, compute, weights, linear_of, layout)
         return LoadedBytes(parts.fp8 + parts.stacked + parts.other, parts.embeddings, 0)
-    count = _Count(model, compute, weights, linear_of, layout, tensor_names(model))
+    shapes: Mapping[str, Shape] = tensor_shapes(model)
+    if ranks > 1:
+        share = share_of(model, 0, ranks)
+        model, shapes = share.model, share.shapes
+    count = _Count(model, compute, weights, linear_of, layout, tensor_names(model), shapes)
     layers = sum(count.layer(index, layer) for index, layer in enumerate(model.layers))
     # layers hold the tables: a config may describe a rope that none of them has
     named = {mixer.rope for mixer in model.paged.values()}
@@ -174,6 +184,7 @@ class _Count:
     linear_of: LinearOf
     layout: Layout
     names: TensorNames
+    shapes: Mapping[str, Shape]  # of every tensor, as a rank has it
 
     def layer(self, index: int, layer: LayerConfig) -> int:
         hidden, prefix = self.model.hidden_size, self.names.layer.format(index)
@@ -191,73 +202,85 @@ class _Count:
     def mixer(self, prefix: str, mixer: Mixer) -> int:
         parts = mixer_parts(mixer, self.model.hidden_size, self.names)
         size = sum(
-            self.projections(prefix, one.modules, one.sizes, one.columns, one.bias)
-            for one in parts.projections.values()
+            self.projections(prefix, one.modules, one.bias) for one in parts.projections.values()
         )
         size += sum(count * self.matrix(rows, columns) for count, rows, columns in parts.by_head)
-        size += sum(self.matrix(*parts.kept[name]) for name in parts.alone)
+        size += sum(self.matrix(*self.shape(prefix + name)) for name in parts.alone)
         merged = [
-            shape for name, shape in parts.kept.items() if name not in (*parts.alone, parts.cut)
+            self.shape(prefix + name)
+            for name in parts.kept
+            if name not in (*parts.alone, parts.cut)
         ]
         if merged:  # one matrix, so one padding
             (columns,) = {columns for _, columns in merged}
             size += self.matrix(sum(rows for rows, _ in merged), columns)
-        size += sum(map(self.norm_weight, parts.norms.values()))
-        size += self.compute.bytes * (sum(map(prod, parts.plain.values())) + parts.factors)
-        return size + 4 * (sum(map(prod, parts.exact.values())) + parts.made)
+        size += sum(self.norm_weight(self.values(prefix, name)) for name in parts.norms)
+        plain = sum(self.values(prefix, name) for name in parts.plain)
+        size += self.compute.bytes * (plain + parts.factors)
+        return size + 4 * (sum(self.values(prefix, name) for name in parts.exact) + parts.made)
 
     def per_layer(self, prefix: str, layer: LayerConfig) -> int:
         """Count the projections of the layer's own embedding, and the norm after them."""
         if layer.per_layer is None:
             return 0
-        names, hidden, size = self.names, self.model.hidden_size, layer.per_layer.size
-        gate = self.projections(prefix, (names.per_layer_gate,), (size,), hidden, bias=False)
-        down = self.projections(prefix, (names.per_layer_down,), (hidden,), size, bias=False)
-        return gate + down + self.norm_weight(hidden)
+        names = self.names
+        gate = self.projections(prefix, (names.per_layer_gate,), bias=False)
+        down = self.projections(prefix, (names.per_layer_down,), bias=False)
+        return gate + down + self.norm_weight(self.model.hidden_size)
 
     def feed_forward(self, prefix: str, mlp: FeedForward) -> int:
         names, hidden = self.names, self.model.hidden_size
         if mlp is None:
             return 0
         if isinstance(mlp, DenseConfig):
-            return self.dense(prefix, mlp, hidden, names.gate_up, names.down)
+            return self.dense(prefix, mlp, names.gate_up, names.down)
         router = matrix_bytes(
             mlp.num_experts, hidden, Format.FLOAT32, scales=None, layout=self.layout
         )
         size = router + mlp.num_experts * 4 * (mlp.router_bias + mlp.choice_bias + mlp.beside)
         size += 4 * hidden + 3 * self.norm_weight(hidden) if mlp.beside else 0
-        channels, parts = mlp.expert_channels(hidden), (names.expert_gate_up, names.expert_down)
         size += sum(
-            self.dense(prefix + names.expert.format(index), mlp.expert, channels, *parts)
+            self.dense(
+                prefix + names.expert.format(index),
+                mlp.expert,
+                names.expert_gate_up,
+                names.expert_down,
+            )
             for index in range(mlp.num_experts)
         )
         if mlp.latent_size is not None:
-            size += self.projections(prefix, (names.latent_in,), (channels,), hidden, bias=False)
-            size += self.projections(prefix, (names.latent_out,), (hidden,), channels, bias=False)
+            size += self.projections(prefix, (names.latent_in,), bias=False)
+            size += self.projections(prefix, (names.latent_out,), bias=False)
             if mlp.shared is not None:
                 # A norm adds experts and shared expert, and has a weight
                 size += 4 * hidden
         if mlp.shared is not None:
-            size += self.dense(prefix, mlp.shared, hidden, *shared_names(names))
+            size += self.dense(prefix, mlp.shared, *shared_names(names))
             size += self.matrix(1, hidden) if mlp.shared_gate else 0
         return size
 
-    def dense(
-        self, prefix: str, mlp: DenseConfig, channels: int, gate_up: tuple[str, ...], down: str
-    ) -> int:
-        """Count a feed-forward; channels: its inputs and outputs."""
-        size = self.projections(prefix, gate_up, mlp.up_sizes, channels, mlp.bias)
-        return size + self.projections(
-            prefix, (down,), (channels,), mlp.intermediate_size, mlp.bias
+    def dense(self, prefix: str, mlp: DenseConfig, gate_up: tuple[str, ...], down: str) -> int:
+        """Count a feed-forward."""
+        return self.projections(prefix, gate_up, mlp.bias) + self.projections(
+            prefix, (down,), mlp.bias
         )
 
-    def projections(
-        self, prefix: str, parts: Sequence[str], sizes: Sequence[int], columns: int, bias: bool
-    ) -> int:
+    def shape(self, module: str) -> tuple[int, int]:
+        """Return the outputs and inputs of a module; of one expert where a tensor has all of them."""
+        weight = self.shapes.get(f"{module}.weight") or self.shapes[module][:0:-1]
+        rows, columns = weight
+        return rows, columns
+
+    def values(self, prefix: str, name: str) -> int:
+        """Return how many values a tensor has."""
+        return prod(self.shapes[prefix + name])
+
+    def projections(self, prefix: str, parts: Sequence[str], bias: bool) -> int:
         """Count projections of one input, merged where `Weight.mergeable`. One module for several
         projections has the rows of all.
         """
-        rows = list(sizes) if len(parts) > 1 else [sum(sizes)]
+        shapes = [self.shape(prefix + part) for part in parts]
+        rows, columns = [outputs for outputs, _ in shapes], shapes[0][1]
         schemes = [self.linear_of(prefix + part) for part in parts]
         kinds: list[tuple[object, ...] | None] = []
         scales: list[WeightScales | None] = []
@@ -295,19 +318,20 @@ class _Count:
         """
         c = self.model
         width = c.embedding_size or c.hidden_size
-        size = c.vocab_size * width * self.compute.bytes + 4 * width * c.embedding_norm
+        size = self.values("", self.names.embedding) * self.compute.bytes
+        size += 4 * width * c.embedding_norm
         wider = c.float32_head and self.compute is not Format.FLOAT32
         if not c.tie_word_embeddings or self.layout is not Layout.PLAIN or wider:
             head = Format.FLOAT32 if wider else self.compute
-            size += matrix_bytes(c.vocab_size, width, head, scales=None, layout=self.layout)
+            rows = self.shapes.get(self.names.head, self.shapes[self.names.embedding])[0]
+            size += matrix_bytes(rows, width, head, scales=None, layout=self.layout)
         if c.embedding_size is not None:
             size += self.matrix(c.hidden_size, width) + self.matrix(width, c.hidden_size)
         if c.per_layer_vocab_size is not None:
             table = min(self.compute, c.checkpoint_format, key=lambda format: format.bytes)
-            size += c.per_layer_vocab_size * c.per_layer_size * table.bytes + self.norm_weight(
-                c.per_layer_size // c.num_layers
-            )
-            size += self.matrix(c.per_layer_size, c.hidden_size)
+            size += self.values("", self.names.per_layer_table) * table.bytes
+            size += self.norm_weight(c.per_layer_size // c.num_layers)
+            size += self.matrix(*self.shape(self.names.per_layer_projection))
         if c.position_offset is not None:
             size += c.max_position_embeddings * c.hidden_size * self.compute.bytes
         return size

@@ -18,6 +18,7 @@ from freight.checkpoint.layouts import read_scheme
 from freight.config.engine import EngineArgs
 from freight.config.parse import parse_model_config
 from freight.config.registry import FAMILIES
+from freight.errors import ConfigError
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels.cpu.interface import FORMATS
@@ -27,6 +28,8 @@ from freight.layers.latent import Latent
 from freight.models.open import OpenModel, open_model, open_random
 from freight.models.sizes import ONLINE, Layout, LinearOf, loaded_bytes, matrix_bytes
 from freight.models.weight_bytes import weight_bytes
+from freight.parallel.ranks import Ranks
+from freight.parallel.shared import CAPACITY, SharedFiles, SharedMemory
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LAYOUTS = {"amx": Layout.TILES}  # of builds; the others pack without tiles
@@ -57,6 +60,7 @@ def require_equal(opened: OpenModel, kernels: str, linear_of: LinearOf) -> None:
     counted = loaded_bytes(
         *(opened.model, config.compute_format, config.weight_format, linear_of, layout_of(kernels)),
         config.max_model_len,
+        opened.ranks.size,
     )
     assert (counted.layers, counted.embeddings) == (held.layers, held.embeddings)
     assert counted.tables == sum(rope.values())
@@ -168,6 +172,37 @@ def test_every_family_occupies_what_is_counted(
     args = EngineArgs(kernels=kernels, quantization=quantization, device="cpu")
     opened = open_random(args, str(shape_file(variant, tmp_path)))
     require_equal(opened, kernels, lambda _: ONLINE if quantization else None)
+
+
+DIVIDED = (
+    *("llama-tied", "gpt-oss", "deepseek-v3", "ling", "qwen3-next", "granite-h-moe"),
+    *("nemotron-h-latent", "gemma4-own-inputs"),
+)
+
+
+@pytest.mark.skipif(not runnable(), reason="ranks gather in the compiled kernels")
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *DIVIDED,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name not in DIVIDED),
+    ],
+)
+def test_a_rank_occupies_what_is_counted(
+    variant: str, quantization: str | None, tmp_path: Path
+) -> None:
+    """Its matrices with the odd sizes of a part, and whole what all ranks have."""
+    args = EngineArgs(device="cpu", quantization=quantization, tensor_parallel_size=2)
+    opened = open_random(args, str(shape_file(variant, tmp_path)))
+    memory = SharedMemory(SharedFiles.create(2, CAPACITY), 1, 1.0)
+    opened = opened.as_rank(Ranks(1, 2, memory), 1)
+    try:
+        assert opened.share is not None
+    except ConfigError as error:
+        pytest.skip(str(error))
+    require_equal(opened, "auto", lambda _: ONLINE if quantization else None)
+    memory.close()
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])

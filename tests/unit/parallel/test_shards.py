@@ -223,7 +223,7 @@ def test_ranks_share_keys_of_recurrent_layers(size: int, groups: int) -> None:
     ("fixture", "size"),
     [
         ("published/deepseek-ai--DeepSeek-V3", 2),
-        ("published/moonshotai--Kimi-K2-Instruct", 8),
+        ("published/moonshotai--Kimi-K2-Instruct", 4),
         ("published/Qwen--Qwen3-Next-80B-A3B-Thinking", 2),
         ("published/Qwen--Qwen3.5-27B", 4),
         ("published/nvidia--Nemotron-H-56B-Base-8K", 8),
