@@ -30,7 +30,7 @@ from freight.config.engine import EngineArgs, EngineConfig
 from freight.device import DeviceFacts, numa_nodes, probe
 from freight.engine.decode_steps import Capture, DecodeSteps
 from freight.engine.engine import CLOSE_SECONDS, Engine
-from freight.engine.fingerprint import fingerprint
+from freight.engine.fingerprint import fingerprint, is_reproducible
 from freight.engine.graphs import CudaGraphs
 from freight.engine.intake import Intake
 from freight.engine.leader import Leader, LeadingRunner
@@ -218,6 +218,7 @@ def _start(
         repeatable=spec.repeatable,
         drafts=most_drafts > 0,
         store=store,
+        reproducible=is_reproducible(opened, kernels),
     )
     if store is not None:  # for callers that never close it; a second time does nothing
         weakref.finalize(engine, store.close, CLOSE_SECONDS)
