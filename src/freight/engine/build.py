@@ -180,7 +180,11 @@ def _start(
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
     num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
     kv = opened.with_rank_scales(config).kv
+    # on a GPU a step runs while the host goes on
+    overlaps = config.device != "cpu" and spec.repeatable
+    most_drafts = _most_drafts(config, model, spec, overlaps)
     pool = allocate_pool(spec, kv, num_blocks, kernels, config.device, model.rotaries)
+    pool = pool.counting_drafts(most_drafts)
     logger.info("%s", describe_cache(pool, config, size))
     if config.fp8_attention:
         logger.info("attention: products in FP8")
@@ -192,9 +196,6 @@ def _start(
         if digests is None
         else open_store(opened, config, kernels, version(), digests, cache, pool)
     )
-    # on a GPU a step runs while the host goes on
-    overlaps = config.device != "cpu" and spec.repeatable
-    most_drafts = _most_drafts(config, model, spec, overlaps)
     scheduler = Scheduler(cache, *limits, config.max_model_len, most_drafts, store)
     captured = captured_steps(model, pool, kernels, config)
     runner = ModelRunner(model, pool, config.device, captured)
