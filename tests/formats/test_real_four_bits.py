@@ -34,9 +34,7 @@ def test_logits_are_those_of_the_values_that_the_tool_makes(name: str, kernels: 
     expected = load_file(FIXTURES / name / "expected.safetensors")
     ids = expected["input_ids"].tolist()
     found = freight_logits(FIXTURES / name, ids, "float32", kernels)
-    # compressed-tensors rounds the values of NVFP4, and their scales, to bfloat16
-    tolerance = 0.05 if name == "nvfp4" else 1e-4
-    assert (found - expected["logits"]).abs().max() <= tolerance
+    assert (found - expected["logits"]).abs().max() <= 1e-4
     assert torch.isfinite(expected["logits"]).all()
     assert (
         describe(str(FIXTURES / name))["scheme"]["description"]
